@@ -311,6 +311,7 @@ def wire_evaluator(
         policy=context.policy,
         held_out=context.held_out,
         sampling=profile.sampling,
+        seed=profile.seed,
         settings=settings,
         engine=profile.engine,
         turns=trained.turns,

@@ -1,4 +1,4 @@
-"""Evaluator -> monitor: greedy accuracy on held-out problems."""
+"""Evaluator -> monitor: accuracy, rewards and loss on held-out problems."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from clotho.config.schema import EngineSection, HeldOutEvaluation
-from clotho.inference.greedy import greedy_completions
+from clotho.inference.held_out import by_problem, held_out_requests, pinned_completions
 from clotho.models.policy import Policy
 from clotho.models.turns import TurnBudget
-from clotho.rewards.accuracy import accuracy, grade
+from clotho.rewards.accuracy import Outcome, accuracy, graded, measures
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.queues import Queue
-from protocols.evaluation import EvalReport, HeldOut
+from clotho.scoring.reference_loss import PinnedPolicy, reference_losses
+from protocols.evaluation import EvalReport, HeldOut, ReferenceLoss
 from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.sampling import Completion, Sampling
 from protocols.step import PolicyUpdated
@@ -51,6 +52,7 @@ class Evaluator:
         policy: Policy,
         held_out: HeldOut,
         sampling: Sampling,
+        seed: int,
         settings: HeldOutEvaluation,
         engine: EngineSection,
         turns: TurnBudget,
@@ -61,13 +63,14 @@ class Evaluator:
     ) -> None:
         """base: the policy before its first update; None if it was evaluated before a resume.
 
-        turns: limits the duration of prefill in one turn.
+        sampling: of training; greedy completions have temperature 0 and no filters. seed: of sampled completions.
+        turns: limits the duration of prefill, and of the loss of reference completions, in one turn.
         start: the weights at the start; `final` if the last evaluation before a resume evaluated these weights.
         reports: every report is appended to this list.
         """
         self._inbox, self._outbox = inbox, outbox
         self._executor, self._policy, self._held_out = executor, policy, held_out
-        self._sampling, self._settings, self._engine, self._turns = sampling, settings, engine, turns
+        self._sampling, self._seed, self._settings, self._engine, self._turns = sampling, seed, settings, engine, turns
         self._base, self._newest, self._steps = base, start, steps
         self._reports = reports
 
@@ -112,32 +115,47 @@ class Evaluator:
         began = time.monotonic()
         everything = pinned.final or pinned.step == 0
         count = self._settings.problems if everything else self._settings.problems_between or self._settings.problems
-        problems = self._held_out.problems[: count or None]
-        completions: list[Completion] = await finish(
-            self._executor.submit_steps(
-                greedy_completions(
-                    self._policy,
-                    pinned.parameters,
-                    version=pinned.version,
-                    prompts=self._held_out.prompts[: len(problems)],
-                    sampling=self._sampling,
-                    settings=self._engine,
-                    turns=self._turns,
-                ),
-                kind="evaluation",
-            )
-        )
-        texts = [completion.text for completion in completions]
-        found = accuracy(problems, await grade(problems, texts, self._held_out.is_correct))
+        outcomes = await self._outcomes(pinned, len(self._held_out.problems[: count or None]))
+        found = accuracy(outcomes)
+        overall = found.overall
         return EvalReport(
             step=pinned.step,
             version=pinned.version,
             problems=found.problems,
             ungraded=found.ungraded,
-            accuracy=found.overall.value,
-            interval=(found.overall.low, found.overall.high),
+            failed=sum(one.failed for one in outcomes),
+            accuracy=None if overall is None else overall.value,
+            interval=None if overall is None else (overall.low, overall.high),
             by_type={kind: share.value for kind, share in found.by_type.items()},
-            completion_tokens=sum(len(completion.tokens) for completion in completions),
+            measures=measures(outcomes),
+            completion_tokens=sum(one.tokens for one in outcomes),
             seconds=time.monotonic() - began,
             final=pinned.final,
         )
+
+    async def _outcomes(self, pinned: Pinned, count: int) -> list[Outcome]:
+        """Sample, score and grade the first `count` problems."""
+        held_out, prompts = self._held_out, self._held_out.prompts[:count]
+        requests = held_out_requests(prompts, self._sampling, samples=self._settings.samples, seed=self._seed)
+        decoding = pinned_completions(
+            self._policy,
+            pinned.parameters,
+            version=pinned.version,
+            requests=requests,
+            settings=self._engine,
+            turns=self._turns,
+        )
+        completions: list[list[Completion]] = await finish(self._executor.submit_steps(decoding, kind="evaluation"))
+        losses: list[ReferenceLoss | None] = []
+        if any(references := held_out.references[:count]):
+            steps = reference_losses(
+                PinnedPolicy(self._policy, pinned.parameters, pinned.version),
+                prompts,
+                references,
+                context_length=self._policy.context_length,
+                chunk=self._engine.prefill_chunk,
+                turns=self._turns,
+            )
+            losses = await finish(self._executor.submit_steps(steps, kind="evaluation"))
+        found = by_problem(completions, count)
+        return await graded(held_out.problems[:count], found, held_out.grade, losses=losses)

@@ -15,6 +15,7 @@ class Problem(Struct, frozen=True, kw_only=True):
     prompt: the text of the last message before the completion. type: selects the reward functions that apply.
     messages: the whole conversation before the completion, if the record is a conversation; otherwise empty.
     tools: definitions of functions for the chat template. extra: the other columns of the record, as JSON values.
+    completion: a reference completion, for the held-out loss; empty if the record has none.
     """
 
     prompt: str
@@ -23,6 +24,7 @@ class Problem(Struct, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     extra: dict[str, Any] = {}
+    completion: str = ""
 
 
 class Prompt(Struct, frozen=True, kw_only=True, tag=True):

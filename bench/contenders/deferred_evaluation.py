@@ -58,4 +58,4 @@ class DeferredEvaluator(Evaluator):
         report = await self._evaluate(pinned)
         self._reports.append(report)
         log.info(EVALUATED, step=report.step, accuracy=report.accuracy)
-        return report.accuracy >= self._target
+        return report.accuracy is not None and report.accuracy >= self._target

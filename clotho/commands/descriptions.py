@@ -27,6 +27,7 @@ from clotho.storage.run_directory import BEST, LINEAGE, read_run_id
 from clotho.storage.run_paths import find_checkpoint, run_of, split_step
 from protocols.checkpoint import RunState
 from protocols.errors import ClothoError, ModelError, RunDirectoryError, visible
+from protocols.evaluation import Estimate
 
 Description = dict[str, Any]
 """What a path contains: texts, numbers, lists, and nested descriptions, by key."""
@@ -55,8 +56,15 @@ class EvaluationLine(Struct, frozen=True, kw_only=True):
     """The keys of evaluations.jsonl that a description has."""
 
     step: int
-    accuracy: float
+    accuracy: float | None = None
     problems: int = 0
+    ungraded: int = 0
+    failed: int = 0
+    reward: Estimate | None = None
+    loss: Estimate | None = None
+    samples: int = 0
+    avg_at_k: Estimate | None = None
+    pass_at: dict[str, Estimate] = {}
 
 
 def describe(text: str) -> Description:
@@ -298,7 +306,12 @@ def _evaluation_of(run: Path, state: RunState) -> Description | None:
 
 
 def _evaluation(line: EvaluationLine | None) -> Description | None:
-    return None if line is None else {"step": line.step, "accuracy": line.accuracy, "problems": line.problems}
+    """Return the accuracy and the counts of problems, and further values as far as the line has them."""
+    if line is None:
+        return None
+    found: Description = msgspec.to_builtins(line)
+    always = ("step", "accuracy", "problems", "ungraded")
+    return {key: value for key, value in found.items() if value or key in always}
 
 
 def _evaluations(path: Path) -> Iterator[EvaluationLine]:

@@ -1,8 +1,8 @@
-"""The command `eval`: accuracy of a base model and of adapters on a dataset, side by side."""
+"""The command `eval`: a base model and adapters on the same problems, side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,24 +15,38 @@ from rich.table import Table
 from rich.text import Text
 
 from clotho.commands.command_line import require_new_file
-from clotho.config.evaluation import EvaluationArguments, EvaluationProfile
+from clotho.config.evaluation import EvaluationArguments
 from clotho.config.schema import AdaptersSection
 from clotho.inference import DecodeEngine
-from clotho.inference.greedy import complete_all, greedy
+from clotho.inference.held_out import by_problem, complete_all, held_out_requests
 from clotho.memory.estimate import serving_memory
 from clotho.memory.report import limit_memory
 from clotho.models.adapter_store import AdapterStore
 from clotho.models.base_model import BaseModel
 from clotho.models.loading import find_model
 from clotho.monitoring.event_log import event_log
-from clotho.monitoring.terminal_text import terminal_text
-from clotho.rewards.accuracy import Accuracy, Estimate, IsCorrect, accuracy, grade, mean_difference, pass_at
+from clotho.monitoring.terminal_text import number, percent, terminal_text
+from clotho.rewards.accuracy import (
+    Accuracy,
+    Comparison,
+    Judged,
+    Outcome,
+    accuracy,
+    avg_at_k,
+    compare,
+    graded,
+    measures,
+    pass_at_k,
+    powers_of_two,
+)
 from clotho.rewards.runner import RewardRunner
-from clotho.run.prompts import Rendered, read_split, render
+from clotho.run.prompts import Rendered, read_split, references, render
 from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.scoring.reference_loss import reference_losses
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import AdapterRequestError, ModelError, ProfileError, RequestError
-from protocols.sampling import BASE, Completion, SampleRequest, derive
+from protocols.evaluation import Estimate, ReferenceLoss
+from protocols.sampling import BASE, Completion, SampleRequest
 
 log = structlog.get_logger(actor="eval")
 
@@ -41,37 +55,49 @@ BASE_NAME = "base"
 
 
 class Graded(Struct, frozen=True, kw_only=True):
-    """A completion. correct: None if no reward with `correct = true` applies. truncated: it reached the token limit."""
+    """A completion. correct: None if no reward with `correct = true` applies. truncated: it reached the token limit.
+
+    reward: weighted sum of the functions that apply; None if none does, or one failed. rewards: their values.
+    """
 
     text: str
     correct: bool | None
+    reward: float | None
+    rewards: Mapping[str, float]
     tokens: int
     truncated: bool
 
 
 class Record(Struct, frozen=True, kw_only=True):
-    """One problem with the completions of one policy."""
+    """One problem with the completions of one policy. loss: of the reference completion; None if there is none."""
 
     type: str
     prompt: str
     answer: str
     greedy: Graded
     samples: tuple[Graded, ...]
+    loss: ReferenceLoss | None
 
 
 class PolicyResult(Struct, frozen=True, kw_only=True):
-    """The results of the base model or of an adapter.
+    """The results of the base model or of an adapter; None, or a missing key, if no problem has a value.
 
     greedy: accuracy of greedy completions. avg: mean accuracy of sampled completions. pass_at: by k, the probability
-    that at least one of k sampled completions is correct. difference: of the greedy accuracy to the base model.
-    truncated: share of greedy completions that reached the token limit.
+    that at least one of k sampled completions is correct. failed: number of problems with a reward function that
+    failed. comparison: with the base model. Other fields: as in `HeldOutMeasures`.
     """
 
     greedy: Accuracy
     avg: Accuracy | None
     pass_at: dict[str, Accuracy]
-    difference: Estimate | None
-    truncated: float
+    failed: int
+    reward: Estimate | None
+    rewards: Mapping[str, Estimate]
+    sampled_reward: Estimate | None
+    loss: Estimate | None
+    completion_length: float | None
+    truncated: float | None
+    comparison: Comparison | None
     records: tuple[Record, ...] = ()
 
 
@@ -106,14 +132,12 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
         base, engine = await finish(executor.submit(lambda: load(arguments)))
         rendered = problems_of(arguments, base)
         require_graded(rendered, rewards)
-        results: dict[str, PolicyResult] = {}
+        outcomes: dict[str, list[Outcome]] = {}
         for name in (*([BASE_NAME] if flags.base else []), *arguments.adapters):
             log.info("evaluating", policy=name, problems=len(rendered.problems))
-            requests = requests_of(profile, rendered, BASE if name == BASE_NAME else name, flags.samples)
-            steps = _decode(engine, requests, profile.engine.max_num_seqs)
-            completions = await finish(executor.submit_steps(steps, kind="evaluation"))
-            records = await graded(rendered, completions, rewards.is_correct)
-            results[name] = result_of(rendered, records, results.get(BASE_NAME))
+            completions, losses = await completions_of(arguments, name, rendered, base, engine, executor)
+            outcomes[name] = await graded(rendered.problems, completions, rewards.grade, losses=losses)
+    results = {name: result_of(name, found, outcomes.get(BASE_NAME)) for name, found in outcomes.items()}
     found = Evaluation(
         model=profile.model.path,
         dataset=profile.data.train,
@@ -178,18 +202,35 @@ def require_graded(rendered: Rendered, rewards: RewardRunner) -> None:
         raise ProfileError("rewards: no reward with correct = true applies to the problems")
 
 
-def requests_of(profile: EvaluationProfile, rendered: Rendered, weights: str, samples: int) -> list[SampleRequest]:
-    """One greedy request per problem, then one request per problem for the sampled completions, if any."""
-    requests = [
-        SampleRequest(prompt=prompt, sampling=greedy(profile.sampling), seeds=(0,), weights=weights)
-        for prompt in rendered.prompts
-    ]
-    if samples:
-        sampling = replace(profile.sampling, top_logprobs=0)
-        for index, prompt in enumerate(rendered.prompts):
-            seeds = tuple(derive(profile.seed, "eval", index, sample) for sample in range(samples))
-            requests.append(SampleRequest(prompt=prompt, sampling=sampling, seeds=seeds, weights=weights))
-    return requests
+async def completions_of(
+    arguments: EvaluationArguments,
+    name: str,
+    rendered: Rendered,
+    base: BaseModel,
+    engine: DecodeEngine,
+    executor: ComputeExecutor,
+) -> tuple[list[list[Completion]], list[ReferenceLoss | None]]:
+    """Return the completions of each problem by one policy, and the losses of the reference completions."""
+    profile, prompts = arguments.profile, rendered.prompts
+    weights = BASE if name == BASE_NAME else name
+    requests = held_out_requests(
+        prompts, profile.sampling, samples=arguments.flags.samples, seed=profile.seed, weights=weights
+    )
+    steps = _decode(engine, requests, profile.engine.max_num_seqs)
+    completions = by_problem(await finish(executor.submit_steps(steps, kind="evaluation")), len(prompts))
+    found = references(rendered, profile.data, base.tokenizer)
+    if not any(found):
+        return completions, []
+    _, computing = await finish(executor.submit(lambda: engine.computing_as(weights)))
+    scoring = reference_losses(
+        base,
+        prompts,
+        found,
+        context_length=base.context_length,
+        chunk=profile.engine.prefill_chunk,
+        computing=computing,
+    )
+    return completions, await finish(executor.submit_steps(scoring, kind="evaluation"))
 
 
 def _decode(
@@ -201,58 +242,47 @@ def _decode(
         raise ProfileError(f"sampling.{error.param}: {error}") from error
 
 
-async def graded(rendered: Rendered, completions: list[list[Completion]], is_correct: IsCorrect) -> list[Record]:
-    """Grade the completions of one policy: first the greedy ones, then the sampled ones, in the order of problems."""
-    count = len(rendered.problems)
-    sampled = completions[count:] or [[] for _ in range(count)]
-    records = []
-    for problem, (first,), others in zip(rendered.problems, completions[:count], sampled, strict=True):
-        found = [first, *others]
-        correct = await grade([problem] * len(found), [completion.text for completion in found], is_correct)
-        grades = [
-            Graded(text=c.text, correct=right, tokens=len(c.tokens), truncated=c.finish_reason == "length")
-            for c, right in zip(found, correct, strict=True)
-        ]
-        records.append(
-            Record(
-                type=problem.type,
-                prompt=problem.prompt,
-                answer=problem.answer,
-                greedy=grades[0],
-                samples=tuple(grades[1:]),
-            )
-        )
-    return records
-
-
-def result_of(rendered: Rendered, records: Sequence[Record], base: PolicyResult | None) -> PolicyResult:
-    """Summarize the records of one policy. base: the result of the base model, if it was evaluated."""
-    first = [record.greedy.correct for record in records]
-    counts = [_correct_samples(record) for record in records]
-    samples = len(records[0].samples)
-    shares = {
-        k: [None if count is None else pass_at(k, correct=count, samples=samples) for count in counts]
-        for k in powers_of_two(samples)
-    }
-    before = None if base is None else [record.greedy.correct for record in base.records]
+def result_of(name: str, outcomes: Sequence[Outcome], base: Sequence[Outcome] | None) -> PolicyResult:
+    """Summarize the outcomes of one policy. base: those of the base model, if it was evaluated."""
+    found, samples = measures(outcomes), len(outcomes[0].samples)
     return PolicyResult(
-        greedy=accuracy(rendered.problems, first),
-        avg=accuracy(rendered.problems, [None if c is None else c / samples for c in counts]) if samples else None,
-        pass_at={str(k): accuracy(rendered.problems, found) for k, found in shares.items()},
-        difference=None if before is None else mean_difference(before, first),
-        truncated=sum(record.greedy.truncated for record in records) / len(records),
-        records=tuple(records),
+        greedy=accuracy(outcomes),
+        avg=avg_at_k(outcomes) if samples else None,
+        pass_at={str(k): pass_at_k(outcomes, k) for k in powers_of_two(samples)},
+        failed=sum(one.failed for one in outcomes),
+        reward=found.reward,
+        rewards=found.rewards,
+        sampled_reward=found.sampled.reward if found.sampled else None,
+        loss=found.loss,
+        completion_length=found.completion_length,
+        truncated=found.truncated,
+        comparison=None if base is None or name == BASE_NAME else compare(base, outcomes),
+        records=tuple(map(_record, outcomes)),
     )
 
 
-def _correct_samples(record: Record) -> int | None:
-    correct = [sample.correct for sample in record.samples]
-    return None if None in correct else sum(map(bool, correct))
+def _record(outcome: Outcome) -> Record:
+    problem = outcome.problem
+    return Record(
+        type=problem.type,
+        prompt=problem.prompt,
+        answer=problem.answer,
+        greedy=_graded(outcome.greedy),
+        samples=tuple(map(_graded, outcome.samples)),
+        loss=outcome.loss,
+    )
 
 
-def powers_of_two(limit: int) -> list[int]:
-    """2, 4, 8, ... below `limit`, and `limit` itself, if it is at least 2. For one completion pass@1 is avg@k."""
-    return [*(2**i for i in range(1, limit.bit_length()) if 2**i < limit), *([limit] if limit > 1 else [])]
+def _graded(judged: Judged) -> Graded:
+    completion, grade = judged.completion, judged.grade
+    return Graded(
+        text=completion.text,
+        correct=grade.correct,
+        reward=grade.reward,
+        rewards=grade.parts,
+        tokens=len(completion.tokens),
+        truncated=completion.finish_reason == "length",
+    )
 
 
 def show(console: Console, found: Evaluation, *, as_json: bool) -> None:
@@ -262,45 +292,86 @@ def show(console: Console, found: Evaluation, *, as_json: bool) -> None:
         text = msgspec.json.format(msgspec.json.encode(replace(found, policies=short)), indent=1).decode()
         console.print(Text(text), soft_wrap=True)
         return
-    console.print(_accuracy_table(found))
+    console.print(_greedy_table(found))
     if found.samples:
         console.print(_samples_table(found))
+    if any(result.comparison for result in found.policies.values()):
+        console.print(_comparison_table(found))
 
 
-def _accuracy_table(found: Evaluation) -> Table:
-    title = f"greedy accuracy on {found.problems} problems ({found.part}), intervals of 95 %"
-    table = Table(title=Text(title), title_justify="left", safe_box=True)
-    table.add_column(Text("problems"), overflow="fold")
-    for name in found.policies:
-        table.add_column(Text(terminal_text(name, 40)), justify="right", no_wrap=True)
+def _greedy_table(found: Evaluation) -> Table:
+    title = f"greedy completions of {found.problems} problems ({found.part}), intervals of 95 %"
+    table = _table(title, found.policies)
     results = list(found.policies.values())
-    table.add_row(Text("all"), *(Text(_in_words(result.greedy.overall)) for result in results))
-    for kind in results[0].greedy.by_type:
-        cells = (Text(_in_words(result.greedy.by_type[kind])) for result in results)
-        table.add_row(Text(terminal_text(kind, 40)), *cells)
-    if any(result.difference for result in results):
-        cells = (Text(_in_words(result.difference, signed=True) if result.difference else "-") for result in results)
-        table.add_row(Text("change"), *cells)
-    table.add_row(Text("truncated"), *(Text(f"{result.truncated:.1%}") for result in results))
+    _add(table, "accuracy", [_share(result.greedy.overall) for result in results])
+    for kind in sorted({kind for result in results for kind in result.greedy.by_type}):
+        _add(table, f"  {kind}", [_share(result.greedy.by_type.get(kind)) for result in results])
+    _add(table, "reward", [_value(result.reward) for result in results])
+    for name in sorted({name for result in results for name in result.rewards}):
+        _add(table, f"  {name}", [_value(result.rewards.get(name)) for result in results])
+    if any(result.loss for result in results):
+        _add(table, "loss of references", [_value(result.loss) for result in results])
+    _add(table, "mean length", [number(result.completion_length, ".1f") for result in results])
+    _add(table, "truncated", [percent(result.truncated) for result in results])
     if any(result.greedy.ungraded for result in results):
-        table.add_row(Text("ungraded"), *(Text(str(result.greedy.ungraded)) for result in results))
+        _add(table, "ungraded problems", [str(result.greedy.ungraded) for result in results])
+    if any(result.failed for result in results):
+        _add(table, "failed rewards", [str(result.failed) for result in results])
     return table
 
 
 def _samples_table(found: Evaluation) -> Table:
     title = f"{found.samples} completions per problem at temperature {found.temperature:g}"
-    table = Table(title=Text(title), title_justify="left", safe_box=True)
-    table.add_column(Text("policy"), overflow="fold")
-    table.add_column(Text(f"avg@{found.samples}"), justify="right", no_wrap=True)
+    table = _table(title, found.policies)
+    results = list(found.policies.values())
+    _add(table, f"avg@{found.samples}", [_share(result.avg.overall if result.avg else None) for result in results])
     for k in powers_of_two(found.samples):
-        table.add_column(Text(f"pass@{k}"), justify="right", no_wrap=True)
-    for name, result in found.policies.items():
-        shares = [*([result.avg] if result.avg else []), *result.pass_at.values()]
-        table.add_row(Text(terminal_text(name, 40)), *(Text(_in_words(share.overall)) for share in shares))
+        _add(table, f"pass@{k}", [_share(result.pass_at[str(k)].overall) for result in results])
+    _add(table, "reward", [_value(result.sampled_reward) for result in results])
     return table
 
 
-def _in_words(estimate: Estimate, *, signed: bool = False) -> str:
-    sign = "+" if signed else ""
-    value, low, high = (f"{number * 100:{sign}.1f}" for number in (estimate.value, estimate.low, estimate.high))
+def _comparison_table(found: Evaluation) -> Table:
+    compared = {name: result.comparison for name, result in found.policies.items() if result.comparison}
+    table = _table("difference to the base model on the same problems, intervals of 95 %", compared)
+    results = list(compared.values())
+    _add(table, "accuracy", [_share(result.accuracy, signed=True) for result in results])
+    _add(table, "  solved by one only", [f"{result.gained} gained, {result.lost} lost" for result in results])
+    _add(table, "  p (McNemar)", [f"{result.p_value:.3g}" for result in results])
+    _add(table, "reward", [_value(result.reward, signed=True) for result in results])
+    if any(result.loss for result in results):
+        _add(table, "loss of references", [_value(result.loss, signed=True) for result in results])
+    if found.samples:
+        _add(table, f"avg@{found.samples}", [_share(result.avg, signed=True) for result in results])
+    for k in powers_of_two(found.samples):
+        _add(table, f"pass@{k}", [_share(result.pass_at.get(str(k)), signed=True) for result in results])
+    return table
+
+
+def _table(title: str, columns: Iterable[str]) -> Table:
+    table = Table(title=Text(title), title_justify="left", safe_box=True)
+    table.add_column(overflow="fold")
+    for name in columns:
+        table.add_column(Text(terminal_text(name, 40)), justify="right", no_wrap=True)
+    return table
+
+
+def _add(table: Table, label: str, cells: Iterable[str]) -> None:
+    table.add_row(Text(terminal_text(label, 40)), *map(Text, cells))
+
+
+def _share(estimate: Estimate | None, *, signed: bool = False) -> str:
+    """Format a share or a difference of shares in percent with its interval; `-` if there is none."""
+    return _in_words(estimate, 100, "+.1f" if signed else ".1f")
+
+
+def _value(estimate: Estimate | None, *, signed: bool = False) -> str:
+    """Format a mean or a difference of means with its interval; `-` if there is none."""
+    return _in_words(estimate, 1, "+.3f" if signed else ".3f")
+
+
+def _in_words(estimate: Estimate | None, factor: int, form: str) -> str:
+    if estimate is None:
+        return "-"
+    value, low, high = (format(end * factor, form) for end in (estimate.value, estimate.low, estimate.high))
     return f"{value} ({low} to {high})"

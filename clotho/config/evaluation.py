@@ -48,7 +48,9 @@ class EvaluationFlags(Struct, frozen=True, kw_only=True):
     base: Annotated[bool, about("Evaluate the base model too.")] = True
     part: Annotated[Part, about("Problems to evaluate: held out, for training, or all.")] = "heldout"
     limit: Annotated[NonNegative, about("Evaluate the first problems only; 0: all.")] = 0
-    samples: Annotated[NonNegative, about("Completions per problem for avg@k and pass@k; 0: greedy only.")] = 0
+    samples: Annotated[
+        int, about("Sampled completions per problem for avg@k and pass@k; 0: greedy only.", ge=0, le=4096)
+    ] = 0
     output: Annotated[str, about("JSON file for all completions and results; it must not exist.")] = ""
     json: Annotated[bool, about("Print the results as JSON instead of a table.")] = False
 

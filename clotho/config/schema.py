@@ -173,11 +173,14 @@ class CheckpointSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HeldOutEvaluation(Variant, frozen=True, kw_only=True, tag="heldout"):
-    """Greedy accuracy on held-out problems: before, after and during training."""
+    """Accuracy, rewards and loss on held-out problems: before, after and during training."""
 
     interval: Annotated[NonNegative, about("Steps between evaluations; 0: before and after training.")] = 0
     problems: Annotated[NonNegative, about("Number of held-out problems before and after training; 0 means all.")] = 0
     problems_between: Annotated[NonNegative, about("Held-out problems during training; 0: eval.problems.")] = 0
+    samples: Annotated[
+        int, about("Sampled completions per held-out problem for avg@k and pass@k; 0: greedy only.", ge=0, le=4096)
+    ] = 0
 
 
 EvalSection = Annotated[Off | HeldOutEvaluation, about("Evaluation of the policy on held-out problems.")]

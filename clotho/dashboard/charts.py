@@ -15,7 +15,7 @@ Format = Literal["number", "percent", "bytes", "seconds"]
 class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of a chart.
 
-    column: name of a column. A `*` stands for all columns that match; the label then contains the matching text.
+    column: name of a column. A `*` stands for all columns that match; a `*` in the other texts is what it matches.
     spread: column with the standard deviation, drawn as a band. low, high: columns with the edges of the band.
     """
 
@@ -46,12 +46,14 @@ HIDDEN = (
 """Columns without a chart: the axes, counters of other charts, and what the page shows as marks."""
 
 _ONE_DEVIATION = "The band is one standard deviation."
+_INTERVAL = "The band is the interval of 95 %."
 
 
 def _chart(section: str, title: str, *series: Line, note: str = "", **other: Any) -> Chart:
     """Return a chart with the descriptions of its metrics."""
     descriptions = EVALUATION_METRICS if other.get("table") == "evaluations" else METRICS
-    texts = dict.fromkeys(descriptions.get(line.column.split("/*")[0], "") for line in series)
+    columns = [line.column.split("/*")[0] for line in series]
+    texts = dict.fromkeys(descriptions.get(name, descriptions.get(name.rpartition("/")[0], "")) for name in columns)
     name = title.lower().replace(" ", "-")
     return Chart(
         id=name,
@@ -67,6 +69,11 @@ def _line(label: str, column: str, **other: Any) -> Line:
     return Line(label=label, column=column, **other)
 
 
+def _estimate(label: str, column: str, **other: Any) -> Line:
+    """Return the line of a mean with its interval as a band."""
+    return _line(label, f"{column}/value", low=f"{column}/low", high=f"{column}/high", **other)
+
+
 CHARTS = (
     _chart("Learning", "Reward", _line("mean", "reward/mean", spread="reward/std"), note=_ONE_DEVIATION),
     _chart("Learning", "Reward by part", _line("*", "rewards/*/mean", spread="rewards/*/std"), note=_ONE_DEVIATION),
@@ -75,9 +82,36 @@ CHARTS = (
         "Held-out accuracy",
         _line("accuracy", "accuracy", low="accuracy_interval/low", high="accuracy_interval/high"),
         _line("*", "accuracy_by_type/*", dash=True),
-        note="The band is the interval of 95 %.",
+        note=_INTERVAL,
         table="evaluations",
         format="percent",
+    ),
+    _chart(
+        "Learning",
+        "Sampled accuracy",
+        _estimate("avg@k", "avg_at_k"),
+        _estimate("pass@*", "pass_at/*"),
+        note=_INTERVAL,
+        table="evaluations",
+        format="percent",
+    ),
+    _chart(
+        "Learning",
+        "Held-out reward",
+        _estimate("greedy", "reward"),
+        _estimate("sampled", "sampled_reward"),
+        note=_INTERVAL,
+        table="evaluations",
+    ),
+    _chart("Learning", "Held-out reward by part", _estimate("*", "rewards/*"), note=_INTERVAL, table="evaluations"),
+    _chart("Learning", "Held-out loss", _estimate("references", "loss"), note=_INTERVAL, table="evaluations"),
+    _chart(
+        "Learning",
+        "Held-out problems",
+        _line("graded", "problems"),
+        _line("ungraded", "ungraded"),
+        _line("with failed rewards", "failed"),
+        table="evaluations",
     ),
     _chart("Learning", "Failures of rewards", _line("*", "rewards/*/failures")),
     _chart("Update", "Loss", _line("loss", "loss")),
@@ -98,6 +132,14 @@ CHARTS = (
     _chart("Off-policy", "Importance ratio", _line("mean", "ratio_mean")),
     _chart("Completions", "Completion length", _line("mean", "completion_length/mean")),
     _chart("Completions", "Truncation", _line("truncated", "truncated_fraction"), format="percent"),
+    _chart("Completions", "Held-out length", _line("mean", "completion_length/mean"), table="evaluations"),
+    _chart(
+        "Completions",
+        "Held-out truncation",
+        _line("truncated", "truncated_fraction"),
+        table="evaluations",
+        format="percent",
+    ),
     _chart(
         "Completions", "Groups per step", _line("trained", "groups/trained"), _line("discarded", "groups/discarded")
     ),

@@ -33,6 +33,9 @@ MAX_ANSWER_SEARCH = 100_000
 TOOLS = "tools"
 """Column with the tools of a conversation: a list of definitions, or its JSON text."""
 
+COMPLETION = "completion"
+"""Column with a reference completion, as in TRL: text, or a list of one message of the assistant."""
+
 ASSISTANT, LAST_ROLES = "assistant", ("user", "tool")
 
 
@@ -87,12 +90,17 @@ def load_problems(source: Source, *, columns: Columns) -> list[Problem]:
 
 
 def problems_fingerprint(*parts: Sequence[Problem]) -> str:
-    """Return a fingerprint of the contents of datasets, in the given order; their form and place do not matter."""
+    """Return a fingerprint of the contents of datasets, in the given order; their form and place do not matter.
+
+    Reference completions are not part of the fingerprint, because nothing is trained on them.
+    """
     digest = hashlib.sha256()
     for problems in parts:
         digest.update(f"{len(problems)}\n".encode())
         for problem in problems:
-            digest.update(msgspec.json.encode(problem))
+            fields = msgspec.structs.asdict(problem)
+            del fields["completion"]
+            digest.update(msgspec.json.encode(fields))
     return digest.hexdigest()[:16]
 
 
@@ -128,6 +136,7 @@ def _problem(record: Any, columns: Columns, where: str) -> Problem:
         messages=messages,
         tools=_tools(record.get(TOOLS), where),
         extra=_extra({key: value for key, value in record.items() if key not in used}, where),
+        completion=_reference(record, columns, completion),
     )
 
 
@@ -170,6 +179,20 @@ def _answer(record: dict[str, Any], columns: Columns, completion: str | None, wh
     if not matches:
         raise DatasetError(f"{where}: {columns.answer} does not contain data.answer_pattern: {visible(answer, 60)!r}")
     return matches[0][1 if columns.pattern.groups else 0] or ""
+
+
+def _reference(record: dict[str, Any], columns: Columns, last_message: str | None) -> str:
+    """Return the reference completion: the column, else the last message of the assistant, else a worked answer.
+
+    A column with something else than text or one message of the assistant is not a reference completion.
+    """
+    match record.get(COMPLETION):
+        case str(text) | [{"role": "assistant", "content": str(text)}]:
+            return text
+    if last_message is not None:
+        return last_message
+    worked = record.get(columns.answer) if columns.pattern is not None else None
+    return worked if isinstance(worked, str) else ""
 
 
 def _tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:

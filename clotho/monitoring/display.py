@@ -12,6 +12,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.text import Text
 
+from clotho.monitoring.held_out_rows import accuracy_text, rows
 from clotho.monitoring.metrics import MetricsLine
 from clotho.monitoring.terminal_text import (
     duration,
@@ -221,12 +222,13 @@ class PlainDisplay:
 
 
 def evaluation_pieces(report: EvalReport) -> Iterator[str]:
-    """Yield accuracy and duration of an evaluation, and the accuracy by type of problem."""
-    ungraded = f" ({report.ungraded} ungraded)" if report.ungraded else ""
-    yield f"held-out accuracy {percent(report.accuracy)} of {report.problems}{ungraded}"
+    """Yield accuracy and duration of an evaluation, the accuracy by type of problem, and the other measures."""
+    yield f"held-out accuracy {accuracy_text(report)}"
     yield f"in {duration(report.seconds)}"
     for name, accuracy in report.by_type.items():
         yield f"{name} {percent(accuracy)}"
+    for row in rows(report.measures, functions=False):
+        yield f"{row.label} {row.text}"
 
 
 def reward_pieces(latest: MetricsLine) -> Iterator[str]:

@@ -25,6 +25,7 @@ from clotho.monitoring.display import (
     print_facts,
     reward_pieces,
 )
+from clotho.monitoring.held_out_rows import rows
 from clotho.monitoring.terminal_text import duration, memory, milliseconds, number, percent, share, size, terminal_text
 from protocols.errors import visible
 from protocols.finding import Finding
@@ -134,8 +135,11 @@ class Screen:
         return "  ".join(reward_pieces(self._view.latest)) if self._view.latest else "-"
 
     def _accuracy(self) -> str:
-        accuracies = [f"{percent(report.accuracy)} (step {report.step})" for report in self._view.evaluations]
-        return "  ".join(accuracies) or "-"
+        pieces = [f"{percent(report.accuracy)} (step {report.step})" for report in self._view.evaluations]
+        for report in self._view.evaluations[-1:]:
+            pieces += [f"{report.ungraded} ungraded"] if report.ungraded else []
+            pieces += [f"{row.label} {row.text}" for row in rows(report.measures, functions=False)]
+        return "  ".join(pieces) or "-"
 
     def _speed(self) -> str:
         latest, gauges = self._view.latest, self._gauges

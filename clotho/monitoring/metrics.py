@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from protocols.errors import RunDirectoryError
-from protocols.evaluation import EvalReport
+from protocols.evaluation import Estimate, EvalReport, HeldOutMeasures, SampledResults
 from protocols.rollout import ScoredGroup, bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport, UpdateMetrics
@@ -113,12 +113,28 @@ REMOTE_METRICS = {
 EVALUATION_METRICS = {
     "step": "Step whose weights were evaluated; 0 is the initial policy.",
     "policy_version": "Version of these weights.",
-    "accuracy": "Fraction of the graded held-out problems that greedy decoding answers correctly.",
+    "accuracy": "Fraction of the graded held-out problems that greedy decoding answers correctly; null if none is "
+    "graded.",
     "accuracy_interval": "Interval of 95 % of the accuracy (Wilson).",
     "accuracy_by_type": "Accuracy by type of problem.",
     "problems": "Number of graded problems: those that a reward with `correct = true` applies to.",
     "ungraded": "Number of problems that no reward with `correct = true` applies to.",
-    "completion_tokens": "Total number of tokens of the completions.",
+    "failed": "Number of problems with a reward function that failed on a completion.",
+    "reward": "Mean reward of the greedy completions, weighted as in training: `value`, the ends `low` and `high` of "
+    "its interval of 95 % (normal), and `problems`, the number of problems with a reward; null if there are none.",
+    "rewards": "The same for the value of each reward function, by name and without weight.",
+    "loss": "Held-out loss: mean negative log-likelihood of the reference completions, in nats per token, with the "
+    "keys of `reward`; null if the dataset has none.",
+    "completion_length/mean": "Mean number of tokens of the greedy completions.",
+    "truncated_fraction": "Fraction of the greedy completions that reached `sampling.max_tokens` or the context "
+    "length.",
+    "samples": "Sampled completions per problem (k = `eval.samples`).",
+    "avg_at_k": "Mean share of correct completions among the k sampled completions of a problem, with the keys of "
+    "`reward` (interval: Wilson's at the effective number of problems); null without samples.",
+    "pass_at": "By k, the probability that at least one of k sampled completions is correct (unbiased estimate), with "
+    "the keys and interval of `avg_at_k`.",
+    "sampled_reward": "Mean reward of the sampled completions, with the keys of `reward`; null without samples.",
+    "completion_tokens": "Total number of tokens of the completions, sampled ones included.",
     "time/evaluation": "Seconds that the evaluation took.",
     "time/run": "Age of the run in seconds at the end of the evaluation.",
     "final": "Whether the evaluation follows the last update of the run.",
@@ -299,11 +315,21 @@ class EvaluationRecord(Struct, frozen=True, kw_only=True):
 
     step: int
     policy_version: int
-    accuracy: float
-    accuracy_interval: tuple[float, float]
+    accuracy: float | None
+    accuracy_interval: tuple[float, float] | None
     accuracy_by_type: dict[str, float]
     problems: int
     ungraded: int
+    failed: int = 0
+    reward: Estimate | None = None
+    rewards: Mapping[str, Estimate] = {}
+    loss: Estimate | None = None
+    completion_length: float | None = msgspec.field(name="completion_length/mean", default=None)
+    truncated_fraction: float | None = None
+    samples: int = 0
+    avg_at_k: Estimate | None = None
+    pass_at: Mapping[str, Estimate] = {}
+    sampled_reward: Estimate | None = None
     completion_tokens: int
     evaluation_seconds: float = msgspec.field(name="time/evaluation")
     run_seconds: float = msgspec.field(name="time/run")
@@ -312,6 +338,7 @@ class EvaluationRecord(Struct, frozen=True, kw_only=True):
 
 def evaluation_record(report: EvalReport, *, run_seconds: float) -> EvaluationRecord:
     """Return the line of evaluations.jsonl for a report."""
+    sampled = report.measures.sampled or SampledResults(samples=0)
     return EvaluationRecord(
         step=report.step,
         policy_version=report.version,
@@ -320,6 +347,16 @@ def evaluation_record(report: EvalReport, *, run_seconds: float) -> EvaluationRe
         accuracy_by_type=report.by_type,
         problems=report.problems,
         ungraded=report.ungraded,
+        failed=report.failed,
+        reward=report.measures.reward,
+        rewards=report.measures.rewards,
+        loss=report.measures.loss,
+        completion_length=report.measures.completion_length,
+        truncated_fraction=report.measures.truncated,
+        samples=sampled.samples,
+        avg_at_k=sampled.avg,
+        pass_at=sampled.pass_at,
+        sampled_reward=sampled.reward,
         completion_tokens=report.completion_tokens,
         evaluation_seconds=report.seconds,
         run_seconds=run_seconds,
@@ -383,15 +420,32 @@ def _lines(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines() if path.exists() else []
 
 
+def measures(record: EvaluationRecord) -> HeldOutMeasures:
+    """Return what a line of evaluations.jsonl has beside the accuracy."""
+    sampled = SampledResults(
+        samples=record.samples, avg=record.avg_at_k, pass_at=record.pass_at, reward=record.sampled_reward
+    )
+    return HeldOutMeasures(
+        reward=record.reward,
+        rewards=record.rewards,
+        loss=record.loss,
+        completion_length=record.completion_length,
+        truncated=record.truncated_fraction,
+        sampled=sampled if record.samples else None,
+    )
+
+
 def _report(record: EvaluationRecord) -> EvalReport:
     return EvalReport(
         step=record.step,
         version=record.policy_version,
         problems=record.problems,
         ungraded=record.ungraded,
+        failed=record.failed,
         accuracy=record.accuracy,
         interval=record.accuracy_interval,
         by_type=record.accuracy_by_type,
+        measures=measures(record),
         completion_tokens=record.completion_tokens,
         seconds=record.evaluation_seconds,
         final=record.final,

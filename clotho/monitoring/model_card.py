@@ -1,4 +1,4 @@
-"""The model card of a training run: what was trained, on which data, the held-out accuracy, and the curves."""
+"""The model card of a training run: what was trained, on which data, the held-out results, and the curves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from huggingface_hub import ModelCardData
 from msgspec import Struct
 
 from clotho import __version__
-from clotho.monitoring.metrics import EvaluationRecord, read_evaluations
+from clotho.monitoring.held_out_rows import rows
+from clotho.monitoring.metrics import EvaluationRecord, measures, read_evaluations
 
 CURVES = "curves.svg"
 WIDTH, HEIGHT, MARGIN = 640, 220, 48
@@ -78,7 +79,7 @@ def usage(name: str, base_model: str, *, is_adapter: bool) -> str:
 def curves(facts: RunFacts) -> str:
     """Return an SVG picture of the mean reward (left axis) and of the held-out accuracy (0 to 1) by update."""
     rewards = [(line["step"], line["reward/mean"]) for line in facts.metrics if line.get("reward/mean") is not None]
-    accuracy = [(record.step, record.accuracy) for record in facts.evaluations]
+    accuracy = [(record.step, record.accuracy) for record in facts.evaluations if record.accuracy is not None]
     last = max([step for step, _ in (*rewards, *accuracy)], default=1) or 1
     low, high = min([value for _, value in rewards], default=0.0), max([value for _, value in rewards], default=1.0)
     lines = [
@@ -114,17 +115,30 @@ def _accuracy(records: Sequence[EvaluationRecord]) -> str:
     """A table of the first and the last evaluation; a sentence if there is none."""
     if not records:
         return "The run had no evaluation."
-    first, last = records[0], records[-1]
-    heading = f"| problems | update {first.step} | update {last.step} |\n|---|---:|---:|"
-    rows = [f"| all ({last.problems}) | {_share(first)} | {_share(last)} |"]
+    ends = first, last = records[0], records[-1]
+    table = [f"| problems | update {first.step} | update {last.step} |", "|---|---:|---:|"]
+    table.append(_line(f"all ({last.problems})", [_share(record) for record in ends]))
     for kind in sorted({*first.accuracy_by_type, *last.accuracy_by_type}):
-        cells = (f"{record.accuracy_by_type.get(kind, 0.0):.1%}" for record in (first, last))
-        rows.append(f"| {kind.replace('|', ' ')} | {' | '.join(cells)} |")
-    note = "Greedy decoding on problems that were not trained on, with intervals of 95 %."
-    return "\n".join([note, "", heading, *rows])
+        shares = (record.accuracy_by_type.get(kind) for record in ends)
+        table.append(_line(kind, ["-" if share is None else f"{share:.1%}" for share in shares]))
+    if first.ungraded or last.ungraded:
+        table.append(_line("ungraded", [str(record.ungraded) for record in ends]))
+    old, new = ({row.label: row.text_with_interval for row in rows(measures(one), functions=True)} for one in ends)
+    table += (_line(label, [old.get(label, "-"), new.get(label, "-")]) for label in dict.fromkeys([*old, *new]))
+    note = (
+        "Greedy decoding on problems that were not trained on, with intervals of 95 %. avg@k and pass@k are of "
+        "completions that are sampled at the temperature of training."
+    )
+    return "\n".join([note, "", *table])
+
+
+def _line(label: str, cells: Sequence[str]) -> str:
+    return f"| {label.replace('|', ' ')} | {' | '.join(cells)} |"
 
 
 def _share(record: EvaluationRecord) -> str:
+    if record.accuracy is None or record.accuracy_interval is None:
+        return "-"
     low, high = record.accuracy_interval
     return f"{record.accuracy:.1%} ({low:.1%} to {high:.1%})"
 

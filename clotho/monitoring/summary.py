@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from clotho.monitoring.held_out_rows import Row, changed, rows
 from clotho.monitoring.terminal_text import (
     duration,
     memory,
@@ -21,6 +22,7 @@ from clotho.monitoring.terminal_text import (
     terminal_text,
 )
 from protocols.accounting import Balance
+from protocols.evaluation import EvalReport
 from protocols.summary import DatasetReport, HistoryGap, MemoryEstimate, MemoryPart, PromptReport, RunSummary
 
 LABEL_WIDTH = 13
@@ -40,7 +42,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
 
 
 def accuracy_table(summary: RunSummary, *, ascii_only: bool = False) -> Table:
-    """Return the held-out accuracy before and after training, overall and by type of problem."""
+    """Return the held-out accuracy before and after training, overall and by type of problem, and other measures."""
     before, after = summary.before, summary.after
     table = Table(title=Text("held-out accuracy"), title_justify="left", safe_box=True)
     table.add_column(Text("problems"), overflow="fold")
@@ -48,17 +50,24 @@ def accuracy_table(summary: RunSummary, *, ascii_only: bool = False) -> Table:
         title = f"{heading} (step {report.step})" if report else heading
         table.add_column(Text(title), justify="right")
     table.add_column(Text("change"), justify="right")
-    rows = [("all", before.accuracy if before else None, after.accuracy if after else None)]
-    types = sorted({*(before.by_type if before else ()), *(after.by_type if after else ())})
-    rows += [
-        (name, before.by_type.get(name) if before else None, after.by_type.get(name) if after else None)
-        for name in types
-    ]
-    for name, old, new in rows:
-        change = f"{(new - old) * 100:+.1f}" if old is not None and new is not None else "-"
-        cells = [Text(percent(accuracy) if accuracy is not None else "-") for accuracy in (old, new)]
-        table.add_row(Text(terminal_text(name, 40, ascii_only=ascii_only)), *cells, Text(change))
+    for part in (_accuracies, _measures):
+        old, new = ({row.label: row for row in part(report)} if report else {} for report in (before, after))
+        for label in dict.fromkeys([*old, *new]):
+            name = Text(terminal_text(label, 40, ascii_only=ascii_only))
+            table.add_row(name, *map(Text, changed(old.get(label), new.get(label))))
+        table.add_section()
     return table
+
+
+def _accuracies(report: EvalReport) -> Iterator[Row]:
+    """Yield the accuracy of an evaluation, overall and by type of problem in alphabetical order."""
+    if report.accuracy is not None:
+        yield Row("all", report.accuracy, "share")
+        yield from (Row(name, accuracy, "share") for name, accuracy in sorted(report.by_type.items()))
+
+
+def _measures(report: EvalReport) -> Iterator[Row]:
+    return rows(report.measures, functions=True)
 
 
 def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
@@ -67,9 +76,11 @@ def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
     yield from _speed_lines(summary)
     yield from _result_lines(summary)
     yield from _next_steps(summary)
-    ungraded = summary.after.ungraded if summary.after else 0
-    if ungraded:
-        yield "ungraded", f"{ungraded} held-out problems, because no reward with correct = true applies to them"
+    if summary.after and summary.after.ungraded:
+        count = summary.after.ungraded
+        yield "ungraded", f"{count} held-out problems, because no reward with correct = true applies to them"
+    if summary.after and summary.after.failed:
+        yield "failed", f"a reward function on {summary.after.failed} held-out problems; log.jsonl has the errors"
     if summary.steps < summary.planned_steps:
         yield (
             "stopped",
@@ -137,6 +148,8 @@ def _learned(summary: RunSummary) -> str:
         return "nothing, because no update was applied"
     if before is None or after is None:
         return "unknown, because the policy was not evaluated before and after training"
+    if before.accuracy is None or after.accuracy is None or before.interval is None or after.interval is None:
+        return "unknown, because no held-out problem could be graded"
     (low, high), (new_low, new_high) = before.interval, after.interval
     change = after.accuracy - before.accuracy
     word = "rose" if change > 0 else "fell" if change < 0 else "is unchanged"

@@ -87,9 +87,9 @@ def milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1000:.3g} ms"
 
 
-def percent(fraction: float) -> str:
-    """Format a fraction as a percentage: `43.4 %`."""
-    return f"{fraction * 100:.1f} %"
+def percent(fraction: float | None) -> str:
+    """Format a fraction as a percentage: `43.4 %`; `-` for None."""
+    return "-" if fraction is None else f"{fraction * 100:.1f} %"
 
 
 def share(fraction: float | None) -> str:

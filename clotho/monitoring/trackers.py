@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import structlog
 from msgspec import Struct
 
@@ -294,11 +295,13 @@ def step_records(report: StepReport, line: Mapping[str, Any], completions: int) 
 
 
 def evaluation_values(report: EvalReport) -> Values:
-    """Return what a tracker gets for an evaluation."""
-    low, high = report.interval
-    values = {"eval/accuracy": report.accuracy, "eval/low": low, "eval/high": high, "eval/step": float(report.step)}
-    by_type = {f"eval/accuracy/{kind}": share for kind, share in report.by_type.items()}
-    return Values(step=report.step, values=values | by_type)
+    """Return what a tracker gets for an evaluation. A value that does not exist is missing."""
+    counts = {"step": report.step, "problems": report.problems, "ungraded": report.ungraded, "failed": report.failed}
+    values = numbers(counts, "eval/") | numbers(msgspec.to_builtins(report.measures), "eval/")
+    if report.accuracy is not None and report.interval is not None:
+        values |= zip(("eval/accuracy", "eval/low", "eval/high"), (report.accuracy, *report.interval), strict=True)
+    values |= {f"eval/accuracy/{kind}": share for kind, share in report.by_type.items()}
+    return Values(step=report.step, values=values)
 
 
 def _rows(report: StepReport) -> Iterator[tuple[Any, ...]]:

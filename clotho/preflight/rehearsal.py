@@ -83,7 +83,7 @@ def forecast(profile: Profile, rehearsed: Rehearsed, *, heldout: int) -> Forecas
         whole = min(profile.eval.problems or heldout, heldout)
         between = min(profile.eval.problems_between or whole, heldout)
         due = (profile.steps - 1) // profile.eval.interval if profile.eval.interval else 0
-        evaluated = 2 * whole + due * between
+        evaluated = (2 * whole + due * between) * (1 + profile.eval.samples)
     evaluations = evaluated * rehearsed.completion_tokens / rehearsed.decode_tokens_per_second
     return Forecast(
         seconds=profile.steps * per_step + evaluations,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Protocol
 
@@ -19,8 +19,10 @@ from clotho.rewards.registry import BUILT_IN, is_async, load_reward, split_name
 from clotho.rewards.values import MAX_REWARD, Reward, RewardError, Values, too_large
 from clotho.rewards.worker_pool import WorkerLimits, WorkerPool
 from protocols.errors import ProfileError
+from protocols.evaluation import Grade
 from protocols.prompt import Problem
 from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, RolloutGroup, ScoredGroup
+from protocols.sampling import Completion
 
 log = structlog.get_logger(__name__)
 
@@ -134,20 +136,53 @@ class RewardRunner:
             )
         return ScoredGroup(group=group, rewards=rewards, parts=parts)
 
-    async def is_correct(self, problem: Problem, text: str) -> bool | None:
-        """Return whether a completion is correct; None if no reward with `correct = true` applies to the problem.
+    async def grade(self, problem: Problem, completions: Sequence[Completion]) -> list[Grade]:
+        """Grade completions of a held-out problem, which are one group for rewards over groups.
 
-        A completion is correct if every applicable reward with `correct = true` returns 1.0. If such a reward fails,
-        the completion counts as incorrect, and the failure is logged.
+        A completion is correct if every applicable reward with `correct = true` returns 1.0; `correct` is None if none
+        applies. A failure is logged: the completions then have no reward, and are incorrect if the function that failed
+        has `correct = true`.
         """
-        components = [component for component in self._applicable(problem) if component.section.correct]
-        try:
-            parts = await self._values(components, problem, [text])
-        except RewardError as error:
-            log.warning("held_out_reward_failed", error=str(error), prompt=problem.prompt)
-            return False
-        values = [row[0] for row in parts.values() if row[0] is not None]
-        return all(value == 1.0 for value in values) if values else None
+        texts = [completion.text for completion in completions]
+        components, parts, failed = self._applicable(problem), dict[str, Values | None](), list[str]()
+        for caller in self._callers(components):
+            try:
+                async with self._limiter:
+                    rows = await caller(problem, texts)
+            except RewardError as error:
+                log.warning("held_out_reward_failed", error=str(error), prompt=problem.prompt)
+                failed += error.rewards or caller.names
+                parts |= dict.fromkeys(caller.names)
+            else:
+                parts |= dict(zip(caller.names, rows, strict=True))
+        return [self._grade(components, parts, i, completion, failed) for i, completion in enumerate(completions)]
+
+    def _grade(
+        self,
+        components: Sequence[_Component],
+        parts: Mapping[str, Values | None],
+        i: int,
+        completion: Completion,
+        failed: Sequence[str],
+    ) -> Grade:
+        """Return the grade of completion `i`. parts: None for functions without values, because one of them failed."""
+        values = {name: row[i] for name, row in parts.items() if row is not None}
+        found = {name: value for name, value in values.items() if value is not None}
+        judges = {component.name for component in components if component.section.correct}
+        correct = [found[name] == 1.0 for name in judges & found.keys()]
+        terms = [
+            component.section.weight * found[component.name] for component in components if component.name in found
+        ]
+        if self._overlong is not None:
+            found[OVERLONG] = self._overlong(completion)
+            terms += [found[OVERLONG]] if terms else []
+        reward = None if failed or not terms or too_large(sum(terms)) else sum(terms)
+        return Grade(
+            correct=False if judges - values.keys() else all(correct) if correct else None,
+            reward=reward,
+            parts=found,
+            failed=tuple(failed),
+        )
 
     def types_without_correct(self, types: Iterable[str]) -> tuple[str, ...]:
         """Return the types of problem, sorted, for which no reward with `correct = true` is listed."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from clotho.data.problems import Columns, conversation, load_problems, problems_
 from clotho.data.records import Source
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import DatasetError, ModelError, ProfileError, RequestError
-from protocols.evaluation import HeldOut
+from protocols.evaluation import GradeCompletions, HeldOut
 from protocols.prompt import Problem, Prompt, group_seed
 from protocols.summary import DatasetReport, PromptReport
 
@@ -75,9 +76,7 @@ class LoadedPrompts(Struct, frozen=True, kw_only=True, eq=False):
     prompts: PromptReport
 
 
-def load_prompts(
-    profile: Profile, tokenizer: ChatTokenizer, is_correct: Callable[[Problem, str], Awaitable[bool | None]]
-) -> LoadedPrompts:
+def load_prompts(profile: Profile, tokenizer: ChatTokenizer, grade: GradeCompletions) -> LoadedPrompts:
     """Read, split, render and filter the problems of a profile.
 
     Raises DatasetError; ModelError if the chat template cannot render a problem; ProfileError for a reward that applies
@@ -90,7 +89,12 @@ def load_prompts(
         builder=PromptBuilder(
             train.problems, train.prompts, seed=profile.seed, shuffle=data.shuffle, weights=data.type_weights
         ),
-        held_out=HeldOut(problems=held_out.problems, prompts=held_out.prompts, is_correct=is_correct),
+        held_out=HeldOut(
+            problems=held_out.problems,
+            prompts=held_out.prompts,
+            references=references(held_out, data, tokenizer),
+            grade=grade,
+        ),
         dataset=_dataset_report(split),
         prompts=_prompt_report(split, train, held_out, tokenizer),
     )
@@ -185,6 +189,25 @@ def render(problems: Sequence[Problem], data: DataSection, tokenizer: ChatTokeni
     if problems and not kept.problems:
         raise DatasetError(f"every prompt of a dataset has more than data.max_prompt_tokens = {limit} tokens")
     return kept
+
+
+def references(rendered: Rendered, data: DataSection, tokenizer: ChatTokenizer) -> list[tuple[int, ...]]:
+    """Return the tokens of each reference completion after its prompt, in the form in which the policy writes it.
+
+    The chat template renders it as the next message, up to the first token that ends a completion. Empty without a
+    reference completion, and if the rendered conversation does not begin with the prompt.
+    """
+    found: list[tuple[int, ...]] = []
+    for problem, prompt in zip(rendered.problems, rendered.prompts, strict=True):
+        tokens: tuple[int, ...] = ()
+        if problem.completion:
+            messages = [*conversation(problem, data.system), {"role": "assistant", "content": problem.completion}]
+            with suppress(RequestError):  # a template may refuse a message that it could render as text
+                tokens = tokenizer.render_chat(messages, add_generation_prompt=False, tools=problem.tools)
+        rest = tokens[len(prompt) :] if tokens[: len(prompt)] == prompt else ()
+        end = next((i + 1 for i, token in enumerate(rest) if token in tokenizer.eos_ids), len(rest))
+        found.append(rest[:end])
+    return found
 
 
 def _identity(problem: Problem) -> bytes:

@@ -273,7 +273,7 @@ def _build_rewards(profile: Profile) -> RewardRunner:
 
 def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> LoadedPrompts:
     """The prompts of the run, checked against the context length and the engine's limits."""
-    loaded = load_prompts(profile, policy.tokenizer, rewards.is_correct)
+    loaded = load_prompts(profile, policy.tokenizer, rewards.grade)
     held_out = loaded.held_out
     longest = max(loaded.builder.longest_prompt, held_out.longest_prompt)
     _require_short_prompts(longest, policy.context_length, profile)

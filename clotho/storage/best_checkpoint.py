@@ -81,11 +81,12 @@ class BestCheckpointKeeper:
 
     def _best(self) -> BestCheckpoint | None:
         existing = set(checkpoint_steps(self._checkpoints))
-        by_step = {report.step: report for report in self._reports() if report.problems and report.step in existing}
-        if not by_step:
-            return None
-        report = max(by_step.values(), key=lambda report: (report.accuracy, -report.step))
-        return BestCheckpoint(step=report.step, accuracy=report.accuracy, problems=report.problems)
+        by_step = {
+            report.step: BestCheckpoint(step=report.step, accuracy=report.accuracy, problems=report.problems)
+            for report in self._reports()
+            if report.accuracy is not None and report.step in existing
+        }
+        return max(by_step.values(), key=lambda best: (best.accuracy, -best.step), default=None)
 
 
 def read_best(marker: Path) -> BestCheckpoint | None:

@@ -13,14 +13,14 @@ from mlx.utils import tree_map
 
 from actors.evaluator import Evaluator, Pinned
 from clotho.config.schema import EngineSection, HeldOutEvaluation
-from clotho.inference.greedy import greedy_completions
+from clotho.inference.held_out import held_out_requests, pinned_completions
 from clotho.models.turns import UNDIVIDED
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.queues import Queue
-from protocols.evaluation import EvalReport, HeldOut
+from protocols.evaluation import EvalReport, Grade, HeldOut
 from protocols.prompt import Problem
 from protocols.queues import EndOfStream, QueueClosed
-from protocols.sampling import Sampling
+from protocols.sampling import Completion, Sampling
 from protocols.step import PolicyUpdated
 from tests.actors.actor_helpers import cancel_when_blocked, filled_queue, policy_updated, receive_all, served_policy
 
@@ -28,6 +28,7 @@ SAMPLING = Sampling(max_tokens=4, ignore_eos=True)
 GENERATOR = EngineSection(max_num_seqs=4)
 PROMPTS = [(5, 9), (33, 2, 17), (60,), (7, 8, 9), (10, 11), (12,)]
 KINDS = ["sum", "sum", "sum", "word", "word", "word"]
+REFERENCES = [(4, 8), (), (9, 9, 1), (), (), ()]
 
 
 class EvaluatorHarness:
@@ -44,12 +45,13 @@ class EvaluatorHarness:
         self.reports = Queue[EvalReport]("reports", capacity=20)
         self.report_inbox = self.reports.inbox()
 
-    async def is_correct(self, problem: Problem, text: str) -> bool | None:
-        """Return True for the first four problems, and None for ungraded types."""
-        self.graded.append((problem.prompt, text))
+    async def grade(self, problem: Problem, completions: Sequence[Completion]) -> list[Grade]:
+        """Grade the first four problems as correct, and ungraded types as None; the reward is the problem's number."""
+        self.graded += ((problem.prompt, completion.text) for completion in completions)
         self.grading.set()
         await self.grading_allowed.wait()
-        return None if problem.type in self.ungraded_types else problem.prompt in "0123"
+        correct = None if problem.type in self.ungraded_types else problem.prompt in "0123"
+        return [Grade(correct=correct, reward=float(problem.prompt), parts={"number": 1.0}) for _ in completions]
 
     def moved(self, shift: float) -> Any:
         """Return the served parameters with every value shifted."""
@@ -78,9 +80,11 @@ class EvaluatorHarness:
             held_out=HeldOut(
                 problems=[Problem(prompt=str(i), answer="", type=kind) for i, kind in enumerate(KINDS)],
                 prompts=PROMPTS,
-                is_correct=self.is_correct,
+                references=REFERENCES,
+                grade=self.grade,
             ),
             sampling=SAMPLING,
+            seed=5,
             settings=HeldOutEvaluation(**settings),
             engine=GENERATOR,
             turns=UNDIVIDED,
@@ -92,10 +96,22 @@ class EvaluatorHarness:
 
     def greedy(self, parameters: Any) -> list[str]:
         """Return the greedy completions of these parameters."""
-        steps = greedy_completions(
-            self.policy, parameters, version=0, prompts=PROMPTS, sampling=SAMPLING, settings=GENERATOR
-        )
-        return [completion.text for completion in self.executor.submit_steps(steps, kind="evaluation").result()]
+        requests = held_out_requests(PROMPTS, SAMPLING, samples=0, seed=0)
+        steps = pinned_completions(self.policy, parameters, version=0, requests=requests, settings=GENERATOR)
+        return [completion.text for (completion,) in self.executor.submit_steps(steps, kind="evaluation").result()]
+
+    def nats(self, parameters: Any, prompt: tuple[int, ...], reference: tuple[int, ...]) -> float:
+        """Return the negative log-likelihood of a reference, from one forward pass over the whole sequence."""
+
+        def compute() -> float:
+            tokens = mx.array([[*prompt, *reference]])
+            with self.policy.using(parameters):
+                logits_S_V = self.policy.model(tokens)[0].astype(mx.float32)
+            logp_S_V = logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True)
+            return -sum(float(logp_S_V[len(prompt) - 1 + i, token].item()) for i, token in enumerate(reference))
+
+        found: float = self.executor.submit(compute).result()
+        return found
 
 
 def steps(reports: Sequence[EvalReport]) -> list[tuple[int, bool]]:
@@ -122,15 +138,63 @@ async def test_base_and_final_evaluations_use_their_own_weights(executor: Comput
     assert texts[:6] != texts[6:]
 
 
+async def test_rewards_and_the_loss_of_references_are_measured(executor: ComputeExecutor, tmp_path: Path) -> None:
+    """With pinned weights. Only problems with a reference completion count towards the loss, by token."""
+    harness = EvaluatorHarness(executor, tmp_path)
+    update = harness.update(1, shift=0.25)
+    await harness.evaluator(filled_queue("updates", [update]), base=False).run()
+    (report,) = await receive_all(harness.report_inbox)
+    found = report.measures
+    assert found.reward
+    assert found.reward.value == pytest.approx(2.5)
+    assert found.reward.problems == 6
+    assert {name: value.value for name, value in found.rewards.items()} == {"number": 1.0}
+    assert (found.completion_length, found.truncated, found.sampled) == (4.0, 1.0, None)
+    nats = sum(harness.nats(update.parameters, PROMPTS[i], REFERENCES[i]) for i in (0, 2))
+    assert found.loss
+    assert found.loss.value == pytest.approx(nats / 5, rel=1e-3)
+    assert found.loss.problems == 2
+
+
+async def test_sampled_completions_have_the_same_seeds_in_every_evaluation(
+    executor: ComputeExecutor, tmp_path: Path
+) -> None:
+    """Equal weights give equal values, also in another run of the evaluator, as after a resume."""
+    harness, again = EvaluatorHarness(executor, tmp_path), EvaluatorHarness(executor, tmp_path)
+    again.policy = harness.policy
+    reports = []
+    for one, base in ((harness, True), (again, False)):
+        await one.evaluator(filled_queue("updates", [harness.update(3)]), base=base, samples=2).run()
+        reports += await receive_all(one.report_inbox)
+    first, final, resumed = reports
+    assert first.measures == final.measures == resumed.measures
+    assert harness.graded[18:] == again.graded
+    assert final.completion_tokens == 6 * (1 + 2) * 4
+    sampled = final.measures.sampled
+    assert sampled
+    assert sampled.avg
+    assert (sampled.samples, list(sampled.pass_at)) == (2, ["2"])
+    assert sampled.avg.value == pytest.approx(4 / 6)
+    by_problem = [[text for prompt, text in again.graded if prompt == str(i)] for i in range(6)]
+    assert any(a != b for _, a, b in by_problem), "the seeds of one problem differ"
+
+
 async def test_problems_without_a_correct_reward_are_counted_as_ungraded(
     executor: ComputeExecutor, tmp_path: Path
 ) -> None:
-    """They do not count towards the accuracy. The accuracy of their types is None."""
+    """They do not count towards the accuracy, and their type has none. Without any graded problem it is None."""
     harness = EvaluatorHarness(executor, tmp_path)
     harness.ungraded_types = {"word"}
     await harness.evaluator(filled_queue("updates", [])).run()
     for report in await receive_all(harness.report_inbox):
         assert (report.problems, report.ungraded, report.accuracy, report.by_type) == (3, 3, 1.0, {"sum": 1.0})
+    none = EvaluatorHarness(executor, tmp_path)
+    none.ungraded_types = {"word", "sum"}
+    await none.evaluator(filled_queue("updates", []), base=False, samples=1).run()
+    (report,) = await receive_all(none.report_inbox)
+    assert (report.problems, report.ungraded, report.accuracy, report.interval) == (0, 6, None, None)
+    assert report.measures.sampled
+    assert report.measures.sampled.avg is None
 
 
 async def test_evaluations_in_between_use_fewer_problems(executor: ComputeExecutor, tmp_path: Path) -> None:
@@ -196,7 +260,7 @@ async def test_a_failed_or_cancelled_evaluator_closes_its_ends(
     evaluator = harness.evaluator(updates)
     if end == "failed":
         evaluator._held_out = HeldOut(
-            problems=evaluator._held_out.problems, prompts=[(5,) * 128] * 6, is_correct=evaluator._held_out.is_correct
+            problems=evaluator._held_out.problems, prompts=[(5,) * 128] * 6, references=[()] * 6, grade=harness.grade
         )
         with pytest.raises(ExceptionGroup, match="unhandled"):
             await evaluator.run()

@@ -53,13 +53,55 @@ def test_the_results_agree_with_a_count_over_the_completions(written: dict[str, 
         assert policy["avg"]["overall"]["value"] == pytest.approx(sum(map(sum, samples)) / 36)
         assert policy["pass_at"]["3"]["overall"]["value"] == pytest.approx(sum(map(any, samples)) / 12)
         assert policy["truncated"] == pytest.approx(sum(r["greedy"]["truncated"] for r in records) / 12)
+        greedy = [record["greedy"] for record in records]
+        assert policy["reward"]["value"] == pytest.approx(sum(one["reward"] for one in greedy) / 12)
+        assert policy["rewards"]["format"]["value"] == pytest.approx(
+            sum(one["rewards"]["format"] for one in greedy) / 12
+        )
+        assert policy["completion_length"] == pytest.approx(sum(one["tokens"] for one in greedy) / 12)
+        sampled = [sample["reward"] for record in records for sample in record["samples"]]
+        assert policy["sampled_reward"]["value"] == pytest.approx(sum(sampled) / 36)
+        assert (policy["loss"], policy["failed"]) == (None, 0)
 
 
 def test_an_adapter_without_effect_equals_the_base_model(written: dict[str, Any]) -> None:
     """Greedy and sampled completions depend on weights, prompt and seeds alone; the difference is 0."""
     base, same = written["policies"]["base"], written["policies"]["same"]
     assert base["records"] == same["records"]
-    assert (base["difference"], same["difference"]["value"]) == (None, 0.0)
+    assert base["comparison"] is None
+    found = same["comparison"]
+    assert (found["gained"], found["lost"], found["p_value"]) == (0, 0, 1.0)
+    for difference in (found["accuracy"], found["reward"], found["avg"], found["pass_at"]["2"]):
+        assert (difference["value"], difference["problems"]) == (0.0, 12)
+
+
+def test_the_loss_of_reference_completions_is_measured(
+    adapter: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of the base model and of an adapter, for problems with a reference completion."""
+    answer = "<think>5 + 2 = 7</think><answer>7</answer>"
+    records = [
+        {"prompt": "What is 5 + 2?", "answer": "7", "completion": answer},
+        {"prompt": "What is 1 + 2?", "answer": "3"},
+    ]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    flags = [
+        "--dataset",
+        str(tmp_path / "data.jsonl"),
+        "--data.heldout",
+        "",
+        "--part",
+        "all",
+        "--adapter",
+        f"same={adapter}",
+    ]
+    assert main(["eval", "--profile", "local-m3", *flags, "--sampling.max-tokens", "8", "--json"]) == 0
+    policies = json.loads(capfd.readouterr().out)["policies"]
+    base, same = policies["base"], policies["same"]
+    assert base["loss"]["problems"] == 1
+    assert 0 < base["loss"]["value"] < 5
+    assert same["loss"]["value"] == pytest.approx(base["loss"]["value"], rel=1e-4)
+    assert same["comparison"]["loss"]["value"] == pytest.approx(0.0, abs=1e-4)
 
 
 def test_results_are_printed_as_json(capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import threading
+import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,9 +13,13 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from msgspec.structs import replace
 
 from clotho.__main__ import main
 from clotho.config.load import load_profile, resolved_toml
+from clotho.monitoring.metrics import evaluation_record
+from clotho.monitoring.model_card import RunFacts, curves, model_card
+from tests.monitoring.display_examples import MEASURES, evaluation, ungraded_evaluation
 
 EVALUATION = {
     "step": 0, "policy_version": 0, "accuracy": 0.25, "accuracy_interval": [0.2, 0.3],
@@ -118,6 +123,23 @@ def test_the_card_has_the_held_out_accuracy_and_the_settings(run: Path, capfd: p
     text = capfd.readouterr().out
     for part in ("base_model: Qwen/Qwen3-0.6B", "25.0%", "75.0%", "| objective | grpo |", "3 updates", "curves.svg"):
         assert part in text
+
+
+def test_the_card_has_every_measure_and_shows_missing_values_as_missing(run: Path) -> None:
+    """Ungraded problems are counted. An evaluation without graded problems has no accuracy."""
+    measured = replace(evaluation(3, 0.5, final=True), measures=MEASURES)
+    records = [evaluation_record(report, run_seconds=1.0) for report in (ungraded_evaluation(0), measured)]
+    facts = RunFacts(
+        base_model="b", settings=tomllib.loads((run / "profile.toml").read_text()), metrics=(), evaluations=records
+    )
+    card = model_card("me/name", facts)
+    for row in (
+        "| all (500) | - | 50.0% (0.0% to 100.0%) |", "| word | - | 25.0% |", "| ungraded | 500 | 0 |",
+        "| reward | - | 0.750 (0.625 to 0.875) |", "| pass@4 | - | 75.0 % (62.5 % to 87.5 %) |",
+        "| length | - | 21.5 |",
+    ):  # fmt: skip
+        assert row in card
+    assert curves(facts).count("<polyline") == 2
 
 
 @pytest.mark.parametrize("config", ["adapter_config.json", "config.json"])

@@ -32,7 +32,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = directory / "run"
     metrics = [{"step": step, "loss": step / 8, "policy_version": step, "time/run": 9.0} for step in range(1, 9)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    evaluations = [EVALUATION | {"step": step, "accuracy": step / 10} for step in (0, 4, 8)]
+    evaluations: list[dict[str, Any]] = [EVALUATION | {"step": step, "accuracy": step / 10} for step in (0, 4, 8)]
+    evaluations[-1] |= {"reward": {"value": 0.5, "low": 0.25, "high": 0.75, "problems": 8}, "loss": None}
     (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
     (run / "best.json").write_text('{"step": 8, "accuracy": 0.8, "problems": 8}')
     (run / "lineage.json").write_text('{"kind": "adapter", "path": "adapters/a", "sha256": "0a"}')
@@ -67,6 +68,8 @@ def test_a_run_is_described(place: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found["metrics"] == {"loss": 1.0}
     assert found["policy"] == {"method": "lora", "rank": 2, "scale": 2.0, "target_modules": []}
     assert found["evaluations"]["first"]["accuracy"] == 0.0
+    assert found["evaluations"]["last"]["reward"] == {"value": 0.5, "low": 0.25, "high": 0.75, "problems": 8}
+    assert "loss" not in found["evaluations"]["last"]
     assert found["evaluations"]["best"]["step"] == 8
     assert (found["checkpoints"]["steps"], found["checkpoints"]["incomplete"]) == ([4, 8], [])
     assert found["lineage"] == {"kind": "adapter", "path": "adapters/a", "sha256": "0a"}
@@ -78,7 +81,7 @@ def test_a_checkpoint_is_described(place: Path, capsys: pytest.CaptureFixture[st
     found = shown(capsys, str(place / name))
     assert (found["kind"], found["step"], found["damage"], found["is_best"]) == ("checkpoint", 4, None, False)
     assert found["metrics"] == {"loss": 0.5}
-    assert found["evaluation"] == {"step": 4, "accuracy": 0.4, "problems": 8}
+    assert found["evaluation"] == {"step": 4, "accuracy": 0.4, "problems": 8, "ungraded": 0}
     size = (place / "run/checkpoints/step-000004/optimizer.safetensors").stat().st_size
     assert found["files"]["optimizer.safetensors_bytes"] == size
 

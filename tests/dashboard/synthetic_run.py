@@ -223,11 +223,25 @@ def made_evaluations(shape: RunShape) -> Iterator[dict[str, Any]]:
             "accuracy_by_type": dict.fromkeys(TYPES, accuracy),
             "problems": 512,
             "ungraded": 0,
+            "failed": 0,
+            "reward": _mean(1.2 * accuracy),
+            "rewards": {"exact": _mean(accuracy), "format": _mean(1.0)},
+            "loss": _mean(2.0 - accuracy),
+            "completion_length/mean": 40.0 - 20 * accuracy,
+            "truncated_fraction": 0.1 * (1 - accuracy),
+            "samples": 4,
+            "avg_at_k": _mean(0.9 * accuracy),
+            "pass_at": {"2": _mean(accuracy), "4": _mean(1.1 * accuracy)},
+            "sampled_reward": _mean(1.1 * accuracy),
             "completion_tokens": 9000,
             "time/evaluation": 2.5,
             "time/run": SECONDS_PER_STEP * step + 1.0,
             "final": step == shape.steps,
         }
+
+
+def _mean(value: float) -> dict[str, float]:
+    return {"value": value, "low": value - 0.04, "high": value + 0.04, "problems": 512}
 
 
 def made_timeline(shape: RunShape) -> Iterator[dict[str, Any]]:

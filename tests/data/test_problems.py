@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from clotho.data import records
 from clotho.data.problems import Columns, conversation, load_problems, problems_fingerprint
@@ -77,7 +78,7 @@ def test_a_conversation_is_the_prompt_up_to_the_last_message_of_the_user(tmp_pat
     """In the column of messages or of the prompt. The assistant's last message is the answer if no column has one."""
     answered = [*TURNS, {"role": "assistant", "content": "4", "name": None}]
     expected = Problem(prompt="2+2?", answer="4", type="problem", messages=tuple(TURNS))
-    assert load(tmp_path, json.dumps({"messages": answered})) == [expected]
+    assert load(tmp_path, json.dumps({"messages": answered})) == [replace(expected, completion="4")]
     assert load(tmp_path, json.dumps({"prompt": TURNS, "answer": 4})) == [expected]
     assert load(tmp_path, json.dumps({"prompt": answered, "answer": 5}))[0].answer == "5"
     record = {"messages": TURNS, "prompt": "the prompt has priority", "answer": "a"}
@@ -110,6 +111,31 @@ def test_the_answer_is_the_last_match_of_a_pattern(tmp_path: Path) -> None:
     assert load(tmp_path, line, Columns(answer_pattern=r"[0-9]+"))[0].answer == "72"
     assert "data.jsonl:2: answer does not contain" in refusal(tmp_path, f"{line}\n{GOOD}", columns)
     assert "data.answer_pattern" in refusal(tmp_path, line, Columns(answer_pattern="("))
+
+
+@pytest.mark.parametrize(
+    ("record", "completion"),
+    [
+        ({"completion": "It is 2."}, "It is 2."),
+        ({"completion": [{"role": "assistant", "content": "It is 2."}]}, "It is 2."),
+        ({"completion": [{"role": "user", "content": "a"}]}, ""),
+        ({"completion": 0.5}, ""),
+        ({"prompt": [*TURNS, {"role": "assistant", "content": "4"}]}, "4"),
+        ({"prompt": [*TURNS, {"role": "assistant", "content": "4"}], "completion": "Four."}, "Four."),
+        ({"answer": "1 + 1 = 2\n#### 2"}, "1 + 1 = 2\n#### 2"),
+        ({}, ""),
+    ],
+    ids=str,
+)
+def test_a_reference_completion_is_text_that_the_policy_could_write(
+    tmp_path: Path, record: dict[str, Any], completion: str
+) -> None:
+    """The column `completion` as in TRL, the last message of the assistant, or a worked answer; not a bare answer."""
+    columns = Columns(answer_pattern=r"####\s*(.+)") if "answer" in record else Columns()
+    (found,) = load(tmp_path, json.dumps({"prompt": "1+1?", "answer": "2"} | record), columns)
+    assert found.completion == completion
+    assert found.extra == {key: value for key, value in record.items() if key == "completion"}
+    assert problems_fingerprint([found]) == problems_fingerprint([replace(found, completion="")])
 
 
 def test_problems_may_have_no_answer(tmp_path: Path) -> None:

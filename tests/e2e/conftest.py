@@ -22,7 +22,7 @@ class CompletedRun(Struct, frozen=True, kw_only=True):
 def finished(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
     """Return the default asynchronous run of 6 updates."""
     run_dir = tmp_path_factory.mktemp("asynchronous") / "run"
-    result = run(run_dir, "--profile", "local-m3", "--steps", "6", "--checkpoint.interval", "2")
+    result = run(run_dir, "--profile", "local-m3", "--steps", "6", "--checkpoint.interval", "2", "--eval.samples", "2")
     assert result.status == 0, result
     return CompletedRun(run_dir=run_dir, result=result, steps=6)
 

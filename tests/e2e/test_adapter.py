@@ -13,6 +13,7 @@ from clotho.rewards.runner import RewardRunner
 from protocols.prompt import Problem
 from tests.e2e.conftest import CompletedRun
 from tests.e2e.pipeline_process import lines
+from tests.rewards.groups import group
 
 
 async def test_mlx_lm_reproduces_the_accuracy_of_the_run(synchronous: CompletedRun) -> None:
@@ -30,7 +31,8 @@ async def test_mlx_lm_reproduces_the_accuracy_of_the_run(synchronous: CompletedR
             message = {"role": "user", "content": record["prompt"]}
             prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True)
             text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=profile.sampling.max_tokens)
-            right += await rewards.is_correct(Problem(**record), text) is True
+            (grade,) = await rewards.grade(Problem(**record), group(text).completions)
+            right += grade.correct is True
         measured.append(right / len(held_out))
     recorded = lines(synchronous.run_dir / "evaluations.jsonl")
     assert measured == [line["accuracy"] for line in recorded]

@@ -94,8 +94,8 @@ def adapter_settings(run_dir: Path) -> dict[str, Any]:
 def test_a_killed_synchronous_run_ends_with_identical_bytes(
     tmp_path: Path, kills: int, record_property: Callable[[str, object], None]
 ) -> None:
-    """The group accounting balances over all starts. The adapter equals that of an uninterrupted run."""
-    flags = ("--steps", str(4 * kills), "--async", "false", "--checkpoint.interval", "1")
+    """The group accounting balances over all starts. Adapter and final evaluation equal those without interruption."""
+    flags = ("--steps", str(4 * kills), "--async", "false", "--checkpoint.interval", "1", "--eval.samples", "2")
     whole = run(tmp_path / "whole", *flags)
     assert whole.status == 0, whole
     result = killed_and_resumed(tmp_path / "run", *flags, kills=kills, record_property=record_property)
@@ -103,6 +103,9 @@ def test_a_killed_synchronous_run_ends_with_identical_bytes(
     tensors, uninterrupted = (tmp_path / name / "adapters/adapters.safetensors" for name in ("run", "whole"))
     assert tensors.read_bytes() == uninterrupted.read_bytes()
     assert adapter_settings(tmp_path / "run") == adapter_settings(tmp_path / "whole")
+    found, expected = (lines(tmp_path / name / "evaluations.jsonl")[-1] for name in ("run", "whole"))
+    assert found["samples"] == 2
+    assert [found[key] for key in found if "time/" not in key] == [expected[key] for key in found if "time/" not in key]
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(25, marks=pytest.mark.slow)])

@@ -42,7 +42,13 @@ def test_metrics_and_evaluations_cover_all_steps(finished: CompletedRun) -> None
     recorded, evaluations = metrics(finished.run_dir), lines(finished.run_dir / "evaluations.jsonl")
     assert [line["step"] for line in evaluations] == [0, finished.steps]
     assert [line["step"] for line in recorded] == list(range(1, finished.steps + 1))
-    assert 0.0 <= evaluations[-1]["accuracy"] <= 1.0
+    for line in evaluations:
+        for share in (line["accuracy"], line["avg_at_k"]["value"], line["pass_at"]["2"]["value"]):
+            assert 0.0 <= share <= 1.0
+        assert line["avg_at_k"]["value"] <= line["pass_at"]["2"]["value"]
+        assert line["reward"]["low"] < line["reward"]["value"] < line["reward"]["high"]
+        assert (line["samples"], line["failed"], line["loss"], line["reward"]["problems"]) == (2, 0, None, 32)
+        assert set(line["rewards"]) == {"format", "math_eval", "choice_correctness"}
     for line in metrics(finished.run_dir):
         assert line.keys() == METRICS.keys()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clotho.monitoring.display import RunFacts
-from protocols.evaluation import EvalReport
+from protocols.evaluation import Estimate, EvalReport, HeldOutMeasures, SampledResults
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, DiscardReason, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion, FinishReason
@@ -101,6 +101,28 @@ def step(
     return StepReport(
         step=number, version=number, fingerprint="f", trained=groups, discarded=discarded, staleness=(1,) * len(groups),
         update=update, train_seconds=0.2, wait_seconds=0.1,
+    )  # fmt: skip
+
+
+def estimate(value: float, *, problems: int = 500) -> Estimate:
+    """Return a mean with an interval of +- 0.125."""
+    return Estimate(value=value, low=value - 0.125, high=value + 0.125, problems=problems)
+
+
+MEASURES = HeldOutMeasures(
+    reward=estimate(0.75), rewards={"format": estimate(1.0)}, loss=estimate(0.5, problems=20), completion_length=21.5,
+    truncated=0.25, sampled=SampledResults(
+        samples=4, avg=estimate(0.5), pass_at={"2": estimate(0.625), "4": estimate(0.75)}, reward=estimate(0.25)
+    ),
+)  # fmt: skip
+"""Everything that an evaluation with sampled completions measures beside the accuracy."""
+
+
+def ungraded_evaluation(number: int) -> EvalReport:
+    """Return the evaluation of a step without any graded problem."""
+    return EvalReport(
+        step=number, version=number, problems=0, ungraded=500, failed=3, accuracy=None, interval=None, by_type={},
+        completion_tokens=4000, seconds=2.0, final=False,
     )  # fmt: skip
 
 

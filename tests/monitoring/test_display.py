@@ -8,12 +8,30 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from clotho.monitoring.display import REMINDER_SECONDS, NoDisplay, PlainDisplay, RunView, Sample, fact_lines
+from clotho.monitoring.display import (
+    REMINDER_SECONDS,
+    NoDisplay,
+    PlainDisplay,
+    RunView,
+    Sample,
+    evaluation_pieces,
+    fact_lines,
+)
 from clotho.monitoring.live_display import LiveDisplay, Screen, make_display, sparkline
 from clotho.monitoring.metrics import Measurement, step_metrics
 from protocols.finding import Finding
 from protocols.summary import RunGauges
-from tests.monitoring.display_examples import GAUGES, HOSTILE, UPDATE, discarded, evaluation, facts, step
+from tests.monitoring.display_examples import (
+    GAUGES,
+    HOSTILE,
+    MEASURES,
+    UPDATE,
+    discarded,
+    evaluation,
+    facts,
+    step,
+    ungraded_evaluation,
+)
 
 FINDING = Finding(
     name="no_reward", severity="error", fact="[b]every reward is 0", consequence="nothing", advice="state the format"
@@ -77,6 +95,28 @@ def test_a_frame_fits_every_width_and_neutralizes_untrusted_text(width: int, enc
             "1.0 mean, 1 max",
         ):
             assert expected in text
+
+
+@pytest.mark.parametrize("kind", ["live", "plain"])
+def test_an_evaluation_is_shown_with_its_measures(kind: str) -> None:
+    """Rewards, held-out loss, avg@k and pass@k as far as measured; an accuracy without graded problems is `-`."""
+    measured = replace(evaluation(20, 0.6), measures=MEASURES, ungraded=7, failed=2)
+    console, screen = terminal(200)
+    console.print(Screen(facts(), RunView(evaluations=(measured,)), RunGauges(), 0.0))
+    text = written(screen) if kind == "live" else "  ".join(evaluation_pieces(measured))
+    for expected in (
+        "60.0 %",
+        "7 ungraded",
+        "reward 0.750",
+        "loss 0.500",
+        "avg@4 50.0 %",
+        "pass@2 62.5 %",
+        "truncated 25.0 %",
+    ):
+        assert expected in text
+    assert next(iter(evaluation_pieces(ungraded_evaluation(1)))) == (
+        "held-out accuracy - of 0 (500 ungraded, 3 with failed rewards)"
+    )
 
 
 def test_an_empty_view_is_drawn() -> None:

@@ -33,7 +33,7 @@ from protocols.summary import (
     RunGauges,
     SpeculationCounts,
 )
-from tests.monitoring.display_examples import evaluation
+from tests.monitoring.display_examples import MEASURES, evaluation, ungraded_evaluation
 from tests.training.policies_and_groups import scored_group
 
 UPDATE = UpdateMetrics(
@@ -206,9 +206,11 @@ def test_the_history_of_a_run_is_read_from_its_files(tmp_path: Path) -> None:
     metrics, evaluations = tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"
     empty = read_history(metrics, evaluations)
     assert (empty.seconds, empty.before, empty.after) == (0.0, None, None)
-    reports = [evaluation(0, 0.1), evaluation(5, 0.2), evaluation(8, 0.3, final=True), evaluation(9, 0.4, final=True)]
+    measured = msgspec.structs.replace(evaluation(9, 0.4, final=True), measures=MEASURES, ungraded=2, failed=1)
+    reports = [evaluation(0, 0.1), ungraded_evaluation(5), evaluation(8, 0.3, final=True), measured]
     lines = [msgspec.json.encode(evaluation_record(report, run_seconds=2.0)) for report in reports]
     evaluations.write_bytes(b"\n".join(lines) + b"\n")
     metrics.write_text('{"step": 1, "time/run": 7.5}\n')
     history = read_history(metrics, evaluations)
     assert (history.seconds, history.before, history.after) == (7.5, reports[0], reports[3])
+    assert list(history.evaluations) == reports

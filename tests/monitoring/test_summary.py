@@ -12,9 +12,10 @@ from rich.console import Console
 
 from clotho.monitoring.summary import print_estimate, print_summary, resume_command, summary_lines
 from protocols.accounting import Balance
+from protocols.evaluation import HeldOutMeasures
 from protocols.finding import Finding
 from protocols.summary import HistoryGap, MemoryEstimate, MemoryPart, RunSummary
-from tests.monitoring.display_examples import GAUGES, evaluation
+from tests.monitoring.display_examples import GAUGES, MEASURES, evaluation, ungraded_evaluation
 
 SMALL = msgspec.convert(
     {name: 2**20 for name in MemoryEstimate.__struct_fields__ if name != "shipped_shape"}, MemoryEstimate
@@ -103,6 +104,23 @@ def test_the_summary_has_accuracy_groups_timings_and_commands(encoding: str) -> 
     rows = [line.split() for line in text.splitlines() if " % " in line]
     assert any("43.0" in row and "96.0" in row and "+53.0" in row for row in rows)
     assert any("word" in row and "+0.0" in row for row in rows)
+
+
+def test_the_table_has_every_measure_and_shows_missing_values_as_missing() -> None:
+    """Shares change in percentage points, other values by their difference."""
+    after = msgspec.structs.replace(evaluation(100, 0.96, final=True), measures=MEASURES)
+    before = msgspec.structs.replace(ungraded_evaluation(0), measures=HeldOutMeasures(truncated=0.5))
+    text = summarized(msgspec.structs.replace(summary(), before=before, after=after))
+    rows = [[cell.strip() for cell in line.strip("│|").replace("|", "│").split("│")] for line in text.splitlines()]
+    for row in (
+        ["all", "-", "96.0 %", "-"], ["reward", "-", "0.750", "-"], ["reward format", "-", "1.000", "-"],
+        ["loss", "-", "0.500", "-"], ["avg@4", "-", "50.0 %", "-"], ["pass@4", "-", "75.0 %", "-"],
+        ["length", "-", "21.5", "-"], ["truncated", "50.0 %", "25.0 %", "-25.0"],
+    ):  # fmt: skip
+        assert row in rows
+    lines = dict(summary_lines(msgspec.structs.replace(summary(), before=before, after=ungraded_evaluation(100))))
+    assert lines["learned"].startswith("unknown")
+    assert (lines["ungraded"].split()[0], "3" in lines["failed"].split()) == ("500", True)
 
 
 def test_a_run_without_evaluations_has_no_table() -> None:

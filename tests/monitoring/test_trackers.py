@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from clotho.config.load import load_profile
@@ -30,7 +31,7 @@ from clotho.monitoring.trackers import (
     step_records,
 )
 from protocols.errors import ProfileError
-from tests.monitoring.display_examples import discarded, evaluation, step, trained
+from tests.monitoring.display_examples import MEASURES, discarded, evaluation, step, trained, ungraded_evaluation
 
 LOG_BLOCK = 32768
 TRACKING = TrackingSection(project="proj", group="g", run_name="first", tags=("a", "b"))
@@ -68,6 +69,21 @@ def test_tensorboard_reads_the_numbers_back(tmp_path: Path) -> None:
         (found,) = events.Scalars(name)
         assert (found.step, found.value) == (1, value)
     assert {"completions/text_summary", "warnings/text_summary"} <= set(events.Tags()["tensors"])
+
+
+def test_a_tracker_gets_the_numbers_of_an_evaluation() -> None:
+    """Intervals and counts too. A value that does not exist is missing."""
+    found = evaluation_values(replace(evaluation(2, 0.5), measures=MEASURES)).values
+    assert (found["eval/accuracy"], found["eval/low"], found["eval/accuracy/word"]) == (0.5, 0.0, 0.25)
+    assert (found["eval/reward/value"], found["eval/rewards/format/value"], found["eval/loss/high"]) == (
+        0.75,
+        1.0,
+        0.625,
+    )
+    assert (found["eval/sampled/avg/value"], found["eval/sampled/pass_at/4/low"]) == (0.5, 0.625)
+    assert evaluation_values(ungraded_evaluation(2)).values == {
+        "eval/step": 2.0, "eval/problems": 0.0, "eval/ungraded": 500.0, "eval/failed": 3.0
+    }  # fmt: skip
 
 
 def log_records(contents: bytes) -> Iterator[bytes]:

@@ -24,6 +24,8 @@ def test_the_forecast_adds_decoding_updates_and_evaluations(tmp_path: Path) -> N
     assert found.seconds_per_step == pytest.approx(2.0 + 2.0)
     assert found.evaluation_seconds == pytest.approx((20 + 20 + 2 * 10) * 0.5)
     assert found.seconds == pytest.approx(10 * 4.0 + 30.0)
+    sampled = {"type": "heldout", "interval": 4, "problems_between": 10, "samples": 3}
+    assert forecast(tiny_profile(tmp_path, eval=sampled), REHEARSED, heldout=20).evaluation_seconds == 4 * 30.0
     without = forecast(tiny_profile(tmp_path, eval="off"), REHEARSED, heldout=20)
     assert without.seconds == pytest.approx(10 * 4.0)
 

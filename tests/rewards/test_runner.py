@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Literal
 
 import anyio
@@ -14,8 +14,11 @@ from structlog.testing import capture_logs
 
 from clotho.config.schema import RewardSection
 from clotho.rewards import calls
+from clotho.rewards.overlong import Overlong
 from clotho.rewards.runner import RewardRunner
 from protocols.errors import ProfileError
+from protocols.evaluation import Grade
+from protocols.prompt import Problem
 from protocols.rollout import Discarded, ScoredGroup
 from tests.e2e.child_processes import wait_until_ended
 from tests.rewards import sample_rewards
@@ -277,6 +280,11 @@ async def test_types_without_a_correct_reward_are_listed() -> None:
         assert rewards.types_without_correct(["comparison"]) == ()
 
 
+async def correct(rewards: RewardRunner, of: Problem, *texts: str) -> list[bool | None]:
+    """Return whether these completions of a held-out problem are correct."""
+    return [grade.correct for grade in await rewards.grade(of, group(*texts).completions)]
+
+
 async def test_a_completion_is_correct_if_every_applicable_correct_reward_is_one() -> None:
     """Rewards without `correct` and the weights do not matter."""
     sections = (
@@ -285,32 +293,46 @@ async def test_a_completion_is_correct_if_every_applicable_correct_reward_is_one
         RewardSection(name="choice_correctness", correct=True),
     )
     with runner(*sections) as rewards:
-        assert await rewards.is_correct(problem("42"), "<answer>42</answer>")
-        assert not await rewards.is_correct(problem("42"), answered("41"))
-        assert await rewards.is_correct(CHOICE, answered("B"))
-        assert not await rewards.is_correct(CHOICE, answered("A"))
-        assert await rewards.is_correct(problem("Paris"), answered("Paris")) is None
+        assert await correct(rewards, problem("42"), "<answer>42</answer>", answered("41")) == [True, False]
+        assert await correct(rewards, CHOICE, answered("B"), answered("A")) == [True, False]
+        assert await correct(rewards, problem("Paris"), answered("Paris")) == [None]
 
 
 async def test_partial_credit_is_not_correct() -> None:
     """Only the value 1 is."""
     with runner(RewardSection(name="jaccard", correct=True)) as rewards:
-        assert not await rewards.is_correct(problem("a b"), answered("a"))
-        assert await rewards.is_correct(problem("a b"), answered("b a"))
+        assert await correct(rewards, problem("a b"), answered("a"), answered("b a")) == [False, True]
 
 
 async def test_correctness_is_undefined_without_a_correct_reward() -> None:
     """The result is None, not False."""
     with runner(RewardSection(name="exact")) as rewards:
-        assert await rewards.is_correct(problem("42"), answered("42")) is None
+        assert await correct(rewards, problem("42"), answered("42")) == [None]
+
+
+async def test_a_held_out_completion_has_the_reward_that_training_would_give() -> None:
+    """The weighted sum of the functions that apply, with the length penalty; a completion without a value has none."""
+    sections = (RewardSection(name="format", weight=0.5), RewardSection(name="math_eval", weight=2.0, correct=True))
+    texts = (answered("42"), "<answer>42</answer>", "")
+    penalty = Overlong(max_tokens=1, buffer=1, penalty=0.25)
+    with closing(RewardRunner(sections, overlong=penalty)) as rewards:
+        scored, graded = await rewards.score(group(*texts)), await rewards.grade(problem(), group(*texts).completions)
+    assert isinstance(scored, ScoredGroup)
+    assert tuple(grade.reward for grade in graded) == scored.rewards == (2.25, 1.75, -0.25)
+    assert [grade.parts for grade in graded][1] == {"format": 0.0, "math_eval": 1.0, "overlong": -0.25}
+    with runner(sample("none")) as rewards:
+        assert await rewards.grade(problem(), group("a").completions) == [Grade(correct=None)]
 
 
 @pytest.mark.parametrize("name", ["raises", "gives_nan", "hangs_async"])
-async def test_a_failing_correct_reward_counts_as_incorrect(name: str) -> None:
-    """Evaluation continues."""
-    section = RewardSection(name=HERE + name, correct=True, timeout_seconds=0.05)
-    with runner(section) as rewards:
-        assert await rewards.is_correct(problem(), answered("42")) is False
+async def test_a_failing_reward_leaves_a_completion_without_reward(name: str) -> None:
+    """It counts as incorrect if the function has `correct = true`. Evaluation continues with the other functions."""
+    for judges, expected in ((True, False), (False, True)):
+        failing = RewardSection(name=HERE + name, correct=judges, timeout_seconds=0.05, run_in="thread")
+        with runner(RewardSection(name="exact", correct=True), failing) as rewards:
+            (grade,) = await rewards.grade(problem(), group(answered("42")).completions)
+        assert (grade.correct, grade.reward, grade.failed) == (expected, None, (HERE + name,))
+        assert grade.parts == {"exact": 1.0}
 
 
 @pytest.mark.parametrize(

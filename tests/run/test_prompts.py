@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,13 +15,14 @@ from clotho.config.schema import Profile
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.run.prompts import PromptBuilder, dataset_warnings, inspect_dataset, load_prompts
 from protocols.errors import DatasetError, ModelError
-from protocols.evaluation import HeldOut
+from protocols.evaluation import Grade, HeldOut
 from protocols.prompt import Problem, group_seed
+from protocols.sampling import Completion
 from tests.fakes import CharacterTokenizer
 from tests.small_models import byte_tokenizer
 
 
-async def is_correct(problem: Problem, text: str) -> bool:
+async def grade(problem: Problem, completions: Sequence[Completion]) -> list[Grade]:
     """Unused by these tests."""
     raise AssertionError
 
@@ -44,7 +46,7 @@ def load(
     lines = [json.dumps({"prompt": f"1 + {i}?", "answer": str(1 + i), "type": "sum"}) for i in range(count)]
     path.write_text("\n".join(lines))
     profile = profile_of(directory, seed=seed, **data)
-    loaded = load_prompts(profile, tokenizer or cast(ChatTokenizer, CharacterTokenizer()), is_correct)
+    loaded = load_prompts(profile, tokenizer or cast(ChatTokenizer, CharacterTokenizer()), grade)
     return loaded.builder, loaded.held_out
 
 
@@ -86,6 +88,22 @@ def test_problems_are_rendered_as_conversations(tmp_path: Path) -> None:
     assert plain_held_out.longest_prompt == max(map(len, plain_held_out.prompts))
 
 
+def test_reference_completions_are_rendered_as_the_policy_writes_them(tmp_path: Path) -> None:
+    """After the prompt, up to the end token. Empty without one, or if the template changes the prompt."""
+    records = [{"prompt": "a?", "answer": "b", "completion": "It is b."}, {"prompt": "c?", "answer": "d"}]
+    path = tmp_path / "heldout.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    turns = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<|end|>\n{% endfor %}"
+    template = turns + "{% if add_generation_prompt %}a:{% endif %}"
+    _, held_out = load(tmp_path, heldout=str(path), tokenizer=byte_tokenizer(chat_template=template))
+    assert held_out.references == [(*b"It is b.", 256), ()]
+    numbered = "{{ messages | length }}" + template
+    _, held_out = load(tmp_path, heldout=str(path), tokenizer=byte_tokenizer(chat_template=numbered))
+    assert held_out.references == [(), ()]
+    _, held_out = load(tmp_path, heldout=str(path))
+    assert CharacterTokenizer().decode(held_out.references[0]) == "It is b.\n"
+
+
 def test_with_a_held_out_file_all_other_problems_are_trained_on(tmp_path: Path) -> None:
     """The training file and the held-out file are used completely."""
     path = tmp_path / "heldout.jsonl"
@@ -119,13 +137,13 @@ def test_long_prompts_are_removed_and_counted(tmp_path: Path) -> None:
     for name, records in (("train", [short, long, short]), ("heldout", [long, short])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
     profile = profile_of(tmp_path, heldout=str(tmp_path / "heldout.jsonl"), max_prompt_tokens=100)
-    loaded = load_prompts(profile, cast(ChatTokenizer, CharacterTokenizer()), is_correct)
+    loaded = load_prompts(profile, cast(ChatTokenizer, CharacterTokenizer()), grade)
     assert (loaded.prompts.removed, loaded.prompts.removed_heldout, loaded.prompts.longest) == (1, 1, 24)
     assert (loaded.dataset.duplicates, loaded.dataset.overlap) == (1, 2)
     assert len(dataset_warnings(loaded)) == 2
     assert {loaded.builder.prompt(group).problem.prompt for group in range(4)} == {"1 + 1?"}
     with pytest.raises(DatasetError, match="max_prompt_tokens"):
-        load_prompts(profile_of(tmp_path, max_prompt_tokens=1), cast(ChatTokenizer, CharacterTokenizer()), is_correct)
+        load_prompts(profile_of(tmp_path, max_prompt_tokens=1), cast(ChatTokenizer, CharacterTokenizer()), grade)
 
 
 def test_weights_of_types_determine_the_prompts(tmp_path: Path) -> None:
@@ -133,7 +151,7 @@ def test_weights_of_types_determine_the_prompts(tmp_path: Path) -> None:
     records = [{"prompt": f"{kind} {n}", "answer": "", "type": kind} for kind in ("easy", "hard") for n in range(3)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
     profile = profile_of(tmp_path, heldout_fraction=0.0, type_weights={"easy": 0.0})
-    builder = load_prompts(profile, cast(ChatTokenizer, CharacterTokenizer()), is_correct).builder
+    builder = load_prompts(profile, cast(ChatTokenizer, CharacterTokenizer()), grade).builder
     assert {builder.prompt(group).problem.type for group in range(9)} == {"hard"}
     with pytest.raises(DatasetError, match=r"data\.type_weights"):
         inspect_dataset(profile_of(tmp_path, type_weights={"esay": 2.0}), None)

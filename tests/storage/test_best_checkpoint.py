@@ -16,8 +16,8 @@ from tests.storage.made_checkpoints import snapshot
 def report(step: int, accuracy: float, *, problems: int = 10) -> EvalReport:
     """Return an evaluation."""
     return EvalReport(
-        step=step, version=step, problems=problems, accuracy=accuracy, interval=(0.0, 1.0), by_type={},
-        completion_tokens=1, seconds=0.1, final=False,
+        step=step, version=step, problems=problems, accuracy=accuracy if problems else None,
+        interval=(0.0, 1.0) if problems else None, by_type={}, completion_tokens=1, seconds=0.1, final=False,
     )  # fmt: skip
 
 

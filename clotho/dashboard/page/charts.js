@@ -52,7 +52,7 @@ export function lines(series, table) {
 			const star = name.slice(start.length, name.length - (end?.length ?? 0));
 			const width = values(spread?.replace("*", star));
 			const edge = (sign) => width && values(name)?.map((value, row) => (missing(value) || missing(width[row]) ? null : value + sign * width[row]));
-			return { column: name, label: label.replace("*", star), dash, values: table.get(name), low: values(low) ?? edge(-1), high: values(high) ?? edge(1) };
+			return { column: name, label: label.replace("*", star), dash, values: table.get(name), low: values(low?.replace("*", star)) ?? edge(-1), high: values(high?.replace("*", star)) ?? edge(1) };
 		});
 	});
 }

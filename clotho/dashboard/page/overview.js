@@ -84,7 +84,7 @@ export function show(container, parameters, { runId, overview, link, source: { g
 		const ended = total(outcomes);
 		return h("dl.tiles",
 			tile("Reward", number(latest("reward/mean")), `± ${number(latest("reward/std"))}`),
-			tile("Held-out accuracy", percent(latest("accuracy", evaluations)), low && `${percent(low)} to ${percent(high)}`, evaluations.length > 1 && `first ${percent(evaluations.get("accuracy")[0])}`),
+			tile("Held-out accuracy", percent(latest("accuracy", evaluations)), low && `${percent(low)} to ${percent(high)}`, evaluations.length > 1 && `first ${percent(evaluations.get("accuracy")[0])}`, latest("ungraded", evaluations) > 0 && `${number(latest("ungraded", evaluations))} problems ungraded`),
 			tile("Tokens per second", number(latest("tokens_per_second")), `decoding alone ${number(latest("decode_tokens_per_second/idle"))}`),
 			tile("Groups trained on", ended ? percent((outcomes.trained ?? 0) / ended) : MISSING, `${number(outcomes.trained ?? 0)} of ${number(ended)}`),
 			tile("Truncated", percent(latest("truncated_fraction")), `mean length ${number(latest("completion_length/mean"))}`),

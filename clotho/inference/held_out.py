@@ -1,4 +1,4 @@
-"""Greedy completions of one pinned policy version, computed in turns with everything else."""
+"""Completions of held-out problems by one pinned policy version, computed in turns with everything else."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from clotho.models.tokenizer import ChatTokenizer
 from clotho.models.turns import TurnBudget
 from protocols.sampling import (
     PARAMETERS,
+    POLICY,
     Completion,
     CompletionDone,
     SampleEvent,
     SampleFailed,
     SampleRequest,
     Sampling,
+    derive,
 )
 
 NEUTRAL_FILTERS: dict[str, Any] = {
@@ -44,6 +46,25 @@ class PinnedWeights:
 def greedy(sampling: Sampling) -> Sampling:
     """The sampling parameters of a greedy completion with the same limits and penalties."""
     return replace(sampling, **NEUTRAL_FILTERS, temperature=0.0)
+
+
+def held_out_requests(
+    prompts: Sequence[tuple[int, ...]], sampling: Sampling, *, samples: int, seed: int, weights: str = POLICY
+) -> list[SampleRequest]:
+    """One greedy request per prompt; with `samples`, then one request per prompt for that number of completions.
+
+    The seeds of sampled completions are a function of (seed, index of the prompt), so that evaluations of different
+    weights sample with the same random numbers. weights: as in `SampleRequest`.
+    """
+    requests = [
+        SampleRequest(prompt=prompt, sampling=greedy(sampling), seeds=(0,), weights=weights) for prompt in prompts
+    ]
+    if samples:
+        sampled = replace(sampling, top_logprobs=0)
+        for index, prompt in enumerate(prompts):
+            seeds = tuple(derive(seed, "eval", index, sample) for sample in range(samples))
+            requests.append(SampleRequest(prompt=prompt, sampling=sampled, seeds=seeds, weights=weights))
+    return requests
 
 
 def complete_all(
@@ -82,21 +103,26 @@ def complete_all(
     return [[answers[index][i] for i in range(len(request.seeds))] for index, request in enumerate(requests)]
 
 
-def greedy_completions(
+def by_problem(completions: Sequence[Sequence[Completion]], problems: int) -> list[list[Completion]]:
+    """Return the completions of each problem, the greedy one first. completions: those of `held_out_requests`."""
+    sampled = completions[problems:] or [()] * problems
+    return [[*first, *others] for first, others in zip(completions[:problems], sampled, strict=True)]
+
+
+def pinned_completions(
     policy: Policy,
     parameters: Parameters,
     *,
     version: int,
-    prompts: Sequence[tuple[int, ...]],
-    sampling: Sampling,
+    requests: Sequence[SampleRequest],
     settings: EngineSection,
     turns: TurnBudget | None = None,
-) -> Generator[None, None, list[Completion]]:
-    """Decode every prompt greedily with `parameters`, independent of the served weights; one decode step per turn.
+) -> Generator[None, None, list[list[Completion]]]:
+    """Decode requests with `parameters`, independent of the served weights; one decode step per turn.
 
     Uses an engine of its own over the same base weights, so its KV caches and batches are separate from the served
-    ones. turns: limits the duration of prefill in one turn. Returns the completions in the order of the prompts. Raises
-    the errors of `complete_all`.
+    ones. turns: limits the duration of prefill in one turn. Returns the completions of each request. Raises the errors
+    of `complete_all`.
     """
     engine = DecodeEngine(PinnedWeights(policy, version), replace(settings, speculation=Off()), turns=turns)
 
@@ -104,6 +130,4 @@ def greedy_completions(
         with policy.using(parameters):
             engine.tick()
 
-    requests = [SampleRequest(prompt=prompt, sampling=greedy(sampling), seeds=(0,)) for prompt in prompts]
-    completions = yield from complete_all(engine, requests, tick, rows=settings.max_num_seqs)
-    return [completion for (completion,) in completions]
+    return (yield from complete_all(engine, requests, tick, rows=settings.max_num_seqs))

@@ -1,4 +1,4 @@
-"""Greedy completions of pinned weights are independent of the served weights and of other requests."""
+"""Completions of pinned weights are independent of the served weights and of other requests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 from mlx.utils import tree_map
 
 from clotho.config.schema import EngineSection, ModelSection
-from clotho.inference import DecodeEngine
-from clotho.inference import greedy as evaluation
-from clotho.inference.greedy import greedy_completions
+from clotho.inference import DecodeEngine, held_out
+from clotho.inference.held_out import by_problem, held_out_requests, pinned_completions
 from clotho.models.policy import Policy, load_policy
 from protocols.errors import RequestError
 from protocols.sampling import SampleRequest, Sampling
@@ -39,10 +38,12 @@ def moved(policy: Policy, shift: float) -> Any:
     return parameters
 
 
-def completion_job(policy: Policy, parameters: Any, prompts: Any = PROMPTS, **keys: Any) -> Any:
-    """Return the cooperative job."""
-    settings = {"sampling": SAMPLING, "settings": EngineSection(max_num_seqs=4), "version": 3, **keys}
-    return greedy_completions(policy, parameters, prompts=prompts, **settings)
+def completion_job(policy: Policy, parameters: Any, prompts: Any = PROMPTS, *, samples: int = 0, seed: int = 7) -> Any:
+    """Return the cooperative job, which returns the completions of each problem."""
+    requests = held_out_requests(prompts, SAMPLING, samples=samples, seed=seed)
+    settings = EngineSection(max_num_seqs=4)
+    found = yield from pinned_completions(policy, parameters, version=3, requests=requests, settings=settings)
+    return by_problem(found, len(prompts))
 
 
 def greedy_reference(policy: Policy, parameters: Any, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -58,10 +59,27 @@ def greedy_reference(policy: Policy, parameters: Any, prompt: tuple[int, ...], c
 def test_completions_are_greedy_and_in_the_order_of_the_prompts(policy: Policy) -> None:
     """Each token is the most probable one under the pinned weights and has their version."""
     pinned = moved(policy, 0.4)
-    completions = finish(completion_job(policy, pinned))
+    completions = [completion for (completion,) in finish(completion_job(policy, pinned))]
     assert [c.tokens for c in completions] == [greedy_reference(policy, pinned, prompt, 8) for prompt in PROMPTS]
     assert [c.tokens for c in completions] != [greedy_reference(policy, policy.trainable(), p, 8) for p in PROMPTS]
     assert {version for c in completions for version in c.versions} == {3}
+
+
+def test_sampled_completions_depend_on_seed_problem_and_number(policy: Policy) -> None:
+    """They do not change the greedy completions, and the first ones are the same with more samples."""
+
+    def tokens(prompts: Any = PROMPTS, **settings: int) -> list[list[tuple[int, ...]]]:
+        found = finish(completion_job(policy, policy.trainable(), prompts, **settings))
+        return [[completion.tokens for completion in completions] for completions in found]
+
+    greedy, two, three, other = tokens(), tokens(samples=2), tokens(samples=3), tokens(samples=2, seed=8)
+    assert [found[:1] for found in two] == [found[:1] for found in other] == greedy
+    assert [found[:3] for found in three] == two
+    assert other != two
+    assert len({drawn for found in three for drawn in found[1:]}) == 18
+    first, second = tokens(PROMPTS[:1] * 2, samples=1)
+    assert first[0] == second[0]
+    assert first[1] != second[1]
 
 
 def test_the_served_weights_are_active_between_turns(policy: Policy) -> None:
@@ -99,7 +117,7 @@ def test_at_most_two_batches_are_submitted_at_a_time(policy: Policy, monkeypatch
             pending.append(stats.running_rows + stats.waiting_rows)
             return super().tick()
 
-    monkeypatch.setattr(evaluation, "DecodeEngine", Counting)
+    monkeypatch.setattr(held_out, "DecodeEngine", Counting)
     prompts = [(3 + i % 40,) for i in range(60)]
     completions = finish(completion_job(policy, policy.trainable(), prompts))
     assert len(completions) == 60
@@ -125,7 +143,7 @@ def test_a_failed_engine_fails_the_evaluation(policy: Policy, monkeypatch: pytes
                 self._sender.fail(self._sender.requests[number], "out of memory")
             return number
 
-    monkeypatch.setattr(evaluation, "DecodeEngine", Failing)
+    monkeypatch.setattr(held_out, "DecodeEngine", Failing)
     with pytest.raises(RuntimeError, match="evaluation failed: out of memory"):
         finish(completion_job(policy, moved(policy, 0.4)))
     assert same_bits(policy.trainable(), served)
