@@ -227,7 +227,7 @@ def wire_training(
         reports=reports.outbox(),
         executor=context.executor,
         policy_learner=context.policy_learner,
-        settings=profile.learner,
+        settings=structs.replace(profile.learner, max_staleness=profile.max_staleness),
         ledger=context.ledger,
         progress=context.progress,
         replacements=context.replacements,
@@ -240,6 +240,7 @@ def wire_training(
         ),
         steps=profile.steps,
         synchronous=not profile.asynchronous,
+        lag=profile.rollouts.lag,
         from_environments=isinstance(profile.atropos, AtroposSource),
         first_check_seconds=FIRST_CHECK_SECONDS,
     )
@@ -351,9 +352,10 @@ def wire_rollouts(
         sampling=profile.sampling,
         group_size=profile.sampling.group_size,
         batch_size=learner.batch_size,
-        max_batches_ahead=profile.rollouts.max_batches_ahead if profile.asynchronous else 0,
+        max_batches_ahead=profile.max_batches_ahead,
         ended=context.ledger.ended,
         groups=limit,
+        one_by_one=profile.rollouts.lag > 0,
     )
     prompter = custom.actor(
         "prompter",
@@ -395,7 +397,7 @@ def wire_environments(
         ended=context.ledger.ended,
         groups=context.total_groups,
         batch_size=profile.learner.batch_size,
-        max_batches_ahead=profile.rollouts.max_batches_ahead,
+        max_batches_ahead=profile.max_batches_ahead,
         settings=settings,
     )
     return Rollouts(children=[fetcher], channels=[], source=fetcher, first=scored)

@@ -29,7 +29,8 @@ class Generator:
     may be trained on later than groups that started after it; `learner.max_staleness` limits its staleness.
 
     Prompts that may start at the same time are submitted in one call, at most `batch_size`. The engine then prefills
-    them together, and the composition of its batches does not depend on timing.
+    them together, and the composition of its batches does not depend on timing. With `one_by_one`, a batch starts when
+    the batch before it has been sampled, so that this also holds with batches ahead.
     """
 
     name = "generator"
@@ -48,23 +49,28 @@ class Generator:
         max_batches_ahead: int,
         ended: int = 0,
         groups: int | None = None,
+        one_by_one: bool = False,
     ) -> None:
         """ended: number of groups that had ended at the start; `started` counts from it.
 
         groups: number of groups that count towards batches; None: until the inbox ends.
+        one_by_one: sample one batch at a time.
         """
         self._inbox, self._outbox = inbox, outbox
         self._weights, self._replacements, self._sampler = weights, replacements, sampler
         self._sampling, self._group_size = sampling, group_size
         self._batch_size, self._max_batches_ahead = batch_size, max_batches_ahead
-        self._started, self._groups = ended, groups
+        self._started, self._groups, self._one_by_one = ended, groups, one_by_one
 
     async def run(self) -> None:
         """Sample until the inbox ends and the last group is sent."""
         async with self._inbox, self._outbox, anyio.create_task_group() as tasks:
             async for first in self._inbox:
                 await wait_until(lambda: self._capacity() > 0, self._weights, self._replacements)
-                if prompts := await self._receive_batch(first):
+                prompts = await self._receive_batch(first)
+                if prompts and self._one_by_one:
+                    await self._sample(prompts)
+                elif prompts:
                     await tasks.start(self._sample, prompts)
 
     def _capacity(self) -> int:
@@ -90,7 +96,9 @@ class Generator:
             return []
         return [message]
 
-    async def _sample(self, batch: list[Prompt], *, task_status: anyio.abc.TaskStatus[None]) -> None:
+    async def _sample(
+        self, batch: list[Prompt], *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
         requests = [
             SampleRequest(
                 prompt=prompt.tokens,

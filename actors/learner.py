@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import aclosing, suppress
 from math import inf
 
 import structlog
@@ -60,6 +61,10 @@ class Learner:
     environments cannot be requested: a batch is then always `batch_size` groups that can be trained on, and groups
     that arrive after the last batch are discarded. The last batch may be smaller. Groups in a batch are sorted by id,
     so that the update does not depend on the order of arrival.
+
+    With a lag, a group waits until the groups of `lag` further batches have arrived, or the inbox has ended. As the
+    generator samples a batch only after the update that makes room for it, every batch is then exactly `lag` updates
+    old, except the first ones, of which no older weights exist.
     """
 
     name = "learner"
@@ -83,6 +88,7 @@ class Learner:
         synchronous: bool,
         from_environments: bool,
         first_check_seconds: float = 0.0,
+        lag: int = 0,
     ) -> None:
         """updates: one outbox per receiver of new weights. reports: the monitor's queue.
 
@@ -92,6 +98,7 @@ class Learner:
         from_environments: the groups come from environments.
         first_check_seconds: how long the first update waits for the monitor to check the groups of the first batch; 0:
         these groups are not sent.
+        lag: number of batches that arrive between a batch and its update.
         """
         self._inbox, self._updates, self._reports = inbox, updates, reports
         self._executor, self._policy_learner = executor, policy_learner
@@ -99,7 +106,7 @@ class Learner:
         self._replacements, self._logged = replacements, logged
         self._replay, self._steps = replay, steps
         self._synchronous, self._from_environments = synchronous, from_environments
-        self._first_check_seconds = first_check_seconds
+        self._first_check_seconds, self._held_groups = first_check_seconds, lag * settings.batch_size
         self._collapse, self._rolled_back_at = collapse, 0
         progress.began = progress.last_update = time.monotonic()
 
@@ -117,23 +124,34 @@ class Learner:
 
     async def _train(self) -> None:
         batch, began = self._next_batch(), time.monotonic()
-        async for outcome in self._inbox:
-            batch.add(self._sort_out(outcome))
-            if more := batch.request_replacements():
-                self._replacements.put(self._replacements.value + more)
-            if self._first_check_seconds and batch.ended >= self._settings.batch_size:
-                await self._wait_for_check(batch)
-            if batch.complete and not self._over:
-                await self._consume(batch, wait_seconds=time.monotonic() - began)
-                batch, began = self._next_batch(), time.monotonic()
-            elif len(batch.discarded) >= MAX_DISCARDED_HELD:
-                await self._end_early(batch)
+        async with aclosing(self._outcomes()) as outcomes:
+            async for outcome in outcomes:
+                batch.add(self._sort_out(outcome))
+                if more := batch.request_replacements():
+                    self._replacements.put(self._replacements.value + more)
+                if self._first_check_seconds and batch.ended >= self._settings.batch_size:
+                    await self._wait_for_check(batch)
+                if batch.complete and not self._over:
+                    await self._consume(batch, wait_seconds=time.monotonic() - began)
+                    batch, began = self._next_batch(), time.monotonic()
+                elif len(batch.discarded) >= MAX_DISCARDED_HELD:
+                    await self._end_early(batch)
         if self._over:
             await self._end_early(batch)
         elif batch.fresh or (batch.ended and not self._from_environments):
             await self._consume(batch, wait_seconds=time.monotonic() - began)
         else:
             await self._end_early(batch)
+
+    async def _outcomes(self) -> AsyncGenerator[GroupOutcome, None]:
+        """The groups in the order of arrival, each after the groups of the lag."""
+        held = deque[GroupOutcome]()
+        async for outcome in self._inbox:
+            held.append(outcome)
+            if len(held) > self._held_groups:
+                yield held.popleft()
+        while held:
+            yield held.popleft()
 
     @property
     def _over(self) -> bool:

@@ -11,6 +11,7 @@ BENCHMARKS = {
     "learning": "Accuracy and training time of the default run, synchronous and asynchronous, for several seeds.",
     "objectives": "Held-out accuracy of every objective with its default settings.",
     "head": "Memory and time of the output head at large vocabularies, chunked and straightforward.",
+    "staleness": "Held-out accuracy of objectives and corrections on rollouts of a fixed age.",
     "collapse": "Whether collapse detection recognizes a destructive learning rate, and rollback saves the run.",
     "environments": "Training with Atropos environments: single-turn, multi-turn, two of different weight.",
     "hostile_requests": "Training rate and valid requests while clients send hostile requests; end of the process.",

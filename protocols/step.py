@@ -93,7 +93,7 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
     ]
     ratio_mean: Annotated[float, Meta(description="Mean importance ratio.")]
     grad_norm: Annotated[float, Meta(description="Norm of the gradient of the last optimizer step, before clipping.")]
-    learning_rate: Annotated[float, Meta(description="Learning rate of the update.")]
+    learning_rate: Annotated[float, Meta(description="Learning rate of the update, before the factor `step_scale`.")]
     trained_tokens: Annotated[
         int, Meta(description="Number of tokens that the update trained on, replayed tokens included.")
     ]
@@ -120,6 +120,20 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
             "sample of its completions."
         ),
     ] = None
+    completion_ess: Annotated[
+        float,
+        Meta(
+            description="Effective sample size of the importance weights of whole completions, as a fraction of the "
+            "completions, averaged over the optimizer steps."
+        ),
+    ] = 1.0
+    step_scale: Annotated[
+        float,
+        Meta(
+            description="Factor of the learning rate that `learner.step_scale` gives, averaged over the optimizer "
+            "steps; 1 without it."
+        ),
+    ] = 1.0
     distillation_loss: Annotated[
         float,
         Meta(

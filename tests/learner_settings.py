@@ -39,6 +39,7 @@ SHORT = {
     "objective": "objective.type",
     "optimizer": "optimizer.type",
     "schedule": "schedule.type",
+    "step_scale": "step_scale.type",
 }
 """Paths below `learner` of the names that are not the last component of one path."""
 
@@ -84,7 +85,7 @@ def adapter_settings(kind: str = "lora", **fields: Any) -> AdapterMethod:
 
 def advantage(kind: str, *, deviation: str, epsilon: float) -> Advantage:
     """Settings of an advantage; deviation and epsilon count only for a type that divides by a deviation."""
-    divides = kind in ("group", "batch", "batch_centred")
+    divides = kind in ("group", "batch", "batch_centred", "optimal_baseline")
     return learner_settings(
         advantage=kind, **({"advantage_deviation": deviation, "advantage_epsilon": epsilon} if divides else {})
     ).objective.advantage

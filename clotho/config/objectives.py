@@ -24,6 +24,7 @@ from clotho.config.bounds import (
 )
 
 Deviation = Literal["population", "sample"]
+GradientNorm = Literal["probabilities", "length", "exact"]
 WeightLow = Annotated[Fraction, about("Lower bound of the importance weight.")]
 WeightHigh = Annotated[float, about("Upper bound of the importance weight.", ge=1.0)]
 
@@ -55,12 +56,24 @@ class BatchCentredAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, tag=
     """Rewards minus the mean of their group, divided by the standard deviation over the batch."""
 
 
+class MaxRLAdvantage(Variant, frozen=True, kw_only=True, tag="max_rl"):
+    """Rewards minus the mean of their group, divided by the mean of their group (arXiv:2602.02710)."""
+
+
+class OptimalBaselineAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, tag="optimal_baseline"):
+    """Rewards minus a baseline of least variance, divided by the standard deviation of their group (VCPO)."""
+
+    gradient_norm: Annotated[
+        GradientNorm, about("Gradient norm of a completion: from its probabilities, from its length, or exact.")
+    ] = "probabilities"
+
+
 class EnvironmentAdvantage(Variant, frozen=True, kw_only=True, tag="environment"):
     """Advantages per token, which every group must contain."""
 
 
-Normalized = GroupAdvantage | BatchAdvantage | BatchCentredAdvantage
-Other = MeanAdvantage | LeaveOneOutAdvantage | EnvironmentAdvantage
+Normalized = GroupAdvantage | BatchAdvantage | BatchCentredAdvantage | OptimalBaselineAdvantage
+Other = MeanAdvantage | LeaveOneOutAdvantage | MaxRLAdvantage | EnvironmentAdvantage
 Advantage = Annotated[Normalized | Other, about("How advantages follow from rewards, if groups contain no advantages.")]
 
 

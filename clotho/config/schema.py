@@ -272,6 +272,7 @@ class RolloutsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How far rollouts run ahead of the learner."""
 
     max_batches_ahead: Annotated[Positive, about("Limit of batches in progress beyond the batch in training.")] = 2
+    lag: Annotated[NonNegative, about("Age of every batch in updates, with async = false; to study staleness.")] = 0
 
 
 ServerUrl = Annotated[str, Meta(pattern=r"^https?://[^\s/]+\S*$", title="http://HOST:PORT")]
@@ -452,3 +453,14 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tracking: TrackingSection = TrackingSection()
     trackers: tuple[TrackerSection, ...] = ()
     actors: tuple[ActorSection, ...] = ()
+
+    @property
+    def max_batches_ahead(self) -> int:
+        """Limit of batches in progress beyond the batch in training; with async = false it is `rollouts.lag`."""
+        return self.rollouts.max_batches_ahead if self.asynchronous else self.rollouts.lag
+
+    @property
+    def max_staleness(self) -> int:
+        """Groups that are more versions old are discarded. The default leaves slow groups time for twice the lead."""
+        given = self.learner.max_staleness
+        return max(4, 2 * self.max_batches_ahead) if given is None else given

@@ -103,6 +103,18 @@ class CosineSchedule(DecaySchedule, frozen=True, kw_only=True, tag="cosine"):
 Schedule = ConstantSchedule | LinearSchedule | CosineSchedule
 
 
+class EssStepScale(Variant, frozen=True, kw_only=True, tag="ess"):
+    """A power of the effective sample size of completions scales the learning rate of each step (arXiv:2602.17616)."""
+
+    exponent: Annotated[PositiveFloat, about("Exponent; 0.5 suits adaptive optimizers, 1 suits sgd.")] = 0.5
+    base: Annotated[PositiveFraction, about("Effective sample size from which on the learning rate is not scaled.")] = (
+        1.0
+    )
+
+
+StepScale = Absent | EssStepScale
+
+
 class BaseReference(Variant, frozen=True, kw_only=True, tag="base"):
     """The base model, without adapter."""
 
@@ -184,6 +196,7 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     objective: Annotated[Objective, about("Objective of the learner: the loss that it minimizes.")] = Grpo()
     optimizer: Annotated[Optimizer, about("Optimizer that turns gradients into steps.")] = AdamW()
     schedule: Annotated[Schedule, about("Learning rate after the warm-up.")] = CosineSchedule()
+    step_scale: Annotated[StepScale, about("Scale of the learning rate for stale rollouts.")] = Absent()
     kl_penalty: Annotated[AnyKLPenalty, about("Penalty for the divergence from a reference.")] = Absent()
     entropy_bonus: Annotated[EntropyBonus, about("Bonus for the policy's entropy.")] = Absent()
     distillation_weight: Annotated[NonNegativeFloat, about("Coefficient of the cross-entropy with a teacher.")] = 0.0
@@ -195,7 +208,10 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     layout: Annotated[Layout, about("Rows of a micro-batch; shared: one prompt; auto: padded or shared.")] = "auto"
     max_grad_norm: Annotated[NonNegativeFloat, about("Limit on the gradient's norm; 0 means none.")] = 1.0
     lora_plus: Annotated[float, about("Factor of the B matrices' learning rate (LoRA+).", ge=1.0)] = 1.0
-    max_staleness: Annotated[NonNegative, about("Groups that are more versions old are discarded.")] = 4
+    max_staleness: Annotated[
+        NonNegative | None,
+        about("Groups that are more versions old are discarded; none: 2 x max_batches_ahead."),
+    ] = None
     max_bad_steps: Annotated[Positive, about("Limit of non-finite updates in a row; then the run ends.")] = 5
 
     @property

@@ -107,14 +107,15 @@ class DecodeEngine:
         """Accept a request and return its id. Later steps call `listener`, which must return at once.
 
         Every completion ends with one CompletionDone, or the request with one SampleFailed.
-        Raises RequestError, which names the field, for an invalid request, or if too many rows are waiting.
+        Raises RequestError, which names the field, for an invalid request, or if too many rows of clients are waiting.
         """
         source = self._source
         cache_tokens = self._settings.kv_cache_tokens
         limit = validate(
             request, vocabulary=source.vocab_size, context=source.context_length, cache_tokens=cache_tokens
         )
-        self._scheduler.check(len(request.seeds))
+        if not request.background:
+            self._scheduler.check(len(request.seeds))
         adapter = self._adapter(request.weights)
         self._requests += 1
         active = ActiveRequest(self._requests, request, listener, limit, open=len(request.seeds), adapter=adapter)

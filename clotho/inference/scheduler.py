@@ -120,7 +120,8 @@ class PrefillJob:
 
 MAX_WAITING_ROWS = 65_536
 MAX_WAITING_REQUESTS = 4096
-"""Further requests are refused with a RequestError whose param is `queue`."""
+"""Further requests of clients are refused with a RequestError whose param is `queue`. Rollouts do not count: their
+generator bounds them (`rollouts.max_batches_ahead`)."""
 
 
 CLIENT_ROWS = 8
@@ -215,10 +216,11 @@ class Scheduler:
         return [*self.entering, *self.waiting]
 
     def check(self, rows: int) -> None:
-        """Raise RequestError if `rows` more rows exceed the limit on waiting rows or requests."""
-        requests = len(self._first) + len(self._rollouts) + self._clients.length
-        if requests >= MAX_WAITING_REQUESTS or self.rows + rows > MAX_WAITING_ROWS:
-            raise RequestError(f"{self.rows} completions are waiting; try again later", param="queue")
+        """Raise RequestError if `rows` more rows of a client exceed the limit on waiting rows or requests."""
+        jobs = [*self._first, *self._clients, *(job for job in self.entering if not job.active.request.background)]
+        waiting = sum(len(job.rows) for job in jobs)
+        if len(jobs) >= MAX_WAITING_REQUESTS or waiting + rows > MAX_WAITING_ROWS:
+            raise RequestError(f"{waiting} completions are waiting; try again later", param="queue")
 
     def admit(self, running: int, longest: int, background: int = 0) -> list[PrefillJob]:
         """Admit jobs whose rows fit beside `running` rows of at most `longest` tokens; set their `admitted`.

@@ -111,6 +111,19 @@ class MicroBatch(NamedTuple):
         """Number of sequences (B)."""
         return len(self.members)
 
+    def sum_B(self, value_N: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the sum over the trained tokens of each sequence: (B,) float64."""
+        trained = int(np.count_nonzero(self.table.loss_mask_N))  # padding is at the end
+        sequence_N = self.table.sequence_N[:trained]
+        return np.bincount(sequence_N, value_N[:trained], minlength=self.sequences).astype(np.float64)
+
+    def log_weight_B(self, logp_N: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the logarithm of the importance weight of each sequence, sum_t log pi_t - log mu_t: (B,), in nats.
+
+        logp_N: log-probabilities of the tokens under the policy pi.
+        """
+        return self.sum_B(logp_N - self.table.rollout_logp_N)
+
 
 def scored_only(prompt: Sequence[int], tokens: Sequence[int]) -> TrainingSequence:
     """Return a sequence that is scored but not trained on: weights and sampler log-probabilities are 0."""

@@ -20,8 +20,10 @@ from clotho.config.objectives import (
     BatchCentredAdvantage,
     GroupAdvantage,
     LeaveOneOutAdvantage,
+    MaxRLAdvantage,
     MeanAdvantage,
     NormalizedAdvantage,
+    OptimalBaselineAdvantage,
 )
 from clotho.scoring.sequences import sampled_mask_T
 from protocols.rollout import ScoredGroup
@@ -52,6 +54,48 @@ def leave_one_out(rewards: list[Array], ddof: int, epsilon: float) -> list[Array
     return [_centred(reward_G) * (reward_G.size / max(reward_G.size - 1, 1)) for reward_G in rewards]
 
 
+def max_rl(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
+    """A_i = (r_i - mean r) / (mean r - z) over the group, with z = min(0, lowest r): MaxRL (arXiv:2602.02710).
+
+    With rewards of 0 and 1, the policy gradient is an unbiased estimate for the first G terms of the series
+    log p = -sum_k (1 - p)^k / k of the probability p of a correct completion: hard prompts weigh about 1 / p, where
+    `mean` gives them weight 1. |A_i| is at most G - 1. If all rewards are 0, all advantages are 0. Rewards between 0
+    and 1 are partial successes; a constant part of all rewards brings the weights of hard and easy prompts closer.
+    Departure for negative rewards, which the paper excludes: they are measured from the lowest reward of the group, so
+    that -1 and 1 give the same advantages as 0 and 1. prime-rl gives 0 to groups whose mean is not positive.
+    """
+    return [_relative(reward_G) for reward_G in rewards]
+
+
+def _relative(reward_G: Array) -> Array:
+    centred_G = _centred(reward_G)
+    return centred_G / (reward_G.mean() - min(0.0, reward_G.min())) if centred_G.any() else centred_G
+
+
+def optimal_baseline(rewards: Sequence[Array], log_weights: Sequence[Array], ddof: int, epsilon: float) -> list[Array]:
+    """A_i = (r_i - b) / (std r + epsilon), b = sum_j W_j r_j / sum_j W_j: OPOB of VCPO (arXiv:2602.17616).
+
+    With W_j = w_j^2 |grad log pi(y_j)|^2, where w_j = pi(y_j) / mu(y_j) is the importance weight of completion j, the
+    estimate sum_j w_j (r_j - b) grad log pi(y_j) of the policy gradient has the least variance among all baselines of
+    the group. The division by the standard deviation is the `norm_by_std` of the authors' scripts.
+
+    log_weights: log W_j, (G,) per group; minus infinity for a completion without a gradient. A group without any
+    gradient, or with equal W_j, has the mean of its rewards as baseline. Advantages are not finite if a log W_j is NaN.
+    """
+    return [
+        (reward_G - _baseline(reward_G, log_weight_G)) / (_spread(reward_G, ddof) + epsilon)
+        if _centred(reward_G).any()
+        else np.zeros_like(reward_G)
+        for reward_G, log_weight_G in zip(rewards, log_weights, strict=True)
+    ]
+
+
+def _baseline(reward_G: Array, log_weight_G: Array) -> float:
+    highest = log_weight_G.max()
+    weight_G = np.ones_like(reward_G) if highest == -np.inf else np.exp(log_weight_G - highest)
+    return float((weight_G * reward_G).sum() / weight_G.sum())
+
+
 def batch(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
     """A = (r - mean) / (std + epsilon) over the whole batch: REINFORCE++ (arXiv:2501.03262).
 
@@ -77,17 +121,19 @@ ADVANTAGES: Mapping[type[Advantage], Advantages] = MappingProxyType(
         GroupAdvantage: group,
         MeanAdvantage: mean,
         LeaveOneOutAdvantage: leave_one_out,
+        MaxRLAdvantage: max_rl,
         BatchAdvantage: batch,
         BatchCentredAdvantage: batch_centred,
     }
 )
-"""Struct of the advantage -> advantages; `EnvironmentAdvantage` is `environment_advantages`."""
+"""Struct of the advantage -> advantages, for all that need nothing but rewards."""
 
 
-def advantages(settings: Advantage, rewards: Sequence[ArrayLike]) -> list[Array]:
+def advantages(settings: Advantage, rewards: Sequence[ArrayLike], log_weights: Sequence[Array] = ()) -> list[Array]:
     """Return the advantage of every completion: (G,) float64 per group.
 
-    rewards: per group, finite. Raises ValueError if a group is empty or a reward is not finite.
+    rewards: per group, finite. log_weights: see `optimal_baseline`; by default, all weights are equal.
+    Raises ValueError if a group is empty or a reward is not finite.
     """
     reward = [np.asarray(reward_G, dtype=np.float64) for reward_G in rewards]
     for reward_G in reward:
@@ -98,6 +144,8 @@ def advantages(settings: Advantage, rewards: Sequence[ArrayLike]) -> list[Array]
     ddof, epsilon = 0, 0.0
     if isinstance(settings, NormalizedAdvantage):
         ddof, epsilon = int(settings.deviation == "sample"), settings.epsilon
+    if isinstance(settings, OptimalBaselineAdvantage):
+        return optimal_baseline(reward, log_weights or [np.zeros_like(one_G) for one_G in reward], ddof, epsilon)
     return ADVANTAGES[type(settings)](reward, ddof, epsilon)
 
 

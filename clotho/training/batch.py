@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from clotho.config.objectives import EnvironmentAdvantage, RatioObjective
+from clotho.config.objectives import EnvironmentAdvantage, GradientNorm, OptimalBaselineAdvantage, RatioObjective
 from clotho.config.sections_training import EnvironmentReference, KLPenalty, LearnerSection, RewardKLPenalty
 from clotho.models.parameters import Parameters
 from clotho.models.policy import TrainablePolicy
@@ -19,7 +20,7 @@ from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import MicroBatch, TeacherRows, TrainingSequence, sampled_mask_T
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.training.advantages import advantages, environment_advantages
-from clotho.training.gradient import FixedLogprobs, LossConfig, compute_logprobs
+from clotho.training.gradient import FixedLogprobs, LossConfig, compute_logprobs, score_norm_squared
 from clotho.training.objectives.aggregation import loss_weights
 from clotho.training.objectives.kl import ESTIMATORS
 from clotho.training.reference_policy import ReferencePolicy
@@ -109,7 +110,10 @@ class Minibatch(NamedTuple):
 
 
 def compute_advantages(
-    groups: Sequence[ScoredGroup], penalties: Sequence[NDArray[np.float64]], settings: LearnerSection
+    groups: Sequence[ScoredGroup],
+    penalties: Sequence[NDArray[np.float64]],
+    settings: LearnerSection,
+    log_weights: Sequence[NDArray[np.float64]] = (),
 ) -> PerTokenAdvantages:
     """Return the advantage of every token: advantages per token from the group, or the completion's advantage.
 
@@ -118,7 +122,8 @@ def compute_advantages(
     completions count in their group.
 
     penalties: subtracted from the reward of each completion first; empty without penalties. If a penalty is not finite,
-    every advantage from rewards is not finite, and the update is rejected.
+    every advantage from rewards is not finite, and the update is rejected. log_weights: weights of completions in the
+    baseline of least variance, (G,) per group; empty for other advantages.
     """
     own = [
         isinstance(settings.objective.advantage, EnvironmentAdvantage) or bool(group.token_advantages)
@@ -126,7 +131,12 @@ def compute_advantages(
     ]
     rewarded = [g for g, given in enumerate(own) if not given]
     of_rewards = iter(
-        _by_rewards([groups[g] for g in rewarded], [penalties[g] for g in rewarded] if penalties else (), settings)
+        _by_rewards(
+            [groups[g] for g in rewarded],
+            [penalties[g] for g in rewarded] if penalties else (),
+            settings,
+            [log_weights[g] for g in rewarded] if log_weights else (),
+        )
     )
     found = [
         environment_advantages([group])[0] if given else next(of_rewards)
@@ -136,14 +146,17 @@ def compute_advantages(
 
 
 def _by_rewards(
-    groups: Sequence[ScoredGroup], penalties: Sequence[NDArray[np.float64]], settings: LearnerSection
+    groups: Sequence[ScoredGroup],
+    penalties: Sequence[NDArray[np.float64]],
+    settings: LearnerSection,
+    log_weights: Sequence[NDArray[np.float64]],
 ) -> PerTokenAdvantages:
     if not all(np.isfinite(penalty_G).all() for penalty_G in penalties):
         return [[np.full(len(c.tokens), np.nan) for c in group.group.completions] for group in groups]
     rewards = [np.asarray(group.rewards, dtype=np.float64) for group in groups]
     if penalties:
         rewards = [reward_G - penalty_G for reward_G, penalty_G in zip(rewards, penalties, strict=True)]
-    of_completions = advantages(settings.objective.advantage, rewards)
+    of_completions = advantages(settings.objective.advantage, rewards, log_weights)
     return [
         [np.full(len(c.tokens), value) for c, value in zip(group.group.completions, values_G, strict=True)]
         for group, values_G in zip(groups, of_completions, strict=True)
@@ -217,6 +230,9 @@ Computing = Callable[[], AbstractContextManager[None]]
 Scores = list[list[mx.array]]
 """Per minibatch and micro-batch: log-probabilities of its tokens, (N,)."""
 
+Weights = list[NDArray[np.float64]]
+"""Per group: a logarithm for each completion, (G,)."""
+
 
 class TrainingBatch(NamedTuple):
     """The minibatches of an update, the fixed log-probabilities of each micro-batch, and all advantages."""
@@ -247,7 +263,7 @@ def prepare(
 
     A KL penalty in the reward is the sum of the KL estimates of a completion's tokens, computed with the sampler
     log-probabilities. The penalty is subtracted before advantages are computed. Reference log-probabilities in groups
-    are used unchanged.
+    are used unchanged. A baseline of least variance is that of `parameters`, for every optimizer step of the update.
     """
     settings = loss_config.settings
 
@@ -261,18 +277,29 @@ def prepare(
             seed=seed,
         )
 
-    minis = deal(compute_advantages(groups, (), settings))
+    preliminary = compute_advantages(groups, (), settings)
+    minis = deal(preliminary)
     references = _given_logprobs(minis) if reference_from_groups(settings) else None
     if reference.needed:
         references = yield from _scored(minis, policy, forcing, loss_config, reference.computing, turns)
     in_reward = references is not None and isinstance(settings.kl_penalty, RewardKLPenalty)
     penalties = _penalties(groups, minis, references, loss_config) if in_reward and references else ()
-    token_advantages = compute_advantages(groups, penalties, settings)
-    if in_reward:
+    several, advantage = _proximal_needed(settings, len(minis)), settings.objective.advantage
+    at_start: Scores = []
+    if several or isinstance(advantage, OptimalBaselineAdvantage):
+        at_start = yield from _scored(minis, policy, forcing, loss_config, lambda: policy.using(parameters), turns)
+    log_weights = Weights()
+    if isinstance(advantage, OptimalBaselineAdvantage):
+        log_weights = log_variance_weights(groups, minis, at_start, gradient_norm=advantage.gradient_norm)
+        if advantage.gradient_norm == "exact":
+            log_norms = yield from _exact_norms(
+                groups, preliminary, policy, forcing, parameters, loss_config, max_tokens=max_tokens, turns=turns
+            )
+            log_weights = [weight_G + norm_G for weight_G, norm_G in zip(log_weights, log_norms, strict=True)]
+    token_advantages = compute_advantages(groups, penalties, settings, log_weights)
+    if in_reward or log_weights:
         minis = deal(token_advantages)
-    proximals = None
-    if _proximal_needed(settings, len(minis)):
-        proximals = yield from _scored(minis, policy, forcing, loss_config, lambda: policy.using(parameters), turns)
+    proximals = at_start if several else None
     fixed_logprobs = tuple(
         tuple(
             FixedLogprobs(references[m][k] if references else None, proximals[m][k] if proximals else None)
@@ -281,6 +308,61 @@ def prepare(
         for m, mini in enumerate(minis)
     )
     return TrainingBatch(minis, fixed_logprobs, token_advantages)
+
+
+def log_variance_weights(
+    groups: Sequence[ScoredGroup], minis: Sequence[Minibatch], scores: Scores, *, gradient_norm: GradientNorm
+) -> Weights:
+    """Return log(w^2 n) of every completion for the baseline of least variance: (G,) float64 per group, in nats.
+
+    w = exp(sum_t log pi_t - log mu_t) is the importance weight of the completion. n estimates |grad log pi|^2, as if
+    the gradients of tokens were orthogonal. "probabilities": n = sum_t (1 - pi_t)^2, with which the squared norm of the
+    gradient with respect to the logits of a token, (1 - pi_t)^2 + sum_{v != t} pi_v^2, agrees up to a factor of 2.
+    "length": n is the number of tokens (OPO, arXiv:2505.23585). "exact": n = 1; the caller adds the exact norm.
+    Minus infinity for completions that are not trained on.
+
+    scores: log-probabilities under the policy at the start of the update.
+    """
+    found = [np.full(len(group.rewards), -np.inf) for group in groups]
+    for mini, rows in zip(minis, scores, strict=True):
+        for micro, logp_N in zip(mini.micro_batches, rows, strict=True):
+            pi_N = np.array(logp_N, dtype=np.float64)
+            norm_N = np.square(np.expm1(pi_N)) if gradient_norm == "probabilities" else np.ones_like(pi_N)
+            norm_B = np.ones(micro.sequences) if gradient_norm == "exact" else micro.sum_B(norm_N)
+            with np.errstate(divide="ignore"):
+                log_weight_B = 2.0 * micro.log_weight_B(pi_N) + np.log(norm_B)
+            for member, log_weight in zip(micro.members, log_weight_B, strict=True):
+                group, completion = mini.origins[member]
+                found[group][completion] = log_weight
+    return found
+
+
+def _exact_norms(
+    groups: Sequence[ScoredGroup],
+    token_advantages: PerTokenAdvantages,
+    policy: TrainablePolicy,
+    forcing: TeacherForcing,
+    parameters: Parameters,
+    loss_config: LossConfig,
+    *,
+    max_tokens: int,
+    turns: TurnBudget,
+) -> Generator[None, None, Weights]:
+    """Return log |grad log pi|^2 of every completion, computed in micro-batches of one completion."""
+    alone = replace(loss_config.settings, micro_batch_tokens=1, num_minibatches=1)
+    found = [np.zeros(len(group.rewards)) for group in groups]
+    for mini in minibatches(
+        groups, token_advantages, settings=alone, max_tokens=max_tokens, layout="padded", seed=(0,)
+    ):
+        for micro in mini.micro_batches:
+            group, completion = mini.origins[micro.members[0]]
+            norm = yield from score_norm_squared(
+                policy, forcing, parameters, micro, loss_config=loss_config, turns=turns
+            )
+            with np.errstate(divide="ignore"):
+                found[group][completion] = np.log(norm)
+            yield from turns.pause()
+    return found
 
 
 def _proximal_needed(settings: LearnerSection, minis: int) -> bool:

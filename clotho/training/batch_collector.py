@@ -116,8 +116,9 @@ def _faults(
     sampled = scored.group.oldest_version
     if sampled < oldest:
         yield "stale", "sampled before a rollback"
-    if version - sampled > settings.max_staleness:
-        yield "stale", f"{version - sampled} versions old, learner.max_staleness is {settings.max_staleness}"
+    limit = settings.max_staleness
+    if limit is not None and version - sampled > limit:
+        yield "stale", f"{version - sampled} versions old, learner.max_staleness is {limit}"
 
 
 def discard(scored: ScoredGroup, reason: DiscardReason, detail: str) -> Discarded:

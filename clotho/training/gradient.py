@@ -11,8 +11,11 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, cast
 
 import mlx.core as mx
+import numpy as np
+from msgspec.structs import replace
 
-from clotho.config.objectives import RatioObjective
+from clotho.config.bounds import Absent
+from clotho.config.objectives import RatioObjective, Reinforce
 from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
@@ -21,9 +24,10 @@ from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution, TokenScores
-from clotho.training.objectives.contract import Objective
+from clotho.training.objectives.contract import Objective, ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.importance_correction import interpolated_proximal
 from clotho.training.objectives.loss import LossCoefficients, LossInputs, MetricSums, policy_loss
+from clotho.training.optimizers import global_norm
 
 
 class LossConfig(NamedTuple):
@@ -179,6 +183,40 @@ def _gradient_graph(
     slope_N = slopes[0] if slopes else mx.zeros_like(logp_N)  # a custom loss may not depend on log-probabilities
     tokens = (TokenGradient(slope_N, cut_N),) if token_gradients else ()
     return Gradient(arrays, value, metrics, logp_N, tokens), stages.take(arrays)
+
+
+def score_norm_squared(
+    policy: TrainablePolicy,
+    forcing: TeacherForcing,
+    parameters: Parameters,
+    micro: MicroBatch,
+    *,
+    loss_config: LossConfig,
+    turns: TurnBudget,
+) -> Generator[None, None, float]:
+    """Return |grad sum_t log pi_t|^2 over the tokens of a micro-batch, with respect to the trainable parameters.
+
+    Yields between turns, with the served weights in the model.
+    """
+    plain = replace(loss_config.settings, objective=Reinforce(importance_correction=Absent()), kl_penalty=Absent())
+    table = micro.table._replace(loss_weight_N=micro.table.loss_mask_N, teacher=None)
+    gradient = yield from micro_batch_gradient(
+        policy,
+        forcing,
+        parameters,
+        micro._replace(table=table),
+        FixedLogprobs(None, None),
+        loss_config=loss_config._replace(
+            settings=plain, objective=_log_probability, loss_coefficients=LossCoefficients(0.0, 0.0)
+        ),
+        position=StepPosition(0, 0.0),
+        turns=turns,
+    )
+    return float(np.array(global_norm(gradient.arrays))) ** 2
+
+
+def _log_probability(logp_N: mx.array, tokens: ObjectiveInputs, settings: Reinforce) -> PolicyLoss:
+    return PolicyLoss(logp_N, mx.zeros_like(logp_N))
 
 
 def _watched(logp_N: mx.array, slopes: list[mx.array]) -> mx.array:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.config.sections_training import LearnerSection
+from clotho.config.sections_training import EssStepScale, LearnerSection
 from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
 from clotho.models.turns import TurnBudget
@@ -31,14 +32,21 @@ class MetricTotals:
         self._losses: list[float] = []
         self._sums: dict[str, np.ndarray] = {}
         self._norm = 0.0
+        self._sample_sizes: list[float] = []
+        self._scales: list[float] = []
 
-    def add(self, gradient: Gradient, *, norm: float) -> bool:
-        """Add the gradient of one optimizer step. Return whether its loss and its norm are finite."""
+    def add(self, gradient: Gradient, *, norm: float, sample_size: float, scale: float) -> bool:
+        """Add the gradient of one optimizer step. Return whether its loss, its norm and its step scale are finite.
+
+        sample_size: effective sample size of the completions. scale: of the learning rate.
+        """
         self._losses.append(float(gradient.loss))
         for name, sums in gradient.metrics.items():
             self._sums[name] = self._sums.get(name, np.zeros(2)) + np.array(sums, dtype=np.float64)
         self._norm = norm
-        return math.isfinite(norm) and math.isfinite(self._losses[-1])
+        self._sample_sizes.append(sample_size)
+        self._scales.append(scale)
+        return math.isfinite(norm) and math.isfinite(self._losses[-1]) and math.isfinite(scale)
 
     def metrics(
         self, *, tokens: int, learning_rate: float, loss_coefficients: LossCoefficients, steps: int
@@ -61,7 +69,33 @@ class MetricTotals:
             optimizer_steps=steps,
             kl_beta=loss_coefficients.kl_beta,
             entropy_coef=loss_coefficients.entropy_coef,
+            completion_ess=fmean(self._sample_sizes or [1.0]),
+            step_scale=fmean(self._scales or [1.0]),
         )
+
+
+def effective_sample_size(log_weight_M: NDArray[np.float64]) -> float:
+    """Return (sum w)^2 / (M sum w^2) of M importance weights, as a fraction of M: Kish's effective sample size.
+
+    1 for equal weights, 1 / M if one weight is much larger than all others, 1 without weights. log_weight_M: log w; the
+    largest is subtracted, so that no weight overflows. NaN if a log w is NaN or infinite.
+    """
+    if not log_weight_M.size:
+        return 1.0
+    with np.errstate(invalid="ignore"):
+        weight_M = np.exp(log_weight_M - log_weight_M.max())
+    return float(weight_M.sum() ** 2 / (weight_M.size * np.square(weight_M).sum()))
+
+
+def step_scale(sample_size: float, settings: LearnerSection) -> float:
+    """Return min(1, ESS / base)^exponent, the factor of the learning rate: VCPO (arXiv:2602.17616).
+
+    sample_size: effective sample size of the importance weights of whole completions, as a fraction of the completions.
+    With exponent 1/2, the learning rate of an adaptive optimizer changes with the effective number of completions as
+    the square-root rule asks for the batch size. 1 if `learner.step_scale` is "none"; NaN for NaN.
+    """
+    chosen = settings.step_scale
+    return min(sample_size / chosen.base, 1.0) ** chosen.exponent if isinstance(chosen, EssStepScale) else 1.0
 
 
 class TokenRecord:
@@ -155,8 +189,9 @@ def take_optimizer_steps(
     """Take one step for every minibatch of every epoch; return None if a loss or gradient is not finite.
 
     version: policy version of the weights before the first step. totals: receives the metrics. record: receives the
-    tokens. A gradient of exactly zero takes no step, because momentum and weight decay would move the weights. Yields
-    after every micro-batch and step, with the served weights in the model.
+    tokens. A gradient of exactly zero takes no step, because momentum and weight decay would move the weights. The
+    importance weights that scale the learning rate are those of the gradient, so they need no other forward pass.
+    Yields after every micro-batch and step, with the served weights in the model.
     """
     progress = start
     count = loss_config.settings.update_epochs * len(batch.minibatches)
@@ -164,6 +199,7 @@ def take_optimizer_steps(
         index = number % len(batch.minibatches)
         position = StepPosition(version, number / count)
         total: Gradient | None = None
+        log_weights: list[NDArray[np.float64]] = []
         mini, recorder = batch.minibatches[index], record if number == index else None
         for micro, fixed_logprobs in zip(mini.micro_batches, batch.fixed_logprobs[index], strict=True):
             part = yield from micro_batch_gradient(
@@ -180,29 +216,33 @@ def take_optimizer_steps(
             if recorder is not None:
                 recorder.add(mini, micro, part)
             total = add_gradients(total, part)
+            log_weights.append(micro.log_weight_B(np.array(part.logp_N, dtype=np.float64)))
             if number == 0:
                 progress = progress._replace(initial_logp=(*progress.initial_logp, part.logp_N))
             yield from turns.pause()
         assert total is not None
         norm = float(np.array(global_norm(total.arrays)))
-        if not totals.add(total, norm=norm):
+        sample_size = effective_sample_size(np.concatenate(log_weights))
+        scale = step_scale(sample_size, loss_config.settings)
+        if not totals.add(total, norm=norm, sample_size=sample_size, scale=scale):
             return None
         if norm > 0.0:
-            scale = clip_scale(norm, loss_config.settings.max_grad_norm)
-            progress = _step(progress, total.arrays, loss_config.settings, learning_rate=learning_rate, scale=scale)
+            progress = _step(
+                progress, total.arrays, loss_config.settings, learning_rate=scale * learning_rate, norm=norm
+            )
             yield from turns.pause()
     return progress
 
 
 def _step(
-    progress: OptimizerProgress, gradients: Arrays, settings: LearnerSection, *, learning_rate: float, scale: float
+    progress: OptimizerProgress, gradients: Arrays, settings: LearnerSection, *, learning_rate: float, norm: float
 ) -> OptimizerProgress:
     parameters, optimizer = apply_step(
         flat(progress.parameters),
         gradients,
         progress.optimizer,
         learning_rate=learning_rate,
-        scale=scale,
+        scale=clip_scale(norm, settings.max_grad_norm),
         settings=settings,
     )
     mx.eval(parameters, optimizer.slots, optimizer.master)

@@ -51,8 +51,11 @@ class LearnerHarness:
         steps: int = 100,
         from_environments: bool = False,
         first_check_seconds: float = 0.0,
+        lag: int = 0,
+        scored: Queue[GroupOutcome] | None = None,
         **keys: Any,
     ) -> None:
+        """scored: the queue of the groups; by default one that holds `outcomes` and has ended."""
         keys = {"batch_size": 2, "learning_rate": 1e-2, "schedule": "constant", **keys}
         self.policy = BigramPolicy()
         self.policy_learner = executor.submit(
@@ -64,7 +67,7 @@ class LearnerHarness:
         self.replacements.put(0)
         self.logged = Latest[int]("recorded")
         self.logged.put(1000)
-        self.scored = filled_queue("scored", outcomes)
+        self.scored = scored or filled_queue("scored", outcomes)
         self.updates = [Queue[PolicyUpdated](f"updates.{name}", capacity=20) for name in ("one", "other")]
         self.reports = Queue[LearnerReport]("reports", capacity=20)
         self.update_inboxes = [learner.inbox() for learner in self.updates]
@@ -86,6 +89,7 @@ class LearnerHarness:
             synchronous=False,
             from_environments=from_environments,
             first_check_seconds=first_check_seconds,
+            lag=lag,
         )
 
     async def run(self) -> list[StepReport]:

@@ -61,6 +61,7 @@ class GeneratorHarness:
         groups: int | None = None,
         before: int = 0,
         replacements: int = 0,
+        one_by_one: bool = False,
     ) -> None:
         self.engine, self.weights, self.replacements = (
             engine,
@@ -86,6 +87,7 @@ class GeneratorHarness:
             max_batches_ahead=ahead,
             ended=before,
             groups=groups,
+            one_by_one=one_by_one,
         )
 
     def serve(self, step: int) -> None:
@@ -134,6 +136,24 @@ async def test_sampling_stays_within_max_batches_ahead(engine: FakeEngine, ahead
         await engine.wait_until(lambda: len(engine.requests) == 4 * (batches + 1))
         harness.serve(100)
         assert groups(await receive_all(harness.outcomes)) == list(range(20))
+
+
+async def test_one_by_one_a_batch_is_submitted_when_the_batch_before_has_been_sampled(engine: FakeEngine) -> None:
+    """The rows of the engine are those of one batch, whatever the timing. The bound on batches ahead still holds."""
+    engine.allow(0)
+    harness = GeneratorHarness(engine, prompts(*range(20)), ahead=2, one_by_one=True)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(harness.generator.run)
+        for prompted in (4, 8, 12):
+            await engine.wait_until(lambda expected=prompted: len(engine.requests) == expected)  # type: ignore[misc]
+            await anyio.wait_all_tasks_blocked()
+            assert harness.submitted() == list(range(prompted))
+            engine.allow(SAMPLING.max_tokens)
+            for _ in range(4):
+                await harness.outcomes.receive()
+        await anyio.wait_all_tasks_blocked()
+        assert len(engine.requests) == 12
+        tasks.cancel_scope.cancel()
 
 
 async def test_the_prompts_of_an_update_are_submitted_together(engine: FakeEngine) -> None:

@@ -14,10 +14,11 @@ from actors.learner import LearnerProgress
 from clotho.config.sections_training import BufferedReplay
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
+from clotho.runtime.queues import Queue
 from protocols.errors import DivergenceError, ExecutorStoppedError
 from protocols.queues import EndOfStream, QueueClosed
-from protocols.rollout import ScoredGroup
-from protocols.step import FirstBatch
+from protocols.rollout import GroupOutcome, ScoredGroup
+from protocols.step import FirstBatch, StepReport
 from tests.actors.actor_helpers import cancel_when_blocked, receive_all
 from tests.actors.learner_harness import LearnerHarness, discarded_group, trainable_group
 from tests.training.policies_and_groups import scored_group
@@ -75,6 +76,40 @@ async def test_groups_beyond_max_staleness_are_discarded(executor: ComputeExecut
     assert reports[-1].discarded[0].detail == "2 versions old, learner.max_staleness is 1"
     assert reports[-1].discarded[0].completions, "what was sampled is kept for the record"
     assert harness.ledger.balance(prompted=4, carried_over=0).holds
+
+
+async def test_with_a_lag_a_batch_waits_until_as_many_more_have_arrived(executor: ComputeExecutor) -> None:
+    """The updates of a lag of 2 follow the arrival of the third batch, and the last two the end of the inbox. No group
+    is lost and none changes its batch.
+    """
+    outcomes = [trainable_group(group_id) for group_id in range(8)]
+    scored = Queue[GroupOutcome]("scored", capacity=8)
+    sender = scored.outbox()
+    harness = LearnerHarness(executor, (), scored=scored, lag=2)
+    async with create_task_group() as tasks:
+        tasks.start_soon(harness.learner.run)
+        for outcome in outcomes[:5]:
+            await sender.send(outcome)
+        await wait_all_tasks_blocked()
+        assert harness.progress.step == 0
+        await sender.send(outcomes[5])
+        await reached_step(harness, 1)
+        await sender.send(outcomes[6])
+        await wait_all_tasks_blocked()
+        assert harness.progress.step == 1
+        await sender.send(outcomes[7])
+        await reached_step(harness, 2)
+        sender.close()
+    reports = [report for report in await receive_all(harness.report_inbox) if isinstance(report, StepReport)]
+    ids = [[group.scored.group.prompt.group_id for group in report.trained] for report in reports]
+    assert ids == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert harness.ledger.balance(prompted=8, carried_over=0).holds
+
+
+async def reached_step(harness: LearnerHarness, step: int) -> None:
+    """Wait until the report of a step has been sent."""
+    for inbox in harness.update_inboxes:
+        assert (await inbox.receive()).report.step == step
 
 
 async def test_a_group_without_sampled_tokens_is_discarded_as_invalid(executor: ComputeExecutor) -> None:

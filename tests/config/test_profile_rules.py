@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.config.profile_faults import TAP, fault
+from tests.config.profile_faults import TAP, decoded, fault
 
 RESTARTED: dict[str, Any] = {
     "type": "remote", "server_url": ["http://127.0.0.1:1"], "weights": {"type": "restart"},
@@ -37,6 +37,11 @@ REPLACE_EVALUATOR = TAP | {"mode": "replace", "at": "evaluator"}
         ({"sampling": {"top_logprobs": 2}}, "sampling.top_logprobs"),
         ({"sampling": {"max_tokens": 64}, "engine": {"kv_cache_tokens": 64}}, "sampling.max_tokens"),
         ({"async": False, "rollouts": {"max_batches_ahead": 3}}, "rollouts.max_batches_ahead"),
+        ({"rollouts": {"lag": 3}}, "rollouts.lag"),
+        (
+            {"async": False, "rollouts": {"lag": 3}, "learner": {"objective": "dapo"}},
+            "learner.objective.dynamic_sampling_max_ratio",
+        ),
         ({"parity": {"type": "off", "warn_nats": 0.1}}, "parity.warn_nats"),
         ({"checkpoint": {"interval": 0, "keep_last": 5}}, "checkpoint.keep_last"),
         ({"eval": {"type": "off", "interval": 5}}, "eval.interval"),
@@ -99,3 +104,22 @@ def test_a_contradiction_or_a_setting_without_effect_is_refused(sections: dict[s
 def test_valid_combinations_are_allowed(sections: dict[str, Any]) -> None:
     """The rules refuse no valid combination."""
     assert fault(**sections) is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "ahead", "staleness"),
+    [
+        ({}, 2, 4),
+        ({"rollouts": {"max_batches_ahead": 1}}, 1, 4),
+        ({"rollouts": {"max_batches_ahead": 32}}, 32, 64),
+        ({"rollouts": {"max_batches_ahead": 32}, "learner": {"max_staleness": 3}}, 32, 3),
+        ({"async": False}, 0, 4),
+        ({"async": False, "rollouts": {"lag": 64}}, 64, 128),
+    ],
+)
+def test_the_limit_on_staleness_follows_from_the_batches_ahead(
+    sections: dict[str, Any], ahead: int, staleness: int
+) -> None:
+    """Groups of a run that is far ahead are not discarded, unless the profile says so."""
+    profile = decoded(**sections)
+    assert (profile.max_batches_ahead, profile.max_staleness) == (ahead, staleness)

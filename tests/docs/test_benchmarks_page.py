@@ -28,6 +28,7 @@ ELSEWHERE = {
     "learning": DECODE,
     "objectives": DECODE,
     "collapse": DECODE,
+    "staleness": DECODE,
     "environments": DECODE,
     "search": DECODE,
     "quick": DECODE,

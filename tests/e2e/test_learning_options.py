@@ -118,6 +118,41 @@ def test_dynamic_sampling_fills_every_batch(tmp_path: Path) -> None:
     assert all(line["groups/trained"] == BATCH for line in metrics(tmp_path / "run"))
 
 
+LAGGED = (
+    "--async", "false", "--rollouts.lag", "3", "--steps", "7", "--eval.interval", "0", "--learner.objective", "reinforce",
+    "--learner.objective.importance-correction", "truncate_sequence",
+    "--learner.objective.advantage", "optimal_baseline", "--learner.step-scale", "ess",
+)  # fmt: skip
+
+
+def test_with_a_lag_every_group_is_as_old_as_the_lag(tmp_path: Path) -> None:
+    """Its age in versions is the number of updates in as many batches. No group is lost at the end of the run, and the
+    learning rate follows the effective sample size.
+    """
+    result = run(tmp_path / "run", *LAGGED)
+    assert result.status == 0, result
+    assert (result.accounting.prompted, result.accounting.carried_over) == (7 * BATCH, 0)
+    recorded = metrics(tmp_path / "run")
+    versions = [0, *(line["policy_version"] for line in recorded)]
+    ages = [versions[step] - versions[max(0, step - 3)] for step in range(7)]
+    assert max(ages) == 3
+    for age, line in zip(ages, recorded, strict=True):
+        trained = line["groups/trained"]
+        assert line["staleness/histogram"] == ({str(age): trained} if trained else {})
+    scales = [line["step_scale"] for line in recorded if line["update_applied"]]
+    assert scales[0] == pytest.approx(1.0, abs=1e-3)
+    assert 0.0 < min(scales) < 0.999
+
+
+@pytest.mark.slow
+def test_a_run_with_a_lag_is_reproducible_bit_for_bit(tmp_path: Path) -> None:
+    """Neither the batches of the engine nor the order of updates depend on timing."""
+    for name in ("first", "second"):
+        assert run(tmp_path / name, *LAGGED).status == 0
+    adapters = [tmp_path / name / "adapters" / "adapters.safetensors" for name in ("first", "second")]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+
+
 def test_a_filtered_sampling_distribution_is_trained_on_correctly(tmp_path: Path) -> None:
     """With top-k, top-p and min-p, sampler and learner agree on the on-policy tokens."""
     profile = tmp_path / "truncated.toml"

@@ -134,6 +134,19 @@ def test_a_full_waiting_queue_refuses_requests(monkeypatch: pytest.MonkeyPatch) 
     assert len(answer.completions) == 3
 
 
+def test_waiting_rollouts_are_neither_refused_nor_counted_for_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator bounds them, with many batches ahead far above the limit of clients."""
+    monkeypatch.setattr("clotho.inference.scheduler.MAX_WAITING_ROWS", 4)
+    monkeypatch.setattr("clotho.inference.scheduler.MAX_WAITING_REQUESTS", 2)
+    engine = make_engine(SMALL)
+    rollouts = [submit_request(engine, (1, 2), SAMPLED, (1, 2, 3), background=True) for _ in range(5)]
+    clients = [submit_request(engine, (1, 2), SAMPLED, (seed,)) for seed in (4, 5)]
+    with pytest.raises(RequestError):
+        submit_request(engine, (1, 2), SAMPLED, (6,))
+    run(engine)
+    assert [len(answer.completions) for answer in (*rollouts, *clients)] == [3] * 5 + [1] * 2
+
+
 def test_extreme_but_valid_parameters_are_accepted() -> None:
     """Filters wider than the vocabulary, the largest seed, the largest penalties, and a bias that dominates all
     logits.

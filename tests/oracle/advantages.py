@@ -25,9 +25,18 @@ def advantages(kind: str, rewards: Sequence[Sequence[float]], *, spread: str, ep
         return [[c / (deviation(g, spread) + epsilon) for c in row] for g, row in zip(rewards, centred, strict=True)]
     if kind == "mean":
         return centred
+    if kind == "max_rl":
+        above = [[r - min([0.0, *g]) for r in g] for g in rewards]
+        return [[(r - mean(g)) / mean(g) if len(set(g)) > 1 else 0.0 for r in g] for g in above]
     if kind == "leave_one_out":
         return [[r - (sum(g) - r) / (len(g) - 1) if len(g) > 1 else 0.0 for r in g] for g in rewards]
     if kind == "batch":
         return [[(r - mean(everything)) / (deviation(everything, spread) + epsilon) for r in g] for g in rewards]
     flat = [c for row in centred for c in row]
     return [[c / (deviation(flat, spread) + epsilon) for c in row] for row in centred]
+
+
+def least_variance(rewards: Sequence[float], weights: Sequence[float], *, spread: str, epsilon: float) -> list[float]:
+    """For one group, with the weight of each reward in the baseline."""
+    baseline = sum(w * r for w, r in zip(weights, rewards, strict=True)) / sum(weights)
+    return [(r - baseline) / (deviation(rewards, spread) + epsilon) for r in rewards]

@@ -12,7 +12,7 @@ from clotho.training.advantages import advantages, environment_advantages
 from tests.learner_settings import advantage
 from tests.training.policies_and_groups import scored_group
 
-ADVANTAGES = ("group", "mean", "leave_one_out", "batch", "batch_centred")
+ADVANTAGES = ("group", "mean", "leave_one_out", "max_rl", "optimal_baseline", "batch", "batch_centred")
 BATCH = [[1.0, 0.0, 0.0, 0.0], [1.0, 3.0]]
 
 
@@ -30,6 +30,7 @@ def judged(
         ("group", "sample", [[1.5, -0.5, -0.5, -0.5], [-(0.5**0.5), 0.5**0.5]]),
         ("mean", "population", [[0.75, -0.25, -0.25, -0.25], [-1, 1]]),
         ("leave_one_out", "population", [[1, -1 / 3, -1 / 3, -1 / 3], [-2, 2]]),
+        ("max_rl", "population", [[3, -1, -1, -1], [-0.5, 0.5]]),
         ("batch", "population", [np.array([1, -5, -5, -5]) / 41**0.5, np.array([1, 13]) / 41**0.5]),
         ("batch", "sample", [np.array([1, -5, -5, -5]) / 49.2**0.5, np.array([1, 13]) / 49.2**0.5]),
         (
@@ -43,8 +44,9 @@ def judged(
 def test_advantages_by_hand(kind: str, deviation: str, expected: list[list[float]]) -> None:
     """Group 1 0 0 0: mean 1/4, squares 12/16: deviation sqrt(3)/4, the sample's 1/2. Group 1 3: mean 2; 1, sqrt 2.
 
-    leave_one_out: 1 - 0, 0 - 1/3; 1 - 3, 3 - 1. batch, in sixths around the mean 5/6: 1 -5 -5 -5 and 1 13, squares 246,
-    over 6: 41, over 5: 49.2. batch_centred, in quarters: 3 -1 -1 -1 and -4 4, squares 44, over 6: 22/3, over 5: 8.8.
+    leave_one_out: 1 - 0, 0 - 1/3; 1 - 3, 3 - 1. max_rl: over 1/4; over 2. batch, in sixths around the mean
+    5/6: 1 -5 -5 -5 and 1 13, squares 246, over 6: 41, over 5: 49.2. batch_centred, in quarters: 3 -1 -1 -1 and -4 4,
+    squares 44, over 6: 22/3, over 5: 8.8.
     """
     for one, other in zip(judged(kind, BATCH, deviation=deviation), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9)
@@ -109,6 +111,79 @@ def test_rewards_that_are_no_numbers_are_refused(kind: str, rewards_G: list[floa
 def test_no_groups_have_no_advantages() -> None:
     """A batch that lost all its groups is no error here."""
     assert [judged(kind, []) for kind in ADVANTAGES] == [[]] * len(ADVANTAGES)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]),
+        ([1.0, 0.0], [1.0, -1.0]),
+        ([0.5, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),
+        ([0.75, 0.25], [0.5, -0.5]),
+        ([1.2, 0.2], [5 / 7, -5 / 7]),
+        ([-1.0, 1.0, 1.0, 1.0], [-1.0, 1 / 3, 1 / 3, 1 / 3]),
+        ([-1.0, -1.0, -1.0, 1.0], [-1.0, -1.0, -1.0, 3.0]),
+        ([-3.0, -1.0], [-1.0, 1.0]),
+        ([-1.0, 0.0, 1.0], [-1.0, 0.0, 1.0]),
+    ],
+)
+def test_max_rl_divides_by_the_mean_of_rewards_above_zero_or_above_the_lowest(
+    rewards: list[float], expected: list[float]
+) -> None:
+    """A group that fails as a whole teaches nothing. Rewards of -1 and 1 give the advantages of 0 and 1; a mean of
+    zero or less neither removes a group nor turns its signs.
+    """
+    np.testing.assert_allclose(judged("max_rl", [rewards])[0], expected, rtol=1e-12)
+
+
+def test_max_rl_weighs_prompts_by_how_rarely_they_succeed() -> None:
+    """One success of G: G - 1, and the sum over the successes of a group is G (1 - p), where `mean` gives p (1 - p)."""
+    for successes in (1, 2, 4, 7):
+        (found,) = judged("max_rl", [[1.0] * successes + [0.0] * (8 - successes)])
+        assert sum(found[:successes]) == pytest.approx(8 - successes)
+        assert max(found) <= 7.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "expected"),
+    [
+        ([1.0, 0.0], [1.0, 1.0], [1.0, -1.0]),
+        ([1.0, 0.0], [3.0, 1.0], [0.5, -1.5]),
+        ([1.0, 0.0], [1.0, 0.0], [0.0, -2.0]),
+        ([1.0, 0.0], [0.0, 0.0], [1.0, -1.0]),
+        ([3.0, 3.0], [5.0, 1.0], [0.0, 0.0]),
+        ([0.0, 0.0, 4.0, 4.0], [1.0, 1.0, 1.0, 5.0], [-1.5, -1.5, 0.5, 0.5]),
+    ],
+)
+def test_the_optimal_baseline_by_hand(rewards: list[float], weights: list[float], expected: list[float]) -> None:
+    """Rewards 1 0 with weights 3 1: baseline 3/4, deviation 1/2. 0 0 4 4 with 1 1 1 5: baseline 3, deviation 2.
+
+    A completion without a gradient has no part in the baseline; a group without any has the mean.
+    """
+    settings = advantage("optimal_baseline", deviation="population", epsilon=1e-12)
+    with np.errstate(divide="ignore"):
+        logs = [np.log(np.array(weights)) + shift for shift in (0.0, 900.0, -900.0)]
+    for log_G in logs:
+        (found,) = advantages(settings, [rewards], [log_G])
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_no_other_baseline_has_less_variance() -> None:
+    """The second moment of the estimate, sum_j W_j (r_j - b)^2, grows in both directions from the baseline."""
+    rng = np.random.default_rng(5)
+    reward_G, log_G = rng.normal(size=6), rng.normal(size=6)
+    (found,) = advantages(advantage("optimal_baseline", deviation="population", epsilon=1e-12), [reward_G], [log_G])
+    weight_G, centred_G = np.exp(log_G), found * reward_G.std()
+    moments = [float((weight_G * (centred_G + shift) ** 2).sum()) for shift in (-1e-3, 0.0, 1e-3)]
+    assert min(moments) == moments[1]
+
+
+def test_a_weight_that_is_no_number_makes_the_advantages_of_its_group_none() -> None:
+    """Other groups keep theirs; the update is then rejected as a whole."""
+    settings = advantage("optimal_baseline", deviation="population", epsilon=1e-12)
+    spoilt, fine = advantages(settings, [[1.0, 0.0], [1.0, 0.0]], [np.array([math.nan, 0.0]), np.zeros(2)])
+    assert np.isnan(spoilt).all()
+    np.testing.assert_allclose(fine, [1.0, -1.0])
 
 
 def test_the_environment_gives_advantages_token_by_token() -> None:
