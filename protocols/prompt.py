@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from protocols.sampling import derive
+
+AnswerIn = Literal["tags", "boxed", "hashes", "last_number", "text"]
+"""Where the answer of a completion is found; `clotho.rewards.answer` defines each place."""
 
 
 class Problem(Struct, frozen=True, kw_only=True):
@@ -14,8 +17,8 @@ class Problem(Struct, frozen=True, kw_only=True):
 
     prompt: the text of the last message before the completion. type: selects the reward functions that apply.
     messages: the whole conversation before the completion, if the record is a conversation; otherwise empty.
-    tools: definitions of functions for the chat template. extra: the other columns of the record, as JSON values.
-    completion: a reference completion, for the held-out loss; empty if the record has none.
+    tools: definitions of functions for the chat template. extra: all columns of the record under their names in the
+    dataset, as JSON values. completion: a reference completion, for the held-out loss; empty if the record has none.
     """
 
     prompt: str

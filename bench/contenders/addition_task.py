@@ -1,4 +1,4 @@
-"""The task of profile smollm2 for other trainers. Its rule equals the reward `last_number` for whole numbers."""
+"""The task of profile smollm2 for other trainers, with the rule of `math_eval` for the last number."""
 
 from __future__ import annotations
 

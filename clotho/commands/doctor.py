@@ -50,7 +50,7 @@ from clotho.preflight.settings import setting_findings
 from clotho.preflight.start import Forecast, needs_of, template_use
 from clotho.preflight.template import check_template
 from clotho.preflight.versions import installed_versions, version_findings
-from clotho.rewards.registry import EXPECTED
+from clotho.rewards.registry import expectations
 from clotho.run.context import RunContext
 from clotho.run.prompts import read_split
 from clotho.run.startup import build_context
@@ -289,11 +289,12 @@ async def _rehearse(found: Diagnosis, context: RunContext) -> None:
     outcomes = [await context.rewards.score(group) for group in groups] if isinstance(profile.atropos, Off) else []
     if outcomes:
         found.add("system message", profile.data.system or "none")
-        for name in dict.fromkeys(reward.name for reward in profile.rewards if reward.name in EXPECTED):
-            found.add(f"{name} expects", EXPECTED[name])
+        expected = expectations(profile.rewards)
+        for name, text in expected.items():
+            found.add(f"{name} expects", text)
         for name, values in reward_rows(outcomes):
             found.add(f"reward: {name}", values)
-        found.findings += completion_findings(outcomes, EXPECTED)
+        found.findings += completion_findings(outcomes, expected)
         found.completions = [
             Completed(prompt=prompt, completion=text, reward=reward, stop_reason=reason)
             for prompt, text, reward, reason in examples(outcomes)

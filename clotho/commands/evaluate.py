@@ -132,6 +132,7 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
         base, engine = await finish(executor.submit(lambda: load(arguments)))
         rendered = problems_of(arguments, base)
         require_graded(rendered, rewards)
+        rewards.require_columns(rendered.problems)
         outcomes: dict[str, list[Outcome]] = {}
         for name in (*([BASE_NAME] if flags.base else []), *arguments.adapters):
             log.info("evaluating", policy=name, problems=len(rendered.problems))

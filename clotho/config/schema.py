@@ -21,6 +21,7 @@ from clotho.config.bounds import (
     about,
 )
 from clotho.config.sections_training import CollapseSection, LearnerSection, ReplaySection, WarnOnCollapse
+from protocols.prompt import AnswerIn
 from protocols.sampling import Sampling
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -139,6 +140,8 @@ class RewardSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     run_in: Annotated[RunIn, about("Where it runs; auto: your own in a process, others in a thread.")] = "auto"
     max_workers: Annotated[Positive | None, about("Largest number of worker processes; none means 8.")] = None
     memory_limit_mb: Annotated[Positive | None, about("Memory limit of a worker process in MB; none: 4096.")] = None
+    answer_in: Annotated[AnswerIn | None, about("Where a built-in function finds the answer; none: tags.")] = None
+    settings: Annotated[dict[str, Any], about("Settings of a built-in function that has any, such as judge.")] = {}
 
 
 Mode = Literal["replace", "insert", "tap", "add"]

@@ -128,14 +128,15 @@ def _problem(record: Any, columns: Columns, where: str) -> Problem:
     problem_type = record.get(columns.type, columns.default_type)
     if not isinstance(problem_type, str) or not problem_type:
         raise DatasetError(f"{where}: {columns.type} must be text that is not empty, not {_kind(problem_type)}")
-    used = {columns.prompt, columns.messages, columns.answer, columns.type, TOOLS}
+    answer = _answer(record, columns, completion, where)
+    values = dict(record) | ({columns.answer: answer} if columns.pattern and columns.answer in record else {})
     return Problem(
         prompt=text,
-        answer=_answer(record, columns, completion, where),
+        answer=answer,
         type=problem_type,
         messages=messages,
         tools=_tools(record.get(TOOLS), where),
-        extra=_extra({key: value for key, value in record.items() if key not in used}, where),
+        extra=_extra(values, where),
         completion=_reference(record, columns, completion),
     )
 

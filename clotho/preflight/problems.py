@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from clotho.config.schema import RewardSection
-from clotho.rewards.answer import ANSWER, ANSWER_END, THINK, THINK_END
-from clotho.rewards.registry import ANSWER_REWARDS, BUILT_IN
+from clotho.rewards.answer import with_answer
+from clotho.rewards.registry import BUILT_IN, RewardFunction
 from protocols.errors import RecordsError, visible
 from protocols.finding import Finding
 from protocols.prompt import Problem
@@ -22,9 +22,6 @@ NOTABLE = 0.1
 
 MAX_NAMED = 5
 """Number of types of problems that a finding names."""
-
-TEXT_REWARDS = (*ANSWER_REWARDS, "last_number")
-"""Built-in functions whose value depends on the answer."""
 
 
 def problem_findings(
@@ -73,16 +70,16 @@ def _applies(reward: RewardSection, kind: str) -> bool:
 
 def _unanswerable(problems: Sequence[Problem], rewards: Sequence[RewardSection]) -> Iterator[Finding]:
     chosen = problems[:: max(1, len(problems) // SAMPLED)]
-    checked = [(problem, names) for problem in chosen if (names := _answer_rewards(problem, rewards))]
-    failed = [(problem, names) for problem, names in checked if not _earns(problem, names)]
+    checked = [(problem, found) for problem in chosen if (found := _answer_rewards(problem, rewards))]
+    failed = [(problem, found) for problem, found in checked if not _earns(problem, found)]
     if not failed or len(failed) < NOTABLE * len(checked):
         return
-    problem, names = failed[0]
+    problem, found = failed[0]
     yield Finding(
         name="answers_without_reward",
         severity="error" if len(failed) == len(checked) else "warning",
         fact=f"the answers of {len(failed)} of {len(checked)} checked problems earn nothing from the rewards "
-        f"{', '.join(names)}",
+        f"{', '.join(reward.name for reward in found)}",
         consequence="the correct answer of such a problem is never rewarded",
         advice="extract the answer with data.answer_pattern, name another column in data.answer_key, or list a reward "
         "that suits these answers",
@@ -90,19 +87,27 @@ def _unanswerable(problems: Sequence[Problem], rewards: Sequence[RewardSection])
     )
 
 
-def _answer_rewards(problem: Problem, rewards: Sequence[RewardSection]) -> tuple[str, ...]:
-    """Return the built-in rewards of a problem that read its answer; empty if a function of the user may do so too."""
+def _answer_rewards(problem: Problem, rewards: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
+    """Return the rewards of a problem that read its answer; empty if a reward in processes may read it too."""
     applicable = [reward for reward in rewards if _applies(reward, problem.type)]
-    if any(reward.name not in BUILT_IN for reward in applicable):
+    if any(_function(reward) is None for reward in applicable):
         return ()
-    return tuple(reward.name for reward in applicable if reward.name in TEXT_REWARDS)
+    return tuple(reward for reward in applicable if BUILT_IN[reward.name].reads_answer)
 
 
-def _earns(problem: Problem, names: Sequence[str]) -> bool:
+def _function(reward: RewardSection) -> RewardFunction | None:
+    """Return a function that is cheap enough for these checks."""
+    return BUILT_IN[reward.name].function if reward.name in BUILT_IN else None
+
+
+def _earns(problem: Problem, rewards: Sequence[RewardSection]) -> bool:
     """Whether one of these rewards has a value above 0 for a completion with the correct answer."""
-    correct = f"{THINK}x{THINK_END}{ANSWER}{problem.answer}{ANSWER_END}"
-    values = (BUILT_IN[name](problem, correct) for name in names)
-    return any(isinstance(value, float) and value > 0 for value in values)
+    for reward in rewards:
+        function, answer_in = _function(reward), reward.answer_in or "tags"
+        value = function(problem, with_answer(problem.answer, answer_in), answer_in=answer_in) if function else None
+        if value:
+            return True
+    return False
 
 
 def unparsable_finding(error: RecordsError) -> Finding:

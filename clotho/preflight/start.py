@@ -20,6 +20,7 @@ from clotho.preflight.problems import problem_findings
 from clotho.preflight.settings import setting_findings
 from clotho.preflight.template import TemplateUse, check_template
 from clotho.preflight.versions import installed_versions, version_findings
+from clotho.rewards.registry import expects_tag
 from clotho.storage.atomic_files import replace_file
 from clotho.storage.jsonl import encode
 from protocols.finding import Finding
@@ -95,7 +96,7 @@ def template_use(profile: Profile, problems: Iterable[Problem]) -> TemplateUse:
     environments = not isinstance(profile.atropos, Off)
     answered = any(message.get("role") == "assistant" for problem in problems for message in problem.messages)
     return TemplateUse(
-        rewards=() if environments else tuple(reward.name for reward in profile.rewards),
+        rewards=() if environments else tuple(reward.name for reward in profile.rewards if expects_tag(reward)),
         several_turns=environments or answered,
         stop_token_ids=profile.sampling.stop_token_ids,
     )

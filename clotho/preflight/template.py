@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.rewards.answer import ANSWER, ANSWER_END, THINK, THINK_END
-from clotho.rewards.registry import ANSWER_REWARDS
+from clotho.rewards.registry import BUILT_IN
 from protocols.errors import RequestError, visible
 from protocols.finding import Finding
 
@@ -30,7 +30,7 @@ NO_THINKING: Sequence[Mapping[str, Any]] = ({"enable_thinking": False}, {"thinki
 
 EXPECTS: Mapping[str, frozenset[str]] = {
     THINK: frozenset({"format"}),
-    ANSWER: frozenset({"format", *ANSWER_REWARDS}),
+    ANSWER: frozenset({"format", *(name for name, reward in BUILT_IN.items() if reward.reads_answer)}),
 }
 """Built-in rewards that are 0 for every completion that lacks an opening tag."""
 
@@ -45,9 +45,9 @@ class TemplateReport(Struct, frozen=True, kw_only=True):
 
 
 class TemplateUse(Struct, frozen=True, kw_only=True):
-    """How a run uses the template. rewards: names of its rewards. several_turns: whether conversations have any.
+    """How a run uses the template. rewards: names of its rewards that expect tags.
 
-    stop_token_ids: `sampling.stop_token_ids`.
+    several_turns: whether conversations have any. stop_token_ids: `sampling.stop_token_ids`.
     """
 
     rewards: tuple[str, ...]

@@ -26,6 +26,9 @@ LATEX_FRACTION = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mbox|mathbf|textbf)\s*\{([^{}]*)\}")
 LATEX_POWER = re.compile(r"\^\s*\{([^{}]*)\}")
 LATEX_BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
+BOLD = re.compile(r"(?<![\w)\]}])\*\*([^*\n]+)\*\*(?![\w(])")
+"""Bold text of Markdown, as opposed to a power."""
+
 PHRASE = re.compile(r"[^\W\d_][^\d=:]{0,80}?(?:\bis\b|\bare\b|:)\s*")
 
 ASCII_SIGNS = str.maketrans(
@@ -48,7 +51,7 @@ def plain_expression(text: str) -> str | None:
     """
     if len(text) > MAX_CHARACTERS:
         return None
-    text = _latex(_unicode(text))
+    text = _latex(_unicode(BOLD.sub(r"\1", text)))
     text = text.rpartition("####")[2].translate(ASCII_SIGNS).rpartition("=")[2].strip()
     phrase = PHRASE.match(text)
     text = text[phrase.end() :] if phrase else text

@@ -12,8 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 
-from clotho.rewards.values import Interrupted, Reward, RewardError, Values, await_all, call_all
-from protocols.prompt import Problem
+from clotho.rewards.values import Completions, Interrupted, Reward, RewardError, Values, await_all, call_all
 
 MAX_HANGING_CALLS = 32
 """Maximum number of abandoned calls of one function that still run. At the limit the function is not called again."""
@@ -43,15 +42,15 @@ class Caller:
         self._loop = loop
         self._hanging: list[Call[list[Values]]] = []
 
-    async def __call__(self, problem: Problem, texts: Sequence[str]) -> list[Values]:
-        """Return the value of every function for every text. Raises RewardError."""
+    async def __call__(self, completions: Completions) -> list[Values]:
+        """Return the value of every function for every completion. Raises RewardError."""
         names = ", ".join(self.names)
         self._hanging = [call for call in self._hanging if call.alive]
         for call in self._hanging if self._loop is None else ():
             call.abandon()  # again: Python drops an interrupt that is raised inside a finalizer
         if len(self._hanging) >= MAX_HANGING_CALLS:
             raise RewardError(f"reward {names} was not called: {len(self._hanging)} earlier calls still hang")
-        call = self._start(problem, texts)
+        call = self._start(completions)
         try:
             with anyio.fail_after(self._timeout_seconds):
                 return await asyncio.wrap_future(call.future)
@@ -62,14 +61,14 @@ class Caller:
             if not call.future.done():
                 call.abandon()
 
-    def _start(self, problem: Problem, texts: Sequence[str]) -> Call[list[Values]]:
+    def _start(self, completions: Completions) -> Call[list[Values]]:
         if self._loop is not None:
-            return self._loop.start(lambda: _await_one(self._rewards[0], problem, texts))
-        return self._threads.start(lambda: [call_all(reward, problem, texts) for reward in self._rewards])
+            return self._loop.start(lambda: _await_one(self._rewards[0], completions))
+        return self._threads.start(lambda: [call_all(reward, completions) for reward in self._rewards])
 
 
-async def _await_one(reward: Reward, problem: Problem, texts: Sequence[str]) -> list[Values]:
-    return [await await_all(reward, problem, texts)]
+async def _await_one(reward: Reward, completions: Completions) -> list[Values]:
+    return [await await_all(reward, completions)]
 
 
 class Call(Protocol[T]):

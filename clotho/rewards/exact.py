@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clotho.rewards.answer import answer_text
-from protocols.prompt import Problem
+from protocols.prompt import AnswerIn, Problem
 
 
 def normalized(text: str) -> str:
@@ -11,7 +11,7 @@ def normalized(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def reward(problem: Problem, completion: str) -> float:
+def reward(problem: Problem, completion: str, *, answer_in: AnswerIn = "tags") -> float:
     """Return 1.0 if answer and reference are equal up to case and white space, otherwise 0.0."""
-    answer = answer_text(completion)
+    answer = answer_text(completion, answer_in)
     return float(answer is not None and normalized(answer) == normalized(problem.answer))

@@ -7,13 +7,13 @@ from functools import lru_cache
 
 from clotho.rewards.answer import answer_text
 from clotho.rewards.arithmetic import EvaluationError, Quantity, evaluate, plain_expression
-from protocols.prompt import Problem
+from protocols.prompt import AnswerIn, Problem
 
 TOLERANCE = Fraction(1, 1_000_000)
 """Relative tolerance if either side is written as a decimal."""
 
 
-def reward(problem: Problem, completion: str) -> float | None:
+def reward(problem: Problem, completion: str, *, answer_in: AnswerIn = "tags") -> float | None:
     """Return 1.0 if answer and reference have the same value, otherwise 0.0; None if the reference is not a number.
 
     Both texts are normalized by `plain_expression` and evaluated exactly by `evaluate`. If either side is a decimal and
@@ -24,7 +24,7 @@ def reward(problem: Problem, completion: str) -> float | None:
     reference = parse_quantity(problem.answer)
     if reference is None:
         return None
-    answer = answer_text(completion)
+    answer = answer_text(completion, answer_in)
     quantity = parse_quantity(answer) if answer is not None else None
     if quantity is None or (reference.finished and not quantity.finished):
         return 0.0

@@ -2,57 +2,120 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from clotho.rewards import choice_correctness, exact, jaccard, last_number, math_eval, tag_format
+from msgspec import Struct
+
+from clotho.rewards import choice_correctness, exact, jaccard, math_eval, tag_format
+from clotho.rewards.answer import PLACES
 from clotho.runtime.user_code import import_user_module
 from protocols.errors import ProfileError, did_you_mean
-from protocols.prompt import Problem
+from protocols.prompt import AnswerIn, Problem
 
-RewardFunction = Callable[[Problem, str], float | Awaitable[float | None] | None]
-"""Signature of a reward function; `clotho.rewards` documents it."""
+if TYPE_CHECKING:  # a worker process does not need the schema
+    from clotho.config.schema import RewardSection
 
-BUILT_IN: dict[str, RewardFunction] = {
-    "format": tag_format.reward,
-    "math_eval": math_eval.reward,
-    "last_number": last_number.reward,
-    "jaccard": jaccard.reward,
-    "choice_correctness": choice_correctness.reward,
-    "exact": exact.reward,
+RewardFunction = Callable[..., Any]
+"""A reward function of one completion or of a group; `clotho.rewards` documents both signatures."""
+
+
+class RewardOptions(Struct, frozen=True, kw_only=True):
+    """What a function is loaded with: keys of its section, and `max_steps`, the steps of the run."""
+
+    answer_in: AnswerIn = "tags"
+    settings: dict[str, Any] = {}
+    timeout_seconds: float = 10.0
+    max_steps: int = 0
+
+
+class BuiltIn(Struct, frozen=True, kw_only=True):
+    """A built-in function.
+
+    expects: what it expects of a completion; `{place}` stands for the place of the answer, if it reads the answer.
+    function: a function with a bounded cost for every text, which runs in threads; None if it runs in worker processes.
+    module: the module of such a function. `load(options)` of the module returns the function, imports what it needs,
+    and raises ProfileError. has_settings: whether it accepts `settings`.
+    """
+
+    expects: str
+    function: RewardFunction | None = None
+    module: str = ""
+    has_settings: bool = False
+
+    @property
+    def reads_answer(self) -> bool:
+        """Whether the value depends on the answer that `answer_in` finds."""
+        return "{place}" in self.expects
+
+
+BUILT_IN: dict[str, BuiltIn] = {
+    "format": BuiltIn(expects="<think>...</think><answer>...</answer>, and nothing else", function=tag_format.reward),
+    "math_eval": BuiltIn(expects="the value of the answer {place}", function=math_eval.reward),
+    "math_verify": BuiltIn(expects="an expression that equals the answer {place}", module="clotho.rewards.math_verify"),
+    "jaccard": BuiltIn(expects="words of the answer {place}", function=jaccard.reward),
+    "choice_correctness": BuiltIn(
+        expects="the letter or text of the correct option {place}", function=choice_correctness.reward
+    ),
+    "exact": BuiltIn(expects="the answer itself {place}", function=exact.reward),
+    "judge": BuiltIn(expects="what the judge model scores highly", module="clotho.rewards.judge", has_settings=True),
 }
-"""Built-in reward functions: synchronous, and with a bounded cost for every text."""
+"""Built-in reward functions."""
 
-ANSWER_REWARDS = ("math_eval", "jaccard", "choice_correctness", "exact")
-"""Built-in functions that read the answer inside <answer>...</answer>."""
+LISTS = frozenset({"prompts", "completions", "completion_ids"})
+"""Parameters by which a function of a group is recognized."""
 
-EXPECTED = {
-    "format": "<think>...</think><answer>...</answer>, and nothing else",
-    "math_eval": "the value of the answer inside <answer>...</answer>",
-    "last_number": "the answer as the last number of the text",
-    "jaccard": "words of the answer inside <answer>...</answer>",
-    "choice_correctness": "the letter or text of the correct option inside <answer>...</answer>",
-    "exact": "the answer itself inside <answer>...</answer>",
-}
-"""What a built-in function expects of a completion."""
+ARGUMENTS = LISTS | {"trainer_state"}
+"""Arguments of a function of a group beside the columns of the dataset."""
 
 ALLOWED = f"use {', '.join(BUILT_IN)}, module:function, or path/to/file.py:function"
 
 
-def load_reward(name: str) -> RewardFunction:
+def expected(section: RewardSection) -> str:
+    """Return what a reward expects of a completion; empty for a function of the user."""
+    if section.name not in BUILT_IN:
+        return ""
+    return BUILT_IN[section.name].expects.format(place=PLACES[section.answer_in or "tags"])
+
+
+def expectations(sections: Iterable[RewardSection]) -> dict[str, str]:
+    """Return what the built-in rewards of a profile expect, by name."""
+    found: dict[str, list[str]] = {}
+    for section in sections:
+        if (text := expected(section)) and text not in found.setdefault(section.name, []):
+            found[section.name].append(text)
+    return {name: "; ".join(texts) for name, texts in found.items()}
+
+
+def expects_tag(section: RewardSection) -> bool:
+    """Return whether a built-in reward is 0 for every completion without `<answer>`."""
+    if section.name == "format":
+        return True
+    return section.name in BUILT_IN and BUILT_IN[section.name].reads_answer and section.answer_in in (None, "tags")
+
+
+def load_reward(name: str, options: RewardOptions | None = None) -> RewardFunction:
     """Return the reward function with a name from the profile.
 
     `name` is a key of `BUILT_IN`, `module:function`, or `path/to/file.py:function`. Raises ProfileError if the name is
-    unknown, the module cannot be imported, or the function does not accept (problem, completion).
+    unknown, the module or a library that it needs cannot be imported, or the function has another signature.
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    module_name, attribute = split_name(name)
-    return _function(name, _module(name, module_name), attribute)
+    options = options or RewardOptions()
+    if name not in BUILT_IN:
+        module_name, attribute = split_name(name)
+        return _function(name, _module(name, module_name), attribute)
+    built_in = BUILT_IN[name]
+    if built_in.function is None:
+        function: RewardFunction = importlib.import_module(built_in.module).load(options)
+        return function
+    return partial(built_in.function, answer_in=options.answer_in) if built_in.reads_answer else built_in.function
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -68,6 +131,39 @@ def split_name(name: str) -> tuple[str, str]:
 def is_async(function: RewardFunction) -> bool:
     """Return whether a call of the function returns an awaitable."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+class GroupParameters(Struct, frozen=True, kw_only=True):
+    """The parameters of a function that is called once per group, with lists, as by GRPOTrainer of TRL.
+
+    names: of the parameters. required: of those without a default. takes_all: whether it accepts any other name.
+    """
+
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    takes_all: bool
+
+    def accepts(self, name: str) -> bool:
+        """Whether an argument of this name can be passed."""
+        return self.takes_all or name in self.names
+
+
+def group_parameters(function: RewardFunction) -> GroupParameters | None:
+    """Return the parameters of a function of a whole group; None for a function of (problem, completion).
+
+    A function of a group has a parameter of `LISTS`, or nothing but `**kwargs`.
+    """
+    signature = _signature(function)
+    if signature is None:
+        return None
+    parameters = signature.parameters.values()
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    names = tuple(one.name for one in named)
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    if not set(names) & LISTS and not (takes_all and len(signature.parameters) == 1):
+        return None
+    required = tuple(one.name for one in named if one.default is one.empty)
+    return GroupParameters(names=names, required=required, takes_all=takes_all)
 
 
 def _module(name: str, module_name: str) -> ModuleType:
@@ -108,14 +204,27 @@ def _function(name: str, module: ModuleType, attribute: str) -> RewardFunction:
     function = getattr(module, attribute)
     if not callable(function):
         raise ProfileError(f"rewards.name {name!r} is not a function but a value of type {type(function).__name__}")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a callable without an inspectable signature, such as some C functions
-        signature = None
+    loaded: RewardFunction = function
+    if group_parameters(loaded) is None and (problem := _signature_error(loaded)):
+        raise ProfileError(
+            f"rewards.name {name!r} accepts neither (problem, completion) nor a list of completions: {problem}"
+        )
+    return loaded
+
+
+def _signature_error(function: RewardFunction) -> str:
+    """Return why a function does not accept (problem, completion); empty if it does."""
+    signature = _signature(function)
     try:
         if signature is not None:
             signature.bind(Problem(prompt="", answer="", type=""), "")
     except TypeError as error:
-        raise ProfileError(f"rewards.name {name!r} does not accept (problem, completion): {error}") from None
-    loaded: RewardFunction = function
-    return loaded
+        return str(error)
+    return ""
+
+
+def _signature(function: RewardFunction) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except ValueError:  # a callable without an inspectable signature, such as some C functions
+        return None

@@ -15,10 +15,19 @@ from msgspec import Struct
 from clotho.config.schema import RewardSection
 from clotho.rewards.calls import Caller, WorkerLoop, WorkerThreads
 from clotho.rewards.overlong import OVERLONG, Overlong
-from clotho.rewards.registry import BUILT_IN, is_async, load_reward, split_name
-from clotho.rewards.values import MAX_REWARD, Reward, RewardError, Values, too_large
-from clotho.rewards.worker_pool import WorkerLimits, WorkerPool
-from protocols.errors import ProfileError
+from clotho.rewards.registry import (
+    ARGUMENTS,
+    BUILT_IN,
+    GroupParameters,
+    RewardOptions,
+    group_parameters,
+    is_async,
+    load_reward,
+    split_name,
+)
+from clotho.rewards.values import MAX_REWARD, Completions, Reward, RewardError, Values, too_large
+from clotho.rewards.worker_pool import ProcessFunction, WorkerPool
+from protocols.errors import ProfileError, did_you_mean
 from protocols.evaluation import Grade
 from protocols.prompt import Problem
 from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, RolloutGroup, ScoredGroup
@@ -36,19 +45,30 @@ class GroupCaller(Protocol):
 
     names: tuple[str, ...]
 
-    def __call__(self, problem: Problem, texts: Sequence[str]) -> Awaitable[list[Values]]:
-        """Return the value of every function for every text. Raises RewardError."""
+    def __call__(self, completions: Completions) -> Awaitable[list[Values]]:
+        """Return the value of every function for every completion. Raises RewardError."""
 
 
 class _Component(Struct, frozen=True, kw_only=True):
-    """A reward function of the profile. caller: None for built-in functions in threads, which share one call."""
+    """A reward function of the profile. caller: None for built-in functions in threads, which share one call.
+
+    reward: the function, if it runs in threads.
+    """
 
     section: RewardSection
     caller: GroupCaller | None
+    reward: Reward | None = None
 
     @property
     def name(self) -> str:
         return self.section.name
+
+    @property
+    def group(self) -> GroupParameters | None:
+        """The parameters of a function of a group, if the function is loaded."""
+        if isinstance(self.caller, WorkerPool):
+            return self.caller.group
+        return self.reward.group if self.reward else None
 
     def applies_to(self, problem_type: str) -> bool:
         """Whether the function scores problems of this type."""
@@ -65,6 +85,7 @@ class RewardRunner:
         concurrency: int = 8,
         overlong: Overlong | None = None,
         keep_zero_variance: bool = False,
+        max_steps: int = 0,
     ) -> None:
         """Load and check every function of `sections`.
 
@@ -74,6 +95,7 @@ class RewardRunner:
             overlong: length penalty, added to every reward as the component `overlong`.
             keep_zero_variance: score groups with equal rewards instead of discarding them, for advantages that are
                 normalized over more than the group.
+            max_steps: `steps` of the profile, for functions that read `trainer_state`.
 
         The time limit of a section covers its function on a whole group. The built-in functions run in one call per
         group, whose time limit is the sum of theirs. Raises ProfileError if a name is unknown, a function that runs in
@@ -83,13 +105,14 @@ class RewardRunner:
         _check_sections(sections, reserved=() if overlong is None else (OVERLONG,))
         self._overlong = overlong
         self._keep_zero_variance = keep_zero_variance
+        self._max_steps = max_steps
         self._threads = WorkerThreads()
         self._loops: list[WorkerLoop] = []
         self._failed: set[str] = set()
         self._pools: list[WorkerPool] = []
         self._limiter = anyio.Semaphore(concurrency)
         self._components = [self._load(section) for section in sections]
-        self._built_in: dict[tuple[tuple[str, float], ...], Caller] = {}
+        self._built_in: dict[tuple[tuple[str, str | None, float], ...], Caller] = {}
 
     async def start(self) -> None:
         """Start one worker process per function, and wait until all are ready. Raises ProfileError.
@@ -106,11 +129,10 @@ class RewardRunner:
         rewards are equal (within `ZERO_VARIANCE_THRESHOLD`) and `keep_zero_variance` is not set. A group of one
         completion always has equal rewards.
         """
-        texts = [completion.text for completion in group.completions]
         problem = group.prompt.problem
         try:
-            parts = await self._values(self._applicable(problem), problem, texts)
-            rewards = self._weighted_sums(problem, parts, len(texts))
+            parts = await self._values(self._applicable(problem), _seen(problem, group.completions))
+            rewards = self._weighted_sums(problem, parts, len(group.completions))
         except RewardError as error:
             self._log_first(error)
             return Discarded(
@@ -143,12 +165,12 @@ class RewardRunner:
         applies. A failure is logged: the completions then have no reward, and are incorrect if the function that failed
         has `correct = true`.
         """
-        texts = [completion.text for completion in completions]
+        seen = _seen(problem, completions)
         components, parts, failed = self._applicable(problem), dict[str, Values | None](), list[str]()
         for caller in self._callers(components):
             try:
                 async with self._limiter:
-                    rows = await caller(problem, texts)
+                    rows = await caller(seen)
             except RewardError as error:
                 log.warning("held_out_reward_failed", error=str(error), prompt=problem.prompt)
                 failed += error.rewards or caller.names
@@ -189,6 +211,24 @@ class RewardRunner:
         correct = [component for component in self._components if component.section.correct]
         return tuple(sorted(kind for kind in set(types) if not any(part.applies_to(kind) for part in correct)))
 
+    def require_columns(self, problems: Sequence[Problem]) -> None:
+        """Check that the dataset has the columns that the functions of groups have as parameters.
+
+        Knows the parameters of functions in worker processes after `start`. Raises ProfileError.
+        """
+        for component in self._components:
+            if component.group is None:
+                continue
+            applicable = [problem for problem in problems if component.applies_to(problem.type)]
+            columns = set[str]().union(*(problem.extra for problem in applicable))
+            if applicable and (
+                missing := [name for name in component.group.required if name not in columns | ARGUMENTS]
+            ):
+                raise ProfileError(
+                    f"rewards.name {component.name!r} has the parameter {missing[0]!r}, and the dataset has no such "
+                    f"column{did_you_mean(missing[0], columns)}; columns: {', '.join(sorted(columns))}"
+                )
+
     def close(self) -> None:
         """End the worker processes and threads. A thread inside a call does not keep the process alive."""
         for pool in self._pools:
@@ -198,23 +238,30 @@ class RewardRunner:
             loop.close()
 
     def _load(self, section: RewardSection) -> _Component:
+        options = RewardOptions(
+            answer_in=section.answer_in or "tags",
+            settings=section.settings,
+            timeout_seconds=section.timeout_seconds,
+            max_steps=self._max_steps,
+        )
         if runs_in_process(section):
-            split_name(section.name)
-            limits = WorkerLimits(
-                timeout_seconds=section.timeout_seconds,
-                memory_bytes=(section.memory_limit_mb or DEFAULT_MEMORY_MB) * 2**20,
-            )
-            pool = WorkerPool(section.name, limits, max_workers=section.max_workers or DEFAULT_MAX_WORKERS)
+            if section.name not in BUILT_IN:
+                split_name(section.name)
+            memory_bytes = (section.memory_limit_mb or DEFAULT_MEMORY_MB) * 2**20
+            function = ProcessFunction(name=section.name, options=options, memory_bytes=memory_bytes)
+            pool = WorkerPool(function, max_workers=section.max_workers or DEFAULT_MAX_WORKERS)
             self._pools.append(pool)
             return _Component(section=section, caller=pool)
+        loaded = load_reward(section.name, options)
+        group = None if section.name in BUILT_IN else group_parameters(loaded)
+        reward = Reward(name=section.name, function=loaded, group=group, max_steps=self._max_steps)
         if section.name in BUILT_IN:
-            return _Component(section=section, caller=None)
-        reward = Reward(name=section.name, function=load_reward(section.name))
-        loop = WorkerLoop() if is_async(reward.function) else None
+            return _Component(section=section, caller=None, reward=reward)
+        loop = WorkerLoop() if is_async(loaded) else None
         if loop is not None:
             self._loops.append(loop)
         caller = Caller([reward], timeout_seconds=section.timeout_seconds, threads=self._threads, loop=loop)
-        return _Component(section=section, caller=caller)
+        return _Component(section=section, caller=caller, reward=reward)
 
     def _log_first(self, error: RewardError) -> None:
         """Log the first failure of each function, with the traceback of its exception."""
@@ -226,14 +273,13 @@ class RewardRunner:
     def _applicable(self, problem: Problem) -> list[_Component]:
         return [component for component in self._components if component.applies_to(problem.type)]
 
-    async def _values(
-        self, components: Sequence[_Component], problem: Problem, texts: Sequence[str]
-    ) -> dict[str, Values]:
-        values: dict[str, Values] = {component.name: (None,) * len(texts) for component in self._components}
+    async def _values(self, components: Sequence[_Component], completions: Completions) -> dict[str, Values]:
+        none: Values = (None,) * len(completions.texts)
+        values = {component.name: none for component in self._components}
         for caller in self._callers(components):
             try:
                 async with self._limiter:
-                    rows = await caller(problem, texts)
+                    rows = await caller(completions)
             except RewardError as error:
                 error.rewards = error.rewards or caller.names
                 raise
@@ -242,10 +288,11 @@ class RewardRunner:
 
     def _callers(self, components: Sequence[_Component]) -> Iterable[GroupCaller]:
         built_in = [component for component in components if component.caller is None]
-        key = tuple((component.name, component.section.timeout_seconds) for component in built_in)
+        sections = [component.section for component in built_in]
+        key = tuple((section.name, section.answer_in, section.timeout_seconds) for section in sections)
         if built_in and key not in self._built_in:
-            rewards = [Reward(name=name, function=BUILT_IN[name]) for name, _ in key]
-            seconds = sum(limit for _, limit in key)
+            rewards = [component.reward for component in built_in if component.reward is not None]
+            seconds = sum(section.timeout_seconds for section in sections)
             self._built_in[key] = Caller(rewards, timeout_seconds=seconds, threads=self._threads)
         custom = [component.caller for component in components if component.caller is not None]
         return [self._built_in[key], *custom] if built_in else custom
@@ -270,11 +317,21 @@ class RewardRunner:
         return tuple(sums)
 
 
+def _seen(problem: Problem, completions: Sequence[Completion]) -> Completions:
+    """Return what reward functions receive of completions."""
+    return Completions(
+        problem=problem,
+        texts=tuple(completion.text for completion in completions),
+        tokens=tuple(completion.tokens for completion in completions),
+        version=max((completion.versions[-1] for completion in completions if completion.versions), default=0),
+    )
+
+
 def runs_in_process(section: RewardSection) -> bool:
-    """Return whether a function runs in worker processes: by default all functions that are not built in."""
-    if section.run_in == "auto":
-        return section.name not in BUILT_IN
-    return section.run_in == "process"
+    """Return whether a function runs in worker processes: a function of the user, unless its section says otherwise."""
+    if section.name in BUILT_IN:
+        return BUILT_IN[section.name].function is None
+    return section.run_in != "thread"
 
 
 def _check_sections(sections: Sequence[RewardSection], *, reserved: Sequence[str]) -> None:
@@ -286,17 +343,30 @@ def _check_sections(sections: Sequence[RewardSection], *, reserved: Sequence[str
             )
         if not math.isfinite(section.weight):
             raise ProfileError(f"rewards.weight of {section.name!r} is {section.weight}; it must be finite")
-        if section.run_in == "process" and section.name in BUILT_IN:
-            raise ProfileError(
-                f"rewards.run_in of {section.name!r}: built-in functions run in threads of the run; remove the key"
-            )
-        for key in ("max_workers", "memory_limit_mb"):
-            if getattr(section, key) is not None and not runs_in_process(section):
-                raise ProfileError(
-                    f"rewards.{key} of {section.name!r} has no effect: the function runs in threads of the run "
-                    '(rewards.run_in = "process" would change that for a function of your own)'
-                )
+        _check_effect(section)
     for one, other in combinations(sections, 2):
         overlap = not one.types or not other.types or set(one.types) & set(other.types)
         if one.name == other.name and overlap:
             raise ProfileError(f"rewards.name {one.name!r} is listed twice for the same types of problem")
+
+
+def _check_effect(section: RewardSection) -> None:
+    """Refuse settings that have no effect on this function."""
+    built_in, in_process = BUILT_IN.get(section.name), runs_in_process(section)
+    place = "process" if in_process else "thread"
+    if built_in and section.run_in not in ("auto", place):
+        raise ProfileError(
+            f"rewards.run_in of {section.name!r}: this built-in function runs in a {place}; remove the key"
+        )
+    for key in ("max_workers", "memory_limit_mb"):
+        if getattr(section, key) is not None and not in_process:
+            raise ProfileError(
+                f"rewards.{key} of {section.name!r} has no effect: the function runs in threads of the run "
+                '(rewards.run_in = "process" would change that for a function of your own)'
+            )
+    if section.answer_in is not None and not (built_in and built_in.reads_answer):
+        reading = ", ".join(name for name, one in BUILT_IN.items() if one.reads_answer)
+        raise ProfileError(f"rewards.answer_in of {section.name!r} has no effect: only {reading} find an answer")
+    if section.settings and not (built_in and built_in.has_settings):
+        having = ", ".join(name for name, one in BUILT_IN.items() if one.has_settings)
+        raise ProfileError(f"rewards.settings of {section.name!r} has no effect: only {having} has settings")

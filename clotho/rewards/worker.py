@@ -24,10 +24,9 @@ from contextlib import suppress
 import msgspec
 from msgspec import Struct, msgpack
 
-from clotho.rewards.registry import is_async, load_reward
-from clotho.rewards.values import Reward, RewardError, Values, await_all, call_all
+from clotho.rewards.registry import GroupParameters, RewardOptions, group_parameters, is_async, load_reward
+from clotho.rewards.values import Completions, Reward, RewardError, Values, await_all, call_all
 from protocols.errors import ProfileError
-from protocols.prompt import Problem
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; "
@@ -51,30 +50,30 @@ PARENT_POLL_SECONDS = 0.5
 class WorkerSettings(Struct, frozen=True, kw_only=True):
     """Parent -> worker, in the command line.
 
-    name: of the function. path: `sys.path`. parent: process id. descriptor: of the socket. timeout_seconds: time limit
-    of a call. memory_bytes: limit of the private memory; enforced by Linux, ignored by macOS.
+    name: of the function. options: what it is loaded with. path: `sys.path`. parent: process id. descriptor: of the
+    socket. memory_bytes: limit of the private memory; enforced by Linux, ignored by macOS.
     """
 
     name: str
+    options: RewardOptions
     path: list[str]
     parent: int
     descriptor: int
-    timeout_seconds: float
     memory_bytes: int
 
 
 class Call(Struct, frozen=True, kw_only=True):
-    """Parent -> worker. The completions of one group. number: serial number of the call."""
+    """Parent -> worker. number: serial number of the call."""
 
     number: int
-    problem: Problem
-    texts: tuple[str, ...]
+    completions: Completions
 
 
 class Ready(Struct, frozen=True, kw_only=True, tag=True):
-    """Worker -> parent. The function is imported and accepts (problem, completion)."""
+    """Worker -> parent. The function is imported. group: parameters of a function of a group."""
 
     asynchronous: bool
+    group: GroupParameters | None
 
 
 class Refused(Struct, frozen=True, kw_only=True, tag=True):
@@ -158,18 +157,19 @@ def main(settings_json: str) -> None:
     _limit(settings)
     channel = Channel(settings.descriptor)
     try:
-        reward = Reward(name=settings.name, function=load_reward(settings.name))
+        function = load_reward(settings.name, settings.options)
     except ProfileError as error:
         _exit_if_forked(process)
         channel.send(Refused(message=str(error)))
         return
     _exit_if_forked(process)
-    asynchronous = is_async(reward.function)
-    channel.send(Ready(asynchronous=asynchronous))
+    group, asynchronous = group_parameters(function), is_async(function)
+    reward = Reward(name=settings.name, function=function, group=group, max_steps=settings.options.max_steps)
+    channel.send(Ready(asynchronous=asynchronous, group=group))
     if asynchronous:
-        asyncio.run(_serve_asynchronous(channel, reward, settings))
+        asyncio.run(_serve_asynchronous(channel, reward, settings.options.timeout_seconds))
     else:
-        _serve(channel, reward, settings)
+        _serve(channel, reward, settings.options.timeout_seconds)
 
 
 def _limit(settings: WorkerSettings) -> None:
@@ -198,23 +198,23 @@ def _exit_if_forked(process: int) -> None:
         os._exit(0)
 
 
-def _serve(channel: Channel, reward: Reward, settings: WorkerSettings) -> None:
+def _serve(channel: Channel, reward: Reward, timeout_seconds: float) -> None:
     with open(os.devnull, "w") as nowhere:
         while (call := channel.receive()) is not None:
             # Ends a process that holds the GIL forever and has lost its parent; it needs no GIL itself.
-            faulthandler.dump_traceback_later(settings.timeout_seconds + ORPHAN_SECONDS, exit=True, file=nowhere)
+            faulthandler.dump_traceback_later(timeout_seconds + ORPHAN_SECONDS, exit=True, file=nowhere)
             channel.send(_answer(reward, call))
             faulthandler.cancel_dump_traceback_later()
 
 
 def _answer(reward: Reward, call: Call) -> Answer | Failure:
     try:
-        return Answer(number=call.number, values=call_all(reward, call.problem, call.texts))
+        return Answer(number=call.number, values=call_all(reward, call.completions))
     except RewardError as error:
         return Failure(number=call.number, message=str(error), traceback=error.traceback)
 
 
-async def _serve_asynchronous(channel: Channel, reward: Reward, settings: WorkerSettings) -> None:
+async def _serve_asynchronous(channel: Channel, reward: Reward, timeout_seconds: float) -> None:
     """Serve calls in an event loop, which also runs between calls."""
     loop = asyncio.get_running_loop()
     arrived = asyncio.Event()
@@ -225,13 +225,13 @@ async def _serve_asynchronous(channel: Channel, reward: Reward, settings: Worker
         loop.remove_reader(channel.descriptor)
         if (call := channel.receive()) is None:
             return
-        channel.send(await _answer_asynchronous(reward, call, settings.timeout_seconds))
+        channel.send(await _answer_asynchronous(reward, call, timeout_seconds))
 
 
 async def _answer_asynchronous(reward: Reward, call: Call, timeout_seconds: float) -> Answer | Failure:
     try:
         async with asyncio.timeout(timeout_seconds):
-            return Answer(number=call.number, values=await await_all(reward, call.problem, call.texts))
+            return Answer(number=call.number, values=await await_all(reward, call.completions))
     except TimeoutError:
         return Failure(number=call.number, message=f"reward {reward.name} took longer than {timeout_seconds:g} s")
     except RewardError as error:

@@ -20,14 +20,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
 import structlog
 from msgspec import Struct, msgpack
+from msgspec.structs import replace
 
-from clotho.rewards.values import RewardError, Values, too_large
+from clotho.rewards.registry import GroupParameters, RewardOptions
+from clotho.rewards.values import Completions, RewardError, Values, too_large
 from clotho.rewards.worker import (
     BOOT,
     CONNECTION_LOST,
@@ -42,7 +44,6 @@ from clotho.rewards.worker import (
     frame,
 )
 from protocols.errors import ProfileError
-from protocols.prompt import Problem
 
 IMPORT_SECONDS = 300.0
 """Time limit for the start of a worker, which imports the user's module."""
@@ -75,33 +76,35 @@ class WorkerEnded(RewardError):
     """The worker process ended, or was killed at a limit. It cannot be used again."""
 
 
-class WorkerLimits(Struct, frozen=True, kw_only=True):
-    """Limits of a worker process. timeout_seconds: for a call, which computes the values of one group."""
+class ProcessFunction(Struct, frozen=True, kw_only=True):
+    """A function in worker processes. The time limit of the options is that of a call, which scores one group."""
 
-    timeout_seconds: float
+    name: str
+    options: RewardOptions
     memory_bytes: int
 
 
 class WorkerProcess:
     """One worker process. Answers one call at a time."""
 
-    def __init__(self, name: str, limits: WorkerLimits, *, on_output: Callable[[bytes], None]) -> None:
+    def __init__(self, function: ProcessFunction, *, on_output: Callable[[bytes], None]) -> None:
         """Start the process. Needs a running event loop. Raises OSError if the system refuses."""
-        self._name, self._limits, self._on_output = name, limits, on_output
+        self._function, self._on_output = function, on_output
         self._loop = asyncio.get_running_loop()
         self._number = 0
         self._asynchronous = False
+        self.group: GroupParameters | None = None
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         self._output, their_output = os.pipe()
         os.set_blocking(self._output, False)
         settings = WorkerSettings(
-            name=name,
+            name=function.name,
+            options=function.options,
             path=sys.path,
             parent=os.getpid(),
             descriptor=theirs.fileno(),
-            timeout_seconds=limits.timeout_seconds,
-            memory_bytes=limits.memory_bytes,
+            memory_bytes=function.memory_bytes,
         )
         try:
             self._process = subprocess.Popen(
@@ -129,16 +132,18 @@ class WorkerProcess:
             raise ProfileError(message.message)
         if not isinstance(message, Ready):
             raise self._end("sent an invalid answer")
-        self._asynchronous = message.asynchronous
+        self._asynchronous, self.group = message.asynchronous, message.group
 
-    async def call(self, problem: Problem, texts: Sequence[str]) -> Values:
+    async def call(self, completions: Completions) -> Values:
         """Return the values of the function. Raises RewardError, and WorkerEnded if the process cannot be used again.
 
         A cancelled call kills the process.
         """
         self._number += 1
-        request = frame(Call(number=self._number, problem=problem, texts=tuple(texts)))
-        limit = self._limits.timeout_seconds
+        if self.group is None or not self.group.accepts("completion_ids"):
+            completions = replace(completions, tokens=())
+        request = frame(Call(number=self._number, completions=completions))
+        limit = self._function.options.timeout_seconds
         try:
             message = await self._answer(request, limit, grace_seconds=GRACE_SECONDS if self._asynchronous else 0.0)
         except asyncio.CancelledError:
@@ -146,7 +151,9 @@ class WorkerProcess:
             raise
         if isinstance(message, Failure) and message.number == self._number:
             raise RewardError(message.message, traceback=message.traceback)
-        if not isinstance(message, Answer) or message.number != self._number or len(message.values) != len(texts):
+        if not isinstance(message, Answer) or message.number != self._number:
+            raise self._end("sent an invalid answer")
+        if len(message.values) != len(completions.texts):
             raise self._end("sent an invalid answer")
         if any(value is not None and too_large(value) for value in message.values):
             raise self._end("sent an invalid answer")
@@ -180,7 +187,7 @@ class WorkerProcess:
         """Kill the process, and return the error."""
         self._read_output()
         self.kill()
-        return WorkerEnded(f"reward {self._name} {reason}")
+        return WorkerEnded(f"reward {self._function.name} {reason}")
 
     async def _answer(self, request: bytes, limit_seconds: float, *, grace_seconds: float = 0.0) -> WorkerMessage:
         """Send the request and wait for a message, within the time and memory limits. Raises WorkerEnded."""
@@ -198,8 +205,8 @@ class WorkerProcess:
                     await asyncio.wait({receiving}, timeout=POLL_SECONDS)  # an answer may have arrived before the end
                     if not receiving.done():
                         raise self._end(self._how_it_ended())
-                if self._resident_bytes() > self._limits.memory_bytes:
-                    limit = self._limits.memory_bytes // 2**20
+                if self._resident_bytes() > self._function.memory_bytes:
+                    limit = self._function.memory_bytes // 2**20
                     raise self._end(f"used more than {limit} MB of memory (rewards.memory_limit_mb)")
         except (EOFError, OSError):
             await self._wait_for_exit()
@@ -267,14 +274,17 @@ class WorkerProcess:
 class WorkerPool:
     """The worker processes of one reward function. Every call uses one of them for itself.
 
+    group: parameters of a function of a group; None for other functions, and before the first process is ready.
+
     A further process starts when a call has waited for as long as a start takes, up to `max_workers`. A process that
     ends is replaced, unless `MAX_ENDED` have ended within `WINDOW_SECONDS`.
     """
 
-    def __init__(self, name: str, limits: WorkerLimits, *, max_workers: int) -> None:
-        self.names: tuple[str, ...] = (name,)
-        self._name, self._limits, self._max_workers = name, limits, max_workers
-        self._output = OutputLog(name)
+    def __init__(self, function: ProcessFunction, *, max_workers: int) -> None:
+        self.names: tuple[str, ...] = (function.name,)
+        self.group: GroupParameters | None = None
+        self._function, self._name, self._max_workers = function, function.name, max_workers
+        self._output = OutputLog(function.name)
         self._workers: set[WorkerProcess] = set()
         self._idle: list[WorkerProcess] = []
         self._waiting: deque[asyncio.Future[WorkerProcess]] = deque()
@@ -290,12 +300,12 @@ class WorkerPool:
         except WorkerEnded as error:
             raise ProfileError(f"rewards.name {self._name!r} cannot be imported: {error}") from None
 
-    async def __call__(self, problem: Problem, texts: Sequence[str]) -> list[Values]:
-        """Return the value of the function for every text. Raises RewardError."""
+    async def __call__(self, completions: Completions) -> list[Values]:
+        """Return the value of the function for every completion. Raises RewardError."""
         worker = await self._acquire()
         self._output.begin()
         try:
-            values = await worker.call(problem, texts)
+            values = await worker.call(completions)
         except WorkerEnded as error:
             self._workers.discard(worker)
             self._count_end(str(error))
@@ -383,7 +393,7 @@ class WorkerPool:
         """Start a process and wait until it is ready. Raises ProfileError or WorkerEnded."""
         began = time.monotonic()
         try:
-            worker = WorkerProcess(self._name, self._limits, on_output=self._output.add)
+            worker = WorkerProcess(self._function, on_output=self._output.add)
         except OSError as error:
             raise WorkerEnded(f"reward {self._name} has no process: {error.strerror or error}") from error
         self._workers.add(worker)
@@ -393,7 +403,7 @@ class WorkerPool:
             self._workers.discard(worker)
             worker.kill()
             raise
-        self._start_seconds = time.monotonic() - began
+        self._start_seconds, self.group = time.monotonic() - began, worker.group
         return worker
 
     def _count_end(self, reason: str) -> None:

@@ -22,7 +22,7 @@ from clotho.monitoring.metrics import RunHistory
 from clotho.monitoring.run_alarms import RunAlarms
 from clotho.monitoring.terminal_text import relative_path
 from clotho.monitoring.trackers import Tracker
-from clotho.rewards.registry import EXPECTED
+from clotho.rewards.registry import expected
 from clotho.rewards.runner import RewardRunner
 from clotho.run.custom_actors import Services
 from clotho.run.prompts import PromptBuilder
@@ -178,6 +178,6 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
 
 def _described(reward: RewardSection) -> str:
     """Return weight and name of a reward, and what it expects if that is known."""
-    expected = f": {EXPECTED[reward.name]}" if reward.name in EXPECTED else ""
+    description = f": {text}" if (text := expected(reward)) else ""
     types = f" ({', '.join(reward.types)})" if reward.types else ""
-    return f"{reward.weight:g} {reward.name}{types}{expected}"
+    return f"{reward.weight:g} {reward.name}{types}{description}"

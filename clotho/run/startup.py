@@ -30,7 +30,7 @@ from clotho.monitoring.run_alarms import RunAlarms
 from clotho.monitoring.trackers import TrackedRun, open_trackers
 from clotho.preflight.start import PreflightReport, start_findings, write_report
 from clotho.rewards.overlong import Overlong
-from clotho.rewards.registry import EXPECTED
+from clotho.rewards.registry import expectations
 from clotho.rewards.runner import RewardRunner
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import load_factory
@@ -164,7 +164,7 @@ async def _build_context(
         ),
         replacements=_cell("replacements", ledger.ended - progress.step * profile.learner.batch_size),
         logged=Latest[int]("logged"),
-        alarms=RunAlarms(EXPECTED, reported=[finding.name for finding in preflight]),
+        alarms=RunAlarms(expectations(profile.rewards), reported=[finding.name for finding in preflight]),
         trackers=open_trackers(profile.tracking, profile.trackers, _tracked(profile, directory)),
         sample_log=SampleLog(capacity_tokens=_sample_log_tokens(profile), logit_bias=profile.sampling.logit_bias),
         swap_times=SwapTimes(),
@@ -268,13 +268,17 @@ def _build_rewards(profile: Profile) -> RewardRunner:
     if isinstance(penalty := objective.overlong_penalty, LinearOverlongPenalty):
         overlong = Overlong(max_tokens=profile.sampling.max_tokens, buffer=penalty.buffer, penalty=penalty.max_penalty)
     within_group = not isinstance(objective.advantage, BatchAdvantage | EnvironmentAdvantage)
-    return RewardRunner(profile.rewards, overlong=overlong, keep_zero_variance=not within_group)
+    return RewardRunner(
+        profile.rewards, overlong=overlong, keep_zero_variance=not within_group, max_steps=profile.steps
+    )
 
 
 def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> LoadedPrompts:
     """The prompts of the run, checked against the context length and the engine's limits."""
     loaded = load_prompts(profile, policy.tokenizer, rewards.grade)
     held_out = loaded.held_out
+    if isinstance(profile.atropos, Off):
+        rewards.require_columns([*loaded.builder.problems, *held_out.problems])
     longest = max(loaded.builder.longest_prompt, held_out.longest_prompt)
     _require_short_prompts(longest, policy.context_length, profile)
     _require_valid_requests(longest, policy, profile)

@@ -23,7 +23,7 @@ from bench.measurement import Measurement
 from bench.runs import Record
 from clotho.config.load import load_profile
 from clotho.config.schema import Lora
-from clotho.rewards import choice_correctness, last_number, math_eval, tag_format
+from clotho.rewards import choice_correctness, math_eval, tag_format
 from protocols.prompt import Problem
 from protocols.sampling import Completion, SampleRequest, Sampling
 from tests.bench.made_measurements import measurement
@@ -67,7 +67,9 @@ def test_the_task_of_other_trainers_equals_the_profile() -> None:
     assert (profile.policy.method.rank, profile.policy.method.effective_scale) == (ARITHMETIC.rank, ARITHMETIC.scale)
     assert profile.sampling.max_tokens == ARITHMETIC.max_tokens
     form, answer = (weight for weight, _ in ARITHMETIC.rewards)
-    assert [reward.weight for reward in profile.rewards] == [form, answer, answer]
+    assert {reward.name: reward.weight for reward in profile.rewards} == {
+        "format": form, "math_eval": answer, "choice_correctness": answer, "jaccard": 1.0
+    }  # fmt: skip
 
 
 ADDITION_TEXTS = (
@@ -79,7 +81,7 @@ ADDITION_TEXTS = (
 def test_other_trainers_use_the_same_rule_for_sums() -> None:
     """The rule is duplicated because the contenders lack the dependencies of ours."""
     problem = Problem(prompt="47 + 85 =", answer="132", type="")
-    ours = {text: last_number.reward(problem, text) for text in ADDITION_TEXTS}
+    ours = {text: math_eval.reward(problem, text, answer_in="last_number") for text in ADDITION_TEXTS}
     assert {text: addition_task.is_correct(text, "132") for text in ADDITION_TEXTS} == ours
     assert set(ours.values()) == {0.0, 1.0}
 
@@ -93,7 +95,7 @@ def test_the_addition_task_of_other_trainers_equals_the_profile(
     assert isinstance(profile.policy.method, Lora)
     assert (found.rank, found.scale) == (profile.policy.method.rank, profile.policy.method.effective_scale)
     assert (found.max_tokens, found.system) == (profile.sampling.max_tokens, profile.data.system)
-    assert [reward.name for reward in profile.rewards] == ["last_number"]
+    assert [(reward.name, reward.answer_in) for reward in profile.rewards] == [("math_eval", "last_number")]
     assert [str(found.problems / "train.jsonl"), str(found.problems / "heldout.jsonl")] == [
         str(Path(profile.data.train).resolve()),
         str(Path(profile.data.heldout).resolve()),

@@ -34,6 +34,11 @@ def load(tmp_path: Path, contents: str | bytes, columns: Columns | None = None) 
     return load_problems(Source(path=str(write(tmp_path, contents))), columns=columns or Columns())
 
 
+def without_columns(found: list[Problem]) -> list[Problem]:
+    """Return the problems without the columns of the file."""
+    return [replace(problem, extra={}) for problem in found]
+
+
 def read(path: str | Path) -> list[Problem]:
     """Load a dataset with the default columns."""
     return load_problems(Source(path=str(path)), columns=Columns())
@@ -50,9 +55,8 @@ def refusal(tmp_path: Path, contents: str | bytes, columns: Columns | None = Non
 def test_lines_and_lists_give_the_same_problems(tmp_path: Path) -> None:
     """Also with a byte order mark, blank lines and CRLF."""
     expected = [Problem(prompt="1+1?", answer="2", type="sum")] * 2
-    assert load(tmp_path, f"{GOOD}\n{GOOD}\n") == expected
-    assert load(tmp_path, f"\ufeff\n\n{GOOD}\r\n   \r\n{GOOD}") == expected
-    assert load(tmp_path, f"\ufeff [\n{GOOD},\n{GOOD}]") == expected
+    for text in (f"{GOOD}\n{GOOD}\n", f"\ufeff\n\n{GOOD}\r\n   \r\n{GOOD}", f"\ufeff [\n{GOOD},\n{GOOD}]"):
+        assert without_columns(load(tmp_path, text)) == expected
 
 
 def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
@@ -63,7 +67,7 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
 def test_columns_can_be_renamed_and_types_defaulted(tmp_path: Path) -> None:
     """For datasets with other column names."""
     found = load(tmp_path, '{"question": "q", "answer": "a"}', Columns(prompt="question", default_type="gsm"))
-    assert found == [Problem(prompt="q", answer="a", type="gsm")]
+    assert without_columns(found) == [Problem(prompt="q", answer="a", type="gsm")]
 
 
 TURNS = [
@@ -78,8 +82,8 @@ def test_a_conversation_is_the_prompt_up_to_the_last_message_of_the_user(tmp_pat
     """In the column of messages or of the prompt. The assistant's last message is the answer if no column has one."""
     answered = [*TURNS, {"role": "assistant", "content": "4", "name": None}]
     expected = Problem(prompt="2+2?", answer="4", type="problem", messages=tuple(TURNS))
-    assert load(tmp_path, json.dumps({"messages": answered})) == [replace(expected, completion="4")]
-    assert load(tmp_path, json.dumps({"prompt": TURNS, "answer": 4})) == [expected]
+    for same, reference in (({"messages": answered}, "4"), ({"prompt": TURNS, "answer": 4}, "")):
+        assert without_columns(load(tmp_path, json.dumps(same))) == [replace(expected, completion=reference)]
     assert load(tmp_path, json.dumps({"prompt": answered, "answer": 5}))[0].answer == "5"
     record = {"messages": TURNS, "prompt": "the prompt has priority", "answer": "a"}
     assert load(tmp_path, json.dumps(record))[0].messages == ()
@@ -95,12 +99,16 @@ def test_a_system_message_of_the_problem_replaces_that_of_the_profile(tmp_path: 
     assert conversation(without, "") == TURNS[1:2]
 
 
-def test_other_columns_are_passed_on_as_json_values(tmp_path: Path) -> None:
-    """Rewards read them in `problem.extra`. The tools of a conversation may be JSON text."""
+def test_all_columns_are_passed_on_as_json_values(tmp_path: Path) -> None:
+    """Rewards read them in `problem.extra`, under their names in the file. The tools may be JSON text."""
     tool = {"type": "function", "function": {"name": "add"}}
     record = {"prompt": "q", "answer": "a", "tools": json.dumps([tool]), "level": 3, "tests": ["x", {"y": 1.5}]}
     (found,) = load(tmp_path, json.dumps(record))
-    assert (found.tools, found.extra) == ((tool,), {"level": 3, "tests": ["x", {"y": 1.5}]})
+    assert (found.tools, found.extra) == ((tool,), record)
+    columns = Columns(prompt="question", answer="solution", type="kind", answer_pattern=r"#### (\d+)")
+    named = {"question": "q", "solution": "1 + 2\n#### 3", "kind": "math"}
+    (found,) = load(tmp_path, json.dumps(named), columns)
+    assert found.extra == named | {"solution": "3"}
 
 
 def test_the_answer_is_the_last_match_of_a_pattern(tmp_path: Path) -> None:
@@ -134,13 +142,14 @@ def test_a_reference_completion_is_text_that_the_policy_could_write(
     columns = Columns(answer_pattern=r"####\s*(.+)") if "answer" in record else Columns()
     (found,) = load(tmp_path, json.dumps({"prompt": "1+1?", "answer": "2"} | record), columns)
     assert found.completion == completion
-    assert found.extra == {key: value for key, value in record.items() if key == "completion"}
+    assert found.extra.get("completion") == record.get("completion")
     assert problems_fingerprint([found]) == problems_fingerprint([replace(found, completion="")])
 
 
 def test_problems_may_have_no_answer(tmp_path: Path) -> None:
     """For rewards that judge the completion alone: the name of the column is empty."""
-    assert load(tmp_path, '{"prompt": "q"}', Columns(answer="")) == [Problem(prompt="q", answer="", type="problem")]
+    found = load(tmp_path, '{"prompt": "q"}', Columns(answer=""))
+    assert without_columns(found) == [Problem(prompt="q", answer="", type="problem")]
 
 
 def test_the_fingerprint_depends_on_the_problems_alone(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from clotho.preflight.problems import problem_findings
 from clotho.preflight.rehearsal import update_findings
 from clotho.preflight.settings import setting_findings
 from clotho.preflight.template import TemplateUse, check_template
-from clotho.rewards.registry import EXPECTED
+from clotho.rewards.registry import expectations
 from protocols.collapse import CollapseState
 from protocols.finding import Finding
 from protocols.summary import MemoryLimit
@@ -49,12 +49,12 @@ class Fault(Struct, frozen=True, kw_only=True):
 
 def rewards_always(value: float) -> Callable[[Path, pytest.MonkeyPatch], Iterator[Finding]]:
     """Every completion of four groups has this reward."""
-    return lambda path, patch: completion_findings([scored((value, value))] * 4, EXPECTED)
+    return lambda path, patch: completion_findings([scored((value, value))] * 4, expectations(REWARDS))
 
 
 def everything_truncated(path: Path, patch: pytest.MonkeyPatch) -> Iterator[Finding]:
     """Every completion reaches the token limit."""
-    return completion_findings([scored((0.0, 0.0), finish="length")] * 4, EXPECTED)
+    return completion_findings([scored((0.0, 0.0), finish="length")] * 4, expectations(REWARDS))
 
 
 def template(

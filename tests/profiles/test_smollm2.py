@@ -12,8 +12,7 @@ import pytest
 from bench.runs import accuracies, run_pipeline
 from clotho.__main__ import main
 from clotho.config.load import load_profile
-from clotho.rewards import last_number
-from clotho.rewards.registry import EXPECTED
+from clotho.rewards.registry import RewardOptions, expectations, load_reward
 from profiles.smollm2.__main__ import HELD_OUT, NUMBERS, TRAINING, make
 from protocols.prompt import Problem
 
@@ -47,11 +46,13 @@ def test_another_seed_makes_other_problems(tmp_path: Path) -> None:
 
 def test_every_answer_is_the_sum_of_two_numbers_with_two_digits() -> None:
     """The reward of the profile accepts it."""
+    (section,) = load_profile("smollm2").rewards
+    reward = load_reward(section.name, RewardOptions(answer_in=section.answer_in or "tags"))
     for name, count in FILES.items():
         found = problems(name)
         assert len(found) == count
         assert all(sum(pair(one)) == int(one.answer) and set(pair(one)) <= set(NUMBERS) for one in found)
-        assert all(last_number.reward(one, f"The answer is {one.answer}.") == 1.0 for one in found)
+        assert all(reward(one, f"The answer is {one.answer}.") == 1.0 for one in found)
 
 
 def test_no_sum_is_both_trained_and_held_out() -> None:
@@ -93,7 +94,8 @@ def test_a_model_that_earns_no_default_reward_is_reported_in_its_first_batch(tmp
     events = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     (found,) = [event for event in events if event.get("finding") in ("no_reward", "all_truncated")]
     first = json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    assert all(EXPECTED[name] in found["fact"] for name in ("format", "math_eval"))
+    expected = expectations(load_profile("local-m3").rewards)
+    assert all(expected[name] in found["fact"] for name in ("format", "math_eval"))
     assert found["example"]
     assert [finding["name"] for finding in first["findings"]] == [found["finding"]]
     assert status == 1

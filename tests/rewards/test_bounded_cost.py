@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clotho.rewards.registry import BUILT_IN
+from clotho.rewards.registry import BUILT_IN, load_reward
 from tests.rewards.groups import problem
 
 ANSWERS = {
@@ -36,10 +36,10 @@ PROBLEMS = [problem("42"), problem("B", prompt="Which is larger? A) 1 B) 2"), pr
 
 
 @pytest.mark.parametrize("largest", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", list(BUILT_IN))
+@pytest.mark.parametrize("name", [name for name, built_in in BUILT_IN.items() if built_in.function])
 def test_a_built_in_reward_reads_a_long_pathological_completion(name: str, largest: int) -> None:
     """It returns a value from 0 to 1, or None. A quadratic function would not return within the time of the suite."""
-    reward = BUILT_IN[name]
+    reward = load_reward(name)
     completions = [part * (largest // len(part)) for part in TAGS]
     for part in ANSWERS.values():
         for size in (990, 1990, largest):
@@ -48,4 +48,4 @@ def test_a_built_in_reward_reads_a_long_pathological_completion(name: str, large
     for completion in completions:
         for one in PROBLEMS:
             value = reward(one, completion)
-            assert value is None or 0.0 <= float(value) <= 1.0  # type: ignore[arg-type]
+            assert value is None or 0.0 <= value <= 1.0

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from clotho.rewards.calls import Caller, WorkerThreads
-from clotho.rewards.values import Reward, RewardError
+from clotho.rewards.values import Completions, Reward, RewardError
 from protocols.prompt import Problem
 
 PROBLEM = Problem(prompt="?", answer="1", type="echo")
@@ -83,14 +83,14 @@ async def test_an_abandoned_call_is_interrupted_again_at_the_next_call(monkeypat
 
     caller = Caller([Reward(name="mine", function=reward)], timeout_seconds=0.05, threads=WorkerThreads())
     with pytest.raises(RewardError, match="took longer"):
-        await caller(PROBLEM, ["endless"])
+        await caller(Completions(problem=PROBLEM, texts=("endless",)))
     with anyio.fail_after(10):
         while not dropped:
             await anyio.lowlevel.checkpoint()
         caller._timeout_seconds = 10.0
         (hanging,) = caller._hanging
         assert [call.alive for call in caller._hanging] == [True]
-        assert await caller(PROBLEM, ["good"]) == [(1.0,)]
+        assert await caller(Completions(problem=PROBLEM, texts=("good",))) == [(1.0,)]
         while hanging.alive:
             await anyio.lowlevel.checkpoint()
     assert dropped == ["Interrupted"]

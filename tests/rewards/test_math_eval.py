@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 
 from clotho.rewards.math_eval import reward
+from protocols.prompt import AnswerIn
 from tests.rewards.groups import answered, problem
 
 
@@ -72,3 +73,48 @@ def test_every_problem_of_a_large_dataset_is_scored() -> None:
     """More problems than the parse cache holds."""
     problems = [problem(str(i)) for i in range(3000)]
     assert sum(reward(one, answered(f"{i} + 1 = {i}")) or 0.0 for i, one in enumerate(problems)) == 3000
+
+
+@pytest.mark.parametrize(
+    ("answer_in", "reference", "completion", "value"),
+    [
+        ("tags", "42", "<think>15 + 27</think>\n<answer>\nThe answer is **42**.\n</answer>", 1.0),
+        ("tags", "42", "<answer>41</answer> Let me check again. <answer>42</answer>", 1.0),
+        ("tags", "42", "<think>15 + 27 is <answer>42</answer>", 0.0),
+        ("tags", "42", "<think>15 + 27</think><answer>42", 0.0),
+        ("tags", "1234.5", "<answer>$1,234.50</answer>", 1.0),
+        ("tags", "-5", "<answer>−5 °C</answer>", 1.0),
+        ("tags", "0.5", "<answer>50%</answer>", 1.0),
+        ("tags", "3/4", r"<answer>\(\dfrac{3}{4}\)</answer>", 1.0),
+        ("boxed", "1/2", r"Therefore, $$x = \boxed{\frac{1}{2}}.$$", 1.0),
+        ("boxed", "2.5", r"The area is \(\boxed{\dfrac{5}{2}\ \text{cm}^2}\).", 1.0),
+        ("boxed", "1234", r"\boxed{1{,}234}", 1.0),
+        ("boxed", "12.5", r"The rate is $\boxed{12.5\%}$", 1.0),
+        ("boxed", "7", r"We first get \boxed{5}. Correcting the sign, \boxed{7}.", 1.0),
+        ("boxed", "7", r"We first get \boxed{7}. Correcting the sign, \boxed{5}.", 0.0),
+        ("boxed", "-3", r"\boxed{−3}", 1.0),
+        ("boxed", "42", r"<think>\boxed{42}</think> I am not sure.", 0.0),
+        ("boxed", "42", "The answer is 42.", 0.0),
+        ("boxed", "42", r"The answer is \boxed{42", 0.0),
+        ("hashes", "18", "She makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18", 1.0),
+        ("hashes", "70000", "The profit is 200000 - 130000.\n#### $70,000", 1.0),
+        ("hashes", "18", "#### The answer is **18** dollars.", 1.0),
+        ("hashes", "18", "She makes 18 dollars.", 0.0),
+        ("last_number", "132", "The answer is 132.", 1.0),
+        ("last_number", "132", "132 is 47 + 85", 0.0),
+        ("last_number", "1320.5", "$1,320.50!", 1.0),
+        ("last_number", "-5", "It is −5 degrees.", 1.0),
+        ("last_number", "5", "It is -5", 0.0),
+        ("last_number", "0.5", "The probability is 50%.", 1.0),
+        ("last_number", "0.5", r"The probability is $\frac{1}{2}$.", 1.0),
+        ("last_number", "42", "The answer is **42**.", 1.0),
+        ("last_number", "42", "<think>15 + 27 = 42", 0.0),
+        ("last_number", "9", "9" * 5000, 0.0),
+        ("text", "42", "**42**", 1.0),
+        ("text", "42", "<think>15 + 27</think>\n\nThe answer is 42.", 1.0),
+        ("text", "42", "Adding them gives 42, I think.", 0.0),
+    ],
+)
+def test_realistic_completions(answer_in: AnswerIn, reference: str, completion: str, value: float) -> None:
+    """LaTeX, units, thousands, percents, Unicode, several answers and truncated texts, in every place."""
+    assert reward(problem(reference), completion, answer_in=answer_in) == value

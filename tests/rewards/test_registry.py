@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from clotho.rewards.registry import BUILT_IN, is_async, load_reward
+from clotho.config.schema import RewardSection
+from clotho.rewards.registry import (
+    BUILT_IN,
+    RewardFunction,
+    RewardOptions,
+    expectations,
+    expects_tag,
+    group_parameters,
+    is_async,
+    load_reward,
+)
 from protocols.errors import ProfileError
 from tests.rewards import sample_rewards
 from tests.rewards.groups import answered, problem
@@ -27,11 +37,58 @@ def count(problem, completion):
 
 
 def test_every_built_in_reward_is_loaded_by_name() -> None:
-    """Each of them gives a correct answer the reward 1."""
-    assert set(BUILT_IN) == {"format", "math_eval", "last_number", "jaccard", "choice_correctness", "exact"}
-    for name in BUILT_IN:
-        answer = "B" if name == "choice_correctness" else "42"
+    """Each of them gives a correct answer the reward 1. Those that need a library or settings run in processes."""
+    in_threads = {name for name, built_in in BUILT_IN.items() if built_in.function is not None}
+    assert in_threads == {"format", "math_eval", "jaccard", "choice_correctness", "exact"}
+    for name in in_threads:
+        answer = {"choice_correctness": "B", "jaccard": "Paris"}.get(name, "42")
         assert load_reward(name)(problem(answer), answered(answer)) == 1.0
+
+
+def test_the_answer_is_found_where_the_options_say() -> None:
+    """In every function that reads an answer."""
+    boxed = RewardOptions(answer_in="boxed")
+    assert load_reward("math_eval", boxed)(problem("42"), r"\boxed{42}") == 1.0
+    assert load_reward("math_eval", boxed)(problem("42"), answered("42")) == 0.0
+
+
+def test_what_a_reward_expects_follows_the_place_of_the_answer() -> None:
+    """One text per name; the texts of two sections with the same name are joined."""
+    sections = [
+        RewardSection(name="format"),
+        RewardSection(name="exact", types=("a",), answer_in="boxed"),
+        RewardSection(name="exact", types=("b",), answer_in="hashes"),
+        RewardSection(name="mine:reward"),
+    ]
+    found = expectations(sections)
+    assert found.keys() == {"format", "exact"}
+    assert "boxed" in found["exact"]
+    assert "####" in found["exact"]
+    assert [expects_tag(section) for section in [*sections, RewardSection(name="exact")]] == [
+        True, False, False, False, True
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "required"),
+    [
+        (lambda completions: [], ("completions",)),
+        (lambda prompts, completions, **kwargs: [], ("prompts", "completions")),
+        (lambda completions, solution, scale=2.0, **columns: [], ("completions", "solution")),
+        (lambda *, completion_ids, **kwargs: [], ("completion_ids",)),
+        (lambda **kwargs: [], ()),
+        (lambda problem, completion: 0.0, None),
+        (lambda problem, completion, **kwargs: 0.0, None),
+        (lambda *arguments: 0.0, None),
+        (min, None),
+    ],
+)
+def test_a_function_of_a_group_is_recognized_by_its_parameters(
+    function: RewardFunction, required: tuple[str, ...] | None
+) -> None:
+    """As GRPOTrainer of TRL calls it: by keyword, with lists."""
+    found = group_parameters(function)
+    assert (found.required if found else None) == required
 
 
 def test_a_user_function_is_loaded_by_module_and_name() -> None:
@@ -74,7 +131,7 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path, content: str 
         ("Format", "did you mean format"),
         (
             "zzz",
-            "use format, math_eval, last_number, jaccard, choice_correctness, exact, module:function, or "
+            "use format, math_eval, math_verify, jaccard, choice_correctness, exact, judge, module:function, or "
             "path/to/file.py:function",
         ),
         ("", "use format"),
@@ -83,7 +140,7 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path, content: str 
         (f"{HERE}:a.b", "malformed"),
         (f"{HERE}:lenght", "did you mean length"),
         (f"{HERE}:not_a_function", "not a function but a value of type int"),
-        (f"{HERE}:one_argument", "does not accept (problem, completion)"),
+        (f"{HERE}:one_argument", "accepts neither (problem, completion) nor a list"),
         ("no_such_module_anywhere:f", "ModuleNotFoundError"),
         ("tests.rewards.broken_rewards:f", "RuntimeError: broken at import"),
         (".relative:f", "TypeError"),

@@ -10,6 +10,7 @@ from typing import Literal
 
 import anyio
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from clotho.config.schema import RewardSection
@@ -25,6 +26,7 @@ from tests.rewards import sample_rewards
 from tests.rewards.groups import answered, group, problem
 
 HERE = "tests.rewards.sample_rewards:"
+TRL = "tests.rewards.trl_rewards:"
 CHOICE = problem("B", prompt="Which is larger? A) 1 B) 2", kind="comparison")
 
 
@@ -98,6 +100,51 @@ async def test_user_functions_may_be_synchronous_or_asynchronous(
     assert isinstance(scored, ScoredGroup)
     assert scored.rewards == expected
     assert all(type(value) is float for value in scored.rewards)
+
+
+async def test_the_answer_is_found_where_the_section_says() -> None:
+    """Sections of one function may differ in the place."""
+    sections = (
+        RewardSection(name="math_eval", types=("arithmetic",), answer_in="boxed"),
+        RewardSection(name="math_eval", types=("words",), answer_in="hashes"),
+    )
+    with runner(*sections) as rewards:
+        boxed = await rewards.score(group(r"\boxed{42}", "#### 42"))
+        hashes = await rewards.score(group(r"\boxed{42}", "#### 42", of=problem("42", kind="words")))
+    assert (boxed.rewards, hashes.rewards) == ((1.0, 0.0), (0.0, 1.0))
+
+
+@pytest.mark.parametrize("run_in", ["process", "thread"])
+async def test_functions_for_trl_score_a_group_at_once(run_in: Literal["process", "thread"]) -> None:
+    """Token ids and the version that sampled the group reach the function, from any place."""
+    names = ("rank_in_group", "reward_ids", "scheduled", "async_reward_func")
+    sections = [RewardSection(name=f"{TRL}{name}", run_in=run_in) for name in names]
+    made = RewardRunner(sections, max_steps=4)
+    sampled = group("abc", "a")
+    completions = [replace(one, tokens=(1, 2), logprobs=(-1.0, -1.0), versions=(1, 2)) for one in sampled.completions]
+    try:
+        await made.start()
+        outcome = await made.score(replace(sampled, completions=tuple(completions)))
+    finally:
+        made.close()
+    assert isinstance(outcome, ScoredGroup)
+    assert [outcome.parts[f"{TRL}{name}"] for name in names] == [(1.0, 0.0), (2.0, 2.0), (1.5, 0.5), (3.0, 1.0)]
+
+
+@pytest.mark.parametrize("run_in", ["process", "thread"])
+async def test_a_dataset_without_a_column_that_a_function_needs_is_refused(
+    run_in: Literal["process", "thread"],
+) -> None:
+    """Before training. One record with the column suffices."""
+    made = RewardRunner((RewardSection(name=f"{TRL}reward_func", run_in=run_in),))
+    without = problem()
+    try:
+        await made.start()
+        with pytest.raises(ProfileError, match=r"'ground_truth'.*did you mean ground_truths"):
+            made.require_columns([without, replace(without, extra={"ground_truths": "4"})])
+        made.require_columns([without, replace(without, extra={"ground_truth": "4"})])
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize("run_in", ["process", "thread"])
@@ -298,10 +345,22 @@ async def test_a_completion_is_correct_if_every_applicable_correct_reward_is_one
         assert await correct(rewards, problem("Paris"), answered("Paris")) == [None]
 
 
+async def test_every_answer_has_one_of_three_rewards() -> None:
+    """A number, a letter and free text: `math_eval`, `choice_correctness` and `jaccard`."""
+    names = ("math_eval", "choice_correctness", "jaccard")
+    with runner(*(RewardSection(name=name) for name in names)) as rewards:
+        for of, right in ((problem("42"), "42"), (CHOICE, "B"), (problem("Mount Everest"), "Mount Everest")):
+            outcome = await rewards.score(group(answered(right), "", of=of))
+            assert isinstance(outcome, ScoredGroup)
+            assert outcome.rewards == (1.0, 0.0)
+            assert [outcome.parts[name] for name in names].count((None, None)) == 2
+
+
 async def test_partial_credit_is_not_correct() -> None:
     """Only the value 1 is."""
     with runner(RewardSection(name="jaccard", correct=True)) as rewards:
-        assert await correct(rewards, problem("a b"), answered("a"), answered("b a")) == [False, True]
+        of = problem("red green")
+        assert await correct(rewards, of, answered("red"), answered("green red")) == [False, True]
 
 
 async def test_correctness_is_undefined_without_a_correct_reward() -> None:
@@ -342,6 +401,12 @@ async def test_a_failing_reward_leaves_a_completion_without_reward(name: str) ->
         ([RewardSection(name=f"{HERE}length", run_in="thread", max_workers=2)], "rewards.max_workers .* no effect"),
         ([RewardSection(name="exact", memory_limit_mb=100)], "rewards.memory_limit_mb .* no effect"),
         ([RewardSection(name="exact", run_in="process")], "rewards.run_in"),
+        ([RewardSection(name="math_verify", run_in="thread")], "rewards.run_in"),
+        ([RewardSection(name="format", answer_in="boxed")], "rewards.answer_in .* no effect"),
+        ([RewardSection(name="judge", answer_in="text")], "rewards.answer_in .* no effect"),
+        ([RewardSection(name="no_such:f", answer_in="text")], "rewards.answer_in .* no effect"),
+        ([RewardSection(name="exact", settings={"url": "x"})], "rewards.settings .* no effect"),
+        ([RewardSection(name="no_such:f", settings={"url": "x"})], "rewards.settings .* no effect"),
         ([RewardSection(name="no_colon.py", run_in="process")], "is unknown"),
         ([RewardSection(name="exact", weight=math.inf)], "must be finite"),
         ([RewardSection(name="exact", weight=math.nan)], "must be finite"),

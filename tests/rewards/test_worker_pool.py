@@ -178,7 +178,7 @@ async def test_the_resident_memory_is_checked_where_the_system_ignores_its_limit
         ("import os; os.closerange(3, 4096)", "closed the connection of its process"),
         ("raise RuntimeError('broken')", "RuntimeError: broken"),
         ("reward = 3", "is not a function"),
-        ("def reward(completion): return 0", "does not accept"),
+        ("def reward(completion): return 0", "accepts neither"),
         ("def rewards(problem, completion): return 0", "did you mean rewards"),
     ],
 )
@@ -314,3 +314,13 @@ async def test_what_a_function_prints_is_in_the_event_log() -> None:
     assert len(lines) == worker_pool.MAX_OUTPUT_LINES
     assert lines[3]["line"] == "3 \x1b[2J"
     assert lines[3]["reward"] == f"{HOSTILE}misbehaves"
+
+
+@pytest.mark.parametrize("name", ["sleeps_in_c", pytest.param("backtracks", marks=pytest.mark.slow)])
+async def test_native_code_of_a_function_of_a_group_ends_at_the_time_limit(name: str) -> None:
+    """Also while it holds the GIL: the process is killed, and the next group has another one."""
+    async with runner(f"tests.rewards.trl_rewards:{name}", timeout_seconds=0.2) as rewards:
+        outcome = await rewards.score(group("a", "b"))
+    assert isinstance(outcome, Discarded)
+    assert outcome.reason == "reward_error"
+    assert TIMEOUT in outcome.detail
