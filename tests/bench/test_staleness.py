@@ -1,69 +1,53 @@
-"""`python -m bench staleness`: valid profiles, runs that are not repeated, and the table."""
+"""`python -m bench staleness`: valid profiles, and the table."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from msgspec.structs import replace
 
-from bench import staleness
 from bench.fingerprint import fingerprint
-from bench.staleness import METHODS, StalenessRun, arguments, table
+from bench.staleness import FLAGS, METHODS, table
+from bench.trials import Method, Outcome, Point, Trial, merged
 from clotho.config.flags import parse_arguments
 from clotho.config.load import load_profile
 from clotho.config.objectives import OptimalBaselineAdvantage, Reinforce
 from clotho.config.sections_training import EssStepScale
 
-RUN = StalenessRun(
-    profile="local-m3", method="vcpo", lag=32, seed=0, flags="", before=0.5, after=0.9, lowest=0.4, updates=60,
-    staleness=32, ess=0.5, completion_ess=0.25, step_scale=0.5, seconds=30.0, command="", fingerprint=fingerprint(),
-)  # fmt: skip
 
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("lag", [0, 32])
-def test_every_method_is_a_valid_profile_with_its_lag(method: str, lag: int) -> None:
+@pytest.mark.parametrize("method", [one for one in METHODS if one.name.endswith(("lag 0", "lag 32"))], ids=str)
+def test_every_method_is_a_valid_profile_with_its_lag(method: Method) -> None:
     """Synchronous, so that the age of a batch is the lag."""
-    parsed = parse_arguments(arguments("local-m3", method, lag, 3, "--steps 9"))
+    parsed = parse_arguments(merged("--profile learn-m3 --async false", method.flags))
     profile = load_profile(parsed.profile, parsed.overrides)
-    assert (profile.asynchronous, profile.rollouts.lag, profile.seed, profile.steps) == (False, lag, 3, 9)
+    assert (profile.asynchronous, profile.rollouts.lag) == (False, int(method.name.rpartition(" ")[2]))
     objective = profile.learner.objective
-    if method == "vcpo":
+    assert isinstance(objective.advantage, OptimalBaselineAdvantage) == (ADVANTAGE in method.flags)
+    if method.family == "vcpo":
         assert isinstance(objective, Reinforce)
-        assert isinstance(objective.advantage, OptimalBaselineAdvantage)
         assert isinstance(profile.learner.step_scale, EssStepScale)
 
 
-def test_a_run_with_results_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupted benchmark continues with the first run that is missing; other flags are other runs."""
-    measured: list[tuple[int, int, str]] = []
+ADVANTAGE = "optimal_baseline"
 
-    def measure(profile: str, method: str, lag: int, seed: int, flags: str) -> StalenessRun:
-        measured.append((lag, seed, flags))
-        if len(measured) == 2:
-            raise KeyboardInterrupt
-        return replace(RUN, profile=profile, method=method, lag=lag, seed=seed, flags=flags)
 
-    monkeypatch.setattr(staleness, "measure", measure)
-    words = ["--out", str(tmp_path / "out.jsonl"), "--methods", "vcpo", "--lags", "0", "4", "--seeds", "0", "1"]
-    with pytest.raises(KeyboardInterrupt):
-        staleness.main(words)
-    assert staleness.main(words) == 0
-    assert measured == [(0, 0, ""), (4, 0, ""), (4, 0, ""), (0, 1, ""), (4, 1, "")]
-    assert len(staleness.read(tmp_path / "out.jsonl")) == 4
-    staleness.main([*words[:-1], "--", "--steps", "9"])
-    assert measured[-2:] == [(0, 0, "--steps 9"), (4, 0, "--steps 9")]
+def outcome(name: str, *accuracies: float) -> Outcome:
+    """A method whose seeds ended at these accuracies."""
+    (method,) = (one for one in METHODS if one.name == name)
+    trials = [
+        Trial(
+            method=name, flags=method.flags, seed=seed, curve=(Point(0, 0.0, 0, 0.25), Point(9, 1.0, 9, accuracy)),
+            updates=9, rollouts=9, tokens=9, seconds=1.0, elapsed=2.0, cpu_seconds=2.0, peak_bytes=1, status=0,
+            side_by_side=1, sources="", command="", fingerprint=fingerprint(),
+        )
+        for seed, accuracy in enumerate(accuracies)
+    ]  # fmt: skip
+    return Outcome(method=method, trials=tuple(trials))
 
 
 def test_the_table_has_a_row_per_method_and_a_column_per_lag() -> None:
-    """Median, range and effective sample size of the seeds; empty cells where nothing was measured."""
-    runs = [
-        RUN,
-        replace(RUN, seed=1, after=0.8, completion_ess=0.35),
-        replace(RUN, lag=0, method="grpo", after=0.95, completion_ess=1.0),
-    ]
-    heading, rule, *rows = [line for line in table(runs).splitlines() if line.startswith("|")]
-    assert heading == "| `local-m3`, 0.500 before | lag 0 | lag 32 |"
+    """Median and range of the seeds; empty cells where nothing was measured."""
+    found = [outcome("grpo, lag 0", 0.95), outcome("vcpo, lag 32", 0.9, 0.8, 0.7), outcome("grpo, lag 32", 0.5)]
+    heading, rule, *rows = [line for line in table(found).splitlines() if line.startswith("|")]
+    assert heading == "| method | lag 0 | lag 32 |"
     assert set(rule) == set("|-:")
-    assert rows == ["| `grpo` | 0.950<br>1.00 |  |", "| `vcpo` |  | 0.850 (0.800 to 0.900)<br>0.30 |"]
+    assert rows == ["| `grpo` | 0.950 | 0.500 |", "| `vcpo` |  | 0.800 (0.700 to 0.900) |"]
+    assert len(METHODS) == 5 * len(FLAGS)
