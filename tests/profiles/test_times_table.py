@@ -7,16 +7,23 @@ import statistics
 from collections import Counter
 from pathlib import Path
 from random import Random
+from typing import cast
+
+import mlx_lm
+import pytest
+from mlx_lm.models.qwen3 import Model
+from tokenizers import Tokenizer
 
 from clotho.config.load import load_profile
-from profiles.maker.evaluate import is_right
+from profiles.maker.evaluate import complete, is_right
 from profiles.maker.problem import write_problems
 from profiles.maker.tokenizer import train_tokenizer
 from profiles.times_table_maker.__main__ import HELD_OUT, TRAINING, problems
-from profiles.times_table_maker.card import card
+from profiles.times_table_maker.card import card, row
 from profiles.times_table_maker.demonstrations import demonstrate, is_known, teach_all
+from profiles.times_table_maker.learning import measure
 from profiles.times_table_maker.problems import KINDS, draw, factors, long_multiplication
-from profiles.times_table_maker.records import read_policy_record, read_runs
+from profiles.times_table_maker.records import TARGET, RunRecord, add_run, read_policy_record, read_runs
 
 TIMES_TABLE = Path(__file__).parents[2] / "profiles" / "times_table"
 MAX_BYTES = 3_000_000
@@ -26,6 +33,11 @@ FILES = {"train.jsonl": TRAINING, "heldout.jsonl": HELD_OUT}
 def lines(name: str) -> list[dict[str, str]]:
     """Read the rows of a shipped JSONL file."""
     return [json.loads(line) for line in (TIMES_TABLE / name).read_text(encoding="utf-8").splitlines()]
+
+
+def runs(changes: str) -> list[RunRecord]:
+    """The recorded runs with these changes to the profile."""
+    return [run for run in read_runs(TIMES_TABLE) if run.changes == changes]
 
 
 def test_the_files_have_at_most_three_megabytes() -> None:
@@ -97,6 +109,56 @@ def test_the_policy_has_something_to_learn_and_can_learn_it() -> None:
     assert record.count == HELD_OUT
     assert 0.15 <= record.greedy["all"] <= 0.40
     assert min(record.ceiling.values()) >= 0.95
+
+
+def test_the_shipped_weights_have_about_the_recorded_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy answers to a third of the held-out problems, from the files alone."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = cast(Model, mlx_lm.load(str(TIMES_TABLE))[0])
+    tokenizer = Tokenizer.from_file(str(TIMES_TABLE / "tokenizer.json"))
+    rows = lines("heldout.jsonl")[: HELD_OUT // 3]
+    answers = complete(model, tokenizer, [row["prompt"] for row in rows], temperature=0.0)
+    right = [is_right(tokenizer.decode(ids), row["answer"]) for ids, row in zip(answers, rows, strict=True)]
+    assert abs(statistics.mean(right) - read_policy_record(TIMES_TABLE).greedy["all"]) < 0.1
+
+
+def test_five_recorded_runs_of_the_profile_learn_gradually() -> None:
+    """Every seed ends at 0.80 or more, and needs at least 100 updates to get there."""
+    found = runs("")
+    assert len(found) >= 5
+    assert min(run.final for run in found) >= TARGET
+    assert min(run.updates_to_target or 0 for run in found) >= 100
+
+
+@pytest.mark.parametrize("changes", sorted({run.changes for run in read_runs(TIMES_TABLE)} - {""}))
+def test_recorded_runs_with_bad_settings_are_worse(changes: str) -> None:
+    """The best run with bad settings is below the worst run of the profile."""
+    assert max(run.final for run in runs(changes)) < min(run.final for run in runs(""))
+
+
+def test_a_run_replaces_an_earlier_run_with_the_same_changes_and_seed(tmp_path: Path) -> None:
+    """Runs are ordered by changes and seed; the accuracy that reaches the target first counts."""
+    for seed, final in ((1, 0.5), (0, 0.85), (1, 0.9)):
+        curve = [(0, 0.2), (10, final), (20, 0.7)]
+        add_run(tmp_path, RunRecord(changes="", seed=seed, accuracy=curve, seconds=1.0, load=1.0))
+    found = read_runs(tmp_path)
+    assert [(run.seed, run.updates_to_target, run.final) for run in found] == [(0, 10, 0.7), (1, 10, 0.7)]
+
+
+def test_the_card_says_if_a_seed_never_reached_the_target() -> None:
+    """Of an even number of seeds, the upper of the two in the middle counts as the median."""
+    curves = ([(0, 0.2), (10, 0.9)], [(0, 0.2), (10, 0.3)])
+    found = [RunRecord(changes="--x 1", seed=i, accuracy=a, seconds=1.0, load=1.0) for i, a in enumerate(curves)]
+    cells = [cell.strip() for cell in row("--x 1", found).strip("|").split("|")]
+    assert cells == ["`--x 1`", "2", "0.900 (0.300 to 0.900)", "never (10 to never)", "1 (1 to 1)"]
+
+
+@pytest.mark.slow
+def test_a_run_of_the_profile_is_measured() -> None:
+    """The record has the accuracy before the first update, every ten updates, and after the last one."""
+    run = measure(0, ["--steps", "20", "--learner.batch-size", "4", "--sampling.group-size", "4"])
+    assert [update for update, _ in run.accuracy] == [0, 10, 20]
+    assert run.accuracy[0][1] == read_policy_record(TIMES_TABLE).greedy["all"]
 
 
 def test_the_profile_uses_these_files() -> None:
