@@ -122,7 +122,7 @@ def spread(values: Iterable[float], form: str) -> str:
     """Show median, lowest and highest value."""
     ordered = sorted(values)
     middle, low, high = (form.format(value) for value in (statistics.median_high(ordered), ordered[0], ordered[-1]))
-    return f"{middle} ({low} to {high})" if len(ordered) > 1 else middle
+    return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def write_card(directory: Path) -> None:
