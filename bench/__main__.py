@@ -9,7 +9,7 @@ from bench.contenders.process import MissingContendersError
 
 BENCHMARKS = {
     "learning": "Accuracy and training time of the default run, synchronous and asynchronous, for several seeds.",
-    "objectives": "Held-out accuracy of every objective with its default settings.",
+    "methods": "Held-out accuracy by objective, correction, rank of the adapter and bad setting, for several seeds.",
     "head": "Memory and time of the output head at large vocabularies, chunked and straightforward.",
     "staleness": "Held-out accuracy of objectives and corrections on rollouts of a fixed age.",
     "collapse": "Whether collapse detection recognizes a destructive learning rate, and rollback saves the run.",
@@ -33,8 +33,9 @@ BENCHMARKS = {
     "actors_overhead": "Cost of one message through a queue, an actor and the compute thread, beside asyncio.",
     "rewards": "Cost of scoring a group in worker processes and in threads.",
     "startup": "Time from the command to the first result, beside mlx-lm-lora and TRL.",
-    "wall_clock": "Time to 0.9 held-out accuracy, synchronous and asynchronous, beside mlx-lm-lora and TRL.",
-    "search": "Best settings for the default task, for mlx-lm-lora's GRPO and for Clotho.",
+    "startup_training": "Start of training: the first updates to 0.9 on the default task, beside mlx-lm-lora and TRL.",
+    "time_to_accuracy": "Time to 0.7 held-out accuracy on a task to be learned, beside mlx-lm-lora and TRL.",
+    "search": "Best settings of mlx-lm-lora, TRL and Clotho for startup_training and time_to_accuracy.",
     "scaling": "Decoding and updates by model and batch size.",
     "dashboard": "Time until the list of groups of the dashboard is shown, sorted, filtered and scrolled.",
     "quick": "Regression check in 30 seconds, Clotho only; exit status 1 if a part is ten times slower.",

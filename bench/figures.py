@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from bench import collapse, environments, forecast, head, objectives, remote, soak, staleness
+from bench import collapse, environments, forecast, head, methods, remote, soak, staleness
 from bench.fingerprint import ROOT, describe_fingerprint
 from bench.learning import RESULTS, LearningRun
 from bench.summary import NAME as SUMMARY
@@ -23,7 +23,7 @@ from bench.summary import summary
 
 IMAGES = ROOT / "docs" / "images"
 PAGES: tuple[tuple[Any, str], ...] = (
-    (objectives, "numerics.md"),
+    (methods, "numerics.md"),
     (staleness, "numerics.md"),
     (head, "numerics.md"),
     (collapse, "numerics.md"),
@@ -50,7 +50,8 @@ PAGE_ORDER = (
     "overlap",
     "actors_overhead",
     "startup",
-    "wall_clock",
+    "startup_training",
+    "time_to_accuracy",
     "scaling",
 )
 """Benchmarks on docs/benchmarks.md, in the order of the page."""

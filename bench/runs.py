@@ -40,8 +40,10 @@ class Record(NamedTuple):
 class PipelineRun:
     """A process `python pipeline.py` with a temporary run directory, which `close` or the end of the block removes."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """environment: variables of this run only."""
+    def __init__(
+        self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, quiet: bool = False
+    ) -> None:
+        """environment: variables of this run only. quiet: discard its standard output."""
         self._directory = tempfile.TemporaryDirectory()
         self._run = Path(self._directory.name, "run")
         own = ["--run-dir", str(self._run), "--server.port", "0"]
@@ -49,7 +51,7 @@ class PipelineRun:
         self._process = subprocess.Popen(
             [sys.executable, "pipeline.py", *own, *arguments],
             cwd=ROOT,
-            stdout=sys.stderr,
+            stdout=subprocess.DEVNULL if quiet else sys.stderr,
             env={**os.environ, **(environment or {})},
         )
 

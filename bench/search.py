@@ -1,24 +1,32 @@
 """On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
 
-Finds the best settings for the task of profile local-m3, for mlx-lm-lora's GRPO and for Clotho, by coordinate search.
+Finds the best settings of trainers for a task by coordinate search: each setting in turn, the best value is kept.
 
-    python -m bench search [--of clotho] [--seeds 3] [--out bench/results/search.jsonl]
+    python -m bench search [--task startup] [--of clotho] [--seeds 3] [--out FILE]
 
-One setting after the other is varied, and the best value is kept. The search for mlx-lm-lora starts twice: from the
-settings of local-m3 and from the library's defaults. Its settings are ranked by processor seconds of training until the
-greedy accuracy on all held-out problems reaches 0.9, averaged over seeds; processor seconds are comparable on a shared
-machine. The search for Clotho starts from a constant learning rate that suits one update, without collapse detection,
-which the others do not have. Its settings are ranked by wall-clock seconds on an idle machine, because asynchronous
-work for later updates also uses processor time. A run that does not reach the target in 10 processor seconds, or in
-four updates of Clotho, is stopped, and its settings rank behind all others.
+A run that does not reach the target accuracy within the limit is stopped, and its settings rank behind all others.
+
+startup: profile local-m3 until 0.9, for `python -m bench startup_training`. The search for mlx-lm-lora starts twice:
+from the settings of local-m3 and from the library's defaults. Its settings are ranked by processor seconds of training,
+averaged over seeds; processor seconds are comparable on a shared machine. The search for Clotho starts from a constant
+learning rate that suits one update, without collapse detection, which the others do not have. Its settings are ranked
+by wall-clock seconds on an idle machine, because asynchronous work for later updates also uses processor time. Limits:
+10 processor seconds, or four updates of Clotho.
+
+learn: profile learn-m3 until 0.7, for `python -m bench time_to_accuracy`: mlx-lm-lora, TRL and Clotho, synchronous. All
+three start from the settings of the profile with a constant learning rate, vary the same settings over the same values
+in the same order, and may try the same number of settings. They are ranked by seconds of training with one seed, which
+`time_to_accuracy` does not measure. mlx-lm-lora and TRL are stopped when a run has taken longer than the best settings
+so far; a run of Clotho has 400 updates.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -29,7 +37,6 @@ from bench.fingerprint import fingerprint
 from bench.measurement import Measurement, read, results_path, write
 
 NAME = "search"
-TARGET, LIMIT = 0.9, 10.0
 
 Settings = dict[str, str | int | float]
 
@@ -110,20 +117,78 @@ OUR_CHOICES: tuple[tuple[Settings, ...], ...] = (
     ({"asynchronous": "false"}, {"asynchronous": "true"}),
 )
 
-SUBJECTS = {
-    "mlx-lm-lora": Subject(
-        contender=Contender(name="mlx-lm-lora", module="bench.contenders.mlx_lm_lora_train", foreign=True),
-        cost="processor_seconds",
-        starts=(OF_THE_PROFILE, OF_THE_LIBRARY),
-        choices=THEIR_CHOICES,
-    ),
-    "clotho": Subject(
-        contender=Contender(
-            name="clotho", module="bench.contenders.clotho_train", environment={FLAGS: NO_COLLAPSE_DETECTION}
+MLX_LM_LORA = Contender(name="mlx-lm-lora", module="bench.contenders.mlx_lm_lora_train", foreign=True)
+TRL = Contender(name="trl", module="bench.contenders.trl_train", foreign=True, environment={"HF_HUB_OFFLINE": "1"})
+CLOTHO = Contender(name="clotho", module="bench.contenders.clotho_train", environment={FLAGS: NO_COLLAPSE_DETECTION})
+
+
+class SearchTask(Struct, frozen=True, kw_only=True):
+    """What the trainers are to reach. case: keys of every case. limit: processor seconds of a run.
+
+    budget: number of settings that are tried for each subject. racing: the limit is lowered to the seconds of the best
+    settings so far. seeds: number of seeds. results: the results file.
+    """
+
+    target: float
+    limit: float
+    subjects: Mapping[str, Subject]
+    seeds: int
+    results: Path
+    case: Settings = {}
+    budget: float = math.inf
+    racing: bool = False
+
+
+def learning_choices(loss: str) -> tuple[tuple[Settings, ...], ...]:
+    """The settings to vary on learn-m3. loss: what a trainer calls the loss."""
+    return (
+        tuple({"learning_rate": rate} for rate in (5e-4, 1.5e-3, 4e-3, 8e-3)),
+        tuple(
+            {"batch_size": batch, "group_size": group}
+            for batch, group in ((16, 16), (8, 16), (4, 16), (16, 8), (8, 8), (32, 8))
         ),
-        cost="seconds",
-        starts=(BOLD,),
-        choices=OUR_CHOICES,
+        tuple({"learning_rate": rate} for rate in (1e-3, 1.5e-3, 2e-3, 3e-3)),
+        tuple({loss: name} for name in ("grpo", "dr_grpo", "bnpo")),
+        tuple({"temperature": temperature} for temperature in (1.0, 0.8, 1.2)),
+    )
+
+
+def learning_subject(contender: Contender, loss: str, **fixed: str | float) -> Subject:
+    """A trainer on learn-m3; its search starts from the settings of the profile. fixed: settings that do not vary."""
+    start: Settings = {"learning_rate": 1.5e-3, "batch_size": 16, "group_size": 16, loss: "bnpo", "temperature": 1.0}
+    return Subject(contender=contender, cost="seconds", starts=(start | fixed,), choices=learning_choices(loss))
+
+
+LEARNING: Settings = {"profile": "learn", "updates": 400, "evaluate_every": 5}
+TASKS = {
+    "startup": SearchTask(
+        target=0.9,
+        limit=10.0,
+        seeds=3,
+        results=results_path(NAME),
+        subjects={
+            "mlx-lm-lora": Subject(
+                contender=MLX_LM_LORA,
+                cost="processor_seconds",
+                starts=(OF_THE_PROFILE, OF_THE_LIBRARY),
+                choices=THEIR_CHOICES,
+            ),
+            "clotho": Subject(contender=CLOTHO, cost="seconds", starts=(BOLD,), choices=OUR_CHOICES),
+        },
+    ),
+    "learn": SearchTask(
+        target=0.7,
+        limit=3600.0,
+        seeds=1,
+        results=results_path("search_learn"),
+        case=LEARNING | {"seed": 1000},
+        budget=16,
+        racing=True,
+        subjects={
+            "mlx-lm-lora": learning_subject(MLX_LM_LORA, "loss", epsilon=0.2, optimizer="adam"),
+            "trl": learning_subject(TRL, "loss"),
+            "clotho": learning_subject(CLOTHO, "objective", schedule="constant", warmup_steps=0, asynchronous="false"),
+        },
     ),
 }
 
@@ -131,37 +196,46 @@ SUBJECTS = {
 class Search:
     """Tries settings, each once."""
 
-    def __init__(self, answers: ContenderProcess, subject: Subject, seeds: int, command: str) -> None:
-        self._answers, self._subject, self._seeds, self._command = answers, subject, seeds, command
+    def __init__(self, answers: ContenderProcess, task: SearchTask, subject: Subject, seeds: int, command: str) -> None:
+        self._answers, self._task, self._subject = answers, task, subject
+        self._seeds, self._command = seeds, command
         self.tried: list[tuple[Settings, list[dict[str, float]]]] = []
 
     def cost(self, settings: Settings) -> float:
-        """Mean seconds to the target over the seeds; a run that fails costs the limit."""
+        """Mean seconds to the target over the seeds. Infinite if the settings are not tried and the budget is spent."""
         runs = next((runs for earlier, runs in self.tried if earlier == settings), None)
         if runs is None:
+            if len(self.tried) >= self._task.budget:
+                return math.inf
             runs = self._runs(settings)
             self.tried.append((settings, runs))
-            sys.stderr.write(f"search: {cost_of(runs, self._subject.cost):8.3f} {settings} {runs}\n")
-        return cost_of(runs, self._subject.cost)
+            sys.stderr.write(f"search: {self._cost_of(runs):8.3f} {settings} {runs}\n")
+        return self._cost_of(runs)
+
+    def _cost_of(self, runs: Sequence[dict[str, float]]) -> float:
+        return cost_of(runs, self._subject.cost, self._task)
 
     def _runs(self, settings: Settings) -> list[dict[str, float]]:
-        case = settings | {"target": TARGET, "limit": LIMIT}
+        limit = self._task.limit
+        if self._task.racing:
+            limit = min([limit, *(self._cost_of(runs) for _, runs in self.tried)])
+        case = self._task.case | settings | {"target": self._task.target, "limit": limit}
         runs: list[dict[str, float]] = []
         try:
             for _ in range(self._seeds):
                 runs.append(self._answers.measure(case))
-                if runs[-1]["accuracy"] < TARGET:
+                if runs[-1]["accuracy"] < self._task.target:
                     break
         except RuntimeError as error:
             sys.stderr.write(f"search: {settings}: {error}\n")
-            runs.append({self._subject.cost: LIMIT, "accuracy": 0.0, "updates": 0})
+            runs.append({self._subject.cost: self._task.limit, "accuracy": 0.0, "updates": 0})
         return runs
 
     def descend(self, settings: Settings) -> Settings:
         """Vary one setting after the other and return the best settings."""
         self.cost(settings)
         for choices in self._subject.choices:
-            settings = min((settings | choice for choice in choices), key=self.cost)
+            settings = min((settings, *(settings | choice for choice in choices)), key=self.cost)
         return settings
 
     def measurements(self) -> list[Measurement]:
@@ -181,32 +255,47 @@ class Search:
                 command=self._command,
                 fingerprint=here,
             )
-            for settings, runs in sorted(self.tried, key=lambda one: cost_of(one[1], self._subject.cost))
+            for settings, runs in sorted(self.tried, key=lambda one: self._cost_of(one[1]))
             for metric, unit in ((self._subject.cost, "s"), ("accuracy", "share"))
         ]
 
 
-def cost_of(runs: Sequence[dict[str, float]], metric: str) -> float:
+def cost_of(runs: Sequence[dict[str, float]], metric: str, task: SearchTask) -> float:
     """Mean over the seeds if all runs reached the target; stopped runs rank behind all others."""
-    given_up = runs[-1]["accuracy"] < TARGET
-    return LIMIT + runs[-1][metric] if given_up else statistics.mean(run[metric] for run in runs)
+    given_up = runs[-1]["accuracy"] < task.target
+    return task.limit + runs[-1][metric] if given_up else statistics.mean(run[metric] for run in runs)
+
+
+def best_settings(task: str, contender: str) -> Settings | None:
+    """The best settings that a search found; None if there was no search, or no settings reached the target."""
+    for one in read(TASKS[task].results):
+        if (one.contender, one.metric) == (contender, "accuracy"):
+            return dict(one.case) if min(one.values) >= TASKS[task].target else None
+    return None
 
 
 def main(argv: Sequence[str]) -> int:
     """Search from every start and replace the results of this contender in the results file."""
     parser = argparse.ArgumentParser(prog="python -m bench search", description=__doc__)
-    parser.add_argument("--of", choices=list(SUBJECTS), default="mlx-lm-lora")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=results_path(NAME))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--task", choices=list(TASKS), default="startup")
+    parser.add_argument("--of", choices=list(TASKS["learn"].subjects), default="mlx-lm-lora", help="The trainer.")
+    parser.add_argument("--seeds", type=int, help="Number of seeds; default: 3 for startup, 1 for learn.")
+    parser.add_argument("--out", type=Path, help="Results file; default: that of the task.")
     chosen = parser.parse_args(argv)
-    subject = SUBJECTS[chosen.of]
-    others = [one for one in read(chosen.out) if one.contender != chosen.of] if chosen.out.exists() else []
-    command = "python -m bench search" + ("" if chosen.of == "mlx-lm-lora" else f" --of {chosen.of}")
+    task = TASKS[chosen.task]
+    if chosen.of not in task.subjects:
+        parser.error(f"--task {chosen.task} is for {' and '.join(task.subjects)}")
+    subject, out = task.subjects[chosen.of], chosen.out or task.results
+    others = [one for one in read(out) if one.contender != chosen.of]
+    command = "python -m bench search"
+    command += "" if chosen.task == "startup" else f" --task {chosen.task}"
+    command += "" if chosen.of == "mlx-lm-lora" else f" --of {chosen.of}"
     with running(subject.contender) as answers:
-        search = Search(answers, subject, chosen.seeds, command)
+        search = Search(answers, task, subject, chosen.seeds or task.seeds, command)
         for start in subject.starts:
             search.descend(start)
-            write(chosen.out, [*others, *search.measurements()])
+            write(out, [*others, *search.measurements()])
     best = search.measurements()[0]
     sys.stdout.write(f"{best.case}: {best.median:.3f} {best.unit}, {best.metric}\n")
     return 0

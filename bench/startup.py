@@ -8,7 +8,7 @@ Wall time and processor time of whole commands, each in its own process, with fi
 help. `imported`: import everything that training needs. `dry run`: resolve the profile and estimate memory. A peer is
 listed where it has an equivalent command. `sampled` and `updated` are runs of the default profile that end after one
 update: the time from process start until the learner has all rollouts, and until the update is done. Peers do other
-work before that, so they are not listed; `python -m bench wall_clock` compares whole runs.
+work before that, so they are not listed; `python -m bench startup_training` compares whole runs.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ SEARCH_SEED = 1000
 """The seed of trials that choose between the `choices` of a method; it is not one of the measured seeds."""
 
 ALWAYS = "--monitor.display none --checkpoint.interval 0"
-QUICK = "--steps 2 --learner.batch-size 2 --sampling.max-tokens 8 --eval.problems 8 --eval.interval 1"
+QUICK = "--steps 2 --learner.batch-size 8 --eval.problems 8 --eval.interval 1"
 POLL_SECONDS = 0.1
 
 
@@ -134,7 +134,12 @@ class Job(Struct, frozen=True, kw_only=True):
 
 
 Key = tuple[tuple[str, ...], int]
-Start = Callable[[Sequence[str], Mapping[str, str]], PipelineRun]
+Start = Callable[[Sequence[str]], PipelineRun]
+
+
+def start_run(arguments: Sequence[str]) -> PipelineRun:
+    """Start a trial; its errors go to standard error."""
+    return PipelineRun(arguments, environment=ONE_THREAD, quiet=True)
 
 
 class TrialBenchmark(Struct, frozen=True, kw_only=True):
@@ -236,7 +241,7 @@ class Plan:
         lines = [f"{job.method}, seed {job.seed}: {' '.join(['python pipeline.py', *job.arguments])}" for job in jobs]
         return "\n".join([*lines, f"{len(jobs)} runs, {_duration(self._left(jobs, parallel))}\n"])
 
-    def run(self, parallel: int, start: Start = PipelineRun) -> bool:
+    def run(self, parallel: int, start: Start = start_run) -> bool:
         """Run the missing trials. Returns whether every run had an update."""
         complete = True
         for jobs in (self.search_jobs, self.jobs):
@@ -260,7 +265,7 @@ class Plan:
 
 
 def run_side_by_side(
-    jobs: Sequence[Job], parallel: int, sources: str, start: Start = PipelineRun
+    jobs: Sequence[Job], parallel: int, sources: str, start: Start = start_run
 ) -> Iterator[tuple[Job, Trial | None]]:
     """Run jobs, `parallel` at the same time, and yield each when it has ended; None: it ended before its first update.
 
@@ -272,7 +277,7 @@ def run_side_by_side(
         while waiting or running:
             while waiting and len(running) < parallel:
                 job = waiting.pop()
-                running.append((job, start(job.arguments, ONE_THREAD)))
+                running.append((job, start(job.arguments)))
             for one in [one for one in running if one[1].ended()]:
                 running.remove(one)
                 yield one[0], _trial(*one, parallel, sources, here)

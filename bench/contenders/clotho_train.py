@@ -10,7 +10,7 @@ from bench.contenders.deferred_evaluation import EVALUATED, UPDATED
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.fingerprint import ROOT
-from bench.runs import Record, run_pipeline
+from bench.runs import Record, run_pipeline, training_began
 
 FLAGS = "CLOTHO_BENCH_FLAGS"
 """Environment variable with additional flags of this contender for all cases."""
@@ -18,7 +18,7 @@ FLAGS = "CLOTHO_BENCH_FLAGS"
 NO_COLLAPSE_DETECTION = "--collapse-detection off"
 """Disables the measurement of policy movement per update, which the other trainers do not have."""
 
-PROFILES = ROOT / "bench" / "wall_clock_profiles"
+PROFILES = ROOT / "bench" / "training_profiles"
 OPTIONS = {
     "updates": "--steps",
     "batch_size": "--learner.batch-size",
@@ -28,6 +28,7 @@ OPTIONS = {
     "schedule": "--learner.schedule",
     "temperature": "--sampling.temperature",
     "asynchronous": "--async",
+    "objective": "--learner.objective",
 }
 """Flags for the settings of a case."""
 
@@ -53,7 +54,7 @@ def arguments(case: Case, seed: int, more: Sequence[str]) -> list[str]:
 def summarise(record: Record, target: float | None) -> Metrics:
     """Seconds, number and accuracy of the first update whose weights reach the target, or of the last update."""
     steps = record.metrics
-    began = steps[0]["time/run"] - steps[0]["time/update"] - steps[0]["time/wait_for_rollouts"]
+    began = training_began(steps)
     measured = {line["step"]: line["accuracy"] for line in record.log if line["event"] == EVALUATED}
     reached = [step for step, accuracy in measured.items() if target is not None and accuracy >= target]
     last = reached[0] if reached else steps[-1]["step"]

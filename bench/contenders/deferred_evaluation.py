@@ -22,7 +22,7 @@ log = structlog.get_logger(actor="evaluator")
 
 
 class DeferredEvaluator(Evaluator):
-    """Keeps every version; after training, evaluates them in order until one reaches `target`, and the last one."""
+    """Keeps versions; after training, evaluates them in order until one reaches `target`, and the last one."""
 
     def __init__(
         self,
@@ -32,21 +32,27 @@ class DeferredEvaluator(Evaluator):
         inbox: Inbox[PolicyUpdated],
         outbox: Outbox[EvalReport],
         target: float = 1.0,
+        interval: int = 1,
     ) -> None:
-        """target: an accuracy; 1.0 evaluates all versions unless one is perfect."""
+        """target: an accuracy; 1.0 evaluates all versions unless one is perfect.
+
+        interval: steps between evaluated versions; the last version is always evaluated.
+        """
         assert services.replaced is not None
         super().__init__(**{**services.replaced.arguments, "inbox": inbox, "outbox": outbox})
         self.name = name
-        self._target = target
+        self._target, self._interval = target, interval
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Signal readiness immediately, because the initial policy is not evaluated."""
         async with self._inbox, self._outbox:
             task_status.started()
-            pinned = []
+            pinned: list[Pinned] = []
             async for update in self._inbox:
                 report = update.report
                 log.info(UPDATED, step=report.step)
+                if pinned and pinned[-1].step % self._interval:
+                    pinned.pop()
                 pinned.append(Pinned(step=report.step, version=report.version, parameters=update.parameters))
             reached = False
             for one in pinned:

@@ -1,7 +1,9 @@
 """Plug-ins that give completions long-tailed lengths and make rewards slow.
 
-Both training modes must do the same work, so the length of a completion does not depend on the policy: it is lognormal
-and a function of the seed. End tokens are ignored. The reward is derived from the text, so that groups differ.
+All training modes must do the same work, so lengths do not depend on the policy: they are lognormal and a function of
+the seed. `LongTailed` replaces the lengths of the completions. End tokens are ignored, and `reward` is derived from the
+text, so that groups differ; the policy learns nothing. `Accompanied` leaves the completions as they are, so that the
+policy learns, and delays each group by the decoding of other completions.
 """
 
 from __future__ import annotations
@@ -25,12 +27,20 @@ from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion, SampleRequest
 
 SECONDS = 0.05
+LONGEST = 384
+"""Most tokens of a completion that accompanies another."""
 
 
 def reward(problem: Problem, completion: str) -> float:
     """Return 0.0 or 1.0 after 50 ms, the time of a remote judge or a short test suite."""
     time.sleep(SECONDS)
     return float(zlib.crc32((problem.prompt + completion).encode()) % 2)
+
+
+def wait(problem: Problem, completion: str) -> float:
+    """Return 0.0 after 50 ms: delays a group without an effect on its rewards."""
+    time.sleep(SECONDS)
+    return 0.0
 
 
 def length(seed: int, *, median: float, sigma: float, longest: int) -> int:
@@ -67,8 +77,41 @@ class LongTailedSampler:
         return replace(request, seeds=(seed,), sampling=replace(request.sampling, max_tokens=own))
 
 
+class AccompaniedSampler:
+    """Decodes another completion of its own length beside each completion; a group is complete when both are."""
+
+    def __init__(self, sampler: Sampler, *, median: float, sigma: float) -> None:
+        self._sampler, self._median, self._sigma = sampler, median, sigma
+
+    async def groups(
+        self, requests: Sequence[SampleRequest]
+    ) -> AsyncGenerator[tuple[int, list[Completion] | GenerationError | RequestError], None]:
+        """Same interface as `Sampler.groups`; raises the first failure."""
+        others = [(group, seed) for group, request in enumerate(requests) for seed in request.seeds]
+        everything = [*requests, *(self._other(requests[group], seed) for group, seed in others)]
+        left = [1 + len(request.seeds) for request in requests]
+        done: dict[int, list[Completion]] = {}
+        async with aclosing(self._sampler.groups(everything)) as outcomes:
+            async for position, outcome in outcomes:
+                if isinstance(outcome, Exception):
+                    raise outcome
+                group = position if position < len(requests) else others[position - len(requests)][0]
+                if position == group:
+                    done[group] = outcome
+                left[group] -= 1
+                if not left[group]:
+                    yield group, done[group]
+
+    def _other(self, request: SampleRequest, seed: int) -> SampleRequest:
+        own = length(seed, median=self._median, sigma=self._sigma, longest=LONGEST)
+        sampling = replace(request.sampling, max_tokens=own, ignore_eos=True)
+        return replace(request, seeds=(seed,), sampling=sampling)
+
+
 class LongTailed(Generator):
     """The generator with a sampler of long-tailed lengths."""
+
+    sampler_class: type[LongTailedSampler | AccompaniedSampler] = LongTailedSampler
 
     def __init__(
         self,
@@ -81,7 +124,13 @@ class LongTailed(Generator):
         sigma: float,
     ) -> None:
         assert services.replaced is not None
-        sampler = LongTailedSampler(services.sampler, median=median, sigma=sigma)
+        sampler = self.sampler_class(services.sampler, median=median, sigma=sigma)
         arguments = {**services.replaced.arguments, "inbox": inbox, "outbox": outbox, "sampler": sampler}
         super().__init__(**arguments)
         self.name = name
+
+
+class Accompanied(LongTailed):
+    """The generator with a sampler that decodes other completions beside those of the groups."""
+
+    sampler_class = AccompaniedSampler

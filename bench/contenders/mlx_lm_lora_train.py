@@ -21,15 +21,11 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_tokenizer
 from mlx_lm_lora.trainer.grpo_trainer import GRPOTrainingArgs, generate_grpo, iterate_grpo_batches, train_grpo
 
-from bench.contenders.addition_task import addition
-from bench.contenders.arithmetic_task import ARITHMETIC
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model
+from bench.contenders.tasks import task_of
 from bench.contenders.training_task import Problem, Reward, TrainingClock, TrainingEnded, TrainingTask
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
-
-TASKS: dict[str, Callable[[], TrainingTask]] = {"arithmetic": lambda: ARITHMETIC, "smollm2": addition}
-"""Task by the profile of the case."""
 
 BEST: Case = {
     "profile": "arithmetic",
@@ -47,6 +43,7 @@ BEST: Case = {
     "updates": 1000,
     "limit": 600.0,
     "evaluated": 1,
+    "evaluate_every": 1,
 }
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {"adam": optim.Adam, "adamw": optim.AdamW}
 MANY = 10**6
@@ -120,7 +117,7 @@ def train(case: Case, seed: int) -> Metrics:
     """One run from the untrained policy."""
     np.random.seed(seed)
     mx.random.seed(seed)
-    task = TASKS[case["profile"]]()
+    task = task_of(case)
     loader: Any = load_tokenizer
     model, tokenizer = adapted(task), loader(task.directory)
     reference = named_model(task.model)[0] if case["beta"] else None
@@ -129,6 +126,7 @@ def train(case: Case, seed: int) -> Metrics:
         target=case.get("target"),
         updates=case["updates"],
         limit=case["limit"],
+        interval=case["evaluate_every"],
     )
     dataset: list[tuple[list[int], list[int], str, str, str]] = [
         (rendered(tokenizer, task, one), [], one.prompt, one.answer, "") for one in task.training()

@@ -120,7 +120,7 @@ SEMANTICS = {
         "PyTorch. TRL's own GRPO script imports the same before it prints its help, so `help` is not listed."
     ),
     "clotho_train": (
-        "Seconds from the first prompt to the update in question, of `python pipeline.py`. Every version is kept "
+        "Seconds from the first prompt to the update in question, of `python pipeline.py`. Versions are kept "
         "and evaluated after the run, so evaluation is not counted. `from_command`: from the start of the process."
     ),
     "mlx_lm_lora_train": (
@@ -162,9 +162,12 @@ PROGRAMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("startup", "clotho"): ("clotho_startup", "runs_startup"),
     ("startup", "mlx-lm-lora"): ("mlx_lm_lora_startup",),
     ("startup", "TRL"): ("trl_startup",),
-    ("wall_clock", "clotho"): ("clotho_train",),
-    ("wall_clock", "mlx-lm-lora"): ("mlx_lm_lora_train",),
-    ("wall_clock", "trl"): ("trl_train",),
+    ("startup_training", "clotho"): ("clotho_train",),
+    ("startup_training", "mlx-lm-lora"): ("mlx_lm_lora_train",),
+    ("startup_training", "trl"): ("trl_train",),
+    ("time_to_accuracy", "clotho"): ("clotho_train",),
+    ("time_to_accuracy", "mlx-lm-lora"): ("mlx_lm_lora_train",),
+    ("time_to_accuracy", "trl"): ("trl_train",),
     ("scaling", "clotho"): ("clotho_decode", "clotho_scaling"),
 }
 """The programs behind each contender of a benchmark; a variant such as "trl, 2 threads" has those of "trl"."""

@@ -83,12 +83,14 @@ def quantized_model(shape: Shape, *, seed: int = 0) -> Any:
 
 
 def named_model(name: str, *, vocabulary: int = 0, seed: int = 0) -> tuple[Any, dict[str, Any]]:
-    """Model and configuration. vocabulary: overrides that of the shape unless 0.
+    """Model and configuration. name: also a model directory. vocabulary: overrides that of the shape unless 0.
 
     Raises KeyError for unknown names and ValueError if the embedded policy is requested with another vocabulary.
     """
     if name == REAL:
         return real_model(Path(os.environ[REAL_DIRECTORY]))
+    if "/" in name:
+        return load_model(Path(name))
     if name == EMBEDDED:
         model, config = load_model(DIRECTORY)
         if vocabulary not in (0, config["vocab_size"]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.contenders.worker import busy_seconds
@@ -68,6 +68,17 @@ def read_problems(path: Path) -> list[Problem]:
     return [Problem(prompt=line["prompt"], answer=line["answer"]) for line in map(json.loads, lines)]
 
 
+def slowed(task: TrainingTask, seconds: float) -> TrainingTask:
+    """The same task with a first reward that takes `seconds` per completion, like a remote judge."""
+    (weight, rate), *others = task.rewards
+
+    def slow(completion: str, expected: str) -> float:
+        time.sleep(seconds)
+        return rate(completion, expected)
+
+    return replace(task, rewards=((weight, slow), *others))
+
+
 class TrainingEnded(Exception):
     """The target or the limit is reached; ends trainers that offer no other way to stop."""
 
@@ -77,14 +88,15 @@ class TrainingClock:
     """Measures training time without evaluation, and decides when training ends.
 
     evaluate: returns the held-out accuracy; None: accuracy is not measured. target: stop at this accuracy, measured
-    after every update; None: measure once at the end. updates: maximum number. limit: maximum processor seconds of
-    training. loading: seconds from process start to the first update.
+    after every `interval` updates; None: measure once at the end. updates: maximum number. limit: maximum processor
+    seconds of training. loading: seconds from process start to the first update.
     """
 
     evaluate: Callable[[], float] | None
     target: float | None
     updates: int
     limit: float
+    interval: int = 1
     done: int = 0
     accuracy: float = 0.0
     seconds: float = 0.0
@@ -104,9 +116,10 @@ class TrainingClock:
         self.processor_seconds += time.process_time() - self._resumed[1]
         self.done += 1
         last = self.done >= self.updates or self.processor_seconds >= self.limit
-        if self.evaluate is not None and (last or self.target is not None):
+        due = last or (self.target is not None and self.done % self.interval == 0)
+        if self.evaluate is not None and due:
             self.accuracy = self.evaluate()
-        if last or (self.target is not None and self.accuracy >= self.target):
+        if last or (due and self.target is not None and self.accuracy >= self.target):
             raise TrainingEnded
         self.begin()
 

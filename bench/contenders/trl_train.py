@@ -1,10 +1,10 @@
-"""TRL's GRPOTrainer on the task of profile local-m3: PyTorch on the CPU, adapter by peft, generation by transformers.
+"""TRL's GRPOTrainer on the task of a profile: PyTorch on the CPU, adapter by peft, generation by transformers.
 
 Model, adapter (rank, scale, layers), prompts, rewards, token limit and correctness rules are those of the profile. The
-case sets the other hyperparameters. The defaults are the best that `bench.search` found for mlx-lm-lora, which has the
-same loss, with two differences. There are eight groups, because with six groups one seed destroyed the policy. And the
-learning rate is three times as high, which gives the same first step: MLX's Adam does not correct its bias by default,
-so its first steps are sqrt(10) times as large as those of PyTorch's AdamW.
+case sets the other hyperparameters. The defaults are the best that `bench.search` found on local-m3 for mlx-lm-lora,
+which has the same loss, with two differences. There are eight groups, because with six groups one seed destroyed the
+policy. And the learning rate is three times as high, which gives the same first step: MLX's Adam does not correct its
+bias by default, so its first steps are sqrt(10) times as large as those of PyTorch's AdamW.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,52 +21,55 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from bench.contenders.arithmetic_task import ANSWER_WEIGHT, ARITHMETIC, FORMAT_WEIGHT, has_format, is_correct
 from bench.contenders.semantics import SEMANTICS
-from bench.contenders.training_task import Problem, TrainingClock, TrainingEnded
+from bench.contenders.tasks import task_of
+from bench.contenders.training_task import Problem, Reward, TrainingClock, TrainingEnded, TrainingTask
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 
 SETTINGS: Case = {
+    "profile": "arithmetic",
     "learning_rate": 6e-3,
     "batch_size": 8,
     "group_size": 2,
     "loss": "bnpo",
+    "temperature": 1.0,
     "target": None,
     "updates": 1000,
     "limit": 600.0,
+    "evaluate_every": 1,
 }
 MANY = 10**6
 THREADS = "TRL_BENCH_THREADS"
 """Environment variable with the number of PyTorch threads; the default is one."""
 
 
-def form_reward(completions: list[str], **others: Any) -> list[float]:
-    """The format reward with TRL's signature."""
-    return [has_format(text) for text in completions]
+def reward_function(reward: Reward, name: str) -> Callable[..., list[float]]:
+    """The reward with TRL's signature; TRL reports it under its name."""
+
+    def rewards(completions: list[str], answer: list[str], **others: Any) -> list[float]:
+        return [reward(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+    rewards.__name__ = name
+    return rewards
 
 
-def answer_reward(completions: list[str], answer: list[str], **others: Any) -> list[float]:
-    """The correctness reward with TRL's signature."""
-    return [is_correct(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
-
-
-def rendered(tokenizer: Any, question: Problem) -> str:
+def rendered(tokenizer: Any, task: TrainingTask, question: Problem) -> str:
     """The text of the prompt."""
-    return str(tokenizer.apply_chat_template(ARITHMETIC.messages(question), tokenize=False, add_generation_prompt=True))
+    return str(tokenizer.apply_chat_template(task.messages(question), tokenize=False, add_generation_prompt=True))
 
 
-def greedy_accuracy(model: Any, tokenizer: Any) -> float:
+def greedy_accuracy(model: Any, tokenizer: Any, task: TrainingTask) -> float:
     """Held-out accuracy of the model."""
-    asked = ARITHMETIC.held_out()
-    prompts = [rendered(tokenizer, question) for question in asked]
+    asked = task.held_out()
+    prompts = [rendered(tokenizer, task, question) for question in asked]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        tokens_B_S = model.generate(**inputs, max_new_tokens=ARITHMETIC.max_tokens, do_sample=False)
+        tokens_B_S = model.generate(**inputs, max_new_tokens=task.max_tokens, do_sample=False)
     model.train(was_training)
     texts = tokenizer.batch_decode(tokens_B_S[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return ARITHMETIC.accuracy(texts, asked)
+    return task.accuracy(texts, asked)
 
 
 class ClockCallback(TrainerCallback):
@@ -86,7 +90,7 @@ class ClockCallback(TrainerCallback):
             control.should_training_stop = True
 
 
-def configuration(case: Case, directory: str, seed: int) -> GRPOConfig:
+def configuration(case: Case, task: TrainingTask, directory: str, seed: int) -> GRPOConfig:
     """The trainer's configuration; it reports and saves nothing."""
     return GRPOConfig(
         output_dir=directory,
@@ -98,9 +102,9 @@ def configuration(case: Case, directory: str, seed: int) -> GRPOConfig:
         lr_scheduler_type="constant",
         loss_type=case["loss"],
         beta=0.0,
-        temperature=1.0,
-        max_completion_length=ARITHMETIC.max_tokens,
-        reward_weights=[FORMAT_WEIGHT, ANSWER_WEIGHT],
+        temperature=case["temperature"],
+        max_completion_length=task.max_tokens,
+        reward_weights=[weight for weight, _ in task.rewards],
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
@@ -114,26 +118,26 @@ def configuration(case: Case, directory: str, seed: int) -> GRPOConfig:
 def train(case: Case, seed: int) -> Metrics:
     """One run from the untrained policy."""
     set_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(ARITHMETIC.directory)
-    model = AutoModelForCausalLM.from_pretrained(ARITHMETIC.directory, dtype=torch.float32)
-    asked = ARITHMETIC.training()
-    columns = {"prompt": [rendered(tokenizer, one) for one in asked], "answer": [one.answer for one in asked]}
+    task = task_of(case)
+    tokenizer = AutoTokenizer.from_pretrained(task.directory)
+    model = AutoModelForCausalLM.from_pretrained(task.directory, dtype=torch.float32)
+    asked = task.training()
+    columns = {"prompt": [rendered(tokenizer, task, one) for one in asked], "answer": [one.answer for one in asked]}
     with tempfile.TemporaryDirectory() as directory:
         trainer = GRPOTrainer(
             model=model,
-            args=configuration(case, directory, seed),
-            reward_funcs=[form_reward, answer_reward],
+            args=configuration(case, task, directory, seed),
+            reward_funcs=[reward_function(one, f"reward_{number}") for number, (_, one) in enumerate(task.rewards)],
             train_dataset=Dataset.from_dict(columns),
             processing_class=tokenizer,
-            peft_config=LoraConfig(
-                r=ARITHMETIC.rank, lora_alpha=ARITHMETIC.scale * ARITHMETIC.rank, target_modules="all-linear"
-            ),
+            peft_config=LoraConfig(r=task.rank, lora_alpha=task.scale * task.rank, target_modules="all-linear"),
         )
         clock = TrainingClock(
-            evaluate=lambda: greedy_accuracy(trainer.model, tokenizer),
+            evaluate=lambda: greedy_accuracy(trainer.model, tokenizer, task),
             target=case["target"],
             updates=case["updates"],
             limit=case["limit"],
+            interval=case["evaluate_every"],
         )
         trainer.add_callback(ClockCallback(clock))
         trainer.train()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import collapse, environments, figures, forecast, head, objectives, remote, soak, staleness
+from bench import collapse, environments, figures, forecast, head, methods, remote, soak, staleness
 from bench.__main__ import BENCHMARKS
 from bench.collapse import CollapseRun
 from bench.environments import EnvironmentRun, permutation_test
@@ -18,10 +18,10 @@ from bench.fingerprint import ROOT, fingerprint
 from bench.head import HeadCost
 from bench.learning import LearningRun
 from bench.measurement import write
-from bench.objectives import ObjectiveRun
 from bench.summary import summary
 from bench.tables import report, side_by_side
-from tests.bench.made_measurements import measurement
+from bench.trials import Outcome
+from tests.bench.made_measurements import made_trial, measurement
 
 HERE = fingerprint()
 COLLAPSE = CollapseRun(
@@ -32,17 +32,14 @@ HEAD = HeadCost(
     vocabulary=151_936, tokens=512, width=256, plain_seconds=2.0, seconds=2.0, time_ratios=[1.0, 1.1],
     plain_bytes=10**10, bytes=10**9, command="", fingerprint=HERE,
 )  # fmt: skip
-OUTCOME = ObjectiveRun(
-    objective="dapo", seed=1, before=0.5, after=0.96, updates=60, groups=900, discarded=60, seconds=25.0, command="",
-    fingerprint=HERE,
-)  # fmt: skip
+OUTCOME = Outcome(method=methods.DEFINITIONS.methods()[1], trials=(made_trial([0.3, 0.96]),))
 TRAINED = EnvironmentRun(
     profile="atropos-two", seed=0, updates=6, before=None, after=None, seconds=30.0, rewards=[0.1, 0.2, 0.3] * 2,
     p_value=0.5, groups={"a": 10, "b": 30}, weights={"a": 1.0, "b": 3.0}, logprob_error=1e-7, command="",
     fingerprint=HERE,
 )  # fmt: skip
 TABLES = {
-    "collapse": collapse.table([COLLAPSE]), "head": head.table([HEAD]), "objectives": objectives.table([OUTCOME]),
+    "collapse": collapse.table([COLLAPSE]), "head": head.table([HEAD]), "methods": methods.table([OUTCOME]),
     "environments": environments.table([TRAINED]),
 }  # fmt: skip
 
@@ -66,7 +63,8 @@ def test_missing_results_are_named_on_one_line(
     page.write_text("".join(f"<!-- {name}:begin -->\nold\n<!-- {name}:end -->\n" for name in TABLES))
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "learning.jsonl")
-    monkeypatch.setattr(objectives, "read", lambda: [OUTCOME])
+    monkeypatch.setattr(methods, "draw", lambda *_: None)
+    monkeypatch.setattr(methods, "read", lambda: [OUTCOME])
     for question in (head, collapse, environments, soak, remote, forecast, staleness):
         monkeypatch.setattr(question, "read", list)
     assert figures.main([]) == 1

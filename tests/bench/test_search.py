@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from bench import search
 from bench.contenders import clotho_train
@@ -31,11 +32,15 @@ class ScriptedContender:
         return {"processor_seconds": cost, "seconds": cost, "accuracy": 0.5 if rate == 1e-4 else 0.95}
 
 
+STARTUP, LEARN = search.TASKS["startup"], search.TASKS["learn"]
+SUBJECTS = [(name, task, one) for name, task in search.TASKS.items() for one in task.subjects]
+
+
 def test_the_search_keeps_the_best_value_of_each_setting() -> None:
     """From any start, trying each combination once."""
     answers = ScriptedContender()
-    subject = search.SUBJECTS["mlx-lm-lora"]
-    looked = search.Search(answers, subject, 2, "command")  # type: ignore[arg-type]  # scripted_contender
+    subject = STARTUP.subjects["mlx-lm-lora"]
+    looked = search.Search(answers, STARTUP, subject, 2, "command")  # type: ignore[arg-type]  # scripted_contender
     found = looked.descend(subject.starts[0])
     assert found["learning_rate"] == 2e-3
     assert len({str(case) for case in answers.asked}) * 2 - 1 == len(answers.asked)
@@ -44,9 +49,9 @@ def test_the_search_keeps_the_best_value_of_each_setting() -> None:
 def test_settings_that_fail_rank_last() -> None:
     """Their other seeds are not tried."""
     answers = ScriptedContender()
-    subject = search.SUBJECTS["mlx-lm-lora"]
-    looked = search.Search(answers, subject, 3, "command")  # type: ignore[arg-type]  # scripted_contender
-    assert looked.cost(subject.starts[0] | {"learning_rate": 1e-4}) > search.LIMIT
+    subject = STARTUP.subjects["mlx-lm-lora"]
+    looked = search.Search(answers, STARTUP, subject, 3, "command")  # type: ignore[arg-type]  # scripted_contender
+    assert looked.cost(subject.starts[0] | {"learning_rate": 1e-4}) > STARTUP.limit
     assert len(answers.asked) == 1
     assert [one.case["learning_rate"] for one in looked.measurements()] == [1e-4, 1e-4]
 
@@ -70,20 +75,69 @@ def test_a_search_replaces_only_the_results_of_its_contender(monkeypatch: pytest
     assert ("mlx-lm-lora", "processor_seconds", "python -m bench search") in found
 
 
-@pytest.mark.parametrize("subject", search.SUBJECTS.values(), ids=list(search.SUBJECTS))
-def test_every_choice_is_a_setting_of_the_contender(subject: search.Subject) -> None:
+@pytest.mark.parametrize("name", LEARN.subjects)
+def test_every_trainer_may_try_the_same_number_of_settings_on_the_learning_task(name: str) -> None:
+    """And none tries fewer, because there are more choices than that. A run may take as long as the best so far."""
+    answers = ScriptedContender()
+    looked = search.Search(answers, LEARN, LEARN.subjects[name], 1, "command")  # type: ignore[arg-type]  # scripted_contender
+    found = looked.descend(LEARN.subjects[name].starts[0])
+    assert len(answers.asked) == len(looked.tried) == LEARN.budget
+    assert found["learning_rate"] == 2e-3
+    assert answers.asked[0]["limit"] == LEARN.limit
+    assert answers.asked[-1]["limit"] == pytest.approx(1.0)
+    assert {case["seed"] for case in answers.asked} == {1000}
+
+
+def test_all_trainers_vary_the_same_settings_on_the_learning_task() -> None:
+    """Up to the name of the loss."""
+    varied = [str(one.choices).replace("objective", "loss") for one in LEARN.subjects.values()]
+    assert len(set(varied)) == 1
+    starts = [{**one.starts[0]} for one in LEARN.subjects.values()]
+    assert (
+        len({(one["learning_rate"], one["batch_size"], one["group_size"], one["temperature"]) for one in starts}) == 1
+    )
+
+
+def test_the_best_settings_are_read_from_the_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """None for a trainer without a search, and if no settings reached the target."""
+    path = tmp_path / "search.jsonl"
+    monkeypatch.setattr(search, "running", scripted_contender)
+    assert search.main(["--task", "learn", "--of", "trl", "--out", str(path)]) == 0
+    monkeypatch.setitem(search.TASKS, "learn", replace(LEARN, results=path))
+    best = search.best_settings("learn", "trl")
+    assert best is not None
+    assert best["learning_rate"] == 2e-3
+    assert search.best_settings("learn", "clotho") is None
+    monkeypatch.setitem(search.TASKS, "learn", replace(LEARN, results=path, target=0.99))
+    assert search.best_settings("learn", "trl") is None
+
+
+def test_a_trainer_without_a_search_for_the_task_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """TRL uses the settings of mlx-lm-lora in the start-up benchmark."""
+    with pytest.raises(SystemExit) as refused:
+        search.main(["--of", "trl"])
+    assert refused.value.code == 2
+    assert "--task startup" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "task", "of"), SUBJECTS, ids=[f"{name} {of}" for name, _, of in SUBJECTS])
+def test_every_choice_is_a_setting_of_the_contender(name: str, task: search.SearchTask, of: str) -> None:
     """A setting that no program reads would be searched without effect."""
-    taken = {*clotho_train.OPTIONS, "profile"} if subject.contender.name == "clotho" else {*mlx_lm_lora_settings()}
-    assert {key for settings in (*subject.starts, *sum(subject.choices, ())) for key in settings} <= taken
+    subject = task.subjects[of]
+    known = {
+        "clotho": {*clotho_train.OPTIONS, "profile"},
+        "mlx-lm-lora": settings_in("mlx_lm_lora_train", "BEST"),
+        "trl": settings_in("trl_train", "SETTINGS"),
+    }
+    assert {key for settings in (*subject.starts, *sum(subject.choices, ())) for key in settings} <= known[of]
 
 
-def mlx_lm_lora_settings() -> set[str]:
-    """The keys of `BEST` in `mlx_lm_lora_train`, which needs the library to be imported."""
-    program = Path(search.__file__).with_name("contenders") / "mlx_lm_lora_train.py"
-    tree = ast.parse(program.read_text(encoding="utf-8"))
+def settings_in(program: str, name: str) -> set[str]:
+    """The keys of a constant of a contender, which needs other packages to be imported."""
+    path = Path(search.__file__).with_name("contenders") / f"{program}.py"
     assigned = {
         one.target.id: one.value
-        for one in tree.body
+        for one in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
     }
-    return set(ast.literal_eval(assigned["BEST"]))  # type: ignore[arg-type]  # an expression, as it is there
+    return set(ast.literal_eval(assigned[name]))  # type: ignore[arg-type]  # an expression, as it is there

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,7 @@ class MadeRuns:
         self.running = self.most = self.closed = 0
         self.failing = failing
 
-    def __call__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> MadeRun:
-        assert environment["MKL_NUM_THREADS"] == "1"
+    def __call__(self, arguments: Sequence[str]) -> MadeRun:
         self.started.append(arguments)
         self.running += 1
         self.most = max(self.most, self.running)

@@ -19,14 +19,15 @@ SENTENCES = {
     "serve": DECODE,
     "overlap": DECODE,
     "startup": DECODE,
-    "wall_clock": DECODE,
+    "startup_training": DECODE,
+    "time_to_accuracy": DECODE,
     "scaling": DECODE,
     "real": DECODE,
     "update": LAYERS,
 }
 ELSEWHERE = {
     "learning": DECODE,
-    "objectives": DECODE,
+    "methods": DECODE,
     "collapse": DECODE,
     "staleness": DECODE,
     "environments": DECODE,

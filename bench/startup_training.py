@@ -1,8 +1,11 @@
 """On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
 
-Measures the time to a target accuracy, synchronous and asynchronous, beside mlx-lm-lora and TRL.
+Measures the start of training beside mlx-lm-lora and TRL: the first updates on the task of profile local-m3.
 
-    python -m bench wall_clock [--repeats 5] [--quick] [--out bench/results/wall_clock.jsonl]
+    python -m bench startup_training [--repeats 5] [--quick] [--out bench/results/startup_training.jsonl]
+
+The shipped policy has the skill already and learns in the first update to prefer its careful mode. So these numbers
+compare the costs of starting and of single updates. `python -m bench time_to_accuracy` measures learning.
 
 All contenders train the policy of profile local-m3 with GRPO: the same adapter, problems, rewards and token limit.
 `seconds` is training time: loading is not counted, and evaluation happens with the clock stopped or after the run.
@@ -14,9 +17,9 @@ mlx-lm-lora and Clotho use the best settings that `bench.search` found for each;
 completions. MLX's Adam does not correct its bias by default, so TRL's learning rate is three times as high, which gives
 the same first step. A run of the peers is stopped after five processor seconds; its accuracy shows that. Clotho runs
 synchronously and without collapse detection, which the others do not have; `clotho, asynchronous` is the same with
-asynchronous rollouts. With these settings one update of 12 or 16 completions is enough, so this measures the first
-update and says little about training. `clotho, as shipped` is the unchanged profile, which warms up over five updates;
-it ends after twelve updates. All others are also measured with two threads for matrix products.
+asynchronous rollouts. With these settings one update of 12 or 16 completions is enough. `clotho, as shipped` is the
+unchanged profile, which warms up over five updates; it ends after twelve updates. All others are also measured with two
+threads for matrix products.
 
 equal work: seconds for 20 updates of 16 groups of 8 completions at learning rate 1e-3, whatever the accuracy. The
 number of completions is equal; the number of tokens depends on the policy and is only similar.
@@ -40,8 +43,8 @@ from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.measurement import Measurement, ratios, results_path
 from bench.measurement import read as read_measurements
 
-NAME = "wall_clock"
-COMMAND = "python -m bench wall_clock"
+NAME = "startup_training"
+COMMAND = "python -m bench startup_training"
 PROGRAM = "bench.contenders.clotho_train"
 TUNED = (
     "--learner.batch-size 4 --sampling.group-size 4 --learner.optimizer.learning-rate 0.006 "

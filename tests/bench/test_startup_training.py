@@ -1,4 +1,4 @@
-"""`wall_clock`: the shared task, the clocks, and tables of the results."""
+"""`startup_training`: the shared task, the clocks, and tables of the results."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import wall_clock
+from bench import startup_training
 from bench.contenders import addition_task, clotho_train, long_tail, training_task
 from bench.contenders import arithmetic_task as task
 from bench.contenders.arithmetic_task import ARITHMETIC
 from bench.contenders.clotho_train import PROFILES
 from bench.contenders.deferred_evaluation import EVALUATED, UPDATED
 from bench.contenders.shapes import REAL_DIRECTORY
-from bench.contenders.training_task import TrainingClock, TrainingEnded
+from bench.contenders.training_task import TrainingClock, TrainingEnded, slowed
 from bench.measurement import Measurement
 from bench.runs import Record
 from clotho.config.load import load_profile
@@ -159,6 +159,30 @@ def test_without_a_target_accuracy_is_measured_once() -> None:
     assert clock.accuracy == 0.7
 
 
+def test_accuracy_can_be_measured_after_some_of_the_updates() -> None:
+    """After every second one, and after the last."""
+    accuracies = iter([0.5, 0.6, 0.95])
+    clock = TrainingClock(evaluate=lambda: next(accuracies), target=0.9, updates=5, limit=1e9, interval=2)
+    clock.begin()
+    for _ in range(4):
+        clock.updated()
+    with pytest.raises(TrainingEnded):
+        clock.updated()
+    assert (clock.done, clock.accuracy) == (5, 0.95)
+
+
+def test_a_slow_reward_has_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits once for each completion; correctness is decided without the wait."""
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    slow = slowed(ARITHMETIC, 0.05)
+    text = "<think>so</think><answer>4</answer>"
+    assert [rate(text, "4") for _, rate in slow.rewards] == [rate(text, "4") for _, rate in ARITHMETIC.rewards]
+    assert [weight for weight, _ in slow.rewards] == [weight for weight, _ in ARITHMETIC.rewards]
+    assert slow.correct(text, "4") == 1.0
+    assert waits == [0.05]
+
+
 def recorded(accuracies: Mapping[int, float]) -> Record:
     """A run of three updates of one second each; the first starts two seconds after the run."""
     metrics = [
@@ -183,7 +207,9 @@ def test_seconds_cover_all_updates_if_none_reaches_the_target() -> None:
     assert clotho_train.summarise(recorded({}), None) == {"seconds": 3.0, "updates": 3.0}
 
 
-@pytest.mark.parametrize("case", [wall_clock.UNTIL, wall_clock.EQUAL, wall_clock.LONG], ids=lambda case: case["task"])
+@pytest.mark.parametrize(
+    "case", [startup_training.UNTIL, startup_training.EQUAL, startup_training.LONG], ids=lambda case: case["task"]
+)
 def test_every_case_has_a_valid_profile_and_flags(case: dict[str, Any]) -> None:
     """Runs are asynchronous by default."""
     words = clotho_train.arguments(case, 0, [])
@@ -210,6 +236,31 @@ class ImmediateSampler:
     async def groups(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, list[Completion]], None]:
         for position in reversed(range(len(requests))):
             yield position, [_completion(requests[position].sampling.max_tokens) for _ in requests[position].seeds]
+
+
+def test_a_group_waits_for_the_completions_that_accompany_it() -> None:
+    """Its own completions are unchanged, and the others have lengths of their own."""
+    asked: list[SampleRequest] = []
+
+    class Recording(ImmediateSampler):
+        async def groups(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, list[Completion]], None]:
+            asked.extend(requests)
+            async for position, found in super().groups(requests):
+                yield position, found
+
+    async def ask() -> list[tuple[int, Any]]:
+        sampler = long_tail.AccompaniedSampler(Recording(), median=16.0, sigma=1.02)  # type: ignore[arg-type]  # a fake
+        return [(position, found) async for position, found in sampler.groups(requests)]
+
+    requests = [SampleRequest(prompt=(1,), sampling=Sampling(max_tokens=48), seeds=seeds) for seeds in ((5, 6), (8,))]
+    found = asyncio.run(ask())
+    assert [(position, [len(one.tokens) for one in group]) for position, group in found] == [(1, [48]), (0, [48, 48])]
+    others = asked[len(requests) :]
+    assert [one.seeds for one in others] == [(5,), (6,), (8,)]
+    assert [one.sampling.max_tokens for one in others] == [
+        long_tail.length(seed, median=16.0, sigma=1.02, longest=long_tail.LONGEST) for seed in (5, 6, 8)
+    ]
+    assert all(one.sampling.ignore_eos for one in others)
 
 
 def _completion(tokens: int) -> Completion:
@@ -242,7 +293,7 @@ def measured(contender: str, seconds: list[float], task: str) -> list[Measuremen
 def test_the_table_has_a_row_per_contender_and_ratios() -> None:
     """Ratios are taken seed by seed."""
     results = [*measured("clotho", [1.0, 2.0], "until 0.9"), *measured("trl", [4.0, 4.0], "until 0.9")]
-    lines = wall_clock.table(results).splitlines()
+    lines = startup_training.table(results).splitlines()
     assert lines[0] == "| until 0.9 | seconds | seconds, clotho / this |"
     assert lines[3] == "| trl | 4 s (4 to 4) | 0.375 (0.250 to 0.500) |"
 
@@ -251,8 +302,8 @@ def test_the_chart_is_drawn_from_the_results(tmp_path: Path) -> None:
     """One group of bars per task."""
     pytest.importorskip("matplotlib")
     results = [*measured("clotho", [1.0], "until 0.9"), *measured("clotho", [2.0], "long tail")]
-    wall_clock.draw(results, tmp_path / "wall_clock.svg")
-    assert "long tail" in (tmp_path / "wall_clock.svg").read_text(encoding="utf-8")
+    startup_training.draw(results, tmp_path / "startup_training.svg")
+    assert "long tail" in (tmp_path / "startup_training.svg").read_text(encoding="utf-8")
 
 
 def test_quick_mode_measures_only_clotho(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -263,10 +314,10 @@ def test_quick_mode_measures_only_clotho(monkeypatch: pytest.MonkeyPatch, tmp_pa
         asked.extend(f"{who.name} {who.foreign}" for who in contenders)
         return measured("clotho", [1.0], cases[0]["task"])
 
-    monkeypatch.setattr(wall_clock, "measure_interleaved", made_up)
-    assert wall_clock.main(["--quick", "--out", str(tmp_path / "out.jsonl")]) == 0
+    monkeypatch.setattr(startup_training, "measure_interleaved", made_up)
+    assert startup_training.main(["--quick", "--out", str(tmp_path / "out.jsonl")]) == 0
     assert set(asked) == {"clotho False", "clotho, synchronous False"}
-    assert len(wall_clock.read(tmp_path / "out.jsonl")) == 2
+    assert len(startup_training.read(tmp_path / "out.jsonl")) == 2
 
 
 def test_every_run_has_its_own_process_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,8 +328,8 @@ def test_every_run_has_its_own_process_and_seed(monkeypatch: pytest.MonkeyPatch)
         asked.append(cases[0]["seed"])
         return measured("clotho", [float(asked[-1])] * repeats, cases[0]["task"])
 
-    monkeypatch.setattr(wall_clock, "measure_interleaved", made_up)
-    found = [one for one in wall_clock.measure(repeats=3, quick=False) if one.case["task"] == "long tail"]
+    monkeypatch.setattr(startup_training, "measure_interleaved", made_up)
+    found = [one for one in startup_training.measure(repeats=3, quick=False) if one.case["task"] == "long tail"]
     assert [one.values for one in found] == [[0.0, 1.0, 2.0]]
     assert asked == [0, 1, 2] * 3
     assert "seed" not in found[0].case

@@ -1,0 +1,59 @@
+"""The tasks that other trainers are measured on, by the profile of a case."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from typing import Any
+
+from bench.contenders.addition_task import PROFILES, addition
+from bench.contenders.arithmetic_task import ARITHMETIC, has_format, is_correct
+from bench.contenders.training_task import Reward, TrainingTask, slowed
+from bench.contenders.worker import Case
+
+LEARN = "learn-m3"
+RULES: dict[str, Reward] = {"format": has_format, "math_eval": is_correct, "choice_correctness": is_correct}
+"""Rules by the name of the reward. One rule covers both kinds of answers, of which each reward judges one."""
+
+
+def read_profile(name: str) -> dict[str, Any]:
+    """The sections of a shipped profile on top of the profile that it extends."""
+    own = tomllib.loads((PROFILES / f"{name}.toml").read_text(encoding="utf-8"))
+    return _combined(read_profile(own["extends"]), own) if "extends" in own else own
+
+
+def _combined(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _combined(base[key], own[key]) for key in own if isinstance(own[key], dict) and key in base}
+    return base | own | both
+
+
+def learning() -> TrainingTask:
+    """The task of profile learn-m3, read from the profile."""
+    profile = read_profile(LEARN)
+    directory = (PROFILES / profile["model"]["path"]).resolve()
+    weights = {RULES[reward["name"]]: float(reward.get("weight", 1.0)) for reward in profile["rewards"]}
+    return TrainingTask(
+        model=str(directory),
+        directory=directory,
+        problems=(PROFILES / profile["data"]["train"]).resolve().parent,
+        system=profile["data"].get("system", ""),
+        max_tokens=profile["sampling"]["max_tokens"],
+        rank=profile["policy"]["method"]["rank"],
+        scale=profile["policy"]["method"]["scale"],
+        rewards=tuple((weight, rule) for rule, weight in weights.items()),
+        correct=is_correct,
+    )
+
+
+TASKS: dict[str, Callable[[], TrainingTask]] = {
+    "arithmetic": lambda: ARITHMETIC,
+    "smollm2": addition,
+    "learn": learning,
+    "learn-slow-rewards": learning,
+}
+
+
+def task_of(case: Case) -> TrainingTask:
+    """The task of the case's profile. `reward_seconds`: time to rate a completion."""
+    task = TASKS[case["profile"]]()
+    return slowed(task, case["reward_seconds"]) if case.get("reward_seconds") else task

@@ -1,0 +1,212 @@
+"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+
+Measures the accuracy that objectives, corrections, ranks and deliberately bad settings reach on a task to be learned.
+
+    python -m bench methods [--methods NAME ...] [--seeds 0 1 2 3 4] [--parallel 2] [--list] [--quick]
+
+bench/methods.toml defines the methods as flags of pipeline.py. Every run is `python pipeline.py --profile learn-m3
+FLAGS --seed S`. Each run is added to bench/results/methods.jsonl when it ends. A run with the same flags, seed and
+sources is not repeated, so a measurement that was stopped continues where it stopped. `--list` shows the missing runs
+and the time that they will take. `python -m bench figures` writes the tables into docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tomllib
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from bench.fingerprint import ROOT, describe_fingerprint
+from bench.measurement import results_path
+from bench.tables import markdown, number, scale_of, unique
+from bench.trials import Method, Outcome, TrialBenchmark, merged, run_trial_benchmark
+
+NAME = "methods"
+COMMAND = "python -m bench methods"
+TARGETS = (0.7, 0.8)
+"""The tables name the first update that reaches each of these accuracies."""
+
+
+class Family(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The methods of one table. methods: flags by name. choices: alternatives for further flags, by name of the method.
+
+    flags: of all methods. compare: state whether the best and the worst method differ. contrast: compare every method
+    with the reference.
+    """
+
+    title: str
+    methods: dict[str, str]
+    flags: str = ""
+    choices: dict[str, tuple[str, ...]] = {}
+    compare: bool = False
+    contrast: bool = False
+
+
+class Definitions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The contents of bench/methods.toml. reference: the method that contrasted methods are compared with."""
+
+    profile: str
+    flags: str
+    reference: str
+    families: tuple[Family, ...]
+
+    def methods(self) -> tuple[Method, ...]:
+        """All methods, with the flags of their families."""
+        return tuple(
+            Method(
+                name=name,
+                family=family.title,
+                flags=merged(family.flags, own),
+                choices=family.choices.get(name, ()),
+            )
+            for family in self.families
+            for name, own in family.methods.items()
+        )
+
+
+def read_definitions(path: Path = ROOT / "bench" / "methods.toml") -> Definitions:
+    """Read the methods. Raises msgspec.ValidationError for unknown keys."""
+    return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Definitions)
+
+
+DEFINITIONS = read_definitions()
+
+
+def table(found: Sequence[Outcome]) -> str:
+    """One table per family with the statements about it, then the measurement conditions."""
+    reference = next((one for one in found if one.method.name == DEFINITIONS.reference), None)
+    parts = []
+    for family in DEFINITIONS.families:
+        mine = [one for one in found if one.method.family == family.title]
+        if mine:
+            parts += [f"**{family.title}**", _rows(mine), *statements(family, mine, reference)]
+    return "\n\n".join([*parts, _closing(found)])
+
+
+def _rows(mine: Sequence[Outcome]) -> str:
+    seeds = sorted({trial.seed for one in mine for trial in one.trials})
+    heading = ["method", *(f"seed {seed}" for seed in seeds), "mean", "spread"]
+    heading += [*(f"updates to {target:.2f}" for target in TARGETS), "completions", "seconds", "peak memory"]
+    rows = []
+    for one in mine:
+        cells = {trial.seed: f"{trial.after:.3f}{'*' if trial.status else ''}" for trial in one.trials}
+        rollouts = statistics.median(trial.rollouts for trial in one.trials)
+        seconds = statistics.median(trial.seconds for trial in one.trials)
+        rows.append(
+            [
+                _label(one),
+                *(cells.get(seed, "") for seed in seeds),
+                f"{one.mean:.3f}",
+                f"{one.spread:.3f}",
+                *(updates_to(one, target) for target in TARGETS),
+                f"{rollouts:,.0f}",
+                f"{seconds:,.0f}",
+                _bytes(statistics.median(trial.peak_bytes for trial in one.trials)),
+            ]
+        )
+    return markdown(heading, rows)
+
+
+def _label(one: Outcome) -> str:
+    """The name of the method, and the choice that was found best for it."""
+    flags = merged(one.trials[0].flags)
+    chosen = next((choice for choice in one.method.choices if set(choice.split()) <= set(flags)), "")
+    return f"`{one.method.name}`" + (f" (`{chosen}`)" if chosen else "")
+
+
+def updates_to(one: Outcome, accuracy: float) -> str:
+    """Median number of updates to an accuracy over the seeds that reach it; how many do, if not all."""
+    points = [trial.reached(accuracy) for trial in one.trials]
+    steps = [point.step for point in points if point is not None]
+    if not steps:
+        return "never"
+    share = "" if len(steps) == len(points) else f" ({len(steps)} of {len(points)} seeds)"
+    return f"{statistics.median(steps):,.0f}{share}"
+
+
+def statements(family: Family, mine: Sequence[Outcome], reference: Outcome | None) -> list[str]:
+    """Whether the best and the worst method of a family differ, and whether each differs from the reference."""
+    found = []
+    if family.compare and len(mine) > 1:
+        ordered = sorted(mine, key=lambda one: one.mean)
+        found.append(f"Best and worst: {difference(ordered[-1], ordered[0])}.")
+    if family.contrast and reference is not None:
+        found.append("\n".join(f"* {difference(reference, one)}." for one in mine))
+    return found
+
+
+def difference(one: Outcome, other: Outcome) -> str:
+    """The difference of two means beside the two spreads, and whether it is larger than both."""
+    by = one.mean - other.mean
+    separate = abs(by) > max(one.spread, other.spread)
+    return (
+        f"`{one.method.name}` {one.mean:.3f}, `{other.method.name}` {other.mean:.3f}: difference {by:.3f}, spreads "
+        f"{one.spread:.3f} and {other.spread:.3f}, {'larger' if separate else 'not larger'} than both"
+    )
+
+
+def _closing(found: Sequence[Outcome]) -> str:
+    trials = [trial for one in found for trial in one.trials]
+    first = trials[0]
+    note = (
+        f"Profile `{first.flags[1]}`: held-out greedy accuracy after training ({first.before:.3f} before), for each "
+        "seed. Spread: from the lowest to the highest seed. Updates to an accuracy: the first evaluation that reaches "
+        "it; evaluations are listed in the results. Completions, seconds of training and peak memory of MLX arrays are "
+        "medians."
+    )
+    failed = (
+        " *: the run ended with an error; its last evaluation counts." if any(trial.status for trial in trials) else ""
+    )
+    machines = "; ".join(unique(describe_fingerprint(trial.fingerprint) for trial in trials))
+    at_once = max(trial.side_by_side for trial in trials)
+    commits = ", ".join(unique(trial.fingerprint.commit for trial in trials))
+    return f"{note}{failed}\n\n{machines}, {at_once} runs at the same time; commit {commits}. `{COMMAND}`"
+
+
+def _bytes(value: float) -> str:
+    scale, unit = scale_of(value, "bytes")
+    return f"{number(value / scale)} {unit}"
+
+
+def draw(found: Sequence[Outcome], target: Path) -> None:
+    """Draw the accuracy of every seed as a point and the mean as a line, one row per method."""
+    import matplotlib as mpl
+    from matplotlib import pyplot as plt
+
+    from bench.charts import COLOURS, GREY, OTHERS
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "clotho"
+    palette = (*COLOURS.values(), *OTHERS)
+    families = unique(one.method.family for one in found)
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.26 * len(found)), layout="constrained")
+    for row, one in enumerate(found):
+        colour = palette[families.index(one.method.family) % len(palette)]
+        axes.plot(one.accuracies, [row] * len(one.trials), "o", color=colour, ms=4, alpha=0.7)
+        axes.plot([one.mean, one.mean], [row - 0.35, row + 0.35], color=colour, lw=1.5)
+    axes.set_yticks(range(len(found)), [one.method.name for one in found], fontsize=8)
+    axes.set(xlim=(0, 1), ylim=(len(found) - 0.5, -0.5))
+    axes.set_title("held-out accuracy after training, every seed and the mean", loc="left", fontsize=10)
+    axes.set_xlabel(describe_fingerprint(found[0].trials[0].fingerprint), fontsize=9, color=GREY)
+    axes.grid(axis="x", alpha=0.25)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, metadata={"Date": None})
+    plt.close(figure)
+
+
+BENCHMARK = TrialBenchmark(
+    command=COMMAND,
+    about=__doc__,
+    results=results_path(NAME),
+    profile=DEFINITIONS.profile,
+    flags=DEFINITIONS.flags,
+    methods=DEFINITIONS.methods(),
+    table=table,
+)
+read = BENCHMARK.read
+main = partial(run_trial_benchmark, BENCHMARK)

@@ -1,0 +1,100 @@
+"""`methods`: its definitions, and the statements of its table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bench import methods
+from bench.methods import DEFINITIONS, Family, difference, updates_to
+from bench.trials import ALWAYS, QUICK, Method, Outcome, merged
+from clotho.config.flags import parse_arguments
+from clotho.config.keys import CHOICES
+from clotho.config.load import load_profile
+from tests.bench.made_measurements import made_trial
+
+METHODS = DEFINITIONS.methods()
+
+
+def outcome(name: str, *finals: float, family: str = DEFINITIONS.families[0].title, status: int = 0) -> Outcome:
+    """A method whose seeds reach these accuracies, half of them after ten updates."""
+    made = [made_trial([0.3, final / 2, final], seed=seed, status=status) for seed, final in enumerate(finals)]
+    return Outcome(method=Method(name=name, family=family), trials=tuple(made))
+
+
+@pytest.mark.parametrize("quick", ["", QUICK], ids=["full", "quick"])
+def test_every_method_has_valid_settings(quick: str) -> None:
+    """Names are unique, because the command line selects methods by name."""
+    assert len({method.name for method in METHODS}) == len(METHODS)
+    for method in METHODS:
+        for choice in method.choices or ("",):
+            words = merged(("--profile", DEFINITIONS.profile), DEFINITIONS.flags, ALWAYS, quick, method.flags, choice)
+            arguments = parse_arguments(words)
+            load_profile(arguments.profile, arguments.overrides)
+
+
+MEASURED = {
+    "learner.objective.type": "--learner.objective",
+    "learner.objective.importance_correction.type": "--learner.objective.importance-correction",
+    "learner.step_scale.type": "--learner.step-scale",
+}
+
+
+@pytest.mark.parametrize("key", MEASURED)
+def test_every_objective_and_every_correction_is_measured(key: str) -> None:
+    """A new one needs a line in bench/methods.toml."""
+    flags = [" ".join(method.flags) for method in METHODS]
+    names = [name for name in CHOICES[key] if name not in ("custom", "none")]
+    assert names
+    assert [name for name in names if not any(f"{MEASURED[key]} {name}" in words for words in flags)] == []
+
+
+def test_deliberately_bad_settings_are_compared_with_the_profile() -> None:
+    """Each statement has the difference of the means and both spreads."""
+    family = Family(title="bad", methods={"bad": ""}, contrast=True)
+    (found,) = methods.statements(family, [outcome("bad", 0.4, 0.5)], outcome("profile", 0.8, 0.9))
+    assert found == "* `profile` 0.850, `bad` 0.450: difference 0.400, spreads 0.100 and 0.100, larger than both."
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"), [((0.70, 0.72), "larger than both"), ((0.60, 0.84), "not larger than both")]
+)
+def test_two_methods_differ_if_the_difference_exceeds_both_spreads(other: Sequence[float], expected: str) -> None:
+    """A wide spread of one of them is enough for doubt."""
+    assert difference(outcome("a", 0.80, 0.84), outcome("b", *other)).split(", ")[-1] == expected
+
+
+def test_best_and_worst_of_a_family_are_named() -> None:
+    """By mean accuracy."""
+    family = Family(title="objectives", methods={}, compare=True)
+    (found,) = methods.statements(family, [outcome("b", 0.8), outcome("a", 0.9), outcome("c", 0.6)], None)
+    assert found.startswith("Best and worst: `a` 0.900, `c` 0.600")
+
+
+def test_updates_to_an_accuracy_are_medians_of_the_seeds_that_reach_it() -> None:
+    """The cell says how many do, if not all."""
+    assert updates_to(outcome("a", 0.8, 0.9), 0.7) == "20"
+    assert updates_to(outcome("a", 0.8, 0.6), 0.7) == "20 (1 of 2 seeds)"
+    assert updates_to(outcome("a", 0.2), 0.7) == "never"
+
+
+def test_the_table_has_a_row_per_method_and_marks_failed_runs() -> None:
+    """One table per family that has results."""
+    family = DEFINITIONS.families[0].title
+    lines = methods.table([outcome("grpo", 0.8, 0.9), outcome("gspo", 0.5, 0.6, status=1)]).splitlines()
+    assert lines[0] == f"**{family}**"
+    assert "| `grpo` | 0.800 | 0.900 | 0.850 | 0.100 | 20 | 20 | 160 | 10 | 5 MB |" in lines
+    assert "| `gspo` | 0.500* | 0.600* | 0.550 | 0.100 | never | never | 160 | 10 | 5 MB |" in lines
+    assert "*: the run ended with an error" in lines[-3]
+    assert sum(line.startswith("**") for line in lines) == 1
+
+
+def test_the_chart_has_every_method(tmp_path: Path) -> None:
+    """Drawn from the outcomes."""
+    pytest.importorskip("matplotlib")
+    methods.draw([outcome("grpo", 0.8, 0.9), outcome("gspo", 0.5)], tmp_path / "methods.svg")
+    text = (tmp_path / "methods.svg").read_text(encoding="utf-8")
+    assert "grpo" in text
+    assert "gspo" in text
