@@ -91,12 +91,12 @@ async def test_with_a_lag_a_batch_waits_until_as_many_more_have_arrived(executor
         for outcome in outcomes[:5]:
             await sender.send(outcome)
         await wait_all_tasks_blocked()
-        assert harness.progress.step == 0
+        assert (harness.progress.step, harness.progress.updating) == (0, False)
         await sender.send(outcomes[5])
         await reached_step(harness, 1)
         await sender.send(outcomes[6])
         await wait_all_tasks_blocked()
-        assert harness.progress.step == 1
+        assert (harness.progress.step, harness.progress.updating) == (1, False)
         await sender.send(outcomes[7])
         await reached_step(harness, 2)
         sender.close()

@@ -143,8 +143,9 @@ def test_waiting_rollouts_are_neither_refused_nor_counted_for_clients(monkeypatc
     clients = [submit_request(engine, (1, 2), SAMPLED, (seed,)) for seed in (4, 5)]
     with pytest.raises(RequestError):
         submit_request(engine, (1, 2), SAMPLED, (6,))
+    rollouts.append(submit_request(engine, (1, 2), SAMPLED, (1, 2, 3), background=True))
     run(engine)
-    assert [len(answer.completions) for answer in (*rollouts, *clients)] == [3] * 5 + [1] * 2
+    assert [len(answer.completions) for answer in (*rollouts, *clients)] == [3] * 6 + [1] * 2
 
 
 def test_extreme_but_valid_parameters_are_accepted() -> None:
