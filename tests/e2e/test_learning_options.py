@@ -119,8 +119,8 @@ def test_dynamic_sampling_fills_every_batch(tmp_path: Path) -> None:
 
 
 LAGGED = (
-    "--async", "false", "--rollouts.lag", "3", "--steps", "7", "--eval.interval", "0", "--learner.objective", "reinforce",
-    "--learner.objective.importance-correction", "truncate_sequence",
+    "--async", "false", "--rollouts.lag", "3", "--steps", "7", "--eval.interval", "0",
+    "--learner.objective", "reinforce", "--learner.objective.importance-correction", "truncate_sequence",
     "--learner.objective.advantage", "optimal_baseline", "--learner.step-scale", "ess",
 )  # fmt: skip
 
