@@ -243,6 +243,7 @@ def wire_training(
         lag=profile.rollouts.lag,
         from_environments=isinstance(profile.atropos, AtroposSource),
         first_check_seconds=FIRST_CHECK_SECONDS,
+        curriculum=context.curriculum,
     )
     broadcaster = custom.actor(
         "broadcaster",
@@ -339,20 +340,18 @@ def wire_rollouts(
     profile, learner = context.profile, context.profile.learner
     prompts: Channel[Prompt | Discarded] = custom.channel("prompts", profile.queues.prompts)
     rollouts: Channel[RolloutGroup | Discarded] = custom.channel("rollouts", profile.queues.rollouts)
-    limit = context.replaced_groups_limit
+    limit, curriculum = context.replaced_groups_limit, context.curriculum
+    rule = context.staleness_rule
     scorer = custom.actor("scorer", Scorer, inbox=rollouts.inbox(), outbox=scored.outbox(), rewards=context.rewards)
     generator = custom.actor(
         "generator",
         Generator,
         inbox=prompts.inbox(),
         outbox=rollouts.outbox(),
-        weights=context.weights,
-        replacements=context.replacements,
+        rule=rule,
         sampler=sampler,
         sampling=profile.sampling,
         group_size=profile.sampling.group_size,
-        batch_size=learner.batch_size,
-        max_batches_ahead=profile.max_batches_ahead,
         ended=context.ledger.ended,
         groups=limit,
         one_by_one=profile.rollouts.lag > 0,
@@ -361,13 +360,14 @@ def wire_rollouts(
         "prompter",
         Prompter,
         outbox=prompts.outbox(),
-        make=context.prompts.prompt,
+        make=context.prompts.prompt if curriculum is None else context.choose_prompt,
         group_ids=context.ledger.unended(None if limit else context.total_groups + context.replacements.value),
         batch_size=learner.batch_size,
         replacements=context.replacements,
         ended=context.ledger.ended,
         groups=limit,
         prompted_until=context.state.prompted if context.state else 0,
+        may_start=None if curriculum is None else rule.wait,
     )
     children = [*rollouts.children, *prompts.children, scorer, generator, prompter]
     return Rollouts(children=children, channels=[prompts, rollouts], source=prompter, first=prompts)

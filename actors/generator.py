@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import aclosing, suppress
 
 import anyio
+from msgspec import Struct
 
 from clotho.runtime.latest import Latest, wait_until
 from clotho.runtime.sampling_client import GenerationError, GroupSampler
@@ -16,10 +17,10 @@ from protocols.sampling import Completion, SampleRequest, Sampling, completion_s
 from protocols.step import WeightsReady
 
 
-class Generator:
-    """Receives prompts and sends groups of completions. Discarded groups pass unchanged.
+class StalenessRule(Struct, frozen=True, kw_only=True, eq=False):
+    """The staleness bound of the generator.
 
-    Staleness bound: after `started` groups, the next one may start when
+    After `started` groups since the run began, the next one may start when
 
         started < (step + max_batches_ahead + 1) * batch_size + replacements
 
@@ -27,6 +28,25 @@ class Generator:
     capacity rule of AReaL (arXiv:2505.24298, section 5.1), accepted + running <= (eta + step + 1) * batch_size, where
     accepted groups are those that count towards a batch. `max_batches_ahead = 0` is strictly on-policy. A slow group
     may be trained on later than groups that started after it; `learner.max_staleness` limits its staleness.
+    """
+
+    weights: Latest[WeightsReady]
+    replacements: Latest[int]
+    batch_size: int
+    max_batches_ahead: int
+
+    def capacity(self, started: int) -> int:
+        """Number of groups that may start now, after `started` groups."""
+        batches = self.weights.value.step + self.max_batches_ahead + 1
+        return batches * self.batch_size + self.replacements.value - started
+
+    async def wait(self, started: int) -> None:
+        """Wait until the next group may start. Raises EndOfStream if that cannot happen any more."""
+        await wait_until(lambda: self.capacity(started) > 0, self.weights, self.replacements)
+
+
+class Generator:
+    """Receives prompts and sends groups of completions by the staleness rule. Discarded groups pass unchanged.
 
     Prompts that may start at the same time are submitted in one call, at most `batch_size`. The engine then prefills
     them together, and the composition of its batches does not depend on timing. With `one_by_one`, a batch starts when
@@ -40,13 +60,10 @@ class Generator:
         *,
         inbox: Inbox[Prompt | Discarded],
         outbox: Outbox[RolloutGroup | Discarded],
-        weights: Latest[WeightsReady],
-        replacements: Latest[int],
+        rule: StalenessRule,
         sampler: GroupSampler,
         sampling: Sampling,
         group_size: int,
-        batch_size: int,
-        max_batches_ahead: int,
         ended: int = 0,
         groups: int | None = None,
         one_by_one: bool = False,
@@ -57,32 +74,26 @@ class Generator:
         one_by_one: sample one batch at a time.
         """
         self._inbox, self._outbox = inbox, outbox
-        self._weights, self._replacements, self._sampler = weights, replacements, sampler
+        self._rule, self._sampler = rule, sampler
         self._sampling, self._group_size = sampling, group_size
-        self._batch_size, self._max_batches_ahead = batch_size, max_batches_ahead
         self._started, self._groups, self._one_by_one = ended, groups, one_by_one
 
     async def run(self) -> None:
         """Sample until the inbox ends and the last group is sent."""
         async with self._inbox, self._outbox, anyio.create_task_group() as tasks:
             async for first in self._inbox:
-                await wait_until(lambda: self._capacity() > 0, self._weights, self._replacements)
+                await self._rule.wait(self._started)
                 prompts = await self._receive_batch(first)
                 if prompts and self._one_by_one:
                     await self._sample(prompts)
                 elif prompts:
                     await tasks.start(self._sample, prompts)
 
-    def _capacity(self) -> int:
-        """Number of groups that may start now."""
-        batches = self._weights.value.step + self._max_batches_ahead + 1
-        return batches * self._batch_size + self._replacements.value - self._started
-
     async def _receive_batch(self, first: Prompt | Discarded) -> list[Prompt]:
         """The prompts that start together, once all have arrived. Discarded groups count as prompts."""
-        size = min(self._capacity(), self._batch_size)
+        size = min(self._rule.capacity(self._started), self._rule.batch_size)
         if self._groups is not None:
-            size = min(size, self._groups + self._replacements.value - self._started)
+            size = min(size, self._groups + self._rule.replacements.value - self._started)
         prompts = await self._start(first)
         with suppress(EndOfStream):
             for _ in range(size - 1):

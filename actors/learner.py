@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from clotho.config.sections_training import LearnerSection
+from clotho.data.curriculum import Curriculum
 from clotho.models.machine import random_state
 from clotho.monitoring.collapse_detection import CollapseMonitor, CollapseResponse
 from clotho.runtime.compute_thread import ComputeExecutor, finish
@@ -89,6 +90,7 @@ class Learner:
         from_environments: bool,
         first_check_seconds: float = 0.0,
         lag: int = 0,
+        curriculum: Curriculum | None = None,
     ) -> None:
         """updates: one outbox per receiver of new weights. reports: the monitor's queue.
 
@@ -99,6 +101,7 @@ class Learner:
         first_check_seconds: how long the first update waits for the monitor to check the groups of the first batch; 0:
         these groups are not sent.
         lag: number of batches that arrive between a batch and its update.
+        curriculum: records the groups that have ended; None without one.
         """
         self._inbox, self._updates, self._reports = inbox, updates, reports
         self._executor, self._policy_learner = executor, policy_learner
@@ -107,6 +110,7 @@ class Learner:
         self._replay, self._steps = replay, steps
         self._synchronous, self._from_environments = synchronous, from_environments
         self._first_check_seconds, self._held_groups = first_check_seconds, lag * settings.batch_size
+        self._curriculum = curriculum
         self._collapse, self._rolled_back_at = collapse, 0
         progress.began = progress.last_update = time.monotonic()
 
@@ -218,6 +222,7 @@ class Learner:
             wait_seconds=wait_seconds,
             replaced=batch.replaced,
             replayed=len(replayed),
+            curriculum=self._curriculum.end_step() if self._curriculum else None,
         )
         response = self._collapse.assess(report)
         report = replace(report, collapse_findings=response.findings)
@@ -273,6 +278,8 @@ class Learner:
             self._ledger.train(prompt.group_id, source=prompt.source)
         for drop in discarded:
             self._ledger.discard(drop.prompt.group_id, drop.reason, source=drop.prompt.source)
+        if self._curriculum is not None:
+            self._curriculum.record([*(group.scored for group in trained), *discarded])
 
     def _count(self, update: Update | None, seconds: float) -> None:
         self._progress.step += 1
@@ -294,6 +301,7 @@ class Learner:
             replay=self._replay.groups(),
             collapse=self._collapse.state(),
             rollbacks=self._collapse.rollbacks,
+            curriculum=self._curriculum.state() if self._curriculum else None,
         )
         for outbox in self._updates:
             await outbox.send(update)

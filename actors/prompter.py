@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from anyio import CancelScope
 
@@ -17,13 +17,16 @@ class Prompter:
     If `groups` is set, sends that many prompts, plus one per replaced group, on demand; returns when the learner closes
     `replacements`.
 
-    make: builds the prompt of a group; a pure function, so that a resumed run sends the same prompts.
+    make: builds the prompt of a group. Without a curriculum it is a pure function, so that a resumed run sends the same
+    prompts.
     group_ids: groups to prompt. After a resume this includes groups that were in flight.
     batch_size: a drained run completes its last batch.
     replacements: number of groups that are replaced by others, since the run began.
     ended: number of groups that had ended at the start. groups: number of groups that count towards batches.
     prompted_until: every group with a smaller id has been prompted since the run began.
     sent_until: every group with a smaller id has ended, or was sent since the last start.
+    may_start: waits until a group may start, given the number of groups before it; the prompt is built only then. A
+    curriculum needs it, because its choice depends on the groups that have ended.
     """
 
     name = "prompter"
@@ -39,12 +42,14 @@ class Prompter:
         ended: int = 0,
         groups: int | None = None,
         prompted_until: int = 0,
+        may_start: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         self._outbox = outbox
         self._make = make
         self._group_ids = iter(group_ids)
         self._batch_size = batch_size
         self._replacements, self._ended, self._groups = replacements, ended, groups
+        self._may_start = may_start
         self._draining = False
         self._demand_wait: CancelScope | None = None
         self._prompted_before = prompted_until
@@ -56,7 +61,9 @@ class Prompter:
         async with self._outbox:
             for count, group_id in enumerate(self._group_ids, start=self._ended):
                 self.sent_until = group_id
-                if not await self._is_needed(count) or self._is_drained(count, group_id):
+                if not await self._is_needed(count):
+                    return
+                if not await self._is_admitted(count) or self._is_drained(count, group_id):
                     return
                 prompt = self._make(group_id)
                 self.sent_until = group_id + 1
@@ -86,6 +93,15 @@ class Prompter:
                 return False
             return True
         return False
+
+    async def _is_admitted(self, count: int) -> bool:
+        """Wait until a group after `count` others may start. False if that cannot happen any more."""
+        if self._may_start is not None:
+            try:
+                await self._may_start(count)
+            except EndOfStream:
+                return False
+        return True
 
     def _is_drained(self, count: int, group_id: int) -> bool:
         """Whether a draining run has sent whole batches, and all groups that were in flight before a resume."""

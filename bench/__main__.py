@@ -10,6 +10,7 @@ from bench.contenders.process import MissingContendersError
 BENCHMARKS = {
     "learning": "Accuracy and training time of the default run, synchronous and asynchronous, for several seeds.",
     "methods": "Held-out accuracy by objective, correction, rank of the adapter and bad setting, for several seeds.",
+    "curriculum": "Rollouts to a held-out accuracy if half of the problems are too hard or already solved.",
     "head": "Memory and time of the output head at large vocabularies, chunked and straightforward.",
     "staleness": "Held-out accuracy of objectives and corrections on rollouts of a fixed age.",
     "collapse": "Whether collapse detection recognizes a destructive learning rate, and rollback saves the run.",

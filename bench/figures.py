@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from bench import collapse, environments, forecast, head, methods, remote, soak, staleness
+from bench import collapse, curriculum, environments, forecast, head, methods, remote, soak, staleness
 from bench.fingerprint import ROOT, describe_fingerprint
 from bench.learning import RESULTS, LearningRun
 from bench.summary import NAME as SUMMARY
@@ -28,6 +28,7 @@ PAGES: tuple[tuple[Any, str], ...] = (
     (head, "numerics.md"),
     (collapse, "numerics.md"),
     (environments, "atropos.md"),
+    (curriculum, "datasets.md"),
     (soak, "reliability.md"),
     (remote, "remote.md"),
     (forecast, "doctor.md"),

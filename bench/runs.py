@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,9 @@ import msgspec
 from bench.fingerprint import ROOT
 
 Metrics = list[dict[str, Any]]
+
+POLL_SECONDS = 0.2
+"""Time between two looks at the evaluations of a run."""
 
 
 class Record(NamedTuple):
@@ -79,6 +83,14 @@ class PipelineRun:
                 self._ended, self._cpu_seconds = time.time(), used.ru_utime + used.ru_stime
         return bool(self._ended)
 
+    def best_accuracy(self) -> float:
+        """The highest accuracy of the evaluations so far; 0 without one."""
+        return max((line["accuracy"] or 0.0 for line in _lines(self._run / "evaluations.jsonl")), default=0.0)
+
+    def drain(self) -> None:
+        """Let the run end after the groups in flight."""
+        self._process.send_signal(signal.SIGINT)
+
     def record(self) -> Record:
         """Wait for the end and read the files. Raises subprocess.CalledProcessError if there was no update."""
         self.ended(wait=True)
@@ -109,10 +121,28 @@ def run_pipeline(arguments: Sequence[str]) -> Record:
     return record
 
 
+def run_until(arguments: Sequence[str], *, accuracy: float) -> Record:
+    """Run as `run_pipeline`, and drain the run after the first evaluation with this accuracy or a higher one.
+
+    Raises subprocess.CalledProcessError if the exit status is neither 0 nor that of a drained run.
+    """
+    with PipelineRun(arguments) as running:
+        while not running.ended():
+            time.sleep(POLL_SECONDS)
+            if running.best_accuracy() >= accuracy:
+                running.drain()
+                break
+        record = running.record()
+    if record.status not in (0, 128 + signal.SIGINT):
+        raise subprocess.CalledProcessError(record.status, ["pipeline.py", *arguments])
+    return record
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file."""
     if not path.exists():
         return []
-    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    return [msgspec.json.decode(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def training_began(metrics: Metrics) -> float:

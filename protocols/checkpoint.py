@@ -8,6 +8,7 @@ from msgspec import Meta, Struct, field
 
 from protocols.accounting import LedgerState
 from protocols.collapse import CollapseState
+from protocols.curriculum import CurriculumState
 
 Count = Annotated[int, Meta(ge=0)]
 Word = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -27,6 +28,7 @@ class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     received: number of groups received from each environment.
     in_flight: environment of each received group that has not ended, by group id.
     evaluated: step of each line of evaluations.jsonl up to `step`.
+    curriculum: success rates of the problems; None without a curriculum.
     """
 
     step: Count
@@ -45,6 +47,7 @@ class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     received: dict[str, int] = {}
     in_flight: dict[int, str] = {}
     evaluated: tuple[int, ...] = ()
+    curriculum: CurriculumState | None = None
 
 
 class BestCheckpoint(Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from protocols.accounting import LedgerState
 from protocols.collapse import CollapseState
+from protocols.curriculum import CurriculumReport, CurriculumState
 from protocols.finding import Finding
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 
@@ -157,6 +158,7 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     replayed: number of groups from the replay buffer.
     collapse_findings: signs of a collapse that the batch shows.
     rolled_back: the weights are those of an earlier version.
+    curriculum: how problems were chosen; None without a curriculum.
     """
 
     step: int
@@ -173,6 +175,7 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     replayed: int = 0
     collapse_findings: tuple[Finding, ...] = ()
     rolled_back: bool = False
+    curriculum: CurriculumReport | None = None
 
 
 class GroupsEnded(Struct, frozen=True, kw_only=True, tag=True):
@@ -210,6 +213,7 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     train_seconds, trained_tokens: totals since the run began.
     replay: groups in the replay buffer, oldest first.
     rollbacks: number of rollbacks since the run began.
+    curriculum: success rates of the problems; None without a curriculum.
     """
 
     report: StepReport
@@ -223,6 +227,7 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     replay: tuple[ReplayGroup, ...] = ()
     collapse: CollapseState = CollapseState()
     rollbacks: int = 0
+    curriculum: CurriculumState | None = None
 
 
 class WeightsReady(Struct, frozen=True, kw_only=True, tag=True):

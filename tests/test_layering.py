@@ -69,7 +69,7 @@ MAY_IMPORT = {
         "memory", "rewards", "monitoring",
     },
     "actors": {
-        "protocols", "config", "runtime", "storage", "models", "inference", "scoring", "training", "memory",
+        "protocols", "config", "runtime", "data", "storage", "models", "inference", "scoring", "training", "memory",
         "rewards", "atropos", "monitoring",
     },
 }  # fmt: skip

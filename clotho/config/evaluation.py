@@ -66,9 +66,9 @@ class EvaluationArguments(Struct, frozen=True, kw_only=True):
 OWN = {name: key for name, key in keys.read_sections(EvaluationFlags)[""].keys.items() if key.help}
 USED = ("model", "data", "sampling", "engine", "monitor", "rewards", "seed")
 NOT_EVALUATED = frozenset({
-    "sampling.group_size", "sampling.top_logprobs", "data.shuffle", "data.type_weights", "engine.decode_share",
-    "engine.kv_policy", "engine.rollout_share", "monitor.display", "monitor.rollouts", "monitor.token_values_mb",
-    "monitor.watchdog_seconds",
+    "sampling.group_size", "sampling.top_logprobs", "data.shuffle", "data.type_weights", "data.curriculum",
+    "engine.decode_share", "engine.kv_policy", "engine.rollout_share", "monitor.display", "monitor.rollouts",
+    "monitor.token_values_mb", "monitor.watchdog_seconds",
 })  # fmt: skip
 """Keys of these tables that concern training or serving only."""
 

@@ -129,6 +129,11 @@ CONTRADICTIONS = (
          "= {} must be less than sampling.max_tokens = {v[sampling.max_tokens]}"),
     Rule("learner.schedule.min_learning_rate", lambda v, x: x > v["learner.optimizer.learning_rate"],
          "= {} exceeds learner.optimizer.learning_rate", "learner.optimizer.learning_rate learner.optimizer.type"),
+    Rule("data.curriculum.type", lambda v, x: x == "success_rate" and v["atropos.type"] != "off",
+         '= "{}" contradicts atropos: environments choose their problems themselves'),
+    Rule("data.curriculum.type", lambda v, x: x == "success_rate"
+         and any(a.mode == "replace" and a.at in ("prompter", "learner") for a in v["actors"]),
+         '= "{}" belongs to the built-in prompter and learner, and a custom actor replaces one of the two'),
     Rule("data.answer_key", lambda v, x: x == v["data.prompt_key"], 'and data.prompt_key are both "{}"'),
     Rule("data.heldout_fraction", lambda v, x: x == 0 and not v["data.heldout"] + v["data.heldout_split"]
          and v["eval.type"] != "off",

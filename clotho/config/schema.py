@@ -106,6 +106,25 @@ class SamplingSection(Sampling, frozen=True, kw_only=True, forbid_unknown_fields
     group_size: Annotated[int, about("Number of completions per prompt.", ge=2, le=4096)] = 8
 
 
+class UniformCurriculum(Variant, frozen=True, kw_only=True, tag="uniform"):
+    """Every problem occurs equally often, up to data.type_weights."""
+
+
+class SuccessRateCurriculum(Variant, frozen=True, kw_only=True, tag="success_rate"):
+    """Problems whose completions both succeed and fail are preferred (docs/datasets.md)."""
+
+    target: Annotated[float, about("Success rate that is preferred most.", gt=0.0, lt=1.0)] = 0.5
+    sharpness: Annotated[PositiveFloat, about("How fast the preference falls with the distance from target.")] = 8.0
+    half_life: Annotated[PositiveFloat, about("Steps after which a scored group counts half.")] = 20.0
+    explore: Annotated[PositiveFraction, about("Share of groups whose problem is drawn uniformly.")] = 0.05
+    candidates: Annotated[Positive, about("Number of problems among which the problem of a group is chosen.")] = 64
+
+
+CurriculumSection = Annotated[
+    UniformCurriculum | SuccessRateCurriculum, about("Which problems get rollouts: all equally, or by success rate.")
+]
+
+
 class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Problems for training and evaluation: files, directories, or datasets of the Hugging Face hub."""
 
@@ -127,6 +146,7 @@ class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_prompt_tokens: Annotated[NonNegative, about("Longer prompts are removed and reported; 0: no limit.")] = 0
     system: Annotated[str, about("System message before every prompt; an empty text means none.")] = ""
     shuffle: Annotated[bool, about("Shuffle the problems in every epoch.")] = True
+    curriculum: CurriculumSection = UniformCurriculum()
 
 
 class RewardSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

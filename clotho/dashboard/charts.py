@@ -152,6 +152,15 @@ CHARTS = (
     ),
     _chart("Completions", "Discards by reason", _line("*", "groups/discarded_by_reason/*")),
     _chart(
+        "Completions",
+        "Curriculum",
+        _line("zero variance, expected", "curriculum/zero_variance_expected", dash=True),
+        _line("zero variance, observed", "curriculum/zero_variance_observed"),
+        _line("success rate", "curriculum/success_rate"),
+        format="percent",
+    ),
+    _chart("Completions", "Problems by success rate", _line("*", "curriculum/problems/*")),
+    _chart(
         "Speed",
         "Tokens per second",
         _line("completions", "tokens_per_second"),

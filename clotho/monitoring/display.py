@@ -215,6 +215,8 @@ class PlainDisplay:
         yield f"{duration(view.seconds_left)} left"
         if latest["groups/discarded"]:
             yield f"discarded {latest['groups/discarded']}"
+        if latest["curriculum/zero_variance_expected"] is not None:
+            yield zero_variance(latest)
 
     def _position(self, step: int) -> str:
         digits = len(str(self._facts.steps))
@@ -229,6 +231,12 @@ def evaluation_pieces(report: EvalReport) -> Iterator[str]:
         yield f"{name} {percent(accuracy)}"
     for row in rows(report.measures, functions=False):
         yield f"{row.label} {row.text}"
+
+
+def zero_variance(latest: MetricsLine) -> str:
+    """Format the observed and the expected share of zero-variance groups in a run with a curriculum."""
+    observed, expected = latest["curriculum/zero_variance_observed"], latest["curriculum/zero_variance_expected"]
+    return f"zero variance {share(observed)} ({share(expected)} expected)"
 
 
 def reward_pieces(latest: MetricsLine) -> Iterator[str]:

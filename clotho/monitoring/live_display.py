@@ -24,6 +24,7 @@ from clotho.monitoring.display import (
     Sample,
     print_facts,
     reward_pieces,
+    zero_variance,
 )
 from clotho.monitoring.held_out_rows import rows
 from clotho.monitoring.terminal_text import duration, memory, milliseconds, number, percent, share, size, terminal_text
@@ -168,7 +169,10 @@ class Screen:
         text = f"{self._view.trained} trained  {sum(self._view.discarded.values())} discarded"
         text = f"{text} ({reasons})" if reasons else text
         latest = self._view.latest
-        return f"{text}  {share(latest['truncated_fraction'] if latest else None)} of the completions truncated"
+        text = f"{text}  {share(latest['truncated_fraction'] if latest else None)} of the completions truncated"
+        if latest is None or latest["curriculum/zero_variance_expected"] is None:
+            return text
+        return f"{text}  {zero_variance(latest)}"
 
     def _queues(self) -> str:
         depths = "  ".join(f"{queue.name} {queue.depth}/{queue.capacity}" for queue in self._gauges.queues)

@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 import msgspec
 from msgspec import Struct
 
+from protocols.curriculum import CurriculumReport
 from protocols.errors import RunDirectoryError
 from protocols.evaluation import Estimate, EvalReport, HeldOutMeasures, SampledResults
 from protocols.rollout import ScoredGroup, bounded
@@ -26,10 +27,15 @@ from protocols.summary import RunGauges
 MetricsLine = dict[str, Any]
 """One line of metrics.jsonl: values by metric name."""
 
-UPDATE_METRICS: dict[str, str] = {
-    name: annotation.__metadata__[0].description
-    for name, annotation in get_type_hints(UpdateMetrics, include_extras=True).items()
-}
+
+def _described(fields: type[Struct]) -> dict[str, str]:
+    return {
+        name: annotation.__metadata__[0].description
+        for name, annotation in get_type_hints(fields, include_extras=True).items()
+    }
+
+
+UPDATE_METRICS = _described(UpdateMetrics)
 """Metrics of the update by name. All are null for a batch without an update."""
 
 METRICS = {
@@ -48,6 +54,7 @@ METRICS = {
     "groups/discarded_by_reason": "Number of discarded groups by reason.",
     "groups/replaced": "Number of zero-variance groups that dynamic sampling replaced by another group.",
     "groups/replayed": "Number of groups from the replay buffer.",
+    **{f"curriculum/{name}": text for name, text in _described(CurriculumReport).items()},
     "staleness/mean": "Mean staleness of the trained groups: policy version of the learner minus the oldest version "
     "that sampled the group.",
     "staleness/max": "Largest staleness of a trained group.",
@@ -177,6 +184,7 @@ def step_metrics(
         **dict.fromkeys(UPDATE_METRICS),
         **_update_metrics(report),
         **_group_metrics(report, discarded),
+        **_curriculum_metrics(report.curriculum or CurriculumReport()),
         **completions,
         "tokens_per_second": completions["completion_length/total"] / seconds if seconds > 0 else None,
         "decode_tokens_per_second/idle": now.gauges.decode_rate_idle,
@@ -288,6 +296,10 @@ def _group_metrics(report: StepReport, discarded: Counter[tuple[str, str]]) -> M
         "staleness/max": max(report.staleness, default=None),
         "staleness/histogram": dict(sorted(Counter(report.staleness).items())),
     }
+
+
+def _curriculum_metrics(report: CurriculumReport) -> MetricsLine:
+    return {f"curriculum/{name}": value for name, value in msgspec.structs.asdict(report).items()}
 
 
 def _completion_metrics(report: StepReport) -> MetricsLine:

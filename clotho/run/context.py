@@ -8,10 +8,12 @@ from typing import Any
 from msgspec import Struct
 
 from actors.broadcaster import SwapTimes
+from actors.generator import StalenessRule
 from actors.learner import LearnerProgress
 from clotho.config.bounds import Off
 from clotho.config.schema import Profile, RewardSection
 from clotho.cpu import compute_path
+from clotho.data.curriculum import Curriculum
 from clotho.inference import DecodeEngine
 from clotho.inference.sample_log import SampleLog
 from clotho.models.machine import describe_machine
@@ -39,6 +41,7 @@ from clotho.training.update import PolicyLearner
 from protocols.checkpoint import Origin, RunState
 from protocols.evaluation import EvalReport, HeldOut
 from protocols.finding import Finding
+from protocols.prompt import Prompt
 from protocols.sampling import PromptLogprobs
 from protocols.step import ReplayGroup, WeightsReady
 from protocols.summary import HistoryGap
@@ -53,7 +56,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     history_gaps: records that the checkpoint covers and that the history files lack.
     origin: what the run started from; None for the base model alone. best: finds the best checkpoint.
     base: parameters before the first update, if they still need to be evaluated after a resume.
-    replay: groups of the checkpoint's replay buffer.
+    replay: groups of the checkpoint's replay buffer. curriculum: chooses the problems; None: all equally often.
     trackers: experiment trackers, which are already running.
     estimated_memory: estimated peak, in bytes. warnings: to be logged when the run starts. preflight: findings of the
     checks at the start.
@@ -74,6 +77,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     engine_failure: Future[None]
     policy_learner: PolicyLearner
     prompts: PromptBuilder
+    curriculum: Curriculum | None
     held_out: HeldOut
     rewards: RewardRunner
     inputs: dict[str, str]
@@ -124,6 +128,20 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     def replaced_groups_limit(self) -> int | None:
         """`total_groups` if groups may be replaced (`learner.objective.dynamic_sampling_max_ratio`), otherwise None."""
         return self.total_groups if self.profile.learner.objective.dynamic_sampling_max_ratio else None
+
+    @property
+    def staleness_rule(self) -> StalenessRule:
+        """How far rollouts may run ahead of the served weights."""
+        return StalenessRule(
+            weights=self.weights,
+            replacements=self.replacements,
+            batch_size=self.profile.learner.batch_size,
+            max_batches_ahead=self.profile.max_batches_ahead,
+        )
+
+    def choose_prompt(self, group_id: int) -> Prompt:
+        """The prompt of a group, with the problem that the curriculum chooses if the run has one."""
+        return self.prompts.prompt(group_id, None if self.curriculum is None else self.curriculum.choose(group_id))
 
     @property
     def max_sequence_tokens(self) -> int:

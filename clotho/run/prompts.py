@@ -31,7 +31,7 @@ MAX_LISTED_TYPES = 10
 
 
 class PromptBuilder:
-    """Builds the prompt of each group: a pure function of (dataset, seed, group_id)."""
+    """Builds the prompt of each group: a pure function of (dataset, seed, group_id) and the choice of a curriculum."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class PromptBuilder:
     ) -> None:
         """prompts: the rendered prompt of each problem, in the same order. weights: of types, see `ProblemOrder`."""
         self._problems, self._prompts, self._seed = problems, prompts, seed
-        self._order = ProblemOrder([p.type for p in problems], weights=weights, seed=seed, shuffle=shuffle)
+        self.order = ProblemOrder([p.type for p in problems], weights=weights, seed=seed, shuffle=shuffle)
 
     @property
     def problems(self) -> Sequence[Problem]:
@@ -56,9 +56,9 @@ class PromptBuilder:
         """Number of tokens of the longest prompt."""
         return max(map(len, self._prompts))
 
-    def prompt(self, group_id: int) -> Prompt:
-        """The prompt of a group."""
-        index = self._order.index(group_id)
+    def prompt(self, group_id: int, problem: int | None = None) -> Prompt:
+        """The prompt of a group. problem: index of its problem; None for that of the order of problems."""
+        index = self.order.index(group_id) if problem is None else problem
         return Prompt(
             group_id=group_id,
             problem=self._problems[index],

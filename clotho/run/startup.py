@@ -15,8 +15,10 @@ from clotho.atropos.commands import require_environments
 from clotho.config.bounds import Off
 from clotho.config.load import resolved_toml, write_profile
 from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
-from clotho.config.schema import HeldOutEvaluation, Profile, RunningServer, ServerSection
+from clotho.config.schema import HeldOutEvaluation, Profile, RunningServer, ServerSection, SuccessRateCurriculum
 from clotho.config.sections_training import BaseReference, RollBackOnCollapse
+from clotho.data.curriculum import Curriculum
+from clotho.data.problems import problems_fingerprint
 from clotho.inference import DecodeEngine
 from clotho.inference.sample_log import SampleLog, token_cost
 from clotho.inference.sampling import validate
@@ -35,7 +37,7 @@ from clotho.rewards.runner import RewardRunner
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import load_factory
 from clotho.run.initial_adapter import publish_first_checkpoint, publish_initial, read_initial
-from clotho.run.prompts import MAX_LISTED_TYPES, LoadedPrompts, dataset_warnings, load_prompts
+from clotho.run.prompts import MAX_LISTED_TYPES, LoadedPrompts, PromptBuilder, dataset_warnings, load_prompts
 from clotho.run.starting_point import Fork, begin, publish_fork, restore_learner
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
@@ -143,6 +145,7 @@ async def _build_context(
         engine_failure=engine_failure,
         policy_learner=policy_learner,
         prompts=prompts,
+        curriculum=_curriculum(profile, prompts, state),
         held_out=held_out,
         rewards=rewards,
         inputs=inputs,
@@ -182,6 +185,22 @@ def _best_checkpoint(
         marker=directory.best,
         reports=lambda: [*history.evaluations, *evaluations],
         is_evaluated=lambda step: interval > 0 and step % interval == 0,
+    )
+
+
+def _curriculum(profile: Profile, prompts: PromptBuilder, state: RunState | None) -> Curriculum | None:
+    settings = profile.data.curriculum
+    if not isinstance(settings, SuccessRateCurriculum):
+        return None
+    return Curriculum(
+        [problem.type for problem in prompts.problems],
+        prompts.order,
+        settings,
+        rewards=profile.rewards,
+        group_size=profile.sampling.group_size,
+        seed=profile.seed,
+        dataset=problems_fingerprint(prompts.problems),
+        state=state.curriculum if state else None,
     )
 
 

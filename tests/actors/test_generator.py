@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from actors.generator import Generator
+from actors.generator import Generator, StalenessRule
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.runtime.sampling_client import Engine, Sampler, Submit
@@ -78,13 +78,15 @@ class GeneratorHarness:
         self.generator = Generator(
             inbox=self.prompts.inbox(),
             outbox=outbox,
-            weights=self.weights,
-            replacements=self.replacements,
+            rule=StalenessRule(
+                weights=self.weights,
+                replacements=self.replacements,
+                batch_size=batch_size,
+                max_batches_ahead=ahead,
+            ),
             sampler=self.sampler,
             sampling=SAMPLING,
             group_size=3,
-            batch_size=batch_size,
-            max_batches_ahead=ahead,
             ended=before,
             groups=groups,
             one_by_one=one_by_one,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from itertools import count
 
 import anyio
@@ -32,6 +32,7 @@ def prompter(
     ended: int = 0,
     groups: int | None = None,
     prompted_until: int = 0,
+    may_start: Callable[[int], Awaitable[None]] | None = None,
 ) -> Prompter:
     """Return a prompter of these groups."""
     return Prompter(
@@ -43,6 +44,7 @@ def prompter(
         ended=ended,
         groups=groups,
         prompted_until=prompted_until,
+        may_start=may_start,
     )
 
 
@@ -155,6 +157,41 @@ async def test_a_drained_prompter_sends_the_due_replacements() -> None:
         replacements.put(2)
         actor.drain()
         assert [one.group_id for one in await receive_all(reader)] == [2, 3, 4, 5]
+
+
+async def test_a_prompt_is_built_only_when_its_group_may_start() -> None:
+    """The groups of an earlier start count. The prompter ends when no further group may start."""
+    prompts, limit = Queue[Prompt]("prompts", capacity=100), Latest[int]("limit")
+
+    async def may_start(count: int) -> None:
+        await limit.wait_until(lambda allowed: count < allowed)
+
+    actor = prompter(prompts, count(3), ended=3, may_start=may_start)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(actor.run)
+        for allowed in (3, 5, 9):
+            limit.put(allowed)
+            await anyio.wait_all_tasks_blocked()
+            assert (prompts.depth, actor.prompted_until) == (allowed - 3, allowed if allowed > 3 else 0)
+        limit.close()
+    assert [one.group_id for one in await receive_all(prompts.inbox())] == list(range(3, 9))
+
+
+async def test_a_prompter_drained_in_its_wait_for_a_start_ends_with_its_batch() -> None:
+    """The batch in training allows the next group; the drained prompter then sends none."""
+    prompts, limit = Queue[Prompt]("prompts", capacity=100), Latest[int]("limit")
+
+    async def may_start(count: int) -> None:
+        await limit.wait_until(lambda allowed: count < allowed)
+
+    actor = prompter(prompts, count(), may_start=may_start)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(actor.run)
+        limit.put(4)
+        await anyio.wait_all_tasks_blocked()
+        actor.drain()
+        limit.put(8)
+    assert (prompts.depth, actor.prompted_until) == (4, 4)
 
 
 @pytest.mark.parametrize("end", ["cancelled", "failed"])

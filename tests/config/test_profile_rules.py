@@ -49,6 +49,15 @@ REPLACE_EVALUATOR = TAP | {"mode": "replace", "at": "evaluator"}
         ({"eval": {"problems_between": 5}}, "eval.problems_between"),
         ({"data": {"heldout": "h", "heldout_fraction": 0.2}}, "data.heldout_fraction"),
         ({"data": {"heldout_fraction": 0.0}}, "data.heldout_fraction"),
+        ({"data": {"curriculum": "success_rate"}, "atropos": {"type": "mock"}}, "data.curriculum"),
+        (
+            {
+                "data": {"curriculum": "success_rate"},
+                "actors": [TAP | {"name": "own", "mode": "replace", "at": "prompter"}],
+            },
+            "data.curriculum",
+        ),
+        ({"data": {"curriculum": {"type": "uniform", "target": 0.3}}}, "data.curriculum.target"),
         ({"data": {"prompt_key": "answer"}}, "data.answer_key"),
         ({"data": {"type_key": "x", "prompt_key": "answer"}}, "data.answer_key"),
         ({"server": {"host": "0.0.0.0"}}, "server.host"),
@@ -90,6 +99,7 @@ def test_a_contradiction_or_a_setting_without_effect_is_refused(sections: dict[s
             }
         },
         {"eval": {"interval": 19}, "steps": 20},
+        {"data": {"curriculum": {"type": "success_rate", "target": 0.3, "half_life": 5.0}}},
         {"server": {"host": "0.0.0.0", "api_key": "k"}},
         {"server": {"host": "::1"}},
         {"server": {"host": "localhost"}},

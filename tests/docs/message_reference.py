@@ -11,6 +11,7 @@ import inspect
 import msgspec
 from msgspec import Struct
 
+from protocols.curriculum import CurriculumReport
 from protocols.evaluation import EvalReport
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup, ScoredGroup, TeacherTokens
@@ -30,6 +31,7 @@ MESSAGES: tuple[type[Struct], ...] = (
     StepReport,
     TrainedGroup,
     UpdateMetrics,
+    CurriculumReport,
     GroupsEnded,
     FirstBatch,
     EvalReport,

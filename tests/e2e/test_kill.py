@@ -108,6 +108,29 @@ def test_a_killed_synchronous_run_ends_with_identical_bytes(
     assert [found[key] for key in found if "time/" not in key] == [expected[key] for key in found if "time/" not in key]
 
 
+@pytest.mark.slow
+def test_a_killed_synchronous_run_with_a_curriculum_chooses_the_same_problems(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Replaced groups included. Adapter, problems and posterior equal those of an uninterrupted run bit for bit."""
+    flags = ("--steps", "24", "--async", "false", "--checkpoint.interval", "1", "--data.curriculum", "success_rate",
+             "--data.curriculum.half-life", "4", "--learner.objective", "dapo")  # fmt: skip
+    assert run(tmp_path / "whole", *flags).status == 0
+    result = killed_and_resumed(tmp_path / "run", *flags, kills=6, record_property=record_property)
+    assert result.status == 0, result
+    assert result.accounting.carried_over == 0
+    tensors, uninterrupted = (tmp_path / name / "adapters/adapters.safetensors" for name in ("run", "whole"))
+    assert tensors.read_bytes() == uninterrupted.read_bytes()
+    groups = [
+        {line["group_id"]: (line["prompt"], line["outcome"]) for line in lines(tmp_path / name / "rollouts.jsonl")}
+        for name in ("run", "whole")
+    ]
+    assert groups[0] == groups[1]
+    states = [read_state(tmp_path / name / "checkpoints/step-000024") for name in ("run", "whole")]
+    assert states[0].curriculum is not None
+    assert states[0].curriculum == states[1].curriculum
+
+
 @pytest.mark.parametrize("kills", [1, pytest.param(25, marks=pytest.mark.slow)])
 def test_a_killed_asynchronous_run_loses_no_group(
     tmp_path: Path, kills: int, record_property: Callable[[str, object], None]

@@ -19,6 +19,7 @@ from clotho.monitoring.display import (
 )
 from clotho.monitoring.live_display import LiveDisplay, Screen, make_display, sparkline
 from clotho.monitoring.metrics import Measurement, step_metrics
+from protocols.curriculum import CurriculumReport
 from protocols.finding import Finding
 from protocols.summary import RunGauges
 from tests.monitoring.display_examples import (
@@ -117,6 +118,24 @@ def test_an_evaluation_is_shown_with_its_measures(kind: str) -> None:
     assert next(iter(evaluation_pieces(ungraded_evaluation(1)))) == (
         "held-out accuracy - of 0 (500 ungraded, 3 with failed rewards)"
     )
+
+
+def test_both_displays_show_the_zero_variance_of_a_curriculum() -> None:
+    """The measured and the expected share; nothing without a curriculum."""
+    report = replace(step(40), curriculum=CurriculumReport(zero_variance_expected=0.2, zero_variance_observed=0.25))
+    latest = step_metrics(report, now=START, before=START)
+    for shown, expected in ((view(), False), (replace(view(), latest=latest), True)):
+        texts = []
+        for live in (True, False):
+            console, screen = terminal(200)
+            if live:
+                console.print(Screen(facts(), shown, GAUGES, 1.0))
+            else:
+                plain = PlainDisplay(console, facts(), lambda: GAUGES)
+                plain.show(shown)
+                plain.close()
+            texts.append(written(screen))
+        assert ["zero variance 25 % (20 % expected)" in text for text in texts] == [expected] * 2
 
 
 def test_an_empty_view_is_drawn() -> None:

@@ -22,6 +22,7 @@ from clotho.monitoring.metrics import (
     reward_parts,
     step_metrics,
 )
+from protocols.curriculum import CurriculumReport
 from protocols.finding import Finding
 from protocols.rollout import Discarded
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
@@ -75,6 +76,16 @@ def test_speculation_is_counted_since_the_line_before() -> None:
     found = step_metrics(EMPTY, now=now, before=before)
     names = ("passes", "draft_tokens", "accepted_tokens")
     assert [found[f"speculation/{name}"] for name in names] == [5, 15, 9]
+
+
+def test_the_report_of_a_curriculum_has_keys_of_its_own() -> None:
+    """They are null without a curriculum."""
+    report = CurriculumReport(
+        zero_variance_expected=0.2, zero_variance_observed=0.25, success_rate=0.4, problems={"0.0-0.2": 3}
+    )
+    names = ("zero_variance_expected", "zero_variance_observed", "success_rate", "problems")
+    assert [line(curriculum=report)[f"curriculum/{name}"] for name in names] == [0.2, 0.25, 0.4, {"0.0-0.2": 3}]
+    assert [line()[f"curriculum/{name}"] for name in names] == [None, None, None, {}]
 
 
 def test_every_key_is_described_and_every_description_has_a_key() -> None:

@@ -8,11 +8,14 @@ from typing import Any, cast
 
 import anyio
 from msgspec import Struct
+from msgspec.structs import replace
 
 from actors.generator import Generator as GeneratorActor
+from actors.generator import StalenessRule
 from actors.learner import Learner, LearnerProgress
 from actors.prompter import Prompter
 from clotho.config.bounds import Off
+from clotho.data.curriculum import Curriculum
 from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.runtime.compute_thread import ComputeExecutor
 from clotho.runtime.latest import Latest
@@ -22,7 +25,8 @@ from clotho.training.ledger import Ledger
 from clotho.training.replay import ReplayBuffer
 from clotho.training.update import Update
 from protocols.collapse import CollapseState
-from protocols.prompt import Prompt
+from protocols.curriculum import CurriculumState
+from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import SampleRequest, Sampling
 from protocols.step import LearnerReport, PolicyUpdated, StepReport, UpdateMetrics, WeightsReady
@@ -64,8 +68,17 @@ class CountingPolicyLearner:
         return {}
 
 
+PROBLEMS = tuple(
+    Problem(prompt=str(index), answer="", type=kind) for index, kind in enumerate(["useful", "hard", "solved"] * 6)
+)
+"""Problems for a curriculum. Groups of the type `useful` have the rewards 0 and 1, other groups have zero variance."""
+
+
 class SimulationSettings(Struct, frozen=True, kw_only=True):
-    """Settings of a simulated run. `zero_variance` and `discarded_early` select groups by id."""
+    """Settings of a simulated run. `zero_variance` and `discarded_early` select groups by id.
+
+    curriculum: makes a curriculum over `PROBLEMS` from its state in a checkpoint. The problem then decides the rewards.
+    """
 
     zero_variance: Callable[[int], bool]
     discarded_early: Callable[[int], bool] = lambda group_id: False
@@ -74,6 +87,7 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
     ahead: int = 0
     limit: float = 4.0
     dynamic: bool = True
+    curriculum: Callable[[CurriculumState | None], Curriculum] | None = None
 
 
 class RecordingSampler(Sampler):
@@ -113,6 +127,9 @@ class SimulatedRun:
         self._serve(self.policy_learner.version, self.progress.step)
         self.sampler = RecordingSampler(self.engine)
         self.updates: list[PolicyUpdated] = []
+        make, state = simulation.curriculum, after.curriculum if after else None
+        self.curriculum = make(state) if make is not None else None
+        self.chosen: list[tuple[int, Problem]] = []
         self._questions = Queue[Prompt]("questions", capacity=1)
         self._prompts = Queue[Prompt | Discarded]("prompts", capacity=1)
         self._rollouts = Queue[RolloutGroup | Discarded]("rollouts", capacity=1)
@@ -129,9 +146,16 @@ class SimulatedRun:
             "ended": self.ledger.ended,
             "groups": groups if simulation.dynamic else None,
         }
+        rule = StalenessRule(
+            weights=self.weights,
+            replacements=self.replacements,
+            batch_size=simulation.batch_size,
+            max_batches_ahead=simulation.ahead,
+        )
         self.prompter = Prompter(
             outbox=self._questions.outbox(),
-            make=lambda group_id: prompt(group_id, (group_id, 7)),
+            make=self._prompt,
+            may_start=rule.wait if self.curriculum else None,
             group_ids=self.ledger.unended(None if simulation.dynamic else groups),
             prompted_until=prompted_until,
             **distribution,
@@ -139,12 +163,12 @@ class SimulatedRun:
         self.generator = GeneratorActor(
             inbox=self._prompts.inbox(),
             outbox=self._rollouts.outbox(),
-            weights=self.weights,
+            rule=rule,
             sampler=self.sampler,
             sampling=Sampling(max_tokens=4),
             group_size=2,
-            max_batches_ahead=simulation.ahead,
-            **distribution,
+            ended=self.ledger.ended,
+            groups=groups if simulation.dynamic else None,
         )
         self.learner = Learner(
             inbox=self._scored.inbox(),
@@ -166,7 +190,15 @@ class SimulatedRun:
             steps=simulation.steps,
             synchronous=simulation.ahead == 0,
             from_environments=False,
+            curriculum=self.curriculum,
         )
+
+    def _prompt(self, group_id: int) -> Prompt:
+        made = prompt(group_id, (group_id, 7))
+        if self.curriculum is not None:
+            made = replace(made, problem=PROBLEMS[self.curriculum.choose(group_id)])
+            self.chosen.append((group_id, made.problem))
+        return made
 
     def _serve(self, version: int, step: int) -> None:
         self.engine.version = version
@@ -188,6 +220,9 @@ class SimulatedRun:
                 outcome: GroupOutcome
                 if isinstance(group, Discarded):
                     outcome = group
+                elif self.curriculum is not None and group.prompt.problem.type != "useful":
+                    rewards = (float(group.prompt.problem.type == "solved"),) * 2
+                    outcome = Discarded(prompt=group.prompt, reason="zero_variance", detail="equal", rewards=rewards)
                 elif self.simulation.zero_variance(group.prompt.group_id):
                     outcome = Discarded(prompt=group.prompt, reason="zero_variance", detail="equal")
                 else:

@@ -13,16 +13,20 @@ import msgspec
 import pytest
 from mlx.utils import tree_map
 
+from actors.prompter import Prompter
 from clotho.config.bounds import Off
 from clotho.config.load import load_profile
 from clotho.config.schema import Profile
 from clotho.models.machine import random_state
 from clotho.run import resume, startup
 from clotho.run.context import RunContext
+from clotho.run.custom_actors import CustomActors
 from clotho.storage.checkpoints import Snapshot, read_checkpoint, write_checkpoint
+from pipeline import wire_rollouts
 from protocols.accounting import LedgerState
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, ClothoError, DatasetError, ModelError, ProfileError
+from protocols.rollout import Discarded
 from protocols.summary import MemoryLimit
 from tests.e2e.child_processes import descendants, wait_until_ended
 from tests.run.built_context import open_context, tiny_profile
@@ -39,10 +43,15 @@ async def write_step(profile: Profile, *, step: int = 3, measured: bool = True) 
             parameters = tree_map(lambda array: array + step, parts.policy.trainable())
             optimizer = {name: array + 1 for name, array in parts.policy_learner.state().items()}
             mx.random.seed(99)
+            if parts.curriculum is not None:
+                scored = Discarded(prompt=parts.choose_prompt(0), reason="stale", detail="", rewards=(0.0, 1.0))
+                parts.curriculum.record([scored])
+                parts.curriculum.end_step()
             state = RunState(
                 step=step, version=step - 1, fingerprint="kept", ledger=LEDGER, prompted=11,
                 random_state=random_state(),
                 bad_steps=1, train_seconds=2.5, sampled_tokens=100, trained_tokens=50, inputs=parts.inputs,
+                curriculum=parts.curriculum.state() if parts.curriculum else None,
             )  # fmt: skip
             config = parts.policy.adapter_config
             snapshot = Snapshot(parameters=parameters, optimizer=optimizer, state=state, adapter_config=config)
@@ -207,6 +216,28 @@ async def test_records_that_the_histories_lack_are_part_of_the_context(tmp_path:
     async with open_context(profile, resume=True) as parts:
         assert [(gap.file, gap.missing) for gap in parts.history_gaps] == [("metrics.jsonl", 1), ("rollouts.jsonl", 6)]
         assert len(parts.warnings) == 2
+
+
+async def test_a_resumed_run_continues_with_the_success_rates_of_its_checkpoint(tmp_path: Path) -> None:
+    """A fork too, if it has the same problems; otherwise it begins without evidence."""
+    profile = tiny_profile(tmp_path, data={"curriculum": "success_rate"})
+    written = (await write_step(profile)).curriculum
+    assert written is not None
+    assert (len(written.problems), written.highest) == (8, 1.0)
+    async with open_context(profile, resume=True) as parts:
+        assert parts.curriculum is not None
+        assert parts.curriculum.state() == written
+        assert parts.choose_prompt(5).problem in parts.prompts.problems
+        custom = CustomActors((), parts.services())
+        rollouts = wire_rollouts(parts, custom, custom.channel("scored", 1), parts.sampler)
+        assert isinstance(rollouts.source.actor, Prompter)
+        assert rollouts.source.actor._may_start is not None
+    (tmp_path / "other.jsonl").write_text("".join(f'{{"prompt": "{i}?", "answer": "1"}}\n' for i in range(9)))
+    data = {"curriculum": "success_rate", "train": str(tmp_path / "other.jsonl")}
+    other = tiny_profile(tmp_path, run_dir=str(tmp_path / "fork"), data=data)
+    async with open_context(other, fork=tmp_path / "run" / "checkpoints" / "step-000003") as parts:
+        assert parts.curriculum is not None
+        assert parts.curriculum.state().problems == b""
 
 
 async def test_a_resumed_run_requires_the_same_dataset_and_settings(tmp_path: Path) -> None:

@@ -1,0 +1,192 @@
+"""The curriculum by success rate: chooses the problem of every group, so that zero-variance groups are avoided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from clotho.config.schema import RewardSection, SuccessRateCurriculum
+from clotho.data.order import ProblemOrder
+from clotho.data.success_rates import Floats, Indices, Posterior, SuccessRates
+from protocols.curriculum import CurriculumReport, CurriculumState
+from protocols.prompt import Problem
+from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, bounded
+from protocols.sampling import derive
+
+log = structlog.get_logger(__name__)
+
+RATES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+"""Edges of the intervals in which problems are counted by their estimated success rate."""
+
+
+class Choice(NamedTuple):
+    """The problem of a group. zero_variance: probability that all or none of its completions succeed."""
+
+    problem: int
+    zero_variance: float
+
+
+class Scored(NamedTuple):
+    """A scored group. correct: what the rewards with `correct = true` say about each completion; None if nothing."""
+
+    group_id: int
+    rewards: tuple[float, ...]
+    correct: tuple[bool | None, ...]
+
+
+class Curriculum:
+    """Chooses problems whose groups probably have both successes and failures.
+
+    Candidates of group g are the next places of the order of problems (`candidates` per group, epochs and weights of
+    types as without a curriculum). With the probability `explore`, the problem is drawn uniformly from the candidates;
+    otherwise in proportion to its expected utility under the posterior of its success rate p:
+
+        u(p) = exp(-k KL(t || p)) = (p / t)^(k t) ((1 - p) / (1 - t))^(k (1 - t))       t = target, k = sharpness
+
+    KL is that of two Bernoulli distributions. u is 1 at the target and 0 at p = 0 and p = 1; with t = 1/2 and k = 2 it
+    is 4 p (1 - p), which is proportional to the bound of the signal-to-noise ratio of a group's gradient in SPEED
+    (arXiv:2506.09016). The expectation is taken in closed form, so that uncertain problems keep a utility of their own.
+    Problems of groups that have not ended are chosen only if there are no other candidates.
+
+    A completion succeeds if the rewards with `correct = true` accept it, as in evaluation. If none of them applies, it
+    succeeds if its reward is above the middle between the lowest and the highest reward of the run so far.
+
+    The choice is a function of (dataset, seed, group_id, groups that were recorded before). Groups are counted at the
+    end of a step in order of their ids, so that it does not depend on the order of arrival.
+    """
+
+    def __init__(
+        self,
+        types: Sequence[str],
+        order: ProblemOrder,
+        settings: SuccessRateCurriculum,
+        *,
+        rewards: Sequence[RewardSection],
+        group_size: int,
+        seed: int,
+        dataset: str,
+        state: CurriculumState | None = None,
+    ) -> None:
+        """types, order: of the problems. dataset: fingerprint of the problems. state: of a checkpoint."""
+        self._order, self._settings = order, settings
+        self._correct = [section for section in rewards if section.correct]
+        self._group_size, self._seed, self._dataset = group_size, seed, dataset
+        self._candidates = min(settings.candidates, order.epoch_length)
+        self._rates = SuccessRates(types, group_size=group_size, half_life=settings.half_life)
+        self._chosen: dict[int, Choice] = {}
+        self._ended: list[int] = []
+        self._scored: list[Scored] = []
+        self._lowest: float | None = None
+        self._highest: float | None = None
+        if state is not None:
+            self._restore(state)
+
+    def choose(self, group_id: int) -> int:
+        """Return the index of the problem of a group, and remember it until the group has ended."""
+        random = np.random.default_rng(derive(self._seed, "curriculum", group_id))
+        start = group_id * self._candidates
+        places = [self._order.index(place) for place in range(start, start + self._candidates)]
+        taken = {choice.problem for choice in self._chosen.values()}
+        candidates: Indices = np.array([index for index in places if index not in taken] or places, dtype=np.int64)
+        posterior = self._rates.posterior(candidates)
+        weights = np.ones(len(candidates)) if random.random() < self._settings.explore else self._utility(posterior)
+        position = _draw(random, weights)
+        zero_variance = float(posterior.zero_variance(self._group_size)[position])
+        self._chosen[group_id] = Choice(int(candidates[position]), zero_variance)
+        return int(candidates[position])
+
+    def record(self, outcomes: Iterable[GroupOutcome]) -> None:
+        """Record groups that have ended. Discarded groups that were scored count like trained ones."""
+        for outcome in outcomes:
+            prompt = outcome.prompt if isinstance(outcome, Discarded) else outcome.group.prompt
+            self._ended.append(prompt.group_id)
+            if prompt.group_id in self._chosen and outcome.rewards and bounded(outcome.rewards):
+                correct = self._judge(prompt.problem, outcome.parts, len(outcome.rewards))
+                self._scored.append(Scored(prompt.group_id, outcome.rewards, correct))
+
+    def end_step(self) -> CurriculumReport:
+        """Reduce the weight of older evidence, then count the groups that were recorded since the last step."""
+        self._rates.forget()
+        scored = sorted(self._scored)
+        for group in scored:
+            self._lowest = min(*group.rewards, *(() if self._lowest is None else (self._lowest,)))
+            self._highest = max(*group.rewards, *(() if self._highest is None else (self._highest,)))
+        for group in scored:
+            successes = sum(map(self._succeeds, group.rewards, group.correct))
+            problem = self._chosen[group.group_id].problem
+            self._rates.add(problem, successes=successes, completions=len(group.rewards))
+        report = self._report(scored)
+        for group_id in self._ended:
+            self._chosen.pop(group_id, None)
+        self._ended, self._scored = [], []
+        return report
+
+    def state(self) -> CurriculumState:
+        """Snapshot for a checkpoint, at the end of a step."""
+        known, successes, failures = self._rates.counts()
+        return CurriculumState(
+            dataset=self._dataset,
+            problems=known.astype("<i8").tobytes(),
+            successes=successes.astype("<f8").tobytes(),
+            failures=failures.astype("<f8").tobytes(),
+            types=self._rates.types(),
+            lowest=self._lowest,
+            highest=self._highest,
+        )
+
+    def _restore(self, state: CurriculumState) -> None:
+        if state.dataset != self._dataset:
+            log.warning("curriculum_starts_anew", reason="the checkpoint is of other problems")
+            return
+        problems = np.frombuffer(state.problems, "<i8").astype(np.int64)
+        successes, failures = (np.frombuffer(part, "<f8") for part in (state.successes, state.failures))
+        self._rates.restore(problems, successes, failures, state.types)
+        self._lowest, self._highest = state.lowest, state.highest
+
+    def _utility(self, posterior: Posterior) -> Floats:
+        """Expected utility of each candidate, at most 1."""
+        target, sharpness = self._settings.target, self._settings.sharpness
+        expected = posterior.expectation(sharpness * target, sharpness * (1 - target))
+        highest = target ** (sharpness * target) * (1 - target) ** (sharpness * (1 - target))
+        utility: Floats = expected / highest
+        return utility
+
+    def _judge(
+        self, problem: Problem, parts: dict[str, tuple[float | None, ...]], count: int
+    ) -> tuple[bool | None, ...]:
+        names = [one.name for one in self._correct if not one.types or problem.type in one.types]
+        rows = [parts[name] for name in names if name in parts]
+        judged = [[row[i] for row in rows if row[i] is not None] for i in range(count)]
+        return tuple(all(value == 1.0 for value in values) if values else None for values in judged)
+
+    def _succeeds(self, reward: float, correct: bool | None) -> bool:
+        if correct is not None or self._lowest is None or self._highest is None:
+            return bool(correct)
+        return reward > (self._lowest + self._highest) / 2
+
+    def _report(self, scored: Sequence[Scored]) -> CurriculumReport:
+        rate_N = self._rates.posterior().mean_N
+        counts, _ = np.histogram(rate_N, bins=RATES)
+        intervals = [f"{low:.1f}-{high:.1f}" for low, high in pairwise(RATES)]
+        equal = [max(group.rewards) - min(group.rewards) <= ZERO_VARIANCE_THRESHOLD for group in scored]
+        expected = [self._chosen[group.group_id].zero_variance for group in scored]
+        return CurriculumReport(
+            zero_variance_expected=fmean(expected) if expected else None,
+            zero_variance_observed=fmean(equal) if equal else None,
+            success_rate=float(rate_N.mean()),
+            problems=dict(zip(intervals, counts.tolist(), strict=True)),
+        )
+
+
+def _draw(random: np.random.Generator, weights: npt.NDArray[np.float64]) -> int:
+    """Draw an index in proportion to its weight; uniformly if no weight is positive."""
+    total = np.cumsum(weights)
+    if not total[-1] > 0:
+        return int(random.integers(len(weights)))
+    return min(int(np.searchsorted(total, random.random() * total[-1], side="right")), len(weights) - 1)
