@@ -111,11 +111,10 @@ class UniformCurriculum(Variant, frozen=True, kw_only=True, tag="uniform"):
 
 
 class SuccessRateCurriculum(Variant, frozen=True, kw_only=True, tag="success_rate"):
-    """Problems whose completions both succeed and fail are preferred (docs/datasets.md)."""
+    """Problems whose groups probably have both successes and failures are preferred."""
 
-    target: Annotated[float, about("Success rate that is preferred most.", gt=0.0, lt=1.0)] = 0.5
-    sharpness: Annotated[PositiveFloat, about("How fast the preference falls with the distance from target.")] = 8.0
-    half_life: Annotated[PositiveFloat, about("Steps after which a scored group counts half.")] = 20.0
+    sharpness: Annotated[PositiveFloat, about("Power of the probability of a gradient in the draw of a problem.")] = 4.0
+    half_life: Annotated[PositiveFloat, about("Steps after which a scored group counts half.")] = 50.0
     explore: Annotated[PositiveFraction, about("Share of groups whose problem is drawn uniformly.")] = 0.05
     candidates: Annotated[Positive, about("Number of problems among which the problem of a group is chosen.")] = 64
 

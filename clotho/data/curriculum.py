@@ -8,12 +8,11 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 
 from clotho.config.schema import RewardSection, SuccessRateCurriculum
 from clotho.data.order import ProblemOrder
-from clotho.data.success_rates import Floats, Indices, Posterior, SuccessRates
+from clotho.data.success_rates import Floats, Indices, SuccessRates
 from protocols.curriculum import CurriculumReport, CurriculumState
 from protocols.prompt import Problem
 from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, bounded
@@ -45,13 +44,11 @@ class Curriculum:
 
     Candidates of group g are the next places of the order of problems (`candidates` per group, epochs and weights of
     types as without a curriculum). With the probability `explore`, the problem is drawn uniformly from the candidates;
-    otherwise in proportion to its expected utility under the posterior of its success rate p:
+    otherwise in proportion to the probability that its n completions both succeed and fail, to the power `sharpness`:
 
-        u(p) = exp(-k KL(t || p)) = (p / t)^(k t) ((1 - p) / (1 - t))^(k (1 - t))       t = target, k = sharpness
+        (1 - E[p^n] - E[(1 - p)^n])^sharpness
 
-    KL is that of two Bernoulli distributions. u is 1 at the target and 0 at p = 0 and p = 1; with t = 1/2 and k = 2 it
-    is 4 p (1 - p), which is proportional to the bound of the signal-to-noise ratio of a group's gradient in SPEED
-    (arXiv:2506.09016). The expectation is taken in closed form, so that uncertain problems keep a utility of their own.
+    The expectation is that of the posterior of the success rate p, so that uncertain problems keep a chance of their own.
     Problems of groups that have not ended are chosen only if there are no other candidates.
 
     A completion succeeds if the rewards with `correct = true` accept it, as in evaluation. If none of them applies, it
@@ -95,10 +92,11 @@ class Curriculum:
         taken = {choice.problem for choice in self._chosen.values()}
         candidates: Indices = np.array([index for index in places if index not in taken] or places, dtype=np.int64)
         posterior = self._rates.posterior(candidates)
-        weights = np.ones(len(candidates)) if random.random() < self._settings.explore else self._utility(posterior)
+        zero_variance = posterior.zero_variance(self._group_size)
+        explores = random.random() < self._settings.explore
+        weights = np.ones(len(candidates)) if explores else np.maximum(1 - zero_variance, 0) ** self._settings.sharpness
         position = _draw(random, weights)
-        zero_variance = float(posterior.zero_variance(self._group_size)[position])
-        self._chosen[group_id] = Choice(int(candidates[position]), zero_variance)
+        self._chosen[group_id] = Choice(int(candidates[position]), float(zero_variance[position]))
         return int(candidates[position])
 
     def record(self, outcomes: Iterable[GroupOutcome]) -> None:
@@ -149,14 +147,6 @@ class Curriculum:
         self._rates.restore(problems, successes, failures, state.types)
         self._lowest, self._highest = state.lowest, state.highest
 
-    def _utility(self, posterior: Posterior) -> Floats:
-        """Expected utility of each candidate, at most 1."""
-        target, sharpness = self._settings.target, self._settings.sharpness
-        expected = posterior.expectation(sharpness * target, sharpness * (1 - target))
-        highest = target ** (sharpness * target) * (1 - target) ** (sharpness * (1 - target))
-        utility: Floats = expected / highest
-        return utility
-
     def _judge(
         self, problem: Problem, parts: dict[str, tuple[float | None, ...]], count: int
     ) -> tuple[bool | None, ...]:
@@ -184,7 +174,7 @@ class Curriculum:
         )
 
 
-def _draw(random: np.random.Generator, weights: npt.NDArray[np.float64]) -> int:
+def _draw(random: np.random.Generator, weights: Floats) -> int:
     """Draw an index in proportion to its weight; uniformly if no weight is positive."""
     total = np.cumsum(weights)
     if not total[-1] > 0:

@@ -144,5 +144,5 @@ class SuccessRates:
 
 
 def _log_beta(a: Floats, b: Floats) -> Floats:
-    result: Floats = (_log_gamma(a) + _log_gamma(b) - _log_gamma(a + b)).astype(np.float64)
+    result: Floats = np.asarray(_log_gamma(a) + _log_gamma(b) - _log_gamma(a + b), dtype=np.float64)
     return result
