@@ -48,7 +48,7 @@ class Curriculum:
 
         (1 - E[p^n] - E[(1 - p)^n])^sharpness
 
-    The expectation is that of the posterior of the success rate p, so that uncertain problems keep a chance of their own.
+    The expectations are over the posterior of the success rate p; uncertain problems keep a chance of their own.
     Problems of groups that have not ended are chosen only if there are no other candidates.
 
     A completion succeeds if the rewards with `correct = true` accept it, as in evaluation. If none of them applies, it
