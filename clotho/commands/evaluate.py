@@ -133,6 +133,7 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
         rendered = problems_of(arguments, base)
         require_graded(rendered, rewards)
         rewards.require_columns(rendered.problems)
+        rewards.require_columns(rendered.problems)
         outcomes: dict[str, list[Outcome]] = {}
         for name in (*([BASE_NAME] if flags.base else []), *arguments.adapters):
             log.info("evaluating", policy=name, problems=len(rendered.problems))
@@ -304,14 +305,14 @@ def _greedy_table(found: Evaluation) -> Table:
     title = f"greedy completions of {found.problems} problems ({found.part}), intervals of 95 %"
     table = _table(title, found.policies)
     results = list(found.policies.values())
-    _add(table, "accuracy", [_share(result.greedy.overall) for result in results])
+    _add(table, "accuracy (%)", [_share(result.greedy.overall) for result in results])
     for kind in sorted({kind for result in results for kind in result.greedy.by_type}):
         _add(table, f"  {kind}", [_share(result.greedy.by_type.get(kind)) for result in results])
     _add(table, "reward", [_value(result.reward) for result in results])
     for name in sorted({name for result in results for name in result.rewards}):
         _add(table, f"  {name}", [_value(result.rewards.get(name)) for result in results])
     if any(result.loss for result in results):
-        _add(table, "loss of references", [_value(result.loss) for result in results])
+        _add(table, "held-out loss", [_value(result.loss) for result in results])
     _add(table, "mean length", [number(result.completion_length, ".1f") for result in results])
     _add(table, "truncated", [percent(result.truncated) for result in results])
     if any(result.greedy.ungraded for result in results):
@@ -325,27 +326,27 @@ def _samples_table(found: Evaluation) -> Table:
     title = f"{found.samples} completions per problem at temperature {found.temperature:g}"
     table = _table(title, found.policies)
     results = list(found.policies.values())
-    _add(table, f"avg@{found.samples}", [_share(result.avg.overall if result.avg else None) for result in results])
+    _add(table, f"avg@{found.samples} (%)", [_share(result.avg.overall if result.avg else None) for result in results])
     for k in powers_of_two(found.samples):
-        _add(table, f"pass@{k}", [_share(result.pass_at[str(k)].overall) for result in results])
+        _add(table, f"pass@{k} (%)", [_share(result.pass_at[str(k)].overall) for result in results])
     _add(table, "reward", [_value(result.sampled_reward) for result in results])
     return table
 
 
 def _comparison_table(found: Evaluation) -> Table:
     compared = {name: result.comparison for name, result in found.policies.items() if result.comparison}
-    table = _table("difference to the base model on the same problems, intervals of 95 %", compared)
+    table = _table("difference to the base model, intervals of 95 %", compared)
     results = list(compared.values())
-    _add(table, "accuracy", [_share(result.accuracy, signed=True) for result in results])
+    _add(table, "accuracy (points)", [_share(result.accuracy, signed=True) for result in results])
     _add(table, "  solved by one only", [f"{result.gained} gained, {result.lost} lost" for result in results])
     _add(table, "  p (McNemar)", [f"{result.p_value:.3g}" for result in results])
     _add(table, "reward", [_value(result.reward, signed=True) for result in results])
     if any(result.loss for result in results):
-        _add(table, "loss of references", [_value(result.loss, signed=True) for result in results])
+        _add(table, "held-out loss", [_value(result.loss, signed=True) for result in results])
     if found.samples:
-        _add(table, f"avg@{found.samples}", [_share(result.avg, signed=True) for result in results])
+        _add(table, f"avg@{found.samples} (points)", [_share(result.avg, signed=True) for result in results])
     for k in powers_of_two(found.samples):
-        _add(table, f"pass@{k}", [_share(result.pass_at.get(str(k)), signed=True) for result in results])
+        _add(table, f"pass@{k} (points)", [_share(result.pass_at.get(str(k)), signed=True) for result in results])
     return table
 
 
