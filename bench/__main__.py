@@ -30,7 +30,7 @@ BENCHMARKS = {
     "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",
     "forecast": "Difference of the forecast of a run's end from its actual end, by number of steps.",
     "speculation": "Tokens per forward pass and decode rate of speculative rollouts, by epoch.",
-    "overlap": "Decode rate during updates.",
+    "overlap": "Decode rate during updates, and the cost of observing a run.",
     "actors_overhead": "Cost of one message through a queue, an actor and the compute thread, beside asyncio.",
     "rewards": "Cost of scoring a group in worker processes and in threads.",
     "startup": "Time from the command to the first result, beside mlx-lm-lora and TRL.",

@@ -1,11 +1,12 @@
 """How long the list of groups of the dashboard takes, by number of groups, in headless Chromium.
 
-    python -m bench dashboard [--groups 100 1000 10000] [--repeats 5]
+    python -m bench dashboard [--groups 100 1000 10000] [--characters 400] [--repeats 5]
 
-The groups are made up: 4 completions of 400 characters each. `size`: the index of the groups, as sent. `first`: from
-the start of the navigation until the rows are elements of the page, with a server that has not read the run. `list`:
-the same with a server that has read the run, median. `sort`, `filter`, `search`: from the event to the new rows,
-median; a search begins 150 ms after the last letter. `frame`: the longest time between two frames while the list is
+The groups are made up: 4 completions of 400 characters each. `file`: size of rollouts.jsonl. `size`: the index of the
+groups, as sent. `first`: from the start of the navigation until the rows are elements of the page, with a server that
+has not read the run. `list`: the same with a server that has read the run, median. `sort`, `filter`, `search`: from the
+event to the new rows, median; a search begins 150 ms after the last letter, and every search is for another text.
+`common`: a search for a text that every group contains. `frame`: the longest time between two frames while the list is
 scrolled from its first to its last row in 120 steps; 17 ms is one frame at 60 Hz.
 """
 
@@ -17,6 +18,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +31,15 @@ from clotho.monitoring.rollout_log import CompletionRecord, RolloutRecord
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-COMPLETIONS, CHARACTERS = 4, 400
+COMPLETIONS = 4
 SHOWN = "() => document.querySelector('.rows .row') && performance.now()"
 CHANGED = """async () => {
+    const searched = (window.searched ??= new Set());
+    const search = (text) => {
+        const field = document.querySelector('[data-key=text]');
+        searched.add(field.value = text);
+        field.dispatchEvent(new Event('input', {bubbles: true}));
+    };
     const rows = document.querySelector('.rows');
     const began = performance.now();
     const changed = new Promise((done) => new MutationObserver(done).observe(rows, {childList: true}));
@@ -42,8 +50,8 @@ CHANGED = """async () => {
 ACTIONS = {
     "sort": "document.querySelector('.head .reward_mean button').click()",
     "filter": "document.querySelector('[data-key=\"outcome trained\"]').click()",
-    "search": "const field = document.querySelector('[data-key=text]'); field.value = field.value ? '' : 'number 7'; "
-    "field.dispatchEvent(new Event('input', {bubbles: true}))",
+    "search": "search('number ' + Math.floor(1e9 * Math.random()))",
+    "common": "search(['ome', 'ord', 'e w', 'rds', 'or', 's'].find((text) => !searched.has(text)) ?? 's')",
 }
 SCROLLED = """async () => {
     const frame = () => new Promise(requestAnimationFrame);
@@ -56,7 +64,7 @@ SCROLLED = """async () => {
 }"""
 
 
-def write_run(directory: Path, groups: int) -> Path:
+def write_run(directory: Path, groups: int, characters: int) -> Path:
     """Write the rollouts of a made-up run."""
     directory.mkdir()
     source = random.Random(0)
@@ -73,22 +81,22 @@ def write_run(directory: Path, groups: int) -> Path:
                 answer=str(number),
                 type=("sum", "word", "choice")[number % 3],
                 environment="",
-                completions=tuple(_completion(reward, number // 8) for reward in rewards),
+                completions=tuple(_completion(reward, number // 8, characters) for reward in rewards),
             )
             lines.write(msgspec.json.encode(record) + b"\n")
     return directory
 
 
-def _completion(reward: float, version: int) -> CompletionRecord:
+def _completion(reward: float, version: int, characters: int) -> CompletionRecord:
     return CompletionRecord(
-        text="some words " * (CHARACTERS // 11),
+        text="some words " * (characters // 11),
         reward=reward,
         parts={"format": 0.2},
         advantage=0.1,
         first_version=version,
         last_version=version,
         finish_reason="stop",
-        tokens=CHARACTERS // 4,
+        tokens=characters // 4,
     )
 
 
@@ -100,9 +108,12 @@ def opened(page: Page, address: str) -> float:
     return found
 
 
-def measure(browser: Browser, groups: int, repeats: int) -> list[str]:
+def measure(browser: Browser, groups: int, characters: int, repeats: int) -> list[str]:
     """Return one row of the table."""
-    with tempfile.TemporaryDirectory() as directory, viewing(write_run(Path(directory, "run"), groups)) as address:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        run = write_run(Path(directory, "run"), groups, characters)
+        stored = (run / "rollouts.jsonl").stat().st_size
+        address = stack.enter_context(viewing(run))
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         first = opened(page, address)
         lists = [opened(page, address) for _ in range(repeats)]
@@ -115,7 +126,8 @@ def measure(browser: Browser, groups: int, repeats: int) -> list[str]:
         longest: Any = page.evaluate(SCROLLED)
         page.close()
     medians = [statistics.median(lists), *map(statistics.median, times.values())]
-    return [str(groups), f"{size / 1e6:.2f}", f"{first:.0f}", *(f"{value:.0f}" for value in medians), f"{longest:.0f}"]
+    sizes = [f"{count / 1e6:.2f}" for count in (stored, size)]
+    return [str(groups), *sizes, f"{first:.0f}", *(f"{value:.0f}" for value in medians), f"{longest:.0f}"]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -124,6 +136,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m bench dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--groups", type=int, nargs="+", default=[100, 1000, 10_000], help="numbers of groups")
+    parser.add_argument("--characters", type=int, default=400, help="length of a completion")
     parser.add_argument("--repeats", type=int, default=5, help="repeats of each measurement")
     options = parser.parse_args(arguments)
     path = find_chromium()
@@ -131,7 +144,15 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write("bench: no Chromium: install one, or name it in CLOTHO_CHROMIUM\n")
         return 2
     with open_chromium(path) as browser:
-        rows = [measure(browser, groups, options.repeats) for groups in options.groups]
-    titles = ["groups", "size (MB)", "first (ms)", "list (ms)", *(f"{name} (ms)" for name in ACTIONS), "frame (ms)"]
+        rows = [measure(browser, groups, options.characters, options.repeats) for groups in options.groups]
+    titles = [
+        "groups",
+        "file (MB)",
+        "size (MB)",
+        "first (ms)",
+        "list (ms)",
+        *(f"{name} (ms)" for name in ACTIONS),
+        "frame (ms)",
+    ]
     sys.stdout.write(markdown(titles, rows) + "\n")
     return 0

@@ -95,6 +95,14 @@ SEMANTICS = {
         "time, without other work, and during updates that follow each other without a pause."
     ),
     "runs_overlap": ("As a run measures it, over its seconds of decoding with and without an update in progress."),
+    "clotho_observed": (
+        "With the monitor, log files, per-token values, timeline, server and dashboard of a default run, and a client "
+        "that follows the events of the dashboard. Tokens of the completions of all steps but the first four, per "
+        "second."
+    ),
+    "clotho_unobserved": (
+        "The same run without monitor, log files, per-token values, timeline and server. Collapse detection stays on."
+    ),
     "clotho_messages": (
         "Bounded queues that measure waiting times and close in order; actors supervised and started one by one; "
         "calls through the compute thread's call queue."
@@ -156,7 +164,8 @@ PROGRAMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("serve", "mlx_lm.server"): ("mlx_lm_serve",),
     ("swap", "clotho"): ("clotho_swap", "runs_swap"),
     ("save", "clotho"): ("clotho_save",),
-    ("overlap", "clotho"): ("clotho_overlap", "runs_overlap"),
+    ("overlap", "clotho"): ("clotho_overlap", "runs_overlap", "clotho_observed"),
+    ("overlap", "unobserved"): ("clotho_unobserved",),
     ("actors_overhead", "clotho"): ("clotho_messages",),
     ("actors_overhead", "asyncio"): ("asyncio_messages",),
     ("startup", "clotho"): ("clotho_startup", "runs_startup"),

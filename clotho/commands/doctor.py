@@ -337,7 +337,8 @@ async def _forecast(found: Diagnosis, context: RunContext, groups: Sequence[Roll
     found.add(
         "forecast",
         f"{profile.steps} steps of {_time(estimated.seconds_per_step)} and {_time(estimated.evaluation_seconds)} of "
-        f"evaluation: the run takes about {duration(estimated.seconds)}",
+        f"evaluation: the run takes about {duration(estimated.seconds)}; from {duration(estimated.seconds_least)} to "
+        f"{duration(estimated.seconds_most)}, by the number of zero-variance groups",
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from clotho.dashboard.histories import decoded
 from clotho.dashboard.overview import constants, overview
-from clotho.dashboard.page_files import INDEX, PAGE, page_names
+from clotho.dashboard.page_files import INDEX, page_names, page_text
 from clotho.dashboard.routes import API
 from clotho.dashboard.run_files import RunFiles
 from clotho.storage.atomic_files import replace_file
@@ -130,12 +130,12 @@ def ordered_groups(files: RunFiles) -> list[int]:
 
 def html(data: bytes) -> str:
     """Return the page with everything inline. data: the JSON of the export."""
-    page = (PAGE / INDEX).read_text(encoding="utf-8")
+    page = page_text(INDEX)
     hashes = list[str]()
     styles = list[str]()
 
     def style(match: re.Match[str]) -> str:
-        text = (PAGE / match[1]).read_text(encoding="utf-8")
+        text = page_text(match[1])
         styles.append(source_hash(text))
         return f"<style>{text}</style>"
 
@@ -151,7 +151,7 @@ def html(data: bytes) -> str:
         return f"{embedded}\n{script(imports, 'importmap')}\n{start}"
 
     page = STYLE.sub(style, page)
-    page = CLASSIC.sub(lambda match: script((PAGE / match[1]).read_text(encoding="utf-8")), page)
+    page = CLASSIC.sub(lambda match: script(page_text(match[1])), page)
     page = MODULE.sub(module, page)
     policy = (
         f"default-src 'none'; script-src {' '.join(hashes)} data:; style-src {' '.join(styles)}; img-src data:; "
@@ -170,7 +170,7 @@ def modules() -> list[str]:
 
 def data_address(name: str) -> str:
     """Return a module as a `data:` address; its imports have the names of the import map."""
-    text = SPECIFIER.sub(rf"\1\2{PREFIX}\3\2", (PAGE / name).read_text(encoding="utf-8"))
+    text = SPECIFIER.sub(rf"\1\2{PREFIX}\3\2", page_text(name))
     return f"data:text/javascript;base64,{base64.b64encode(text.encode()).decode()}"
 
 

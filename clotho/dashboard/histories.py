@@ -207,28 +207,12 @@ class _Group(Struct, frozen=True):
     completions: tuple[_Completion, ...] = ()
 
 
-class _Texts(Struct, frozen=True):
-    """The text of a completion."""
-
-    text: str = ""
-
-
-class _GroupTexts(Struct, frozen=True):
-    """The texts of a line of rollouts.jsonl."""
-
-    group_id: Integer
-    prompt: str = ""
-    answer: str = ""
-    completions: tuple[_Texts, ...] = ()
-
-
 class Groups(History):
     """rollouts.jsonl: a row per group, and the place of its record in the file."""
 
     def __init__(self, path: Path, *, max_cells: int = MAX_CELLS) -> None:
         super().__init__(path, max_cells=max_cells)
         self._decoder = msgspec.json.Decoder(_Group)
-        self._searched = msgspec.json.Decoder(_GroupTexts)
 
     def body(self, start: int = 0, end: int | None = None) -> dict[str, Any]:
         """Return the columns without the places of the records."""
@@ -245,22 +229,6 @@ class Groups(History):
         line = read_part(self.file.path, self._columns["offset"][row], self._columns["size"][row])
         record = None if line is None else decoded(line)
         return line if record is not None and record.get("group_id") == group_id else None
-
-    def matching(self, text: str, start: int, end: int) -> Iterator[int]:
-        """Yield the ids of the groups in some rows whose prompt, answer or a completion contains a text.
-
-        text: without upper case, as `str.casefold` returns it.
-        """
-        begin, stop = max(0, start - self.first), max(0, end - self.first)
-        for offset, size in zip(self.column("offset")[begin:stop], self.column("size")[begin:stop], strict=True):
-            line = read_part(self.file.path, offset, size)
-            try:
-                record = self._searched.decode(line or b"")
-            except (ValueError, RecursionError):
-                continue
-            texts = (record.prompt, record.answer, *(completion.text for completion in record.completions))
-            if any(text in one.casefold() for one in texts):
-                yield record.group_id
 
     def _decode(self, line: Line) -> Row | None:
         try:

@@ -7,7 +7,7 @@ read only when a request needs it, and at most once per `POLL_SECONDS`.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,8 +42,6 @@ MAX_SEARCHES = 2
 
 SEARCH_WAIT_SECONDS = 10.0
 MAX_SEARCH_CHARACTERS = 1000
-SEARCHED_ROWS = 500
-"""Groups that a worker thread searches before the files can be read by another call."""
 
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
@@ -191,11 +189,10 @@ class Dashboard:
         except TimeoutError:
             raise overloaded("Other searches are running; retry later.") from None
         try:
-            end = await run.call(lambda files: files.groups.end, reading=["groups"])
-            found = list[int]()
-            for start in range(0, end, SEARCHED_ROWS):
-                found += await run.call(partial(_matching, text=text, start=start))
-            return found
+            await run.call(lambda _: None, reading=["groups"])
+            while await run.call(lambda files: files.search.advance(text)):
+                pass
+            return await run.call(lambda files: files.search.group_ids(text))
         finally:
             self._searches.release()
 
@@ -258,7 +255,3 @@ def raw(body: bytes) -> Response:
 def missing_group(group_id: int) -> ApiError:
     """Return the error for a group without a record."""
     return ApiError(404, f"rollouts.jsonl has no record of group {group_id}.", code="no_group")
-
-
-def _matching(files: RunFiles, *, text: str, start: int) -> Iterable[int]:
-    return list(files.groups.matching(text, start, start + SEARCHED_ROWS))

@@ -10,6 +10,7 @@ import psutil
 
 from clotho.dashboard.growing_file import read_small
 from clotho.dashboard.histories import Evaluations, Groups, History, Metrics, Timeline
+from clotho.dashboard.text_search import TextSearch
 from clotho.monitoring.token_values import read_group
 from clotho.storage.run_directory import LOCK, TIMELINE
 from protocols.errors import RunDirectoryError
@@ -24,7 +25,7 @@ CLOCK_ERROR_SECONDS = 2.0
 class RunFiles:
     """The files of one run directory, read as far as the last call of `advance`. Used by one thread at a time.
 
-    histories: by kind.
+    histories: by kind. search: in the texts of the groups.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -33,6 +34,7 @@ class RunFiles:
         self.evaluations = Evaluations(directory / "evaluations.jsonl")
         self.timeline = Timeline(directory / TIMELINE)
         self.groups = Groups(directory / "rollouts.jsonl")
+        self.search = TextSearch(self.groups)
         histories: tuple[History, ...] = (self.metrics, self.evaluations, self.timeline, self.groups)
         self.histories = dict(zip(KINDS, histories, strict=True))
 

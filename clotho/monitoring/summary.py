@@ -136,9 +136,10 @@ def _result_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
     for finding in summary.findings:
         yield finding.severity, finding.text
     if summary.is_untrained:
-        yield "untrained", "no update was applied, so the adapter is the initial one"
+        trained = "adapter is the initial one" if summary.is_adapter else "weights are those of the base model"
+        yield "untrained", f"no update was applied, so the {trained}"
     yield "files", f"{', '.join(summary.files)} in {summary.run_dir}"
-    yield "adapter", summary.adapter
+    yield "adapter" if summary.is_adapter else "weights", summary.adapter
 
 
 def _learned(summary: RunSummary) -> str:
@@ -173,10 +174,15 @@ def _next_steps(summary: RunSummary) -> Iterator[tuple[str, str]]:
     if summary.is_untrained:
         yield "find out", f"{PROGRAM} doctor --profile {profile}"
         return
+    if not summary.is_adapter:  # `eval` and `serve` read such weights as a model
+        trained = shlex.quote(f"{summary.run_dir}-model")
+        yield "export it", f"mlx_lm.fuse --model {model} --adapter-path {adapter} --save-path {trained}"
+        yield "evaluate it", f"{PROGRAM} eval --profile {profile} --model {trained}"
+        yield "serve it", f"{PROGRAM} serve --model {trained}"
+        return
     yield "evaluate it", f"{PROGRAM} eval --profile {profile} --adapter {adapter}"
     yield "serve it", f"{PROGRAM} serve --model {shlex.quote(summary.base_model)} --adapter policy={adapter}"
-    if summary.is_adapter:
-        yield "export it", f"{PROGRAM} convert {run} {shlex.quote(f'{summary.run_dir}.gguf')} --to gguf"
+    yield "export it", f"{PROGRAM} convert {run} {shlex.quote(f'{summary.run_dir}.gguf')} --to gguf"
 
 
 def resume_command(profile: Path) -> str:

@@ -85,8 +85,12 @@ def forecast(profile: Profile, rehearsed: Rehearsed, *, heldout: int) -> Forecas
         due = (profile.steps - 1) // profile.eval.interval if profile.eval.interval else 0
         evaluated = (2 * whole + due * between) * (1 + profile.eval.samples)
     evaluations = evaluated * rehearsed.completion_tokens / rehearsed.decode_tokens_per_second
+    ratio = profile.learner.objective.dynamic_sampling_max_ratio
+    least, most = (per_step, ratio * decoding + rehearsed.update_seconds) if ratio > 1 else (decoding, per_step)
     return Forecast(
         seconds=profile.steps * per_step + evaluations,
+        seconds_least=profile.steps * least + evaluations,
+        seconds_most=profile.steps * most + evaluations,
         seconds_per_step=per_step,
         decode_tokens_per_second=rehearsed.decode_tokens_per_second,
         update_seconds=rehearsed.update_seconds,

@@ -34,10 +34,14 @@ class Forecast(Struct, frozen=True, kw_only=True):
     """Estimated duration of a run, from a rehearsal.
 
     seconds: from the first prompt to the end. seconds_per_step: decoding and update of a batch. evaluation_seconds: all
-    evaluations. longest_turn_seconds: longest turn of the learner.
+    evaluations. longest_turn_seconds: longest turn of the learner. seconds_least, seconds_most: limits of `seconds`,
+    because the number of groups without variance changes while the policy learns: updates leave such groups out, or
+    dynamic sampling replaces them.
     """
 
     seconds: float
+    seconds_least: float
+    seconds_most: float
     seconds_per_step: float
     decode_tokens_per_second: float
     update_seconds: float

@@ -175,7 +175,18 @@ def test_the_summary_names_files_and_next_commands() -> None:
         "runs/local m3",
         "runs/local m3.gguf",
     ]
-    assert "export it" not in dict(summary_lines(msgspec.structs.replace(summary(), is_adapter=False)))
+
+
+def test_weights_that_were_trained_in_full_are_named_as_a_model() -> None:
+    """No command of the summary reads them as an adapter of Clotho, because `eval` and `serve` refuse that."""
+    full = dict(summary_lines(msgspec.structs.replace(summary(), is_adapter=False)))
+    assert full["weights"] == summary().adapter
+    assert "adapter" not in full
+    export, *later = (shlex.split(full[label]) for label in ("export it", "evaluate it", "serve it"))
+    saved = export[export.index("--save-path") + 1]
+    assert export[export.index("--adapter-path") + 1] == summary().adapter
+    assert [(words[2], words[words.index("--model") + 1]) for words in later] == [("eval", saved), ("serve", saved)]
+    assert all("--adapter" not in words for words in later)
 
 
 def test_the_summary_says_what_was_learned() -> None:

@@ -26,8 +26,19 @@ def test_the_forecast_adds_decoding_updates_and_evaluations(tmp_path: Path) -> N
     assert found.seconds == pytest.approx(10 * 4.0 + 30.0)
     sampled = {"type": "heldout", "interval": 4, "problems_between": 10, "samples": 3}
     assert forecast(tiny_profile(tmp_path, eval=sampled), REHEARSED, heldout=20).evaluation_seconds == 4 * 30.0
+    assert found.seconds_least == pytest.approx(10 * 2.0 + 30.0)
+    assert found.seconds_most == found.seconds
     without = forecast(tiny_profile(tmp_path, eval="off"), REHEARSED, heldout=20)
     assert without.seconds == pytest.approx(10 * 4.0)
+
+
+def test_dynamic_sampling_makes_a_run_longer_than_the_forecast(tmp_path: Path) -> None:
+    """At most three batches are decoded per update; no update is left out."""
+    objective = {"type": "dapo", "dynamic_sampling_max_ratio": 3.0}
+    profile = tiny_profile(tmp_path, eval="off", learner={"objective": objective})
+    found = forecast(profile, REHEARSED, heldout=20)
+    assert found.seconds == found.seconds_least == pytest.approx(10 * 4.0)
+    assert found.seconds_most == pytest.approx(10 * (3 * 2.0 + 2.0))
 
 
 @pytest.mark.parametrize(("kl", "expected"), [(0.01, []), (None, []), (0.5, ["update_too_large"])])

@@ -1,5 +1,5 @@
 // The shell: pages by location.hash, choice of the run, state of the connection, keys and help.
-import { fill, h } from "./element.js";
+import { fill, h, problem, rowHead } from "./element.js";
 import { duration, number } from "./format.js";
 import { Columns, exported, get, loadRuns, runs, subscribe, takeKey, useKey } from "./source.js";
 import { show as showCompare } from "./compare.js";
@@ -130,7 +130,7 @@ function state(name, seconds) {
 
 function failed(error) {
 	if (error.status === 401) askForKey();
-	else fill(main, h("p.error", { role: "alert" }, `The data cannot be loaded: ${error.message}`));
+	else fill(main, problem(`The data cannot be loaded: ${error.message}`));
 }
 
 function askForKey() {
@@ -156,7 +156,7 @@ const KEYS = [
 ];
 
 function showHelp() {
-	const rows = (pairs) => pairs.map(([keys, text]) => h("tr", h("th", { scope: "row" }, h("kbd", keys)), h("td", text)));
+	const rows = (pairs) => pairs.map(([keys, text]) => h("tr", rowHead(h("kbd", keys)), h("td", text)));
 	fill(help, h("h2", "Keys"), h("table", rows([...(page?.help ?? []), ...KEYS])),
 		h("button.button", { onclick: () => help.close() }, "Close"));
 	help.showModal();

@@ -1,6 +1,6 @@
 // The comparison of runs: charts with one line per run, last values with differences, and the settings that differ.
 import { Board, CHART_HELP, last, lines, writer } from "./charts.js";
-import { fill, h } from "./element.js";
+import { fill, filterField, h, later, problem, rowHead } from "./element.js";
 import { missing, MISSING } from "./format.js";
 import { flat } from "./settings.js";
 
@@ -11,11 +11,11 @@ export function show(container, parameters, { runs, source: { get, Columns } }) 
 	const grid = h("div.grid");
 	const values = h("div.card.table-wrap");
 	const settings = h("div.card.table-wrap");
-	const filter = h("input", { type: "search", placeholder: "filter the metrics", "aria-label": "Filter of the metrics", oninput: draw });
+	const filter = filterField("metrics", draw);
 	const boxes = runs.map(({ id, name }) => h("label", h("input", {
 		type: "checkbox", checked: chosen.has(id), onchange: ({ target }) => { chosen[target.checked ? "add" : "delete"](id); load(); },
 	}), name));
-	let timer = null;
+	const refresh = later(1000, () => board.refresh());
 
 	const shown = () => [...chosen].sort((a, b) => a - b).map((id) => loaded.get(id)).filter(Boolean);
 
@@ -60,25 +60,25 @@ export function show(container, parameters, { runs, source: { get, Columns } }) 
 			h("thead", h("tr", h("th", "metric"), shown().map(({ name }) => h("th.num", name)))),
 			metrics.filter((chart) => shown().some((run) => !missing(ends(chart, run)))).map((chart) => {
 				const write = writer(chart.format);
-				return h("tr", h("th", { scope: "row" }, chart.title), shown().map((run) => h("td.num", write(ends(chart, run)), h("small", change(write, ends(chart, run), ends(chart, first))))));
+				return h("tr", rowHead(chart.title), shown().map((run) => h("td.num", write(ends(chart, run)), h("small", change(write, ends(chart, run), ends(chart, first))))));
 			})));
 		const profiles = shown().map(({ overview }) => new Map(flat(overview.profile ?? {})));
 		const differing = [...new Set(profiles.flatMap((profile) => [...profile.keys()]))].filter((key) => new Set(profiles.map((profile) => profile.get(key))).size > 1);
 		fill(settings, h("h3", "Settings that differ"), differing.length ? h("table.mono",
 			h("thead", h("tr", h("th", "key"), shown().map(({ name }) => h("th", name)))),
-			differing.map((key) => h("tr", h("th", { scope: "row" }, key), profiles.map((profile) => h("td", String(profile.get(key) ?? MISSING)))))) : h("p.muted", "None"));
+			differing.map((key) => h("tr", rowHead(key), profiles.map((profile) => h("td", String(profile.get(key) ?? MISSING)))))) : h("p.muted", "None"));
 	}
 
 	fill(container, h("h1", "Compare"), runs.length < 2 && h("p.muted", "One run is open. Several: pipeline.py view RUN RUN …"),
 		h("div.toolbar", boxes), settings, board.toolbar({ marks: false }, filter), grid, values);
-	load().catch((error) => fill(grid, h("p.error", { role: "alert" }, error.message)));
+	load().catch((error) => fill(grid, problem(error.message)));
 	return {
 		update(kind, data) {
 			const run = loaded.get(runs.find(({ live }) => live)?.id);
-			if (run?.[kind] instanceof Columns && run[kind].add(data.columns)) timer ??= setTimeout(() => { timer = null; board.refresh(); }, 1000);
+			if (run?.[kind] instanceof Columns && run[kind].add(data.columns)) refresh();
 		},
 		close() {
-			clearTimeout(timer);
+			refresh.cancel();
 			board.close();
 		},
 		keys: { ...board.keys, "/": () => filter.focus() },

@@ -17,6 +17,24 @@ export function h(tag, attributes, ...children) {
 	return element;
 }
 
+export const problem = (message) => h("p.error", { role: "alert" }, message);
+
+export const rowHead = (...children) => h("th", { scope: "row" }, children);
+
+// A field whose text filters what `name` names.
+export const filterField = (name, oninput) =>
+	h("input", { type: "search", placeholder: `filter the ${name}`, "aria-label": `Filter of the ${name}`, oninput });
+
+// A function that calls `act` once after `ms`, however often it is called until then; `cancel` prevents this.
+export function later(ms, act) {
+	let timer = null;
+	const run = () => {
+		timer = null;
+		act();
+	};
+	return Object.assign(() => { timer ??= setTimeout(run, ms); }, { cancel: () => clearTimeout(timer) });
+}
+
 // Replace the children of an element.
 export function fill(element, ...children) {
 	element.replaceChildren(...nodes(children));

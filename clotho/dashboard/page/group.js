@@ -1,6 +1,6 @@
 // One group: its prompt and outcome, its completions with the values of every token, and the diff of two completions.
 import { compare, diffView, LEVELS } from "./diff.js";
-import { fill, h } from "./element.js";
+import { fill, h, problem } from "./element.js";
 import { active, GroupIndex } from "./filters.js";
 import { MISSING, missing, number } from "./format.js";
 import { hidden, state, versions, visible } from "./text.js";
@@ -45,7 +45,7 @@ export function show(container, parameters, context) {
 		const found = await index.api(`/${id}`).catch(failed);
 		if (!current()) return;
 		if (found.error) {
-			fill(page, h("p.error", { role: "alert" }, found.error));
+			fill(page, problem(found.error));
 			return;
 		}
 		record = found;

@@ -1,6 +1,6 @@
 // The overview: state of the run, findings, where every group is, and the charts of all metrics.
 import { Board, CHART_HELP, last, lines } from "./charts.js";
-import { fill, h } from "./element.js";
+import { fill, filterField, h, later, problem, rowHead } from "./element.js";
 import { bytes, duration, missing, MISSING, number, percent } from "./format.js";
 
 export function show(container, parameters, { runId, overview, link, source: { get, Columns } }) {
@@ -9,14 +9,13 @@ export function show(container, parameters, { runId, overview, link, source: { g
 	const marks = [];
 	const head = h("div");
 	const sections = h("div");
-	const filter = h("input", { type: "search", placeholder: "filter", "aria-label": "Filter of the other metrics", oninput: others });
+	const filter = filterField("other metrics", others);
 	const heading = h("h2");
 	const rest = h("div.grid");
 	const more = h("details", { ontoggle: others }, h("summary", heading), filter, rest);
 	const board = new Board("step", marksOn);
 	const drawn = new Map();
 	const none = h("p.muted");
-	let timer = null;
 
 	const along = (table) => table.get(board.axis === "step" ? "step" : "time/run");
 
@@ -99,22 +98,19 @@ export function show(container, parameters, { runId, overview, link, source: { g
 		return h("section.card.where", h("h3", "Where every group is"),
 			stages && h("ol.flow", ["queued", "decoding", "scoring", "waiting"].map((name) => h("li", h("b", number(stages[name])), name === "waiting" ? " waiting for the learner" : ` ${name}`))),
 			total(outcomes) ? h("table", Object.entries(outcomes).sort((a, b) => (b[0] === "trained") - (a[0] === "trained") || b[1] - a[1]).map(([name, count]) => h("tr", null,
-				h("th", { scope: "row" }, h("a", { href: link(`#/groups?outcome=${name}`) }, name.replaceAll("_", " "))),
+				rowHead(h("a", { href: link(`#/groups?outcome=${name}`) }, name.replaceAll("_", " "))),
 				h("td.num", number(count)), h("td.num", percent(share(count))),
 				h("td", { class: `bar ${name}` }, h("span", { style: { width: `${(100 * count) / most}%` } })), h("td.why", descriptions[`outcomes/${name}`]))))
 				: h("p.muted", "No group has ended yet."));
 	}
 
-	function changed() {
-		timer ??= setTimeout(() => {
-			timer = null;
-			header();
-			board.refresh();
-			others();
-			const empty = board.charts.filter(({ figure }) => figure.hidden).map(({ definition }) => definition.title);
-			none.textContent = empty.length ? `No values yet: ${empty.join(", ")}` : "";
-		}, 250);
-	}
+	const changed = later(250, () => {
+		header();
+		board.refresh();
+		others();
+		const empty = board.charts.filter(({ figure }) => figure.hidden).map(({ definition }) => definition.title);
+		none.textContent = empty.length ? `No values yet: ${empty.join(", ")}` : "";
+	});
 
 	async function load() {
 		const [found, lines, tests] = await Promise.all(["overview", "metrics", "evaluations"].map((name) => get(`runs/${runId}/${name}`)));
@@ -127,7 +123,7 @@ export function show(container, parameters, { runId, overview, link, source: { g
 	}
 
 	fill(container, head, board.toolbar({}), sections, none, more);
-	load().catch((error) => fill(head, h("p.error", { role: "alert" }, error.message)));
+	load().catch((error) => fill(head, problem(error.message)));
 	return {
 		update(kind, data) {
 			if (kind === "overview") overview = { ...overview, ...data };
@@ -135,7 +131,7 @@ export function show(container, parameters, { runId, overview, link, source: { g
 			if (sections.firstChild) changed();
 		},
 		close() {
-			clearTimeout(timer);
+			changed.cancel();
 			board.close();
 		},
 		keys: { ...board.keys, "/": () => { more.open = true; filter.focus(); } },

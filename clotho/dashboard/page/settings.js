@@ -1,5 +1,5 @@
 // The settings: changes from the defaults, facts of the machine and the model, preflight, and the resolved profile.
-import { fill, h } from "./element.js";
+import { fill, filterField, h, problem } from "./element.js";
 import { duration, missing, MISSING, number } from "./format.js";
 import { finding } from "./overview.js";
 
@@ -14,7 +14,7 @@ const text = (value) => (missing(value) || value === "" ? MISSING : String(value
 
 export function show(container, parameters, { runId, source: { get } }) {
 	const body = h("div");
-	const filter = h("input", { type: "search", placeholder: "filter the settings", "aria-label": "Filter of the settings", oninput: draw });
+	const filter = filterField("settings", draw);
 	let overview = null;
 
 	function table(title, entries, changed = new Map()) {
@@ -43,6 +43,6 @@ export function show(container, parameters, { runId, source: { get } }) {
 	get(`runs/${runId}/overview`).then((found) => {
 		overview = found;
 		draw();
-	}, (error) => fill(body, h("p.error", { role: "alert" }, error.message)));
+	}, (error) => fill(body, problem(error.message)));
 	return { update() {}, close() {}, keys: { "/": () => filter.focus() } };
 }

@@ -1,6 +1,6 @@
 // The timeline: what the compute thread does, weight swaps, rows in flight, depths of the queues, and waits of the learner.
 import { Board, CHART_HELP, LANE, lines } from "./charts.js";
-import { fill, h } from "./element.js";
+import { fill, h, later, problem, rowHead } from "./element.js";
 import { duration } from "./format.js";
 
 const LANES = ["other", "learn", "decode"];
@@ -15,8 +15,8 @@ export function show(container, parameters, { runId, source: { get, Columns } })
 	const table = new Columns("t");
 	const swaps = new Set();
 	const board = new Board("time", () => [...swaps].map((x) => ({ x, kind: "swap", text: "weight swap" })));
+	const changed = later(250, () => board.refresh());
 	const waits = h("section.card.where");
-	let timer = null;
 
 	// The share of each kind of work between two lines.
 	function lanes() {
@@ -38,15 +38,8 @@ export function show(container, parameters, { runId, source: { get, Columns } })
 			if (text && t >= low && t <= high) sums.set(text, (sums.get(text) ?? 0) + t - (x[row - 1] ?? 0));
 		});
 		const rows = [...sums].sort((a, b) => b[1] - a[1]);
-		fill(waits, h("h3", "What the learner waits for"), rows.length ? h("table", rows.map(([text, seconds]) => h("tr", h("th", { scope: "row" }, text),
+		fill(waits, h("h3", "What the learner waits for"), rows.length ? h("table", rows.map(([text, seconds]) => h("tr", rowHead(text),
 			h("td.num", duration(seconds)), h("td.bar", h("span", { style: { width: `${(100 * seconds) / rows[0][1]}%` } }))))) : h("p.muted", "It did not wait."));
-	}
-
-	function changed() {
-		timer ??= setTimeout(() => {
-			timer = null;
-			board.refresh();
-		}, 250);
 	}
 
 	const chart = (id, title, series) => board.add({ id, title, description: TEXTS[id], empty: "No timeline: the run wrote no timeline.jsonl", data: () => ({ x: table.get("t"), series: lines(series, table) }) });
@@ -59,7 +52,7 @@ export function show(container, parameters, { runId, source: { get, Columns } })
 		table.load(found.columns);
 		found.swaps.forEach((t) => swaps.add(t));
 		changed();
-	}, (error) => container.append(h("p.error", { role: "alert" }, error.message)));
+	}, (error) => container.append(problem(error.message)));
 	return {
 		update(kind, data) {
 			if (kind !== "timeline") return;
@@ -67,7 +60,7 @@ export function show(container, parameters, { runId, source: { get, Columns } })
 			if (table.add(data.columns)) changed();
 		},
 		close() {
-			clearTimeout(timer);
+			changed.cancel();
 			board.close();
 		},
 		keys: board.keys,

@@ -1,5 +1,5 @@
 // The tokens of a completion: their colours by one of their values, the legend, and all values of one token.
-import { h } from "./element.js";
+import { h, rowHead } from "./element.js";
 import { missing, number } from "./format.js";
 import { exact, visible } from "./text.js";
 
@@ -69,7 +69,7 @@ export function elements(values, start, end, { name, scale, symbols }) {
 
 // All values of one token, as numbers.
 export function tokenTable(values, at) {
-	const row = (title, name, text, note) => h("tr", h("th", { scope: "row" }, title), h("td", h("span", { "data-value": name }, text), h("span.muted", note)));
+	const row = (title, name, text, note) => h("tr", rowHead(title), h("td", h("span", { "data-value": name }, text), h("span.muted", note)));
 	const { none, cut, ...numbers } = OVERLAYS;
 	return h("table", row("token", "text", h("code", visible(values.text[at]) || "no text")), row("id", "token", values.tokens[at]),
 		row("position", "position", `${number(at + 1)} of ${number(values.tokens.length)}`), row(cut, "cut", CUTS[values.cut[at]]),
