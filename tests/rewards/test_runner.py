@@ -116,35 +116,21 @@ async def test_the_answer_is_found_where_the_section_says() -> None:
 
 @pytest.mark.parametrize("run_in", ["process", "thread"])
 async def test_functions_for_trl_score_a_group_at_once(run_in: Literal["process", "thread"]) -> None:
-    """Token ids and the version that sampled the group reach the function, from any place."""
-    names = ("rank_in_group", "reward_ids", "scheduled", "async_reward_func")
-    sections = [RewardSection(name=f"{TRL}{name}", run_in=run_in) for name in names]
+    """Token ids and the version that sampled the group reach the function. A column that no record has is refused."""
+    sections = [RewardSection(name=f"{TRL}{name}", run_in=run_in) for name in ("ids_and_schedule", "reward_func")]
     made = RewardRunner(sections, max_steps=4)
-    sampled = group("abc", "a")
+    sampled = group(r"\boxed{42}", "42", of=replace(problem(), extra={"ground_truth": "42"}))
     completions = [replace(one, tokens=(1, 2), logprobs=(-1.0, -1.0), versions=(1, 2)) for one in sampled.completions]
     try:
         await made.start()
         outcome = await made.score(replace(sampled, completions=tuple(completions)))
+        made.require_columns([problem(), sampled.prompt.problem])
+        with pytest.raises(ProfileError, match=r"'ground_truth'.*did you mean ground_truths"):
+            made.require_columns([replace(problem(), extra={"ground_truths": "42"})])
     finally:
         made.close()
     assert isinstance(outcome, ScoredGroup)
-    assert [outcome.parts[f"{TRL}{name}"] for name in names] == [(1.0, 0.0), (2.0, 2.0), (1.5, 0.5), (3.0, 1.0)]
-
-
-@pytest.mark.parametrize("run_in", ["process", "thread"])
-async def test_a_dataset_without_a_column_that_a_function_needs_is_refused(
-    run_in: Literal["process", "thread"],
-) -> None:
-    """Before training. One record with the column suffices."""
-    made = RewardRunner((RewardSection(name=f"{TRL}reward_func", run_in=run_in),))
-    without = problem()
-    try:
-        await made.start()
-        with pytest.raises(ProfileError, match=r"'ground_truth'.*did you mean ground_truths"):
-            made.require_columns([without, replace(without, extra={"ground_truths": "4"})])
-        made.require_columns([without, replace(without, extra={"ground_truth": "4"})])
-    finally:
-        made.close()
+    assert list(outcome.parts.values()) == [(2.5, 2.5), (1.0, 0.0)]
 
 
 @pytest.mark.parametrize("run_in", ["process", "thread"])

@@ -70,6 +70,11 @@ def scheduled(completions: list[str], trainer_state: Any, **kwargs: Any) -> list
     return [progress * len(completion) for completion in completions]
 
 
+def ids_and_schedule(completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:
+    """Return the number of tokens plus the progress of the training."""
+    return [len(ids) + trainer_state.global_step / trainer_state.max_steps for ids in completion_ids]
+
+
 def rank_in_group(completions: list[str], **kwargs: Any) -> Any:
     """Rank the completions of the group by length: a reward over the whole group, as an array."""
     lengths = np.array([len(completion) for completion in completions])

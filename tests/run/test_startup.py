@@ -272,6 +272,11 @@ async def test_mistakes_are_found_before_the_run_directory_changes(tmp_path: Pat
     wrong: list[tuple[dict[str, Any], type[ClothoError], str]] = [
         ({"actors": [stanza]}, ProfileError, "'mine': nowhere:NullSampleLog cannot be imported"),
         ({"rewards": [{"name": "nowhere:reward", "correct": True}]}, ProfileError, "nowhere"),
+        (
+            {"rewards": [{"name": "tests.rewards.trl_rewards:reward_func", "run_in": "thread", "correct": True}]},
+            ProfileError,
+            "'ground_truth', and the dataset has no such column; columns: answer, prompt, type",
+        ),
         ({"model": {"path": str(tmp_path / "none")}}, ModelError, "none"),
         ({"data": {"train": str(tmp_path / "none.jsonl")}}, DatasetError, "none.jsonl does not exist"),
         (
