@@ -47,7 +47,6 @@ from clotho.config.schema import (
     HeldOutEvaluation,
     HttpServer,
     Profile,
-    RemoteGeneration,
     StartedServer,
 )
 from clotho.cpu import load_blas
@@ -59,7 +58,6 @@ from clotho.monitoring.live_display import make_display
 from clotho.monitoring.summary import print_summary
 from clotho.monitoring.trackers import close_trackers
 from clotho.preflight.start import log_findings
-from clotho.remote.sampler import RemoteSampler
 from clotho.run.accounting import GroupAccounting, group_source
 from clotho.run.batch_source import batch_source, group_reader, running_url
 from clotho.run.context import RunContext
@@ -146,7 +144,7 @@ def wire(
     reports: Channel[LearnerReport | EvalReport] = custom.channel("reports", capacity.reports)
     receivers = ["broadcaster", "checkpointer", *(["evaluator"] if isinstance(profile.eval, HeldOutEvaluation) else [])]
     updates = {name: Queue[PolicyUpdated](f"updates.{name}", capacity=1) for name in receivers}
-    remote = wire_remote(context, updates)
+    remote = remote_sampler(context, updates)
     if isinstance(profile.atropos, AtroposSource):
         rollouts = wire_environments(context, profile.atropos, custom, scored, atropos_url=atropos_url)
     else:
@@ -322,15 +320,6 @@ def wire_evaluator(
         steps=profile.steps,
         reports=context.evaluations,
     )
-
-
-def wire_remote(context: RunContext, updates: dict[str, Queue[PolicyUpdated]]) -> RemoteSampler | None:
-    """The sampler on remote inference servers, which receives every update; None if the run's own engine samples."""
-    settings = context.profile.generator
-    if not isinstance(settings, RemoteGeneration):
-        return None
-    updates["remote_sampler"] = Queue[PolicyUpdated]("updates.remote_sampler", capacity=1)
-    return remote_sampler(context, settings, updates["remote_sampler"].inbox())
 
 
 def wire_rollouts(

@@ -11,6 +11,7 @@
     rewards      protocols, config
     atropos      protocols, config, runtime, inference.sample_log
     remote       protocols, config, runtime, storage
+    cluster      protocols, config, cpu, runtime, storage, remote; `run` in the process of a worker
     serving      protocols, config, runtime; no mathematics
     monitoring   protocols, config, storage
     artifacts    protocols, config, storage, models, monitoring
@@ -60,6 +61,7 @@ MAY_IMPORT = {
     "rewards": {"protocols", "config", "runtime"},
     "atropos": {"protocols", "config", "runtime", "inference"},
     "remote": {"protocols", "config", "runtime", "storage"},
+    "cluster": {"protocols", "config", "cpu", "runtime", "storage", "remote", "run"},
     "serving": {"protocols", "config", "runtime"},
     "monitoring": {"protocols", "config", "storage"},
     "artifacts": {"protocols", "config", "storage", "models", "monitoring"},

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import anyio
 import structlog
+from anyio.abc import TaskGroup
 from msgspec import structs
 
 from clotho.remote.server import RemoteFailure
@@ -44,6 +45,9 @@ PROBE_TOKENS, PROBE_SECONDS = 32, 30.0
 
 MAX_PROBE_NATS = 0.1
 """Largest mean difference of log-probabilities between a server and the learner."""
+
+JOIN_SECONDS = 2.0
+"""Pause between two questions for servers that have joined."""
 
 PUSH_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Bounds of the histogram of push latencies, in seconds."""
@@ -85,16 +89,29 @@ class InferenceServer(Protocol):
         ...
 
 
+class ServerSource(Protocol):
+    """Finds servers that join while the run samples."""
+
+    async def joined(self) -> Sequence[InferenceServer]:
+        """Return the servers that have joined since the last call."""
+        ...
+
+    async def close(self) -> None:
+        """End the search."""
+        ...
+
+
 class _Place:
     """A server, its state and its requests in flight.
 
-    version: served weights; None while the server gets no groups. failures: failed attempts since the last good one.
+    share: relative part of the rows that the server gets. version: served weights; None while the server gets no
+    groups. failures: failed attempts since the last good one.
     owned: it serves weights that this run sent. probed_at: time of the last probe that it passed. groups,
     all_failures, push_seconds (of the last push): for metrics.
     """
 
-    def __init__(self, server: InferenceServer) -> None:
-        self.server = server
+    def __init__(self, server: InferenceServer, share: float) -> None:
+        self.server, self.share = server, share
         self.version: int | None = None
         self.rows = 0
         self.calls: set[anyio.CancelScope] = set()
@@ -140,7 +157,7 @@ class _Place:
 class RemoteSampler:
     """The sampler of the generator if rollouts are sampled on remote servers; also a supervised child that runs.
 
-    retries: number of groups that were requested again.
+    retries: number of groups that were requested again. fingerprints: of the newest versions of the run.
     """
 
     name = "remote_sampler"
@@ -159,13 +176,15 @@ class RemoteSampler:
         recompute: Recompute,
         sampling: Sampling,
         patience_seconds: float,
+        source: ServerSource | None = None,
     ) -> None:
         """weights: served by this process. start: the weights at the start. layout: as in `ServedPolicy`.
 
         sync_interval: weights are sent after every so many versions. probe_prompt: tokens of the probe.
-        patience_seconds: the run fails if no server can be used for this time.
+        patience_seconds: the run fails if no server can be used for this time. source: of servers that join later.
         """
-        self._places = [_Place(server) for server in servers]
+        self._places = [_Place(server, 1.0) for server in servers]
+        self._source = source
         self._updates, self._weights = updates, weights
         self._layout, self._run_id = layout, run_id
         self._sync_interval, self._patience_seconds = sync_interval, patience_seconds
@@ -176,7 +195,7 @@ class RemoteSampler:
         self._short_sampling = structs.replace(sampling, max_tokens=1)
         self._target = Latest[Weights]("remote_weights")
         self._target.put(start)
-        self._fingerprints = {start.ready.version: start.ready.fingerprint}
+        self.fingerprints = {start.ready.version: start.ready.fingerprint}
         self._changed = Latest[int]("remote_servers")
         self._changed.put(0)
         self.retries = self._tokens_sampled = 0
@@ -198,6 +217,8 @@ class RemoteSampler:
             async with self._updates, anyio.create_task_group() as tasks:
                 for place in self._places:
                     tasks.start_soon(self._keep_current, place)
+                if self._source is not None:
+                    tasks.start_soon(self._admit, self._source, tasks)
                 tasks.start_soon(self._watch)
                 async for update in self._updates:
                     self._announce(update)
@@ -206,18 +227,32 @@ class RemoteSampler:
             with anyio.CancelScope(shield=True):
                 for place in self._places:
                     await place.server.close()
+                if self._source is not None:
+                    await self._source.close()
 
     def _announce(self, update: PolicyUpdated) -> None:
         report = update.report
-        self._fingerprints[report.version] = report.fingerprint
-        while len(self._fingerprints) > MAX_LISTED_VERSIONS:
-            del self._fingerprints[min(self._fingerprints)]
+        self.fingerprints[report.version] = report.fingerprint
+        while len(self.fingerprints) > MAX_LISTED_VERSIONS:
+            del self.fingerprints[min(self.fingerprints)]
         sent = self._target.value.ready
         if report.version >= sent.version + self._sync_interval or (
             report.rolled_back and report.version > sent.version
         ):
             ready = WeightsReady(version=report.version, step=report.step, fingerprint=report.fingerprint)
             self._target.put(Weights(ready=ready, parameters=update.parameters))
+
+    def join(self, server: InferenceServer, *, share: float = 1.0) -> _Place:
+        """Add a server before the sampler runs. share: relative part of the rows that it gets."""
+        self._places.append(place := _Place(server, share))
+        return place
+
+    async def _admit(self, source: ServerSource, tasks: TaskGroup) -> None:
+        """Add servers as they join."""
+        while True:
+            for server in await source.joined():
+                tasks.start_soon(self._keep_current, self.join(server))
+            await anyio.sleep(JOIN_SECONDS)
 
     async def _watch(self) -> None:
         """Raise RemoteError once no server could be used for the permitted time."""
@@ -304,7 +339,7 @@ class RemoteSampler:
 
     def _require_known(self, answer: RolloutAnswer) -> None:
         for version, fingerprint in answer.fingerprints.items():
-            if self._fingerprints.get(version) != fingerprint:
+            if self.fingerprints.get(version) != fingerprint:
                 raise RemoteFailure(f"sampled with weights that are not version {version} of this run")
 
     def _fail(self, place: _Place, failure: RemoteFailure) -> None:
@@ -384,11 +419,14 @@ class RemoteSampler:
         return list(answer.completions)
 
     async def _free_place(self) -> tuple[_Place, int]:
-        """Wait for a server with new enough weights; return the one with the fewest rows, and the oldest version."""
+        """Wait for a server with new enough weights; return it and the oldest version.
+
+        The server has the fewest rows in relation to its share.
+        """
         while True:
             revision = self._changed.revision
             oldest = self._weights.value.version - self._sync_interval + 1
             usable = [place for place in self._places if place.version is not None and place.version >= oldest]
             if usable:
-                return min(usable, key=lambda place: place.rows), oldest
+                return min(usable, key=lambda place: place.rows / place.share), oldest
             await self._changed.changed(revision)

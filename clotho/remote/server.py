@@ -121,10 +121,7 @@ class RemoteServer:
             seconds=self._timeout_seconds,
             max_bytes=FREE_BYTES + BYTES_PER_TOKEN * len(request.seeds) * request.sampling.max_tokens,
         )
-        if len(answer.completions) != len(request.seeds):
-            raise RemoteFailure(f"returned {len(answer.completions)} completions for {len(request.seeds)} seeds")
-        for completion in answer.completions:
-            _check(completion, request, answer.fingerprints)
+        check_answer(answer, request)
         return answer
 
     async def close(self) -> None:
@@ -186,6 +183,14 @@ def _refusal(call: str, status: int, content: bytes) -> RemoteFailure | RequestE
     if status == 400 and detail.param is not None:
         return RequestError(visible(detail.message, 500), param=visible(detail.param, 100))
     return RemoteFailure(f"{call}: status {status} {visible(detail.message, 300)}".rstrip())
+
+
+def check_answer(answer: RolloutAnswer, request: SampleRequest) -> None:
+    """Raise RemoteFailure if the data cannot be the completions of a request."""
+    if len(answer.completions) != len(request.seeds):
+        raise RemoteFailure(f"returned {len(answer.completions)} completions for {len(request.seeds)} seeds")
+    for completion in answer.completions:
+        _check(completion, request, answer.fingerprints)
 
 
 def _check(completion: Completion, request: SampleRequest, fingerprints: Mapping[int, str]) -> None:

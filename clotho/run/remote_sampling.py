@@ -1,4 +1,4 @@
-"""The sampler of a run whose rollouts are sampled on remote inference servers."""
+"""The sampler of a run whose rollouts are sampled on remote inference servers, or by workers of a cluster."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from clotho.config.schema import RemoteGeneration, RestartedServers, SharedWeights
+from clotho.config.schema import RayCluster, RemoteGeneration, RestartedServers, SharedWeights
 from clotho.models.parameters import layout
 from clotho.remote.mlx_server import MlxServer
 from clotho.remote.sampler import InferenceServer, RemoteSampler
 from clotho.remote.server import RemoteServer
 from clotho.remote.weights import Delivery, OverHttp, SharedDirectory, Weights
+from clotho.run.cluster_sampling import cluster_sampler
 from clotho.run.context import RunContext
 from clotho.runtime.compute_thread import finish
+from clotho.runtime.queues import Queue
 from protocols.checkpoint import AdapterConfig
 from protocols.errors import ProfileError
 from protocols.queues import Inbox
@@ -21,8 +23,23 @@ from protocols.remote import ServedPolicy
 from protocols.step import PolicyUpdated
 
 
-def remote_sampler(context: RunContext, settings: RemoteGeneration, updates: Inbox[PolicyUpdated]) -> RemoteSampler:
-    """Return the sampler. Raises ProfileError if a server cannot be used with these settings."""
+def remote_sampler(context: RunContext, updates: dict[str, Queue[PolicyUpdated]]) -> RemoteSampler | None:
+    """Return the sampler on inference servers or on workers of a cluster, which receives every update.
+
+    None if the run's own engine samples. Raises ProfileError if a server cannot be used with these settings.
+    """
+    generator, cluster = context.profile.generator, context.profile.cluster
+    if not isinstance(generator, RemoteGeneration) and not isinstance(cluster, RayCluster):
+        return None
+    updates["remote_sampler"] = queue = Queue[PolicyUpdated]("updates.remote_sampler", capacity=1)
+    if isinstance(generator, RemoteGeneration):
+        return server_sampler(context, generator, queue.inbox())
+    assert isinstance(cluster, RayCluster)
+    return cluster_sampler(context, cluster, queue.inbox())
+
+
+def server_sampler(context: RunContext, settings: RemoteGeneration, updates: Inbox[PolicyUpdated]) -> RemoteSampler:
+    """Return the sampler on inference servers. Raises ProfileError if one cannot be used with these settings."""
     parameters = context.policy_learner.parameters
     restarts = isinstance(settings.weights, RestartedServers)
     make = _restarted(context, settings) if restarts else _replacing(context, settings)

@@ -1,0 +1,1 @@
+"""Rollout workers on a Ray cluster: decode engines in processes of their own, on this machine or on others."""

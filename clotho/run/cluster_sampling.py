@@ -1,0 +1,122 @@
+"""The sampler of a run whose rollouts are sampled by workers on a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from clotho.cluster.connection import RayConnection
+from clotho.cluster.messages import WorkerSettings
+from clotho.cluster.ray_worker import PublishedWeights, RayWorker
+from clotho.config.schema import RayCluster
+from clotho.models.parameters import layout
+from clotho.remote.sampler import InferenceServer, RemoteSampler
+from clotho.remote.server import RemoteFailure
+from clotho.remote.weights import Weights
+from clotho.run.context import RunContext
+from clotho.runtime.sampling_client import GenerationError
+from protocols.queues import Inbox
+from protocols.remote import RolloutAnswer, ServedPolicy
+from protocols.sampling import SampleRequest
+from protocols.step import PolicyUpdated
+
+
+def cluster_sampler(context: RunContext, settings: RayCluster, updates: Inbox[PolicyUpdated]) -> RemoteSampler:
+    """Return the sampler. With `local_share`, the engine of the run samples a part of the groups."""
+    parameters = context.policy_learner.parameters
+    sampler = RemoteSampler(
+        [],
+        source=RayWorkers(context, settings),
+        updates=updates,
+        weights=context.weights,
+        start=Weights(ready=context.weights.value, parameters=parameters),
+        layout=layout(parameters),
+        run_id=context.directory.run_id,
+        sync_interval=settings.sync_interval,
+        probe_prompt=context.prompts.prompt(0).tokens,
+        recompute=context.recompute_logprobs,
+        sampling=context.profile.sampling,
+        patience_seconds=settings.patience_seconds,
+    )
+    if settings.local_share:
+        sampler.join(LocalEngine(context, layout(parameters), sampler.fingerprints), share=settings.local_share)
+    return sampler
+
+
+class RayWorkers:
+    """The workers of a cluster, as they join. The first call connects to the cluster."""
+
+    def __init__(self, context: RunContext, settings: RayCluster) -> None:
+        self._connection, self._connected = RayConnection(settings), False
+        self._settings, self._run_id = settings, context.directory.run_id
+        profile = context.profile
+        self._worker = WorkerSettings(
+            model=profile.model,
+            policy=profile.policy,
+            sampling=profile.sampling,
+            engine=profile.engine,
+            monitor=profile.monitor,
+            seed=profile.seed,
+        )
+        self._weights = PublishedWeights()
+
+    async def joined(self) -> Sequence[InferenceServer]:
+        """Return the workers that have joined since the last call. Raises ProfileError without a cluster."""
+        if not self._connected:
+            await self._connection.connect()
+            self._connected = True
+        return [
+            RayWorker(
+                name,
+                actor,
+                weights=self._weights,
+                run_id=self._run_id,
+                timeout_seconds=self._settings.group_seconds,
+            )
+            for name, actor in await self._connection.new_workers(self._worker)
+        ]
+
+    async def close(self) -> None:
+        """Disconnect. A cluster that the run has started ends."""
+        if self._connected:
+            await self._connection.close()
+
+
+class LocalEngine:
+    """The decode engine of the run as one of the workers. The broadcaster replaces its weights."""
+
+    name, restarts = "local", False
+
+    def __init__(self, context: RunContext, layout: str, fingerprints: Mapping[int, str]) -> None:
+        """fingerprints: of the versions of this run."""
+        self._context, self._layout, self._fingerprints = context, layout, fingerprints
+
+    async def served(self) -> ServedPolicy:
+        """Return the policy that the run serves."""
+        weights, policy = self._context.weights.value, self._context.policy
+        return ServedPolicy(
+            version=weights.version,
+            step=weights.step,
+            fingerprint=weights.fingerprint,
+            run_id=self._context.directory.run_id,
+            layout=self._layout,
+            vocab_size=policy.vocab_size,
+            context_length=policy.context_length,
+        )
+
+    async def push(self, weights: Weights) -> ServedPolicy:
+        """Wait until the run serves the weights."""
+        await self._context.weights.wait_until(lambda ready: ready.version >= weights.ready.version)
+        return await self.served()
+
+    async def sample(self, request: SampleRequest) -> RolloutAnswer:
+        """Return one completion per seed. Raises RequestError if the engine refuses the request."""
+        try:
+            completions = await self._context.sampler.complete(request)
+        except GenerationError as error:
+            raise RemoteFailure(str(error)) from error
+        versions = {version for completion in completions for version in completion.versions}
+        known = {version: self._fingerprints[version] for version in versions if version in self._fingerprints}
+        return RolloutAnswer(completions=tuple(completions), fingerprints=known)
+
+    async def close(self) -> None:
+        """Do nothing: the engine belongs to the run."""

@@ -1,0 +1,106 @@
+"""The engine of a rollout worker: turns of requests, their outcomes, and weights of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_map
+
+from clotho.cluster.messages import Failed, Refused, Sampled, Turn, WorkerSettings
+from clotho.config.schema import EngineSection, ModelSection, MonitorSection, SamplingSection
+from clotho.models.parameters import fingerprint
+from clotho.run.rollout_engine import RolloutEngine
+from clotho.storage.tensors import named_arrays, tensor_bytes
+from protocols.errors import CheckpointError, ClothoError
+from protocols.remote import RolloutCall
+from protocols.sampling import SampleRequest, Sampling, completion_seeds
+from protocols.step import WeightsReady
+from tests.learner_settings import policy_settings
+from tests.saved_models import save
+
+
+def worker_settings(path: Path) -> WorkerSettings:
+    """Return the settings of a worker for a small model."""
+    return WorkerSettings(
+        model=ModelSection(path=str(path)),
+        policy=policy_settings(rank=2, scale=2.0),
+        sampling=SamplingSection(max_tokens=6),
+        engine=EngineSection(max_num_seqs=16),
+        monitor=MonitorSection(),
+        seed=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
+    """The engine of a worker with a tiny policy."""
+    engine = RolloutEngine(worker_settings(save(tmp_path_factory.mktemp("worker") / "base")))
+    yield engine
+    engine.close()
+
+
+def call(seed: int = 0, *, prompt: tuple[int, ...] = (5, 9, 33), max_tokens: int = 6) -> RolloutCall:
+    """Return a call for two completions."""
+    sampling = Sampling(temperature=1.0, max_tokens=max_tokens, ignore_eos=True)
+    return RolloutCall.of(SampleRequest(prompt=prompt, sampling=sampling, seeds=completion_seeds(seed, 2)))
+
+
+async def test_each_request_of_a_turn_has_an_outcome_of_its_own(engine: RolloutEngine) -> None:
+    """A refused request does not concern the others; the completions name version and fingerprint."""
+    turn = engine.submit(Turn(calls=(call(1), call(2, prompt=()), call(3))))
+    first, refused, last = [await engine.outcome(turn, position) for position in range(3)]
+    assert isinstance(first, Sampled)
+    assert isinstance(last, Sampled)
+    assert isinstance(refused, Refused)
+    assert refused.param == "prompt"
+    assert [len(completion.tokens) for completion in first.answer.completions] == [6, 6]
+    served = engine.served()
+    assert last.answer.fingerprints == {served.version: served.fingerprint}
+
+
+async def test_seeds_determine_the_completions(engine: RolloutEngine) -> None:
+    """It does not matter in which turn a group is sampled."""
+    turns = [engine.submit(Turn(calls=(call(7),))), engine.submit(Turn(calls=(call(8), call(7))))]
+    alone, together = await engine.outcome(turns[0], 0), await engine.outcome(turns[1], 1)
+    assert isinstance(alone, Sampled)
+    assert isinstance(together, Sampled)
+    found = [[completion.tokens for completion in one.answer.completions] for one in (alone, together)]
+    assert found[0] == found[1]
+
+
+async def test_the_outcome_of_an_unknown_turn_is_a_failure(engine: RolloutEngine) -> None:
+    """A worker that has restarted knows no turn of its earlier process."""
+    assert isinstance(await engine.outcome(10**6, 0), Failed)
+
+
+async def test_a_turn_without_readers_is_withdrawn(engine: RolloutEngine) -> None:
+    """The run has taken back its groups: the turn is forgotten."""
+    turn = engine.submit(Turn(calls=(call(4, max_tokens=100),)))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.outcome, turn, 0)
+        await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert isinstance(await engine.outcome(turn, 0), Failed)
+
+
+async def test_published_weights_are_served_and_others_change_nothing(engine: RolloutEngine) -> None:
+    """The fingerprint of the bytes decides."""
+    moved = tree_map(lambda array: array + 0.05, engine.parameters())
+    mx.eval(moved)
+    tensors, ready = tensor_bytes(named_arrays(moved)), WeightsReady(version=3, step=3, fingerprint=fingerprint(moved))
+    before = engine.served()
+    with pytest.raises(CheckpointError):
+        await engine.replace(tensors, WeightsReady(version=2, step=2, fingerprint="other"), run_id="run")
+    assert engine.served() == before
+    served = await engine.replace(tensors, ready, run_id="run")
+    assert (served.version, served.fingerprint, served.run_id) == (3, ready.fingerprint, "run")
+
+
+def test_a_model_that_is_missing_is_reported(tmp_path: Path) -> None:
+    """The worker does not start; the run logs the reason."""
+    with pytest.raises(ClothoError):
+        RolloutEngine(worker_settings(tmp_path / "missing"))

@@ -1,0 +1,97 @@
+"""Runs whose rollouts are sampled by workers on a local Ray cluster, in processes that are killed and stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.pipeline_process import Run
+from tests.e2e.test_remote import LONG_SECONDS, accuracy, events
+
+pytestmark = pytest.mark.slow
+
+
+def cluster(workers: int) -> tuple[str, ...]:
+    """Return the flags of a run that starts a cluster with so many workers."""
+    return ("--cluster", "ray", "--cluster.address", "local", "--cluster.workers", str(workers))
+
+
+def worker_processes(run: Run) -> list[psutil.Process]:
+    """Return the processes of the workers of a run."""
+    children = psutil.Process(run.process.pid).children(recursive=True)
+    return [child for child in children if "ray::RolloutWorker" in " ".join(child.cmdline())]
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of the steps."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_run_survives_workers_that_are_killed_and_stopped(tmp_path: Path) -> None:
+    """Every group ends once. Ray starts the killed worker again, and both get groups again."""
+    run_dir = tmp_path / "run"
+    with Run(run_dir, "--steps", "400", "--eval.interval", "0", *cluster(2), patience_seconds=LONG_SECONDS) as running:
+        running.wait_until(lambda: len(events(run_dir, "remote_server_ready")) >= 2)
+        killed, stopped = worker_processes(running)
+        killed.send_signal(signal.SIGKILL)
+        running.wait_until(lambda: len(events(run_dir, "remote_server_ready")) >= 3)
+        stopped.send_signal(signal.SIGSTOP)
+        running.wait_until(lambda: len(events(run_dir, "remote_server_failed")) >= 2)
+        stopped.send_signal(signal.SIGCONT)
+        running.wait_until(lambda: len(events(run_dir, "remote_server_ready")) >= 4)
+        running.send(signal.SIGINT)
+        result = running.finish()
+    assert result.accounting.prompted > 0
+    assert {event["server"] for event in events(run_dir, "remote_server_failed")} == {"worker-0", "worker-1"}
+
+
+def test_a_synchronous_run_with_one_worker_equals_a_run_without(tmp_path: Path) -> None:
+    """The adapters are equal byte by byte."""
+    digests = []
+    for name, flags in (("without", ()), ("with", cluster(1))):
+        run_dir = tmp_path / name
+        with Run(run_dir, "--steps", "4", "--async", "false", "--eval.interval", "0", *flags) as running:
+            result = running.finish()
+        assert result.status == 0, result.err
+        digests.append(hashlib.sha256((run_dir / "adapters" / "adapters.safetensors").read_bytes()).hexdigest())
+    assert digests[0] == digests[1]
+
+
+def test_a_run_with_two_workers_learns_as_much_as_without(tmp_path: Path) -> None:
+    """The complete default profile, with every rollout from the workers."""
+    run_dir = tmp_path / "run"
+    port = ("--server.port", "0")
+    with Run(run_dir, *cluster(2), small=port, patience_seconds=LONG_SECONDS) as running:
+        result = running.finish()
+    assert result.status == 0, result.err
+    before, after = accuracy(run_dir)
+    assert before < 0.6
+    assert after > 0.9
+    assert {name for name, server in metrics(run_dir)[-1]["remote_servers"].items() if server["groups"]} == {
+        "worker-0",
+        "worker-1",
+    }
+
+
+def test_the_engine_of_the_run_takes_its_share(tmp_path: Path) -> None:
+    """`cluster.local_share` counts rows of the run's engine against rows of a worker."""
+    run_dir = tmp_path / "run"
+    share = ("--cluster.local-share", "1.0")
+    with Run(run_dir, "--steps", "30", "--eval.interval", "0", *cluster(1), *share) as running:
+        result = running.finish()
+    assert result.status == 0, result.err
+    assert set(metrics(run_dir)[-1]["remote_servers"]) == {"local", "worker-0"}
+
+
+def test_a_run_without_a_cluster_is_refused(tmp_path: Path) -> None:
+    """The error names the key and the command that starts a cluster."""
+    with Run(tmp_path / "run", "--steps", "1", "--cluster", "ray", environment={"RAY_ADDRESS": ""}) as running:
+        result = running.finish()
+    assert result.status == 2
+    assert "cluster.address" in result.err
