@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from anyio.to_thread import run_sync
 
 from clotho.cluster.messages import RESOURCE, WorkerSettings
 from clotho.cluster.worker_process import RolloutWorker
@@ -17,6 +20,8 @@ from clotho.config.schema import RayCluster
 from protocols.errors import ProfileError, visible
 
 log = structlog.get_logger(actor="cluster")
+
+T = TypeVar("T")
 
 LOCAL = "local"
 LOCAL_OBJECT_BYTES = 512 * 2**20
@@ -32,8 +37,36 @@ ENVIRONMENT = {
 slowly."""
 
 
+class _LastingThread:
+    """Runs one function after the other in a daemon thread, which lives as long as the process.
+
+    The processes of a local cluster receive SIGKILL when the thread ends that has started them. Cancellation of a
+    caller therefore does not interrupt the function.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        threading.Thread(target=self._serve, name="ray", daemon=True).start()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return the result of a function, or raise its exception."""
+        future: Future[T] = Future()
+        self._work.put((work, future))
+        return await asyncio.wrap_future(future)
+
+    def _serve(self) -> None:
+        while True:
+            work, future = self._work.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+
 class RayConnection:
-    """A cluster that the run uses until `close`. Every method runs Ray's blocking calls in a worker thread.
+    """A cluster that the run uses until `close`. Ray's blocking calls run in a thread of their own.
 
     Ray stays unimported until `connect`: it is an optional package.
     """
@@ -41,10 +74,11 @@ class RayConnection:
     def __init__(self, settings: RayCluster) -> None:
         self._settings = settings
         self._started = 0
+        self._thread = _LastingThread()
 
     async def connect(self) -> None:
         """Connect to the cluster, or start one on this machine. Raises ProfileError."""
-        await run_sync(self._connect)
+        await self._thread.run(self._connect)
 
     def _connect(self) -> None:
         """Ray sets a handler of SIGTERM in the main thread only; the run has handlers of its own."""
@@ -81,7 +115,8 @@ class RayConnection:
         With `workers = "all"`, the devices are the units of the resource `mlx` of all machines that are alive. A worker
         whose machine has left waits for another device, so that their number never falls.
         """
-        return await run_sync(self._new_workers, msgspec.msgpack.encode(settings))
+        encoded = msgspec.msgpack.encode(settings)
+        return await self._thread.run(lambda: self._new_workers(encoded))
 
     def _new_workers(self, settings: bytes) -> list[tuple[str, Any]]:
         import ray
@@ -103,7 +138,7 @@ class RayConnection:
 
     async def close(self) -> None:
         """Disconnect. A cluster that the run has started ends."""
-        await run_sync(self._close)
+        await self._thread.run(self._close)
 
     def _close(self) -> None:
         import ray

@@ -308,7 +308,14 @@ class RemoteSampler:
             place.version, place.probed_at = None, -math.inf
             await self._changed.wait_until(lambda _: not place.rows)
         began = anyio.current_time()
-        served = await place.server.push(self._target.value)
+        pushing = asyncio.ensure_future(place.server.push(self._target.value))
+        try:
+            while not (await asyncio.wait({pushing}, timeout=HEARTBEAT_SECONDS))[0]:
+                if not place.server.restarts:
+                    await place.server.served()  # a server that has stopped fails before the time for large weights
+            served = pushing.result()
+        finally:
+            pushing.cancel()
         place.pushed(anyio.current_time() - began)
         return served
 

@@ -14,7 +14,9 @@ import pytest
 
 from clotho.remote import sampler as module
 from clotho.remote.sampler import RemoteSampler
+from clotho.remote.weights import Weights
 from protocols.errors import RemoteError, RequestError
+from protocols.remote import ServedPolicy
 from protocols.sampling import Completion, SampleRequest, Sampling
 from tests.remote.inference_server import InferenceServer, TrainingRun, group, running, servers, until
 
@@ -272,3 +274,23 @@ def test_the_harness_has_equal_policies(tmp_path: Path) -> None:
     with servers(tmp_path, 2) as [one, other]:
         assert isinstance(one, InferenceServer)
         assert one.policy.fingerprint == other.policy.fingerprint
+
+
+async def test_a_server_that_stops_while_it_gets_weights_fails(tmp_path: Path) -> None:
+    """The run does not wait for as long as large weights may take; the groups of the server are sampled elsewhere."""
+    with servers(tmp_path, 3) as [local, one, other]:
+        run = TrainingRun(local)
+        stopping = one.client(8001)
+        sampler = run.sampler(stopping, other.client(8002))
+        push = stopping.push
+
+        async def stop_and_push(weights: Weights) -> ServedPolicy:
+            one.connection.hangs = True
+            return await push(weights)
+
+        async with running(sampler, usable=2):
+            stopping.push = stop_and_push  # type: ignore[method-assign]
+            await run.update(1)
+            await until(lambda: sampler._places[0].failures > 0)
+            groups = await sampled(sampler, [group(seed) for seed in range(4)])
+        assert {version for completions in groups for one in completions for version in one.versions} == {1}
