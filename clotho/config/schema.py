@@ -323,32 +323,30 @@ class RestartedServers(Variant, frozen=True, kw_only=True, tag="restart"):
 Delivery = Annotated[PushedWeights | SharedWeights | RestartedServers, about("How servers get the weights.")]
 
 
-class SamplingServers(Variant, frozen=True, kw_only=True):
-    """Servers or workers that sample rollouts with the weights of the run."""
-
-    sync_interval: Annotated[Positive, about("Send the weights after every so many updates.")] = 1
-    group_seconds: Annotated[PositiveFloat, about("Time in which a server must finish a group.")] = 600.0
-    patience_seconds: Annotated[PositiveFloat, about("Time without a usable server until the run ends.")] = 300.0
-
-
-class RemoteGeneration(SamplingServers, frozen=True, kw_only=True, tag="remote"):
+class RemoteGeneration(Variant, frozen=True, kw_only=True, tag="remote"):
     """Rollouts are sampled by inference servers, which get the weights of the run."""
 
     server_url: Annotated[tuple[ServerUrl, ...], about("Addresses of inference servers.", min_length=1)]
     weights: Delivery = PushedWeights()
     api_key: Annotated[str, about("API key of the inference servers.")] = ""
+    sync_interval: Annotated[Positive, about("Send the weights after every so many updates.")] = 1
+    group_seconds: Annotated[PositiveFloat, about("Time in which a server must finish a group.")] = 600.0
+    patience_seconds: Annotated[PositiveFloat, about("Time without a usable server until the run ends.")] = 300.0
 
 
 GeneratorSection = Annotated[LocalGeneration | RemoteGeneration, about("Where rollouts are sampled.")]
-Workers = Annotated[Positive | Literal["all"], about("Number of workers; all: one per unit of the resource mlx.")]
+Workers = Annotated[Positive | Literal["all"], about("Number of workers; all: one for each unit of the resource mlx.")]
 
 
-class RayCluster(SamplingServers, frozen=True, kw_only=True, tag="ray"):
+class RayCluster(Variant, frozen=True, kw_only=True, tag="ray"):
     """Rollouts are sampled by workers on a Ray cluster, which get the weights of the run."""
 
-    address: Annotated[str, about("auto: the cluster of this machine; local: a new one; or an address.")] = "auto"
+    address: Annotated[str, about("Cluster: auto is that of this machine, local a new one; or an address.")] = "auto"
     workers: Workers = "all"
     local_share: Annotated[NonNegativeFloat, about("Rows for the run's engine, in rows per row of a worker.")] = 0.0
+    sync_interval: Annotated[Positive, about("Publish the weights after every so many updates.")] = 1
+    group_seconds: Annotated[PositiveFloat, about("Time in which a worker must finish a group.")] = 600.0
+    patience_seconds: Annotated[PositiveFloat, about("Time without a usable worker until the run ends.")] = 300.0
 
 
 ClusterSection = Annotated[Off | RayCluster, about("Rollout workers on other processes or machines.")]

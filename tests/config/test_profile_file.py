@@ -218,7 +218,7 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
         ("lr = 4\n", "unknown key or section lr; use learner.optimizer.learning_rate (lr in earlier trainers)"),
         ("[samplng]\n", "unknown key or section samplng; did you mean sampling?"),
         ("[eval]\nzzzz = 1\n", "unknown key eval.zzzz; there are: eval.interval, "
-         "eval.problems, eval.problems_between, eval.type (off, heldout)"),
+         "eval.problems, eval.problems_between, eval.samples, eval.type (off, heldout)"),
         ("learner = 3\n", "learner must be a section: [learner], then one key per line"),
         ("steps = 0\n", "steps must be an integer >= 1, not 0"),
         ('steps = "ten"\n', 'steps must be an integer >= 1, not "ten"'),
