@@ -217,7 +217,8 @@ class Scheduler:
 
     def check(self, rows: int) -> None:
         """Raise RequestError if `rows` more rows of a client exceed the limit on waiting rows or requests."""
-        jobs = [*self._first, *self._clients, *(job for job in self.entering if not job.active.request.background)]
+        queued = self._clients if self._clients.length else ()
+        jobs = [*self._first, *queued, *(job for job in self.entering if not job.active.request.background)]
         waiting = sum(len(job.rows) for job in jobs)
         if len(jobs) >= MAX_WAITING_REQUESTS or waiting + rows > MAX_WAITING_ROWS:
             raise RequestError(f"{waiting} completions are waiting; try again later", param="queue")
