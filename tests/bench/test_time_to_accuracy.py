@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from bench import search, time_to_accuracy
 from bench.contenders import clotho_train
 from bench.contenders.process import Contender
 from bench.contenders.tasks import TASKS, learning, task_of
+from bench.fingerprint import ROOT
 from bench.measurement import read
 from bench.time_to_accuracy import CLOTHO, QUICK, merged
 from clotho.config.load import load_profile
@@ -169,6 +172,14 @@ def test_the_learning_task_of_other_trainers_equals_the_profile() -> None:
     start = search.TASKS["learn"].subjects["trl"].starts[0]
     assert start["learning_rate"] == profile.learner.optimizer.learning_rate
     assert (start["batch_size"], start["group_size"]) == (profile.learner.batch_size, profile.sampling.group_size)
+
+
+def test_the_tasks_of_other_trainers_import_only_what_their_environment_has() -> None:
+    """It has none of the packages that Clotho alone needs."""
+    program = (
+        "import sys; sys.modules |= dict.fromkeys(('msgspec', 'structlog', 'anyio')); import bench.contenders.tasks"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 def test_the_learning_task_has_whole_numbers_as_answers() -> None:
