@@ -8,9 +8,11 @@ already solved. Problems are drawn uniformly, or by the curriculum by success ra
 The base policy first samples every training problem of the profile 16 times. The problems of a run are then a quarter
 that it always solved, a quarter that it never solved, and a half of the others; held-out problems are those of the
 profile. Both ways of choosing use the same problems, the same settings and a constant learning rate, in synchronous
-runs. Flags behind `--` are passed to both. A rollout is one completion, whether its group is trained on or discarded.
-The number of rollouts at the target is interpolated between the two evaluations around it. Runs end at the first
-evaluation that reaches the target.
+runs. Both replace zero-variance groups by other groups (dynamic sampling), so that updates have full batches: the size
+of an update hardly depends on the number of its groups, and small batches would hide the cost of useless groups. Flags
+behind `--` are passed to both. A rollout is one completion, whether its group is trained on or discarded. The number of
+rollouts at the target is interpolated between the two evaluations around it. Runs end at the first evaluation that
+reaches the target.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ from clotho.config.load import load_profile
 NAME = "curriculum"
 RESULTS = ROOT / "bench" / "results" / "curriculum.jsonl"
 CURRICULA = ("uniform", "success_rate")
-TARGET, STEPS, INTERVAL = 0.7, 600, 5
+TARGET, STEPS, INTERVAL = 0.7, 600, 10
+MAX_RATIO = 4
+"""Limit of the groups of a batch, replaced groups included, relative to the batch size."""
+
 SAMPLES = 16
 """Completions of the base policy per training problem."""
 
@@ -98,7 +103,7 @@ def measure(
     arguments = [
         "--profile", profile, "--data.curriculum", curriculum, "--seed", str(seed), "--steps", str(STEPS),
         "--async", "false", "--learner.schedule", "constant", "--eval.interval", str(INTERVAL),
-        "--checkpoint.interval", "0", *flags,
+        "--learner.objective.dynamic-sampling-max-ratio", str(MAX_RATIO), "--checkpoint.interval", "0", *flags,
     ]  # fmt: skip
     record = run_until([*arguments, "--data.train", str(problems)], accuracy=target)
     curve = accuracy_by_rollouts(record)
@@ -126,7 +131,8 @@ def accuracy_by_rollouts(record: Record) -> tuple[tuple[int, float], ...]:
     for line in record.metrics:
         total += size * (line["groups/trained"] + line["groups/discarded"])
         after[line["step"]] = total
-    return tuple((after[line["step"]], line["accuracy"]) for line in record.evaluations if line["step"] in after)
+    measured = [line for line in record.evaluations if line["step"] in after and line["accuracy"] is not None]
+    return tuple((after[line["step"]], line["accuracy"]) for line in measured)
 
 
 def rollouts_at(curve: Sequence[tuple[int, float]], target: float) -> float | None:

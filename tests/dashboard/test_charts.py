@@ -5,7 +5,14 @@ from __future__ import annotations
 from clotho.dashboard.charts import CHARTS, HIDDEN, chart_catalogue
 from clotho.monitoring.metrics import EVALUATION_METRICS, METRICS
 
-NESTED = ("rewards", "accuracy_by_type", "accuracy_interval", "groups/discarded_by_reason", "pass_at")
+NESTED = (
+    "rewards",
+    "accuracy_by_type",
+    "accuracy_interval",
+    "groups/discarded_by_reason",
+    "curriculum/problems",
+    "pass_at",
+)
 """Metrics with several values, each of which is a column."""
 
 ESTIMATE = ("value", "low", "high")
