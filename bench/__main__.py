@@ -21,6 +21,7 @@ BENCHMARKS = {
     "first_token": "Time to the first token by prompt length, beside mlx-lm.",
     "update": "Time and peak memory of one policy update, beside mlx-lm-lora and TRL.",
     "real": "A real language model: rollouts, updates and equal work beside mlx-lm-lora, and learning.",
+    "gym": "Learning of a real language model on datasets of Reasoning Gym.",
     "metal": "For Mac owners, in five minutes: speed, memory, parity and determinism, as a table and a file.",
     "http": "HTTP throughput and time to first token with 1 to 64 clients, beside mlx_lm.server.",
     "serve": "Throughput of the standalone server with an adapter, beside mlx_lm.server.",

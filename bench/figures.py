@@ -41,6 +41,7 @@ PAGE_ORDER = (
     "first_token",
     "update",
     "real",
+    "gym",
     "http",
     "serve",
     "hostile_requests",

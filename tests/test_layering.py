@@ -8,7 +8,7 @@
     cpu, models, inference, scoring, training, memory
                  protocols, config, storage, runtime, and each other as `MAY_IMPORT` says; never asyncio, anyio or
                  HTTP
-    rewards      protocols, config
+    rewards      protocols, config, data
     atropos      protocols, config, runtime, inference.sample_log
     remote       protocols, config, runtime, storage
     cluster      protocols, config, cpu, runtime, storage, remote; `run` in the process of a worker
@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "scoring": {"protocols", "config", "cpu", "models", "inference", "training"},
     "training": {"protocols", "config", "cpu", "models", "inference", "scoring", "runtime"},
     "memory": {"protocols", "config", "cpu", "models", "inference", "scoring", "training"},
-    "rewards": {"protocols", "config", "runtime"},
+    "rewards": {"protocols", "config", "runtime", "data"},
     "atropos": {"protocols", "config", "runtime", "inference"},
     "remote": {"protocols", "config", "runtime", "storage"},
     "cluster": {"protocols", "config", "cpu", "runtime", "storage", "remote", "run"},

@@ -29,9 +29,10 @@ from clotho.artifacts.merging import (
 from clotho.artifacts.model_writer import common_dtype, write_beside, write_weights
 from clotho.commands.command_line import CommandParser
 from clotho.commands.convert import require_new, write_new
-from clotho.config.load import load_profile
-from clotho.config.schema import ModelSection, QuantizeAtLoad
+from clotho.config.load import is_gym_dataset, load_profile
+from clotho.config.schema import DataSection, ModelSection, QuantizeAtLoad
 from clotho.data.problems import Columns, conversation, load_problems
+from clotho.data.reasoning_gym import GymProcesses, gym_problems
 from clotho.data.records import Source
 from clotho.models.loading import open_stored
 from clotho.models.model_files import BITS, GROUP_SIZES
@@ -270,19 +271,24 @@ def comparison_prompts(
 
 
 def _conversations(dataset: str, adapter_path: Path, count: int) -> Iterator[tuple[list[dict[str, str]], str]]:
-    source, columns, system = Source(path=dataset), Columns(answer=""), ""
+    source, columns, data, seed = Source(path=dataset), Columns(answer=""), DataSection(train=dataset or "-"), 0
     if not dataset:
         profiles = [place / "profile.toml" for place in (adapter_path, *adapter_path.absolute().parents[:2])]
         own = next((path for path in profiles if path.is_file()), None)
         if own is None:
             yield from (([{"role": "user", "content": question}], "") for question in QUESTIONS[:count])
             return
-        data = load_profile(str(own), {}).data
+        profile = load_profile(str(own), {})
+        data, seed = profile.data, profile.seed
         source = Source(path=data.train, subset=data.subset, split=data.train_split)
         columns = Columns(prompt=data.prompt_key, messages=data.messages_key, answer=data.answer_key)
-        system = data.system
-    for problem in load_problems(source, columns=columns)[:count]:
-        yield [dict(message) for message in conversation(problem, system)], problem.answer
+    if is_gym_dataset(source.path):
+        with GymProcesses() as processes:
+            problems = gym_problems(data, source.path, processes, seed=seed)
+    else:
+        problems = load_problems(source, columns=columns)
+    for problem in problems[:count]:
+        yield [dict(message) for message in conversation(problem, data.system)], problem.answer
 
 
 def report_lines(fidelity: Fidelity, output: Path) -> Iterator[str]:

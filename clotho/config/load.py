@@ -18,7 +18,7 @@ from msgspec import Struct
 from clotho.config import keys
 from clotho.config.keys import CHOICES, KEYS, REQUIRED, SECTIONS, SETTABLE, TYPE, chosen_types, shown
 from clotho.config.rules import first_complaint
-from clotho.config.schema import Profile
+from clotho.config.schema import GYM, Profile
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, did_you_mean, visible
 
@@ -44,10 +44,20 @@ OWN = {"learner.objective.type": "learner.objective.", "learner.optimizer.type":
 DISPLACES = {
     "policy.method.scale": ("policy.method.alpha",),
     "policy.method.alpha": ("policy.method.scale",),
-    "data.train": ("data.heldout", "data.subset", "data.train_split", "data.heldout_split", "data.type_weights"),
+    "data.train": (
+        "data.heldout",
+        "data.subset",
+        "data.train_split",
+        "data.heldout_split",
+        "data.type_weights",
+        "data.reasoning_gym",
+    ),
     "model.path": ("model.chat_template", "model.chat_template_kwargs"),
 }
 """A layer that sets the first key removes the values of the others, unless it sets them, from lower layers."""
+
+GYM_REWARDS = [{"name": "reasoning_gym", "correct": True}]
+"""The rewards of datasets of Reasoning Gym in a profile that lists none."""
 
 HUB_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".txt")
@@ -219,6 +229,8 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
         here = os.path.abspath(directory / found)
         if key in CALLERS_PATHS:
             return found
+        if key.startswith("data.") and is_gym_dataset(written):
+            return written
         if f"{written}/".startswith(("./", "../")) or os.path.isabs(found) or os.path.exists(here):
             return here
         in_hub = key in MODELS or (key.startswith("data.") and is_hub_dataset(written))
@@ -238,15 +250,23 @@ def is_hub_dataset(name: str) -> bool:
     return HUB_REPOSITORY.fullmatch(name) is not None and not name.lower().endswith(FILE_SUFFIXES)
 
 
+def is_gym_dataset(name: object) -> bool:
+    """Whether the value of `data.train` or `data.heldout` names datasets of Reasoning Gym."""
+    return isinstance(name, str) and name.startswith(GYM)
+
+
 def merge(layers: list[Layer]) -> Merged:
     """Combine layers key by key; later layers win. Lists are replaced as a whole.
 
+    A layer that replaces another dataset by one of Reasoning Gym and lists no rewards also sets the gym's reward.
     A layer that sets a key of a union whose type is `none` or `off` chooses the first type that has the key. A layer
     that changes the type of a union keeps the settings that `_stale` does not name.
     """
     merged = Merged(labels=tuple(layer.label for layer in layers), values={}, origin={})
     for number, layer in enumerate(layers):
         given = {**dict(_implied(merged.values, layer.values)), **layer.values}
+        if is_gym_dataset(given.get("data.train")) and not is_gym_dataset(merged.values.get("data.train")):
+            given = {"rewards": GYM_REWARDS, **given}
         gone = {old for path, others in DISPLACES.items() if path in given for old in others if old not in given}
         gone |= {path for path, value in given.items() if value is None} | set(_stale(merged.values, given))
         for path in gone & merged.values.keys():

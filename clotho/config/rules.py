@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from clotho.config.keys import KEYS, SETTABLE, chosen_types
-from clotho.config.schema import Profile, RemoteGeneration, RestartedServers
+from clotho.config.schema import GYM, Profile, RemoteGeneration, RestartedServers
+from protocols.errors import did_you_mean, visible
 from protocols.learnability import unlearnable
 from protocols.sampling import PARAMETERS, in_use
 
@@ -74,6 +75,8 @@ NO_EFFECT = (
          "with async = true the age of a batch depends on the machine", "async"),
     Rule("data.heldout_fraction", lambda v, _: bool(v["data.heldout"] or v["data.heldout_split"]),
          "data.heldout or data.heldout_split names the held-out problems", "data.heldout data.heldout_split"),
+    Rule("data.reasoning_gym", lambda v, _: not any(v[key].startswith(GYM) for key in ("data.train", "data.heldout")),
+         "neither data.train nor data.heldout is reasoning_gym:NAME", "data.train data.heldout"),
     Rule("checkpoint.interval eval.interval learner.kl_penalty.reference.interval", lambda v, x: x >= v["steps"],
          "it must be less than steps = {v[steps]}; the end of the run does not depend on it", "steps"),
     Rule("tracking.run_name tracking.tags", lambda v, _: not v["trackers"], "no [[trackers]] are listed", "trackers"),
@@ -170,7 +173,7 @@ CONTRADICTIONS = (
 
 def first_complaint(profile: Profile) -> Complaint | None:
     """The complaint of the first violated rule; None if the profile is valid."""
-    checks = (learnable_distribution, distribution_of_mlx_lm, violated_rows)
+    checks = (learnable_distribution, distribution_of_mlx_lm, violated_rows, named_gym_tables)
     return next((complaint for check in checks for complaint in check(profile)), None)
 
 
@@ -192,6 +195,26 @@ def distribution_of_mlx_lm(profile: Profile) -> Iterator[Complaint]:
         if name not in ("max_tokens", "logit_bias"):
             reason = 'generator.weights = "restart" samples with mlx_lm.server, which has no log-probabilities for it'
             yield Complaint(f"sampling.{name}", f"sampling.{name} must be {PARAMETERS[name].neutral}: {reason}")
+
+
+def named_gym_tables(profile: Profile) -> Iterator[Complaint]:
+    """Each table of `data.reasoning_gym` has a name of its own, which `data.train` or `data.heldout` contains."""
+    data, key = profile.data, "data.reasoning_gym"
+    named = {name for path in (data.train, data.heldout) if path.startswith(GYM) for name in gym_names(path)}
+    for number, table in enumerate(data.reasoning_gym):
+        if table.label in [other.label for other in data.reasoning_gym[:number]]:
+            text = f"{key} has two tables with the name {table.label!r}: set name in one of them"
+            yield Complaint(key, text)
+        if table.label not in named:
+            hint = did_you_mean(table.label, named) or ""
+            where = f"{key}[{number}].{'name' if table.name else 'dataset'}"
+            text = f"{where} {visible(table.label, 60)!r} is not named in data.train or data.heldout{hint}"
+            yield Complaint(key, text)
+
+
+def gym_names(path: str) -> list[str]:
+    """The names in `reasoning_gym:NAME,NAME`."""
+    return [name.strip() for name in path.removeprefix(GYM).split(",")]
 
 
 def violated_rows(profile: Profile) -> Iterator[Complaint]:

@@ -24,6 +24,9 @@ from clotho.config.sections_training import CollapseSection, LearnerSection, Rep
 from protocols.prompt import AnswerIn
 from protocols.sampling import Sampling
 
+GYM = "reasoning_gym:"
+"""Start of `data.train` and `data.heldout` for datasets of Reasoning Gym; their names follow, separated by commas."""
+
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Scaling = Literal["standard", "rank_stabilized"]
 RunIn = Literal["auto", "process", "thread"]
@@ -124,10 +127,26 @@ CurriculumSection = Annotated[
 ]
 
 
-class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Problems for training and evaluation: files, directories, or datasets of the Hugging Face hub."""
+class GymSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One dataset of Reasoning Gym that data.train or data.heldout names, with another size or difficulty."""
 
-    train: Annotated[str, about("Dataset for training: file, directory, or OWNER/NAME on the hub.", min_length=1)]
+    dataset: Annotated[str, about("Name of the dataset in the library.", min_length=1)]
+    name: Annotated[str, about("Name in data.train, and type of the problems; empty: data.reasoning_gym.dataset.")] = ""
+    weight: Annotated[PositiveFloat, about("Share of the dataset in an epoch, relative to the others.")] = 1.0
+    size: Annotated[int, about("Number of problems with different prompts.", ge=1, le=1_000_000)] = 1000
+    level: Annotated[NonNegative | None, about("Level of the dataset's curriculum; none: its defaults.")] = None
+    settings: Annotated[dict[str, Any], about("Settings of the dataset, such as { max_terms = 3 }.")] = {}
+
+    @property
+    def label(self) -> str:
+        """The name in `data.train`."""
+        return self.name or self.dataset
+
+
+class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Problems for training and evaluation: files, directories, datasets of the Hugging Face hub or Reasoning Gym."""
+
+    train: Annotated[str, about("Dataset: file, directory, OWNER/NAME on the hub, reasoning_gym:NAME.", min_length=1)]
     heldout: Annotated[str, about("Dataset of the held-out problems; empty: a part of data.train.")] = ""
     subset: Annotated[str, about("Configuration of a dataset on the hub; empty: its default.")] = ""
     train_split: Annotated[str, about("Split of a directory, or on the hub, for training.", min_length=1)] = "train"
@@ -142,6 +161,7 @@ class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     type_weights: Annotated[
         dict[str, NonNegativeFloat], about("How often problems of a type occur in an epoch, by type; otherwise once.")
     ] = {}
+    reasoning_gym: tuple[GymSection, ...] = ()
     max_prompt_tokens: Annotated[NonNegative, about("Longer prompts are removed and reported; 0: no limit.")] = 0
     system: Annotated[str, about("System message before every prompt; an empty text means none.")] = ""
     shuffle: Annotated[bool, about("Shuffle the problems in every epoch.")] = True

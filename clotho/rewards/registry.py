@@ -64,6 +64,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "choice_correctness": BuiltIn(
         expects="the letter or text of the correct option {place}", function=choice_correctness.reward
     ),
+    "reasoning_gym": BuiltIn(expects="the answer to the question {place}", module="clotho.rewards.reasoning_gym"),
     "exact": BuiltIn(expects="the answer itself {place}", function=exact.reward),
     "judge": BuiltIn(expects="what the judge model scores highly", module="clotho.rewards.judge", has_settings=True),
 }

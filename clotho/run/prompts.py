@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -13,9 +13,11 @@ import msgspec
 from msgspec import Struct
 
 from clotho.config.evaluation import EvaluationProfile
+from clotho.config.load import is_gym_dataset
 from clotho.config.schema import DataSection, Profile
 from clotho.data.order import HeldOutSplit, ProblemOrder, split_heldout
 from clotho.data.problems import Columns, conversation, load_problems, problems_fingerprint
+from clotho.data.reasoning_gym import GymProcesses, epoch_weights, gym_problems
 from clotho.data.records import Source
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import DatasetError, ModelError, ProfileError, RequestError
@@ -87,7 +89,11 @@ def load_prompts(profile: Profile, tokenizer: ChatTokenizer, grade: GradeComplet
     held_out = render(split.heldout, data, tokenizer)
     return LoadedPrompts(
         builder=PromptBuilder(
-            train.problems, train.prompts, seed=profile.seed, shuffle=data.shuffle, weights=data.type_weights
+            train.problems,
+            train.prompts,
+            seed=profile.seed,
+            shuffle=data.shuffle,
+            weights=epoch_weights(data, train.problems),
         ),
         held_out=HeldOut(
             problems=held_out.problems,
@@ -153,19 +159,34 @@ def read_split(profile: Profile | EvaluationProfile) -> HeldOutSplit:
     )
     if data.train_split != DEFAULT_SPLIT and Path(data.train).expanduser().is_file():
         raise DatasetError(f"data.train_split names a split, and {data.train} is a file, which has no splits")
-    problems = load_problems(Source(path=data.train, subset=data.subset, split=data.train_split), columns=columns)
-    if data.heldout or data.heldout_split:
-        path, subset = (data.heldout, "") if data.heldout else (data.train, data.subset)
-        if data.heldout_split and Path(path).expanduser().is_file():
-            raise DatasetError(
-                f"data.heldout_split names a part of a directory or of a dataset on the hub, not of {path}"
-            )
-        held_out = load_problems(Source(path=path, subset=subset, split=data.heldout_split), columns=columns)
-        split = HeldOutSplit(train=tuple(problems), heldout=tuple(held_out))
-    else:
-        split = split_heldout(problems, data.heldout_fraction, profile.seed)
+    with GymProcesses() as processes:
+
+        def read(source: Source, part: str, excluded: Collection[Problem] = ()) -> list[Problem]:
+            """Generate problems of Reasoning Gym, without the prompts of `excluded`; read those of another dataset."""
+            if not is_gym_dataset(source.path):
+                return load_problems(source, columns=columns)
+            _require_no_split(source)
+            prompts = {problem.prompt for problem in excluded}
+            return gym_problems(data, source.path, processes, seed=profile.seed, part=part, excluded=prompts)
+
+        problems = read(Source(path=data.train, subset=data.subset, split=data.train_split), "train")
+        if data.heldout or data.heldout_split:
+            path, subset = (data.heldout, "") if data.heldout else (data.train, data.subset)
+            if data.heldout_split and Path(path).expanduser().is_file():
+                raise DatasetError(
+                    f"data.heldout_split names a part of a directory or of a dataset on the hub, not of {path}"
+                )
+            held_out = read(Source(path=path, subset=subset, split=data.heldout_split), "heldout", problems)
+            split = HeldOutSplit(train=tuple(problems), heldout=tuple(held_out))
+        else:
+            split = split_heldout(problems, data.heldout_fraction, profile.seed)
     _require_applicable_rewards(profile, {problem.type for problem in (*split.train, *split.heldout)})
     return split
+
+
+def _require_no_split(source: Source) -> None:
+    if source.subset or source.split not in ("", DEFAULT_SPLIT):
+        raise DatasetError(f"{source.path} has no subsets and no splits: remove data.subset and the names of splits")
 
 
 class Rendered(NamedTuple):

@@ -18,7 +18,7 @@ from clotho.config.objectives import (
     PpoDecoupled,
     RejectSequenceCorrection,
 )
-from clotho.config.schema import Dora, Lora
+from clotho.config.schema import Dora, GymSection, Lora
 from clotho.config.sections_training import AdamW, AverageReference, ConstantSchedule, Lion, Muon, RewardKLPenalty
 from protocols.errors import ProfileError
 
@@ -86,6 +86,22 @@ def test_a_dataset_of_the_hub_keeps_its_name(here: Path) -> None:
     (here / "owner").mkdir()
     (here / "owner" / "name").touch()
     assert load_profile(written(here, MINIMAL), {"data.train": "owner/name"}).data.train == str(here / "owner/name")
+
+
+def test_a_dataset_of_reasoning_gym_brings_its_own_reward(here: Path) -> None:
+    """Unless the layer that names it lists rewards. Another dataset of the gym keeps the rewards of the first one."""
+    profile = written(here, MINIMAL)
+    gym = load_profile(profile, {"data.train": "reasoning_gym:gcd,lcm"})
+    assert gym.data.train == "reasoning_gym:gcd,lcm"
+    assert [(reward.name, reward.correct) for reward in gym.rewards] == [("reasoning_gym", True)]
+    listed = {"data.train": "reasoning_gym:gcd", "rewards": [{"name": "exact", "correct": True}]}
+    assert [reward.name for reward in load_profile(profile, listed).rewards] == ["exact"]
+    table = "[[data.reasoning_gym]]\ndataset = 'gcd'\n[[rewards]]"
+    above = written(here, MINIMAL.replace("train.jsonl", "reasoning_gym:gcd").replace("[[rewards]]", table), "y.toml")
+    assert load_profile(above, {}).data.reasoning_gym == (GymSection(dataset="gcd"),)
+    other = load_profile(above, {"data.train": "reasoning_gym:lcm"})
+    assert other.data.reasoning_gym == ()
+    assert [reward.name for reward in other.rewards] == ["exact"]
 
 
 def test_a_higher_layer_wins_key_by_key_and_replaces_lists(here: Path) -> None:
@@ -259,8 +275,8 @@ def test_a_mistake_is_named_on_one_line(text: str, message: str, here: Path) -> 
     [
         ("[model]\npath = \n", "is not valid TOML: Invalid value (at line 2, column 8)"),
         ("", "model.path is missing: Model directory, GGUF file, package:NAME/FILE or hub repository."),
-        ('[model]\npath = "x"\n', "data.train is missing: Dataset for training: file, directory, or OWNER/NAME on the "
-         "hub."),
+        ('[model]\npath = "x"\n', "data.train is missing: Dataset: file, directory, OWNER/NAME on the hub, "
+         "reasoning_gym:NAME."),
         ('[model]\npath = "x"\n[data]\ntrain = "y"\n', "[[rewards]] is missing: One reward "
          "function; the reward of a completion is the weighted sum of those that apply."),
         ('rewards = 3\n', "rewards must be a list of tables: [[rewards]], then one key per line"),

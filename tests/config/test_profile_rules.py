@@ -59,6 +59,16 @@ REPLACE_EVALUATOR = TAP | {"mode": "replace", "at": "evaluator"}
         ),
         ({"data": {"curriculum": {"type": "uniform", "half_life": 9.0}}}, "data.curriculum.half_life"),
         ({"data": {"prompt_key": "answer"}}, "data.answer_key"),
+        ({"data": {"reasoning_gym": [{"dataset": "gcd"}]}}, "data.reasoning_gym"),
+        (
+            {"data": {"train": "reasoning_gym:lcm", "reasoning_gym": [{"dataset": "gcd"}]}},
+            "data.reasoning_gym",
+        ),
+        (
+            {"data": {"train": "reasoning_gym:gcd", "reasoning_gym": [{"dataset": "gcd", "name": "x"}]}},
+            "data.reasoning_gym",
+        ),
+        ({"data": {"train": "reasoning_gym:gcd", "reasoning_gym": [{"dataset": "gcd"}] * 2}}, "data.reasoning_gym"),
         ({"data": {"type_key": "x", "prompt_key": "answer"}}, "data.answer_key"),
         ({"server": {"host": "0.0.0.0"}}, "server.host"),
         ({"server": {"host": "::"}}, "server.host"),

@@ -23,6 +23,7 @@ SENTENCES = {
     "time_to_accuracy": DECODE,
     "scaling": DECODE,
     "real": DECODE,
+    "gym": DECODE,
     "update": LAYERS,
 }
 ELSEWHERE = {

@@ -131,8 +131,8 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path, content: str 
         ("Format", "did you mean format"),
         (
             "zzz",
-            "use format, math_eval, math_verify, jaccard, choice_correctness, exact, judge, module:function, or "
-            "path/to/file.py:function",
+            "use format, math_eval, math_verify, jaccard, choice_correctness, reasoning_gym, exact, judge, "
+            "module:function, or path/to/file.py:function",
         ),
         ("", "use format"),
         (":length", "malformed"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -168,3 +169,19 @@ def test_a_split_of_a_directory_can_be_held_out(tmp_path: Path) -> None:
         inspect_dataset(profile_of(tmp_path, train=file, heldout_split="test"), None)
     with pytest.raises(DatasetError, match=r"data\.train_split"):
         inspect_dataset(profile_of(tmp_path, train=file, train_split="test", heldout=file), None)
+
+
+@pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
+def test_problems_of_reasoning_gym_are_held_out_by_prompt(tmp_path: Path) -> None:
+    """A held-out dataset with the same table has no prompt of the training problems. It has no splits."""
+    path, tables = (
+        "reasoning_gym:few",
+        [{"name": "few", "dataset": "products", "size": 60, "settings": {"max_digits": 1}}],
+    )
+    profile = profile_of(tmp_path, train=path, heldout=path, reasoning_gym=tables)
+    dataset, _ = inspect_dataset(profile, None)
+    assert (dataset.problems, dataset.overlap, dataset.duplicates) == ({"few": 60}, 0, 0)
+    assert 0 < dataset.heldout <= 40
+    assert inspect_dataset(profile, None)[0].fingerprint == dataset.fingerprint
+    with pytest.raises(DatasetError, match="splits"):
+        inspect_dataset(profile_of(tmp_path, train=path, reasoning_gym=tables, heldout_split="test"), None)
