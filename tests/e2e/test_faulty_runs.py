@@ -265,8 +265,3 @@ def test_most_faults_are_found_before_the_first_update() -> None:
     """All but the learning rate, which `doctor` finds in its rehearsal."""
     assert len(FAULTS) == 15
     assert [name for name, fault in FAULTS.items() if fault.late] == ["learning rate 100 times too high"]
-
-
-def test_a_reward_without_a_signal_ends_a_run_with_status_1(tmp_path: Path) -> None:
-    """The finding of the first batch is on the screen and in the log; nothing is trained."""
-    check(FAULTS["reward always 0"], tmp_path)
