@@ -16,7 +16,7 @@ import structlog
 
 from clotho.cluster.messages import RESOURCE, WorkerSettings
 from clotho.cluster.worker_process import RolloutWorker
-from clotho.config.schema import RayCluster
+from clotho.config.sections_generation import RayCluster
 from protocols.errors import ProfileError, visible
 
 log = structlog.get_logger(actor="cluster")

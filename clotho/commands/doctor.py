@@ -25,7 +25,8 @@ from clotho.config.bounds import Off, about
 from clotho.config.flags import COMMON, Arguments, help_topic, key_help, parse_flags
 from clotho.config.keys import flag_key
 from clotho.config.load import load_profile
-from clotho.config.schema import FullMethod, HttpServer, Profile, RemoteGeneration
+from clotho.config.schema import FullMethod, HttpServer, Profile
+from clotho.config.sections_generation import RemoteGeneration
 from clotho.cpu import compute_path, load_blas
 from clotho.memory.estimate import estimate_memory
 from clotho.memory.report import describe_limit, too_large

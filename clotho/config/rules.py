@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from clotho.config.keys import KEYS, SETTABLE, chosen_types
-from clotho.config.schema import GYM, Profile, RemoteGeneration, RestartedServers
+from clotho.config.schema import GYM, Profile
+from clotho.config.sections_generation import RemoteGeneration, RestartedServers
 from protocols.errors import did_you_mean, visible
 from protocols.learnability import unlearnable
 from protocols.sampling import PARAMETERS, in_use

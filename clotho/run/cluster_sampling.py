@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from clotho.cluster.connection import RayConnection
 from clotho.cluster.messages import WorkerSettings
 from clotho.cluster.ray_worker import PublishedWeights, RayWorker
-from clotho.config.schema import RayCluster
+from clotho.config.sections_generation import RayCluster
 from clotho.models.parameters import layout
 from clotho.remote.sampler import InferenceServer, RemoteSampler
 from clotho.remote.server import RemoteFailure

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from clotho.config.schema import RayCluster, RemoteGeneration, RestartedServers, SharedWeights
+from clotho.config.sections_generation import RayCluster, RemoteGeneration, RestartedServers, SharedWeights
 from clotho.models.parameters import layout
 from clotho.remote.mlx_server import MlxServer
 from clotho.remote.sampler import InferenceServer, RemoteSampler

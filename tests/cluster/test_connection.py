@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from clotho.cluster.connection import RayConnection
-from clotho.config.schema import RayCluster
+from clotho.config.sections_generation import RayCluster
 from protocols.errors import ProfileError
 
 
