@@ -15,6 +15,7 @@ from protocols.errors import ProfileError
 TABLES = (
     "[{name = 'a', factory = 'a.b:C', mode = 'tap', at = 'scored'}]",
     "[{name = 'a', script = 'a.py'}]",
+    "[{dataset = 'a'}]",
 )
 
 
