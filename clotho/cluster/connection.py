@@ -33,8 +33,8 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_raylet_start_wait_time_s": "120",
 }
-"""Variables that Ray reads: no report leaves the machine, clusters of Macs are permitted, and a busy machine may start
-slowly."""
+"""Variables that Ray reads: no report leaves the machine, clusters of Macs are permitted, Ray does not change the
+variables of accelerators, and a busy machine may start slowly."""
 
 
 class _LastingThread:

@@ -1,4 +1,7 @@
-"""One rollout worker as the run sees it: an actor of Ray, its weights and its requests."""
+"""One rollout worker as the run sees it: an actor of Ray, its weights and its requests.
+
+Ray is an optional package: functions import it when a run uses it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 from anyio.to_thread import run_sync
-from ray.exceptions import RayError, RayTaskError
 
 from clotho.cluster.messages import Failed, Outcome, Refused, Turn
 from clotho.remote.server import STATE_SECONDS, RemoteFailure, check_answer
@@ -22,13 +24,9 @@ T = TypeVar("T")
 
 
 class PublishedWeights:
-    """Weights in Ray's object store: one object per version, which the workers fetch.
-
-    bytes_published: total size of all versions.
-    """
+    """Weights in Ray's object store: one object per version, which the workers fetch."""
 
     def __init__(self) -> None:
-        self.bytes_published = 0
         self._version = -1
         self._reference: Any = None
         self._publishing = anyio.Lock()
@@ -42,7 +40,6 @@ class PublishedWeights:
                 tensors = await run_sync(tensor_bytes, named_arrays(weights.parameters))
                 self._reference = await run_sync(lambda: ray.put(tensors))
                 self._version = weights.ready.version
-                self.bytes_published += len(tensors)
             return self._reference
 
 
@@ -133,6 +130,7 @@ class RayWorker:
     async def _result(self, reply: Any, *, seconds: float | None) -> Any:
         """Wait for a reply. If the caller leaves or the time is over, the call is cancelled."""
         import ray
+        from ray.exceptions import RayError, RayTaskError
 
         try:
             async with asyncio.timeout(seconds):

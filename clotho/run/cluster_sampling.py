@@ -1,4 +1,4 @@
-"""The sampler of a run whose rollouts are sampled by workers on a Ray cluster."""
+"""The servers of a run whose rollouts are sampled by workers on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,38 +8,13 @@ from clotho.cluster.connection import RayConnection
 from clotho.cluster.messages import WorkerSettings
 from clotho.cluster.ray_worker import PublishedWeights, RayWorker
 from clotho.config.sections_generation import RayCluster
-from clotho.models.parameters import layout
-from clotho.remote.sampler import InferenceServer, RemoteSampler
+from clotho.remote.sampler import InferenceServer
 from clotho.remote.server import RemoteFailure
 from clotho.remote.weights import Weights
 from clotho.run.context import RunContext
 from clotho.runtime.sampling_client import GenerationError
-from protocols.queues import Inbox
 from protocols.remote import RolloutAnswer, ServedPolicy
 from protocols.sampling import SampleRequest
-from protocols.step import PolicyUpdated
-
-
-def cluster_sampler(context: RunContext, settings: RayCluster, updates: Inbox[PolicyUpdated]) -> RemoteSampler:
-    """Return the sampler. With `local_share`, the engine of the run samples a part of the groups."""
-    parameters = context.policy_learner.parameters
-    sampler = RemoteSampler(
-        [],
-        source=RayWorkers(context, settings),
-        updates=updates,
-        weights=context.weights,
-        start=Weights(ready=context.weights.value, parameters=parameters),
-        layout=layout(parameters),
-        run_id=context.directory.run_id,
-        sync_interval=settings.sync_interval,
-        probe_prompt=context.prompts.prompt(0).tokens,
-        recompute=context.recompute_logprobs,
-        sampling=context.profile.sampling,
-        patience_seconds=settings.patience_seconds,
-    )
-    if settings.local_share:
-        sampler.join(LocalEngine(context, layout(parameters), sampler.fingerprints), share=settings.local_share)
-    return sampler
 
 
 class RayWorkers:

@@ -12,13 +12,12 @@ from clotho.remote.mlx_server import MlxServer
 from clotho.remote.sampler import InferenceServer, RemoteSampler
 from clotho.remote.server import RemoteServer
 from clotho.remote.weights import Delivery, OverHttp, SharedDirectory, Weights
-from clotho.run.cluster_sampling import cluster_sampler
+from clotho.run.cluster_sampling import LocalEngine, RayWorkers
 from clotho.run.context import RunContext
 from clotho.runtime.compute_thread import finish
 from clotho.runtime.queues import Queue
 from protocols.checkpoint import AdapterConfig
 from protocols.errors import ProfileError
-from protocols.queues import Inbox
 from protocols.remote import ServedPolicy
 from protocols.step import PolicyUpdated
 
@@ -32,20 +31,13 @@ def remote_sampler(context: RunContext, updates: dict[str, Queue[PolicyUpdated]]
     if not isinstance(generator, RemoteGeneration) and not isinstance(cluster, RayCluster):
         return None
     updates["remote_sampler"] = queue = Queue[PolicyUpdated]("updates.remote_sampler", capacity=1)
-    if isinstance(generator, RemoteGeneration):
-        return server_sampler(context, generator, queue.inbox())
-    assert isinstance(cluster, RayCluster)
-    return cluster_sampler(context, cluster, queue.inbox())
-
-
-def server_sampler(context: RunContext, settings: RemoteGeneration, updates: Inbox[PolicyUpdated]) -> RemoteSampler:
-    """Return the sampler on inference servers. Raises ProfileError if one cannot be used with these settings."""
     parameters = context.policy_learner.parameters
-    restarts = isinstance(settings.weights, RestartedServers)
-    make = _restarted(context, settings) if restarts else _replacing(context, settings)
-    return RemoteSampler(
-        [make(url) for url in dict.fromkeys(settings.server_url)],
-        updates=updates,
+    settings = generator if isinstance(generator, RemoteGeneration) else cluster
+    assert isinstance(settings, RemoteGeneration | RayCluster)
+    sampler = RemoteSampler(
+        _servers(context, settings) if isinstance(settings, RemoteGeneration) else [],
+        source=RayWorkers(context, settings) if isinstance(settings, RayCluster) else None,
+        updates=queue.inbox(),
         weights=context.weights,
         start=Weights(ready=context.weights.value, parameters=parameters),
         layout=layout(parameters),
@@ -56,6 +48,15 @@ def server_sampler(context: RunContext, settings: RemoteGeneration, updates: Inb
         sampling=context.profile.sampling,
         patience_seconds=settings.patience_seconds,
     )
+    if isinstance(settings, RayCluster) and settings.local_share:
+        sampler.join(LocalEngine(context, layout(parameters), sampler.fingerprints), share=settings.local_share)
+    return sampler
+
+
+def _servers(context: RunContext, settings: RemoteGeneration) -> list[InferenceServer]:
+    restarts = isinstance(settings.weights, RestartedServers)
+    make = _restarted(context, settings) if restarts else _replacing(context, settings)
+    return [make(url) for url in dict.fromkeys(settings.server_url)]
 
 
 def _replacing(context: RunContext, settings: RemoteGeneration) -> Callable[[str], InferenceServer]:
