@@ -12,7 +12,6 @@ BENCHMARKS = {
     "methods": "Held-out accuracy by objective, correction, rank of the adapter and bad setting, for several seeds.",
     "curriculum": "Rollouts to a held-out accuracy if half of the problems are too hard or already solved.",
     "head": "Memory and time of the output head at large vocabularies, chunked and straightforward.",
-    "staleness": "Held-out accuracy of objectives and corrections on rollouts of a fixed age.",
     "collapse": "Whether collapse detection recognizes a destructive learning rate, and rollback saves the run.",
     "environments": "Training with Atropos environments: single-turn, multi-turn, two of different weight.",
     "hostile_requests": "Training rate and valid requests while clients send hostile requests; end of the process.",

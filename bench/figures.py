@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from bench import collapse, curriculum, environments, forecast, head, methods, remote, soak, staleness
+from bench import collapse, curriculum, environments, forecast, head, methods, remote, soak
 from bench.fingerprint import ROOT, describe_fingerprint
 from bench.learning import RESULTS, LearningRun
 from bench.summary import NAME as SUMMARY
@@ -24,7 +24,6 @@ from bench.summary import summary
 IMAGES = ROOT / "docs" / "images"
 PAGES: tuple[tuple[Any, str], ...] = (
     (methods, "numerics.md"),
-    (staleness, "numerics.md"),
     (head, "numerics.md"),
     (collapse, "numerics.md"),
     (environments, "atropos.md"),

@@ -5,9 +5,10 @@ Measures the accuracy that objectives, corrections, ranks and deliberately bad s
     python -m bench methods [--methods NAME ...] [--seeds 0 1 2 3 4] [--parallel 2] [--list] [--quick]
 
 bench/methods.toml defines the methods as flags of pipeline.py. Every run is `python pipeline.py --profile learn-m3
-FLAGS --seed S`. Each run is added to bench/results/methods.jsonl when it ends. A run with the same flags, seed and
-sources is not repeated, so a measurement that was stopped continues where it stopped. `--list` shows the missing runs
-and the time that they will take. `python -m bench figures` writes the tables into docs/numerics.md.
+FLAGS --seed S`. Each run is added to bench/results/methods.jsonl when it ends. A run with the same flags and seed is
+not repeated, so a measurement that was stopped continues where it stopped (bench/trials.py says when runs of other
+sources count). `--list` shows the missing runs and the time that they will take. `python -m bench figures` writes the
+tables into docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ NAME = "methods"
 COMMAND = "python -m bench methods"
 TARGETS = (0.7, 0.8)
 """The tables name the first update that reaches each of these accuracies."""
+
+SAMPLES = "8"
+"""k of the pass@k in the tables of methods that are evaluated with sampled completions."""
 
 
 class Family(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,6 +95,8 @@ def table(found: Sequence[Outcome]) -> str:
 def _rows(mine: Sequence[Outcome]) -> str:
     seeds = sorted({trial.seed for one in mine for trial in one.trials})
     heading = ["method", *(f"seed {seed}" for seed in seeds), "mean", "spread"]
+    sampled = any(trial.pass_at for one in mine for trial in one.trials)
+    heading += [f"pass@{SAMPLES}"] if sampled else []
     heading += [*(f"updates to {target:.2f}" for target in TARGETS), "completions", "seconds", "peak memory"]
     rows = []
     for one in mine:
@@ -103,6 +109,7 @@ def _rows(mine: Sequence[Outcome]) -> str:
                 *(cells.get(seed, "") for seed in seeds),
                 f"{one.mean:.3f}",
                 f"{one.spread:.3f}",
+                *([pass_at(one)] if sampled else []),
                 *(updates_to(one, target) for target in TARGETS),
                 f"{rollouts:,.0f}",
                 f"{seconds:,.0f}",
@@ -110,6 +117,12 @@ def _rows(mine: Sequence[Outcome]) -> str:
             ]
         )
     return markdown(heading, rows)
+
+
+def pass_at(one: Outcome) -> str:
+    """Mean and range over the seeds of pass@k after training."""
+    found = [trial.pass_at[SAMPLES] for trial in one.trials if SAMPLES in trial.pass_at]
+    return f"{statistics.mean(found):.3f} ({min(found):.3f} to {max(found):.3f})" if found else ""
 
 
 def _label(one: Outcome) -> str:

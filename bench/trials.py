@@ -1,7 +1,9 @@
 """Training runs of named methods with several seeds: side by side, recorded one by one, continued after a stop.
 
-A trial is one run of `python pipeline.py`. It is identified by its flags, its seed and the sources of training. A trial
-that the results file contains is not repeated, so a measurement that was stopped continues where it stopped.
+A trial is one run of `python pipeline.py`. It is identified by its flags and its seed. A trial that the results file
+contains is not repeated, so a measurement that was stopped continues where it stopped. A trial that was run with other
+sources of training counts if the present sources still compute the same weights: a run with its flags and seed is
+repeated for a few updates, and the hashes of the weights are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from bench.fingerprint import Fingerprint, fingerprint, training_sources
 from bench.runs import PipelineRun, Record, training_began
@@ -34,6 +36,10 @@ SEARCH_SEED = 1000
 ALWAYS = "--monitor.display none --checkpoint.interval 0"
 QUICK = "--steps 2 --learner.batch-size 8 --eval.problems 8 --eval.interval 1"
 POLL_SECONDS = 0.1
+
+CHECKED_UPDATES = 4
+CHECK = f"--steps {CHECKED_UPDATES} --eval.interval 2"
+"""A run with these flags decides whether the present sources compute the weights of an earlier trial."""
 
 
 class Method(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +69,8 @@ class Trial(Struct, frozen=True, kw_only=True):
     updates: applied policy updates. rollouts: completions. tokens: of the completions. seconds: of training, with the
     evaluations between updates. elapsed, cpu_seconds: of the whole process. peak_bytes: of MLX arrays. status: exit
     status; a run that failed counts with its last evaluation. side_by_side: number of runs at the same time. sources:
-    hash of the sources of training.
+    hash of the sources of training. first_weights: hash of the weights after each of the first updates. pass_at:
+    pass@k of the last evaluation by k, if it sampled completions.
     """
 
     method: str
@@ -82,6 +89,8 @@ class Trial(Struct, frozen=True, kw_only=True):
     sources: str
     command: str
     fingerprint: Fingerprint
+    first_weights: tuple[str, ...] = ()
+    pass_at: Mapping[str, float] = {}
 
     @property
     def before(self) -> float:
@@ -168,7 +177,7 @@ def run_trial_benchmark(benchmark: TrialBenchmark, argv: Sequence[str]) -> int:
     flags, seeds = [("--profile", chosen.profile), benchmark.flags, ALWAYS], chosen.seeds
     if chosen.quick:
         flags, seeds = [*flags, QUICK], seeds[:1]
-        methods = [msgspec.structs.replace(method, choices=method.choices[:1]) for method in methods[:2]]
+        methods = [structs.replace(method, choices=method.choices[:1]) for method in methods[:2]]
     with tempfile.TemporaryDirectory() as scratch, terminated_as_exit():
         path = chosen.out or (Path(scratch, "quick.jsonl") if chosen.quick else benchmark.results)
         plan = Plan(methods, seeds, common=merged(*flags), path=path)
@@ -211,6 +220,8 @@ class Plan:
     def __init__(self, methods: Sequence[Method], seeds: Sequence[int], *, common: Sequence[str], path: Path) -> None:
         self._methods, self._seeds, self._common, self._path = methods, seeds, common, path
         self._sources = training_sources()
+        self._equal: set[tuple[str, ...]] = set()
+        """Flags whose trials of other sources have the weights that the present sources compute."""
 
     def search_jobs(self) -> list[Job]:
         """The trials that choose between the alternatives of a method."""
@@ -227,8 +238,29 @@ class Plan:
         return [Job(method=name, flags=words, seed=seed) for seed in self._seeds for name, words in flags.items()]
 
     def known(self) -> dict[Key, Trial]:
-        """The trials of the results file that were run with the present sources."""
-        return by_key(trial for trial in read_trials(self._path) if trial.sources == self._sources)
+        """The trials of the results file whose weights are those of the present sources."""
+        return by_key(
+            trial for trial in read_trials(self._path) if trial.sources == self._sources or trial.flags in self._equal
+        )
+
+    def unchecked(self) -> list[Trial]:
+        """The newest trial of every method that only other sources have run."""
+        wanted = {job.flags for job in [*self.search_jobs(), *self.jobs()]} - self._equal
+        found = [trial for trial in read_trials(self._path) if trial.flags in wanted and trial.first_weights]
+        known = {trial.flags for trial in found if trial.sources == self._sources}
+        return list({trial.flags: trial for trial in found if trial.flags not in known}.values())
+
+    def check(self, parallel: int, start: Start = start_run) -> None:
+        """Repeat the first updates of the newest trial of every method that only other sources have run."""
+        earlier = {merged(trial.flags, CHECK): trial for trial in self.unchecked()}
+        jobs = [Job(method=one.method, flags=flags, seed=one.seed) for flags, one in earlier.items()]
+        for job, trial in run_side_by_side(jobs, parallel, self._sources, start):
+            one = earlier[job.flags]
+            same = trial is not None and trial.first_weights == one.first_weights
+            if same:
+                self._equal.add(one.flags)
+            found = "same weights" if same else "other weights, its trials are repeated"
+            sys.stderr.write(f"bench: {job.method}, run with other sources: {found}\n")
 
     def missing(self, jobs: Sequence[Job]) -> list[Job]:
         """The jobs without a trial, each once: methods with equal flags share their trials."""
@@ -239,11 +271,15 @@ class Plan:
         """The missing trials, one per line, and the time that they will take."""
         jobs = self.missing([*self.search_jobs(), *self.jobs()])
         lines = [f"{job.method}, seed {job.seed}: {' '.join(['python pipeline.py', *job.arguments])}" for job in jobs]
-        return "\n".join([*lines, f"{len(jobs)} runs, {_duration(self._left(jobs, parallel))}\n"])
+        counted = f"{len(jobs)} runs, {_duration(self._left(jobs, parallel))}"
+        if unchecked := len(self.unchecked()):
+            counted += f"; fewer if {unchecked} methods that other sources have run still compute the same weights"
+        return "\n".join([*lines, f"{counted}\n"])
 
     def run(self, parallel: int, start: Start = start_run) -> bool:
         """Run the missing trials. Returns whether every run had an update."""
         complete = True
+        self.check(parallel, start)
         for jobs in (self.search_jobs, self.jobs):
             missing = self.missing(jobs())
             for done, (job, trial) in enumerate(run_side_by_side(missing, parallel, self._sources, start), start=1):
@@ -324,6 +360,8 @@ def summarise(job: Job, record: Record, parallel: int, sources: str, here: Finge
         status=record.status,
         side_by_side=parallel,
         sources=sources,
+        first_weights=tuple(line["weights_hash"] for line in steps[:CHECKED_UPDATES]),
+        pass_at={k: found["value"] for k, found in record.evaluations[-1].get("pass_at", {}).items()},
         command=shlex.join(["python", "pipeline.py", *job.arguments]),
         fingerprint=here,
     )

@@ -17,27 +17,30 @@ from tests.bench.made_measurements import HERE
 COMMON = ("--profile", "local-m3", "--steps", "3")
 
 
-def record(accuracy: float, *, status: int = 0) -> Record:
+def record(accuracy: float, *, status: int = 0, weights: str = "") -> Record:
     """Two steps of two groups of four completions each; the first starts two seconds after the run."""
     steps: list[dict[str, Any]] = [
         {
             "step": step, "policy_version": step, "time/run": 2.0 + step, "time/update": 0.75,
             "time/wait_for_rollouts": 0.25, "groups/trained": 1, "groups/discarded": 1,
-            "completion_length/total": 100, "peak_memory_bytes": 10**6 * step,
+            "completion_length/total": 100, "peak_memory_bytes": 10**6 * step, "weights_hash": f"{step} {weights}",
         }
         for step in (1, 2)
     ]  # fmt: skip
-    evaluations = [{"step": step, "accuracy": accuracy * step / 2} for step in (0, 1, 2)]
+    evaluations = [
+        {"step": step, "accuracy": accuracy * step / 2, "pass_at": {"8": {"value": accuracy}}} for step in (0, 1, 2)
+    ]
     return Record(steps, [], {"sampling": {"group_size": 4}}, 0.0, evaluations, status, elapsed=60.0, cpu_seconds=50.0)
 
 
 class MadeRuns:
     """Starts runs whose accuracy is their learning rate; they end when `limit` are running or none is left to start.
 
-    `failing`: a learning rate without an update.
+    `failing`: a learning rate without an update. `weights`: what the sources compute.
     """
 
-    def __init__(self, failing: float | None = None) -> None:
+    def __init__(self, failing: float | None = None, weights: str = "") -> None:
+        self.weights = weights
         self.started: list[Sequence[str]] = []
         self.running = self.most = self.closed = 0
         self.failing = failing
@@ -68,7 +71,7 @@ class MadeRun:
         """The accuracy is the learning rate."""
         if self._rate == self._runs.failing:
             raise subprocess.CalledProcessError(2, [])
-        return record(self._rate)
+        return record(self._rate, weights=self._runs.weights)
 
     def close(self) -> None:
         """Count."""
@@ -97,6 +100,7 @@ def test_a_trial_has_the_curve_the_costs_and_the_completions_of_its_run() -> Non
     ]
     assert (trial.before, trial.after, trial.updates, trial.rollouts, trial.tokens) == (0.0, 0.8, 2, 16, 200)
     assert (trial.seconds, trial.elapsed, trial.cpu_seconds, trial.peak_bytes) == (2.0, 60.0, 50.0, 2 * 10**6)
+    assert (trial.first_weights, trial.pass_at) == (("1 ", "2 "), {"8": 0.8})
     assert trial.command == "python pipeline.py --profile local-m3 --steps 3 --seed 3"
     reached = trial.reached(0.4)
     assert reached is not None
@@ -113,16 +117,21 @@ def test_trials_in_the_results_file_are_not_repeated(tmp_path: Path) -> None:
     assert [trial.seed for trial in trials.read_trials(path)] == [0, 1]
 
 
-def test_trials_of_other_sources_are_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The new trial counts."""
+@pytest.mark.parametrize(("weights", "repeated"), [("same", []), ("other", [0, 1])])
+def test_trials_of_other_sources_count_if_their_first_updates_are_reproduced(
+    weights: str, repeated: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One short run per method decides. Otherwise every trial of the method is repeated."""
     path = tmp_path / "trials.jsonl"
     monkeypatch.setattr(trials, "training_sources", lambda: "before")
-    run(made := MadeRuns(), plan(path, seeds=[0]))
+    run(MadeRuns(weights="same"), plan(path))
     monkeypatch.setattr(trials, "training_sources", lambda: "after")
-    run(made, plan(path, seeds=[0]))
-    assert made.seeds() == [0, 0]
+    assert "fewer if 1 methods" in plan(path, seeds=range(3)).describe(2)
+    run(made := MadeRuns(weights=weights), plan(path, seeds=range(3)))
+    assert made.seeds() == [1, *repeated, 2]
+    assert ["--steps", str(trials.CHECKED_UPDATES)] == made.started[0][2:4]
     (found,) = trials.outcomes([Method(name="one", flags=("--rate", "0.5"))], COMMON, path)
-    assert [trial.sources for trial in found.trials] == ["after"]
+    assert [trial.sources for trial in found.trials] == [*["after" if repeated else "before"] * 2, "after"]
 
 
 def test_methods_with_equal_flags_share_their_trials(tmp_path: Path) -> None:
