@@ -2,9 +2,10 @@
 
 Finds the best settings of trainers for a task by coordinate search: each setting in turn, the best value is kept.
 
-    python -m bench search [--task startup] [--of clotho] [--seeds 3] [--out FILE]
+    python -m bench search [--task startup] [--of clotho] [--seeds 3] [--resume] [--out FILE]
 
-A run that does not reach the target accuracy within the limit is stopped, and its settings rank behind all others.
+Every tried setting is stored at once; `--resume` continues a search that was stopped. A run that does not reach the
+target accuracy within the limit is stopped, and its settings rank behind all others.
 
 startup: profile local-m3 until 0.9, for `python -m bench startup_training`. The search for mlx-lm-lora starts twice:
 from the settings of local-m3 and from the library's defaults. Its settings are ranked by processor seconds of training,
@@ -26,7 +27,7 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -200,6 +201,20 @@ class Search:
         self._answers, self._task, self._subject = answers, task, subject
         self._seeds, self._command = seeds, command
         self.tried: list[tuple[Settings, list[dict[str, float]]]] = []
+        self.stored: Callable[[], None] = lambda: None
+        """Called after every tried setting."""
+
+    def resume(self, measured: Sequence[Measurement]) -> None:
+        """Take the settings that an earlier search tried from its measurements."""
+        metric = self._subject.cost
+        costs = [one for one in measured if one.metric == metric]
+        accuracies = [one for one in measured if one.metric == "accuracy"]
+        for cost, accuracy in zip(costs, accuracies, strict=True):
+            runs = [
+                {metric: seconds, "accuracy": reached}
+                for seconds, reached in zip(cost.values, accuracy.values, strict=True)
+            ]
+            self.tried.append((dict(cost.case), runs))
 
     def cost(self, settings: Settings) -> float:
         """Mean seconds to the target over the seeds. Infinite if the settings are not tried and the budget is spent."""
@@ -209,6 +224,7 @@ class Search:
                 return math.inf
             runs = self._runs(settings)
             self.tried.append((settings, runs))
+            self.stored()
             sys.stderr.write(f"search: {self._cost_of(runs):8.3f} {settings} {runs}\n")
         return self._cost_of(runs)
 
@@ -281,21 +297,25 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--task", choices=list(TASKS), default="startup")
     parser.add_argument("--of", choices=list(TASKS["learn"].subjects), default="mlx-lm-lora", help="The trainer.")
     parser.add_argument("--seeds", type=int, help="Number of seeds; default: 3 for startup, 1 for learn.")
+    parser.add_argument("--resume", action="store_true", help="Keep the tried settings of the results file.")
     parser.add_argument("--out", type=Path, help="Results file; default: that of the task.")
     chosen = parser.parse_args(argv)
     task = TASKS[chosen.task]
     if chosen.of not in task.subjects:
         parser.error(f"--task {chosen.task} is for {' and '.join(task.subjects)}")
     subject, out = task.subjects[chosen.of], chosen.out or task.results
-    others = [one for one in read(out) if one.contender != chosen.of]
+    known = read(out)
+    others = [one for one in known if one.contender != chosen.of]
     command = "python -m bench search"
     command += "" if chosen.task == "startup" else f" --task {chosen.task}"
     command += "" if chosen.of == "mlx-lm-lora" else f" --of {chosen.of}"
     with running(subject.contender) as answers:
         search = Search(answers, task, subject, chosen.seeds or task.seeds, command)
+        search.stored = lambda: write(out, [*others, *search.measurements()])
+        if chosen.resume:
+            search.resume([one for one in known if one.contender == chosen.of])
         for start in subject.starts:
             search.descend(start)
-            write(out, [*others, *search.measurements()])
     best = search.measurements()[0]
     sys.stdout.write(f"{best.case}: {best.median:.3f} {best.unit}, {best.metric}\n")
     return 0

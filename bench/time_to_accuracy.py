@@ -20,8 +20,9 @@ completion after the other; Clotho calls it in its worker processes.
 long tail: beside every completion, the engine decodes another one that is not trained on, with a lognormal length
 (median 16 tokens, mean 27), and a group is complete when both are. Clotho only, synchronous and asynchronous.
 
-Each run is added to bench/results/time_to_accuracy.jsonl when it ends. A run of the same contender, settings, seed and
-sources is not repeated, so a measurement that was stopped continues where it stopped.
+Each run is added to bench/results/time_to_accuracy.jsonl when it ends. A run of the same contender, settings and seed
+is not repeated, so a measurement that was stopped continues where it stopped. Clotho's runs are repeated after a change
+of its sources, which no other contender executes.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ SEED, SETTINGS, SOURCES = "seed", "settings", "training sources"
 """Names in the stored lines: the seed in the case, the other two beside the versions."""
 
 
-sources = cache(training_sources)
+own_sources = cache(training_sources)
 
 
 class Runner(Struct, frozen=True, kw_only=True):
@@ -103,8 +104,13 @@ def measure(task: str, runner: Runner, seed: int, settings: Settings) -> list[Me
     case = LEARNING | own | settings | {"task": task, "target": TARGET, "limit": LIMIT, SEED: seed}
     lines = measure_interleaved(NAME, [runner.contender], [case], METRICS, repeats=1, command=COMMAND, warm_up=0)
     stored: Settings = {"task": task, "target": TARGET, SEED: seed}
-    known = {SETTINGS: described(settings), SOURCES: sources()}
+    known = {SETTINGS: described(settings), SOURCES: sources(runner)}
     return [replace(one, case=stored, versions=one.versions | known) for one in lines]
+
+
+def sources(runner: Runner) -> str:
+    """A hash of Clotho's sources; empty for a contender that does not execute them."""
+    return "" if runner.contender.foreign else own_sources()
 
 
 def described(settings: Settings) -> str:
@@ -114,7 +120,7 @@ def described(settings: Settings) -> str:
 
 def is_measured(lines: Sequence[Measurement], task: str, runner: Runner, seed: int, settings: Settings) -> bool:
     """Whether the results contain a run of these settings with the present sources."""
-    wanted = (task, seed, runner.contender.name, described(settings), sources())
+    wanted = (task, seed, runner.contender.name, described(settings), sources(runner))
     return any(
         (one.case["task"], one.case[SEED], one.contender, one.versions[SETTINGS], one.versions[SOURCES]) == wanted
         for one in lines

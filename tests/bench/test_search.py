@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,29 @@ def test_a_search_replaces_only_the_results_of_its_contender(monkeypatch: pytest
         {str(one.case) for one in read(path) if one.contender == "clotho"}
     )
     assert ("mlx-lm-lora", "processor_seconds", "python -m bench search") in found
+
+
+def test_a_search_that_was_stopped_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Settings are stored as soon as they are tried, and are not tried again."""
+    path = tmp_path / "search.jsonl"
+    command = ["--task", "learn", "--of", "trl", "--resume", "--out", str(path)]
+    answers = ScriptedContender()
+    stopped = iter([*[None] * 5, KeyboardInterrupt])
+    measure = answers.measure
+
+    def interrupted(case: Mapping[str, Any]) -> dict[str, float]:
+        if (stop := next(stopped, None)) is not None:
+            raise stop
+        return measure(case)
+
+    monkeypatch.setattr(answers, "measure", interrupted)
+    monkeypatch.setattr(search, "running", lambda contender: nullcontext(answers))
+    with pytest.raises(KeyboardInterrupt):
+        search.main(command)
+    assert len(read(path)) == 2 * 5
+    assert search.main(command) == 0
+    assert len(answers.asked) == LEARN.budget
+    assert len(read(path)) == 2 * LEARN.budget
 
 
 @pytest.mark.parametrize("name", LEARN.subjects)

@@ -50,7 +50,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> MadeRuns:
     runs = MadeRuns()
     monkeypatch.setattr(time_to_accuracy, "measure_interleaved", runs)
     monkeypatch.setattr(search, "best_settings", lambda task, name: dict(SETTINGS))
-    monkeypatch.setattr(time_to_accuracy, "sources", lambda: "now")
+    monkeypatch.setattr(time_to_accuracy, "own_sources", lambda: "now")
     return runs
 
 
@@ -83,7 +83,7 @@ def test_runs_in_the_results_file_are_not_repeated(
     assert len(made.cases) == 8
     monkeypatch.setattr(search, "best_settings", lambda task, name: {"learning_rate": 1e-3})
     run(out, "--repeats", "1", "--contenders", "clotho")
-    monkeypatch.setattr(time_to_accuracy, "sources", lambda: "later")
+    monkeypatch.setattr(time_to_accuracy, "own_sources", lambda: "later")
     run(out, "--repeats", "1", "--contenders", "clotho")
     assert [name for name, _ in made.cases[8:]] == ["clotho", "clotho"]
 
