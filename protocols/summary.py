@@ -280,8 +280,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     optimizer: optimizer state, including float32 copies of narrower weights.
     reference: weights of the reference policy for the KL penalty. rollback: the two older versions for rollbacks.
     midway: weights and optimizer state between the optimizer steps of one update.
-    caches: KV caches of the running sequences. prefixes: the prefix cache. adapters: adapters that are loaded for
-    clients, with their copies in the compute type.
+    caches: KV caches of the running sequences. prefixes: the prefix cache. evaluation: KV caches of an evaluation
+    during training. adapters: adapters that are loaded for clients, with their copies in the compute type.
     gradients: in float32; counted twice if an update has several micro-batches.
     activations, logits: backward pass of one micro-batch, in the blocks and in the head.
     update: one optimizer step: a gradient, and new weights and optimizer state beside the old.
@@ -298,6 +298,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     midway: int
     caches: int
     prefixes: int
+    evaluation: int = 0
     adapters: int = 0
     gradients: int
     activations: int
@@ -312,7 +313,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def held(self) -> int:
         """Bytes of arrays that are held between two turns of the compute thread."""
         learning = self.trained + self.optimizer + self.reference + self.rollback + self.midway
-        return self.base + learning + self.caches + self.prefixes + self.adapters
+        return self.base + learning + self.caches + self.prefixes + self.evaluation + self.adapters
 
     @property
     def total(self) -> int:
@@ -327,7 +328,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     @property
     def minimum(self) -> int:
         """Minimum bytes of the run: `total` with the KV cache of one sequence, and without adapters of clients."""
-        return self.total - self.caches - self.prefixes - self.adapters + self.one_sequence
+        return self.total - self.caches - self.prefixes - self.evaluation - self.adapters + self.one_sequence
 
 
 class MemoryPart(Struct, frozen=True, kw_only=True):

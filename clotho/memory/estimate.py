@@ -167,6 +167,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
         midway=learning.midway,
         caches=_caches(layout, rows, length) + draft_caches,
         prefixes=_prefixes(layout, profile.engine.prefix_cache_tokens, min(prompt_tokens, length)),
+        evaluation=_caches(layout, _evaluated_rows(profile, length), length),
         gradients=learning.gradient * (2 if micro.several else 1),
         activations=_activations(base, config, layout, micro, profile, logits=logits),
         logits=logits,
@@ -240,6 +241,16 @@ def local_files(path: str) -> Path | None:
     except LocalEntryNotFoundError:
         return None
     return Path(found)
+
+
+def _evaluated_rows(profile: Profile, length: int) -> int:
+    """Return how many rows an evaluation has beside the rollouts of training; 0 if there is none during training."""
+    settings = profile.eval
+    if isinstance(settings, Off) or not settings.interval:
+        return 0
+    rows = min(profile.engine.max_num_seqs, max(1, profile.engine.kv_cache_tokens // length))
+    problems = settings.problems_between or settings.problems
+    return min(rows, problems * (1 + settings.samples)) if problems else rows
 
 
 def _draw_copies(sampling: Sampling) -> int:

@@ -42,6 +42,7 @@ PARTS = (
     ),
     ("caches", "KV caches", "engine.kv_cache_tokens, engine.max_num_seqs, sampling.max_tokens"),
     ("prefixes", "prefix cache", "engine.prefix_cache_tokens"),
+    ("evaluation", "KV caches of evaluations", "engine.max_num_seqs, eval.problems_between, or eval.interval = 0"),
     ("adapters", "adapters of clients", "server.adapters.max_bytes, max_loaded or max_rank"),
     ("gradients", "gradients", ADAPTER),
     ("activations", "activations", "learner.micro_batch_tokens, or policy.grad_checkpoint = true"),

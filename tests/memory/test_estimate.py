@@ -15,6 +15,7 @@ from clotho.config.schema import (
     AdaptersSection,
     DataSection,
     EngineSection,
+    HeldOutEvaluation,
     HistoryDrafts,
     HttpServer,
     ModelDrafts,
@@ -26,6 +27,7 @@ from clotho.config.schema import (
 )
 from clotho.config.sections_training import BufferedReplay, RollBackOnCollapse
 from clotho.inference import DecodeEngine
+from clotho.inference.held_out import pinned_completions
 from clotho.memory.estimate import estimate_memory, serving_memory
 from clotho.models.folded_lora import converted_bytes
 from clotho.models.policy import Policy, load_policy
@@ -153,6 +155,31 @@ def test_the_rows_of_http_clients_beside_rollouts_are_counted(tmp_path: Path) ->
     served = msgspec.structs.replace(profile, server=HttpServer())
     alone, beside = (estimate_memory(each.model, each).caches for each in (profile, served))
     assert beside * 8 == alone * 9
+
+
+def test_an_evaluation_during_training_has_caches_of_its_own(tmp_path: Path) -> None:
+    """As many rows as the engine allows, if there are as many problems. The peak is MLX's own, with both full."""
+    evaluated = HeldOutEvaluation(interval=1, problems_between=GROUPS * SIZE)
+    profile = msgspec.structs.replace(profile_of(saved(tmp_path, **DEEP), ADAPTER), eval=evaluated)
+    estimate = estimate_memory(profile.model, profile, prompt_tokens=PROMPT)
+    assert estimate.evaluation == estimate.caches
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    policy = load_policy(profile.model, profile.policy, seed=0, keep_reference=False)
+    engine = decode_all_but_the_end(policy, profile)
+    alone = mx.get_peak_memory() - before
+    sampling = Sampling(max_tokens=COMPLETION, ignore_eos=True)
+    prompt = (3,) * PROMPT
+    requests = [SampleRequest(prompt=prompt, sampling=sampling, seeds=(row,)) for row in range(GROUPS * SIZE)]
+    finish(pinned_completions(policy, policy.trainable(), version=0, requests=requests, settings=profile.engine))
+    peak = mx.get_peak_memory() - before
+    assert engine.running == GROUPS * SIZE
+    assert alone + estimate.evaluation // 2 < peak <= estimate.held + estimate.decode + estimate.margin
+    few = msgspec.structs.replace(profile, eval=HeldOutEvaluation(interval=1, problems=2, samples=1))
+    none = msgspec.structs.replace(profile, eval=HeldOutEvaluation(interval=0))
+    rows = [estimate_memory(each.model, each, prompt_tokens=PROMPT).evaluation for each in (few, none)]
+    assert rows == [4 * estimate.one_sequence, 0]
 
 
 def test_adapters_that_clients_may_load_are_counted(tmp_path: Path) -> None:
