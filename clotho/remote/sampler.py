@@ -1,6 +1,7 @@
 """Samples rollouts on remote inference servers, and keeps the weights of the servers current.
 
-A group is sampled by one server. A server gets groups only while it serves weights that are new enough. If a server
+A group is sampled by one server. A server gets groups only while it serves weights that are new enough, and at most its
+share of the rows in flight: groups wait for servers that are getting new weights. If a server
 fails, answers with wrong data or is not heard from, its groups are requested again from other servers; it gets groups
 again when it has the newest weights and has passed a probe.
 """
@@ -10,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import anyio
 import structlog
@@ -154,6 +155,43 @@ class _Place:
             scope.cancel()
 
 
+class Load(Protocol):
+    """A server, as the choice between servers sees it. version: None while it cannot be used. rows: in flight."""
+
+    @property
+    def version(self) -> int | None:
+        """Served version."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Rows in flight."""
+        ...
+
+    @property
+    def share(self) -> float:
+        """Relative part of the rows that the server gets."""
+        ...
+
+
+P = TypeVar("P", bound=Load)
+
+
+def freest(places: Iterable[P], *, oldest: int, waiting: int) -> P | None:
+    """Return the place with the fewest rows in relation to its share, of those that serve version `oldest` or newer.
+
+    waiting: rows that have no place. None if groups have to wait: no place is current, or each current place has its
+    share of all rows. The first server that gets new weights would otherwise take all groups that wait for them.
+    """
+    used = [place for place in places if place.version is not None]
+    current = [place for place in used if place.version is not None and place.version >= oldest]
+    if not current:
+        return None
+    best = min(current, key=lambda place: place.rows / place.share)
+    rows, shares = waiting + sum(place.rows for place in used), sum(place.share for place in used)
+    return best if best.rows * shares < rows * best.share else None
+
+
 class RemoteSampler:
     """The sampler of the generator if rollouts are sampled on remote servers; also a supervised child that runs.
 
@@ -198,7 +236,7 @@ class RemoteSampler:
         self.fingerprints = {start.ready.version: start.ready.fingerprint}
         self._changed = Latest[int]("remote_servers")
         self._changed.put(0)
-        self.retries = self._tokens_sampled = 0
+        self.retries = self._tokens_sampled = self._waiting_rows = 0
 
     def gauges(self) -> RemoteGauges:
         """Return the metrics of all servers."""
@@ -395,7 +433,7 @@ class RemoteSampler:
         Raises RequestError if a server refuses the request.
         """
         while True:
-            place, oldest = await self._free_place()
+            place, oldest = await self._free_place(len(request.seeds))
             place.rows += len(request.seeds)
             place.groups += 1
             try:
@@ -425,15 +463,15 @@ class RemoteSampler:
         self._tokens_sampled += sum(len(completion.tokens) for completion in answer.completions)
         return list(answer.completions)
 
-    async def _free_place(self) -> tuple[_Place, int]:
-        """Wait for a server with new enough weights; return it and the oldest version.
-
-        The server has the fewest rows in relation to its share.
-        """
-        while True:
-            revision = self._changed.revision
-            oldest = self._weights.value.version - self._sync_interval + 1
-            usable = [place for place in self._places if place.version is not None and place.version >= oldest]
-            if usable:
-                return min(usable, key=lambda place: place.rows / place.share), oldest
-            await self._changed.changed(revision)
+    async def _free_place(self, rows: int) -> tuple[_Place, int]:
+        """Wait for a server with new enough weights and room for rows; return it and the oldest version."""
+        self._waiting_rows += rows
+        try:
+            while True:
+                revision = self._changed.revision
+                oldest = self._weights.value.version - self._sync_interval + 1
+                if place := freest(self._places, oldest=oldest, waiting=self._waiting_rows):
+                    return place, oldest
+                await self._changed.changed(revision)
+        finally:
+            self._waiting_rows -= rows

@@ -69,6 +69,35 @@ async def test_a_group_starts_only_on_the_newest_weights(tmp_path: Path) -> None
                 assert remote.policy.fingerprint == digest
 
 
+async def test_groups_that_wait_for_weights_are_divided(tmp_path: Path) -> None:
+    """The first server with the new weights has at most its share of the rows; the other one gets groups too."""
+    with servers(tmp_path, 3) as [local, one, other]:
+        run, slow, permitted = TrainingRun(local), other.client(8002), anyio.Event()
+        sampler = run.sampler(one.client(8001), slow)
+        places, push, highest = sampler._places, slow.push, 0
+
+        async def push_later(weights: Weights) -> ServedPolicy:
+            await permitted.wait()
+            return await push(weights)
+
+        def has_groups() -> bool:
+            nonlocal highest
+            highest = max(highest, places[0].rows)
+            return highest > 0
+
+        async with running(sampler, usable=2), anyio.create_task_group() as tasks:
+            slow.push = push_later  # type: ignore[method-assign]
+            one.connection.delayed = anyio.Event()
+            await run.update(1)
+            tasks.start_soon(sampled, sampler, [group(seed) for seed in range(8)])
+            await until(has_groups)
+            permitted.set()
+            await until(lambda: places[1].groups > 0)
+            one.connection.delayed.set()
+    assert highest == 8
+    assert places[0].groups + places[1].groups == 8
+
+
 async def test_weights_are_sent_after_every_interval(tmp_path: Path) -> None:
     """With `sync_interval = 2`, a server may be one version behind, and gets every second version."""
     with servers(tmp_path, 2) as [local, remote]:
