@@ -279,6 +279,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     base: frozen weights. trained: the adapter, with its copy in a 16-bit compute type, and weights trained in full.
     optimizer: optimizer state, including float32 copies of narrower weights.
     reference: weights of the reference policy for the KL penalty. rollback: the two older versions for rollbacks.
+    published: the older version that weight patches for the workers of a cluster are made from.
     midway: weights and optimizer state between the optimizer steps of one update.
     caches: KV caches of the running sequences. prefixes: the prefix cache. evaluation: KV caches of an evaluation
     during training. adapters: adapters that are loaded for clients, with their copies in the compute type.
@@ -295,6 +296,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     optimizer: int
     reference: int
     rollback: int
+    published: int = 0
     midway: int
     caches: int
     prefixes: int
@@ -312,7 +314,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     @property
     def held(self) -> int:
         """Bytes of arrays that are held between two turns of the compute thread."""
-        learning = self.trained + self.optimizer + self.reference + self.rollback + self.midway
+        learning = self.trained + self.optimizer + self.reference + self.rollback + self.published + self.midway
         return self.base + learning + self.caches + self.prefixes + self.evaluation + self.adapters
 
     @property

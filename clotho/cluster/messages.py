@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from clotho.config.schema import EngineSection, ModelSection, MonitorSection, PolicySection, SamplingSection
 from protocols.remote import RolloutAnswer, RolloutCall
+from protocols.step import WeightsReady
 
 RESOURCE = "mlx"
 """Custom resource of Ray: one unit is one device that decodes."""
@@ -26,6 +27,18 @@ class Turn(Struct, frozen=True, kw_only=True):
     """Run -> worker: requests that enter the engine in one turn, so that batches do not depend on timing."""
 
     calls: tuple[RolloutCall, ...]
+
+
+class Published(Struct, frozen=True, kw_only=True):
+    """Run -> worker: the description of weights in the object store, whose contents are further arguments.
+
+    run_id: of the run. patched: the contents are patches of the weights that the worker serves, the oldest first;
+    otherwise the content is one safetensors file.
+    """
+
+    ready: WeightsReady
+    run_id: str
+    patched: bool
 
 
 class Sampled(Struct, frozen=True, kw_only=True, tag="sampled"):

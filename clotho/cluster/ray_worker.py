@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
-import anyio
 import msgspec
 from anyio.to_thread import run_sync
 
-from clotho.cluster.messages import Failed, Outcome, Refused, Turn
+from clotho.cluster.messages import Failed, Outcome, Published, Refused, Turn
+from clotho.cluster.published_weights import PublishedWeights
 from clotho.remote.server import STATE_SECONDS, RemoteFailure, check_answer
 from clotho.remote.weights import Weights
-from clotho.storage.tensors import named_arrays, tensor_bytes
 from protocols.errors import RequestError, visible
 from protocols.remote import RolloutAnswer, RolloutCall, ServedPolicy
 from protocols.sampling import SampleRequest
@@ -23,24 +22,11 @@ from protocols.sampling import SampleRequest
 T = TypeVar("T")
 
 
-class PublishedWeights:
-    """Weights in Ray's object store: one object per version, which the workers fetch."""
+def put_object(content: bytes) -> Any:
+    """Put an object into the store of the cluster; return its reference."""
+    import ray
 
-    def __init__(self) -> None:
-        self._version = -1
-        self._reference: Any = None
-        self._publishing = anyio.Lock()
-
-    async def reference(self, weights: Weights) -> Any:
-        """Return the reference of the object, a safetensors file; it is published once."""
-        import ray
-
-        async with self._publishing:
-            if self._version != weights.ready.version:
-                tensors = await run_sync(tensor_bytes, named_arrays(weights.parameters))
-                self._reference = await run_sync(lambda: ray.put(tensors))
-                self._version = weights.ready.version
-            return self._reference
+    return ray.put(content)
 
 
 class _OpenTurn:
@@ -69,6 +55,7 @@ class RayWorker:
         self._actor, self._weights, self._run_id = actor, weights, run_id
         self._timeout_seconds = timeout_seconds
         self._has_started = False
+        self._held, self._needs_whole = "", False
         self._turn: _OpenTurn | None = None
 
     async def served(self) -> ServedPolicy:
@@ -77,15 +64,23 @@ class RayWorker:
             await self._result(self._actor.__ray_ready__.remote(), seconds=None)
             self._has_started = True
         served: ServedPolicy = await self._call(self._actor.served.remote(), ServedPolicy, seconds=STATE_SECONDS)
+        self._held = served.fingerprint
         return served
 
     async def push(self, weights: Weights) -> ServedPolicy:
-        """Have the worker fetch and serve weights, and return the policy that it samples from now."""
-        ready, tensors = weights.ready, await self._weights.reference(weights)
-        reply = self._actor.replace.remote(tensors, msgspec.msgpack.encode(ready), self._run_id)
+        """Have the worker fetch and serve weights, and return the policy that it samples from now.
+
+        After patches that the worker could not apply, the next push has the whole weights.
+        """
+        ready = weights.ready
+        published = await self._weights.publication(weights, held="" if self._needs_whole else self._held)
+        self._needs_whole = published.patched
+        description = Published(ready=ready, run_id=self._run_id, patched=published.patched)
+        reply = self._actor.replace.remote(msgspec.msgpack.encode(description), *published.references)
         served: ServedPolicy = await self._call(reply, ServedPolicy, seconds=self._timeout_seconds)
         if (served.version, served.fingerprint) != (ready.version, ready.fingerprint):
             raise RemoteFailure(f"serves version {served.version} after version {ready.version} was published")
+        self._held, self._needs_whole = served.fingerprint, False
         return served
 
     async def sample(self, request: SampleRequest) -> RolloutAnswer:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from clotho.cluster.messages import Turn, WorkerSettings
+from clotho.cluster.messages import Published, Turn, WorkerSettings
 from clotho.cpu import configure_malloc, load_blas
-from protocols.step import WeightsReady
 
 
 class RolloutWorker:
@@ -27,13 +26,14 @@ class RolloutWorker:
         """Return the policy that the engine samples from, a `ServedPolicy`."""
         return msgspec.msgpack.encode(self._engine.served())
 
-    async def replace(self, tensors: bytes, ready: bytes, run_id: str) -> bytes:
-        """Serve the weights of a safetensors file; return the policy that the engine samples from now.
+    async def replace(self, published: bytes, *contents: bytes) -> bytes:
+        """Serve published weights; return the policy that the engine samples from now.
 
-        ready: `WeightsReady`. Raises CheckpointError, and changes nothing, if the weights are not those of the policy.
+        published: `Published`. contents: a safetensors file, or patches. Raises CheckpointError, and changes nothing,
+        if the weights are not those of the policy.
         """
-        weights = msgspec.msgpack.decode(ready, type=WeightsReady)
-        return msgspec.msgpack.encode(await self._engine.replace(tensors, weights, run_id=run_id))
+        description = msgspec.msgpack.decode(published, type=Published)
+        return msgspec.msgpack.encode(await self._engine.replace(description, contents))
 
     async def submit(self, turn: bytes) -> int:
         """Submit the requests of a `Turn` to the engine at once; return the number of the turn."""

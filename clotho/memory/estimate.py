@@ -24,6 +24,7 @@ from clotho.config.schema import (
     ModelSection,
     Profile,
 )
+from clotho.config.sections_generation import RayCluster
 from clotho.config.sections_training import AverageReference, BaseReference, RollBackOnCollapse, SnapshotReference
 from clotho.cpu.interface import spare_columns
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
@@ -67,9 +68,9 @@ class LearningBytes(NamedTuple):
     """Bytes of the arrays that training keeps.
 
     trained: trainable parameters. in_full: trainable parameters of the base model, without the adapter. gradient: one
-    gradient of all trainable parameters. optimizer: optimizer state. reference, rollback: older versions. midway:
-    parameters and state between the optimizer steps of one update. update: the gradient of an optimizer step, its new
-    arrays and its temporary arrays.
+    gradient of all trainable parameters. optimizer: optimizer state. reference, rollback, published: older versions.
+    midway: parameters and state between the optimizer steps of one update. update: the gradient of an optimizer step,
+    its new arrays and its temporary arrays.
     """
 
     trained: int
@@ -78,6 +79,7 @@ class LearningBytes(NamedTuple):
     optimizer: int
     reference: int
     rollback: int
+    published: int
     midway: int
     update: int
 
@@ -112,6 +114,7 @@ def learning_bytes(base: nn.Module, profile: Profile) -> LearningBytes:
         rollback=2 * (trained + optimizer + average + taken_anew)
         if isinstance(profile.collapse_detection, RollBackOnCollapse)
         else 0,
+        published=trained if in_full and isinstance(profile.cluster, RayCluster) else 0,
         midway=trained + optimizer if several else 0,
         update=float32 + trained + optimizer + average + largest,
     )
@@ -164,6 +167,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
         optimizer=learning.optimizer,
         reference=learning.reference,
         rollback=learning.rollback,
+        published=learning.published,
         midway=learning.midway,
         caches=_caches(layout, rows, length) + draft_caches,
         prefixes=_prefixes(layout, profile.engine.prefix_cache_tokens, min(prompt_tokens, length)),

@@ -35,6 +35,7 @@ PARTS = (
         "learner.kl_penalty = none, learner.kl_penalty.reference = base, or policy.method = lora",
     ),
     ("rollback", "weights for rollbacks", f"collapse_detection = stop; {ADAPTER}"),
+    ("published", "weights for patches", "cluster = off, or policy.method = lora"),
     (
         "midway",
         "weights between optimizer steps",
@@ -53,7 +54,7 @@ PARTS = (
 )
 """Field of `MemoryEstimate`, its displayed name, and the settings that make it smaller."""
 
-ALWAYS_HELD = ("base", "trained", "optimizer", "reference", "rollback", "midway")
+ALWAYS_HELD = ("base", "trained", "optimizer", "reference", "rollback", "published", "midway")
 """Parts that are held at any time, whatever the length of completions."""
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from clotho.cluster.connection import RayConnection
 from clotho.cluster.messages import WorkerSettings
-from clotho.cluster.ray_worker import PublishedWeights, RayWorker
+from clotho.cluster.published_weights import PublishedWeights
+from clotho.cluster.ray_worker import RayWorker, put_object
 from clotho.config.sections_generation import RayCluster
 from clotho.remote.sampler import InferenceServer
 from clotho.remote.server import RemoteFailure
@@ -32,7 +33,8 @@ class RayWorkers:
             monitor=profile.monitor,
             seed=profile.seed,
         )
-        self._weights = PublishedWeights()
+        start = Weights(ready=context.weights.value, parameters=context.policy_learner.parameters)
+        self._weights = PublishedWeights(put_object, start=None if context.policy.keeps_base else start)
 
     async def joined(self) -> Sequence[InferenceServer]:
         """Return the workers that have joined since the last call. Raises ProfileError without a cluster."""

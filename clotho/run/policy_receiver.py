@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import anyio
@@ -14,12 +14,13 @@ from anyio.to_thread import run_sync
 from actors.broadcaster import swap_weights
 from clotho.config.schema import KvPolicy
 from clotho.inference import DecodeEngine
-from clotho.models.parameters import fingerprint, flat, layout, nested
+from clotho.models.parameters import Arrays, fingerprint, flat, layout, nested
 from clotho.models.policy import Policy
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.storage.adapters import tensor_problems
-from clotho.storage.tensors import named_arrays, parse_tensors
+from clotho.storage.tensors import as_array, as_stored, named_arrays, parse_tensors
+from clotho.storage.weight_patch import apply_patches
 from protocols.errors import CheckpointError, visible
 from protocols.remote import MAX_LISTED_VERSIONS, ServedPolicy
 from protocols.step import WeightsReady
@@ -93,15 +94,27 @@ class SwappingReceiver:
         Raises CheckpointError, and changes nothing, if the weights are not those of this policy or are damaged.
         """
         async with self._swapping:
-            known = dict(self._fingerprints)
-            self._remember(ready)  # a request may end before this coroutine learns of the swap
-            try:
-                await finish(self._executor.submit_steps(self._swap(tensors, ready), kind="swap"))
-            except BaseException:
-                self._fingerprints = known
-                raise
-            self._run_id = run_id
-            self._weights.put(ready)
+            return await self._serve(lambda: parse_tensors(tensors), ready, run_id)
+
+    async def receive_patches(self, patches: Sequence[bytes], ready: WeightsReady, *, run_id: str) -> ServedPolicy:
+        """Serve the weights that patches make of the served weights. Raises CheckpointError as `receive` does."""
+        async with self._swapping:
+            served = {name: as_stored(array) for name, array in named_arrays(self._policy.trainable()).items()}
+            base = self._weights.value.fingerprint
+            patched = await run_sync(lambda: apply_patches(patches, served, base_fingerprint=base))
+            return await self._serve(lambda: {name: as_array(one) for name, one in patched.items()}, ready, run_id)
+
+    async def _serve(self, arrays: Callable[[], Arrays], ready: WeightsReady, run_id: str) -> ServedPolicy:
+        """Serve the weights that `arrays` returns in the compute thread."""
+        known = dict(self._fingerprints)
+        self._remember(ready)  # a request may end before this coroutine learns of the swap
+        try:
+            await finish(self._executor.submit_steps(self._swap(arrays, ready), kind="swap"))
+        except BaseException:
+            self._fingerprints = known
+            raise
+        self._run_id = run_id
+        self._weights.put(ready)
         return self.served()
 
     def _remember(self, ready: WeightsReady) -> None:
@@ -110,11 +123,11 @@ class SwappingReceiver:
         while len(self._fingerprints) > MAX_LISTED_VERSIONS:
             del self._fingerprints[next(iter(self._fingerprints))]
 
-    def _swap(self, tensors: bytes, ready: WeightsReady) -> Generator[None, None, float]:
-        arrays = parse_tensors(tensors)
-        if problems := tensor_problems(arrays, named_arrays(self._policy.trainable())):
+    def _swap(self, arrays: Callable[[], Arrays], ready: WeightsReady) -> Generator[None, None, float]:
+        named = arrays()
+        if problems := tensor_problems(named, named_arrays(self._policy.trainable())):
             raise CheckpointError("; ".join(problems[:3]))
-        parameters = nested(arrays)
+        parameters = nested(named)
         if (found := fingerprint(parameters)) != ready.fingerprint:
             raise CheckpointError(f"their fingerprint is {found}, not {ready.fingerprint}")
         if self.max_bytes > ONE_TURN_BYTES:

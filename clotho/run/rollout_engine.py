@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 import structlog
 
-from clotho.cluster.messages import Failed, Outcome, Refused, Sampled, Turn, WorkerSettings
+from clotho.cluster.messages import Failed, Outcome, Published, Refused, Sampled, Turn, WorkerSettings
 from clotho.inference import DecodeEngine
 from clotho.memory.estimate import serving_memory
 from clotho.memory.report import limit_memory
@@ -79,9 +79,12 @@ class RolloutEngine:
         """Return the policy that the engine samples from."""
         return self._receiver.served()
 
-    async def replace(self, tensors: bytes, ready: WeightsReady, *, run_id: str) -> ServedPolicy:
-        """Serve the weights of a safetensors file. Raises CheckpointError if they are not those of the policy."""
-        return await self._receiver.receive(tensors, ready, run_id=run_id)
+    async def replace(self, published: Published, contents: Sequence[bytes]) -> ServedPolicy:
+        """Serve published weights. Raises CheckpointError, and changes nothing, if they are not those of the policy."""
+        ready, run_id = published.ready, published.run_id
+        if published.patched:
+            return await self._receiver.receive_patches(contents, ready, run_id=run_id)
+        return await self._receiver.receive(contents[0], ready, run_id=run_id)
 
     def submit(self, turn: Turn) -> int:
         """Submit the requests of a turn at once; return the number of the turn."""

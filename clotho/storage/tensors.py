@@ -143,6 +143,12 @@ def as_stored(array: mx.array) -> StoredTensor:
     return StoredTensor(str(array.dtype).removeprefix("mlx.core."), array.shape, _bytes(array))
 
 
+def as_array(tensor: StoredTensor) -> mx.array:
+    """Return the array of `as_stored`, lazy, in the compute thread."""
+    bits = mx.array(tensor.data.view(f"u{CODES[tensor.dtype][1]}"))
+    return bits.view(getattr(mx, tensor.dtype)).reshape(tensor.shape)
+
+
 def _specs(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorSpec]:
     """Return descriptions that point to the bytes of the tensors, which must stay alive."""
     return {

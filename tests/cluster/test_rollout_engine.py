@@ -10,11 +10,12 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from clotho.cluster.messages import Failed, Refused, Sampled, Turn, WorkerSettings
+from clotho.cluster.messages import Failed, Published, Refused, Sampled, Turn, WorkerSettings
 from clotho.config.schema import EngineSection, ModelSection, MonitorSection, SamplingSection
 from clotho.models.parameters import fingerprint
 from clotho.run.rollout_engine import RolloutEngine
-from clotho.storage.tensors import named_arrays, tensor_bytes
+from clotho.storage.tensors import as_stored, named_arrays, tensor_bytes
+from clotho.storage.weight_patch import make_patch
 from protocols.errors import CheckpointError, ClothoError
 from protocols.remote import RolloutCall
 from protocols.sampling import SampleRequest, Sampling, completion_seeds
@@ -47,6 +48,12 @@ def call(seed: int = 0, *, prompt: tuple[int, ...] = (5, 9, 33), max_tokens: int
     """Return a call for two completions."""
     sampling = Sampling(temperature=1.0, max_tokens=max_tokens, ignore_eos=True)
     return RolloutCall.of(SampleRequest(prompt=prompt, sampling=sampling, seeds=completion_seeds(seed, 2)))
+
+
+def published(version: int, digest: str, *, patched: bool = False) -> Published:
+    """Return the description of published weights."""
+    ready = WeightsReady(version=version, step=version, fingerprint=digest)
+    return Published(ready=ready, run_id="run", patched=patched)
 
 
 async def test_each_request_of_a_turn_has_an_outcome_of_its_own(engine: RolloutEngine) -> None:
@@ -91,13 +98,34 @@ async def test_published_weights_are_served_and_others_change_nothing(engine: Ro
     """The fingerprint of the bytes decides."""
     moved = tree_map(lambda array: array + 0.05, engine.parameters())
     mx.eval(moved)
-    tensors, ready = tensor_bytes(named_arrays(moved)), WeightsReady(version=3, step=3, fingerprint=fingerprint(moved))
+    tensors, digest = tensor_bytes(named_arrays(moved)), fingerprint(moved)
     before = engine.served()
     with pytest.raises(CheckpointError):
-        await engine.replace(tensors, WeightsReady(version=2, step=2, fingerprint="other"), run_id="run")
+        await engine.replace(published(2, "other"), [tensors])
     assert engine.served() == before
-    served = await engine.replace(tensors, ready, run_id="run")
-    assert (served.version, served.fingerprint, served.run_id) == (3, ready.fingerprint, "run")
+    served = await engine.replace(published(3, digest), [tensors])
+    assert (served.version, served.fingerprint, served.run_id) == (3, digest, "run")
+
+
+async def test_patches_of_the_served_weights_are_served_and_others_change_nothing(engine: RolloutEngine) -> None:
+    """Two patches that follow each other; the fingerprint of the result decides."""
+    versions = [engine.parameters()]
+    for row in (0, 1):
+        versions.append(tree_map(lambda array, row=row: array.at[row].add(0.5), versions[-1]))
+    mx.eval(versions)
+    stored = [{name: as_stored(array) for name, array in named_arrays(one).items()} for one in versions]
+    digests = [fingerprint(one) for one in versions]
+    patches = [
+        make_patch(stored[i], stored[i + 1], base_fingerprint=digests[i], fingerprint=digests[i + 1]) for i in (0, 1)
+    ]
+    contents = [patch for patch in patches if patch is not None]
+    before = engine.served()
+    for digest, damaged in ((digests[1], contents), (digests[2], contents[1:]), (digests[2], [contents[0][:-1]])):
+        with pytest.raises(CheckpointError):
+            await engine.replace(published(9, digest, patched=True), damaged)
+    assert engine.served() == before
+    served = await engine.replace(published(9, digests[2], patched=True), contents)
+    assert (served.version, served.fingerprint, fingerprint(engine.parameters())) == (9, digests[2], digests[2])
 
 
 def test_a_model_that_is_missing_is_reported(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from clotho.config.schema import (
     RewardSection,
     SamplingSection,
 )
+from clotho.config.sections_generation import RayCluster
 from clotho.config.sections_training import BufferedReplay, RollBackOnCollapse
 from clotho.inference import DecodeEngine
 from clotho.inference.held_out import pinned_completions
@@ -283,6 +284,16 @@ def test_going_back_keeps_two_older_versions(tmp_path: Path, reference: dict[str
     kept = stopping.trained + stopping.optimizer + stopping.reference
     assert stopping.rollback == 0
     assert estimate_memory(profile.model, rolling).rollback == 2 * kept
+
+
+def test_patches_for_a_cluster_keep_one_older_version(tmp_path: Path) -> None:
+    """Only of weights that are trained in full: adapters are published whole."""
+    profiles = [profile_of(saved(tmp_path), policy) for policy in (FULL, ADAPTER)]
+    kept = [
+        estimate_memory(one.model, msgspec.structs.replace(one, cluster=RayCluster())).published for one in profiles
+    ]
+    assert kept == [weights(profiles[0]), 0]
+    assert estimate_memory(profiles[0].model, profiles[0]).published == 0
 
 
 def test_groups_from_the_replay_buffer_make_mini_batches(tmp_path: Path) -> None:
