@@ -40,7 +40,7 @@ class Family(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The methods of one table. methods: flags by name. choices: alternatives for further flags, by name of the method.
 
     flags: of all methods. compare: state whether the best and the worst method differ. contrast: compare every method
-    with the reference.
+    with the reference. reference: name of another method than that of the definitions.
     """
 
     title: str
@@ -49,6 +49,7 @@ class Family(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     choices: dict[str, tuple[str, ...]] = {}
     compare: bool = False
     contrast: bool = False
+    reference: str = ""
 
 
 class Definitions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,9 +84,10 @@ DEFINITIONS = read_definitions()
 
 def table(found: Sequence[Outcome]) -> str:
     """One table per family with the statements about it, then the measurement conditions."""
-    reference = next((one for one in found if one.method.name == DEFINITIONS.reference), None)
+    named = {one.method.name: one for one in found}
     parts = []
     for family in DEFINITIONS.families:
+        reference = named.get(family.reference or DEFINITIONS.reference)
         mine = [one for one in found if one.method.family == family.title]
         if mine:
             parts += [f"**{family.title}**", _rows(mine), *statements(family, mine, reference)]
@@ -149,7 +151,8 @@ def statements(family: Family, mine: Sequence[Outcome], reference: Outcome | Non
         ordered = sorted(mine, key=lambda one: one.mean)
         found.append(f"Best and worst: {difference(ordered[-1], ordered[0])}.")
     if family.contrast and reference is not None:
-        found.append("\n".join(f"* {difference(reference, one)}." for one in mine))
+        contrasts = [f"* {difference(reference, one)}." for one in mine if one is not reference]
+        found += ["\n".join(contrasts)] if contrasts else []
     return found
 
 

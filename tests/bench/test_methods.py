@@ -54,7 +54,8 @@ def test_every_objective_and_every_correction_is_measured(key: str) -> None:
 def test_deliberately_bad_settings_are_compared_with_the_profile() -> None:
     """Each statement has the difference of the means and both spreads."""
     family = Family(title="bad", methods={"bad": ""}, contrast=True)
-    (found,) = methods.statements(family, [outcome("bad", 0.4, 0.5)], outcome("profile", 0.8, 0.9))
+    profile = outcome("profile", 0.8, 0.9)
+    (found,) = methods.statements(family, [profile, outcome("bad", 0.4, 0.5)], profile)
     assert found == "* `profile` 0.850, `bad` 0.450: difference 0.400, spreads 0.100 and 0.100, larger than both."
 
 
