@@ -15,7 +15,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clotho.run.process_signals import process_signals
 
@@ -67,6 +67,7 @@ def _run(argv: Sequence[str]) -> tuple[int, bool]:
         if not isinstance(prepared, PreparedRun):
             return prepared, False
         is_training = True
+        _import_mlx_lm()
         from pipeline import train
 
         return prepared.start(train), True
@@ -86,6 +87,7 @@ def serve(argv: Sequence[str]) -> tuple[int, bool]:
     if (text := serve_help(argv)) is not None:
         return _show_help(text)
     arguments = load_serving(argv)
+    _import_mlx_lm()
     import anyio
 
     from clotho.commands.serve import serve as run_server
@@ -101,6 +103,7 @@ def evaluate(argv: Sequence[str]) -> tuple[int, bool]:
     if (text := evaluation_help(argv)) is not None:
         return _show_help(text)
     arguments = load_evaluation(argv)
+    _import_mlx_lm()
     import anyio
 
     from clotho.commands.evaluate import evaluate as run_evaluation
@@ -120,6 +123,18 @@ def _before_mlx() -> None:
         os.environ.setdefault(RELAXED_GPU_TIMEOUT, "1")
     configure_malloc()
     load_blas()
+
+
+def _import_mlx_lm() -> None:
+    """Import mlx-lm without its callback for wandb, which would import wandb. A tracker imports wandb itself."""
+    hidden = {"wandb": None} if "wandb" not in sys.modules else {}
+    modules: dict[str, Any] = sys.modules
+    modules |= hidden
+    try:
+        importlib.import_module("mlx_lm.tuner")
+    finally:
+        for name in hidden:
+            del modules[name]
 
 
 def _console() -> Console:

@@ -1,15 +1,16 @@
 """Fixtures, markers and lanes of all tests. Loads the BLAS before any test imports MLX.
 
-Property tests of the fast set repeat the same 200 examples in every run. Those of the slow set draw 20,000 new examples
+Property tests of the fast set repeat the same 100 examples in every run. Those of the slow set draw 20,000 new examples
 in every run; a failure prints the example and a `@reproduce_failure` line.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")  # float32 products of recent GPUs
 
 settings.register_profile(
     "repeatable",
-    max_examples=200,
+    max_examples=100,
     deadline=None,
     database=None,
     derandomize=True,
@@ -72,6 +73,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Repeat the tests marked `lanes` in every lane, without `--lane`."""
     if not metafunc.config.getoption("--lane") and metafunc.definition.get_closest_marker("lanes"):
         metafunc.parametrize("lane", list(lanes.LANES), indirect=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without garbage collections, and exclude the collected tests from later ones: they stay in use."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runs_freeze_no_objects() -> Iterator[None]:
+    """Let a run in this process leave the objects of the tests to the garbage collector."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "freeze", lambda: None)
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,8 +2,8 @@
 
 A page's commands run in order in one directory that contains links to the checkout. Blocks of Python and TOML whose
 first line is a file name (`# name.py`) are written to that directory first. `pip install` is left out, because the
-package is installed already. Blocks that only run the program run in this process, which has loaded its modules, except
-those of README.md. HTML comments above a block control it:
+package is installed already. Blocks that only run the program, a script of the page or mlx-lm run in this process,
+which has loaded the modules, except those of README.md. HTML comments above a block control it:
 
     not executed: REASON            flags and profile are checked, nothing runs
     executed with: FLAGS            the flags are added to every `python pipeline.py` command
@@ -13,9 +13,9 @@ those of README.md. HTML comments above a block control it:
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import re
+import runpy
 import shlex
 import signal
 import socket
@@ -46,8 +46,8 @@ INSTALLATION = re.compile(r"^pip install[^\n&]*(?:&& )?", re.MULTILINE)
 PARSED = ("show", "convert", "merge", "push", "view")
 """Commands with a parser of their own."""
 
-PLAIN = re.compile(r"python pipeline\.py [^|&;<>$`~*]+")
-"""A command of the program that needs no shell."""
+PLAIN = re.compile(r"python (?:pipeline\.py |\w+\.py|-m mlx_lm )[^|&;<>$`~*]*")
+"""A command that needs no shell."""
 
 PIPELINE = re.compile(r"^python pipeline\.py\b[^\n&|#]*", re.MULTILINE)
 
@@ -72,7 +72,7 @@ def test_the_commands_of_a_page_work(page: Path, tmp_path: Path, monkeypatch: py
         else:
             text = script(block, port)
             if page.stem != "README" and all(map(PLAIN.fullmatch, text.strip().splitlines())):
-                run_here(text, tmp_path)
+                run_here(text, tmp_path, monkeypatch)
             else:
                 run(text, tmp_path, port)
 
@@ -146,13 +146,19 @@ def run(text: str, directory: Path, port: int) -> None:
     assert result.returncode == 0, f"{text}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
 
 
-def run_here(text: str, directory: Path) -> None:
-    """Run commands of the program in this process."""
+def run_here(text: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run commands of Python in this process."""
     for line in text.strip().splitlines():
+        program, *arguments = shlex.split(line, comments=True)[1:]
         with contextlib.chdir(directory):
-            status = main(shlex.split(line, comments=True)[2:])
-        gc.unfreeze()
-        assert status == 0, line
+            if program == "pipeline.py":
+                assert main(arguments) == 0, line
+            elif program == "-m":
+                monkeypatch.setattr(sys, "argv", arguments)
+                runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+            else:
+                monkeypatch.setattr(sys, "argv", [program, *arguments])
+                runpy.run_path(program, run_name="__main__")
 
 
 def run_beside(block: Block, during: Block, directory: Path, port: int) -> None:

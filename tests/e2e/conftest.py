@@ -9,6 +9,9 @@ from msgspec import Struct
 
 from tests.e2e.pipeline_process import RunResult, run
 
+EVALUATED = ("--eval.samples", "2")
+"""Settings of the synchronous run that are not settings of the weights."""
+
 
 class CompletedRun(Struct, frozen=True, kw_only=True):
     """A run that ended with exit status 0."""
@@ -29,8 +32,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
 
 @pytest.fixture(scope="session")
 def synchronous(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
-    """Return the on-policy run of 6 updates without an interruption."""
+    """Return the on-policy run of 6 updates without an interruption, whose evaluations are those of `EVALUATED`."""
     run_dir = tmp_path_factory.mktemp("synchronous") / "run"
-    result = run(run_dir, "--steps", "6", "--async", "false")
+    result = run(run_dir, "--steps", "6", "--async", "false", *EVALUATED)
     assert result.status == 0, result
     return CompletedRun(run_dir=run_dir, result=result, steps=6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import io
 import json
 import os
@@ -26,8 +25,10 @@ from tests import lanes
 
 REPOSITORY = Path(__file__).parents[2]
 BATCH = 4
+HELD_OUT = 16
 SMALL = (
-    "--server.port", "0", "--learner.batch-size", str(BATCH), "--sampling.group-size", "4", "--eval.problems", "32",
+    "--server.port", "0", "--learner.batch-size", str(BATCH), "--sampling.group-size", "4",
+    "--learner.micro-batch-tokens", "1024", "--eval.problems", str(HELD_OUT),
 )  # fmt: skip
 PRINTED_STEPS = """
 [[actors]]
@@ -161,7 +162,6 @@ def run(
             status = main(["--run-dir", str(run_dir), *lane_flags(flags), *small, *flags])
     finally:
         faulthandler.cancel_dump_traceback_later()
-        gc.unfreeze()
     return RunResult(status=status, out=out.getvalue(), err=err.getvalue())
 
 

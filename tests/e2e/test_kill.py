@@ -13,6 +13,7 @@ import pytest
 
 from clotho.storage.atomic_files import UNFINISHED
 from clotho.storage.checkpoints import latest_checkpoint, read_state
+from tests.e2e.conftest import EVALUATED
 from tests.e2e.pipeline_process import BATCH, PRINTED_STEPS, Run, RunResult, assert_recorded, lines, resume_flag, run
 
 TELLING = f'extends = "local-m3"\n{PRINTED_STEPS}'
@@ -22,7 +23,7 @@ STARTING_SECONDS, STEP_SECONDS = 3.0, 0.3
 
 
 CHECKPOINT_SECONDS = 0.02
-"""Other kills come within so long of the moment at which a checkpoint begins to be written."""
+"""Other kills come within so long of the moment at which a checkpoint begins to be written, or is found complete."""
 
 
 def killed_and_resumed(
@@ -38,7 +39,7 @@ def killed_and_resumed(
     moments = random.Random(kills)
     during_checkpoints, resumed = 0, []
     for _ in range(kills):
-        before = unfinished(run_dir)
+        before = checkpoints(run_dir)
         with Run(run_dir, *lives, *resume_flag(run_dir)) as running:
             steps = moments.choice([None, None, 0, 1, 2])
             if steps is None and moments.random() < 0.5:
@@ -51,7 +52,7 @@ def killed_and_resumed(
                 for _ in range(steps):
                     running.wait_for("step reported")
                 assert running.kill(after_seconds=moments.uniform(0.0, STEP_SECONDS))
-        during_checkpoints += has_new_checkpoint(run_dir, before)
+        during_checkpoints += any(name.startswith(".") for name in checkpoints(run_dir) - before)
         found = latest_checkpoint(run_dir / "checkpoints")
         assert found.warnings == ()
         resumed.append(read_state(found.path).step if found.path else 0)
@@ -61,13 +62,14 @@ def killed_and_resumed(
 
 
 def has_new_checkpoint(run_dir: Path, before: set[str]) -> bool:
-    """Return whether a checkpoint is being written that was not there before."""
-    return bool(unfinished(run_dir) - before)
+    """Return whether there is a checkpoint, complete or not, that was not there before."""
+    return bool(checkpoints(run_dir) - before)
 
 
-def unfinished(run_dir: Path) -> set[str]:
-    """Return the names of the checkpoints that are being written, or were when the run was killed."""
-    return {path.name for path in (run_dir / "checkpoints").glob(f".step-*{UNFINISHED}*")}
+def checkpoints(run_dir: Path) -> set[str]:
+    """Return the names of the complete checkpoints, and, with a dot in front, of the unfinished ones."""
+    patterns = ("step-*", f".step-*{UNFINISHED}*")
+    return {path.name for pattern in patterns for path in (run_dir / "checkpoints").glob(pattern)}
 
 
 def check_result(run_dir: Path, result: RunResult, *, steps: int) -> None:
@@ -92,18 +94,22 @@ def adapter_settings(run_dir: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kills", [1, pytest.param(25, marks=pytest.mark.slow)])
 def test_a_killed_synchronous_run_ends_with_identical_bytes(
-    tmp_path: Path, kills: int, record_property: Callable[[str, object], None]
+    tmp_path: Path, kills: int, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> None:
     """The group accounting balances over all starts. Adapter and final evaluation equal those without interruption."""
-    flags = ("--steps", str(4 * kills), "--async", "false", "--checkpoint.interval", "1", "--eval.samples", "2")
-    whole = run(tmp_path / "whole", *flags)
-    assert whole.status == 0, whole
+    whole, steps = tmp_path / "whole", 4 * kills
+    if kills == 1:
+        synchronous = request.getfixturevalue("synchronous")
+        whole, steps = synchronous.run_dir, synchronous.steps
+    flags = ("--steps", str(steps), "--async", "false", "--checkpoint.interval", "1", *EVALUATED)
+    if kills > 1:
+        assert run(whole, *flags).status == 0
     result = killed_and_resumed(tmp_path / "run", *flags, kills=kills, record_property=record_property)
-    check_result(tmp_path / "run", result, steps=4 * kills)
-    tensors, uninterrupted = (tmp_path / name / "adapters/adapters.safetensors" for name in ("run", "whole"))
+    check_result(tmp_path / "run", result, steps=steps)
+    tensors, uninterrupted = (path / "adapters/adapters.safetensors" for path in (tmp_path / "run", whole))
     assert tensors.read_bytes() == uninterrupted.read_bytes()
-    assert adapter_settings(tmp_path / "run") == adapter_settings(tmp_path / "whole")
-    found, expected = (lines(tmp_path / name / "evaluations.jsonl")[-1] for name in ("run", "whole"))
+    assert adapter_settings(tmp_path / "run") == adapter_settings(whole)
+    found, expected = (lines(path / "evaluations.jsonl")[-1] for path in (tmp_path / "run", whole))
     assert found["samples"] == 2
     assert [found[key] for key in found if "time/" not in key] == [expected[key] for key in found if "time/" not in key]
 

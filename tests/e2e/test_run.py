@@ -9,7 +9,7 @@ import tomllib
 from clotho.monitoring.display import LABEL_WIDTH
 from clotho.monitoring.metrics import METRICS
 from tests.e2e.conftest import CompletedRun
-from tests.e2e.pipeline_process import BATCH, assert_recorded, lines, metrics
+from tests.e2e.pipeline_process import BATCH, HELD_OUT, assert_recorded, lines, metrics
 
 ABOUT_THE_MACHINE = {"slow", "memory_pressure", "swap_growing", "thermal_pressure", "low_power_mode", "on_battery"}
 
@@ -23,7 +23,7 @@ def test_a_run_prints_its_machine_addresses_and_result(finished: CompletedRun) -
     assert re.search(r"^memory   at most \d+ MiB \(estimate", out, re.M)
     assert re.search(r"^API      http://127\.0\.0\.1:\d+/v1$", out, re.M)
     assert re.search(r"^page     http://127\.0\.0\.1:\d+/$", out, re.M)
-    assert re.search(r"^step 0/6  held-out accuracy +[\d.]+ % of 32", out, re.M)
+    assert re.search(rf"^step 0/6  held-out accuracy +[\d.]+ % of {HELD_OUT}", out, re.M)
     assert re.search(r"before \(step 0\).*after \(step 6\)", out)
     assert "\x1b" not in out
     assert "\r" not in out
@@ -47,7 +47,7 @@ def test_metrics_and_evaluations_cover_all_steps(finished: CompletedRun) -> None
             assert 0.0 <= share <= 1.0
         assert line["avg_at_k"]["value"] <= line["pass_at"]["2"]["value"]
         assert line["reward"]["low"] < line["reward"]["value"] < line["reward"]["high"]
-        assert (line["samples"], line["failed"], line["loss"], line["reward"]["problems"]) == (2, 0, None, 32)
+        assert (line["samples"], line["failed"], line["loss"], line["reward"]["problems"]) == (2, 0, None, HELD_OUT)
         assert set(line["rewards"]) == {"format", "math_eval", "choice_correctness"}
     for line in metrics(finished.run_dir):
         assert line.keys() == METRICS.keys()

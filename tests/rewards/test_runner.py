@@ -257,7 +257,7 @@ async def test_zero_variance_groups_are_kept_on_request() -> None:
 @pytest.mark.parametrize("name", ["hangs", "hangs_async", "spins", "blocks_its_loop"])
 async def test_a_hanging_reward_is_abandoned_at_its_time_limit(name: str) -> None:
     """The event loop stays responsive, and the group is discarded."""
-    with runner(sample(name, timeout_seconds=0.05)) as rewards, anyio.fail_after(10):
+    with runner(sample(name, timeout_seconds=0.05)) as rewards, anyio.fail_after(60):
         outcome = await rewards.score(group("a", "b"))
     assert isinstance(outcome, Discarded)
     assert outcome.detail == f"reward {HERE}{name} took longer than 0.05 s"
@@ -285,11 +285,13 @@ async def test_interruptible_hanging_calls_do_not_count_towards_the_limit(
 ) -> None:
     """Their threads end."""
     monkeypatch.setattr(calls, "MAX_HANGING_CALLS", 2)
-    with runner(sample(name, timeout_seconds=0.05)) as rewards:
-        for _ in range(4):
+    with runner(sample(name, timeout_seconds=0.05)) as rewards, anyio.fail_after(60):
+        abandoned = 0
+        while abandoned < 4:  # on a busy machine, the function is not called until an interrupted thread has ended
             outcome = await rewards.score(group("a", "b"))
             assert isinstance(outcome, Discarded)
-            assert "took longer" in outcome.detail
+            abandoned += "took longer" in outcome.detail
+            await anyio.lowlevel.checkpoint()
 
 
 async def test_concurrency_is_limited() -> None:

@@ -94,17 +94,38 @@ def started() -> Iterator[list[WatchedCommand]]:
         one.close()
 
 
-@pytest.mark.parametrize("temper", ["terminates", "ignores"])
-def test_all_processes_end_when_the_parent_closes_standard_input(
-    temper: str, family: str, started: list[WatchedCommand]
+@pytest.fixture
+def _short_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a copy of the watchdog with a short grace period."""
+    code = Path(watchdog.__file__).read_text(encoding="utf-8")
+    assert "\nGRACE_SECONDS = 5.0\n" in code
+    copy = tmp_path / "watchdog.py"
+    copy.write_text(code.replace("\nGRACE_SECONDS = 5.0\n", "\nGRACE_SECONDS = 0.2\n"), encoding="utf-8")
+    monkeypatch.setattr(sys.modules[__name__], "WATCHDOG", [PYTHON, "-I", "-S", str(copy), "--"])
+
+
+@pytest.mark.usefixtures("_short_grace")
+def test_processes_that_ignore_sigterm_are_killed_after_the_grace_period(
+    family: str, started: list[WatchedCommand]
 ) -> None:
-    """A process that ignores SIGTERM is killed after the grace period."""
-    one = WatchedCommand(PYTHON, family, temper)
+    """The whole process group. The exit status has the signal."""
+    one = WatchedCommand(PYTHON, family, "ignores")
     started.append(one)
     one.read_pids(2)
     assert one.process.stdin is not None
     one.process.stdin.close()
-    assert one.process.wait(TIMEOUT_SECONDS) == 128 + (signal.SIGTERM if temper == "terminates" else signal.SIGKILL)
+    assert one.process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGKILL
+    assert one.all_gone()
+
+
+def test_all_processes_end_when_the_parent_closes_standard_input(family: str, started: list[WatchedCommand]) -> None:
+    """SIGTERM suffices for processes that do not ignore it."""
+    one = WatchedCommand(PYTHON, family, "terminates")
+    started.append(one)
+    one.read_pids(2)
+    assert one.process.stdin is not None
+    one.process.stdin.close()
+    assert one.process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGTERM
     assert one.all_gone()
 
 
