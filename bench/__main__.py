@@ -27,6 +27,7 @@ BENCHMARKS = {
     "swap": "How long a weight swap delays decoding.",
     "save": "How long saving a checkpoint delays decoding.",
     "remote": "Latency of new weights for an inference server: over HTTP, by path and by a restart.",
+    "cluster": "Throughput with workers of a Ray cluster, measured and simulated; --simulate: 1 to 1,024 workers.",
     "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",
     "forecast": "Difference of the forecast of a run's end from its actual end, by number of steps.",
     "speculation": "Tokens per forward pass and decode rate of speculative rollouts, by epoch.",
@@ -46,8 +47,8 @@ BENCHMARKS = {
     "dashboard_screenshots": "Take pictures of the dashboard of the default run in headless Chromium.",
 }
 
-OPTIONAL = ("matplotlib", "playwright", "pyte")
-"""Packages that only the charts, the screenshots and the measurements in a browser need."""
+OPTIONAL = ("matplotlib", "playwright", "pyte", "simpy")
+"""Packages that only charts, screenshots, measurements in a browser and the simulation of a cluster need."""
 
 
 def main() -> int:

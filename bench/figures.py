@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from bench import collapse, curriculum, environments, forecast, head, methods, remote, soak
+from bench import cluster, collapse, curriculum, environments, forecast, head, methods, remote, soak
 from bench.fingerprint import ROOT, describe_fingerprint
 from bench.learning import RESULTS, LearningRun
 from bench.summary import NAME as SUMMARY
@@ -30,6 +30,7 @@ PAGES: tuple[tuple[Any, str], ...] = (
     (curriculum, "datasets.md"),
     (soak, "reliability.md"),
     (remote, "remote.md"),
+    (cluster, "cluster.md"),
     (forecast, "doctor.md"),
 )
 """Benchmarks whose table stands between markers of their name on a page of the documentation."""

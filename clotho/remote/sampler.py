@@ -1,9 +1,9 @@
 """Samples rollouts on remote inference servers, and keeps the weights of the servers current.
 
 A group is sampled by one server. A server gets groups only while it serves weights that are new enough, and at most its
-share of the rows in flight: groups wait for servers that are getting new weights. If a server
-fails, answers with wrong data or is not heard from, its groups are requested again from other servers; it gets groups
-again when it has the newest weights and has passed a probe.
+share of the rows in flight: groups wait for servers that are getting new weights. If a server fails, answers with wrong
+data or is not heard from, its groups are requested again from other servers; it gets groups again when it has the
+newest weights and has passed a probe.
 """
 
 from __future__ import annotations
