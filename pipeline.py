@@ -450,6 +450,8 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         context = await while_loading(listener, server, loading, page=loading_page(server))
         stack.callback(context.rewards.close)
         stack.callback(close_trackers, context.trackers)
+        if context.ranks is not None:
+            stack.callback(context.ranks.close)
         stack.enter_context(no_idle_sleep(enabled=profile.monitor.prevent_sleep))
         events.open(directory.log)
         for warning in context.warnings:

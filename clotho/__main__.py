@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is not None:
         return _run(argv)[0]
+    if "MLX_RANK" in os.environ and (status := _run_launched(sys.argv[1:])) is not None:
+        return status
     process_signals.install()
     from clotho.monitoring.output import Output
 
@@ -77,6 +79,26 @@ def _run(argv: Sequence[str]) -> tuple[int, bool]:
         from clotho.monitoring.failure_report import report
 
         return report(error), is_training
+
+
+def _run_launched(argv: Sequence[str]) -> int | None:
+    """Run what `mlx.launch` starts: the supervisor of a rank, and ranks other than 0. None for rank 0 and commands."""
+    from clotho.distributed import supervision
+
+    if argv and argv[0] in COMMANDS:
+        return None
+    if not supervision.is_rank():
+        return supervision.supervise(argv)
+    if supervision.rank() == 0:
+        return None
+    _before_mlx()
+    from clotho.distributed.worker import run_rank
+    from clotho.monitoring.failure_report import report
+
+    try:
+        return run_rank()
+    except Exception as error:
+        return report(error)
 
 
 def serve(argv: Sequence[str]) -> tuple[int, bool]:

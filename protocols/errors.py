@@ -141,6 +141,10 @@ class RemoteError(ClothoError, RuntimeError):
     """No remote inference server can be used."""
 
 
+class RankError(ClothoError, RuntimeError):
+    """Another rank of a data-parallel learner failed."""
+
+
 class DivergenceError(ClothoError, RuntimeError):
     """Too many consecutive updates were not finite. The last good checkpoint is kept."""
 

@@ -21,7 +21,13 @@ from clotho.config.bounds import (
     about,
 )
 from clotho.config.sections_generation import ClusterSection, GeneratorSection, LocalGeneration
-from clotho.config.sections_training import CollapseSection, LearnerSection, ReplaySection, WarnOnCollapse
+from clotho.config.sections_training import (
+    CollapseSection,
+    DistributedSection,
+    LearnerSection,
+    ReplaySection,
+    WarnOnCollapse,
+)
 from protocols.prompt import AnswerIn
 from protocols.sampling import Sampling
 
@@ -451,6 +457,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: EngineSection = EngineSection()
     generator: GeneratorSection = LocalGeneration()
     cluster: ClusterSection = Off()
+    distributed: DistributedSection = DistributedSection()
     rollouts: RolloutsSection = RolloutsSection()
     queues: QueuesSection = QueuesSection()
     monitor: MonitorSection = MonitorSection()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -46,6 +46,9 @@ from protocols.sampling import PromptLogprobs
 from protocols.step import ReplayGroup, WeightsReady
 from protocols.summary import HistoryGap
 
+if TYPE_CHECKING:
+    from clotho.distributed.learner_ranks import LearnerRanks
+
 
 class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     """Start-up -> wiring. The references are fixed; some of the objects are state that actors share.
@@ -60,7 +63,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     trackers: experiment trackers, which are already running.
     estimated_memory: estimated peak, in bytes. warnings: to be logged when the run starts. preflight: findings of the
     checks at the start.
-    address: base URL of the HTTP server; empty without a server.
+    address: base URL of the HTTP server; empty without a server. ranks: of a data-parallel learner; None without.
 
     Shared state, with the actor that writes it:
     weights: the served weights (broadcaster). replacements: number of groups that are replaced by others (learner).
@@ -87,6 +90,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     origin: Origin | None
     best: BestCheckpointKeeper
     base: Any | None
+    ranks: LearnerRanks | None
     replay: tuple[ReplayGroup, ...]
     estimated_memory: int
     warnings: tuple[str, ...]

@@ -19,6 +19,7 @@ MAY_DIFFER = (
     "checkpoint",
     "eval",
     "server",
+    "distributed",
     "engine",
     "generator",
     "rollouts",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import structlog
 from anyio.to_thread import run_sync
@@ -16,9 +16,10 @@ from clotho.config.bounds import Off
 from clotho.config.load import resolved_toml, write_profile
 from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
 from clotho.config.schema import HeldOutEvaluation, Profile, RunningServer, ServerSection, SuccessRateCurriculum
-from clotho.config.sections_training import BaseReference, RollBackOnCollapse
+from clotho.config.sections_training import BaseReference, DistributedSection, RollBackOnCollapse
 from clotho.data.curriculum import Curriculum
 from clotho.data.problems import problems_fingerprint
+from clotho.distributed.supervision import is_rank
 from clotho.inference import DecodeEngine
 from clotho.inference.sample_log import SampleLog, token_cost
 from clotho.inference.sampling import validate
@@ -37,6 +38,7 @@ from clotho.rewards.runner import RewardRunner
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import load_factory
 from clotho.run.initial_adapter import publish_first_checkpoint, publish_initial, read_initial
+from clotho.run.process_signals import process_signals
 from clotho.run.prompts import MAX_LISTED_TYPES, LoadedPrompts, PromptBuilder, dataset_warnings, load_prompts
 from clotho.run.starting_point import Fork, begin, publish_fork, restore_learner
 from clotho.runtime.compute_thread import ComputeExecutor, finish
@@ -55,6 +57,9 @@ from protocols.evaluation import EvalReport, HeldOut
 from protocols.sampling import SampleRequest, restricts_support
 from protocols.step import WeightsReady
 from protocols.summary import MemoryEstimate
+
+if TYPE_CHECKING:
+    from clotho.distributed.learner_ranks import LearnerRanks
 
 T = TypeVar("T")
 
@@ -75,14 +80,35 @@ async def build_context(
     Raises the errors of `protocols.errors`. The run directory is unchanged unless the directory itself is the problem.
     """
     watch = startup_watch(slow_seconds)
+    ranks = await run_sync(_join_ranks, profile.distributed) if is_rank() else None
     with watch.phase("custom actors, environments and rewards"):
         _require_importable(profile)
         rewards = _build_rewards(profile)
     try:
-        return await _build_context(profile, directory, executor, rewards, watch, address=address)
+        context = await _build_context(profile, directory, executor, rewards, watch, ranks, address=address)
+        if ranks is not None:
+            await _set_up(ranks, context)
     except BaseException:
         rewards.close()
+        if ranks is not None:
+            ranks.close()
         raise
+    return context
+
+
+def _join_ranks(settings: DistributedSection) -> LearnerRanks | None:
+    """Join the other ranks of a data-parallel learner, in a thread; None without others."""
+    from clotho.distributed.learner_ranks import LearnerRanks
+
+    ranks = LearnerRanks(settings, exit_process=process_signals.exit)
+    return ranks if ranks.count > 1 else None
+
+
+async def _set_up(ranks: LearnerRanks, context: RunContext) -> None:
+    model, parameters = context.inputs["model"], context.policy_learner.parameters
+    memory_bytes = context.estimated_memory
+    await run_sync(lambda: ranks.set_up(context.profile, parameters, model=model, memory_bytes=memory_bytes))
+    ranks.resumable(str(context.directory.path))
 
 
 def startup_watch(slow_seconds: float) -> StartupWatch:
@@ -100,10 +126,11 @@ async def _build_context(
     executor: ComputeExecutor,
     rewards: RewardRunner,
     watch: StartupWatch,
+    ranks: LearnerRanks | None,
     *,
     address: str,
 ) -> RunContext:
-    loading = executor.submit(lambda: _load_compute(profile, directory))
+    loading = executor.submit(lambda: _load_compute(profile, directory, ranks))
     with watch.phase("worker processes of rewards"):
         await rewards.start()
     with watch.phase("model and tokenizer"):
@@ -152,6 +179,7 @@ async def _build_context(
         state=state,
         history=history,
         base=start.initial if state and not history.before else None,
+        ranks=ranks,
         replay=start.replay,
         estimated_memory=compute.estimate.total,
         history_gaps=start.gaps,
@@ -240,7 +268,7 @@ class LoadedCompute(NamedTuple):
     origin: Origin | None
 
 
-def _load_compute(profile: Profile, directory: RunDirectory) -> LoadedCompute:
+def _load_compute(profile: Profile, directory: RunDirectory, ranks: LearnerRanks | None) -> LoadedCompute:
     find_model(profile.model.path)
     starts_from_adapter = bool(profile.policy.adapter) and directory.fork is None
     from_checkpoint = starts_from_adapter and directory.resumed and INITIAL in checkpoint_steps(directory.checkpoints)
@@ -268,6 +296,7 @@ def _load_compute(profile: Profile, directory: RunDirectory) -> LoadedCompute:
         rollback_window=collapse.window if isinstance(collapse, RollBackOnCollapse) else 0,
         measure_update_kl=not isinstance(collapse, Off),
         token_values=profile.monitor.token_values_mb > 0,
+        ranks=ranks,
     )
     if fork is not None:
         fork = restore_learner(learner, fork)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -16,11 +15,11 @@ from clotho.config.sections_training import EnvironmentReference, KLPenalty, Lea
 from clotho.models.parameters import Parameters
 from clotho.models.policy import TrainablePolicy
 from clotho.models.turns import TurnBudget
-from clotho.scoring.layouts.micro_batches import build_micro_batches
+from clotho.scoring.layouts.micro_batches import build_micro_batches, positions
 from clotho.scoring.sequences import MicroBatch, TeacherRows, TrainingSequence, sampled_mask_T
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.training.advantages import advantages, environment_advantages
-from clotho.training.gradient import FixedLogprobs, LossConfig, compute_logprobs, score_norm_squared
+from clotho.training.gradient import FixedLogprobs, LossConfig, OtherRanks, compute_logprobs, score_norm_squared
 from clotho.training.objectives.aggregation import loss_weights
 from clotho.training.objectives.kl import ESTIMATORS
 from clotho.training.reference_policy import ReferencePolicy
@@ -180,10 +179,12 @@ def minibatches(
     max_tokens: int,
     layout: str,
     seed: Sequence[int],
+    least: int = 1,
 ) -> tuple[Minibatch, ...]:
     """Deal the groups to at most `num_minibatches` minibatches, and cut each into micro-batches.
 
-    `seed` determines the assignment. Completions that are not trained on are excluded. Raises ValueError if the policy
+    `seed` determines the assignment. least: lowest number of micro-batches of a minibatch, as far as it has so many
+    completions. Completions that are not trained on are excluded. Raises ValueError if the policy
     sampled no token, if a group has no reference log-probabilities although the settings need them, or if a temperature
     is invalid.
     """
@@ -194,7 +195,7 @@ def minibatches(
     if parts > 1:
         order = [int(index) for index in np.random.default_rng(list(seed)).permutation(len(groups))]
     dealt = [sorted(order[start::parts]) for start in range(parts)]
-    batches = [_minibatch(part, groups, token_advantages, settings, max_tokens, layout) for part in dealt]
+    batches = [_minibatch(part, groups, token_advantages, settings, max_tokens, layout, least) for part in dealt]
     return tuple(batch for batch in batches if batch.tokens)
 
 
@@ -205,6 +206,7 @@ def _minibatch(
     settings: LearnerSection,
     max_tokens: int,
     layout: str,
+    least: int,
 ) -> Minibatch:
     lengths = [[_trained_tokens(c, settings) for c in groups[g].group.completions] for g in part]
     shares = loss_weights(settings.objective.loss_aggregation, lengths, max_tokens=max_tokens)
@@ -214,7 +216,11 @@ def _minibatch(
             if length:
                 origins.append((g, i))
                 sequences.append(training_sequence(g, groups[g], i, token_advantages[g][i], float(share), settings))
-    micro = build_micro_batches(sequences, layout=layout, budget=settings.micro_batch_tokens) if sequences else ()
+    budget = settings.micro_batch_tokens
+    micro = build_micro_batches(sequences, layout=layout, budget=budget) if sequences else ()
+    while budget and len(micro) < min(least, len(sequences)):
+        budget = min(budget, max(map(positions, micro))) // 2
+        micro = build_micro_batches(sequences, layout=layout, budget=budget)
     return Minibatch(micro, sum(map(sum, lengths)), tuple(origins))
 
 
@@ -223,9 +229,6 @@ def _trained_tokens(completion: Completion, settings: LearnerSection) -> int:
     cut_off = settings.objective.mask_truncated and completion.finish_reason == "length"
     return 0 if cut_off else completion.length
 
-
-Computing = Callable[[], AbstractContextManager[None]]
-"""Opens a context in which the model computes as some policy."""
 
 Scores = list[list[mx.array]]
 """Per minibatch and micro-batch: log-probabilities of its tokens, (N,)."""
@@ -258,6 +261,7 @@ def prepare(
     max_tokens: int,
     seed: Sequence[int],
     turns: TurnBudget,
+    ranks: OtherRanks | None = None,
 ) -> Generator[None, None, TrainingBatch]:
     """Prepare an update from `parameters`. Yields between forward passes, with the served weights in the model.
 
@@ -275,19 +279,20 @@ def prepare(
             max_tokens=max_tokens,
             layout=forcing.layout,
             seed=seed,
+            least=1 if ranks is None else ranks.count,
         )
 
     preliminary = compute_advantages(groups, (), settings)
     minis = deal(preliminary)
     references = _given_logprobs(minis) if reference_from_groups(settings) else None
     if reference.needed:
-        references = yield from _scored(minis, policy, forcing, loss_config, reference.computing, turns)
+        references = yield from _scored(minis, policy, forcing, loss_config, reference, turns, ranks)
     in_reward = references is not None and isinstance(settings.kl_penalty, RewardKLPenalty)
     penalties = _penalties(groups, minis, references, loss_config) if in_reward and references else ()
     several, advantage = _proximal_needed(settings, len(minis)), settings.objective.advantage
     at_start: Scores = []
     if several or isinstance(advantage, OptimalBaselineAdvantage):
-        at_start = yield from _scored(minis, policy, forcing, loss_config, lambda: policy.using(parameters), turns)
+        at_start = yield from _scored(minis, policy, forcing, loss_config, parameters, turns, ranks)
     log_weights = Weights()
     if isinstance(advantage, OptimalBaselineAdvantage):
         log_weights = log_variance_weights(groups, minis, at_start, gradient_norm=advantage.gradient_norm)
@@ -377,18 +382,29 @@ def _scored(
     policy: TrainablePolicy,
     forcing: TeacherForcing,
     loss_config: LossConfig,
-    computing: Computing,
+    scoring: Parameters | ReferencePolicy,
     turns: TurnBudget,
+    ranks: OtherRanks | None,
 ) -> Generator[None, None, Scores]:
+    """Score the tokens of every minibatch under some parameters, or under the reference policy."""
     scores: Scores = []
     for mini in minis:
-        scores.append([])
-        for micro in mini.micro_batches:
-            logp_N = yield from compute_logprobs(
-                policy, forcing, micro, loss_config.distribution, computing=computing(), turns=turns
+        own: Sequence[int] = range(len(mini.micro_batches))
+        if ranks is not None:
+            own = ranks.deal_logprobs(
+                mini.micro_batches,
+                *((None, scoring.arrays()) if isinstance(scoring, ReferencePolicy) else (scoring, {})),
             )
-            scores[-1].append(logp_N)
+        found: dict[int, mx.array] = {}
+        for k in own:
+            computing = scoring.computing() if isinstance(scoring, ReferencePolicy) else policy.using(scoring)
+            found[k] = yield from compute_logprobs(
+                policy, forcing, mini.micro_batches[k], loss_config.distribution, computing=computing, turns=turns
+            )
             yield from turns.pause()
+        if ranks is not None:
+            found |= yield from ranks.collect_logprobs()
+        scores.append([found[k] for k in range(len(mini.micro_batches))])
     return scores
 
 

@@ -6,9 +6,9 @@ several turns; between them, the served weights are in the model.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from clotho.config.bounds import Absent
 from clotho.config.objectives import RatioObjective, Reinforce
 from clotho.config.sections_training import LearnerSection
-from clotho.models.parameters import Parameters, flat, nested
+from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
 from clotho.models.stages import Stage, block_of
 from clotho.models.turns import TurnBudget
@@ -87,6 +87,48 @@ class Gradient(NamedTuple):
     metrics: MetricSums
     logp_N: mx.array
     tokens: tuple[TokenGradient, ...] = ()
+
+
+class OtherRanks(Protocol):
+    """The other ranks of a data-parallel learner. Each computes a share of the micro-batches of a minibatch.
+
+    count: number of ranks, this one included. The methods are called in pairs, in the compute thread.
+    """
+
+    count: int
+
+    def deal_gradients(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        fixed_logprobs: Sequence[FixedLogprobs],
+        parameters: Parameters,
+        *,
+        loss_config: LossConfig,
+        position: StepPosition,
+        token_gradients: bool,
+    ) -> Sequence[int]:
+        """Send the other ranks their shares, and return the indices of the own share, which is not empty."""
+        ...
+
+    def add_gradients(self, own: Gradient) -> Generator[None, None, tuple[Gradient, dict[int, Gradient]]]:
+        """Return the sum over all shares, and the gradients of the others' micro-batches by index, without arrays.
+
+        own: the sum over the own share. Yields while other ranks compute.
+        """
+        ...
+
+    def deal_logprobs(
+        self, micro_batches: Sequence[MicroBatch], parameters: Parameters | None, reference: Arrays
+    ) -> Sequence[int]:
+        """Send the other ranks their shares of a forward pass, and return the indices of the own share.
+
+        parameters: None for the reference policy, whose arrays are `reference`.
+        """
+        ...
+
+    def collect_logprobs(self) -> Generator[None, None, dict[int, mx.array]]:
+        """Return the log-probabilities of the others' micro-batches by index. Yields while other ranks compute."""
+        ...
 
 
 def micro_batch_gradient(

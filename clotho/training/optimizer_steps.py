@@ -18,7 +18,15 @@ from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch, sampled_mask_T
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.training.batch import Minibatch, TrainingBatch
-from clotho.training.gradient import Gradient, LossConfig, StepPosition, add_gradients, micro_batch_gradient
+from clotho.training.gradient import (
+    FixedLogprobs,
+    Gradient,
+    LossConfig,
+    OtherRanks,
+    StepPosition,
+    add_gradients,
+    micro_batch_gradient,
+)
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizers import OptimizerState, apply_step, clip_scale, global_norm
 from protocols.rollout import ScoredGroup
@@ -185,42 +193,40 @@ def take_optimizer_steps(
     totals: MetricTotals,
     turns: TurnBudget,
     record: TokenRecord | None = None,
+    ranks: OtherRanks | None = None,
 ) -> Generator[None, None, OptimizerProgress | None]:
     """Take one step for every minibatch of every epoch; return None if a loss or gradient is not finite.
 
     version: policy version of the weights before the first step. totals: receives the metrics. record: receives the
-    tokens. A gradient of exactly zero takes no step, because momentum and weight decay would move the weights. The
-    importance weights that scale the learning rate are those of the gradient, so they need no other forward pass.
+    tokens. ranks: compute a share of every gradient; every step is taken here. A gradient of exactly zero takes no
+    step, because momentum and weight decay would move the weights. The importance weights that scale the learning rate
+    are those of the gradient, so they need no other forward pass.
     Yields after every micro-batch and step, with the served weights in the model.
     """
     progress = start
     count = loss_config.settings.update_epochs * len(batch.minibatches)
     for number in range(count):
         index = number % len(batch.minibatches)
-        position = StepPosition(version, number / count)
-        total: Gradient | None = None
-        log_weights: list[NDArray[np.float64]] = []
         mini, recorder = batch.minibatches[index], record if number == index else None
-        for micro, fixed_logprobs in zip(mini.micro_batches, batch.fixed_logprobs[index], strict=True):
-            part = yield from micro_batch_gradient(
-                policy,
-                forcing,
-                progress.parameters,
-                micro,
-                fixed_logprobs,
-                loss_config=loss_config,
-                position=position,
-                turns=turns,
-                token_gradients=recorder is not None,
-            )
+        total, parts = yield from _minibatch_gradient(
+            mini,
+            batch.fixed_logprobs[index],
+            progress.parameters,
+            policy=policy,
+            forcing=forcing,
+            loss_config=loss_config,
+            position=StepPosition(version, number / count),
+            turns=turns,
+            token_gradients=recorder is not None,
+            ranks=ranks,
+        )
+        log_weights = []
+        for micro, part in zip(mini.micro_batches, parts, strict=True):
             if recorder is not None:
                 recorder.add(mini, micro, part)
-            total = add_gradients(total, part)
             log_weights.append(micro.log_weight_B(np.array(part.logp_N, dtype=np.float64)))
-            if number == 0:
-                progress = progress._replace(initial_logp=(*progress.initial_logp, part.logp_N))
-            yield from turns.pause()
-        assert total is not None
+        if number == 0:
+            progress = progress._replace(initial_logp=tuple(part.logp_N for part in parts))
         norm = float(np.array(global_norm(total.arrays)))
         sample_size = effective_sample_size(np.concatenate(log_weights))
         scale = step_scale(sample_size, loss_config.settings)
@@ -232,6 +238,54 @@ def take_optimizer_steps(
             )
             yield from turns.pause()
     return progress
+
+
+def _minibatch_gradient(
+    mini: Minibatch,
+    fixed_logprobs: Sequence[FixedLogprobs],
+    parameters: Parameters,
+    *,
+    policy: TrainablePolicy,
+    forcing: TeacherForcing,
+    loss_config: LossConfig,
+    position: StepPosition,
+    turns: TurnBudget,
+    token_gradients: bool,
+    ranks: OtherRanks | None,
+) -> Generator[None, None, tuple[Gradient, list[Gradient]]]:
+    """Return the gradient of a minibatch, and the gradients of its micro-batches without their arrays."""
+    own: Sequence[int] = range(len(mini.micro_batches))
+    if ranks is not None:
+        own = ranks.deal_gradients(
+            mini.micro_batches,
+            fixed_logprobs,
+            parameters,
+            loss_config=loss_config,
+            position=position,
+            token_gradients=token_gradients,
+        )
+    total: Gradient | None = None
+    parts: dict[int, Gradient] = {}
+    for k in own:
+        part = yield from micro_batch_gradient(
+            policy,
+            forcing,
+            parameters,
+            mini.micro_batches[k],
+            fixed_logprobs[k],
+            loss_config=loss_config,
+            position=position,
+            turns=turns,
+            token_gradients=token_gradients,
+        )
+        total = add_gradients(total, part)
+        parts[k] = part._replace(arrays={})
+        yield from turns.pause()
+    assert total is not None
+    if ranks is not None:
+        total, others = yield from ranks.add_gradients(total)
+        parts |= others
+    return total, [parts[k] for k in range(len(mini.micro_batches))]
 
 
 def _step(

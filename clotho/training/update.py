@@ -54,7 +54,7 @@ from clotho.models.turns import TurnBudget
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.batch import PerTokenAdvantages, TrainingBatch, prepare
-from clotho.training.gradient import LossConfig
+from clotho.training.gradient import LossConfig, OtherRanks
 from clotho.training.objectives.controllers import initial_loss_coefficients, next_loss_coefficients
 from clotho.training.objectives.registry import objective
 from clotho.training.optimizer_steps import MetricTotals, OptimizerProgress, TokenRecord, take_optimizer_steps
@@ -122,6 +122,7 @@ class PolicyLearner:
         rollback_window: int = 0,
         measure_update_kl: bool = False,
         token_values: bool = False,
+        ranks: OtherRanks | None = None,
     ) -> None:
         """Start from the served parameters.
 
@@ -129,13 +130,14 @@ class PolicyLearner:
         rollback_window: number of healthy updates after which `roll_back` may return to a policy; 0 keeps none.
         measure_update_kl: measure how far each update moves the policy (`UpdateMetrics.update_kl`).
         token_values: return the values of tokens (`Update.tokens`).
+        ranks: the other ranks of a data-parallel learner; updates use them, rehearsals do not.
         Raises ProfileError if the learner cannot evaluate the sampling distribution or cannot load the objective, and
         ModelError if the model does not support the layout.
         """
         require_learnable(sampling)
         self._policy, self._settings, self._steps, self._seed = policy, learner, steps, seed
         self._max_tokens, self._measure_update_kl = sampling.max_tokens, measure_update_kl
-        self._token_values = token_values
+        self._token_values, self._ranks = token_values, ranks
         self._distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
         self._objective = objective(learner.objective)
         self._forcing = TeacherForcing(policy.model, policy.vocab_size, layout=learner.layout)
@@ -164,7 +166,7 @@ class PolicyLearner:
         token.
         """
         step = self._state.updates if step is None else step
-        batch, progress, metrics, record = yield from self._compute([*groups, *replayed], step)
+        batch, progress, metrics, record = yield from self._compute([*groups, *replayed], step, self._ranks)
         if progress is not None and metrics.update_applied:
             self._apply(progress, metrics)
         return Update(
@@ -190,12 +192,14 @@ class PolicyLearner:
         """
         before = random_state()
         try:
-            computed = yield from self._compute(groups, step)
+            computed = yield from self._compute(groups, step, None)
         finally:
             restore_random_state(before)
         return computed.metrics if computed.progress is not None else None
 
-    def _compute(self, groups: Sequence[ScoredGroup], step: int) -> Generator[None, None, _Computed]:
+    def _compute(
+        self, groups: Sequence[ScoredGroup], step: int, ranks: OtherRanks | None
+    ) -> Generator[None, None, _Computed]:
         self.turns.begin()
         loss_config = LossConfig(self._settings, self._objective, self._distribution, self._state.loss_coefficients)
         batch = yield from prepare(
@@ -208,6 +212,7 @@ class PolicyLearner:
             max_tokens=self._max_tokens,
             seed=(self._seed, step),
             turns=self.turns,
+            ranks=ranks,
         )
         rate = learning_rate(step, steps=self._steps, settings=self._settings) * self._state.rate_factor
         totals, record = MetricTotals(), TokenRecord() if self._token_values else None
@@ -222,6 +227,7 @@ class PolicyLearner:
             totals=totals,
             turns=self.turns,
             record=record,
+            ranks=ranks,
         )
         metrics = totals.metrics(
             tokens=batch.tokens,

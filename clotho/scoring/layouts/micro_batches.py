@@ -121,6 +121,11 @@ def build_micro_batches(sequences: Sequence[TrainingSequence], *, layout: str, b
     )
 
 
+def positions(micro: MicroBatch) -> int:
+    """Return the number of positions that the blocks compute for a micro-batch, padding included."""
+    return sum(array.size for name, array in micro.inputs._asdict().items() if name.startswith("tokens"))
+
+
 def _placements(sequences: Sequence[TrainingSequence], layout: str, budget: int) -> Iterator[Placement]:
     order = sorted(range(len(sequences)), key=lambda index: -sequences[index].inputs)
     for kind in product((False, True), repeat=2):

@@ -1,0 +1,317 @@
+"""Rank 0 of a data-parallel learner: it deals micro-batches to all ranks and adds the gradients.
+
+Only rank 0 has a training state. Every other rank gets the weights that a gradient is computed with, whenever they
+change, so that no rank can depart from the others: an update, a rollback, a resumed run and a rejected update are the
+same for it. The fingerprint of the weights comes back with every share and is compared.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn, TypeVar
+
+import mlx.core as mx
+import numpy as np
+import structlog
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from clotho.config.schema import Profile
+from clotho.config.sections_training import DistributedSection
+from clotho.distributed.membership import Membership
+from clotho.distributed.messages import (
+    Add,
+    Answer,
+    Computed,
+    End,
+    Failed,
+    GradientShare,
+    LogprobsShare,
+    MicroBatchResult,
+    Part,
+    Ready,
+    Setup,
+    Weights,
+    decode_answer,
+    encode,
+    part,
+)
+from clotho.models.parameters import Arrays, Parameters, fingerprint, flat, layout
+from clotho.scoring.layouts.micro_batches import positions
+from clotho.scoring.sequences import MicroBatch
+from clotho.storage.tensors import tensor_bytes
+from clotho.training.gradient import FixedLogprobs, Gradient, LossConfig, StepPosition, TokenGradient
+from protocols.errors import ClothoError, ModelError, RankError
+
+T = TypeVar("T")
+
+log = structlog.get_logger(actor="learner")
+
+TURN_SECONDS = 0.001
+"""How long a turn of the compute thread waits for other ranks; decode steps and requests run between two turns."""
+
+MESSAGE_BYTES = 256 << 20
+"""Arrays of weights are sent together up to this size."""
+
+
+def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deal micro-batches to ranks, most expensive first, each to the rank with the least work so far.
+
+    Returns indices in ascending order. Rank 0 gets the most expensive one. (Graham's LPT rule, 1969: the largest share
+    is at most 4/3 of the smallest possible one.)
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    work = [0] * ranks
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        least = work.index(min(work))
+        shares[least].append(index)
+        work[least] += max(1, costs[index])
+    return [sorted(share) for share in shares]
+
+
+def grouped(arrays: Mapping[str, mx.array], limit: int = MESSAGE_BYTES) -> Iterator[dict[str, mx.array]]:
+    """Split arrays into groups of at most `limit` bytes; a larger array has a group of its own. At least one group."""
+    group: dict[str, mx.array] = {}
+    size = 0
+    for name, array in arrays.items():
+        if group and size + array.nbytes > limit:
+            yield group
+            group, size = {}, 0
+        group[name], size = array, size + array.nbytes
+    yield group
+
+
+class LearnerRanks:
+    """All ranks, as the learner of rank 0 sees them. Implements `OtherRanks`.
+
+    count: number of ranks, this one included; 1 if the launcher started one process only.
+    """
+
+    def __init__(self, settings: DistributedSection, *, exit_process: Callable[[int], NoReturn]) -> None:
+        """Join the other ranks; blocks until all have joined. exit_process: ends this process with a status."""
+        self._settings = settings
+        self._answers: SimpleQueue[tuple[int, Answer]] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        threading.Thread(target=self._run_calls, name="collectives", daemon=True).start()
+        self._membership = self._submit(
+            lambda: Membership(settings, receive=self._receive, exit_process=exit_process)
+        ).result()
+        self.count = self._membership.size
+        self._number = 0
+        self._awaited: frozenset[int] = frozenset()
+        self._sent: Parameters | None = None
+        self._sent_reference: Arrays | None = None
+        self._fingerprint = ""
+
+    def set_up(self, profile: Profile, parameters: Parameters, *, model: str, memory_bytes: int) -> None:
+        """Let all other ranks load the model, and wait until they have.
+
+        model: fingerprint of the model files. memory_bytes: estimate of the run. Raises ModelError if a rank cannot
+        load the model, has other files, or other trainable parameters.
+        """
+        setup = Setup(
+            model=profile.model,
+            policy=profile.policy,
+            learner=profile.learner,
+            sampling=profile.sampling,
+            distributed=profile.distributed,
+            seed=profile.seed,
+            model_fingerprint=model,
+            memory_bytes=memory_bytes,
+            prevent_sleep=profile.monitor.prevent_sleep,
+            cache_limit_mb=profile.monitor.cache_limit_mb,
+        )
+        for rank in self._membership.others:
+            self._membership.send(rank, encode(setup))
+        waiting = set(self._membership.others)
+        while waiting:
+            rank, answer = self._answers.get()
+            if isinstance(answer, Failed):
+                raise _error(rank, answer)
+            if not isinstance(answer, Ready) or answer.layout != layout(parameters):
+                raise ModelError(f"rank {rank} has a model with other trainable parameters")
+            waiting.discard(rank)
+        log.info("ranks_joined", ranks=self.count)
+
+    def resumable(self, run_directory: str) -> None:
+        """The run can be resumed from now on if a rank is lost."""
+        self._membership.resumable(run_directory)
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._membership.expect_end()
+        for rank in self._membership.others:
+            self._membership.send(rank, encode(End()))
+        self._membership.close()
+
+    def deal_gradients(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        fixed_logprobs: Sequence[FixedLogprobs],
+        parameters: Parameters,
+        *,
+        loss_config: LossConfig,
+        position: StepPosition,
+        token_gradients: bool,
+    ) -> Sequence[int]:
+        """See `OtherRanks`."""
+        self._send_weights(parameters)
+        parts = [
+            replace(part(index, micro), reference_N=_numpy(fixed.reference_N), proximal_N=_numpy(fixed.proximal_N))
+            for index, (micro, fixed) in enumerate(zip(micro_batches, fixed_logprobs, strict=True))
+        ]
+
+        def share(rank: int, own: tuple[Part, ...]) -> GradientShare:
+            return GradientShare(
+                number=self._number,
+                parts=own,
+                loss_coefficients=loss_config.loss_coefficients,
+                position=position,
+                token_gradients=token_gradients,
+                seed=hash((position.version, self._number, rank)) % 2**32,
+            )
+
+        return self._deal(micro_batches, parts, share)
+
+    def add_gradients(self, own: Gradient) -> Generator[None, None, tuple[Gradient, dict[int, Gradient]]]:
+        """See `OtherRanks`. Raises RankError if a rank fails, or has computed with other weights."""
+        number = self._number
+        computed = yield from self._collect()
+        for rank in self._membership.others:
+            self._membership.send(rank, encode(Add(number=number)))
+        adding = self._submit(lambda: self._membership.add(own.arrays))
+        while not adding.done():
+            _wait(adding, TURN_SECONDS)
+            yield
+        arrays = {name: mx.array(array) for name, array in adding.result().items()}
+        metrics = {name: np.array(sums, dtype=np.float32) for name, sums in own.metrics.items()}
+        loss = float(own.loss)
+        for answer in computed:
+            loss += answer.loss
+            for name, sums in answer.metrics.items():
+                metrics[name] = metrics.get(name, np.zeros(2, dtype=np.float32)) + np.array(sums, dtype=np.float32)
+        total = own._replace(
+            arrays=arrays,
+            loss=mx.array(loss, dtype=mx.float32),
+            metrics={name: mx.array(sums) for name, sums in metrics.items()},
+        )
+        mx.eval(total)
+        others = {result.index: _without_arrays(result) for answer in computed for result in answer.results}
+        return total, others
+
+    def deal_logprobs(
+        self, micro_batches: Sequence[MicroBatch], parameters: Parameters | None, reference: Arrays
+    ) -> Sequence[int]:
+        """See `OtherRanks`."""
+        if parameters is not None:
+            self._send_weights(parameters)
+        elif reference and not _same(reference, self._sent_reference):
+            self._send(reference, reference=True)
+            self._sent_reference = reference
+        parts = [part(index, micro) for index, micro in enumerate(micro_batches)]
+
+        def share(rank: int, own: tuple[Part, ...]) -> LogprobsShare:
+            return LogprobsShare(number=self._number, parts=own, reference=parameters is None)
+
+        return self._deal(micro_batches, parts, share)
+
+    def collect_logprobs(self) -> Generator[None, None, dict[int, mx.array]]:
+        """See `OtherRanks`."""
+        computed = yield from self._collect()
+        return {result.index: mx.array(result.logp_N) for answer in computed for result in answer.results}
+
+    def _deal(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        parts: Sequence[Part],
+        share: Callable[[int, tuple[Part, ...]], GradientShare | LogprobsShare],
+    ) -> Sequence[int]:
+        self._number += 1
+        shares = deal([positions(micro) for micro in micro_batches], self.count)
+        for rank in self._membership.others:
+            self._membership.send(rank, encode(share(rank, tuple(parts[index] for index in shares[rank]))))
+        return shares[0]
+
+    def _collect(self) -> Generator[None, None, list[Computed]]:
+        """Wait for the answers of all other ranks to the newest shares. Answers to abandoned shares are dropped."""
+        found: dict[int, Computed] = {}
+        limit = self._settings.share_seconds
+        due = time.monotonic() + limit
+        while len(found) < self.count - 1:
+            try:
+                rank, answer = self._answers.get(timeout=TURN_SECONDS)
+            except Empty:
+                if time.monotonic() > due:
+                    late = next(rank for rank in self._membership.others if rank not in found)
+                    self._membership.lose(late, f"did not compute its share within {limit:g} s")
+                yield
+                continue
+            if isinstance(answer, Failed):
+                raise _error(rank, answer)
+            if isinstance(answer, Computed) and answer.number == self._number:
+                if answer.fingerprint != self._fingerprint:
+                    raise RankError(f"rank {rank} computed its share with other weights than rank 0 sent")
+                found[rank] = answer
+        return [found[rank] for rank in sorted(found)]
+
+    def _send_weights(self, parameters: Parameters) -> None:
+        if parameters is not self._sent:
+            self._send(flat(parameters), reference=False)
+            self._sent, self._fingerprint = parameters, fingerprint(parameters)
+
+    def _send(self, arrays: Arrays, *, reference: bool) -> None:
+        mx.eval(arrays)
+        groups = list(grouped(arrays))
+        for number, group in enumerate(groups, 1):
+            complete = number == len(groups)
+            content = encode(Weights(tensors=tensor_bytes(group), reference=reference, complete=complete))
+            for rank in self._membership.others:
+                self._membership.send(rank, content)
+
+    def _receive(self, membership: Membership, rank: int, content: bytes) -> None:
+        self._answers.put((rank, decode_answer(content)))
+
+    def _submit(self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def _run_calls(self) -> None:
+        """Run collectives, in one thread, because a group belongs to the thread that joined it."""
+        while True:
+            call, future = self._calls.get()
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+def _wait(future: Future[Any], seconds: float) -> None:
+    try:
+        future.exception(timeout=seconds)
+    except TimeoutError:
+        return
+
+
+def _error(rank: int, answer: Failed) -> ClothoError:
+    kind = ModelError if answer.exit_status == ModelError.exit_status else RankError
+    return kind(f"rank {rank}: {answer.message}")
+
+
+def _same(arrays: Arrays, others: Arrays | None) -> bool:
+    return others is not None and arrays.keys() == others.keys() and all(a is others[n] for n, a in arrays.items())
+
+
+def _numpy(array_N: mx.array | None) -> NDArray[np.float32] | None:
+    return None if array_N is None else np.array(array_N)
+
+
+def _without_arrays(result: MicroBatchResult) -> Gradient:
+    tokens: tuple[TokenGradient, ...] = ()
+    if result.slope_N is not None and result.cut_N is not None:
+        tokens = (TokenGradient(mx.array(result.slope_N), mx.array(result.cut_N)),)
+    return Gradient(arrays={}, loss=mx.array(0.0), metrics={}, logp_N=mx.array(result.logp_N), tokens=tokens)

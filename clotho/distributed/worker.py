@@ -1,0 +1,250 @@
+"""The ranks other than 0: each computes its share of every batch with the weights that rank 0 sends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Generator
+from queue import SimpleQueue
+from typing import NoReturn, TypeVar
+
+import mlx.core as mx
+import numpy as np
+import structlog
+
+from clotho.config.sections_training import BaseReference, DistributedSection
+from clotho.distributed.membership import Membership
+from clotho.distributed.messages import (
+    Add,
+    Answer,
+    Computed,
+    End,
+    Failed,
+    GradientShare,
+    Instruction,
+    LogprobsShare,
+    Lost,
+    MicroBatchResult,
+    Ready,
+    Setup,
+    Weights,
+    decode_instruction,
+    encode,
+)
+from clotho.models.loading import find_model
+from clotho.models.machine import limit_mlx_memory, memory_limit
+from clotho.models.parameters import Arrays, Parameters, fingerprint, flat, layout, nested
+from clotho.models.policy import load_policy
+from clotho.models.turns import UNDIVIDED
+from clotho.monitoring.failure_report import complain
+from clotho.run.idle_sleep import no_idle_sleep
+from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.token_scores import SamplingDistribution
+from clotho.storage.checkpoints import model_fingerprint
+from clotho.storage.tensors import parse_tensors
+from clotho.training.gradient import FixedLogprobs, Gradient, LossConfig, compute_logprobs, micro_batch_gradient
+from clotho.training.gradient import add_gradients as add
+from clotho.training.objectives.registry import objective
+from clotho.training.reference_policy import ReferencePolicy
+from protocols.errors import ClothoError, ModelError, error_text
+
+T = TypeVar("T")
+
+log = structlog.get_logger(actor="rank")
+
+
+def run_rank() -> int:
+    """Take part in a run until rank 0 ends it; return the exit status.
+
+    Ctrl-C and the end of the terminal are for rank 0, which ends this rank when the run is drained.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    instructions: SimpleQueue[Instruction] = SimpleQueue()
+
+    def receive(membership: Membership, rank: int, content: bytes) -> None:
+        instruction = decode_instruction(content)
+        if isinstance(instruction, Lost):
+            membership.end(instruction.problem)
+        if isinstance(instruction, End):
+            membership.expect_end()
+        instructions.put(instruction)
+
+    membership = Membership(DistributedSection(), receive=receive, exit_process=_exit)
+    try:
+        _Rank(membership, instructions).run()
+    except Exception as error:
+        failed = _failure(error)
+        complain(f"rank {membership.rank}: {failed.message}")
+        membership.send(0, encode(failed))
+        while not isinstance(instructions.get(), End):
+            pass
+        return failed.exit_status
+    finally:
+        membership.close()
+    return 0
+
+
+def _exit(status: int) -> NoReturn:
+    os._exit(status)
+
+
+def _failure(error: Exception) -> Failed:
+    known = isinstance(error, ClothoError)
+    message = error_text(error) if known else f"{type(error).__name__}: {error_text(error)}"
+    return Failed(message=message, exit_status=error.exit_status if isinstance(error, ClothoError) else 1)
+
+
+class _Rank:
+    """What rank 0 tells this rank to do, in order."""
+
+    def __init__(self, membership: Membership, instructions: SimpleQueue[Instruction]) -> None:
+        self._membership, self._instructions = membership, instructions
+
+    def run(self) -> None:
+        """Work until the run ends."""
+        setup = self._instructions.get()
+        if not isinstance(setup, Setup):
+            return
+        self._membership.apply(setup.distributed)
+        with no_idle_sleep(enabled=setup.prevent_sleep):
+            computer = ShareComputer(setup)
+            self._answer(Ready(layout=computer.layout))
+            while not isinstance(instruction := self._instructions.get(), End):
+                self._follow(computer, instruction)
+
+    def _follow(self, computer: ShareComputer, instruction: Instruction) -> None:
+        match instruction:
+            case Weights():
+                computer.receive(instruction)
+            case GradientShare():
+                computer.gradient = None
+                if self._is_newest():
+                    self._answer(computer.compute_gradient(instruction))
+            case LogprobsShare():
+                if self._is_newest():
+                    self._answer(computer.compute_logprobs(instruction))
+            case Add():
+                self._membership.add(computer.take_gradient())
+
+    def _is_newest(self) -> bool:
+        """Whether rank 0 has not sent anything else since; it abandons a share when a run is stopped."""
+        return self._instructions.empty()
+
+    def _answer(self, answer: Answer) -> None:
+        self._membership.send(0, encode(answer))
+
+
+class ShareComputer:
+    """Computes shares with the model of this rank. layout: names, types and shapes of the trainable parameters.
+
+    gradient: of the newest share; None if it is empty.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        """Load the model. Raises ModelError if this machine cannot load it, or has other files."""
+        if model_fingerprint(find_model(setup.model.path)) != setup.model_fingerprint:
+            raise ModelError(f"{setup.model.path} is not the model of rank 0: copy the files of rank 0 to this machine")
+        limit_mlx_memory(memory_limit(), needed=setup.memory_bytes, cache=setup.cache_limit_mb * 2**20)
+        keep_reference = isinstance(setup.learner.reference, BaseReference)
+        self._policy = load_policy(setup.model, setup.policy, seed=setup.seed, keep_reference=keep_reference)
+        self._settings, self._objective = setup.learner, objective(setup.learner.objective)
+        self._distribution = SamplingDistribution(setup.sampling.temperature, setup.sampling.logit_bias)
+        self._forcing = TeacherForcing(self._policy.model, self._policy.vocab_size, layout=setup.learner.layout)
+        self._reference = ReferencePolicy(self._policy, setup.learner)
+        self._parameters: Parameters = self._policy.trainable()
+        self._fingerprint = ""
+        self._received: Arrays = {}
+        self.layout = layout(self._parameters)
+        self.gradient: Gradient | None = None
+
+    def receive(self, weights: Weights) -> None:
+        """Use these weights once they are complete."""
+        self._received |= parse_tensors(weights.tensors)
+        if not weights.complete:
+            return
+        arrays, self._received = self._received, {}
+        if weights.reference:
+            self._reference.restore(arrays)
+        else:
+            self._parameters = nested(arrays)
+            self._fingerprint = fingerprint(self._parameters)
+
+    def compute_gradient(self, share: GradientShare) -> Computed:
+        """Compute the gradient of a share, which `gradient` keeps."""
+        mx.random.seed(share.seed)
+        config = LossConfig(self._settings, self._objective, self._distribution, share.loss_coefficients)
+        results = []
+        for part in share.parts:
+            fixed = FixedLogprobs(
+                None if part.reference_N is None else mx.array(part.reference_N),
+                None if part.proximal_N is None else mx.array(part.proximal_N),
+            )
+            found = _finish(
+                micro_batch_gradient(
+                    self._policy,
+                    self._forcing,
+                    self._parameters,
+                    part.micro_batch(),
+                    fixed,
+                    loss_config=config,
+                    position=share.position,
+                    turns=UNDIVIDED,
+                    token_gradients=share.token_gradients,
+                )
+            )
+            self.gradient = add(self.gradient, found)
+            results.append(_result(part.index, found))
+        total = self.gradient
+        sums = {} if total is None else {name: np.array(array).tolist() for name, array in total.metrics.items()}
+        return Computed(
+            number=share.number,
+            fingerprint=self._fingerprint,
+            results=tuple(results),
+            loss=0.0 if total is None else float(total.loss),
+            metrics={name: (first, second) for name, (first, second) in sums.items()},
+        )
+
+    def take_gradient(self) -> Arrays:
+        """Return the arrays of the gradient, zeros if the share was empty."""
+        total, self.gradient = self.gradient, None
+        if total is not None:
+            return total.arrays
+        zeros = {name: mx.zeros(array.shape) for name, array in flat(self._parameters).items()}
+        mx.eval(zeros)
+        return zeros
+
+    def compute_logprobs(self, share: LogprobsShare) -> Computed:
+        """Compute the log-probabilities of a share."""
+        results = []
+        for part in share.parts:
+            computing = self._reference.computing() if share.reference else self._policy.using(self._parameters)
+            logp_N = _finish(
+                compute_logprobs(
+                    self._policy,
+                    self._forcing,
+                    part.micro_batch(),
+                    self._distribution,
+                    computing=computing,
+                    turns=UNDIVIDED,
+                )
+            )
+            results.append(MicroBatchResult(index=part.index, logp_N=np.array(logp_N)))
+        return Computed(number=share.number, fingerprint=self._fingerprint, results=tuple(results))
+
+
+def _result(index: int, found: Gradient) -> MicroBatchResult:
+    slope_N = cut_N = None
+    for tokens in found.tokens:
+        slope_N, cut_N = np.array(tokens.slope_N), np.array(tokens.cut_N)
+    return MicroBatchResult(index=index, logp_N=np.array(found.logp_N), slope_N=slope_N, cut_N=cut_N)
+
+
+def _finish(steps: Generator[None, None, T]) -> T:
+    """Run a cooperative computation at once."""
+    try:
+        while True:
+            next(steps)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
