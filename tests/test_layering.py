@@ -12,6 +12,7 @@
     atropos      protocols, config, runtime, inference.sample_log
     remote       protocols, config, runtime, storage
     cluster      protocols, config, cpu, runtime, storage, remote; `run` in the process of a worker
+    distributed  protocols, config, models, scoring, training, storage, monitoring; `run` in the process of a rank
     serving      protocols, config, runtime; no mathematics
     monitoring   protocols, config, storage
     artifacts    protocols, config, storage, models, monitoring
@@ -22,7 +23,8 @@
     commands, pipeline.py
                  everything
 
-MLX lives in the mathematics and in storage. `profiles`, `bench` and `tests` are no part of the running program.
+MLX lives in the mathematics, in storage and in what moves arrays between ranks. `profiles`, `bench` and `tests` are no part
+of the running program.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ MAY_IMPORT = {
     "atropos": {"protocols", "config", "runtime", "inference"},
     "remote": {"protocols", "config", "runtime", "storage"},
     "cluster": {"protocols", "config", "cpu", "runtime", "storage", "remote", "run"},
+    "distributed": {"protocols", "config", "models", "scoring", "training", "storage", "monitoring", "run"},
     "serving": {"protocols", "config", "runtime"},
     "monitoring": {"protocols", "config", "storage"},
     "artifacts": {"protocols", "config", "storage", "models", "monitoring"},
@@ -221,7 +224,7 @@ def test_mlx_is_used_by_mathematics_and_files_only() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in files(*PROGRAM)
-        if part_of(own_name(path)) not in (*MATHEMATICS, "storage", "artifacts")
+        if part_of(own_name(path)) not in (*MATHEMATICS, "storage", "artifacts", "distributed")
         for name, line in outside(path)
         if name in ("mlx", "mlx_lm")
     ]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -21,8 +21,6 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from clotho.config.schema import Profile
-from clotho.config.sections_training import DistributedSection
-from clotho.distributed.membership import Membership
 from clotho.distributed.messages import (
     Add,
     Answer,
@@ -85,24 +83,50 @@ def grouped(arrays: Mapping[str, mx.array], limit: int = MESSAGE_BYTES) -> Itera
     yield group
 
 
+class Group(Protocol):
+    """The membership of rank 0 in a group of ranks; see `Membership`."""
+
+    size: int
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send a message to another rank; returns at once."""
+
+    def add(self, arrays: Mapping[str, mx.array]) -> dict[str, NDArray[np.float32]]:
+        """Return the sums of float32 arrays over all ranks."""
+
+    def lose(self, rank: int | None, reason: str) -> None:
+        """End the process because a rank was lost."""
+
+    def resumable(self, run_directory: str) -> None:
+        """Tell the supervisor that the run can be resumed from now on."""
+
+    def expect_end(self) -> None:
+        """The run ends: from now on, the end of another rank does not matter."""
+
+    def close(self) -> None:
+        """Send the remaining messages and close the connections."""
+
+
 class LearnerRanks:
     """All ranks, as the learner of rank 0 sees them. Implements `OtherRanks`.
 
     count: number of ranks, this one included; 1 if the launcher started one process only.
     """
 
-    def __init__(self, settings: DistributedSection, *, exit_process: Callable[[int], NoReturn]) -> None:
-        """Join the other ranks; blocks until all have joined. exit_process: ends this process with a status."""
-        self._settings = settings
+    def __init__(self, join: Callable[[Callable[[int, bytes], None]], Group], *, share_seconds: float) -> None:
+        """Join the other ranks; blocks until all have joined.
+
+        join: called in the thread of the collectives, with the receiver of messages. share_seconds: time for the share
+        of another rank after the own share.
+        """
+        self._share_seconds = share_seconds
         self._answers: SimpleQueue[tuple[int, Answer]] = SimpleQueue()
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         threading.Thread(target=self._run_calls, name="collectives", daemon=True).start()
-        self._membership = self._submit(
-            lambda: Membership(settings, receive=self._receive, exit_process=exit_process)
-        ).result()
-        self.count = self._membership.size
+        self._group = self._submit(lambda: join(self._receive)).result()
+        self.count = self._group.size
+        self._others = range(1, self.count)
         self._number = 0
-        self._awaited: frozenset[int] = frozenset()
         self._sent: Parameters | None = None
         self._sent_reference: Arrays | None = None
         self._fingerprint = ""
@@ -125,9 +149,9 @@ class LearnerRanks:
             prevent_sleep=profile.monitor.prevent_sleep,
             cache_limit_mb=profile.monitor.cache_limit_mb,
         )
-        for rank in self._membership.others:
-            self._membership.send(rank, encode(setup))
-        waiting = set(self._membership.others)
+        for rank in self._others:
+            self._group.send(rank, encode(setup))
+        waiting = set(self._others)
         while waiting:
             rank, answer = self._answers.get()
             if isinstance(answer, Failed):
@@ -139,14 +163,14 @@ class LearnerRanks:
 
     def resumable(self, run_directory: str) -> None:
         """The run can be resumed from now on if a rank is lost."""
-        self._membership.resumable(run_directory)
+        self._group.resumable(run_directory)
 
     def close(self) -> None:
         """End the other ranks."""
-        self._membership.expect_end()
-        for rank in self._membership.others:
-            self._membership.send(rank, encode(End()))
-        self._membership.close()
+        self._group.expect_end()
+        for rank in self._others:
+            self._group.send(rank, encode(End()))
+        self._group.close()
 
     def deal_gradients(
         self,
@@ -181,9 +205,9 @@ class LearnerRanks:
         """See `OtherRanks`. Raises RankError if a rank fails, or has computed with other weights."""
         number = self._number
         computed = yield from self._collect()
-        for rank in self._membership.others:
-            self._membership.send(rank, encode(Add(number=number)))
-        adding = self._submit(lambda: self._membership.add(own.arrays))
+        for rank in self._others:
+            self._group.send(rank, encode(Add(number=number)))
+        adding = self._submit(lambda: self._group.add(own.arrays))
         while not adding.done():
             _wait(adding, TURN_SECONDS)
             yield
@@ -232,22 +256,22 @@ class LearnerRanks:
     ) -> Sequence[int]:
         self._number += 1
         shares = deal([positions(micro) for micro in micro_batches], self.count)
-        for rank in self._membership.others:
-            self._membership.send(rank, encode(share(rank, tuple(parts[index] for index in shares[rank]))))
+        for rank in self._others:
+            self._group.send(rank, encode(share(rank, tuple(parts[index] for index in shares[rank]))))
         return shares[0]
 
     def _collect(self) -> Generator[None, None, list[Computed]]:
         """Wait for the answers of all other ranks to the newest shares. Answers to abandoned shares are dropped."""
         found: dict[int, Computed] = {}
-        limit = self._settings.share_seconds
+        limit = self._share_seconds
         due = time.monotonic() + limit
         while len(found) < self.count - 1:
             try:
                 rank, answer = self._answers.get(timeout=TURN_SECONDS)
             except Empty:
                 if time.monotonic() > due:
-                    late = next(rank for rank in self._membership.others if rank not in found)
-                    self._membership.lose(late, f"did not compute its share within {limit:g} s")
+                    late = next(rank for rank in self._others if rank not in found)
+                    self._group.lose(late, f"did not compute its share within {limit:g} s")
                 yield
                 continue
             if isinstance(answer, Failed):
@@ -269,10 +293,10 @@ class LearnerRanks:
         for number, group in enumerate(groups, 1):
             complete = number == len(groups)
             content = encode(Weights(tensors=tensor_bytes(group), reference=reference, complete=complete))
-            for rank in self._membership.others:
-                self._membership.send(rank, content)
+            for rank in self._others:
+                self._group.send(rank, content)
 
-    def _receive(self, membership: Membership, rank: int, content: bytes) -> None:
+    def _receive(self, rank: int, content: bytes) -> None:
         self._answers.put((rank, decode_answer(content)))
 
     def _submit(self, call: Callable[[], T]) -> Future[T]:

@@ -42,7 +42,6 @@ class Link:
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._closing = False
         connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._writer = threading.Thread(target=self._write, name=f"to rank {rank}", daemon=True)
         self._reader = threading.Thread(target=self._read, name=f"from rank {rank}", daemon=True)
         self._writer.start()
@@ -91,14 +90,16 @@ class Link:
         while filled < length:
             count = self._connection.recv_into(view[filled : filled + CHUNK])
             if not count:
-                raise ConnectionResetError("the connection was closed")
+                raise ConnectionResetError
             self.seen = time.monotonic()
             filled += count
         return bytes(buffer)
 
     def _end(self, error: OSError) -> None:
         if not self._closing:
-            self._lost(self.rank, f"closed its connection ({error.strerror or error})")
+            self._lost(
+                self.rank, f"closed its connection: {error.strerror}" if error.strerror else "closed its connection"
+            )
 
 
 class Watch:

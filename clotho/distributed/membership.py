@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from clotho.config.sections_training import DistributedSection
 from clotho.distributed.links import Link, Watch
 from clotho.distributed.messages import Lost, encode
-from clotho.distributed.supervision import RANK_LOST, START_SECONDS, Supervisor
+from clotho.distributed.supervision import RANK_LOST, Supervisor
 from clotho.distributed.supervision import rank as supervision_rank
 from protocols.errors import ProfileError
 
@@ -29,6 +29,9 @@ log = structlog.get_logger(actor="learner")
 
 PIECE = 1 << 21
 """Number of float32 values that one collective adds: 8 MB, so that its duration does not depend on the model."""
+
+CONNECT_SECONDS = 20.0
+"""Time in which the ranks must connect after they have joined the group."""
 
 TOKEN = struct.Struct("<16sI")
 """What a rank sends when it connects: the token that rank 0 has given to all ranks, and its rank."""
@@ -60,7 +63,7 @@ class Membership:
         self,
         settings: DistributedSection,
         *,
-        receive: Callable[[Membership, int, bytes], None],
+        receive: Callable[[int, bytes], None],
         exit_process: Callable[[int], NoReturn],
     ) -> None:
         """Join; the process ends if the other ranks do not. receive: called with every message, in a thread.
@@ -73,22 +76,18 @@ class Membership:
         self._links: dict[int, Link] = {}
         self._ending = threading.Lock()
         self._supervisor = Supervisor(on_end=lambda: self._exit(RANK_LOST))
-        self._tell_settings()
+        self._supervisor.tell(restarts=settings.restarts)
+        self._group = _join()  # blocks all threads of this process; the supervisor waits for the first sign of life
+        self.rank, self.size = self._group.rank(), self._group.size()
+        self._stream = mx.gpu if "NCCL_HOST_IP" in os.environ else mx.cpu
         self._watch = Watch(hang_seconds=settings.hang_seconds, alive=self._supervisor.alive, lost=self.lose)
         self._watch.start()
-        with self._watch.deadline(START_SECONDS, f"did not join within {START_SECONDS:g} s"):
-            self._group = _join()
-            self.rank, self.size = self._group.rank(), self._group.size()
-            self._stream = mx.gpu if "NCCL_HOST_IP" in os.environ else mx.cpu
-            if self.size > 1:
+        self._tell_settings()
+        if self.size > 1:
+            with self._watch.deadline(CONNECT_SECONDS, "did not connect"):
                 self._links = {link.rank: link for link in self._connect()}
         for link in self._links.values():
             self._watch.add(link)
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        """The ranks that this one has connections to: all others for rank 0, otherwise rank 0."""
-        return tuple(self._links)
 
     def apply(self, settings: DistributedSection) -> None:
         """Use the settings of rank 0."""
@@ -177,7 +176,7 @@ class Membership:
                 self._share([listener.getsockname()[1], *token])
                 return [self._link(other, connection) for other, connection in _accept(listener, token, self.size)]
         port, *token_bytes = self._share([0] * 17)
-        connection = socket.create_connection((host, port), timeout=START_SECONDS)
+        connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
         connection.sendall(TOKEN.pack(bytes(token_bytes), self.rank))
         return [self._link(0, connection)]
 
@@ -188,9 +187,8 @@ class Membership:
         return [int(number) for number in np.array(total)]
 
     def _link(self, rank: int, connection: socket.socket) -> Link:
-        return Link(
-            rank, connection, receive=lambda other, content: self._receive(self, other, content), lost=self.lose
-        )
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return Link(rank, connection, receive=self._receive, lost=self.lose)
 
 
 def _join() -> mx.distributed.Group:

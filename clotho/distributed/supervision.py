@@ -29,10 +29,8 @@ CONNECTION = "CLOTHO_SUPERVISOR"
 RANK_LOST = 75
 """Exit status of a rank that ends because another rank was lost, or did not join."""
 
-START_SECONDS = 120.0
-"""Time in which all ranks must join after the first one."""
-LOAD_SECONDS = 120.0
-"""Further time until a rank gives its first sign of life: it imports its modules and reads its profile before."""
+START_SECONDS = 240.0
+"""Time until the first sign of life of a rank, which comes when all ranks have joined."""
 POLL_SECONDS = 0.1
 SUSPENDED_SECONDS = 2.0
 """A process whose periodic check is this late was suspended itself; silence of others in this time means nothing."""
@@ -124,7 +122,7 @@ class RankProcess:
 
     def wait(self) -> int:
         """Wait for the end of the process, and end it if it gives no sign of life; return its status."""
-        limit = START_SECONDS + LOAD_SECONDS
+        limit = START_SECONDS
         seen = looked = time.monotonic()
         while self._process.poll() is None:
             heard, now = self._listen(), time.monotonic()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import NoReturn, TypeVar
 
@@ -12,11 +13,11 @@ import mlx.core as mx
 import numpy as np
 import structlog
 
-from clotho.config.sections_training import BaseReference, DistributedSection
+from clotho.config.schema import SamplingSection
+from clotho.config.sections_training import BaseReference, DistributedSection, LearnerSection
 from clotho.distributed.membership import Membership
 from clotho.distributed.messages import (
     Add,
-    Answer,
     Computed,
     End,
     Failed,
@@ -33,8 +34,8 @@ from clotho.distributed.messages import (
 )
 from clotho.models.loading import find_model
 from clotho.models.machine import limit_mlx_memory, memory_limit
-from clotho.models.parameters import Arrays, Parameters, fingerprint, flat, layout, nested
-from clotho.models.policy import load_policy
+from clotho.models.parameters import Arrays, fingerprint, flat, layout, nested
+from clotho.models.policy import Policy, TrainablePolicy, load_policy
 from clotho.models.turns import UNDIVIDED
 from clotho.monitoring.failure_report import complain
 from clotho.run.idle_sleep import no_idle_sleep
@@ -61,18 +62,20 @@ def run_rank() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     instructions: SimpleQueue[Instruction] = SimpleQueue()
+    joined: Future[Membership] = Future()
 
-    def receive(membership: Membership, rank: int, content: bytes) -> None:
+    def receive(rank: int, content: bytes) -> None:
         instruction = decode_instruction(content)
         if isinstance(instruction, Lost):
-            membership.end(instruction.problem)
+            joined.result().end(instruction.problem)
         if isinstance(instruction, End):
-            membership.expect_end()
+            joined.result().expect_end()
         instructions.put(instruction)
 
     membership = Membership(DistributedSection(), receive=receive, exit_process=_exit)
+    joined.set_result(membership)
     try:
-        _Rank(membership, instructions).run()
+        _follow(membership, instructions)
     except Exception as error:
         failed = _failure(error)
         complain(f"rank {membership.rank}: {failed.message}")
@@ -95,68 +98,57 @@ def _failure(error: Exception) -> Failed:
     return Failed(message=message, exit_status=error.exit_status if isinstance(error, ClothoError) else 1)
 
 
-class _Rank:
-    """What rank 0 tells this rank to do, in order."""
+def _follow(membership: Membership, instructions: SimpleQueue[Instruction]) -> None:
+    """Do what rank 0 says, until the run ends."""
+    setup = instructions.get()
+    if not isinstance(setup, Setup):
+        return
+    membership.apply(setup.distributed)
+    with no_idle_sleep(enabled=setup.prevent_sleep):
+        computer = ShareComputer(load(setup), setup.learner, setup.sampling)
+        membership.send(0, encode(Ready(layout=computer.layout)))
+        while not isinstance(instruction := instructions.get(), End):
+            if isinstance(instruction, Add):
+                membership.add(computer.take_gradient())
+            elif answer := computer.follow(instruction, abandoned=lambda: not instructions.empty()):
+                membership.send(0, encode(answer))
 
-    def __init__(self, membership: Membership, instructions: SimpleQueue[Instruction]) -> None:
-        self._membership, self._instructions = membership, instructions
 
-    def run(self) -> None:
-        """Work until the run ends."""
-        setup = self._instructions.get()
-        if not isinstance(setup, Setup):
-            return
-        self._membership.apply(setup.distributed)
-        with no_idle_sleep(enabled=setup.prevent_sleep):
-            computer = ShareComputer(setup)
-            self._answer(Ready(layout=computer.layout))
-            while not isinstance(instruction := self._instructions.get(), End):
-                self._follow(computer, instruction)
-
-    def _follow(self, computer: ShareComputer, instruction: Instruction) -> None:
-        match instruction:
-            case Weights():
-                computer.receive(instruction)
-            case GradientShare():
-                computer.gradient = None
-                if self._is_newest():
-                    self._answer(computer.compute_gradient(instruction))
-            case LogprobsShare():
-                if self._is_newest():
-                    self._answer(computer.compute_logprobs(instruction))
-            case Add():
-                self._membership.add(computer.take_gradient())
-
-    def _is_newest(self) -> bool:
-        """Whether rank 0 has not sent anything else since; it abandons a share when a run is stopped."""
-        return self._instructions.empty()
-
-    def _answer(self, answer: Answer) -> None:
-        self._membership.send(0, encode(answer))
+def load(setup: Setup) -> Policy:
+    """Load the model of the run. Raises ModelError if this machine cannot load it, or has other files."""
+    if model_fingerprint(find_model(setup.model.path)) != setup.model_fingerprint:
+        raise ModelError(f"{setup.model.path} is not the model of rank 0: copy the files of rank 0 to this machine")
+    limit_mlx_memory(memory_limit(), needed=setup.memory_bytes, cache=setup.cache_limit_mb * 2**20)
+    keep_reference = isinstance(setup.learner.reference, BaseReference)
+    return load_policy(setup.model, setup.policy, seed=setup.seed, keep_reference=keep_reference)
 
 
 class ShareComputer:
-    """Computes shares with the model of this rank. layout: names, types and shapes of the trainable parameters.
+    """Computes shares with the model of this rank. layout: names, types and shapes of the trainable parameters."""
 
-    gradient: of the newest share; None if it is empty.
-    """
-
-    def __init__(self, setup: Setup) -> None:
-        """Load the model. Raises ModelError if this machine cannot load it, or has other files."""
-        if model_fingerprint(find_model(setup.model.path)) != setup.model_fingerprint:
-            raise ModelError(f"{setup.model.path} is not the model of rank 0: copy the files of rank 0 to this machine")
-        limit_mlx_memory(memory_limit(), needed=setup.memory_bytes, cache=setup.cache_limit_mb * 2**20)
-        keep_reference = isinstance(setup.learner.reference, BaseReference)
-        self._policy = load_policy(setup.model, setup.policy, seed=setup.seed, keep_reference=keep_reference)
-        self._settings, self._objective = setup.learner, objective(setup.learner.objective)
-        self._distribution = SamplingDistribution(setup.sampling.temperature, setup.sampling.logit_bias)
-        self._forcing = TeacherForcing(self._policy.model, self._policy.vocab_size, layout=setup.learner.layout)
-        self._reference = ReferencePolicy(self._policy, setup.learner)
-        self._parameters: Parameters = self._policy.trainable()
+    def __init__(self, policy: TrainablePolicy, learner: LearnerSection, sampling: SamplingSection) -> None:
+        """Raises ProfileError if the objective cannot be imported."""
+        self._policy, self._settings, self._objective = policy, learner, objective(learner.objective)
+        self._distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
+        self._forcing = TeacherForcing(policy.model, policy.vocab_size, layout=learner.layout)
+        self._reference = ReferencePolicy(policy, learner)
+        self._parameters = policy.trainable()
         self._fingerprint = ""
         self._received: Arrays = {}
+        self._gradient: Gradient | None = None
         self.layout = layout(self._parameters)
-        self.gradient: Gradient | None = None
+
+    def follow(self, instruction: Instruction, *, abandoned: Callable[[], bool]) -> Computed | None:
+        """Use new weights, or compute a share. abandoned: whether rank 0 has said something else since."""
+        match instruction:
+            case Weights():
+                self.receive(instruction)
+            case GradientShare():
+                self._gradient = None
+                return None if abandoned() else self.compute_gradient(instruction)
+            case LogprobsShare():
+                return None if abandoned() else self.compute_logprobs(instruction)
+        return None
 
     def receive(self, weights: Weights) -> None:
         """Use these weights once they are complete."""
@@ -171,7 +163,7 @@ class ShareComputer:
             self._fingerprint = fingerprint(self._parameters)
 
     def compute_gradient(self, share: GradientShare) -> Computed:
-        """Compute the gradient of a share, which `gradient` keeps."""
+        """Compute the gradient of a share, which stays here."""
         mx.random.seed(share.seed)
         config = LossConfig(self._settings, self._objective, self._distribution, share.loss_coefficients)
         results = []
@@ -193,9 +185,9 @@ class ShareComputer:
                     token_gradients=share.token_gradients,
                 )
             )
-            self.gradient = add(self.gradient, found)
+            self._gradient = add(self._gradient, found)
             results.append(_result(part.index, found))
-        total = self.gradient
+        total = self._gradient
         sums = {} if total is None else {name: np.array(array).tolist() for name, array in total.metrics.items()}
         return Computed(
             number=share.number,
@@ -207,7 +199,7 @@ class ShareComputer:
 
     def take_gradient(self) -> Arrays:
         """Return the arrays of the gradient, zeros if the share was empty."""
-        total, self.gradient = self.gradient, None
+        total, self._gradient = self._gradient, None
         if total is not None:
             return total.arrays
         zeros = {name: mx.zeros(array.shape) for name, array in flat(self._parameters).items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import structlog
@@ -99,8 +100,12 @@ async def build_context(
 def _join_ranks(settings: DistributedSection) -> LearnerRanks | None:
     """Join the other ranks of a data-parallel learner, in a thread; None without others."""
     from clotho.distributed.learner_ranks import LearnerRanks
+    from clotho.distributed.membership import Membership
 
-    ranks = LearnerRanks(settings, exit_process=process_signals.exit)
+    def join(receive: Callable[[int, bytes], None]) -> Membership:
+        return Membership(settings, receive=receive, exit_process=process_signals.exit)
+
+    ranks = LearnerRanks(join, share_seconds=settings.share_seconds)
     return ranks if ranks.count > 1 else None
 
 
@@ -190,9 +195,7 @@ async def _build_context(
         sampler=Sampler(executor.submit, engine),
         ledger=ledger,
         progress=progress,
-        weights=_cell(
-            "weights", WeightsReady(version=policy.version, step=policy.step, fingerprint=policy.fingerprint)
-        ),
+        weights=_cell("weights", _served(policy)),
         replacements=_cell("replacements", ledger.ended - progress.step * profile.learner.batch_size),
         logged=Latest[int]("logged"),
         alarms=RunAlarms(expectations(profile.rewards), reported=[finding.name for finding in preflight]),
@@ -230,6 +233,10 @@ def _curriculum(profile: Profile, prompts: PromptBuilder, state: RunState | None
         dataset=problems_fingerprint(prompts.problems),
         state=state.curriculum if state else None,
     )
+
+
+def _served(policy: Policy) -> WeightsReady:
+    return WeightsReady(version=policy.version, step=policy.step, fingerprint=policy.fingerprint)
 
 
 def _cell(name: str, value: T) -> Latest[T]:

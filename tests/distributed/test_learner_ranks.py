@@ -1,0 +1,224 @@
+"""Rank 0 deals micro-batches and adds gradients: the update is that of one rank.
+
+The other ranks of these tests are in this process. They receive and send the same bytes as over a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from clotho.config.schema import SamplingSection
+from clotho.distributed.learner_ranks import LearnerRanks, deal, grouped
+from clotho.distributed.messages import Add, Computed, End, Failed, Lost, decode_instruction, encode
+from clotho.distributed.worker import ShareComputer
+from clotho.models.parameters import flat
+from clotho.training.update import PolicyLearner, Update
+from protocols.errors import RankError
+from tests.learner_settings import learner_settings
+from tests.training.policies_and_groups import VOCAB, finish, random_groups, tiny_policy
+
+
+class RanksInProcess:
+    """Other ranks that compute their shares when they receive them. size: number of ranks.
+
+    change: changes the answers of the other ranks. kinds: of the instructions, in order.
+    """
+
+    def __init__(self, ranks: int, settings: dict[str, Any], change: Callable[[Computed], Computed | Failed]) -> None:
+        self.size, self.kinds, self.lost = ranks, list[str](), list[int | None]()
+        section = learner_settings(**settings)
+        self._computers = [ShareComputer(tiny_policy(), section, SamplingSection()) for _ in range(1, ranks)]
+        self._change = change
+        self._receive: Callable[[int, bytes], None] = lambda rank, content: None
+
+    def join(self, receive: Callable[[int, bytes], None]) -> RanksInProcess:
+        self._receive = receive
+        return self
+
+    def send(self, rank: int, message: bytes) -> None:
+        instruction = decode_instruction(message)
+        self.kinds.append(type(instruction).__name__)
+        if isinstance(instruction, Add | End | Lost):
+            return
+        answer = self._computers[rank - 1].follow(instruction, abandoned=lambda: False)
+        if answer is not None:
+            self._receive(rank, encode(self._change(answer)))
+
+    def add(self, arrays: Mapping[str, mx.array]) -> dict[str, NDArray[np.float32]]:
+        total = {name: np.array(array) for name, array in arrays.items()}
+        for computer in self._computers:
+            total = {name: total[name] + np.array(array) for name, array in computer.take_gradient().items()}
+        return total
+
+    def lose(self, rank: int | None, reason: str) -> None:
+        self.lost.append(rank)
+
+    def resumable(self, run_directory: str) -> None: ...
+
+    def expect_end(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def unchanged(answer: Computed) -> Computed:
+    """Return the answer."""
+    return answer
+
+
+def learner(
+    ranks: int, settings: dict[str, Any], change: Callable[[Computed], Computed | Failed] = unchanged
+) -> tuple[PolicyLearner, RanksInProcess]:
+    """Return a learner with so many ranks."""
+    group = RanksInProcess(ranks, settings, change)
+    section = learner_settings(**settings)
+    others = LearnerRanks(group.join, share_seconds=60.0) if ranks > 1 else None
+    made = PolicyLearner(
+        tiny_policy(), section, SamplingSection(), steps=10, measure_update_kl=True, token_values=True, ranks=others
+    )
+    return made, group
+
+
+def updates(ranks: int, settings: dict[str, Any], count: int) -> tuple[list[Update], RanksInProcess]:
+    """Return the results of some updates."""
+    made, group = learner(ranks, settings)
+    return [finish(made.update(random_groups(VOCAB, groups=4, seed=seed))) for seed in range(count)], group
+
+
+def relative_difference(first: Update, second: Update) -> float:
+    """Return the norm of the difference of the weights, relative to their norm."""
+    left, right = flat(first.parameters), flat(second.parameters)
+    difference = sum(float(mx.square(left[name] - right[name]).sum()) for name in left)
+    return float(np.sqrt(difference / sum(float(mx.square(array).sum()) for array in left.values())))
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"learning_rate": 1e-3, "schedule": "constant", "micro_batch_tokens": 64},
+    {"learning_rate": 1e-3, "schedule": "constant", "micro_batch_tokens": 4096, "layout": "shared"},
+    {
+        "learning_rate": 1e-3,
+        "schedule": "constant",
+        "micro_batch_tokens": 40,
+        "kl_beta": 0.1,
+        "kl_in": "reward",
+        "reference": "average",
+        "ref_ema": 0.5,
+        "num_minibatches": 2,
+        "update_epochs": 2,
+    },
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["micro-batches", "one micro-batch, shared prompts", "all passes"])
+def test_an_update_of_two_ranks_equals_that_of_one(settings: dict[str, Any]) -> None:
+    """Weights, metrics and values of tokens are equal up to the order of sums."""
+    count = 1 if settings["micro_batch_tokens"] > 1000 else 2
+    alone, (together, group) = updates(1, settings, count)[0], updates(2, settings, count)
+    assert group.kinds[:3] == ["Weights", "GradientShare", "Add"] or "LogprobsShare" in group.kinds
+    for one, two in zip(alone, together, strict=True):
+        assert two.applied
+        assert relative_difference(one, two) < 1e-6
+        assert two.metrics.grad_norm == pytest.approx(one.metrics.grad_norm, rel=1e-5)
+        assert two.metrics.loss == pytest.approx(one.metrics.loss, rel=1e-4, abs=1e-6)
+        assert two.metrics.entropy == pytest.approx(one.metrics.entropy, rel=1e-5)
+        assert two.metrics.update_kl == pytest.approx(one.metrics.update_kl, rel=1e-2, abs=1e-9)
+        assert [[row.cut for row in rows] for rows in two.tokens] == [[row.cut for row in rows] for rows in one.tokens]
+
+
+def test_more_ranks_than_completions_compute_the_same() -> None:
+    """A rank with an empty share adds zeros."""
+    groups = random_groups(VOCAB, groups=1, size=2)
+    results = []
+    for ranks in (1, 4):
+        made, _ = learner(ranks, SETTINGS[0])
+        results.append(finish(made.update(groups)))
+    assert relative_difference(*results) < 1e-6
+
+
+def test_every_update_sends_its_weights_once() -> None:
+    """A rehearsal uses no other rank."""
+    made, group = learner(2, SETTINGS[0])
+    groups = random_groups(VOCAB, groups=1)
+    finish(made.update(groups))
+    finish(made.rehearse(groups, step=1))
+    finish(made.update(groups))
+    assert group.kinds == ["Weights", "GradientShare", "Add"] * 2
+
+
+def test_a_gradient_that_is_not_finite_rejects_the_update_of_all_ranks() -> None:
+    """The sum is not finite if one share is not."""
+    made, group = learner(2, SETTINGS[0])
+    add = group.add
+
+    def with_nan(arrays: Mapping[str, mx.array]) -> dict[str, NDArray[np.float32]]:
+        return {name: array * np.float32("nan") for name, array in add(arrays).items()}
+
+    group.add = with_nan  # type: ignore[method-assign]
+    result = finish(made.update(random_groups(VOCAB, groups=1)))
+    assert not result.finite
+    assert not result.applied
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda answer: replace(answer, fingerprint="0" * 16),
+        lambda answer: Failed(message="out of memory", exit_status=1),
+    ],
+    ids=["other weights", "failure"],
+)
+def test_a_wrong_answer_fails_the_update_with_the_rank(change: Callable[[Computed], Computed | Failed]) -> None:
+    """The error names the rank, and nothing has changed."""
+    made, _ = learner(2, SETTINGS[0], change)
+    before = made.parameters
+    with pytest.raises(RankError, match="rank 1"):
+        finish(made.update(random_groups(VOCAB, groups=1)))
+    assert made.parameters is before
+
+
+def test_an_abandoned_update_leaves_no_answer_for_the_next_one() -> None:
+    """A run that is stopped closes the update at any turn."""
+    made, _ = learner(2, SETTINGS[0])
+    steps: Generator[None, None, Update] = made.update(random_groups(VOCAB, seed=1))
+    next(steps)
+    steps.close()
+    result = finish(made.update(random_groups(VOCAB, groups=1)))
+    assert result.applied
+
+
+def test_a_late_share_loses_its_rank() -> None:
+    """`distributed.share_seconds` counts from the end of the own share."""
+    group = RanksInProcess(2, SETTINGS[0], unchanged)
+    others = LearnerRanks(group.join, share_seconds=1e-6)
+    made = PolicyLearner(tiny_policy(), learner_settings(**SETTINGS[0]), SamplingSection(), steps=10, ranks=others)
+    group.send = lambda rank, message: None  # type: ignore[method-assign]
+    steps = made.update(random_groups(VOCAB, groups=1))
+    while not group.lost:
+        next(steps)
+    assert group.lost == [1]
+
+
+@pytest.mark.parametrize(
+    ("costs", "ranks", "expected"),
+    [
+        ([5, 3, 2], 2, [[0], [1, 2]]),
+        ([1, 1, 1, 1], 2, [[0, 2], [1, 3]]),
+        ([2, 7], 3, [[1], [0], []]),
+        ([0, 0, 0], 2, [[0, 2], [1]]),
+    ],
+)
+def test_micro_batches_are_dealt_by_their_cost(costs: Sequence[int], ranks: int, expected: list[list[int]]) -> None:
+    """The most expensive ones first, each to the rank with the least work; rank 0 never gets none."""
+    assert deal(costs, ranks) == expected
+
+
+def test_large_weights_take_several_messages() -> None:
+    """An array above the limit has a message of its own, and all arrays arrive."""
+    arrays = {name: mx.zeros(size, dtype=mx.uint8) for name, size in (("a", 3), ("b", 3), ("c", 9), ("d", 1))}
+    assert [list(group) for group in grouped(arrays, limit=6)] == [["a", "b"], ["c"], ["d"]]
