@@ -23,8 +23,8 @@
     commands, pipeline.py
                  everything
 
-MLX lives in the mathematics, in storage and in what moves arrays between ranks. `profiles`, `bench` and `tests` are no part
-of the running program.
+MLX lives in the mathematics, in storage and in what moves arrays between ranks. `profiles`, `bench` and `tests` are no
+part of the running program.
 """
 
 from __future__ import annotations
