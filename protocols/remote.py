@@ -21,7 +21,8 @@ class ServedPolicy(Struct, frozen=True, kw_only=True):
 
     The response of GET /v1/policy and PUT /v1/policy/weights. version, step, fingerprint: of the served weights.
     run_id: the run that sent the weights; empty if no run did. layout: hash of the names, shapes and types of the
-    trainable parameters. vocab_size, context_length: of the model.
+    trainable parameters. vocab_size, context_length: of the model. instance: differs after a restart of the server;
+    empty if the server does not say.
     """
 
     version: int
@@ -31,6 +32,7 @@ class ServedPolicy(Struct, frozen=True, kw_only=True):
     layout: str
     vocab_size: int
     context_length: int
+    instance: str = ""
 
 
 class RolloutCall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -30,7 +30,9 @@ class RemoteServerGauge(Struct, frozen=True, kw_only=True):
 
     state: `ready` gets groups, `updating` gets weights, `failed` could not be used at the last attempt.
     version: policy version that it serves. lag: versions behind the weights that the run serves.
-    rows: completions in flight. groups: groups requested from it. failures: failed attempts and groups.
+    rows: completions in flight. groups: groups requested from it. tokens: of the groups that it has completed.
+    failures: failed attempts and groups. restarts: how often another process than before has answered.
+    bytes_sent, bytes_received: weights and requests for it, and its answers.
     push_seconds: time until it served the last weights that it got. pushes: distribution of this time.
     """
 
@@ -40,7 +42,11 @@ class RemoteServerGauge(Struct, frozen=True, kw_only=True):
     lag: int | None
     rows: int
     groups: int
+    tokens: int
     failures: int
+    restarts: int
+    bytes_sent: int
+    bytes_received: int
     push_seconds: float | None
     pushes: Distribution
 

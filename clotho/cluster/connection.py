@@ -30,11 +30,12 @@ LOCAL_OBJECT_BYTES = 512 * 2**20
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+    "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_raylet_start_wait_time_s": "120",
 }
-"""Variables that Ray reads: no report leaves the machine, clusters of Macs are permitted, Ray does not change the
-variables of accelerators, and a busy machine may start slowly."""
+"""Variables that Ray reads: no report leaves the machine, clusters of Macs are permitted, a late call starts no
+new cluster after `close`, Ray does not change the variables of accelerators, and a busy machine may start slowly."""
 
 
 class _LastingThread:

@@ -13,7 +13,7 @@ from anyio.to_thread import run_sync
 
 from clotho.cluster.messages import Failed, Outcome, Published, Refused, Turn
 from clotho.cluster.published_weights import PublishedWeights
-from clotho.remote.server import STATE_SECONDS, RemoteFailure, check_answer
+from clotho.remote.server import STATE_SECONDS, RemoteFailure, Traffic, check_answer
 from clotho.remote.weights import Weights
 from protocols.errors import RequestError, visible
 from protocols.remote import RolloutAnswer, RolloutCall, ServedPolicy
@@ -51,7 +51,7 @@ class RayWorker:
         self, name: str, actor: Any, *, weights: PublishedWeights, run_id: str, timeout_seconds: float
     ) -> None:
         """actor: handle of a `RolloutWorker`. run_id: names this run to the worker. timeout_seconds: for one group."""
-        self.name = name
+        self.name, self.traffic = name, Traffic()
         self._actor, self._weights, self._run_id = actor, weights, run_id
         self._timeout_seconds = timeout_seconds
         self._has_started = False
@@ -75,6 +75,7 @@ class RayWorker:
         ready = weights.ready
         published = await self._weights.publication(weights, held="" if self._needs_whole else self._held)
         self._needs_whole = published.patched
+        self.traffic.sent += published.size
         description = Published(ready=ready, run_id=self._run_id, patched=published.patched)
         reply = self._actor.replace.remote(msgspec.msgpack.encode(description), *published.references)
         served: ServedPolicy = await self._call(reply, ServedPolicy, seconds=self._timeout_seconds)
@@ -112,12 +113,15 @@ class RayWorker:
 
     def _submit(self, turn: _OpenTurn) -> None:
         self._turn = None
-        turn.reference = self._actor.submit.remote(msgspec.msgpack.encode(Turn(calls=tuple(turn.calls))))
+        content = msgspec.msgpack.encode(Turn(calls=tuple(turn.calls)))
+        self.traffic.sent += len(content)
+        turn.reference = self._actor.submit.remote(content)
         turn.submitted.set()
 
     async def _call(self, reply: Any, kind: Any, *, seconds: float) -> Any:
         content = await self._result(reply, seconds=seconds)
         try:
+            self.traffic.received += len(content)
             return msgspec.msgpack.decode(content, type=kind)
         except (msgspec.MsgspecError, TypeError) as error:
             raise RemoteFailure(f"not a valid reply: {visible(str(error), 200)}") from error

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from clotho.monitoring.metrics import EVALUATION_METRICS, METRICS
+from clotho.monitoring.metrics import EVALUATION_METRICS, METRICS, REMOTE_METRICS
 
 Format = Literal["number", "percent", "bytes", "seconds"]
 
@@ -72,6 +72,12 @@ def _line(label: str, column: str, **other: Any) -> Line:
 def _estimate(label: str, column: str, **other: Any) -> Line:
     """Return the line of a mean with its interval as a band."""
     return _line(label, f"{column}/value", low=f"{column}/low", high=f"{column}/high", **other)
+
+
+def _by_server(title: str, metric: str, **other: Any) -> Chart:
+    """Return the chart of a metric of the remote inference servers, with a line for each server."""
+    note = REMOTE_METRICS[metric]
+    return _chart("Speed", f"{title} by server", _line("*", f"remote_servers/*/{metric}"), note=note, **other)
 
 
 CHARTS = (
@@ -182,6 +188,14 @@ CHARTS = (
         _line("weight swap", "time/weight_swap"),
         format="seconds",
     ),
+    _by_server("Tokens per second", "tokens_per_second"),
+    _by_server("Version lag", "lag"),
+    _by_server("Completions in flight", "rows"),
+    _by_server("Weight push", "push_seconds", format="seconds"),
+    _by_server("Bytes sent", "bytes_sent", format="bytes"),
+    _by_server("Bytes received", "bytes_received", format="bytes"),
+    _by_server("Failures", "failures"),
+    _by_server("Restarts", "restarts"),
     _chart(
         "Machine",
         "Memory",

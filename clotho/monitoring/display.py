@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -28,7 +28,7 @@ from clotho.monitoring.terminal_text import (
 from protocols.evaluation import EvalReport
 from protocols.prompt import Problem
 from protocols.step import StepReport
-from protocols.summary import Gauges, MachineDescription, PolicyDescription
+from protocols.summary import Gauges, MachineDescription, PolicyDescription, RemoteServerGauge
 
 LINE_LIMIT = 1000
 """Maximum number of characters of a line."""
@@ -38,6 +38,9 @@ SECONDS_BETWEEN_LINES = 2.0
 
 REMINDER_SECONDS = 30.0
 """Time without a line after which the plain display writes what the run waits for."""
+
+MAX_SERVERS = 4
+"""Number of remote inference servers that are shown one by one."""
 
 LABEL_WIDTH = 9
 """Width of the labels of the facts."""
@@ -191,8 +194,10 @@ class PlainDisplay:
         self._shown_step, self._next_line_at = self._view.step, self._clock() + SECONDS_BETWEEN_LINES
         self._write(self._position(self._view.step), self._step_pieces(self._view, self._view.latest))
         indent = " " * (len(self._position(0)) + 2)
+        gauges = self._gauges()
         self._write(indent, reward_pieces(self._view.latest))
-        self._write(indent, [f"alarm {finding.name}" for finding in self._gauges().findings])
+        self._write(indent, list(server_pieces(gauges.remote.servers, self._view.latest))[:1])
+        self._write(indent, [f"alarm {finding.name}" for finding in gauges.findings])
 
     def _write(self, start: str, pieces: Iterable[str]) -> None:
         found = list(pieces)
@@ -244,6 +249,27 @@ def reward_pieces(latest: MetricsLine) -> Iterator[str]:
     for name, values in latest["rewards"].items():
         failed = f" ({values['failures']} failed)" if values["failures"] else ""
         yield f"{name} {number(values['mean'])} sd {number(values['std'])}{failed}"
+
+
+def server_pieces(servers: Sequence[RemoteServerGauge], latest: MetricsLine | None) -> Iterator[str]:
+    """Yield the state of all remote inference servers together, then that of the first servers if there are several."""
+    if not servers:
+        return
+    rates = {name: found["tokens_per_second"] for name, found in latest["remote_servers"].items()} if latest else {}
+    ready = sum(one.state == "ready" for one in servers)
+    yield f"{ready} of {len(servers)} servers ready, {_server_text(servers, rates)}"
+    for one in servers[:MAX_SERVERS] if len(servers) > 1 else ():
+        yield f"{one.name} {one.state}, {_server_text([one], rates)}"
+
+
+def _server_text(servers: Sequence[RemoteServerGauge], rates: Mapping[str, float | None]) -> str:
+    rate = sum(rates.get(one.name) or 0.0 for one in servers)
+    lag = max((one.lag for one in servers if one.lag is not None), default=None)
+    moved = sum(one.bytes_sent + one.bytes_received for one in servers)
+    return (
+        f"{rate:.0f} tokens/s, lag {number(lag, 'd')}, {sum(one.rows for one in servers)} sequences, "
+        f"{sum(one.restarts for one in servers)} restarts, {memory(moved)} moved"
+    )
 
 
 def print_facts(console: Console, facts: RunFacts) -> None:

@@ -24,6 +24,7 @@ from clotho.monitoring.display import (
     Sample,
     print_facts,
     reward_pieces,
+    server_pieces,
     zero_variance,
 )
 from clotho.monitoring.held_out_rows import rows
@@ -97,6 +98,7 @@ class Screen:
             ("update", self._line(self._update(), ascii_only)),
             ("groups", self._line(self._groups(), ascii_only)),
             ("queues", self._line(self._queues(), ascii_only)),
+            *self._servers(ascii_only),
             ("page", self._line(f"{self._facts.address}/" if self._facts.address else "-", ascii_only)),
         ]
         if self._view.sample is not None:
@@ -177,6 +179,10 @@ class Screen:
     def _queues(self) -> str:
         depths = "  ".join(f"{queue.name} {queue.depth}/{queue.capacity}" for queue in self._gauges.queues)
         return f"{depths}  {self._gauges.api_requests} API requests".strip()
+
+    def _servers(self, ascii_only: bool) -> list[tuple[str, Text]]:
+        pieces = list(server_pieces(self._gauges.remote.servers, self._view.latest))
+        return [("" if number else "servers", self._line(piece, ascii_only)) for number, piece in enumerate(pieces)]
 
     def _sample(self, sample: Sample, ascii_only: bool) -> Group:
         head = f"reward {number(sample.reward)}  prompt: {terminal_text(sample.prompt, PROMPT_LIMIT)}"

@@ -22,7 +22,7 @@ from protocols.evaluation import Estimate, EvalReport, HeldOutMeasures, SampledR
 from protocols.rollout import ScoredGroup, bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport, UpdateMetrics
-from protocols.summary import RunGauges
+from protocols.summary import RemoteGauges, RunGauges
 
 MetricsLine = dict[str, Any]
 """One line of metrics.jsonl: values by metric name."""
@@ -111,8 +111,13 @@ REMOTE_METRICS = {
     "state": "State: `ready` (gets groups), `updating` (gets weights), or `failed` (at the last attempt to use it).",
     "version": "Policy version that it serves; null while it gets no groups.",
     "lag": "Versions that it is behind the run; null while it gets no groups.",
+    "rows": "Completions in flight.",
     "groups": "Number of groups requested from it.",
+    "tokens_per_second": "Tokens of the groups that it has completed since the line before, per second.",
     "failures": "Number of failed attempts and groups.",
+    "restarts": "Number of restarts of its process.",
+    "bytes_sent": "Bytes of weights and requests for it.",
+    "bytes_received": "Bytes of its answers.",
     "push_seconds": "Time until it served the last weights that it got.",
 }
 """Every key of an entry of `remote_servers`."""
@@ -203,9 +208,17 @@ def step_metrics(
         "findings": now.gauges.findings,
         "rolled_back": report.rolled_back,
         "environments": environment_metrics([group.scored for group in report.trained], discarded),
-        "remote_servers": {
-            one.name: {key: getattr(one, key) for key in REMOTE_METRICS} for one in now.gauges.remote.servers
-        },
+        "remote_servers": _remote_metrics(now.gauges.remote, before.gauges.remote, seconds),
+    }
+
+
+def _remote_metrics(now: RemoteGauges, before: RemoteGauges, seconds: float) -> dict[str, MetricsLine]:
+    """Return the metrics of each server by name. seconds: since the line before."""
+    tokens = {one.name: one.tokens for one in before.servers}
+    return {
+        one.name: {key: getattr(one, key, None) for key in REMOTE_METRICS}
+        | {"tokens_per_second": (one.tokens - tokens.get(one.name, 0)) / seconds if seconds > 0 else None}
+        for one in now.servers
     }
 
 

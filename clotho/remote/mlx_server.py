@@ -24,7 +24,7 @@ from anyio.to_thread import run_sync
 from msgspec import Meta, Struct, structs
 
 from clotho.config.rules import is_loopback
-from clotho.remote.server import CONNECT_SECONDS, STATE_SECONDS, RemoteFailure, server_address
+from clotho.remote.server import CONNECT_SECONDS, STATE_SECONDS, RemoteFailure, Traffic, server_address
 from clotho.remote.weights import Weights
 from clotho.runtime.child_process import end_child, start_child
 from clotho.storage.adapters import write_adapter
@@ -120,6 +120,7 @@ class MlxServer:
                 "http://127.0.0.1:8080, because the run starts this server"
             )
         self.name = str(address.copy_with(username=None, password=None, path="/", query=None)).rstrip("/")
+        self.traffic = Traffic()
         self._host, self._port = address.host, address.port
         self._model, self._tokenizer, self._loadable = model, tokenizer, loadable
         self._adapter = directory / f"mlx-lm-{address.port}"
@@ -214,6 +215,8 @@ class MlxServer:
             response = await self._http.post("/v1/completions", json=body, timeout=timeout)
         except httpx.HTTPError as error:
             raise RemoteFailure(f"POST /v1/completions: {type(error).__name__}: {visible(str(error), 200)}") from error
+        self.traffic.sent += len(response.request.content)
+        self.traffic.received += len(response.content)
         if response.status_code != 200:
             detail = visible(response.text, 300)
             raise RemoteFailure(f"POST /v1/completions: status {response.status_code} {detail}".rstrip())

@@ -19,7 +19,7 @@ import structlog
 from anyio.abc import TaskGroup
 from msgspec import structs
 
-from clotho.remote.server import RemoteFailure
+from clotho.remote.server import RemoteFailure, Traffic
 from clotho.remote.weights import Weights
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Refusal
@@ -73,6 +73,11 @@ class InferenceServer(Protocol):
         """Whether new weights need a restart."""
         ...
 
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that were exchanged."""
+        ...
+
     async def served(self) -> ServedPolicy:
         """Return the policy that the server samples from."""
         ...
@@ -107,8 +112,8 @@ class _Place:
 
     share: relative part of the rows that the server gets. version: served weights; None while the server gets no
     groups. failures: failed attempts since the last good one.
-    owned: it serves weights that this run sent. probed_at: time of the last probe that it passed. groups,
-    all_failures, push_seconds (of the last push): for metrics.
+    owned: it serves weights that this run sent. probed_at: time of the last probe that it passed. instance: of the
+    process that answered last. groups, tokens, all_failures, restarts, push_seconds (of the last push): for metrics.
     """
 
     def __init__(self, server: InferenceServer, share: float) -> None:
@@ -119,7 +124,8 @@ class _Place:
         self.failures = 0
         self.owned = False
         self.probed_at = -math.inf
-        self.groups = self.all_failures = 0
+        self.instance = ""
+        self.groups = self.tokens = self.all_failures = self.restarts = 0
         self.push_seconds: float | None = None
         self._pushes, self._total_push_seconds = [0] * (len(PUSH_BOUNDS) + 1), 0.0
 
@@ -128,6 +134,11 @@ class _Place:
         self.push_seconds = seconds
         self._pushes[bisect_left(PUSH_BOUNDS, seconds)] += 1
         self._total_push_seconds += seconds
+
+    def answered(self, instance: str) -> None:
+        """Record which process has answered."""
+        self.restarts += bool(self.instance) and instance != self.instance
+        self.instance = instance
 
     @property
     def in_use(self) -> bool:
@@ -143,6 +154,10 @@ class _Place:
             lag=None if self.version is None else max(0, newest - self.version),
             rows=self.rows,
             groups=self.groups,
+            tokens=self.tokens,
+            restarts=self.restarts,
+            bytes_sent=self.server.traffic.sent,
+            bytes_received=self.server.traffic.received,
             failures=self.all_failures,
             push_seconds=self.push_seconds,
             pushes=Distribution(bounds=PUSH_BOUNDS, counts=tuple(self._pushes), total=self._total_push_seconds),
@@ -236,12 +251,12 @@ class RemoteSampler:
         self.fingerprints = {start.ready.version: start.ready.fingerprint}
         self._changed = Latest[int]("remote_servers")
         self._changed.put(0)
-        self.retries = self._tokens_sampled = self._waiting_rows = 0
+        self.retries = self._waiting_rows = 0
 
     def gauges(self) -> RemoteGauges:
         """Return the metrics of all servers."""
         return RemoteGauges(
-            tokens_sampled=self._tokens_sampled,
+            tokens_sampled=sum(place.tokens for place in self._places),
             requested_again=self.retries,
             servers=tuple(place.gauge(self._weights.value.version) for place in self._places),
         )
@@ -321,6 +336,7 @@ class RemoteSampler:
 
     async def _update(self, place: _Place) -> None:
         served, target = await place.server.served(), self._target.value
+        place.answered(served.instance)
         self._require_compatible(served, place)
         if (served.version, served.fingerprint) != (target.ready.version, target.ready.fingerprint):
             served = await self._push(place)
@@ -460,7 +476,7 @@ class RemoteSampler:
         for completion in answer.completions:
             if min(completion.versions) < oldest:
                 raise RemoteFailure(f"sampled with version {min(completion.versions)}, which is older than {oldest}")
-        self._tokens_sampled += sum(len(completion.tokens) for completion in answer.completions)
+        place.tokens += sum(len(completion.tokens) for completion in answer.completions)
         return list(answer.completions)
 
     async def _free_place(self, rows: int) -> tuple[_Place, int]:

@@ -33,6 +33,13 @@ BYTES_PER_TOKEN, FREE_BYTES = 4096, 1_048_576
 """Limit on the size of a response: for each token that may be sampled, and in addition."""
 
 
+class Traffic:
+    """Bytes of the bodies that a server was sent and has answered."""
+
+    def __init__(self) -> None:
+        self.sent = self.received = 0
+
+
 class RemoteFailure(Exception):
     """A server does not respond, responds with an error, or returns data that cannot be correct."""
 
@@ -74,6 +81,7 @@ class RemoteServer:
         """
         address = server_address(url)
         self.name = str(address.copy_with(username=None, password=None, query=None)).rstrip("/")
+        self.traffic = Traffic()
         self._timeout_seconds = timeout_seconds
         self._delivery = delivery or OverHttp()
         headers = {RUN_HEADER: run_id} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
@@ -144,7 +152,9 @@ class RemoteServer:
             async with self._http.stream(
                 method, path, content=body, headers=dict(headers or {}), timeout=timeout
             ) as response:
+                self.traffic.sent += len(body)
                 content = await _read(response, max_bytes)
+                self.traffic.received += len(content)
                 status = response.status_code
         except httpx.HTTPError as error:
             raise RemoteFailure(f"{method} {path}: {type(error).__name__}: {visible(str(error), 200)}") from error

@@ -10,7 +10,7 @@ from clotho.cluster.published_weights import PublishedWeights
 from clotho.cluster.ray_worker import RayWorker, put_object
 from clotho.config.sections_generation import RayCluster
 from clotho.remote.sampler import InferenceServer
-from clotho.remote.server import RemoteFailure
+from clotho.remote.server import RemoteFailure, Traffic
 from clotho.remote.weights import Weights
 from clotho.run.context import RunContext
 from clotho.runtime.sampling_client import GenerationError
@@ -65,6 +65,7 @@ class LocalEngine:
 
     def __init__(self, context: RunContext, layout: str, fingerprints: Mapping[int, str]) -> None:
         """fingerprints: of the versions of this run."""
+        self.traffic = Traffic()
         self._context, self._layout, self._fingerprints = context, layout, fingerprints
 
     async def served(self) -> ServedPolicy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import stat
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ class SwappingReceiver:
         self._layout = layout(parameters)
         self.max_bytes = sum(array.nbytes for array in flat(parameters).values()) + HEADER_BYTES
         self._fingerprints = {weights.value.version: weights.value.fingerprint}
-        self._run_id = ""
+        self._run_id, self._instance = "", secrets.token_hex(8)
         self._swapping = anyio.Lock()
 
     def served(self) -> ServedPolicy:
@@ -74,6 +75,7 @@ class SwappingReceiver:
             layout=self._layout,
             vocab_size=self._policy.vocab_size,
             context_length=self._policy.context_length,
+            instance=self._instance,
         )
 
     def fingerprint(self, version: int) -> str:

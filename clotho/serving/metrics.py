@@ -263,14 +263,14 @@ def _remote(remote: RemoteGauges) -> Iterator[Metric]:
     ):
         yield _gauges(name, help_text, gauges, by="server")
     for name, help_text, counts in (
-        ("clotho_remote_server_groups", "Groups requested from a server.", {one.name: one.groups for one in servers}),
-        (
-            "clotho_remote_server_failures",
-            "Failed attempts and groups of a server.",
-            {one.name: one.failures for one in servers},
-        ),
+        ("groups", "Groups requested from a server.", {one.name: one.groups for one in servers}),
+        ("tokens", "Tokens of the groups that a server has completed.", {one.name: one.tokens for one in servers}),
+        ("failures", "Failed attempts and groups of a server.", {one.name: one.failures for one in servers}),
+        ("restarts", "Restarts of a server.", {one.name: one.restarts for one in servers}),
+        ("sent_bytes", "Weights and requests for a server.", {one.name: one.bytes_sent for one in servers}),
+        ("received_bytes", "Answers of a server.", {one.name: one.bytes_received for one in servers}),
     ):
-        yield _counter(name, help_text, counts, by="server")
+        yield _counter(f"clotho_remote_server_{name}", help_text, counts, by="server")
     yield _counter(
         "clotho_remote_groups_requested_again", "Groups requested again elsewhere.", {"": remote.requested_again}
     )

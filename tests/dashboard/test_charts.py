@@ -12,6 +12,7 @@ NESTED = (
     "groups/discarded_by_reason",
     "curriculum/problems",
     "pass_at",
+    "remote_servers",
 )
 """Metrics with several values, each of which is a column."""
 

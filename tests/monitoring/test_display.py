@@ -16,12 +16,13 @@ from clotho.monitoring.display import (
     Sample,
     evaluation_pieces,
     fact_lines,
+    server_pieces,
 )
 from clotho.monitoring.live_display import LiveDisplay, Screen, make_display, sparkline
 from clotho.monitoring.metrics import Measurement, step_metrics
 from protocols.curriculum import CurriculumReport
 from protocols.finding import Finding
-from protocols.summary import RunGauges
+from protocols.summary import Distribution, RemoteGauges, RemoteServerGauge, RunGauges
 from tests.monitoring.display_examples import (
     GAUGES,
     HOSTILE,
@@ -214,6 +215,29 @@ def test_the_plain_display_says_what_the_run_waits_for() -> None:
     seconds, gauges = 2 * REMINDER_SECONDS, GAUGES
     display.remind()
     assert screen.getvalue().endswith("waiting for the update of the policy\n")
+
+
+def test_remote_servers_are_shown_together_and_one_by_one() -> None:
+    """State, throughput, lag, completions in flight, restarts and bytes; nothing without servers."""
+    first = RemoteServerGauge(
+        name="worker-0", state="ready", version=4, lag=0, rows=8, groups=5, tokens=600, failures=0, restarts=0,
+        bytes_sent=1 << 20, bytes_received=1 << 20, push_seconds=None,
+        pushes=Distribution(bounds=(), counts=(0,), total=0.0),
+    )  # fmt: skip
+    servers = (first, replace(first, name="worker-1", state="failed", lag=2, tokens=100, restarts=3))
+    gauges = replace(GAUGES, remote=RemoteGauges(servers=servers))
+    latest = step_metrics(step(1), now=Measurement(seconds=2.0, gauges=gauges), before=START)
+    together, *single = server_pieces(servers, latest)
+    assert together == "1 of 2 servers ready, 350 tokens/s, lag 2, 16 sequences, 3 restarts, 4 MiB moved"
+    assert single[0] == "worker-0 ready, 300 tokens/s, lag 0, 8 sequences, 0 restarts, 2 MiB moved"
+    assert list(server_pieces((), latest)) == []
+    for kind in (LiveDisplay, PlainDisplay):
+        console, screen = terminal(200)
+        display = kind(console, facts(), lambda: gauges)
+        display.show(RunView(step=1, latest=latest))
+        if isinstance(display, LiveDisplay):
+            console.print(display.frame())
+        assert together in written(screen)
 
 
 def test_values_that_were_not_computed_are_missing() -> None:

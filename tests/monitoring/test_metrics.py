@@ -191,16 +191,20 @@ def test_every_environment_metric_is_described() -> None:
 
 
 def test_the_state_of_each_remote_server_is_part_of_the_line() -> None:
-    """By address, with the keys of the table."""
+    """By address, with the keys of the table. The rate is that of the tokens since the line before."""
     server = RemoteServerGauge(
-        name="http://a:1", state="ready", version=6, lag=1, rows=8, groups=21, failures=3, push_seconds=0.02,
-        pushes=Distribution(bounds=(), counts=(1,), total=0.02),
+        name="http://a:1", state="ready", version=6, lag=1, rows=8, groups=21, tokens=900, failures=3, restarts=2,
+        bytes_sent=5000, bytes_received=700, push_seconds=0.02, pushes=Distribution(bounds=(), counts=(1,), total=0.02),
     )  # fmt: skip
-    now = Measurement(seconds=1.0, gauges=RunGauges(remote=RemoteGauges(servers=(server,))))
-    found = json.loads(msgspec.json.encode(step_metrics(EMPTY, now=now, before=now)))["remote_servers"]
+    before, now = (
+        Measurement(seconds=seconds, gauges=RunGauges(remote=RemoteGauges(servers=(one,))))
+        for seconds, one in ((1.0, replace(server, tokens=400)), (3.0, server))
+    )
+    found = json.loads(msgspec.json.encode(step_metrics(EMPTY, now=now, before=before)))["remote_servers"]
     assert found == {
         "http://a:1": {
-            "state": "ready", "version": 6, "lag": 1, "groups": 21, "failures": 3, "push_seconds": 0.02,
+            "state": "ready", "version": 6, "lag": 1, "rows": 8, "groups": 21, "tokens_per_second": 250.0,
+            "failures": 3, "restarts": 2, "bytes_sent": 5000, "bytes_received": 700, "push_seconds": 0.02,
         }
     }  # fmt: skip
     assert found["http://a:1"].keys() == REMOTE_METRICS.keys()

@@ -15,6 +15,7 @@ import pytest
 from clotho.remote import sampler as module
 from clotho.remote.sampler import RemoteSampler
 from clotho.remote.weights import Weights
+from clotho.storage.tensors import named_arrays, tensor_bytes
 from protocols.errors import RemoteError, RequestError
 from protocols.remote import ServedPolicy
 from protocols.sampling import Completion, SampleRequest, Sampling
@@ -142,6 +143,7 @@ async def test_a_restarted_server_gets_the_current_weights(tmp_path: Path) -> No
             [completions] = await sampled(sampler, [group()])
             assert {v for completion in completions for v in completion.versions} == {1}
         assert restarted.policy.version == 1
+        assert sampler.gauges().servers[0].restarts == 1
 
 
 def older(request: httpx.Request, body: bytes) -> bytes:
@@ -270,7 +272,10 @@ async def test_the_metrics_count_groups_failures_and_pushes(tmp_path: Path) -> N
     assert failed.failures >= 1
     assert sum(failed.pushes.counts) == 1
     assert failed.push_seconds == failed.pushes.total
-    assert sampler.gauges().tokens_sampled > 0
+    assert failed.tokens == sampler.gauges().tokens_sampled > 0
+    assert failed.restarts == 0
+    assert failed.bytes_sent > len(tensor_bytes(named_arrays(local.policy.trainable())))
+    assert failed.bytes_received > 0
 
 
 async def test_the_sampler_ends_with_the_learner(tmp_path: Path) -> None:
