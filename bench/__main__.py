@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib import import_module
+from types import FrameType
+from typing import NoReturn
 
 from bench.contenders.process import MissingContendersError
 
@@ -72,5 +75,10 @@ def main() -> int:
     return status
 
 
+def _exit(number: int, _: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _exit)  # so that the processes of the benchmark end too
     sys.exit(main())

@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -178,7 +176,7 @@ def run_trial_benchmark(benchmark: TrialBenchmark, argv: Sequence[str]) -> int:
     if chosen.quick:
         flags, seeds = [*flags, QUICK], seeds[:1]
         methods = [structs.replace(method, choices=method.choices[:1]) for method in methods[:2]]
-    with tempfile.TemporaryDirectory() as scratch, terminated_as_exit():
+    with tempfile.TemporaryDirectory() as scratch:
         path = chosen.out or (Path(scratch, "quick.jsonl") if chosen.quick else benchmark.results)
         plan = Plan(methods, seeds, common=merged(*flags), path=path)
         if chosen.list:
@@ -188,16 +186,6 @@ def run_trial_benchmark(benchmark: TrialBenchmark, argv: Sequence[str]) -> int:
         if found := outcomes(benchmark.methods, merged(*flags), path):
             sys.stdout.write(benchmark.table(found) + "\n")
     return 0 if complete else 1
-
-
-@contextmanager
-def terminated_as_exit() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit, so that running trials are ended too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _parser(benchmark: TrialBenchmark) -> argparse.ArgumentParser:
