@@ -163,9 +163,8 @@ class Recorder:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in (*self.results, *kept)))
 
-    def simulated(self, scenario: str, costs: Costs, workload: Workload, plan: Plan) -> None:
-        """Simulate a run, and add the result."""
-        forecast = simulate(costs, workload, plan)
+    def simulated(self, scenario: str, costs: Costs, plan: Plan, forecast: Forecast) -> None:
+        """Add the result of a simulation."""
         self.add(
             Simulated(
                 scenario=scenario, costs=costs, plan=plan, forecast=forecast, command=COMMAND, fingerprint=self._here
@@ -179,23 +178,13 @@ class Recorder:
 
 def measure_costs(recorder: Recorder, *, steps: int) -> tuple[Costs, Workload]:
     """Measure the costs of this machine by runs that are not predicted."""
-    base = [*ALWAYS, *STATIONARY, *SYNCHRONOUS]
     cases = {
-        "synchronous": [*base, "--steps", str(steps)],
-        "synchronous, small batches": [*base, *SMALL, "--steps", str(2 * steps)],
-        "synchronous, one worker": [*base, "--steps", str(steps), *ray(1)],
-        "synchronous, one worker, small batches": [*base, *SMALL, "--steps", str(2 * steps), *ray(1)],
+        "synchronous": synchronous(steps),
+        "synchronous, small batches": synchronous(2 * steps, *SMALL),
+        "synchronous, one worker": synchronous(steps, *ray(1)),
+        "synchronous, one worker, small batches": synchronous(2 * steps, *SMALL, *ray(1)),
     }
-    found = []
-    for name, flags in cases.items():
-
-        def measure(flags: Sequence[str] = flags) -> dict[str, Any]:
-            with running(flags) as [directory]:
-                return {"files": read_run(directory)}
-
-        measured = recorder.run(name, flags, measure)
-        assert measured.files is not None
-        found.append(measured.files)
+    found = [files_of(recorder, name, flags) for name, flags in cases.items()]
     alone = cases["synchronous"]
 
     def side_by_side() -> dict[str, Any]:
@@ -207,6 +196,23 @@ def measure_costs(recorder: Recorder, *, steps: int) -> tuple[Costs, Workload]:
     return costs_of(found, machine), workload_of(found[0])
 
 
+def synchronous(steps: int, *flags: str) -> list[str]:
+    """Flags of a run that measures costs."""
+    return [*ALWAYS, *STATIONARY, *SYNCHRONOUS, "--steps", str(steps), *flags]
+
+
+def files_of(recorder: Recorder, name: str, flags: Sequence[str]) -> RunFiles:
+    """Run once, and return what the run directory says."""
+
+    def measure() -> dict[str, Any]:
+        with running(flags) as [directory]:
+            return {"files": read_run(directory)}
+
+    files = recorder.run(name, flags, measure).files
+    assert files is not None
+    return files
+
+
 def efficiency(alone: RunFiles, together: Sequence[RunFiles]) -> float:
     """Rate of two runs side by side, relative to one alone: the same batches, decoded and trained on."""
     one, *others = (
@@ -216,50 +222,50 @@ def efficiency(alone: RunFiles, together: Sequence[RunFiles]) -> float:
     return min(1.0, one * len(others) / sum(others))
 
 
+def predict(recorder: Recorder, costs: Costs, workload: Workload, *, load: str, workers: int, quick: bool) -> None:
+    """Measure an asynchronous run, and predict its throughput."""
+    flags, (steps, warm_up) = LOADS[load], (8, 2) if quick else (60, WARM_UP)
+    run = [*ALWAYS, *STATIONARY, *flags, "--steps", str(steps), *ray(workers)]
+
+    def measure_rate() -> dict[str, Any]:
+        with running(run) as [directory]:
+            files = read_run(directory)
+        return {"groups_per_second": files.groups_per_second(warm_up), "workers": workers, "load": load}
+
+    recorder.run(f"asynchronous, {load}, workers {workers}", run, measure_rate)
+    plan = Plan(
+        workers=workers,
+        max_num_seqs=int(flags[-1]) if flags else 256,
+        decode_share=0.7,
+        on_learner_machine=True,
+        steps=steps,
+        warm_up=warm_up,
+    )
+    recorder.simulated(f"{VALIDATION}{load}", costs, plan, simulate(costs, workload, plan))
+
+
 def measure(out: Path, *, quick: bool) -> list[Result]:
     """Measure the costs, measure and predict the runs with few workers, and simulate many workers."""
     recorder = Recorder(out)
     costs, workload = measure_costs(recorder, steps=6 if quick else 20)
-    steps, warm_up = (8, 2) if quick else (60, WARM_UP)
     for load, flags in list(LOADS.items())[: 1 if quick else None]:
+        loaded = costs
+        if flags:  # a parity check has as many rows as an engine
+            files = files_of(recorder, f"synchronous, one worker, {load}", synchronous(12, *flags, *ray(1)))
+            loaded = replace(costs, version_seconds=files.version_seconds)
         for workers in WORKERS[: 1 if quick else None]:
-            run = [*ALWAYS, *STATIONARY, *flags, "--steps", str(steps), *ray(workers)]
-
-            def measured(run: Sequence[str] = run, workers: int = workers, load: str = load) -> dict[str, Any]:
-                with running(run) as [directory]:
-                    files = read_run(directory)
-                return {"groups_per_second": files.groups_per_second(warm_up), "workers": workers, "load": load}
-
-            recorder.run(f"asynchronous, {load}, workers {workers}", run, measured)
-            plan = Plan(
-                workers=workers,
-                max_num_seqs=int(flags[-1]) if flags else 256,
-                decode_share=0.7,
-                on_learner_machine=True,
-                steps=steps,
-                warm_up=warm_up,
-            )
-            recorder.simulated(f"{VALIDATION}{load}", costs, workload, plan)
+            predict(recorder, loaded, workload, load=load, workers=workers, quick=quick)
     for title, changed, drawn, plan in scenarios(costs, workload):
-        for workers in (1, 8) if quick else SIMULATED if plan.batch_size <= 16 else SIMULATED[::2]:
+        for workers in (1, 8) if quick else SIMULATED:
             forecast, best = best_ahead(changed, drawn, replace(plan, workers=workers))
-            recorder.add(
-                Simulated(
-                    scenario=title,
-                    costs=changed,
-                    plan=best,
-                    forecast=forecast,
-                    command=COMMAND,
-                    fingerprint=recorder.results[0].fingerprint,
-                )
-            )
+            recorder.simulated(title, changed, best, forecast)
     recorder.write()
     return recorder.results
 
 
 # -- simulation ---------------------------------------------------------------------------------------------------
 
-VALIDATION = "prediction, "
+VALIDATION, TITLE = "prediction, ", "simulation"
 LARGE = Costs(
     step_seconds=0.03,
     row_seconds=1e-4,
@@ -414,7 +420,7 @@ def simulated(chosen: argparse.Namespace) -> list[Result]:
         run = read_run(chosen.source)
     else:
         sys.stderr.write("bench: a short run measures the costs; --from RUN_DIR reads them from a run\n")
-        with running([*ALWAYS, *STATIONARY, *SYNCHRONOUS, "--steps", "12"]) as [directory]:
+        with running(synchronous(12)) as [directory]:
             run = read_run(directory)
     costs = msgspec.convert(msgspec.to_builtins(costs_of([run], costs_given)), Costs)
     workload = workload_of(run).changed(
@@ -431,9 +437,8 @@ def simulated(chosen: argparse.Namespace) -> list[Result]:
             forecast = simulate(costs, workload, plan)
         else:
             forecast, plan = best_ahead(costs, workload, plan)
-        title = "simulation"
         results.append(
-            Simulated(scenario=title, costs=costs, plan=plan, forecast=forecast, command=COMMAND, fingerprint=here)
+            Simulated(scenario=TITLE, costs=costs, plan=plan, forecast=forecast, command=COMMAND, fingerprint=here)
         )
     return results
 

@@ -184,7 +184,8 @@ def workload_of(run: RunFiles) -> Workload:
 def costs_of(runs: Sequence[RunFiles], given: Mapping[str, float] = {}) -> Costs:
     """Costs from synchronous runs of one profile: without a cluster, and with one worker, if there is such a run.
 
-    Several batch sizes separate the costs of step, row and group. given: costs that are not taken from the runs.
+    Several batch sizes separate the costs of step, row and group. The costs of the learner are those of the runs with a
+    worker, if there are any: Ray's processes need time too. given: costs that are not taken from the runs.
     Raises RunFilesError if the runs do not determine the others.
     """
     alone = [run for run in runs if run.determines_decoding and not run.cluster_workers]
@@ -199,8 +200,8 @@ def costs_of(runs: Sequence[RunFiles], given: Mapping[str, float] = {}) -> Costs
     trained = [batch for run in runs for batch in run.batches[1:] if batch.trained_tokens]
     if len(trained) < MIN_BATCHES:
         raise RunFilesError(f"the run has {len(trained)} updates after its first; {MIN_BATCHES} are needed")
-    found |= _updates([batch for run in alone for batch in run.batches[1:] if batch.trained_tokens] or trained)
-    found["version_seconds"] = statistics.mean(run.version_seconds for run in alone or runs)
+    found |= _updates([batch for run in beside for batch in run.batches[1:] if batch.trained_tokens] or trained)
+    found["version_seconds"] = statistics.mean(run.version_seconds for run in beside or runs)
     found["weight_bytes"], found["token_bytes"] = runs[0].weight_bytes, TOKEN_BYTES
     if waited and decoded:
         found |= _remote(waited, found, statistics.median(run.push_seconds for run in beside))

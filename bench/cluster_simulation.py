@@ -53,19 +53,22 @@ class Worker:
 class EventLoop:
     """The event loop of the run, which does one thing after the other. Heartbeats of workers are a constant load."""
 
-    def __init__(self, env: simpy.Environment, load: float) -> None:
-        """load: share of the time that is always used."""
-        self._env, self._free_at, self.load = env, 0.0, min(load, 0.99)
+    def __init__(self, env: simpy.Environment, machine: SharedRate, load: float) -> None:
+        """machine: whose cores the loop shares. load: share of the time that is always used."""
+        self._env, self._machine, self.load = env, machine, min(load, 0.99)
+        self._last: simpy.Event = env.event().succeed()
         self.used = 0.0
 
-    def work(self, seconds: float) -> float:
-        """Do something; return the seconds until it is done."""
-        if not seconds:
-            return 0.0
-        needed = seconds / (1.0 - self.load)
-        self._free_at = max(self._env.now, self._free_at) + needed
+    def work(self, seconds: float) -> simpy.Event:
+        """Do something after everything that waits; return the event of its end."""
         self.used += seconds
-        return self._free_at - self._env.now
+        if seconds:
+            self._last = self._env.process(self._after(self._last, seconds / (1.0 - self.load)))
+        return self._last if seconds else self._env.timeout(0.0)
+
+    def _after(self, before: simpy.Event, seconds: float) -> Process:
+        yield before
+        yield self._machine.start(seconds).done
 
 
 class Simulation:
@@ -125,7 +128,7 @@ class Simulation:
         self._waiting_rows = 0
         self._tally = Tally(env, len(places))
         heartbeats = len(places) * costs.head_call_seconds / HEARTBEAT_SECONDS
-        self._loop = EventLoop(env, heartbeats)
+        self._loop = EventLoop(env, learner, heartbeats)
 
     def _serves(self, worker: Worker) -> Callable[[], int]:
         return lambda: int(self._versions[worker.number])
@@ -188,7 +191,7 @@ class Simulation:
                 break
             self._again += 1
             group.oldest, group.open = -1, len(group.lengths)
-        yield env.timeout(self._loop.work(costs.head_group_seconds))
+        yield self._loop.work(costs.head_group_seconds)
         env.process(self._score(group))
 
     def _assign(self) -> None:
@@ -241,8 +244,8 @@ class Simulation:
             else:
                 target, epoch = self._target, worker.epoch
                 yield self._published
-                if seconds := self._loop.work(costs.head_call_seconds) + costs.latency_seconds:
-                    yield env.timeout(seconds)
+                yield self._loop.work(costs.head_call_seconds)
+                yield env.timeout(costs.latency_seconds)
                 yield from self._fetch(worker.machine, target)
                 if costs.load_seconds:
                     yield worker.rate.start(costs.load_seconds).done
