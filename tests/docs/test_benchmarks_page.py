@@ -30,7 +30,6 @@ ELSEWHERE = {
     "learning": DECODE,
     "methods": DECODE,
     "collapse": DECODE,
-    "staleness": DECODE,
     "environments": DECODE,
     "search": DECODE,
     "quick": DECODE,
