@@ -44,8 +44,8 @@ def test_fused_operations_are_one_node_inside_the_context_only() -> None:
 
 
 def test_a_decode_step_with_lora_has_at_most_950_kernels() -> None:
-    """With LoRA on every linear layer. The layers of mlx-lm need 1,747 kernels and 3,037 nodes."""
-    step = decode_step(make(vocabulary=1024), rows=32)
+    """With LoRA on every linear layer; the number of rows has no influence. mlx-lm needs 1,747 kernels, 3,037 nodes."""
+    step = decode_step(make(vocabulary=1024), rows=4)
     assert step.kernels <= 950
     assert step.nodes <= 1500
 

@@ -101,6 +101,7 @@ def measured(*phases: metal.Phase, seconds: float) -> list[Measurement]:
 def test_a_process_that_ends_or_hangs_costs_its_phase_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if macOS had ended it for lack of memory. The next phase has a new process."""
     monkeypatch.setitem(metal.METRICS, "runs", ("runs", "higher"))
+    monkeypatch.setattr(metal, "GRACE", 0.1)
     monkeypatch.setattr(metal, "LEAST_GRACE", 0.1)
     both = (fake("one"),)
     found = measured(

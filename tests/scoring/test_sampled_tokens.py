@@ -179,13 +179,12 @@ def test_an_update_without_sampled_tokens_is_refused() -> None:
 def test_on_policy_metrics_use_only_sampled_tokens() -> None:
     """The mismatch is 0 if the sampler is the learner, for any version of unsampled tokens."""
     policy = tiny_policy()
-    tokens = (1, 2, 3, 4, 20, 21, 5)
-    logits_S_V = policy.model(mx.array([tokens[:-1]]))[0].astype(mx.float32)
-    logp_S_V = np.array(logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True))
-    sampled = (True, True, False, False, True)
-    logprobs = [float(logp_S_V[t + 1, tokens[t + 2]]) if yes else 0.0 for t, yes in enumerate(sampled)]
-    one = replace(completion(tokens[2:], logprobs), sampled=sampled)
-    group = with_completions(scored_group([[3], [4]], [1.0, 0.0]), [one, one])
+    first, _ = two_turn_group().group.completions
+    group = with_completions(two_turn_group(), [first, first])
+    logprobs = np.zeros(len(first.tokens))
+    logprobs[np.flatnonzero(first.sampled)] = reference_logprobs(policy, policy.trainable(), group, 0)
+    one = replace(first, logprobs=tuple(logprobs.tolist()))
+    group = with_completions(group, [one, one])
     metrics = finish(learner(policy).update([group])).metrics
     assert metrics.mismatch_kl == pytest.approx(0.0, abs=lanes.atol(1e-6))
     assert (metrics.ratio_mean, metrics.ess) == pytest.approx((1.0, 1.0), abs=lanes.atol(1e-5))

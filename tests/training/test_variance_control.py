@@ -22,6 +22,7 @@ from clotho.training.optimizer_steps import effective_sample_size, step_scale
 from protocols.rollout import ScoredGroup
 from tests import lanes
 from tests.learner_settings import learner_settings
+from tests.training.environment_groups import with_completions
 from tests.training.policies_and_groups import (
     Bigram,
     BigramPolicy,
@@ -91,7 +92,7 @@ def sampled_with(weights: list[list[float]], rewards: list[list[float]]) -> list
         for one, weight in zip(tokens, weights_G, strict=True):
             logp_T = np.array(logprobs(model, (1, 2), one), dtype=np.float64)
             completions.append(completion(one, (logp_T - math.log(weight) / len(one)).tolist()))
-        groups.append(replace(group, group=replace(group.group, completions=tuple(completions))))
+        groups.append(with_completions(group, completions))
     return groups
 
 
@@ -124,7 +125,7 @@ def test_weights_count_by_completion_and_not_by_token() -> None:
     (group,) = sampled_with([[1.0, 1.0]], [[1.0, 0.0]])
     first, second = group.group.completions
     shifted = tuple(logp + (3.0 if t == 0 else -3.0 if t == 1 else 0.0) for t, logp in enumerate(first.logprobs))
-    group = replace(group, group=replace(group.group, completions=(replace(first, logprobs=shifted), second)))
+    group = with_completions(group, [replace(first, logprobs=shifted), second])
     metrics = finish(learner(BigramPolicy()).update([group])).metrics
     assert metrics.completion_ess == pytest.approx(1.0, abs=1e-4)
     assert metrics.ess < 0.9
@@ -161,7 +162,7 @@ def test_completions_that_are_not_trained_on_have_no_part_in_the_baseline() -> N
     """Truncated completions have weight 0; the reward of the other one is the baseline."""
     (group,) = sampled_with([[1.0, 1.0]], [[1.0, 0.0]])
     first, second = group.group.completions
-    group = replace(group, group=replace(group.group, completions=(first, replace(second, finish_reason="length"))))
+    group = with_completions(group, [first, replace(second, finish_reason="length")])
     update = finish(learner(BigramPolicy(), mask_truncated=True, advantage="optimal_baseline").update([group]))
     assert update.advantages[0][0] == 0.0
     assert update.advantages[0][1] == pytest.approx(-2.0, rel=1e-3)
@@ -203,7 +204,7 @@ def test_the_advantages_of_an_update_are_those_of_its_baseline() -> None:
     for one, weight in ((first, 3.0), (second, 1.0)):
         logp_T = np.array(logprobs(model, (1, 2), one.tokens[:same]), dtype=np.float64)
         rows.append(completion(one.tokens[:same], (logp_T - math.log(weight) / same).tolist()))
-    group = replace(group, group=replace(group.group, completions=tuple(rows)))
+    group = with_completions(group, rows)
     keys: dict[str, Any] = {"advantage": "optimal_baseline", "gradient_norm": "length"}
     update = finish(learner(BigramPolicy(), **keys).update([group]))
     np.testing.assert_allclose(update.advantages[0], [0.2, -1.8], rtol=2e-3)
