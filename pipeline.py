@@ -448,7 +448,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         slow_seconds = profile.monitor.watchdog_seconds
         loading = build_context(profile, directory, executor, address=address, slow_seconds=slow_seconds)
         context = await while_loading(listener, server, loading, page=loading_page(server))
-        stack.callback(context.rewards.close)
+        stack.callback(context.close)
         stack.callback(close_trackers, context.trackers)
         if context.ranks is not None:
             stack.callback(context.ranks.close)

@@ -1,7 +1,7 @@
 """A discrete-event simulation of a run on a cluster, with the rules of the real run.
 
 The staleness rule and the collection of batches are the code of the program; the rule that chooses a worker is that of
-`clotho.remote.sampler.freest`, on arrays. Time passes only where `Costs` says so.
+`clotho.remote.place.freest`, on arrays. Time passes only where `Costs` says so.
 """
 
 from __future__ import annotations
@@ -452,7 +452,7 @@ class Simulation:
 
 
 def freest(versions: Array, rows: Array, shares: Array, *, oldest: int, waiting: int) -> int | None:
-    """Return the number of the place that gets the next group, as `clotho.remote.sampler.freest` does."""
+    """Return the number of the place that gets the next group, as `clotho.remote.place.freest` does."""
     current = versions >= oldest
     number = int(np.where(current, rows / shares, math.inf).argmin())
     if not current[number]:

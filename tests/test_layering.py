@@ -11,7 +11,7 @@
     rewards      protocols, config, data
     atropos      protocols, config, runtime, inference.sample_log
     remote       protocols, config, runtime, storage
-    cluster      protocols, config, cpu, runtime, storage, remote; `run` in the process of a worker
+    cluster      protocols, config, cpu, runtime, storage, remote, rewards; `run` in the process of a worker
     distributed  protocols, config, models, scoring, training, storage, monitoring; `run` in the process of a rank
     serving      protocols, config, runtime; no mathematics
     monitoring   protocols, config, storage
@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "rewards": {"protocols", "config", "runtime", "data"},
     "atropos": {"protocols", "config", "runtime", "inference"},
     "remote": {"protocols", "config", "runtime", "storage"},
-    "cluster": {"protocols", "config", "cpu", "runtime", "storage", "remote", "run"},
+    "cluster": {"protocols", "config", "cpu", "runtime", "storage", "remote", "rewards", "run"},
     "distributed": {"protocols", "config", "models", "scoring", "training", "storage", "monitoring", "run"},
     "serving": {"protocols", "config", "runtime"},
     "monitoring": {"protocols", "config", "storage"},

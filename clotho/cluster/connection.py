@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -17,7 +20,7 @@ import structlog
 from clotho.cluster.messages import RESOURCE, WorkerSettings
 from clotho.cluster.worker_process import RolloutWorker
 from clotho.config.sections_generation import RayCluster
-from protocols.errors import ProfileError, visible
+from protocols.errors import ProfileError, RemoteError, visible
 
 log = structlog.get_logger(actor="cluster")
 
@@ -26,6 +29,12 @@ T = TypeVar("T")
 LOCAL = "local"
 LOCAL_OBJECT_BYTES = 512 * 2**20
 """Size of the object store of a cluster that the run starts: room for several versions of an adapter."""
+
+CONNECT_SECONDS = 2.0
+"""Time in which Ray's processes must accept a connection. Later, they may be stopped."""
+
+CLOSE_SECONDS = 10.0
+"""Time for the cluster to end. The process then ends without it."""
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -49,11 +58,15 @@ class _LastingThread:
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         threading.Thread(target=self._serve, name="ray", daemon=True).start()
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of a function, or raise its exception."""
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run a function after those that were submitted before."""
         future: Future[T] = Future()
         self._work.put((work, future))
-        return await asyncio.wrap_future(future)
+        return future
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return the result of a function, or raise its exception."""
+        return await asyncio.wrap_future(self.submit(work))
 
     def _serve(self) -> None:
         while True:
@@ -75,18 +88,23 @@ class RayConnection:
     def __init__(self, settings: RayCluster) -> None:
         self._settings = settings
         self._started = 0
+        self._connected = self._lost = False
+        self._services: tuple[tuple[str, int], ...] = ()
         self._thread = _LastingThread()
 
     async def connect(self) -> None:
-        """Connect to the cluster, or start one on this machine. Raises ProfileError."""
+        """Connect to the cluster, or start one on this machine, with the first call. Raises ProfileError."""
         await self._thread.run(self._connect)
 
     def _connect(self) -> None:
         """Ray sets a handler of SIGTERM in the main thread only; the run has handlers of its own."""
+        if self._connected:
+            return
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         try:
             import ray
+            import ray._private.worker as internals
         except ImportError as error:
             raise ProfileError("cluster needs the package ray: pip install -e '.[ray]'") from error
         address, workers = self._settings.address, self._settings.workers
@@ -102,6 +120,7 @@ class RayConnection:
         try:
             logging.getLogger("ray").setLevel(logging.ERROR)
             ray.init(**options, configure_logging=False, log_to_driver=False)
+            internals._worker_logs_enabled = False  # Ray has no option that keeps messages of raylets off the terminal
         except Exception as error:  # Ray raises plain exceptions
             where = visible(str(error).splitlines()[0] if str(error) else type(error).__name__, 200)
             start = f"`ray start --head --resources='{{\"{RESOURCE}\": 1}}'`"
@@ -109,6 +128,36 @@ class RayConnection:
                 f"cluster.address: no Ray cluster at {visible(address, 200)}: {where}; start one with {start}, or set "
                 "cluster.address to local"
             ) from error
+        self._connected = True
+        here, head = ray.get_runtime_context().get_node_id(), ray.get_runtime_context().gcs_address
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        [node] = [node for node in nodes if node["NodeID"] == here]
+        host, _, port = head.rpartition(":")
+        self._services = ((node["NodeManagerAddress"], node["NodeManagerPort"]), (host, int(port)))
+
+    def check(self) -> None:
+        """Raise RemoteError if Ray has ended on this machine or on the head machine. Blocks for `CONNECT_SECONDS`.
+
+        Ray ends the process with its next access to an object store that has ended, without a message.
+        """
+        for host, port in self._services:
+            try:
+                socket.create_connection((host, port), CONNECT_SECONDS).close()
+            except TimeoutError:
+                continue  # it is stopped, or busy
+            except OSError as error:
+                self._lost = True
+                raise RemoteError(
+                    f"Ray has ended at {host}:{port} ({error.strerror or error}): start the cluster again, and "
+                    "continue the run with --resume"
+                ) from error
+
+    def put(self, content: bytes) -> Any:
+        """Put an object into the store; return its reference. Blocks. Raises RemoteError if Ray has ended."""
+        import ray
+
+        self.check()
+        return ray.put(content)
 
     async def new_workers(self, settings: WorkerSettings) -> Sequence[tuple[str, Any]]:
         """Start workers for devices that have none; return name and actor of each.
@@ -137,11 +186,35 @@ class RayConnection:
         self._started = max(self._started, wanted)
         return found
 
-    async def close(self) -> None:
-        """Disconnect. A cluster that the run has started ends."""
-        await self._thread.run(self._close)
+    async def new_actor(self, kind: type, *arguments: object, **options: Any) -> Any:
+        """Create an actor of a class, with options of Ray; return its handle."""
+        return await self._thread.run(lambda: self._new_actor(kind, arguments, options))
 
-    def _close(self) -> None:
+    def _new_actor(self, kind: type, arguments: Sequence[object], options: dict[str, Any]) -> Any:
         import ray
 
-        ray.shutdown()
+        return ray.remote(kind).options(**options).remote(*arguments)
+
+    def end_actor(self, actor: Any) -> None:
+        """End an actor, without waiting for its end."""
+        self._thread.submit(lambda: self._end_actor(actor))
+
+    def _end_actor(self, actor: Any) -> None:
+        import ray
+
+        ray.kill(actor)
+
+    def close(self) -> None:
+        """Disconnect. A cluster that the run has started ends."""
+        with suppress(TimeoutError):
+            self._thread.submit(self._close).result(CLOSE_SECONDS)
+
+    def _close(self) -> None:
+        if self._connected:
+            import ray
+
+            self._connected = False
+            if self._lost:
+                atexit.unregister(ray.shutdown)  # it would end the process with another status
+            else:
+                ray.shutdown()

@@ -1,10 +1,14 @@
-"""Run <-> rollout worker: settings of a worker, the requests of one turn, and what becomes of a request."""
+"""Run <-> worker on the cluster: settings of a worker, its requests, and what becomes of them."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
 from clotho.config.schema import EngineSection, ModelSection, MonitorSection, PolicySection, SamplingSection
+from clotho.rewards.registry import RewardOptions
+from clotho.rewards.worker import Answer, Failure
+from clotho.rewards.worker import Ready as RewardReady
+from clotho.rewards.worker import Refused as RewardRefused
 from protocols.remote import RolloutAnswer, RolloutCall
 from protocols.step import WeightsReady
 
@@ -61,3 +65,32 @@ class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 Outcome = Sampled | Refused | Failed
+
+
+class RewardFunction(Struct, frozen=True, kw_only=True):
+    """Run -> reward worker: a function, as in `ProcessFunction`.
+
+    source: content of the Python file `file_name` that contains it; None: the machine of the worker has the module.
+    """
+
+    name: str
+    options: RewardOptions
+    memory_bytes: int
+    file_name: str
+    source: bytes | None
+
+
+class Ended(Struct, frozen=True, kw_only=True, tag=True):
+    """Reward worker -> run: the process of the function ended, or was ended at a limit."""
+
+    message: str
+
+
+RewardMessage = RewardReady | RewardRefused | Answer | Failure | Ended
+
+
+class RewardReply(Struct, frozen=True, kw_only=True):
+    """Reward worker -> run. output: what the function has printed since the last reply."""
+
+    message: RewardMessage
+    output: bytes

@@ -22,13 +22,6 @@ from protocols.sampling import SampleRequest
 T = TypeVar("T")
 
 
-def put_object(content: bytes) -> Any:
-    """Put an object into the store of the cluster; return its reference."""
-    import ray
-
-    return ray.put(content)
-
-
 class _OpenTurn:
     """Requests that are submitted together. reference: Ray's reference of the number of the turn, once submitted."""
 

@@ -187,7 +187,7 @@ async def diagnose(profile: Profile, console: Console, *, machine: MachineState 
             stack.callback(executor.stop)
             with found.refused("model", "run_refused", "correct what the message names"):
                 context = await _context(profile, directory, executor)
-            stack.callback(context.rewards.close)
+            stack.callback(context.close)
             found.add("model", _model(context, estimate))
             await _rehearse(found, context)
         except Stopped:

@@ -37,6 +37,7 @@ GYM = "reasoning_gym:"
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Scaling = Literal["standard", "rank_stabilized"]
 RunIn = Literal["auto", "process", "thread"]
+Where = Literal["local", "cluster"]
 Rank = Annotated[str, Meta(pattern=r"^[\w.]+=[1-9]\d*$", title="name=rank")]
 
 
@@ -184,6 +185,7 @@ class RewardSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     timeout_seconds: Annotated[PositiveFloat, about("A longer call discards its group.")] = 10.0
     correct: Annotated[bool, about("An answer counts as correct in evaluation if the value is 1.")] = False
     run_in: Annotated[RunIn, about("Where it runs; auto: your own in a process, others in a thread.")] = "auto"
+    where: Annotated[Where, about("Machines that compute it: that of the run, or those of the cluster.")] = "local"
     max_workers: Annotated[Positive | None, about("Largest number of worker processes; none means 8.")] = None
     memory_limit_mb: Annotated[Positive | None, about("Memory limit of a worker process in MB; none: 4096.")] = None
     answer_in: Annotated[AnswerIn | None, about("Where a built-in function finds the answer; none: tags.")] = None

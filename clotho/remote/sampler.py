@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from bisect import bisect_left
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
 
 import anyio
 import structlog
 from anyio.abc import TaskGroup
 from msgspec import structs
 
-from clotho.remote.server import RemoteFailure, Traffic
+from clotho.remote.comparison import ServerComparison
+from clotho.remote.place import InferenceServer, Place, freest
+from clotho.remote.server import RemoteFailure
 from clotho.remote.weights import Weights
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Refusal
@@ -28,7 +29,7 @@ from protocols.queues import Inbox
 from protocols.remote import MAX_LISTED_VERSIONS, RolloutAnswer, ServedPolicy
 from protocols.sampling import Completion, PromptLogprobs, SampleRequest, Sampling, derive
 from protocols.step import PolicyUpdated, WeightsReady
-from protocols.summary import Distribution, RemoteGauges, RemoteServerGauge
+from protocols.summary import RemoteGauges
 
 log = structlog.get_logger(actor="remote_sampler")
 
@@ -47,52 +48,14 @@ PROBE_TOKENS, PROBE_SECONDS = 32, 30.0
 MAX_PROBE_NATS = 0.1
 """Largest mean difference of log-probabilities between a server and the learner."""
 
+SUSPICION_SECONDS = 3.0
+"""Shortest time between two probes of a server in use whose log-probabilities differ from those of an update."""
+
 JOIN_SECONDS = 2.0
 """Pause between two questions for servers that have joined."""
 
-PUSH_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Bounds of the histogram of push latencies, in seconds."""
-
 Recompute = Callable[[tuple[int, ...], float], Awaitable[PromptLogprobs]]
 """Returns the log-probabilities of tokens under the served policy of this process, at a temperature."""
-
-
-class InferenceServer(Protocol):
-    """A server that samples with the weights that it was given. Its methods raise RemoteFailure if it fails.
-
-    name: for logs and metrics. restarts: new weights need a restart, which requests in flight do not survive.
-    """
-
-    @property
-    def name(self) -> str:
-        """The address without credentials."""
-        ...
-
-    @property
-    def restarts(self) -> bool:
-        """Whether new weights need a restart."""
-        ...
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes that were exchanged."""
-        ...
-
-    async def served(self) -> ServedPolicy:
-        """Return the policy that the server samples from."""
-        ...
-
-    async def push(self, weights: Weights) -> ServedPolicy:
-        """Have the server sample with weights, and return the policy that it samples from now."""
-        ...
-
-    async def sample(self, request: SampleRequest) -> RolloutAnswer:
-        """Return one completion per seed. Raises RequestError if the server refuses the request."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connections, and end what was started for this server."""
-        ...
 
 
 class ServerSource(Protocol):
@@ -105,106 +68,6 @@ class ServerSource(Protocol):
     async def close(self) -> None:
         """End the search."""
         ...
-
-
-class _Place:
-    """A server, its state and its requests in flight.
-
-    share: relative part of the rows that the server gets. version: served weights; None while the server gets no
-    groups. failures: failed attempts since the last good one.
-    owned: it serves weights that this run sent. probed_at: time of the last probe that it passed. instance: of the
-    process that answered last. groups, tokens, all_failures, restarts, push_seconds (of the last push): for metrics.
-    """
-
-    def __init__(self, server: InferenceServer, share: float) -> None:
-        self.server, self.share = server, share
-        self.version: int | None = None
-        self.rows = 0
-        self.calls: set[anyio.CancelScope] = set()
-        self.failures = 0
-        self.owned = False
-        self.probed_at = -math.inf
-        self.instance = ""
-        self.groups = self.tokens = self.all_failures = self.restarts = 0
-        self.push_seconds: float | None = None
-        self._pushes, self._total_push_seconds = [0] * (len(PUSH_BOUNDS) + 1), 0.0
-
-    def pushed(self, seconds: float) -> None:
-        """Record the time until the server served new weights."""
-        self.push_seconds = seconds
-        self._pushes[bisect_left(PUSH_BOUNDS, seconds)] += 1
-        self._total_push_seconds += seconds
-
-    def answered(self, instance: str) -> None:
-        """Record which process has answered."""
-        self.restarts += bool(self.instance) and instance != self.instance
-        self.instance = instance
-
-    @property
-    def in_use(self) -> bool:
-        """Whether it gets groups, or completes groups before it is restarted."""
-        return self.version is not None or bool(self.calls)
-
-    def gauge(self, newest: int) -> RemoteServerGauge:
-        """Return the metrics. newest: the version that this process serves."""
-        return RemoteServerGauge(
-            name=self.server.name,
-            state="ready" if self.version is not None else "failed" if self.failures else "updating",
-            version=self.version,
-            lag=None if self.version is None else max(0, newest - self.version),
-            rows=self.rows,
-            groups=self.groups,
-            tokens=self.tokens,
-            restarts=self.restarts,
-            bytes_sent=self.server.traffic.sent,
-            bytes_received=self.server.traffic.received,
-            failures=self.all_failures,
-            push_seconds=self.push_seconds,
-            pushes=Distribution(bounds=PUSH_BOUNDS, counts=tuple(self._pushes), total=self._total_push_seconds),
-        )
-
-    def close(self) -> None:
-        """Give the server no further groups, and take back its groups in flight."""
-        self.version, self.probed_at = None, -math.inf
-        for scope in self.calls:
-            scope.cancel()
-
-
-class Load(Protocol):
-    """A server, as the choice between servers sees it. version: None while it cannot be used. rows: in flight."""
-
-    @property
-    def version(self) -> int | None:
-        """Served version."""
-        ...
-
-    @property
-    def rows(self) -> int:
-        """Rows in flight."""
-        ...
-
-    @property
-    def share(self) -> float:
-        """Relative part of the rows that the server gets."""
-        ...
-
-
-P = TypeVar("P", bound=Load)
-
-
-def freest(places: Iterable[P], *, oldest: int, waiting: int) -> P | None:
-    """Return the place with the fewest rows in relation to its share, of those that serve version `oldest` or newer.
-
-    waiting: rows that have no place. None if groups have to wait: no place is current, or each current place has its
-    share of all rows. The first server that gets new weights would otherwise take all groups that wait for them.
-    """
-    used = [place for place in places if place.version is not None]
-    current = [place for place in used if place.version is not None and place.version >= oldest]
-    if not current:
-        return None
-    best = min(current, key=lambda place: place.rows / place.share)
-    rows, shares = waiting + sum(place.rows for place in used), sum(place.share for place in used)
-    return best if best.rows * shares < rows * best.share else None
 
 
 class RemoteSampler:
@@ -236,7 +99,7 @@ class RemoteSampler:
         sync_interval: weights are sent after every so many versions. probe_prompt: tokens of the probe.
         patience_seconds: the run fails if no server can be used for this time. source: of servers that join later.
         """
-        self._places = [_Place(server, 1.0) for server in servers]
+        self._places = [Place(server, 1.0) for server in servers]
         self._source = source
         self._updates, self._weights = updates, weights
         self._layout, self._run_id = layout, run_id
@@ -249,6 +112,7 @@ class RemoteSampler:
         self._target = Latest[Weights]("remote_weights")
         self._target.put(start)
         self.fingerprints = {start.ready.version: start.ready.fingerprint}
+        self._comparison = ServerComparison()
         self._changed = Latest[int]("remote_servers")
         self._changed.put(0)
         self.retries = self._waiting_rows = 0
@@ -285,6 +149,7 @@ class RemoteSampler:
 
     def _announce(self, update: PolicyUpdated) -> None:
         report = update.report
+        self._suspect(self._comparison.differences(report))
         self.fingerprints[report.version] = report.fingerprint
         while len(self.fingerprints) > MAX_LISTED_VERSIONS:
             del self.fingerprints[min(self.fingerprints)]
@@ -295,9 +160,18 @@ class RemoteSampler:
             ready = WeightsReady(version=report.version, step=report.step, fingerprint=report.fingerprint)
             self._target.put(Weights(ready=ready, parameters=update.parameters))
 
-    def join(self, server: InferenceServer, *, share: float = 1.0) -> _Place:
+    def _suspect(self, differences: Mapping[str, float]) -> None:
+        """Have servers probed whose log-probabilities differ from those of an update. differences: nats, by name."""
+        latest = anyio.current_time() - SUSPICION_SECONDS
+        for place in self._places:
+            nats = differences.get(place.server.name, 0.0)
+            if nats > MAX_PROBE_NATS and -math.inf < place.probed_at <= latest:
+                log.warning("remote_server_suspected", server=place.server.name, nats_per_token=round(nats, 3))
+                place.probed_at = -math.inf
+
+    def join(self, server: InferenceServer, *, share: float = 1.0) -> Place:
         """Add a server before the sampler runs. share: relative part of the rows that it gets."""
-        self._places.append(place := _Place(server, share))
+        self._places.append(place := Place(server, share))
         return place
 
     async def _admit(self, source: ServerSource, tasks: TaskGroup) -> None:
@@ -320,7 +194,7 @@ class RemoteSampler:
                 )
             await self._changed.wait_until(lambda _: not any(place.in_use for place in self._places))
 
-    async def _keep_current(self, place: _Place) -> None:
+    async def _keep_current(self, place: Place) -> None:
         """Send the newest weights to a server, and ask for its state in between."""
         while True:
             revision = self._target.revision
@@ -334,7 +208,7 @@ class RemoteSampler:
                 with anyio.move_on_after(HEARTBEAT_SECONDS):
                     await self._target.changed(revision)
 
-    async def _update(self, place: _Place) -> None:
+    async def _update(self, place: Place) -> None:
         served, target = await place.server.served(), self._target.value
         place.answered(served.instance)
         self._require_compatible(served, place)
@@ -350,13 +224,13 @@ class RemoteSampler:
             place.version = served.version
             self._wake()
 
-    def _require_compatible(self, served: ServedPolicy, place: _Place) -> None:
+    def _require_compatible(self, served: ServedPolicy, place: Place) -> None:
         if place.owned and served.run_id not in ("", self._run_id):
             raise RemoteFailure("serves the weights of another run")
         if served.layout != self._layout:
             raise RemoteFailure("has other trainable parameters: start it with the same model and [policy] settings")
 
-    async def _push(self, place: _Place) -> ServedPolicy:
+    async def _push(self, place: Place) -> ServedPolicy:
         """Give a server the newest weights; before a restart, its groups in flight are completed."""
         if place.server.restarts:
             place.version, place.probed_at = None, -math.inf
@@ -373,7 +247,7 @@ class RemoteSampler:
         place.pushed(anyio.current_time() - began)
         return served
 
-    async def _probe(self, place: _Place) -> None:
+    async def _probe(self, place: Place) -> None:
         """Compare log-probabilities of a server with those of this process.
 
         Nothing is compared if the weights of this process or of the server change meanwhile. The probe includes a
@@ -403,7 +277,7 @@ class RemoteSampler:
             if self.fingerprints.get(version) != fingerprint:
                 raise RemoteFailure(f"sampled with weights that are not version {version} of this run")
 
-    def _fail(self, place: _Place, failure: RemoteFailure) -> None:
+    def _fail(self, place: Place, failure: RemoteFailure) -> None:
         """Take a server out of use until it has answered again."""
         place.failures += 1
         place.all_failures += 1
@@ -470,16 +344,17 @@ class RemoteSampler:
             self.retries += 1
             log.warning("group_requested_again", server=place.server.name)
 
-    async def _sample(self, place: _Place, request: SampleRequest, oldest: int) -> list[Completion]:
+    async def _sample(self, place: Place, request: SampleRequest, oldest: int) -> list[Completion]:
         answer = await place.server.sample(structs.replace(request, stream=False))
         self._require_known(answer)
         for completion in answer.completions:
             if min(completion.versions) < oldest:
                 raise RemoteFailure(f"sampled with version {min(completion.versions)}, which is older than {oldest}")
+        self._comparison.sampled(request, place.server.name)
         place.tokens += sum(len(completion.tokens) for completion in answer.completions)
         return list(answer.completions)
 
-    async def _free_place(self, rows: int) -> tuple[_Place, int]:
+    async def _free_place(self, rows: int) -> tuple[Place, int]:
         """Wait for a server with new enough weights and room for rows; return it and the oldest version."""
         self._waiting_rows += rows
         try:

@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -102,16 +103,17 @@ def expects_tag(section: RewardSection) -> bool:
     return section.name in BUILT_IN and BUILT_IN[section.name].reads_answer and section.answer_in in (None, "tags")
 
 
-def load_reward(name: str, options: RewardOptions | None = None) -> RewardFunction:
+def load_reward(name: str, options: RewardOptions | None = None, *, file: str = "") -> RewardFunction:
     """Return the reward function with a name from the profile.
 
-    `name` is a key of `BUILT_IN`, `module:function`, or `path/to/file.py:function`. Raises ProfileError if the name is
-    unknown, the module or a library that it needs cannot be imported, or the function has another signature.
+    `name` is a key of `BUILT_IN`, `module:function`, or `path/to/file.py:function`. file: a copy of the file that
+    contains the function, to import in its place. Raises ProfileError if the name is unknown, the module or a library
+    that it needs cannot be imported, or the function has another signature.
     """
     options = options or RewardOptions()
     if name not in BUILT_IN:
         module_name, attribute = split_name(name)
-        return _function(name, _module(name, module_name), attribute)
+        return _function(name, _module(name, file or module_name), attribute)
     built_in = BUILT_IN[name]
     if built_in.function is None:
         function: RewardFunction = importlib.import_module(built_in.module).load(options)
@@ -127,6 +129,23 @@ def split_name(name: str) -> tuple[str, str]:
     if not module_name or not attribute.isidentifier():
         raise ProfileError(f"rewards.name {name!r} is malformed; {ALLOWED}")
     return module_name, attribute
+
+
+def source_file(name: str) -> Path | None:
+    """Return the Python file of a function: that of its name, or the module's file in the current directory.
+
+    None for built-in functions, packages, and modules that Python finds elsewhere. Raises ProfileError if the name is
+    malformed.
+    """
+    if name in BUILT_IN:
+        return None
+    module_name, _ = split_name(name)
+    if module_name.endswith(".py"):
+        return Path(module_name).expanduser()
+    here = Path.cwd()
+    found = PathFinder.find_spec(module_name, [*sys.path, str(here)]) if "." not in module_name else None
+    file = Path(found.origin) if found is not None and found.origin is not None else None
+    return file if file is not None and file.suffix == ".py" and file.parent == here else None
 
 
 def is_async(function: RewardFunction) -> bool:

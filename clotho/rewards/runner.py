@@ -26,7 +26,8 @@ from clotho.rewards.registry import (
     split_name,
 )
 from clotho.rewards.values import MAX_REWARD, Completions, Reward, RewardError, Values, too_large
-from clotho.rewards.worker_pool import ProcessFunction, WorkerPool
+from clotho.rewards.worker_pool import WorkerPool
+from clotho.rewards.worker_process import NewWorker, ProcessFunction, new_process
 from protocols.errors import ProfileError, did_you_mean
 from protocols.evaluation import Grade
 from protocols.prompt import Problem
@@ -86,6 +87,7 @@ class RewardRunner:
         overlong: Overlong | None = None,
         keep_zero_variance: bool = False,
         max_steps: int = 0,
+        cluster: NewWorker | None = None,
     ) -> None:
         """Load and check every function of `sections`.
 
@@ -96,6 +98,7 @@ class RewardRunner:
             keep_zero_variance: score groups with equal rewards instead of discarding them, for advantages that are
                 normalized over more than the group.
             max_steps: `steps` of the profile, for functions that read `trainer_state`.
+            cluster: starts workers for the functions with `where = "cluster"`; None: on this machine, as for others.
 
         The time limit of a section covers its function on a whole group. The built-in functions run in one call per
         group, whose time limit is the sum of theirs. Raises ProfileError if a name is unknown, a function that runs in
@@ -105,7 +108,7 @@ class RewardRunner:
         _check_sections(sections, reserved=() if overlong is None else (OVERLONG,))
         self._overlong = overlong
         self._keep_zero_variance = keep_zero_variance
-        self._max_steps = max_steps
+        self._max_steps, self._cluster = max_steps, cluster
         self._threads = WorkerThreads()
         self._loops: list[WorkerLoop] = []
         self._failed: set[str] = set()
@@ -249,7 +252,11 @@ class RewardRunner:
                 split_name(section.name)
             memory_bytes = (section.memory_limit_mb or DEFAULT_MEMORY_MB) * 2**20
             function = ProcessFunction(name=section.name, options=options, memory_bytes=memory_bytes)
-            pool = WorkerPool(function, max_workers=section.max_workers or DEFAULT_MAX_WORKERS)
+            pool = WorkerPool(
+                function,
+                max_workers=section.max_workers or DEFAULT_MAX_WORKERS,
+                new_worker=self._cluster if self._cluster and section.where == "cluster" else new_process,
+            )
             self._pools.append(pool)
             return _Component(section=section, caller=pool)
         loaded = load_reward(section.name, options)
@@ -329,6 +336,8 @@ def _seen(problem: Problem, completions: Sequence[Completion]) -> Completions:
 
 def runs_in_process(section: RewardSection) -> bool:
     """Return whether a function runs in worker processes: a function of the user, unless its section says otherwise."""
+    if section.where == "cluster":
+        return True
     if section.name in BUILT_IN:
         return BUILT_IN[section.name].function is None
     return section.run_in != "thread"
@@ -354,6 +363,10 @@ def _check_effect(section: RewardSection) -> None:
     """Refuse settings that have no effect on this function."""
     built_in, in_process = BUILT_IN.get(section.name), runs_in_process(section)
     place = "process" if in_process else "thread"
+    if section.where == "cluster" and section.run_in == "thread":
+        raise ProfileError(
+            f'rewards.run_in of {section.name!r}: with where = "cluster" it runs in a process; remove one of the keys'
+        )
     if built_in and section.run_in not in ("auto", place):
         raise ProfileError(
             f"rewards.run_in of {section.name!r}: this built-in function runs in a {place}; remove the key"

@@ -51,7 +51,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     """Parent -> worker, in the command line.
 
     name: of the function. options: what it is loaded with. path: `sys.path`. parent: process id. descriptor: of the
-    socket. memory_bytes: limit of the private memory; enforced by Linux, ignored by macOS.
+    socket. memory_bytes: limit of the private memory; enforced by Linux, ignored by macOS. file: as of `load_reward`.
     """
 
     name: str
@@ -60,6 +60,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     parent: int
     descriptor: int
     memory_bytes: int
+    file: str = ""
 
 
 class Call(Struct, frozen=True, kw_only=True):
@@ -157,7 +158,7 @@ def main(settings_json: str) -> None:
     _limit(settings)
     channel = Channel(settings.descriptor)
     try:
-        function = load_reward(settings.name, settings.options)
+        function = load_reward(settings.name, settings.options, file=settings.file)
     except ProfileError as error:
         _exit_if_forked(process)
         channel.send(Refused(message=str(error)))

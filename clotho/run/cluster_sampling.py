@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from clotho.cluster.connection import RayConnection
+from anyio.to_thread import run_sync
+
 from clotho.cluster.messages import WorkerSettings
 from clotho.cluster.published_weights import PublishedWeights
-from clotho.cluster.ray_worker import RayWorker, put_object
+from clotho.cluster.ray_worker import RayWorker
 from clotho.config.sections_generation import RayCluster
-from clotho.remote.sampler import InferenceServer
+from clotho.remote.place import InferenceServer
 from clotho.remote.server import RemoteFailure, Traffic
 from clotho.remote.weights import Weights
 from clotho.run.context import RunContext
@@ -22,7 +23,8 @@ class RayWorkers:
     """The workers of a cluster, as they join. The first call connects to the cluster."""
 
     def __init__(self, context: RunContext, settings: RayCluster) -> None:
-        self._connection, self._connected = RayConnection(settings), False
+        assert context.cluster is not None
+        self._connection = context.cluster
         self._settings, self._run_id = settings, context.directory.run_id
         profile = context.profile
         self._worker = WorkerSettings(
@@ -34,13 +36,15 @@ class RayWorkers:
             seed=profile.seed,
         )
         start = Weights(ready=context.weights.value, parameters=context.policy_learner.parameters)
-        self._weights = PublishedWeights(put_object, start=None if context.policy.keeps_base else start)
+        self._weights = PublishedWeights(self._connection.put, start=None if context.policy.keeps_base else start)
 
     async def joined(self) -> Sequence[InferenceServer]:
-        """Return the workers that have joined since the last call. Raises ProfileError without a cluster."""
-        if not self._connected:
-            await self._connection.connect()
-            self._connected = True
+        """Return the workers that have joined since the last call.
+
+        Raises ProfileError without a cluster, and RemoteError if it has ended.
+        """
+        await self._connection.connect()
+        await run_sync(self._connection.check)
         return [
             RayWorker(
                 name,
@@ -53,9 +57,7 @@ class RayWorkers:
         ]
 
     async def close(self) -> None:
-        """Disconnect. A cluster that the run has started ends."""
-        if self._connected:
-            await self._connection.close()
+        """Do nothing: the connection belongs to the run."""
 
 
 class LocalEngine:

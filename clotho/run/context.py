@@ -10,6 +10,7 @@ from msgspec import Struct
 from actors.broadcaster import SwapTimes
 from actors.generator import StalenessRule
 from actors.learner import LearnerProgress
+from clotho.cluster.connection import RayConnection
 from clotho.config.bounds import Off
 from clotho.config.schema import Profile, RewardSection
 from clotho.cpu import compute_path
@@ -54,6 +55,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     """Start-up -> wiring. The references are fixed; some of the objects are state that actors share.
 
     engine_failure: gets an exception if a decode step raises; never a result.
+    cluster: the Ray cluster of the run; None without one.
     inputs: fingerprints of model, tokenizer and dataset.
     state: the checkpoint that the run resumes from. history: evaluations from before the last start.
     history_gaps: records that the checkpoint covers and that the history files lack.
@@ -107,6 +109,13 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     sample_log: SampleLog
     swap_times: SwapTimes
     evaluations: list[EvalReport]
+    cluster: RayConnection | None = None
+
+    def close(self) -> None:
+        """End the processes of the rewards, and disconnect from the cluster."""
+        self.rewards.close()
+        if self.cluster is not None:
+            self.cluster.close()
 
     @property
     def resumed_from(self) -> int | None:

@@ -9,7 +9,8 @@ from typing import Any
 from clotho.config.sections_generation import RayCluster, RemoteGeneration, RestartedServers, SharedWeights
 from clotho.models.parameters import layout
 from clotho.remote.mlx_server import MlxServer
-from clotho.remote.sampler import InferenceServer, RemoteSampler
+from clotho.remote.place import InferenceServer
+from clotho.remote.sampler import RemoteSampler
 from clotho.remote.server import RemoteServer
 from clotho.remote.weights import Delivery, OverHttp, SharedDirectory, Weights
 from clotho.run.cluster_sampling import LocalEngine, RayWorkers

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import structlog
 from anyio.to_thread import run_sync
+from msgspec.structs import replace
 
 from actors.broadcaster import SwapTimes
 from actors.learner import LearnerProgress
 from clotho.atropos.client import require_address
 from clotho.atropos.commands import require_environments
+from clotho.cluster.connection import RayConnection
+from clotho.cluster.reward_worker import ClusterRewards
 from clotho.config.bounds import Off
 from clotho.config.load import resolved_toml, write_profile
 from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
 from clotho.config.schema import HeldOutEvaluation, Profile, RunningServer, ServerSection, SuccessRateCurriculum
+from clotho.config.sections_generation import RayCluster, RemoteGeneration
 from clotho.config.sections_training import BaseReference, DistributedSection, RollBackOnCollapse
 from clotho.data.curriculum import Curriculum
 from clotho.data.problems import problems_fingerprint
@@ -84,17 +88,20 @@ async def build_context(
     ranks = await run_sync(_join_ranks, profile.distributed) if is_rank() else None
     with watch.phase("custom actors, environments and rewards"):
         _require_importable(profile)
-        rewards = _build_rewards(profile)
+        cluster = RayConnection(profile.cluster) if isinstance(profile.cluster, RayCluster) else None
+        rewards = _build_rewards(profile, cluster)
     try:
         context = await _build_context(profile, directory, executor, rewards, watch, ranks, address=address)
         if ranks is not None:
             await _set_up(ranks, context)
     except BaseException:
         rewards.close()
+        if cluster is not None:
+            cluster.close()
         if ranks is not None:
             ranks.close()
         raise
-    return context
+    return replace(context, cluster=cluster)
 
 
 def _join_ranks(settings: DistributedSection) -> LearnerRanks | None:
@@ -294,6 +301,7 @@ def _load_compute(profile: Profile, directory: RunDirectory, ranks: LearnerRanks
     elif from_checkpoint:
         publish_first_checkpoint(policy, checkpoint_path(directory.checkpoints, INITIAL))
     collapse = profile.collapse_detection
+    compared = isinstance(profile.generator, RemoteGeneration) or isinstance(profile.cluster, RayCluster)
     learner = PolicyLearner(
         policy,
         profile.learner,
@@ -302,7 +310,7 @@ def _load_compute(profile: Profile, directory: RunDirectory, ranks: LearnerRanks
         seed=profile.seed,
         rollback_window=collapse.window if isinstance(collapse, RollBackOnCollapse) else 0,
         measure_update_kl=not isinstance(collapse, Off),
-        token_values=profile.monitor.token_values_mb > 0,
+        token_values=profile.monitor.token_values_mb > 0 or compared,
         ranks=ranks,
     )
     if fork is not None:
@@ -318,13 +326,17 @@ def adapter_store(policy: Policy, server: ServerSection) -> AdapterStore | None:
     return AdapterStore(policy.model, server.adapters, adapted=policy.adapted, base_is_served=policy.keeps_base)
 
 
-def _build_rewards(profile: Profile) -> RewardRunner:
+def _build_rewards(profile: Profile, cluster: RayConnection | None) -> RewardRunner:
     objective, overlong = profile.learner.objective, None
     if isinstance(penalty := objective.overlong_penalty, LinearOverlongPenalty):
         overlong = Overlong(max_tokens=profile.sampling.max_tokens, buffer=penalty.buffer, penalty=penalty.max_penalty)
     within_group = not isinstance(objective.advantage, BatchAdvantage | EnvironmentAdvantage)
     return RewardRunner(
-        profile.rewards, overlong=overlong, keep_zero_variance=not within_group, max_steps=profile.steps
+        profile.rewards,
+        overlong=overlong,
+        keep_zero_variance=not within_group,
+        max_steps=profile.steps,
+        cluster=ClusterRewards(cluster) if cluster is not None else None,
     )
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from bench.cluster_costs import Costs, Plan, Workload
 from bench.cluster_simulation import FAILED, freest, simulate
 from bench.cluster_tally import Forecast
-from clotho.remote import sampler
+from clotho.remote import place as rule
 
 COSTS = Costs(
     step_seconds=2e-3,
@@ -169,7 +169,7 @@ def test_groups_go_to_the_worker_that_the_program_chooses() -> None:
             for _ in range(chance.randint(1, 5))
         ]
         waiting = 8 * chance.randint(1, 3)
-        chosen = sampler.freest(places, oldest=4, waiting=waiting)
+        chosen = rule.freest(places, oldest=4, waiting=waiting)
         number = freest(
             np.array([FAILED if place.version is None else place.version for place in places]),
             np.array([float(place.rows) for place in places]),

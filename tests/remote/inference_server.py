@@ -28,7 +28,7 @@ from clotho.serving.app import build_app
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.services import HealthReport, NullPolicyReceiver, RunSnapshot, ServedModel, ServerContext
 from protocols.sampling import POLICY, PromptLogprobs, SampleRequest, completion_seeds
-from protocols.step import PolicyUpdated, WeightsReady
+from protocols.step import PolicyUpdated, TrainedGroup, WeightsReady
 from tests.actors.actor_helpers import compute_thread, policy_updated, served_policy
 
 PROMPT = (5, 9, 33, 2, 17, 60)
@@ -157,10 +157,12 @@ class TrainingRun:
         }
         return RemoteSampler(servers, **(settings | changes))
 
-    async def update(self, version: int, shift: float = 0.05, *, announce: bool = True) -> str:
+    async def update(
+        self, version: int, shift: float = 0.05, *, announce: bool = True, trained: tuple[TrainedGroup, ...] = ()
+    ) -> str:
         """Send the update of a batch, and announce it as the broadcaster does; return the fingerprint."""
         parameters, digest = self.local.moved(shift)
-        update = policy_updated(parameters, step=version, version=version, fingerprint=digest)
+        update = policy_updated(parameters, step=version, version=version, fingerprint=digest, trained=trained)
         publish: dict[str, Any] = {"version": version, "step": version, "fingerprint": digest}
         self.local.executor.submit(lambda: self.local.policy.publish(parameters, **publish)).result()
         await self.outbox.send(update)

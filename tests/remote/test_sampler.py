@@ -20,6 +20,7 @@ from protocols.errors import RemoteError, RequestError
 from protocols.remote import ServedPolicy
 from protocols.sampling import Completion, SampleRequest, Sampling
 from tests.remote.inference_server import InferenceServer, TrainingRun, group, running, servers, until
+from tests.remote.test_comparison import trained
 
 
 @pytest.fixture(autouse=True)
@@ -187,6 +188,26 @@ async def test_wrong_data_of_a_server_in_use_is_sampled_again(tmp_path: Path) ->
             wrong.connection.change = older
             assert tokens(await sampled(sampler, [group(seed) for seed in range(4)])) == expected
     assert sampler.retries >= 1
+
+
+async def test_a_server_that_differs_from_an_update_is_probed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It passed its first probe, and returns other log-probabilities since then."""
+    monkeypatch.setattr(module, "PROBE_SECONDS", 1e6)
+    monkeypatch.setattr(module, "SUSPICION_SECONDS", 0.0)
+    with servers(tmp_path, 2) as [local, wrong]:
+        run = TrainingRun(local)
+        sampler = run.sampler(wrong.client())
+        async with running(sampler):
+            wrong.connection.change = shifted
+            await sampled(sampler, [group(1), group(2)])
+            await run.update(1, trained=(trained(1, (-1.0,), (-1.05,)),))
+            await sampled(sampler, [group(3)])
+            assert sampler._places[0].probed_at > 0, "a small difference is that of the weights"
+            await run.update(2, trained=(trained(2, (-1.5,), (-1.0,)),))
+            await until(lambda: sampler._places[0].failures > 1)
+            assert sampler._places[0].version is None
 
 
 @pytest.mark.parametrize("reason", ["layout", "other run"])

@@ -17,6 +17,7 @@ from clotho.rewards.registry import (
     group_parameters,
     is_async,
     load_reward,
+    source_file,
 )
 from protocols.errors import ProfileError
 from tests.rewards import sample_rewards
@@ -104,6 +105,21 @@ def test_a_module_in_the_current_directory_is_found(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert load_reward("rewards_of_mine:one")(problem(), "") == 1.0
+
+
+def test_the_file_of_a_function_is_known_where_it_can_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files by path, and modules of the current directory; neither built-in functions nor installed packages."""
+    (tmp_path / "rewards_of_mine.py").write_text(FILE)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert source_file("other/mine.py:one") == Path("other/mine.py")
+    assert source_file("rewards_of_mine:one") == tmp_path / "rewards_of_mine.py"
+    assert [source_file(name) for name in ("exact", "package:one", "msgspec:one", "absent:one", f"{HERE}:one")] == (
+        [None] * 5
+    )
 
 
 def test_a_file_path_names_a_reward_module(tmp_path: Path) -> None:

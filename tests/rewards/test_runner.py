@@ -390,6 +390,7 @@ async def test_a_failing_reward_leaves_a_completion_without_reward(name: str) ->
         ([RewardSection(name="exact", memory_limit_mb=100)], "rewards.memory_limit_mb .* no effect"),
         ([RewardSection(name="exact", run_in="process")], "rewards.run_in"),
         ([RewardSection(name="math_verify", run_in="thread")], "rewards.run_in"),
+        ([RewardSection(name=f"{HERE}length", run_in="thread", where="cluster")], "rewards.run_in"),
         ([RewardSection(name="format", answer_in="boxed")], "rewards.answer_in .* no effect"),
         ([RewardSection(name="judge", answer_in="text")], "rewards.answer_in .* no effect"),
         ([RewardSection(name="no_such:f", answer_in="text")], "rewards.answer_in .* no effect"),

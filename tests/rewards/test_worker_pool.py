@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from structlog.testing import capture_logs
 
 from actors.scorer import Scorer
 from clotho.config.schema import RewardSection
-from clotho.rewards import worker_pool
+from clotho.rewards import worker_pool, worker_process
 from clotho.rewards.runner import RewardRunner
+from clotho.rewards.values import Completions, Values
 from clotho.runtime.queues import Queue
 from protocols.errors import ProfileError
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
@@ -164,7 +165,7 @@ async def test_the_resident_memory_is_checked_where_the_system_ignores_its_limit
 ) -> None:
     """As on macOS. The check is simulated: a small limit for the check only."""
     async with runner("misbehaves") as rewards:
-        monkeypatch.setattr(worker_pool.WorkerProcess, "_resident_bytes", lambda self: 2**50)
+        monkeypatch.setattr(worker_process.WorkerProcess, "_resident_bytes", lambda self: 2**50)
         outcome = await rewards.score(group("hangs 1", "hangs 22"))
     assert isinstance(outcome, Discarded)
     assert "used more than 4096 MB of memory" in outcome.detail
@@ -221,6 +222,39 @@ async def test_processes_are_replaced_a_limited_number_of_times(monkeypatch: pyt
         assert isinstance(await rewards.score(group("a", "abc")), ScoredGroup)
     reasons = [outcome.detail for outcome in details if isinstance(outcome, Discarded)]
     assert ["was not called" in reason for reason in reasons] == [False, False, True]
+
+
+class OnLostMachine(worker_process.WorkerProcess):
+    """A process whose machine leaves during its first call."""
+
+    async def call(self, completions: Completions) -> Values:
+        """Lose the machine."""
+        self.kill()
+        raise worker_process.WorkerLost("the machine left")
+
+
+@pytest.mark.parametrize(("lost", "is_scored"), [(1, True), (2, False)])
+async def test_a_group_whose_machine_leaves_is_scored_again(
+    lost: int, is_scored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another worker. A group that loses many workers is discarded; lost workers do not count as ended ones."""
+    monkeypatch.setattr(worker_pool, "MAX_LOST", 2)
+    kinds: list[type[worker_process.WorkerProcess]] = [OnLostMachine] * lost
+
+    def start(
+        function: worker_process.ProcessFunction, *, on_output: Callable[[bytes], None], further: bool
+    ) -> worker_process.Worker:
+        return (kinds.pop() if kinds else worker_process.WorkerProcess)(function, on_output=on_output)
+
+    section = RewardSection(name=f"{HOSTILE}misbehaves", where="cluster", max_workers=1)
+    rewards = RewardRunner((section,), cluster=start)
+    try:
+        outcome = await rewards.score(group("a", "abc"))
+    finally:
+        rewards.close()
+    assert isinstance(outcome, ScoredGroup) == is_scored
+    assert not rewards._pools[0]._ended
+    assert isinstance(outcome, ScoredGroup) or outcome.reason == "reward_error"
 
 
 async def test_calls_that_wait_start_further_processes(tmp_path: Path) -> None:
