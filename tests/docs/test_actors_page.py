@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,10 +45,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         stanzas[table["mode"]] = table
         text += "\n" + stanza
     (directory / "examples.toml").write_text(text)
-    result = run(
-        directory / "run", "--profile", str(directory / "examples.toml"), "--steps", str(STEPS),
-        environment={"PYTHONPATH": os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])},
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(directory)
+        for stanza in stanzas.values():
+            patch.delitem(sys.modules, stanza["factory"].partition(":")[0], raising=False)
+        result = run(directory / "run", "--profile", str(directory / "examples.toml"), "--steps", str(STEPS))
     assert result.status == 0, result
     groups = lines(directory / "run" / "rollouts.jsonl")
     return Ran(directory=directory, accounting=result.accounting, groups=groups, stanzas=stanzas)

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 from msgspec import Struct
 
-from tests.e2e.pipeline_process import RunResult, run
+from tests.e2e.pipeline_process import SMALL, RunResult, run
+
+HELD_OUT = 32
+"""Held-out problems of the asynchronous run. With few problems, all completions could have the same reward."""
+
+SECRET = "s3cret-api-key-of-these-tests"
+"""The API key of the asynchronous run."""
 
 EVALUATED = ("--eval.samples", "2")
 """Settings of the synchronous run that are not settings of the weights."""
@@ -25,7 +31,9 @@ class CompletedRun(Struct, frozen=True, kw_only=True):
 def finished(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
     """Return the default asynchronous run of 6 updates."""
     run_dir = tmp_path_factory.mktemp("asynchronous") / "run"
-    result = run(run_dir, "--profile", "local-m3", "--steps", "6", "--checkpoint.interval", "2", "--eval.samples", "2")
+    flags = ("--checkpoint.interval", "2", "--eval.samples", "2", "--server.api-key", SECRET)
+    small = (*SMALL[:-1], str(HELD_OUT))
+    result = run(run_dir, "--profile", "local-m3", "--steps", "6", *flags, small=small)
     assert result.status == 0, result
     return CompletedRun(run_dir=run_dir, result=result, steps=6)
 

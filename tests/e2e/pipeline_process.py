@@ -25,10 +25,9 @@ from tests import lanes
 
 REPOSITORY = Path(__file__).parents[2]
 BATCH = 4
-HELD_OUT = 16
 SMALL = (
     "--server.port", "0", "--learner.batch-size", str(BATCH), "--sampling.group-size", "4",
-    "--learner.micro-batch-tokens", "1024", "--eval.problems", str(HELD_OUT),
+    "--learner.micro-batch-tokens", "1024", "--eval.problems", "16",
 )  # fmt: skip
 PRINTED_STEPS = """
 [[actors]]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.pipeline_process import REPOSITORY, SMALL, Run, lines, metrics, run
+from tests.e2e.conftest import SECRET, CompletedRun
+from tests.e2e.pipeline_process import REPOSITORY, SMALL, Run, lines, metrics
 
 STEPS = 3
 FLAGS = ("--steps", str(STEPS))
@@ -125,13 +126,8 @@ def test_a_terminal_that_closes_drains_the_run(tmp_path: Path) -> None:
     assert 0 < len(metrics(tmp_path / "run")) < 5000
 
 
-def test_a_secret_is_in_no_output_and_no_log(tmp_path: Path) -> None:
+def test_a_secret_is_in_no_output_and_no_log(finished: CompletedRun) -> None:
     """The API key is in the resolved profile only, which a resumed run reads."""
-    secret = "s3cret-api-key-of-this-test"
-    result = run(tmp_path / "run", "--steps", "1", "--server.api-key", secret)
-    assert result.status == 0, result
-    assert secret not in result.out + result.err
-    holders = [
-        path.name for path in (tmp_path / "run").rglob("*") if path.is_file() and secret in path.read_text("latin-1")
-    ]
-    assert holders == ["profile.toml"]
+    assert SECRET not in finished.result.out + finished.result.err
+    files = [path for path in finished.run_dir.rglob("*") if path.is_file()]
+    assert [path.name for path in files if SECRET in path.read_text("latin-1")] == ["profile.toml"]
