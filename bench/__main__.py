@@ -31,6 +31,7 @@ BENCHMARKS = {
     "save": "How long saving a checkpoint delays decoding.",
     "remote": "Latency of new weights for an inference server: over HTTP, by path and by a restart.",
     "cluster": "Throughput with workers of a Ray cluster, measured and simulated; --simulate: 1 to 1,024 workers.",
+    "publish": "Time to publish an adapter to eight workers of a Ray cluster; size of patches of full weights.",
     "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",
     "forecast": "Difference of the forecast of a run's end from its actual end, by number of steps.",
     "speculation": "Tokens per forward pass and decode rate of speculative rollouts, by epoch.",

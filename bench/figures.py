@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from bench import cluster, collapse, curriculum, environments, forecast, head, methods, remote, soak
+from bench import cluster, collapse, curriculum, environments, forecast, head, methods, publish, remote, soak
 from bench.fingerprint import ROOT, describe_fingerprint
 from bench.learning import RESULTS, LearningRun
 from bench.summary import NAME as SUMMARY
@@ -31,6 +31,7 @@ PAGES: tuple[tuple[Any, str], ...] = (
     (soak, "reliability.md"),
     (remote, "remote.md"),
     (cluster, "cluster.md"),
+    (publish, "cluster.md"),
     (forecast, "doctor.md"),
 )
 """Benchmarks whose table stands between markers of their name on a page of the documentation."""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import cluster, collapse, curriculum, environments, figures, forecast, head, methods, remote, soak
+from bench import cluster, collapse, curriculum, environments, figures, forecast, head, methods, publish, remote, soak
 from bench.__main__ import BENCHMARKS
 from bench.collapse import CollapseRun
 from bench.environments import EnvironmentRun, permutation_test
@@ -65,12 +65,12 @@ def test_missing_results_are_named_on_one_line(
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "learning.jsonl")
     monkeypatch.setattr(methods, "draw", lambda *_: None)
     monkeypatch.setattr(methods, "read", lambda: [OUTCOME])
-    for question in (head, collapse, environments, curriculum, soak, remote, cluster, forecast):
+    for question in (head, collapse, environments, curriculum, soak, remote, cluster, publish, forecast):
         monkeypatch.setattr(question, "read", list)
     assert figures.main([]) == 1
     assert capsys.readouterr().err == (
         "bench: no results, unchanged: learning, head, collapse, environments, curriculum, soak, remote, "
-        "cluster, forecast (run python -m bench NAME)\n"
+        "cluster, publish, forecast (run python -m bench NAME)\n"
     )
     assert "0.960" in page.read_text()
     assert page.read_text().count("\nold\n") == 3

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from safetensors import safe_open
 
 from tests.e2e.pipeline_process import Run
 from tests.e2e.test_remote import LONG_SECONDS, accuracy, events
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
 
 
 def cluster(workers: int) -> tuple[str, ...]:
@@ -77,6 +81,23 @@ def test_a_run_with_two_workers_learns_as_much_as_without(tmp_path: Path) -> Non
         "worker-0",
         "worker-1",
     }
+
+
+def test_weights_that_are_trained_in_full_take_few_bytes_per_version(tmp_path: Path) -> None:
+    """In bfloat16 at the learning rate 1e-6, a worker gets patches; requests included, below 10 % of whole weights."""
+    run_dir = tmp_path / "run"
+    full = ("--policy.method", "full", "--model.dtype", "bfloat16", "--learner.optimizer.learning-rate", "1e-6")
+    with Run(run_dir, "--steps", "6", "--eval.interval", "0", *full, *cluster(1)) as running:
+        result = running.finish()
+    assert result.status == 0, result.err
+    last = metrics(run_dir)[-1]
+    server = last["remote_servers"]["worker-0"]
+    with safe_open(ROOT / "profiles" / "embedded" / "model.safetensors", framework="numpy") as file:
+        whole = 2 * sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    assert server["version"] >= 4
+    assert server["bytes_sent"] < 0.1 * whole * server["version"]
+    assert server["bytes_received"] > 0
+    assert not events(run_dir, "remote_server_failed")
 
 
 def test_the_engine_of_the_run_takes_its_share(tmp_path: Path) -> None:
