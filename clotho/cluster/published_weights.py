@@ -49,25 +49,26 @@ class PublishedWeights:
         self._put, self._has_patches = put, start is not None
         self._newest = start
         self._version = -1
-        self._whole: Any = None
+        self._whole = Publication(False, (), 0)
         self._patches = deque[_Patch](maxlen=MAX_PATCHES)
         self._publishing = anyio.Lock()
 
     async def publication(self, weights: Weights, *, held: str) -> Publication:
         """Return what a worker needs in order to serve `weights`. held: fingerprint of the weights that it has."""
         async with self._publishing:
-            size = sum(array.nbytes for array in named_arrays(weights.parameters).values())
             if self._has_patches:
                 await self._compare(weights)
                 patches = self._patches_since(held, weights)
+                size = sum(array.nbytes for array in named_arrays(weights.parameters).values())
                 if patches and sum(patch.size for patch in patches) < size:
                     references = tuple(patch.reference for patch in patches)
                     return Publication(True, references, sum(patch.size for patch in patches))
             if self._version != weights.ready.version:
                 tensors = await run_sync(tensor_bytes, named_arrays(weights.parameters))
-                self._whole = await run_sync(self._put, tensors)
+                reference = await run_sync(self._put, tensors)
+                self._whole = Publication(False, (reference,), len(tensors))
                 self._version = weights.ready.version
-            return Publication(False, (self._whole,), size)
+            return self._whole
 
     async def _compare(self, weights: Weights) -> None:
         """Make the patch of a new version."""

@@ -92,14 +92,14 @@ async def test_a_worker_with_other_weights_gets_the_whole_file() -> None:
 
 
 async def test_weights_that_have_changed_everywhere_are_whole() -> None:
-    """Later versions have patches again."""
-    store, start, far = Store(), version(0), version(1, share=0.9)
+    """Later versions have patches again, but only for workers that have these weights."""
+    store, start, near, far = Store(), version(0), version(1), version(2, share=0.9)
     published = PublishedWeights(store.put, start=start)
-    assert not (await publish(published, far, start)).patched
-    near = version(1, share=0.9)
-    near = Weights(ready=WeightsReady(version=2, step=2, fingerprint="same"), parameters=near.parameters)
-    assert (await publish(published, near, far)).patched
-    assert not (await publish(published, near, start)).patched
+    assert (await publish(published, near, start)).patched
+    assert not (await publish(published, far, near)).patched
+    later = Weights(ready=WeightsReady(version=3, step=3, fingerprint="later"), parameters=far.parameters)
+    assert (await publish(published, later, far)).patched
+    assert not (await publish(published, later, start)).patched
 
 
 async def test_the_number_of_patches_is_limited() -> None:

@@ -151,8 +151,12 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "more changes than elements": lambda: tensor_patch(changed=601),
     "no changes": lambda: tensor_patch(changed=0),
     "fewer changes than positions": lambda: tensor_patch(changed=1),
-    "position after the end": lambda: tensor_patch(changed=2, gap_bytes=2, gaps=compressed(599, 0)),
-    "largest gaps": lambda: tensor_patch(changed=3, gap_bytes=4, gaps=compressed(*[2**32 - 1] * 3, item="u4")),
+    "position after the end": lambda: tensor_patch(
+        changed=2, gap_bytes=2, gaps=compressed(599, 0), differences=compressed(1, 2)
+    ),
+    "largest gaps": lambda: tensor_patch(
+        changed=3, gap_bytes=4, gaps=compressed(*[2**32 - 1] * 3, item="u4"), differences=compressed(1, 2, 3)
+    ),
     "gaps too wide": lambda: tensor_patch(gap_bytes=8),
     "gaps that are no stream": lambda: tensor_patch(gaps=b"\0\0"),
     "gaps that end early": lambda: tensor_patch(gaps=zlib.compress(b"\1" * 100)[:-6]),
