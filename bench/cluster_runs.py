@@ -123,9 +123,10 @@ def _workers(profile: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -
 
 def _plan(profile: Mapping[str, Any]) -> Plan:
     cluster, synchronous = profile.get("cluster", {}), not profile["async"]
+    rollouts = profile.get("rollouts", {})  # a setting without effect is not in the file
     return Plan(
         batch_size=profile["learner"]["batch_size"],
-        max_batches_ahead=profile["rollouts"]["lag" if synchronous else "max_batches_ahead"],
+        max_batches_ahead=rollouts.get("lag", 0) if synchronous else rollouts["max_batches_ahead"],
         synchronous=synchronous,
         max_staleness=profile["learner"].get("max_staleness"),
         sync_interval=cluster.get("sync_interval", 1),

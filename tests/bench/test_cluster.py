@@ -28,7 +28,7 @@ def write_run(
     cluster_section = f'[cluster]\ntype = "ray"\nworkers = {workers}\nsync_interval = 1\n' if workers else ""
     (directory / "profile.toml").write_text(
         f"async = {str(asynchronous).lower()}\n[policy.method]\ntype = 'lora'\n[learner]\nbatch_size = {batch}\n"
-        "[learner.objective]\ntype = 'grpo'\n[rollouts]\nmax_batches_ahead = 2\nlag = 0\n"
+        "[learner.objective]\ntype = 'grpo'\n[rollouts]\nmax_batches_ahead = 2\n"
         f"[engine]\ndecode_share = 0.7\nmax_num_seqs = 64\n{cluster_section}"
     )
     (directory / "facts.json").write_text('{"dtype": "float32", "trainable_parameters": 1000}')
