@@ -15,6 +15,7 @@ run on this machine; a flag replaces a cost or a setting. Quantities may have un
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import subprocess
@@ -327,6 +328,19 @@ def simulation_table(results: Sequence[Simulated]) -> str:
     return markdown(heading, rows)
 
 
+def assumptions(one: Simulated) -> str:
+    """Say in one sentence what a simulation begins with."""
+    costs, plan = one.costs, one.plan
+    decoding = plan.max_num_seqs / (costs.step_seconds + plan.max_num_seqs * costs.row_seconds)
+    training = f"{number(1.0 / costs.update_token_seconds)} tokens/s" if costs.update_token_seconds else "any rate"
+    link = "any rate" if math.isinf(costs.bandwidth) else f"{number(8e-9 * costs.bandwidth)} Gbit/s"
+    return (
+        f"A worker decodes {number(decoding)} tokens/s with {plan.max_num_seqs} rows. The learner trains on {training}, "
+        f"plus {number(1e3 * costs.update_seconds)} ms per update. A batch has {plan.batch_size} groups, and a version "
+        f"{number(1e-6 * costs.weight_bytes)} MB; the link has {link}."
+    )
+
+
 def table(results: Sequence[Result]) -> str:
     """Measured and predicted throughput, then a table per scenario."""
     measured = [one for one in results if isinstance(one, MeasuredRun) and one.groups_per_second]
@@ -343,7 +357,8 @@ def table(results: Sequence[Result]) -> str:
     parts = [markdown(heading, rows)] if rows else []
     scenarios = dict.fromkeys(one.scenario for one in made if not one.scenario.startswith(VALIDATION))
     for title in scenarios:
-        parts += [f"**{title}**", simulation_table([one for one in made if one.scenario == title])]
+        rows_of = [one for one in made if one.scenario == title]
+        parts += [f"**{title}**", simulation_table(rows_of), assumptions(rows_of[0])]
     return "\n\n".join([*parts, f"{describe_fingerprint(results[0].fingerprint)}. `{COMMAND}`"])
 
 
