@@ -107,9 +107,14 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dynamic_sampling_max_ratio: Annotated[float, Meta(ge=0, description="Most groups of an update, in batches.")] = 0.0
     workers_per_machine: Annotated[int, Meta(ge=1, description="Workers that share the cores of a machine.")] = 1
     on_learner_machine: bool = False
-    steps: Annotated[int, Meta(ge=2, description="Batches that are simulated.")] = 60
-    warm_up: Annotated[int, Meta(ge=1, description="Batches before the measurement begins.")] = 10
+    steps: Annotated[int, Meta(ge=2, description="Batches that are measured.")] = 50
+    warm_up: Annotated[int, Meta(ge=1, description="Batches before; at least twice those in flight.")] = 10
     seed: int = 0
+
+    @property
+    def began(self) -> int:
+        """Number of batches before the measurement. The first batches in flight need no new weights."""
+        return max(self.warm_up, 2 * (self.max_batches_ahead + 1))
 
     @property
     def staleness_limit(self) -> int:

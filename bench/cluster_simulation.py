@@ -363,9 +363,9 @@ class Simulation:
         counts["ended"] += len(fresh) + dropped
         counts["updates"] += bool(fresh)
         counts["tokens"] += tokens
-        if self._step == self._plan.warm_up:
+        if self._step == self._plan.began:
             self._begin_measurement()
-        elif self._step >= self._plan.steps:
+        elif self._step >= self._plan.began + self._plan.steps:
             self._over.succeed()
         yield self._updates.put((self._step, self._version))
         if self._version >= self._target + self._plan.sync_interval:

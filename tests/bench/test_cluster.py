@@ -115,7 +115,7 @@ def test_a_fit_has_no_negative_costs_and_ignores_a_pause() -> None:
         ["--workers", "0"],
         ["--bandwidth", "0"],
         ["--efficiency", "2"],
-        ["--steps", "4", "--warm-up", "4"],
+        ["--steps", "1"],
         ["--from", "missing"],
     ],
 )
@@ -148,7 +148,7 @@ def test_a_flag_replaces_a_cost_or_a_setting(tmp_path: Path, capsys: pytest.Capt
     """The table has a row per number of workers; the results can be read again."""
     source, out = write_run(tmp_path / "run"), tmp_path / "out.jsonl"
     flags = ["--workers", "1", "3", "--weight-bytes", "5MB", "--bandwidth", "1Gbit/s", "--version-seconds", "0"]
-    assert main(["--simulate", "--from", str(source), "--out", str(out), "--steps", "12", *flags]) == 0
+    assert main(["--simulate", "--from", str(source), "--out", str(out), "--steps", "6", *flags]) == 0
     found = read(out)
     assert [one.forecast.workers for one in found if isinstance(one, Simulated)] == [1, 3]
     assert isinstance(found[0], Simulated)
@@ -163,16 +163,16 @@ WORK = Workload(lengths=((20,) * 4,), zero_variance=(False,))
 
 def test_the_fewest_batches_that_do_not_limit_are_chosen() -> None:
     """More batches would not be faster; fewer would be slower."""
-    plan = Plan(workers=2, batch_size=2, steps=20, warm_up=8)
+    plan = Plan(workers=2, batch_size=2, steps=12, warm_up=4)
     found, best = best_ahead(COSTS, WORK, plan)
-    slower = simulate(COSTS, WORK, Plan(workers=2, batch_size=2, steps=20, warm_up=8, max_batches_ahead=1))
+    slower = simulate(COSTS, WORK, Plan(workers=2, batch_size=2, steps=12, warm_up=4, max_batches_ahead=1))
     assert best.max_batches_ahead == found.max_batches_ahead > 1
     assert slower.groups_per_second < found.groups_per_second
 
 
 def test_the_table_compares_measured_and_predicted_runs() -> None:
     """A prediction belongs to the run with the same engine and number of workers."""
-    plan = Plan(workers=2, steps=4, warm_up=1)
+    plan = Plan(workers=2, steps=3, warm_up=1)
     forecast = simulate(COSTS, WORK, plan)
     measured = MeasuredRun(
         name="two", flags=(), sources="", command="", fingerprint=HERE, workers=2, load="few",
