@@ -174,7 +174,7 @@ class Membership:
             with socket.create_server((host, 0), family=family, backlog=self.size) as listener:
                 token = secrets.token_bytes(16)
                 self._share([listener.getsockname()[1], *token])
-                return [self._link(other, connection) for other, connection in _accept(listener, token, self.size)]
+                return [self._link(other, connection) for other, connection in accept(listener, token, self.size)]
         port, *token_bytes = self._share([0] * 17)
         connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
         connection.sendall(TOKEN.pack(bytes(token_bytes), self.rank))
@@ -201,7 +201,7 @@ def _join() -> mx.distributed.Group:
                 raise ProfileError(f"mx.distributed cannot join the ranks: {error}") from error
 
 
-def _accept(listener: socket.socket, token: bytes, size: int) -> Sequence[tuple[int, socket.socket]]:
+def accept(listener: socket.socket, token: bytes, size: int) -> Sequence[tuple[int, socket.socket]]:
     """Return a connection to each other rank. Connections without the token are closed."""
     found: dict[int, socket.socket] = {}
     while len(found) < size - 1:

@@ -59,9 +59,11 @@ def supervise(arguments: Sequence[str]) -> int:
     restarts = 0
     while True:
         process = RankProcess([*program, *arguments])
-        signals.receiver = process.send
+        signals.process = process
         status = process.wait()
-        if signals.stopped or status not in (RANK_LOST, *process.SIGNALLED) or status == -signal.SIGTERM:
+        if signals.received and status < 0:
+            return 128 + signals.received
+        if signals.received or not is_lost(status):
             return status if status >= 0 else 128 - status
         restarts += 1
         what = f"rank {rank()} {process.problem or _ending(status)}"
@@ -76,12 +78,12 @@ def supervise(arguments: Sequence[str]) -> int:
 class _Signals:
     """Passes signals on to the process of rank 0, which drains or stops the run; other ranks end with rank 0.
 
-    stopped: the rank is not started again.
+    received: number of the last signal, 0 before. A rank whose supervisor has received one is not started again.
     """
 
     def __init__(self) -> None:
-        self.stopped = False
-        self.receiver: Callable[[int], None] = lambda _: None
+        self.received = 0
+        self.process: RankProcess | None = None
         for number in PASSED_ON:
             if rank() == 0 or number == signal.SIGTERM:
                 signal.signal(number, self._pass_on)
@@ -89,8 +91,9 @@ class _Signals:
                 signal.signal(number, signal.SIG_IGN)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.stopped = True
-        self.receiver(number)
+        self.received = number
+        if self.process is not None:
+            self.process.send(number)
 
 
 class RankProcess:
@@ -99,8 +102,6 @@ class RankProcess:
     restarts, run_directory: as the process told; the directory is empty until the run can be resumed.
     problem: what was wrong, if the process told it, or if the supervisor ended the process.
     """
-
-    SIGNALLED = tuple(-number for number in range(1, 65))
 
     def __init__(self, command: Sequence[str]) -> None:
         self.restarts, self.run_directory, self.problem = 0, "", ""
@@ -117,8 +118,8 @@ class RankProcess:
         self._connection.settimeout(POLL_SECONDS)
 
     def send(self, number: int) -> None:
-        """Send a signal to the process, if it has not ended."""
-        self._process.send_signal(number)
+        """Send a signal to the process, if it has not ended. While it joins, it cannot handle signals and is killed."""
+        self._process.send_signal(number if self._hang_seconds else signal.SIGKILL)
 
     def wait(self) -> int:
         """Wait for the end of the process, and end it if it gives no sign of life; return its status."""
@@ -209,6 +210,11 @@ def resumed(arguments: Sequence[str], run_directory: str) -> list[str]:
     if forked and not any(word.partition("=")[0] == "--profile" for word in kept):
         kept += ["--profile", os.path.join(run_directory, "profile.toml")]
     return [*kept, "--resume"]
+
+
+def is_lost(status: int) -> bool:
+    """Whether a process with this status is started again: another rank was lost, or a signal ended the process."""
+    return status == RANK_LOST or (status < 0 and status != -signal.SIGTERM)
 
 
 def _ending(status: int) -> str:

@@ -119,8 +119,8 @@ def _join_ranks(settings: DistributedSection) -> LearnerRanks | None:
 async def _set_up(ranks: LearnerRanks, context: RunContext) -> None:
     model, parameters = context.inputs["model"], context.policy_learner.parameters
     memory_bytes = context.estimated_memory
-    await run_sync(lambda: ranks.set_up(context.profile, parameters, model=model, memory_bytes=memory_bytes))
     ranks.resumable(str(context.directory.path))
+    await run_sync(lambda: ranks.set_up(context.profile, parameters, model=model, memory_bytes=memory_bytes))
 
 
 def startup_watch(slow_seconds: float) -> StartupWatch:

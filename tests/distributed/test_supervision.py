@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from clotho.distributed.supervision import RANK_LOST, RankProcess, resumed
+from clotho.distributed.supervision import RANK_LOST, RankProcess, is_lost, resumed
 
 TELL = """
 import json, os, socket, sys, time
@@ -36,6 +36,22 @@ def process(facts: dict[str, object], then: str) -> RankProcess:
 def test_a_run_is_continued_with_its_own_arguments(given: list[str], expected: list[str]) -> None:
     """Flags that start a run differently are replaced by `--resume`; a fork keeps the profile of its source."""
     assert resumed(given, "/runs/d") == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (RANK_LOST, True),
+        (-signal.SIGKILL, True),
+        (-signal.SIGSEGV, True),
+        (-signal.SIGTERM, False),
+        (0, False),
+        (2, False),
+    ],
+)
+def test_a_lost_rank_is_started_again_and_an_ended_one_is_not(status: int, expected: bool) -> None:
+    """The run decides about its own failures; nobody starts a process again that somebody has terminated."""
+    assert is_lost(status) is expected
 
 
 def test_a_supervisor_learns_the_facts_of_its_rank() -> None:
