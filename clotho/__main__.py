@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"clotho: standard output cannot be written: {problem.strerror}\n")
         output.stderr.drain(EXIT_SECONDS)
         return 1
+    if "MLX_RANK" in os.environ and is_training:
+        process_signals.exit(status)  # MLX can crash while it closes connections to ranks that have ended
     return status
 
 
@@ -85,7 +87,7 @@ def _run_launched(argv: Sequence[str]) -> int | None:
     """Run what `mlx.launch` starts: the supervisor of a rank, and ranks other than 0. None for rank 0 and commands."""
     from clotho.distributed import supervision
 
-    if argv and argv[0] in COMMANDS:
+    if (argv and argv[0] in COMMANDS) or not supervision.has_other_ranks(os.environ):
         return None
     if not supervision.is_rank():
         return supervision.supervise(argv)
@@ -96,7 +98,7 @@ def _run_launched(argv: Sequence[str]) -> int | None:
     from clotho.monitoring.failure_report import report
 
     try:
-        return run_rank()
+        process_signals.exit(run_rank())
     except Exception as error:
         return report(error)
 

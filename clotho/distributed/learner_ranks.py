@@ -100,8 +100,9 @@ class Group(Protocol):
     def resumable(self, run_directory: str) -> None:
         """Tell the supervisor that the run can be resumed from now on."""
 
-    def expect_end(self) -> None:
-        """The run ends: from now on, the end of another rank does not matter."""
+    def expect_end(self) -> bool:
+        """Ignore the end of other ranks from now on, because the run ends. False if the process is ending already."""
+        ...
 
     def close(self) -> None:
         """Send the remaining messages and close the connections."""
@@ -110,7 +111,7 @@ class Group(Protocol):
 class LearnerRanks:
     """All ranks, as the learner of rank 0 sees them. Implements `OtherRanks`.
 
-    count: number of ranks, this one included; 1 if the launcher started one process only.
+    count: number of ranks, this one included.
     """
 
     def __init__(self, join: Callable[[Callable[[int, bytes], None]], Group], *, share_seconds: float) -> None:
@@ -130,6 +131,7 @@ class LearnerRanks:
         self._sent: Parameters | None = None
         self._sent_reference: Arrays | None = None
         self._fingerprint = ""
+        self._sent_bytes, self._sums, self._waited_seconds = 0, 0, 0.0
 
     def set_up(self, profile: Profile, parameters: Parameters, *, model: str, memory_bytes: int) -> None:
         """Let all other ranks load the model, and wait until they have.
@@ -167,10 +169,18 @@ class LearnerRanks:
 
     def close(self) -> None:
         """End the other ranks."""
-        self._group.expect_end()
+        if not self._group.expect_end():
+            return
         for rank in self._others:
             self._group.send(rank, encode(End()))
         self._group.close()
+        log.info(
+            "ranks_ended",
+            ranks=self.count,
+            sums=self._sums,
+            waited_seconds=round(self._waited_seconds, 3),
+            sent_megabytes=round(self._sent_bytes / 1e6, 3),
+        )
 
     def deal_gradients(
         self,
@@ -203,14 +213,16 @@ class LearnerRanks:
 
     def add_gradients(self, own: Gradient) -> Generator[None, None, tuple[Gradient, dict[int, Gradient]]]:
         """See `OtherRanks`. Raises RankError if a rank fails, or has computed with other weights."""
-        number = self._number
+        number, began = self._number, time.monotonic()
         computed = yield from self._collect()
         for rank in self._others:
-            self._group.send(rank, encode(Add(number=number)))
+            self._tell(rank, encode(Add(number=number)))
         adding = self._submit(lambda: self._group.add(own.arrays))
         while not adding.done():
             _wait(adding, TURN_SECONDS)
             yield
+        self._sums += 1
+        self._waited_seconds += time.monotonic() - began
         arrays = {name: mx.array(array) for name, array in adding.result().items()}
         metrics = {name: np.array(sums, dtype=np.float32) for name, sums in own.metrics.items()}
         loss = float(own.loss)
@@ -257,7 +269,7 @@ class LearnerRanks:
         self._number += 1
         shares = deal([positions(micro) for micro in micro_batches], self.count)
         for rank in self._others:
-            self._group.send(rank, encode(share(rank, tuple(parts[index] for index in shares[rank]))))
+            self._tell(rank, encode(share(rank, tuple(parts[index] for index in shares[rank]))))
         return shares[0]
 
     def _collect(self) -> Generator[None, None, list[Computed]]:
@@ -294,7 +306,11 @@ class LearnerRanks:
             complete = number == len(groups)
             content = encode(Weights(tensors=tensor_bytes(group), reference=reference, complete=complete))
             for rank in self._others:
-                self._group.send(rank, content)
+                self._tell(rank, content)
+
+    def _tell(self, rank: int, message: bytes) -> None:
+        self._group.send(rank, message)
+        self._sent_bytes += len(message)
 
     def _receive(self, rank: int, content: bytes) -> None:
         self._answers.put((rank, decode_answer(content)))

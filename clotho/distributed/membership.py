@@ -53,7 +53,7 @@ def coordinator(environment: Mapping[str, str]) -> str:
 
 
 class Membership:
-    """This process in the group of ranks. rank: of this process. size: number of ranks, 1 without others.
+    """This process in the group of ranks. rank: of this process. size: number of ranks, at least 2.
 
     Collectives run where the object is constructed: in one thread, on the stream of the CPU, because the GPU driver
     of macOS ends work that waits for another rank for more than some seconds.
@@ -74,7 +74,7 @@ class Membership:
         self.rank, self.size = supervision_rank(), 0
         self._receive, self._exit = receive, exit_process
         self._links: dict[int, Link] = {}
-        self._ending = threading.Lock()
+        self._ending = threading.Lock()  # held from the first reason to end the process
         self._supervisor = Supervisor(on_end=lambda: self._exit(RANK_LOST))
         self._supervisor.tell(restarts=settings.restarts)
         self._group = _join()  # blocks all threads of this process; the supervisor waits for the first sign of life
@@ -83,9 +83,8 @@ class Membership:
         self._watch = Watch(hang_seconds=settings.hang_seconds, alive=self._supervisor.alive, lost=self.lose)
         self._watch.start()
         self._tell_settings()
-        if self.size > 1:
-            with self._watch.deadline(CONNECT_SECONDS, "did not connect"):
-                self._links = {link.rank: link for link in self._connect()}
+        with self._watch.deadline(CONNECT_SECONDS, "did not connect"):
+            self._links = {link.rank: link for link in self._connect()}
         for link in self._links.values():
             self._watch.add(link)
 
@@ -156,9 +155,12 @@ class Membership:
                 link.close(seconds=0.2)
         self._exit(RANK_LOST)
 
-    def expect_end(self) -> None:
-        """The run ends: from now on, the end of another rank does not matter."""
-        self._ending.acquire(blocking=False)
+    def expect_end(self) -> bool:
+        """Ignore the end of other ranks from now on, because the run ends. False if the process is ending already."""
+        if not self._ending.acquire(blocking=False):
+            return False
+        self._supervisor.tell(ended=True)
+        return True
 
     def close(self) -> None:
         """Send the remaining messages and close the connections."""

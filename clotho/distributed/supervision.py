@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -36,6 +36,19 @@ SUSPENDED_SECONDS = 2.0
 """A process whose periodic check is this late was suspended itself; silence of others in this time means nothing."""
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def has_other_ranks(environment: Mapping[str, str]) -> bool:
+    """Whether `mlx.launch` started this process as one of several ranks."""
+    if RANK not in environment:
+        return False
+    if "MLX_JACCL_COORDINATOR" in environment or int(environment.get("MLX_WORLD_SIZE", 1)) > 1:
+        return True
+    try:
+        with open(environment.get("MLX_HOSTFILE", os.devnull), encoding="utf-8") as file:
+            return len(json.loads(file.read() or "[]")) > 1
+    except (OSError, ValueError):
+        return False
 
 
 def is_rank() -> bool:
@@ -63,7 +76,7 @@ def supervise(arguments: Sequence[str]) -> int:
         status = process.wait()
         if signals.received and status < 0:
             return 128 + signals.received
-        if signals.received or not is_lost(status):
+        if signals.received or process.ended or not is_lost(status):
             return status if status >= 0 else 128 - status
         restarts += 1
         what = f"rank {rank()} {process.problem or _ending(status)}"
@@ -99,12 +112,13 @@ class _Signals:
 class RankProcess:
     """The process of a rank, as its supervisor sees it.
 
-    restarts, run_directory: as the process told; the directory is empty until the run can be resumed.
+    restarts, run_directory: as the process told; the directory is empty until the run can be resumed. ended: the
+    process told that the run has ended.
     problem: what was wrong, if the process told it, or if the supervisor ended the process.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
-        self.restarts, self.run_directory, self.problem = 0, "", ""
+        self.restarts, self.run_directory, self.problem, self.ended = 0, "", "", False
         self._hang_seconds, self._buffer = 0.0, b""
         self._connection, theirs = socket.socketpair()
         with theirs:
@@ -158,6 +172,7 @@ class RankProcess:
             self._hang_seconds = told.get("hang_seconds", self._hang_seconds)
             self.run_directory = told.get("run_directory", self.run_directory)
             self.problem = told.get("problem", self.problem)
+            self.ended = told.get("ended", self.ended)
         return True
 
 
@@ -177,7 +192,7 @@ class Supervisor:
         self._write(b"\n")
 
     def tell(self, **facts: object) -> None:
-        """Tell facts about this rank: `hang_seconds`, `restarts`, `run_directory`, `problem`."""
+        """Tell facts about this rank: `hang_seconds`, `restarts`, `run_directory`, `problem`, `ended`."""
         self._write(json.dumps(facts).encode() + b"\n")
 
     def _write(self, line: bytes) -> None:

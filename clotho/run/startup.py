@@ -104,8 +104,8 @@ async def build_context(
     return replace(context, cluster=cluster)
 
 
-def _join_ranks(settings: DistributedSection) -> LearnerRanks | None:
-    """Join the other ranks of a data-parallel learner, in a thread; None without others."""
+def _join_ranks(settings: DistributedSection) -> LearnerRanks:
+    """Join the other ranks of a data-parallel learner, in a thread."""
     from clotho.distributed.learner_ranks import LearnerRanks
     from clotho.distributed.membership import Membership
 
@@ -113,7 +113,8 @@ def _join_ranks(settings: DistributedSection) -> LearnerRanks | None:
         return Membership(settings, receive=receive, exit_process=process_signals.exit)
 
     ranks = LearnerRanks(join, share_seconds=settings.share_seconds)
-    return ranks if ranks.count > 1 else None
+    process_signals.before_exit(ranks.close)
+    return ranks
 
 
 async def _set_up(ranks: LearnerRanks, context: RunContext) -> None:

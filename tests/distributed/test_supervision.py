@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
-from clotho.distributed.supervision import RANK_LOST, RankProcess, is_lost, resumed
+from clotho.distributed.supervision import RANK_LOST, RankProcess, has_other_ranks, is_lost, resumed
 
 TELL = """
 import json, os, socket, sys, time
@@ -39,6 +40,25 @@ def test_a_run_is_continued_with_its_own_arguments(given: list[str], expected: l
 
 
 @pytest.mark.parametrize(
+    ("hosts", "variables", "expected"),
+    [
+        ('[["127.0.0.1:1"], ["127.0.0.1:2"]]', {"MLX_RANK": "0"}, True),
+        ("\n", {"MLX_RANK": "0"}, False),
+        ('[["127.0.0.1:1"], ["127.0.0.1:2"]]', {}, False),
+        ("", {"MLX_RANK": "1", "MLX_JACCL_COORDINATOR": "127.0.0.1:1"}, True),
+        ("", {"MLX_RANK": "1", "MLX_WORLD_SIZE": "2"}, True),
+        ("", {"MLX_RANK": "0", "MLX_WORLD_SIZE": "1"}, False),
+    ],
+)
+def test_a_process_without_other_ranks_is_an_ordinary_run(
+    tmp_path: Path, hosts: str, variables: dict[str, str], expected: bool
+) -> None:
+    """`mlx.launch -n 1` writes an empty host file."""
+    (tmp_path / "hosts").write_text(hosts, encoding="utf-8")
+    assert has_other_ranks({"MLX_HOSTFILE": str(tmp_path / "hosts"), **variables}) is expected
+
+
+@pytest.mark.parametrize(
     ("status", "expected"),
     [
         (RANK_LOST, True),
@@ -56,10 +76,10 @@ def test_a_lost_rank_is_started_again_and_an_ended_one_is_not(status: int, expec
 
 def test_a_supervisor_learns_the_facts_of_its_rank() -> None:
     """Facts that are told before the end of the process are known after it."""
-    facts = {"restarts": 3, "hang_seconds": 60.0, "run_directory": "/runs/d", "problem": "lost rank 1"}
+    facts = {"restarts": 3, "hang_seconds": 60.0, "run_directory": "/runs/d", "problem": "lost rank 1", "ended": True}
     found = process(facts, f"sys.exit({RANK_LOST})")
     assert found.wait() == RANK_LOST
-    assert (found.restarts, found.run_directory, found.problem) == (3, "/runs/d", "lost rank 1")
+    assert (found.restarts, found.run_directory, found.problem, found.ended) == (3, "/runs/d", "lost rank 1", True)
 
 
 def test_a_process_without_signs_of_life_is_killed() -> None:

@@ -46,7 +46,7 @@ class Launched:
 
     def __init__(self, run_dir: Path, *flags: str) -> None:
         self.run_dir = run_dir
-        self._out = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115, closed by __exit__
+        self._out = tempfile.TemporaryFile("a+", encoding="utf-8")  # noqa: SIM115, closed by __exit__; its readers move no writer
         launcher = Path(sys.executable).with_name("mlx.launch")
         self.process = subprocess.Popen(
             [
