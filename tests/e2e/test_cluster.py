@@ -53,6 +53,7 @@ def test_a_run_survives_workers_that_are_killed_and_stopped(tmp_path: Path) -> N
         result = running.finish()
     assert result.accounting.prompted > 0
     assert {event["server"] for event in events(run_dir, "remote_server_failed")} == {"worker-0", "worker-1"}
+    assert sum(server["restarts"] for server in metrics(run_dir)[-1]["remote_servers"].values()) >= 1
 
 
 def test_a_synchronous_run_with_one_worker_equals_a_run_without(tmp_path: Path) -> None:
