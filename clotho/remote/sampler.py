@@ -215,8 +215,7 @@ class RemoteSampler:
         if (served.version, served.fingerprint) != (target.ready.version, target.ready.fingerprint):
             served = await self._push(place)
         place.owned = True
-        if anyio.current_time() >= place.probed_at + PROBE_SECONDS:
-            await self._probe(place)
+        if anyio.current_time() >= place.probed_at + PROBE_SECONDS and await self._probe(place):
             place.probed_at = anyio.current_time()
         if place.version is None:
             log.info("remote_server_ready", server=place.server.name, version=served.version)
@@ -247,11 +246,11 @@ class RemoteSampler:
         place.pushed(anyio.current_time() - began)
         return served
 
-    async def _probe(self, place: Place) -> None:
+    async def _probe(self, place: Place) -> bool:
         """Compare log-probabilities of a server with those of this process.
 
-        Nothing is compared if the weights of this process or of the server change meanwhile. The probe includes a
-        request with the sampling parameters of the run, which the server might refuse.
+        Return False if the weights of this process or of the server changed meanwhile, so that nothing was compared.
+        The probe includes a request with the sampling parameters of the run, which the server might refuse.
         """
         seeds = (derive(0, "probe", self._target.value.ready.version),)
         request = SampleRequest(prompt=self._probe_prompt, sampling=self._probe_sampling, seeds=seeds)
@@ -266,11 +265,12 @@ class RemoteSampler:
         await self._weights.wait_until(lambda weights: weights.version >= version)
         scored = await self._recompute((*self._probe_prompt, *completion.tokens), self._probe_sampling.temperature)
         if scored.version != version or completion.versions[-1] != version:
-            return
+            return False
         ours = scored.logprobs[-len(completion.tokens) :]
         difference = sum(abs(a - b) for a, b in zip(completion.logprobs, ours, strict=True)) / len(ours)
         if not difference <= MAX_PROBE_NATS:
             raise RemoteFailure(f"computes other log-probabilities: {difference:.3g} nats per token from the learner's")
+        return True
 
     def _require_known(self, answer: RolloutAnswer) -> None:
         for version, fingerprint in answer.fingerprints.items():

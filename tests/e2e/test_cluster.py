@@ -68,6 +68,21 @@ def test_a_synchronous_run_with_one_worker_equals_a_run_without(tmp_path: Path) 
     assert digests[0] == digests[1]
 
 
+def test_a_synchronous_run_with_rewards_on_the_cluster_equals_a_run_without(tmp_path: Path) -> None:
+    """The adapters are equal byte by byte, and a function that crashes costs its groups only."""
+    names, digests = ("async_length", "unreliable"), []
+    for where, flags in (("local", ()), ("cluster", cluster(1))):
+        run_dir = tmp_path / where
+        functions = [f'name = "tests.rewards.sample_rewards:{name}", timeout_seconds = 5.0' for name in names]
+        rewards = ", ".join(f'{{{function}, correct = true, where = "{where}"}}' for function in functions)
+        sync = ("--steps", "4", "--async", "false", "--eval.interval", "0")
+        with Run(run_dir, *sync, "--rewards", f"[{rewards}]", *flags, patience_seconds=LONG_SECONDS) as running:
+            result = running.finish()
+        assert result.status == 0, result.err
+        digests.append(hashlib.sha256((run_dir / "adapters" / "adapters.safetensors").read_bytes()).hexdigest())
+    assert digests[0] == digests[1]
+
+
 def test_a_run_with_two_workers_learns_as_much_as_without(tmp_path: Path) -> None:
     """The complete default profile, with every rollout from the workers."""
     run_dir = tmp_path / "run"

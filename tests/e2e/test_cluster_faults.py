@@ -45,7 +45,6 @@ class Faults:
 
     def __init__(self, cluster: LocalCluster, running: Run) -> None:
         self._cluster, self._running = cluster, running
-        self.recoveries: list[str] = []
 
     def make(self, kind: str, number: int) -> None:
         """Make a fault at a node, by its number."""
@@ -85,7 +84,8 @@ class Faults:
         self._wait(lambda: all(worker(node) for node in self._cluster.nodes))
         began = time.monotonic()
         self._wait(lambda: self._usable() == NODES)
-        self.recoveries.append(f"{kind}: {time.monotonic() - began:.1f} s")
+        with (self._running.run_dir.parent / "recoveries.txt").open("a") as file:
+            file.write(f"{kind}: {time.monotonic() - began:.1f} s\n")
 
     def _usable(self) -> int:
         """Return how many workers are in use, according to the event log."""
@@ -139,10 +139,11 @@ def assert_every_group_ended_once(run_dir: Path, result: RunResult) -> None:
 
 
 @pytest.mark.parametrize("seed", [0])
-def test_ten_faults_lose_and_repeat_no_group(
-    cluster: LocalCluster, tmp_path: Path, seed: int, record_property: Callable[[str, object], None]
-) -> None:
-    """After each fault, every node has a worker with current weights again. The seed chooses the faults."""
+def test_ten_faults_lose_and_repeat_no_group(cluster: LocalCluster, tmp_path: Path, seed: int) -> None:
+    """After each fault, every node has a worker with current weights again. The seed chooses the faults.
+
+    `recoveries.txt` of the test's directory has the times.
+    """
     chance = random.Random(seed)
     kinds = [*FAULTS, *chance.choices(FAULTS, k=NUMBER_OF_FAULTS - len(FAULTS))]
     chance.shuffle(kinds)
@@ -155,9 +156,8 @@ def test_ten_faults_lose_and_repeat_no_group(
             faults.make(kind, chance.randrange(NODES))
         running.send(signal.SIGINT)
         result = running.finish()
-    assert result.status == 128 + signal.SIGINT, result
+    assert result.status == 0, result
     assert_every_group_ended_once(run_dir, result)
-    record_property("recoveries", faults.recoveries)
 
 
 def test_the_end_of_the_head_node_ends_the_run_which_can_be_resumed(cluster: LocalCluster, tmp_path: Path) -> None:

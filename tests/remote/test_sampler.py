@@ -11,6 +11,7 @@ import anyio.lowlevel
 import httpx
 import msgspec
 import pytest
+from msgspec import structs
 
 from clotho.remote import sampler as module
 from clotho.remote.sampler import RemoteSampler
@@ -18,7 +19,7 @@ from clotho.remote.weights import Weights
 from clotho.storage.tensors import named_arrays, tensor_bytes
 from protocols.errors import RemoteError, RequestError
 from protocols.remote import ServedPolicy
-from protocols.sampling import Completion, SampleRequest, Sampling
+from protocols.sampling import Completion, PromptLogprobs, SampleRequest, Sampling
 from tests.remote.inference_server import InferenceServer, TrainingRun, group, running, servers, until
 from tests.remote.test_comparison import trained
 
@@ -188,6 +189,22 @@ async def test_wrong_data_of_a_server_in_use_is_sampled_again(tmp_path: Path) ->
             wrong.connection.change = older
             assert tokens(await sampled(sampler, [group(seed) for seed in range(4)])) == expected
     assert sampler.retries >= 1
+
+
+async def test_a_probe_during_a_change_of_weights_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has compared nothing. The server is in use meanwhile."""
+    monkeypatch.setattr(module, "PROBE_SECONDS", 1e6)
+    changes = [True, True]
+    with servers(tmp_path, 2) as [local, remote]:
+
+        async def recompute(tokens: tuple[int, ...], _: float) -> PromptLogprobs:
+            scored = await local.prompt_logprobs(tokens, 0)
+            return structs.replace(scored, version=scored.version + 1) if changes and changes.pop() else scored
+
+        sampler = TrainingRun(local).sampler(remote.client(), recompute=recompute)
+        async with running(sampler):
+            await until(lambda: not changes and sampler._places[0].probed_at > 0)
+            assert not sampler._places[0].all_failures
 
 
 async def test_a_server_that_differs_from_an_update_is_probed_at_once(
