@@ -21,6 +21,7 @@ from clotho.cpu import computes_on_host, load_blas
 from tests import lanes
 
 load_blas()
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile all modules
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # float32 products of recent GPUs have 11 significant bits otherwise
 
 settings.register_profile(
