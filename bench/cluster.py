@@ -15,7 +15,6 @@ run on this machine; a flag replaces a cost or a setting. Quantities may have un
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import subprocess
@@ -333,7 +332,7 @@ def assumptions(one: Simulated) -> str:
     costs, plan = one.costs, one.plan
     decoding = plan.max_num_seqs / (costs.step_seconds + plan.max_num_seqs * costs.row_seconds)
     training = f"{number(1.0 / costs.update_token_seconds)} tokens/s" if costs.update_token_seconds else "any rate"
-    link = "any rate" if math.isinf(costs.bandwidth) else f"{number(8e-9 * costs.bandwidth)} Gbit/s"
+    link = "any rate" if costs.bandwidth is None else f"{number(8e-9 * costs.bandwidth)} Gbit/s"
     return (
         f"A worker decodes {number(decoding)} tokens/s with {plan.max_num_seqs} rows. The learner trains on {training} "
         f"plus {number(1e3 * costs.update_seconds)} ms per update. A batch has {plan.batch_size} groups, and a version "
@@ -378,7 +377,7 @@ UNITS = {
 
 def quantity(text: str) -> float:
     """A number with an optional unit: 4GB, 1Gbit/s, 20ms, 10%. Raises ArgumentTypeError."""
-    found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?|inf)\s*([a-z/%]*)", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z/%]*)", text.strip(), re.IGNORECASE)
     try:
         if found is not None:
             return float(found[1]) * UNITS[found[2].upper()]

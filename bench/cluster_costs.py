@@ -34,9 +34,10 @@ class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     latency_seconds: Annotated[float, Meta(ge=0, description="Time of a message to or from a worker.")] = 0.0
     weight_bytes: Annotated[float, Meta(ge=0, description="Size of a version.")] = 0.0
     token_bytes: Annotated[float, Meta(ge=0, description="Size of a token in an answer.")] = 0.0
-    bandwidth: Annotated[float, Meta(gt=0, description="Bytes per second of the learner's machine, each way.")] = (
-        math.inf
-    )
+    bandwidth: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Bytes per second of the learner's machine, each way; not given: transfers take no time."),
+    ] = None
     failures_per_hour: Annotated[float, Meta(ge=0, description="Failures of a worker.")] = 0.0
     detection_seconds: Annotated[float, Meta(ge=0, description="Time until a failure is noticed.")] = 5.0
     recovery_seconds: Annotated[float, Meta(ge=0, description="Time until a failed worker runs again.")] = 10.0

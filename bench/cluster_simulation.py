@@ -109,7 +109,7 @@ class Simulation:
         rate = cores(costs.cores, costs.efficiency) if costs.cores else (lambda _: 1.0)
         learner = SharedRate(env, rate)
         self._device = LearnerDevice(learner, plan.decode_share)
-        self._up, self._down = (SharedRate(env, link(costs.bandwidth)) for _ in range(2))
+        self._up, self._down = (SharedRate(env, link(costs.bandwidth or 1.0)) for _ in range(2))
         self._fetches: dict[tuple[int, int], simpy.Event] = {}
         places = [Worker(number, 1.0, number // plan.workers_per_machine) for number in range(plan.workers)]
         machines: dict[int, SharedRate] = {}
@@ -229,7 +229,7 @@ class Simulation:
         answer.succeed(sampled)
 
     def _transfer(self, line: SharedRate, size: float) -> Process:
-        if size and self._costs.bandwidth != math.inf and not self._plan.on_learner_machine:
+        if size and self._costs.bandwidth is not None and not self._plan.on_learner_machine:
             yield line.start(size).done
 
     def _keep_current(self, worker: Worker) -> Process:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bench import cluster
@@ -182,6 +183,7 @@ def test_the_table_compares_measured_and_predicted_runs() -> None:
         Simulated(scenario=title, costs=COSTS, plan=plan, forecast=forecast, command="", fingerprint=HERE)
         for title in (f"{cluster.VALIDATION}few", "what if")
     ]
+    assert [msgspec.json.decode(msgspec.json.encode(one), type=Simulated) for one in simulated] == simulated
     text = table([measured, *simulated])
     assert "| +10% |" in text
     assert text.count("**what if**") == 1
