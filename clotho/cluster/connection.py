@@ -7,6 +7,7 @@ import atexit
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -215,6 +216,14 @@ class RayConnection:
 
             self._connected = False
             if self._lost:
-                atexit.unregister(ray.shutdown)  # it would end the process with another status
+                atexit.unregister(ray.shutdown)
+                atexit.register(_exit_without_ray)
             else:
                 ray.shutdown()
+
+
+def _exit_without_ray() -> None:
+    """End the process. Ray would end it with a segmentation fault, because its raylet has ended."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(RemoteError.exit_status)

@@ -14,6 +14,7 @@ from protocols.errors import CheckpointError
 MAY_DIFFER = (
     "steps",
     "async",
+    "cluster",
     "run_dir",
     "parity",
     "checkpoint",
@@ -47,7 +48,7 @@ MAY_DIFFER = (
 REAL_SERVERS = {"start", "connect"}
 """Types of `atropos` with the same groups: who starts the Atropos API server does not change the results."""
 
-REWARD_KEYS_THAT_MAY_DIFFER = re.compile(r"rewards\.\d+\.(run_in|max_workers|memory_limit_mb)")
+REWARD_KEYS_THAT_MAY_DIFFER = re.compile(r"rewards\.\d+\.(run_in|where|max_workers|memory_limit_mb)")
 
 
 def refuse_if_incompatible(old: Profile, new: Profile, *, written: Path) -> None:

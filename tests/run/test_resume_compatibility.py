@@ -35,6 +35,8 @@ def profile(**changes: Any) -> Profile:
         {"learner": {"layout": "packed"}, "collapse_detection": {"type": "stop", "window": 9}},
         {"rewards": [{"name": "exact", "run_in": "thread", "max_workers": 1}, {"name": "format"}]},
         {"rewards": [{"name": "exact", "memory_limit_mb": 9}, {"name": "format"}]},
+        {"cluster": {"type": "ray", "address": "10.0.0.1:6379"}},
+        {"cluster": {"type": "ray"}, "rewards": [{"name": "exact", "where": "cluster"}, {"name": "format"}]},
     ],
 )
 def test_how_a_run_is_run_may_change(changes: dict[str, Any]) -> None:
