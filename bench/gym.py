@@ -62,7 +62,6 @@ TASKS: Mapping[str, Task] = {
         settings={"max_terms": 2, "max_digits": 1, "max_decimal_places": 1},
     ),
     "lcm": Task(settings={"max_numbers": 2, "min_value": 2, "max_value": 30}, size=400),
-    "needle_haystack": Task(settings={"min_num_statements": 3, "max_num_statements": 4}, answer_in="text"),
     "spell_backward": Task(settings={"min_word_len": 3, "max_word_len": 4}, answer_in="text"),
 }
 """The datasets of the measurement."""
