@@ -128,18 +128,17 @@ def table(runs: Sequence[GymRun]) -> str:
                 _range([run.after for run in found]),
                 f"{statistics.median(run.after - run.before for run in found):+.2f}",
                 f"{statistics.median(run.updates for run in found):.0f}",
-                f"{statistics.median(run.seconds for run in found):,.0f}",
             ]
         )
-    heading = ["dataset", "settings", "accuracy before", "accuracy after", "gain", "updates", "seconds"]
+    heading = ["dataset", "settings", "accuracy before", "accuracy after", "gain", "updates"]
     seeds = len({run.seed for run in runs})
     first = runs[0]
     return "\n".join(
         [
             markdown(heading, rows, text_columns=2),
             "",
-            f"Greedy accuracy on held-out problems; {seeds} seeds, lowest to highest; gain, updates and seconds of "
-            f"training are medians. {describe_fingerprint(first.fingerprint)}. `python -m bench {NAME}`",
+            f"Greedy accuracy on held-out problems, lowest to highest of up to {seeds} seeds; gain and updates are "
+            f"medians. {describe_fingerprint(first.fingerprint)}. `python -m bench {NAME}`",
         ]
     )
 

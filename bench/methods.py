@@ -99,12 +99,12 @@ def _rows(mine: Sequence[Outcome]) -> str:
     heading = ["method", *(f"seed {seed}" for seed in seeds), "mean", "spread"]
     sampled = any(trial.pass_at for one in mine for trial in one.trials)
     heading += [f"pass@{SAMPLES}"] if sampled else []
-    heading += [*(f"updates to {target:.2f}" for target in TARGETS), "completions", "seconds", "peak memory"]
+    heading += [*(f"updates to {target:.2f}" for target in TARGETS), "completions", "processor seconds", "peak memory"]
     rows = []
     for one in mine:
         cells = {trial.seed: f"{trial.after:.3f}{'*' if trial.status else ''}" for trial in one.trials}
         rollouts = statistics.median(trial.rollouts for trial in one.trials)
-        seconds = statistics.median(trial.seconds for trial in one.trials)
+        seconds = statistics.median(trial.cpu_seconds for trial in one.trials)
         rows.append(
             [
                 _label(one),
@@ -159,11 +159,11 @@ def statements(family: Family, mine: Sequence[Outcome], reference: Outcome | Non
 def difference(one: Outcome, other: Outcome) -> str:
     """The difference of two means beside the two spreads, and whether it is larger than both."""
     by = one.mean - other.mean
-    separate = abs(by) > max(one.spread, other.spread)
-    return (
-        f"`{one.method.name}` {one.mean:.3f}, `{other.method.name}` {other.mean:.3f}: difference {by:.3f}, spreads "
-        f"{one.spread:.3f} and {other.spread:.3f}, {'larger' if separate else 'not larger'} than both"
-    )
+    means = f"`{one.method.name}` {one.mean:.3f}, `{other.method.name}` {other.mean:.3f}: difference {by:.3f}"
+    if min(len(one.trials), len(other.trials)) < 2:
+        return f"{means}; one seed has no spread"
+    relation = "larger" if abs(by) > max(one.spread, other.spread) else "not larger"
+    return f"{means}, spreads {one.spread:.3f} and {other.spread:.3f}, {relation} than both"
 
 
 def _closing(found: Sequence[Outcome]) -> str:
@@ -172,7 +172,7 @@ def _closing(found: Sequence[Outcome]) -> str:
     note = (
         f"Profile `{first.flags[1]}`: held-out greedy accuracy after training ({first.before:.3f} before), for each "
         "seed. Spread: from the lowest to the highest seed. Updates to an accuracy: the first evaluation that reaches "
-        "it; evaluations are listed in the results. Completions, seconds of training and peak memory of MLX arrays are "
+        "it; evaluations are listed in the results. Completions, processor seconds and peak memory of MLX arrays are "
         "medians."
     )
     failed = (

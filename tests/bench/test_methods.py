@@ -67,6 +67,11 @@ def test_two_methods_differ_if_the_difference_exceeds_both_spreads(other: Sequen
     assert difference(outcome("a", 0.80, 0.84), outcome("b", *other)).split(", ")[-1] == expected
 
 
+def test_one_seed_has_no_spread() -> None:
+    """So that nothing is said about the difference."""
+    assert difference(outcome("a", 0.8), outcome("b", 0.1, 0.2)).endswith("difference 0.650; one seed has no spread")
+
+
 def test_best_and_worst_of_a_family_are_named() -> None:
     """By mean accuracy."""
     family = Family(title="objectives", methods={}, compare=True)
@@ -86,8 +91,8 @@ def test_the_table_has_a_row_per_method_and_marks_failed_runs() -> None:
     family = DEFINITIONS.families[0].title
     lines = methods.table([outcome("grpo", 0.8, 0.9), outcome("gspo", 0.5, 0.6, status=1)]).splitlines()
     assert lines[0] == f"**{family}**"
-    assert "| `grpo` | 0.800 | 0.900 | 0.850 | 0.100 | 20 | 20 | 160 | 10 | 5 MB |" in lines
-    assert "| `gspo` | 0.500* | 0.600* | 0.550 | 0.100 | never | never | 160 | 10 | 5 MB |" in lines
+    assert "| `grpo` | 0.800 | 0.900 | 0.850 | 0.100 | 20 | 20 | 160 | 11 | 5 MB |" in lines
+    assert "| `gspo` | 0.500* | 0.600* | 0.550 | 0.100 | never | never | 160 | 11 | 5 MB |" in lines
     assert "*: the run ended with an error" in lines[-3]
     assert sum(line.startswith("**") for line in lines) == 1
 
