@@ -62,6 +62,7 @@ TASKS: Mapping[str, Task] = {
         settings={"max_terms": 2, "max_digits": 1, "max_decimal_places": 1},
     ),
     "lcm": Task(settings={"max_numbers": 2, "min_value": 2, "max_value": 30}, size=400),
+    "count_bits": Task(settings={"min_n": 1, "max_n": 400}, size=200),
     "spell_backward": Task(settings={"min_word_len": 3, "max_word_len": 4}, answer_in="text"),
 }
 """The datasets of the measurement."""
