@@ -54,7 +54,7 @@ TASKS: Mapping[str, Task] = {
     "products": Task(settings={"min_digits": 1, "max_digits": 2}),
     "leg_counting": Task(settings={"min_animals": 1, "max_animals": 1, "max_instances": 9}, size=250),
     "letter_counting": Task(settings={"min_words": 4, "max_words": 8}),
-    "gcd": Task(settings={"max_value": 30}, size=400),
+    "gcd": Task(settings={"max_value": 30}, size=400, flags=("--steps", "100")),
     "count_primes": Task(settings={"max_n": 30}, size=350),
     "simple_equations": Task(settings={"min_terms": 1, "max_terms": 2, "max_value": 10}),
     "basic_arithmetic": Task(settings={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
@@ -62,7 +62,6 @@ TASKS: Mapping[str, Task] = {
         settings={"max_terms": 2, "max_digits": 1, "max_decimal_places": 1},
     ),
     "lcm": Task(settings={"max_numbers": 2, "min_value": 2, "max_value": 30}, size=400),
-    "count_bits": Task(settings={"min_n": 1, "max_n": 400}, size=200),
     "spell_backward": Task(settings={"min_word_len": 3, "max_word_len": 4}, answer_in="text"),
 }
 """The datasets of the measurement."""
