@@ -45,6 +45,9 @@ RUN = (
     "--sampling.max-tokens", "64", "--eval", "off",
     "--server", "off", "--monitor.display", "none", "--rewards", '[{name = "exact", correct = true}]',
 )  # fmt: skip
+PERIODIC = ("resource watch", "startup watch")
+"""Threads whose work depends on the duration of the run and not on its path."""
+
 Point = tuple[str, str]
 """Module path and function name."""
 TraceFunction = Callable[[FrameType, str, Any], Any]
@@ -94,7 +97,9 @@ class ModuleTrace:
             return any(_contains_flag(argument) for argument in list(frame.f_locals.values()))
         if not self._actors:
             return True
-        if threading.current_thread() is not threading.main_thread():
+        if (thread := threading.current_thread()) is not threading.main_thread():
+            if thread.name.startswith(PERIODIC):
+                return False
             called = [module for module in _stack(frame) if module.startswith("actors/")]
             return all(module in {f"actors/{actor}.py" for actor in self._actors} for module in called)
         try:
