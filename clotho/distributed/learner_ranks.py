@@ -44,6 +44,7 @@ from clotho.scoring.sequences import MicroBatch
 from clotho.storage.tensors import tensor_bytes
 from clotho.training.gradient import FixedLogprobs, Gradient, LossConfig, StepPosition, TokenGradient
 from protocols.errors import ClothoError, ModelError, RankError
+from protocols.sampling import derive
 
 T = TypeVar("T")
 
@@ -206,7 +207,7 @@ class LearnerRanks:
                 loss_coefficients=loss_config.loss_coefficients,
                 position=position,
                 token_gradients=token_gradients,
-                seed=hash((position.version, self._number, rank)) % 2**32,
+                seed=derive(position.version, "share", self._number, rank),
             )
 
         return self._deal(micro_batches, parts, share)

@@ -55,8 +55,8 @@ def coordinator(environment: Mapping[str, str]) -> str:
 class Membership:
     """This process in the group of ranks. rank: of this process. size: number of ranks, at least 2.
 
-    Collectives run where the object is constructed: in one thread, on the stream of the CPU, because the GPU driver
-    of macOS ends work that waits for another rank for more than some seconds.
+    Collectives run in the thread that constructs the object. Their stream is that of the CPU, because the GPU driver of
+    macOS ends work that waits for another rank for more than some seconds; with NCCL, it is that of the GPU.
     """
 
     def __init__(
