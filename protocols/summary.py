@@ -62,6 +62,29 @@ class RemoteGauges(Struct, frozen=True, kw_only=True):
     servers: tuple[RemoteServerGauge, ...] = ()
 
 
+class RankGauge(Struct, frozen=True, kw_only=True):
+    """Work of a rank of a data-parallel learner. Totals count since the last start.
+
+    name: number of the rank. positions: of its micro-batches, padding included. seconds: between a share and its
+    result; at rank 0, with the decode steps and requests in this time. bytes_sent: by rank 0 to this rank.
+    """
+
+    name: str
+    positions: int
+    seconds: float
+    bytes_sent: int
+
+
+class RankGauges(Struct, frozen=True, kw_only=True):
+    """Work of all ranks of a data-parallel learner; empty without one.
+
+    waited_seconds: time that rank 0 has waited for the shares of other ranks and for sums.
+    """
+
+    waited_seconds: float = 0.0
+    ranks: tuple[RankGauge, ...] = ()
+
+
 class QueueGauge(Struct, frozen=True, kw_only=True):
     """State of a queue. depth, capacity: number of messages."""
 
@@ -123,7 +146,8 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     rows_running: number of sequences that are being decoded. rows_limit: how many are decoded at once at most;
     memory pressure lowers it. api_requests: number of requests of HTTP clients.
     swaps: number of weight swaps; swap_seconds_*: duration of the last, median and longest swap.
-    peak_memory_bytes: peak memory of arrays. remote: remote inference servers. resources: the latest reading.
+    peak_memory_bytes: peak memory of arrays. remote: remote inference servers. learner_ranks: of a
+    data-parallel learner. resources: the latest reading.
     findings: the findings that apply now. waiting_for: what the learner waits for; empty while it computes.
     """
 
@@ -144,6 +168,7 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     swap_seconds_max: float | None = None
     peak_memory_bytes: int = 0
     remote: RemoteGauges = RemoteGauges()
+    learner_ranks: RankGauges = RankGauges()
     resources: ResourceReading = ResourceReading()
     findings: tuple[Finding, ...] = ()
     waiting_for: str = ""
@@ -290,6 +315,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     caches: KV caches of the running sequences. prefixes: the prefix cache. evaluation: KV caches of an evaluation
     during training. adapters: adapters that are loaded for clients, with their copies in the compute type.
     gradients: in float32; counted twice if an update has several micro-batches.
+    sums: a gradient and the copies that are made while the gradients of several ranks are added.
     activations, logits: backward pass of one micro-batch, in the blocks and in the head.
     update: one optimizer step: a gradient, and new weights and optimizer state beside the old.
     decode: temporary arrays of one decode step. margin: allowance for other temporary arrays.
@@ -309,6 +335,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     evaluation: int = 0
     adapters: int = 0
     gradients: int
+    sums: int = 0
     activations: int
     logits: int
     update: int
@@ -330,8 +357,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def turn(self) -> int:
-        """Bytes of the largest turn: backward pass, optimizer step or decode step, which never run at the same time."""
-        return max(self.gradients + self.activations + self.logits, self.update, self.decode)
+        """Bytes of the largest turn: backward pass, sum, optimizer step or decode step, one at a time."""
+        return max(self.gradients + self.activations + self.logits, self.sums, self.update, self.decode)
 
     @property
     def minimum(self) -> int:

@@ -298,3 +298,6 @@ class DistributedSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     collective_seconds: Annotated[PositiveFloat, about("Time in which the ranks must add 8 MB of gradients.")] = 10.0
     share_seconds: Annotated[PositiveFloat, about("Time for the share of a rank after that of rank 0.")] = 120.0
     restarts: Annotated[NonNegative, about("How often ranks are started again after one was lost.")] = 5
+    shares: Annotated[
+        tuple[PositiveFloat, ...], about("Relative work of each rank, rank 0 first; empty: all ranks get the same.")
+    ] = ()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from clotho.monitoring.metrics import EVALUATION_METRICS, METRICS, REMOTE_METRICS
+from clotho.monitoring.metrics import EVALUATION_METRICS, METRICS, RANK_METRICS, REMOTE_METRICS
 
 Format = Literal["number", "percent", "bytes", "seconds"]
 
@@ -78,6 +78,12 @@ def _by_server(title: str, metric: str, **other: Any) -> Chart:
     """Return the chart of a metric of the remote inference servers, with a line for each server."""
     note = REMOTE_METRICS[metric]
     return _chart("Speed", f"{title} by server", _line("*", f"remote_servers/*/{metric}"), note=note, **other)
+
+
+def _by_rank(title: str, metric: str, **other: Any) -> Chart:
+    """Return the chart of a metric of the ranks of a data-parallel learner, with a line for each rank."""
+    note = RANK_METRICS[metric]
+    return _chart("Speed", f"{title} by rank", _line("rank *", f"learner_ranks/*/{metric}"), note=note, **other)
 
 
 CHARTS = (
@@ -196,6 +202,11 @@ CHARTS = (
     _by_server("Bytes received", "bytes_received", format="bytes"),
     _by_server("Failures", "failures"),
     _by_server("Restarts", "restarts"),
+    _by_rank("Work", "positions"),
+    _by_rank("Seconds of shares", "seconds", format="seconds"),
+    _by_rank("Positions per second", "positions_per_second"),
+    _by_rank("Bytes sent", "bytes_sent", format="bytes"),
+    _chart("Speed", "Wait for ranks", _line("rank 0", "time/wait_for_ranks"), format="seconds"),
     _chart(
         "Machine",
         "Memory",

@@ -7,6 +7,7 @@ same for it. The fingerprint of the weights comes back with every share and is c
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -43,8 +44,9 @@ from clotho.scoring.layouts.micro_batches import positions
 from clotho.scoring.sequences import MicroBatch
 from clotho.storage.tensors import tensor_bytes
 from clotho.training.gradient import FixedLogprobs, Gradient, LossConfig, StepPosition, TokenGradient
-from protocols.errors import ClothoError, ModelError, RankError
+from protocols.errors import ClothoError, ModelError, ProfileError, RankError
 from protocols.sampling import derive
+from protocols.summary import RankGauge, RankGauges
 
 T = TypeVar("T")
 
@@ -57,18 +59,26 @@ MESSAGE_BYTES = 256 << 20
 """Arrays of weights are sent together up to this size."""
 
 
-def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Deal micro-batches to ranks, most expensive first, each to the rank with the least work so far.
+MAX_PIECES = 4
+"""Number of micro-batches per rank up to which a minibatch is cut for unequal shares."""
 
-    Returns indices in ascending order. Rank 0 gets the most expensive one. (Graham's LPT rule, 1969: the largest share
-    is at most 4/3 of the smallest possible one.)
+
+def deal(costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
+    """Deal micro-batches to ranks, most expensive first, each to the rank that finishes it first.
+
+    speeds: relative speed of each rank. Returns indices in ascending order. Rank 0 gets at least one, which it takes
+    from the rank with the most if it is very slow. (Graham's LPT rule, 1969. With equal speeds, the largest share is at
+    most 4/3 of the smallest possible one; with others, at most twice, Gonzalez, Ibarra and Sahni, 1977.)
     """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    work = [0] * ranks
+    shares: list[list[int]] = [[] for _ in speeds]
+    work = [0] * len(speeds)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        least = work.index(min(work))
-        shares[least].append(index)
-        work[least] += max(1, costs[index])
+        cost = max(1, costs[index])
+        first = min(range(len(speeds)), key=lambda rank: (work[rank] + cost) / speeds[rank])
+        shares[first].append(index)
+        work[first] += cost
+    if costs and not shares[0]:
+        shares[0].append(max(shares, key=len).pop())
     return [sorted(share) for share in shares]
 
 
@@ -109,17 +119,31 @@ class Group(Protocol):
         """Send the remaining messages and close the connections."""
 
 
+class _Work:
+    """Totals of a rank; see `RankGauge`."""
+
+    def __init__(self) -> None:
+        self.positions, self.seconds, self.bytes_sent = 0, 0.0, 0
+
+
 class LearnerRanks:
     """All ranks, as the learner of rank 0 sees them. Implements `OtherRanks`.
 
-    count: number of ranks, this one included.
+    count: number of ranks, this one included. pieces: see `OtherRanks`; with unequal shares, as many as divide the work
+    almost in their proportion.
     """
 
-    def __init__(self, join: Callable[[Callable[[int, bytes], None]], Group], *, share_seconds: float) -> None:
-        """Join the other ranks; blocks until all have joined.
+    def __init__(
+        self,
+        join: Callable[[Callable[[int, bytes], None]], Group],
+        *,
+        share_seconds: float,
+        shares: Sequence[float] = (),
+    ) -> None:
+        """Join the other ranks; blocks until all have joined. Raises ProfileError if `shares` has another length.
 
         join: called in the thread of the collectives, with the receiver of messages. share_seconds: time for the share
-        of another rank after the own share.
+        of another rank after the own share. shares: relative work of each rank; empty: equal.
         """
         self._share_seconds = share_seconds
         self._answers: SimpleQueue[tuple[int, Answer]] = SimpleQueue()
@@ -127,12 +151,18 @@ class LearnerRanks:
         threading.Thread(target=self._run_calls, name="collectives", daemon=True).start()
         self._group = self._submit(lambda: join(self._receive)).result()
         self.count = self._group.size
+        self._speeds = tuple(shares) or (1.0,) * self.count
+        if len(self._speeds) != self.count:
+            raise ProfileError(f"distributed.shares has {len(shares)} values for {self.count} ranks: one per rank")
+        self.pieces = min(MAX_PIECES * self.count, math.ceil(sum(self._speeds) / min(self._speeds)))
+        self._work = [_Work() for _ in range(self.count)]
+        self._dealt_at = 0.0
         self._others = range(1, self.count)
         self._number = 0
         self._sent: Parameters | None = None
         self._sent_reference: Arrays | None = None
         self._fingerprint = ""
-        self._sent_bytes, self._sums, self._waited_seconds = 0, 0, 0.0
+        self._sums, self._waited_seconds = 0, 0.0
 
     def set_up(self, profile: Profile, parameters: Parameters, *, model: str, memory_bytes: int) -> None:
         """Let all other ranks load the model, and wait until they have.
@@ -180,7 +210,17 @@ class LearnerRanks:
             ranks=self.count,
             sums=self._sums,
             waited_seconds=round(self._waited_seconds, 3),
-            sent_megabytes=round(self._sent_bytes / 1e6, 3),
+            sent_megabytes=round(sum(work.bytes_sent for work in self._work) / 1e6, 3),
+        )
+
+    def gauges(self) -> RankGauges:
+        """Return the work of every rank so far. Thread-safe."""
+        return RankGauges(
+            waited_seconds=self._waited_seconds,
+            ranks=tuple(
+                RankGauge(name=str(rank), positions=work.positions, seconds=work.seconds, bytes_sent=work.bytes_sent)
+                for rank, work in enumerate(self._work)
+            ),
         )
 
     def deal_gradients(
@@ -214,8 +254,9 @@ class LearnerRanks:
 
     def add_gradients(self, own: Gradient) -> Generator[None, None, tuple[Gradient, dict[int, Gradient]]]:
         """See `OtherRanks`. Raises RankError if a rank fails, or has computed with other weights."""
-        number, began = self._number, time.monotonic()
+        number = self._number
         computed = yield from self._collect()
+        began = time.monotonic()
         for rank in self._others:
             self._tell(rank, encode(Add(number=number)))
         adding = self._submit(lambda: self._group.add(own.arrays))
@@ -268,16 +309,21 @@ class LearnerRanks:
         share: Callable[[int, tuple[Part, ...]], GradientShare | LogprobsShare],
     ) -> Sequence[int]:
         self._number += 1
-        shares = deal([positions(micro) for micro in micro_batches], self.count)
+        costs = [positions(micro) for micro in micro_batches]
+        shares = deal(costs, self._speeds)
         for rank in self._others:
             self._tell(rank, encode(share(rank, tuple(parts[index] for index in shares[rank]))))
+        for work, dealt in zip(self._work, shares, strict=True):
+            work.positions += sum(costs[index] for index in dealt)
+        self._dealt_at = time.monotonic()
         return shares[0]
 
     def _collect(self) -> Generator[None, None, list[Computed]]:
         """Wait for the answers of all other ranks to the newest shares. Answers to abandoned shares are dropped."""
         found: dict[int, Computed] = {}
-        limit = self._share_seconds
-        due = time.monotonic() + limit
+        limit, began = self._share_seconds, time.monotonic()
+        self._work[0].seconds += began - self._dealt_at
+        due = began + limit
         while len(found) < self.count - 1:
             try:
                 rank, answer = self._answers.get(timeout=TURN_SECONDS)
@@ -293,6 +339,8 @@ class LearnerRanks:
                 if answer.fingerprint != self._fingerprint:
                     raise RankError(f"rank {rank} computed its share with other weights than rank 0 sent")
                 found[rank] = answer
+                self._work[rank].seconds += answer.seconds
+        self._waited_seconds += time.monotonic() - began
         return [found[rank] for rank in sorted(found)]
 
     def _send_weights(self, parameters: Parameters) -> None:
@@ -311,7 +359,7 @@ class LearnerRanks:
 
     def _tell(self, rank: int, message: bytes) -> None:
         self._group.send(rank, message)
-        self._sent_bytes += len(message)
+        self._work[rank].bytes_sent += len(message)
 
     def _receive(self, rank: int, content: bytes) -> None:
         self._answers.put((rank, decode_answer(content)))

@@ -143,12 +143,13 @@ class MicroBatchResult(Struct, frozen=True, kw_only=True):
 class Computed(Struct, frozen=True, kw_only=True, tag="computed"):
     """Other rank -> rank 0: a share is computed. The gradient stays at the rank until it is added.
 
-    fingerprint: of the weights that it was computed with. loss, metrics: sums over the share.
+    fingerprint: of the weights that it was computed with. loss, metrics: sums over the share. seconds: that it took.
     """
 
     number: int
     fingerprint: str
     results: tuple[MicroBatchResult, ...]
+    seconds: float = 0.0
     loss: float = 0.0
     metrics: dict[str, tuple[float, float]] = {}
 

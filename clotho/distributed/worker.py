@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -12,6 +13,7 @@ from typing import NoReturn, TypeVar
 import mlx.core as mx
 import numpy as np
 import structlog
+from msgspec.structs import replace
 
 from clotho.config.schema import SamplingSection
 from clotho.config.sections_training import BaseReference, DistributedSection, LearnerSection
@@ -140,15 +142,16 @@ class ShareComputer:
 
     def follow(self, instruction: Instruction, *, abandoned: Callable[[], bool]) -> Computed | None:
         """Use new weights, or compute a share. abandoned: whether rank 0 has said something else since."""
+        began, computed = time.monotonic(), None
         match instruction:
             case Weights():
                 self.receive(instruction)
             case GradientShare():
                 self._gradient = None
-                return None if abandoned() else self.compute_gradient(instruction)
+                computed = None if abandoned() else self.compute_gradient(instruction)
             case LogprobsShare():
-                return None if abandoned() else self.compute_logprobs(instruction)
-        return None
+                computed = None if abandoned() else self.compute_logprobs(instruction)
+        return computed and replace(computed, seconds=time.monotonic() - began)
 
     def receive(self, weights: Weights) -> None:
         """Use these weights once they are complete."""

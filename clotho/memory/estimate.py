@@ -123,6 +123,9 @@ def learning_bytes(base: nn.Module, profile: Profile) -> LearningBytes:
 PROMPT_TOKENS = 256
 """Length of a prompt in tokens if the caller gives none."""
 
+SUM_COPIES = 3
+"""The gradient of a rank, its copy that becomes the sum, and the arrays of the sum."""
+
 DECODE_COPIES = 2
 """Number of float32 arrays of the size of the logits that sampling one token uses."""
 
@@ -131,14 +134,17 @@ MARGIN = 0.25
 """Allowance for temporary arrays, as a share of the largest turn: peaks measured in tests reach 1.21 times the turn."""
 
 
-def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int = PROMPT_TOKENS) -> MemoryEstimate:
+def estimate_memory(
+    model: ModelSection, profile: Profile, *, prompt_tokens: int = PROMPT_TOKENS, ranks: bool = False
+) -> MemoryEstimate:
     """Estimate the peak bytes of MLX arrays of a run of `profile` on `model`.
 
     No weight is read: shapes and types come from the configuration and from the headers of the files. For a hub model
     that is not in the local cache, the configuration that ships with the project is used, if there is one.
     `total` assumes that every completion reaches `sampling.max_tokens` and that every cache is full, so a run whose
     completions end earlier stays below it; `minimum` counts the cache of one sequence. prompt_tokens: length of the
-    longest prompt; for groups of environments, `atropos.max_tokens` bounds the whole sequence.
+    longest prompt; for groups of environments, `atropos.max_tokens` bounds the whole sequence. ranks: whether the
+    learner has several ranks.
 
     For transformers `total` is 1 to 1.4 times the peak of a run that fills its caches; `clotho.memory.activations` says
     where it is rougher. Not counted: freed buffers that MLX keeps for reuse (at most `monitor.cache_limit_mb`), and the
@@ -173,6 +179,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
         prefixes=_prefixes(layout, profile.engine.prefix_cache_tokens, min(prompt_tokens, length)),
         evaluation=_caches(layout, _evaluated_rows(profile, length), length),
         gradients=learning.gradient * (2 if micro.several else 1),
+        sums=SUM_COPIES * learning.gradient if ranks else 0,
         activations=_activations(base, config, layout, micro, profile, logits=logits),
         logits=logits,
         update=learning.update,

@@ -46,6 +46,7 @@ PARTS = (
     ("evaluation", "KV caches of evaluations", "engine.max_num_seqs, eval.problems_between, or eval.interval = 0"),
     ("adapters", "adapters of clients", "server.adapters.max_bytes, max_loaded or max_rank"),
     ("gradients", "gradients", ADAPTER),
+    ("sums", "sums of gradients", ADAPTER),
     ("activations", "activations", "learner.micro_batch_tokens, or policy.grad_checkpoint = true"),
     ("logits", "logits", "learner.micro_batch_tokens, sampling.max_tokens"),
     ("update", "optimizer step", f"{ADAPTER}; learner.optimizer = adafactor, lion or sgd"),
@@ -110,6 +111,7 @@ def too_large(estimate: MemoryEstimate, limit: MemoryLimit) -> ProfileError | No
         return None
     turns = {
         ("gradients", "activations", "logits"): estimate.gradients + estimate.activations + estimate.logits,
+        ("sums",): estimate.sums,
         ("update",): estimate.update,
         ("decode",): estimate.decode,
     }

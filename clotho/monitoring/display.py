@@ -197,6 +197,7 @@ class PlainDisplay:
         gauges = self._gauges()
         self._write(indent, reward_pieces(self._view.latest))
         self._write(indent, list(server_pieces(gauges.remote.servers, self._view.latest))[:1])
+        self._write(indent, rank_pieces(self._view.latest))
         self._write(indent, [f"alarm {finding.name}" for finding in gauges.findings])
 
     def _write(self, start: str, pieces: Iterable[str]) -> None:
@@ -270,6 +271,15 @@ def _server_text(servers: Sequence[RemoteServerGauge], rates: Mapping[str, float
         f"{rate:.0f} tokens/s, lag {number(lag, 'd')}, {sum(one.rows for one in servers)} sequences, "
         f"{sum(one.restarts for one in servers)} restarts, {memory(moved)} moved"
     )
+
+
+def rank_pieces(latest: MetricsLine | None) -> Iterator[str]:
+    """Yield the speed of each rank of a data-parallel learner in the latest step, and how long rank 0 has waited."""
+    if latest is None or not latest["learner_ranks"]:
+        return
+    speeds = [number(found["positions_per_second"], ".0f") for found in latest["learner_ranks"].values()]
+    yield f"ranks {' + '.join(speeds)} positions/s"
+    yield f"{number(latest['time/wait_for_ranks'], '.1f')} s waited for ranks"
 
 
 def print_facts(console: Console, facts: RunFacts) -> None:

@@ -23,6 +23,7 @@ from clotho.monitoring.display import (
     RunView,
     Sample,
     print_facts,
+    rank_pieces,
     reward_pieces,
     server_pieces,
     zero_variance,
@@ -99,6 +100,7 @@ class Screen:
             ("groups", self._line(self._groups(), ascii_only)),
             ("queues", self._line(self._queues(), ascii_only)),
             *self._servers(ascii_only),
+            *self._ranks(ascii_only),
             ("page", self._line(f"{self._facts.address}/" if self._facts.address else "-", ascii_only)),
         ]
         if self._view.sample is not None:
@@ -183,6 +185,10 @@ class Screen:
     def _servers(self, ascii_only: bool) -> list[tuple[str, Text]]:
         pieces = list(server_pieces(self._gauges.remote.servers, self._view.latest))
         return [("" if number else "servers", self._line(piece, ascii_only)) for number, piece in enumerate(pieces)]
+
+    def _ranks(self, ascii_only: bool) -> list[tuple[str, Text]]:
+        text = "  ".join(rank_pieces(self._view.latest))
+        return [("learner", self._line(text, ascii_only))] if text else []
 
     def _sample(self, sample: Sample, ascii_only: bool) -> Group:
         head = f"reward {number(sample.reward)}  prompt: {terminal_text(sample.prompt, PROMPT_LIMIT)}"

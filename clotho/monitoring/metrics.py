@@ -22,7 +22,7 @@ from protocols.evaluation import Estimate, EvalReport, HeldOutMeasures, SampledR
 from protocols.rollout import ScoredGroup, bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport, UpdateMetrics
-from protocols.summary import RemoteGauges, RunGauges
+from protocols.summary import RankGauge, RankGauges, RemoteGauges, RunGauges
 
 MetricsLine = dict[str, Any]
 """One line of metrics.jsonl: values by metric name."""
@@ -90,6 +90,9 @@ METRICS = {
     "rolled_back": "Whether the weights are those of an earlier version again.",
     "environments": "Metrics of each Atropos environment, by name.",
     "remote_servers": "State of each remote inference server, by address; totals since the last start.",
+    "learner_ranks": "Work of each rank of a data-parallel learner since the line before, by number of the rank.",
+    "time/wait_for_ranks": "Seconds that rank 0 waited for the shares of other ranks and for sums of gradients since "
+    "the line before; null without other ranks.",
 }
 """Every key of metrics.jsonl with a description. docs/operating.md contains this table."""
 
@@ -121,6 +124,14 @@ REMOTE_METRICS = {
     "push_seconds": "Time until it served the last weights that it got.",
 }
 """Every key of an entry of `remote_servers`."""
+
+RANK_METRICS = {
+    "positions": "Positions of its micro-batches, padding included.",
+    "seconds": "Seconds between its shares and their results; at rank 0, with the decode steps in this time.",
+    "positions_per_second": "Positions per second; null without a share.",
+    "bytes_sent": "Bytes of weights and shares that rank 0 has sent it.",
+}
+"""Every key of an entry of `learner_ranks`."""
 
 EVALUATION_METRICS = {
     "step": "Step whose weights were evaluated; 0 is the initial policy.",
@@ -209,6 +220,10 @@ def step_metrics(
         "rolled_back": report.rolled_back,
         "environments": environment_metrics([group.scored for group in report.trained], discarded),
         "remote_servers": _remote_metrics(now.gauges.remote, before.gauges.remote, seconds),
+        "learner_ranks": _rank_metrics(now.gauges.learner_ranks, before.gauges.learner_ranks),
+        "time/wait_for_ranks": now.gauges.learner_ranks.waited_seconds - before.gauges.learner_ranks.waited_seconds
+        if now.gauges.learner_ranks.ranks
+        else None,
     }
 
 
@@ -220,6 +235,22 @@ def _remote_metrics(now: RemoteGauges, before: RemoteGauges, seconds: float) -> 
         | {"tokens_per_second": (one.tokens - tokens.get(one.name, 0)) / seconds if seconds > 0 else None}
         for one in now.servers
     }
+
+
+def _rank_metrics(now: RankGauges, before: RankGauges) -> dict[str, MetricsLine]:
+    """Return the work of each rank since the line before, by name."""
+    earlier = {one.name: one for one in before.ranks}
+    found = {}
+    for one in now.ranks:
+        start = earlier.get(one.name, RankGauge(name=one.name, positions=0, seconds=0.0, bytes_sent=0))
+        positions, seconds = one.positions - start.positions, one.seconds - start.seconds
+        found[one.name] = {
+            "positions": positions,
+            "seconds": seconds,
+            "positions_per_second": positions / seconds if seconds > 0 else None,
+            "bytes_sent": one.bytes_sent - start.bytes_sent,
+        }
+    return found
 
 
 def environment_metrics(

@@ -40,7 +40,7 @@ from clotho.storage.checkpoints import checkpoint_path
 from protocols.checkpoint import BestCheckpoint
 from protocols.sampling import BASE
 from protocols.step import WeightsReady
-from protocols.summary import QueueGauge, RemoteGauges, ResourceReading, RunGauges, RunSummary
+from protocols.summary import QueueGauge, RankGauges, RemoteGauges, ResourceReading, RunGauges, RunSummary
 
 
 def loading_page(server: ServerSection) -> ASGIApp | None:
@@ -123,6 +123,7 @@ class RunMonitor:
             swap_seconds_max=swaps.longest,
             peak_memory_bytes=peak_memory(),
             remote=remote,
+            learner_ranks=self._learner_ranks(),
             resources=self._resources,
             findings=context.alarms.findings,
             waiting_for="" if context.progress.updating else self._observer.waiting_for(),
@@ -159,7 +160,12 @@ class RunMonitor:
             restarts=self.serving.restarts(),
             events_lost=self._events_lost(),
             remote=self._remote(),
+            learner_ranks=self._learner_ranks(),
         )
+
+    def _learner_ranks(self) -> RankGauges:
+        ranks = self._context.ranks
+        return RankGauges() if ranks is None else ranks.gauges()
 
     def server_context(self, settings: HttpServer) -> ServerContext:
         """The HTTP server's interface to the run."""

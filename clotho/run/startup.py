@@ -112,7 +112,7 @@ def _join_ranks(settings: DistributedSection) -> LearnerRanks:
     def join(receive: Callable[[int, bytes], None]) -> Membership:
         return Membership(settings, receive=receive, exit_process=process_signals.exit)
 
-    ranks = LearnerRanks(join, share_seconds=settings.share_seconds)
+    ranks = LearnerRanks(join, share_seconds=settings.share_seconds, shares=settings.shares)
     process_signals.before_exit(ranks.close)
     return ranks
 
@@ -292,7 +292,7 @@ def _load_compute(profile: Profile, directory: RunDirectory, ranks: LearnerRanks
         if starts_from_adapter and not from_checkpoint
         else None
     )
-    estimate = estimate_memory(profile.model, profile)
+    estimate = estimate_memory(profile.model, profile, ranks=ranks is not None)
     limit_memory(estimate, profile.monitor)
     keep_reference = isinstance(profile.learner.reference, BaseReference)
     policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)

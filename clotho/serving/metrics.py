@@ -24,7 +24,7 @@ from clotho.serving.openai_requests import ValidatedRequest
 from clotho.serving.quotas import Quota
 from clotho.serving.services import EngineSnapshot, QueueSnapshot, RunSnapshot, ServerContext
 from protocols.sampling import Completion
-from protocols.summary import Distribution, RemoteGauges, SpeculationCounts
+from protocols.summary import Distribution, RankGauges, RemoteGauges, SpeculationCounts
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -110,6 +110,7 @@ class _SnapshotCollector(Collector):
         yield from self._training(snapshot)
         yield from _queues(snapshot.queues)
         yield from _remote(snapshot.remote)
+        yield from _ranks(snapshot.learner_ranks)
         yield _counter("clotho_child_restarts", "Restarts of a supervised child.", snapshot.restarts, by="child")
         yield _counter("clotho_log_events_lost", "Events that could not be logged.", {"": snapshot.events_lost})
 
@@ -279,6 +280,20 @@ def _remote(remote: RemoteGauges) -> Iterator[Metric]:
         "Time until a server served new weights.",
         {one.name: one.pushes for one in servers},
         "server",
+    )
+
+
+def _ranks(found: RankGauges) -> Iterator[Metric]:
+    if not found.ranks:
+        return
+    for name, help_text, counts in (
+        ("positions", "Positions of the micro-batches of a rank.", {one.name: one.positions for one in found.ranks}),
+        ("seconds", "Time between the shares of a rank and results.", {one.name: one.seconds for one in found.ranks}),
+        ("sent_bytes", "Weights and shares for a rank.", {one.name: one.bytes_sent for one in found.ranks}),
+    ):
+        yield _counter(f"clotho_learner_rank_{name}", help_text, counts, by="rank")
+    yield _counter(
+        "clotho_learner_ranks_wait_seconds", "Time that rank 0 waited for others.", {"": found.waited_seconds}
     )
 
 

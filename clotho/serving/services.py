@@ -22,7 +22,7 @@ from protocols.finding import Finding
 from protocols.remote import ServedPolicy
 from protocols.sampling import POLICY, Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
 from protocols.step import WeightsReady
-from protocols.summary import Distribution, RemoteGauges, SpeculationCounts
+from protocols.summary import Distribution, RankGauges, RemoteGauges, SpeculationCounts
 
 
 class Tokenizer(Protocol):
@@ -222,7 +222,7 @@ class RunSnapshot(Struct, frozen=True, kw_only=True):
     update. discarded: reason -> groups. environments_trained,
     environments_discarded: environment -> groups. restarts: supervised child -> restarts.
     events_lost: number of events that log.jsonl lacks because it could not be written.
-    remote: remote inference servers that sample rollouts.
+    remote: remote inference servers that sample rollouts. learner_ranks: of a data-parallel learner.
     """
 
     engine: EngineSnapshot = EngineSnapshot()
@@ -239,6 +239,7 @@ class RunSnapshot(Struct, frozen=True, kw_only=True):
     restarts: dict[str, int] = {}
     events_lost: int = 0
     remote: RemoteGauges = RemoteGauges()
+    learner_ranks: RankGauges = RankGauges()
 
 
 class ServedModel(Struct, frozen=True, kw_only=True):

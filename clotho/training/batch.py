@@ -279,7 +279,7 @@ def prepare(
             max_tokens=max_tokens,
             layout=forcing.layout,
             seed=seed,
-            least=1 if ranks is None else ranks.count,
+            least=1 if ranks is None else ranks.pieces,
         )
 
     preliminary = compute_advantages(groups, (), settings)

@@ -92,10 +92,11 @@ class Gradient(NamedTuple):
 class OtherRanks(Protocol):
     """The other ranks of a data-parallel learner. Each computes a share of the micro-batches of a minibatch.
 
-    count: number of ranks, this one included. The methods are called in pairs, in the compute thread.
+    pieces: the smallest number of micro-batches of a minibatch that can be divided. The methods are called in pairs, in
+    the compute thread.
     """
 
-    count: int
+    pieces: int
 
     def deal_gradients(
         self,

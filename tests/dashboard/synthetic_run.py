@@ -204,6 +204,8 @@ def made_metrics(shape: RunShape, groups: list[dict[str, Any]]) -> Iterator[dict
             "rolled_back": False,
             "environments": {"gsm8k_server": {"groups/trained": 1, "reward/mean": progress}},
             "remote_servers": {},
+            "learner_ranks": {},
+            "time/wait_for_ranks": None,
         }
 
 

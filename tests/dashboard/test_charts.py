@@ -13,6 +13,7 @@ NESTED = (
     "curriculum/problems",
     "pass_at",
     "remote_servers",
+    "learner_ranks",
 )
 """Metrics with several values, each of which is a column."""
 

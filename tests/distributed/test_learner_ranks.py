@@ -20,7 +20,7 @@ from clotho.distributed.messages import Add, Computed, End, Failed, Lost, decode
 from clotho.distributed.worker import ShareComputer
 from clotho.models.parameters import flat
 from clotho.training.update import PolicyLearner, Update
-from protocols.errors import RankError
+from protocols.errors import ProfileError, RankError
 from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import VOCAB, finish, random_groups, tiny_policy
 
@@ -206,17 +206,41 @@ def test_a_late_share_loses_its_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "ranks", "expected"),
+    ("costs", "speeds", "expected"),
     [
-        ([5, 3, 2], 2, [[0], [1, 2]]),
-        ([1, 1, 1, 1], 2, [[0, 2], [1, 3]]),
-        ([2, 7], 3, [[1], [0], []]),
-        ([0, 0, 0], 2, [[0, 2], [1]]),
+        ([5, 3, 2], [1.0, 1.0], [[0], [1, 2]]),
+        ([1, 1, 1, 1], [1.0, 1.0], [[0, 2], [1, 3]]),
+        ([2, 7], [1.0, 1.0, 1.0], [[1], [0], []]),
+        ([0, 0, 0], [1.0, 1.0], [[0, 2], [1]]),
+        ([1, 1, 1, 1], [3.0, 1.0], [[0, 1, 2], [3]]),
+        ([4, 2, 2], [1.0, 100.0], [[2], [0, 1]]),
     ],
 )
-def test_micro_batches_are_dealt_by_their_cost(costs: Sequence[int], ranks: int, expected: list[list[int]]) -> None:
-    """The most expensive ones first, each to the rank with the least work; rank 0 never gets none."""
-    assert deal(costs, ranks) == expected
+def test_micro_batches_are_dealt_by_their_cost(
+    costs: Sequence[int], speeds: Sequence[float], expected: list[list[int]]
+) -> None:
+    """The most expensive ones first, each to the rank that finishes it first; rank 0 never gets none."""
+    assert deal(costs, speeds) == expected
+
+
+def test_shares_name_every_rank() -> None:
+    """Another number of values than ranks is refused."""
+    with pytest.raises(ProfileError, match="2 values for 3 ranks"):
+        LearnerRanks(RanksInProcess(3, SETTINGS[0], unchanged).join, share_seconds=60.0, shares=(1.0, 2.0))
+
+
+def test_the_work_of_every_rank_is_counted() -> None:
+    """Positions, seconds and bytes; a faster rank gets a larger share."""
+    settings = SETTINGS[0] | {"micro_batch_tokens": 16}
+    group = RanksInProcess(2, settings, unchanged)
+    others = LearnerRanks(group.join, share_seconds=60.0, shares=(3.0, 1.0))
+    made = PolicyLearner(tiny_policy(), learner_settings(**settings), SamplingSection(), steps=10, ranks=others)
+    finish(made.update(random_groups(VOCAB, groups=4)))
+    first, second = others.gauges().ranks
+    assert (first.name, second.name) == ("0", "1")
+    assert first.positions > 2 * second.positions > 0
+    assert first.seconds > 0.0 < second.seconds
+    assert first.bytes_sent == 0 < second.bytes_sent
 
 
 def test_large_weights_take_several_messages() -> None:

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from clotho.monitoring.metrics import ENVIRONMENT_METRICS, EVALUATION_METRICS, METRICS, REMOTE_METRICS
+from clotho.monitoring.metrics import ENVIRONMENT_METRICS, EVALUATION_METRICS, METRICS, RANK_METRICS, REMOTE_METRICS
 from protocols.rollout import DiscardReason
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
@@ -20,6 +20,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding=
         ("key of metrics.jsonl", METRICS),
         ("key of an environment", ENVIRONMENT_METRICS),
         ("key of a remote server", REMOTE_METRICS),
+        ("key of a rank", RANK_METRICS),
         ("key of evaluations.jsonl", EVALUATION_METRICS),
     ],
 )
@@ -35,6 +36,7 @@ def test_every_description_is_a_sentence() -> None:
         *METRICS.values(),
         *ENVIRONMENT_METRICS.values(),
         *REMOTE_METRICS.values(),
+        *RANK_METRICS.values(),
         *EVALUATION_METRICS.values(),
     ):
         assert text[0].isupper()

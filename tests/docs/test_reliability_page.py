@@ -12,7 +12,7 @@ from msgspec import Struct
 from tests.docs.pages import DOCS, ROOT
 
 PAGE = DOCS / "reliability.md"
-CASES = 96
+CASES = 104
 ROW = re.compile(r"^\| (?P<number>\d+) \| (?P<case>[^|]+) \| (?P<promise>[^|]+) \| (?P<tests>[^|]*) \|$", re.MULTILINE)
 REFERENCE = re.compile(r"`(?P<file>[\w/]+\.py)::(?P<name>\w+)`")
 

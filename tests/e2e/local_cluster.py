@@ -1,7 +1,8 @@
 """A Ray cluster of several nodes on this machine, in a process of its own.
 
-`python -m tests.e2e.local_cluster` starts a head node without devices, and prints its address. For each line `add`, it
-adds a node with one device, and prints the process id of its raylet. The cluster ends with the standard input.
+`python -m tests.e2e.local_cluster` starts a head node without devices, and prints its address and the process ids of
+its raylet and its GCS. For each line `add`, it adds a node with one device, and prints the process id of its raylet.
+The cluster ends with the standard input.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ FAULTS = "CLOTHO_TEST_FAULTS"
 """Variable with the directory that `tests.e2e.faulty_worker` watches."""
 
 
+HEAD = ("raylet", "gcs_server")
+"""Processes of the head node."""
+
+
 class LocalCluster:
     """The cluster as a test sees it. faults: directory of faults, which the workers of all nodes watch.
 
-    nodes: the raylets of the nodes beside the head node.
+    head: the processes of the head node, `raylet` and `gcs_server`. nodes: the raylets of the other nodes.
     """
 
     def __init__(self, faults: Path) -> None:
@@ -44,7 +49,7 @@ class LocalCluster:
             text=True,
         )
         self.address = self._read()
-        self.head = psutil.Process(int(self._read()))
+        self.head = {kind: psutil.Process(int(self._read())) for kind in HEAD}
 
     def __enter__(self) -> Self:
         return self
@@ -85,14 +90,15 @@ def _serve() -> None:
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     _print(cluster.address)
-    _print(_raylet(cluster.head_node))
+    for kind in HEAD:
+        _print(_process(cluster.head_node, kind))
     for _ in sys.stdin:
-        _print(_raylet(cluster.add_node(num_cpus=1, resources={"mlx": 1})))
+        _print(_process(cluster.add_node(num_cpus=1, resources={"mlx": 1}), "raylet"))
     cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
-def _raylet(node: Any) -> int:
-    [process] = node.all_processes["raylet"]
+def _process(node: Any, kind: str) -> int:
+    [process] = node.all_processes[kind]
     pid: int = process.process.pid
     return pid
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.local_cluster import LocalCluster
+from tests.e2e.local_cluster import HEAD, LocalCluster
 from tests.e2e.pipeline_process import BATCH, SMALL, Run, RunResult
 from tests.e2e.test_remote import LONG_SECONDS, events
 
@@ -40,6 +40,13 @@ def worker(raylet: psutil.Process) -> psutil.Process | None:
     return None
 
 
+def kill_node(raylet: psutil.Process) -> None:
+    """Kill all processes of a node."""
+    for one in (raylet, *raylet.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+
+
 class Faults:
     """Makes faults in a running cluster, one after the other, and waits until the run has recovered from each."""
 
@@ -57,9 +64,7 @@ class Faults:
         elif kind == "kill raylet":
             node.kill()
         elif kind == "kill node":
-            for one in (node, *node.children(recursive=True)):
-                with suppress(psutil.NoSuchProcess):
-                    one.kill()
+            kill_node(node)
         elif kind == "stop worker":
             self._stop(process)
         else:
@@ -160,7 +165,51 @@ def test_ten_faults_lose_and_repeat_no_group(cluster: LocalCluster, tmp_path: Pa
     assert_every_group_ended_once(run_dir, result)
 
 
-def test_the_end_of_the_head_node_ends_the_run_which_can_be_resumed(cluster: LocalCluster, tmp_path: Path) -> None:
+PAUSE = """
+import os, time
+from pathlib import Path
+
+def pauses(problem, completion):
+    directory = Path({directory!r})
+    (directory / str(os.getpid())).touch()
+    while (directory / "pause").exists():
+        time.sleep(0.01)
+    return float(len(completion) % 5)
+"""
+"""A reward function that waits while a file exists, after it has shown its process in the same directory."""
+
+
+def test_a_node_that_is_killed_while_it_scores_loses_no_group(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Another worker scores its groups again."""
+    run_dir, directory, file = tmp_path / "run", tmp_path / "scoring", tmp_path / "pause.py"
+    directory.mkdir()
+    (directory / "pause").touch()
+    file.write_text(PAUSE.format(directory=str(directory)), encoding="utf-8")
+    reward = f'{{name = "{file}:pauses", correct = true, where = "cluster", timeout_seconds = {LONG_SECONDS}}}'
+    flags = (*CLUSTER, "--cluster.address", cluster.address, "--rewards", f"[{reward}]", "--steps", "100000")
+
+    def scoring() -> list[psutil.Process]:
+        time.sleep(0.05)
+        pids = {int(path.name) for path in directory.glob("[0-9]*")}
+        return [node for node in cluster.nodes if pids & {one.pid for one in node.children(recursive=True)}]
+
+    with Run(run_dir, *flags, small=WITHOUT_EVALUATION, patience_seconds=LONG_SECONDS) as running:
+        running.wait_until(lambda: bool(scoring()))
+        [node, *_] = scoring()
+        kill_node(node)
+        running.wait_until(lambda: bool(events(run_dir, "reward_worker_lost")))
+        (directory / "pause").unlink()
+        running.wait_until(lambda: (run_dir / "metrics.jsonl").exists())
+        running.send(signal.SIGINT)
+        result = running.finish()
+    assert result.status == 0, result
+    assert_every_group_ended_once(run_dir, result)
+
+
+@pytest.mark.parametrize("process", HEAD)
+def test_the_end_of_the_head_node_ends_the_run_which_can_be_resumed(
+    cluster: LocalCluster, tmp_path: Path, process: str
+) -> None:
     """The run names the cause in one line."""
     run_dir = tmp_path / "run"
     flags = (*CLUSTER, "--steps", "30", "--checkpoint.interval", "1")
@@ -168,7 +217,7 @@ def test_the_end_of_the_head_node_ends_the_run_which_can_be_resumed(cluster: Loc
         run_dir, *flags, "--cluster.address", cluster.address, small=WITHOUT_EVALUATION, patience_seconds=LONG_SECONDS
     ) as running:
         running.wait_until((run_dir / "checkpoints" / "step-000003").exists)
-        cluster.head.kill()
+        cluster.head[process].kill()
         result = running.finish()
     assert result.status == 1, result
     [line] = result.err.strip().splitlines()

@@ -130,6 +130,20 @@ def test_two_ranks_learn_the_weights_of_one(tmp_path: Path) -> None:
     assert difference < 1e-6 * norm
 
 
+def test_a_rank_gets_its_share_of_the_work(tmp_path: Path) -> None:
+    """`distributed.shares`; every line of metrics.jsonl has the work of each rank."""
+    flags = ("--steps", "3", "--distributed.shares", "[1.0, 3.0]")
+    with Launched(tmp_path / "run", *flags) as running:
+        result = running.finish()
+    assert result.status == 0, result.out
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        first, second = line["learner_ranks"]["0"], line["learner_ranks"]["1"]
+        assert 0 < 1.5 * first["positions"] < second["positions"]
+        assert second["bytes_sent"] > 0
+        assert line["time/wait_for_ranks"] > 0
+
+
 @pytest.mark.parametrize(
     ("rank", "number"),
     [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL), (0, signal.SIGSTOP)],

@@ -296,6 +296,14 @@ def test_patches_for_a_cluster_keep_one_older_version(tmp_path: Path) -> None:
     assert estimate_memory(profiles[0].model, profiles[0]).published == 0
 
 
+def test_several_ranks_hold_copies_of_a_gradient_while_it_is_added(tmp_path: Path) -> None:
+    """They count as a turn of their own."""
+    profile = profile_of(saved(tmp_path), FULL)
+    alone, together = (estimate_memory(profile.model, profile, ranks=ranks) for ranks in (False, True))
+    assert (alone.sums, together.sums) == (0, 3 * weights(profile))
+    assert together.turn == max(alone.turn, together.sums)
+
+
 def test_groups_from_the_replay_buffer_make_mini_batches(tmp_path: Path) -> None:
     """Of one new group, two mini-batches are one; with an old one beside it, weights are held midway as well."""
     profile = profile_of(saved(tmp_path), ADAPTER, batch_size=1, num_minibatches=2)

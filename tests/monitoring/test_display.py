@@ -16,13 +16,14 @@ from clotho.monitoring.display import (
     Sample,
     evaluation_pieces,
     fact_lines,
+    rank_pieces,
     server_pieces,
 )
 from clotho.monitoring.live_display import LiveDisplay, Screen, make_display, sparkline
 from clotho.monitoring.metrics import Measurement, step_metrics
 from protocols.curriculum import CurriculumReport
 from protocols.finding import Finding
-from protocols.summary import Distribution, RemoteGauges, RemoteServerGauge, RunGauges
+from protocols.summary import Distribution, RankGauge, RankGauges, RemoteGauges, RemoteServerGauge, RunGauges
 from tests.monitoring.display_examples import (
     GAUGES,
     HOSTILE,
@@ -238,6 +239,25 @@ def test_remote_servers_are_shown_together_and_one_by_one() -> None:
         if isinstance(display, LiveDisplay):
             console.print(display.frame())
         assert together in written(screen)
+
+
+def test_the_speed_of_each_rank_is_shown() -> None:
+    """With the time that rank 0 has waited; nothing without other ranks."""
+    ranks = tuple(
+        RankGauge(name=str(rank), positions=900, seconds=seconds, bytes_sent=0)
+        for rank, seconds in ((0, 3.0), (1, 2.0))
+    )
+    gauges = replace(GAUGES, learner_ranks=RankGauges(waited_seconds=0.25, ranks=ranks))
+    latest = step_metrics(step(1), now=Measurement(seconds=2.0, gauges=gauges), before=START)
+    assert list(rank_pieces(latest)) == ["ranks 300 + 450 positions/s", "0.2 s waited for ranks"]
+    assert list(rank_pieces(step_metrics(step(1), now=START, before=START))) == list(rank_pieces(None)) == []
+    for kind in (LiveDisplay, PlainDisplay):
+        console, screen = terminal(200)
+        display = kind(console, facts(), lambda: gauges)
+        display.show(RunView(step=1, latest=latest))
+        if isinstance(display, LiveDisplay):
+            console.print(display.frame())
+        assert "ranks 300 + 450 positions/s" in written(screen)
 
 
 def test_values_that_were_not_computed_are_missing() -> None:

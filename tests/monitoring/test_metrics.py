@@ -14,6 +14,7 @@ from clotho.monitoring.metrics import (
     ENVIRONMENT_METRICS,
     EVALUATION_METRICS,
     METRICS,
+    RANK_METRICS,
     REMOTE_METRICS,
     UPDATE_METRICS,
     Measurement,
@@ -28,6 +29,8 @@ from protocols.rollout import Discarded
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
 from protocols.summary import (
     Distribution,
+    RankGauge,
+    RankGauges,
     RemoteGauges,
     RemoteServerGauge,
     ResourceReading,
@@ -208,6 +211,26 @@ def test_the_state_of_each_remote_server_is_part_of_the_line() -> None:
         }
     }  # fmt: skip
     assert found["http://a:1"].keys() == REMOTE_METRICS.keys()
+
+
+def test_the_work_of_each_rank_is_part_of_the_line() -> None:
+    """Since the line before, with the keys of the table; nothing without other ranks."""
+    one = RankGauge(name="0", positions=900, seconds=3.0, bytes_sent=0)
+    other = RankGauge(name="1", positions=300, seconds=2.0, bytes_sent=70)
+    before = RankGauges(waited_seconds=1.5, ranks=(replace(one, positions=400, seconds=1.0), other))
+    now = RankGauges(waited_seconds=1.75, ranks=(one, replace(other, bytes_sent=100)))
+    started, ended, nothing = (
+        Measurement(seconds=0.0, gauges=RunGauges(learner_ranks=found)) for found in (before, now, RankGauges())
+    )
+    found = step_metrics(EMPTY, now=ended, before=started)
+    assert found["learner_ranks"] == {
+        "0": {"positions": 500, "seconds": 2.0, "positions_per_second": 250.0, "bytes_sent": 0},
+        "1": {"positions": 0, "seconds": 0.0, "positions_per_second": None, "bytes_sent": 30},
+    }
+    assert found["learner_ranks"]["0"].keys() == RANK_METRICS.keys()
+    assert found["time/wait_for_ranks"] == 0.25
+    alone = step_metrics(EMPTY, now=nothing, before=nothing)
+    assert (alone["learner_ranks"], alone["time/wait_for_ranks"]) == ({}, None)
 
 
 def test_every_key_of_an_evaluation_is_described() -> None:

@@ -10,7 +10,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from clotho.serving.metrics import TIMINGS
 from clotho.serving.services import EngineSnapshot, HealthReport, QueueSnapshot, RunSnapshot
 from protocols.step import WeightsReady
-from protocols.summary import Distribution, RemoteGauges, RemoteServerGauge, SpeculationCounts
+from protocols.summary import (
+    Distribution,
+    RankGauge,
+    RankGauges,
+    RemoteGauges,
+    RemoteServerGauge,
+    SpeculationCounts,
+)
 from tests.serving.running_server import Served, serving
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -111,6 +118,9 @@ SNAPSHOT = RunSnapshot(
             ),
         ),
     ),
+    learner_ranks=RankGauges(
+        waited_seconds=0.125, ranks=(RankGauge(name="1", positions=4096, seconds=2.25, bytes_sent=80),)
+    ),
 )
 METRICS = {
     "vllm:prompt_tokens": "counter",
@@ -184,6 +194,10 @@ METRICS = {
     "clotho_remote_server_received_bytes": "counter",
     "clotho_remote_groups_requested_again": "counter",
     "clotho_remote_server_push_seconds": "histogram",
+    "clotho_learner_rank_positions": "counter",
+    "clotho_learner_rank_seconds": "counter",
+    "clotho_learner_rank_sent_bytes": "counter",
+    "clotho_learner_ranks_wait_seconds": "counter",
 }
 """Every metric of /metrics with its type. In the text format, the name of a counter ends in `_total`."""
 
@@ -260,6 +274,10 @@ async def test_metrics_have_exactly_these_names_and_types() -> None:
         ("clotho_remote_groups_requested_again_total", {}, 13),
         ("clotho_remote_server_push_seconds_bucket", {"server": "http://a:1", "le": "0.05"}, 9),
         ("clotho_remote_server_push_seconds_sum", {"server": "http://a:1"}, 1.75),
+        ("clotho_learner_rank_positions_total", {"rank": "1"}, 4096),
+        ("clotho_learner_rank_seconds_total", {"rank": "1"}, 2.25),
+        ("clotho_learner_rank_sent_bytes_total", {"rank": "1"}, 80),
+        ("clotho_learner_ranks_wait_seconds_total", {}, 0.125),
     ],
 )
 async def test_a_scrape_shows_the_current_state_of_the_run(name: str, labels: dict[str, str], value: float) -> None:
