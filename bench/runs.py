@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from bench.fingerprint import ROOT
 Metrics = list[dict[str, Any]]
 
 POLL_SECONDS = 0.2
-"""Time between two looks at the evaluations of a run."""
+"""Time between two looks at the files of a run."""
 
 
 class Record(NamedTuple):
@@ -87,6 +88,11 @@ class PipelineRun:
         """The highest accuracy of the evaluations so far; 0 without one."""
         return max((line["accuracy"] or 0.0 for line in _lines(self._run / "evaluations.jsonl")), default=0.0)
 
+    def training_seconds(self) -> float:
+        """Seconds from the first prompt to the latest update; 0 before the first update."""
+        metrics = _ends(self._run / "metrics.jsonl")
+        return metrics[-1]["time/run"] - training_began(metrics) if metrics else 0.0
+
     def drain(self) -> None:
         """Let the run end after the groups in flight."""
         self._process.send_signal(signal.SIGINT)
@@ -121,15 +127,16 @@ def run_pipeline(arguments: Sequence[str]) -> Record:
     return record
 
 
-def run_until(arguments: Sequence[str], *, accuracy: float) -> Record:
-    """Run as `run_pipeline`, and drain the run after the first evaluation with this accuracy or a higher one.
+def run_until(arguments: Sequence[str], *, accuracy: float = math.inf, seconds: float = math.inf) -> Record:
+    """Run as `run_pipeline`, and drain the run early.
 
-    Raises subprocess.CalledProcessError if the exit status is neither 0 nor that of a drained run.
+    accuracy: drain it after the first evaluation with at least this accuracy. seconds: drain it after this time of
+    training. Raises subprocess.CalledProcessError if the exit status is neither 0 nor that of a drained run.
     """
     with PipelineRun(arguments) as running:
         while not running.ended():
             time.sleep(POLL_SECONDS)
-            if running.best_accuracy() >= accuracy:
+            if running.best_accuracy() >= accuracy or running.training_seconds() >= seconds:
                 running.drain()
                 break
         record = running.record()
@@ -143,6 +150,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [msgspec.json.decode(line) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def _ends(path: Path) -> Metrics:
+    """The first and the last complete line of a file; empty without lines."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [msgspec.json.decode(line) for line in (*lines[:1], *lines[-1:])]
 
 
 def training_began(metrics: Metrics) -> float:

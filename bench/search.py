@@ -12,13 +12,13 @@ from the settings of local-m3 and from the library's defaults. Its settings are 
 averaged over seeds; processor seconds are comparable on a shared machine. The search for Clotho starts from a constant
 learning rate that suits one update, without collapse detection, which the others do not have. Its settings are ranked
 by wall-clock seconds on an idle machine, because asynchronous work for later updates also uses processor time. Limits:
-10 processor seconds, or four updates of Clotho.
+10 processor seconds; for Clotho, 10 seconds and four updates.
 
 learn: profile learn-m3 until 0.7, for `python -m bench time_to_accuracy`: mlx-lm-lora, TRL and Clotho, synchronous. All
 three start from the settings of the profile with a constant learning rate, vary the same settings over the same values
 in the same order, and may try the same number of settings. They are ranked by seconds of training with one seed, which
-`time_to_accuracy` does not measure. mlx-lm-lora and TRL are stopped when a run has taken longer than the best settings
-so far; a run of Clotho has 400 updates.
+`time_to_accuracy` does not measure. A run is stopped when it has taken longer than the best settings so far, or after
+400 updates.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ CLOTHO = Contender(name="clotho", module="bench.contenders.clotho_train", enviro
 
 
 class SearchTask(Struct, frozen=True, kw_only=True):
-    """What the trainers are to reach. case: keys of every case. limit: processor seconds of a run.
+    """What the trainers are to reach. case: keys of every case. limit: of a run, in the unit of the subject's cost.
 
     budget: number of settings that are tried for each subject. racing: the limit is lowered to the seconds of the best
     settings so far. seeds: number of seeds. results: the results file.
@@ -235,7 +235,8 @@ class Search:
         limit = self._task.limit
         if self._task.racing:
             limit = min([limit, *(self._cost_of(runs) for _, runs in self.tried)])
-        case = self._task.case | settings | {"target": self._task.target, "limit": limit}
+        limited = {"processor_seconds": "limit", "seconds": "limit_seconds"}[self._subject.cost]
+        case = self._task.case | settings | {"target": self._task.target, limited: limit}
         runs: list[dict[str, float]] = []
         try:
             for _ in range(self._seeds):

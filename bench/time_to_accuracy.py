@@ -50,7 +50,7 @@ NAME = "time_to_accuracy"
 COMMAND = "python -m bench time_to_accuracy"
 TARGET = search.TASKS["learn"].target
 LIMIT = 3600.0
-"""Processor seconds of training after which a run of mlx-lm-lora or TRL is stopped; its accuracy shows that."""
+"""Seconds of training after which a run is stopped; its accuracy shows that."""
 
 SEED, SETTINGS, SOURCES = "seed", "settings", "training sources"
 """Names in the stored lines: the seed in the case, the other two beside the versions."""
@@ -101,7 +101,7 @@ def settings_of(runner: Runner) -> Settings:
 def measure(task: str, runner: Runner, seed: int, settings: Settings) -> list[Measurement]:
     """One run, in its own process; an empty list if it failed. settings: all keys of the case but task, limit, seed."""
     own, _ = TASKS[task]
-    case = LEARNING | own | settings | {"task": task, "target": TARGET, "limit": LIMIT, SEED: seed}
+    case = LEARNING | own | settings | {"task": task, "target": TARGET, "limit_seconds": LIMIT, SEED: seed}
     lines = measure_interleaved(NAME, [runner.contender], [case], METRICS, repeats=1, command=COMMAND, warm_up=0)
     stored: Settings = {"task": task, "target": TARGET, SEED: seed}
     known = {SETTINGS: described(settings), SOURCES: sources(runner)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from datetime import datetime
@@ -10,7 +11,7 @@ from bench.contenders.deferred_evaluation import EVALUATED, UPDATED
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.fingerprint import ROOT
-from bench.runs import Record, run_pipeline, training_began
+from bench.runs import Record, run_until, training_began
 
 FLAGS = "CLOTHO_BENCH_FLAGS"
 """Environment variable with additional flags of this contender for all cases."""
@@ -69,10 +70,13 @@ def summarise(record: Record, target: float | None) -> Metrics:
 
 
 def prepare(case: Case) -> MeasureOnce:
-    """Runs of the case, each with the next seed, starting at the seed of the case or 0."""
+    """Runs of the case, each with the next seed, starting at the seed of the case or 0.
+
+    A run ends early after `limit_seconds` of training.
+    """
     seeds = iter(range(case.get("seed", 0), MANY))
-    more = os.environ.get(FLAGS, "").split()
-    return lambda: summarise(run_pipeline(arguments(case, next(seeds), more)), case.get("target"))
+    more, limit = os.environ.get(FLAGS, "").split(), case.get("limit_seconds", math.inf)
+    return lambda: summarise(run_until(arguments(case, next(seeds), more), seconds=limit), case.get("target"))
 
 
 if __name__ == "__main__":

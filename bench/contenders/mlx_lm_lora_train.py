@@ -41,7 +41,8 @@ BEST: Case = {
     "top_p": 1.0,
     "top_k": 0,
     "updates": 1000,
-    "limit": 600.0,
+    "limit": 1e9,
+    "limit_seconds": 1e9,
     "evaluated": 1,
     "evaluate_every": 1,
 }
@@ -126,6 +127,7 @@ def train(case: Case, seed: int) -> Metrics:
         target=case.get("target"),
         updates=case["updates"],
         limit=case["limit"],
+        limit_seconds=case["limit_seconds"],
         interval=case["evaluate_every"],
     )
     dataset: list[tuple[list[int], list[int], str, str, str]] = [

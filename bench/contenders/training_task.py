@@ -6,6 +6,7 @@ Imports only the standard library and modules that every contender's environment
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -88,14 +89,15 @@ class TrainingClock:
     """Measures training time without evaluation, and decides when training ends.
 
     evaluate: returns the held-out accuracy; None: accuracy is not measured. target: stop at this accuracy, measured
-    after every `interval` updates; None: measure once at the end. updates: maximum number. limit: maximum processor
-    seconds of training. loading: seconds from process start to the first update.
+    after every `interval` updates; None: measure once at the end. updates: maximum number. limit, limit_seconds:
+    maximum processor seconds and seconds of training. loading: seconds from process start to the first update.
     """
 
     evaluate: Callable[[], float] | None
     target: float | None
     updates: int
     limit: float
+    limit_seconds: float = math.inf
     interval: int = 1
     done: int = 0
     accuracy: float = 0.0
@@ -115,7 +117,8 @@ class TrainingClock:
         self.seconds += time.perf_counter() - self._resumed[0]
         self.processor_seconds += time.process_time() - self._resumed[1]
         self.done += 1
-        last = self.done >= self.updates or self.processor_seconds >= self.limit
+        late = self.processor_seconds >= self.limit or self.seconds >= self.limit_seconds
+        last = self.done >= self.updates or late
         due = last or (self.target is not None and self.done % self.interval == 0)
         if self.evaluate is not None and due:
             self.accuracy = self.evaluate()

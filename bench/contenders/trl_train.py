@@ -35,7 +35,8 @@ SETTINGS: Case = {
     "temperature": 1.0,
     "target": None,
     "updates": 1000,
-    "limit": 600.0,
+    "limit": 1e9,
+    "limit_seconds": 1e9,
     "evaluate_every": 1,
 }
 MANY = 10**6
@@ -137,6 +138,7 @@ def train(case: Case, seed: int) -> Metrics:
             target=case["target"],
             updates=case["updates"],
             limit=case["limit"],
+            limit_seconds=case["limit_seconds"],
             interval=case["evaluate_every"],
         )
         trainer.add_callback(ClockCallback(clock))

@@ -159,6 +159,18 @@ def test_without_a_target_accuracy_is_measured_once() -> None:
     assert clock.accuracy == 0.7
 
 
+@pytest.mark.parametrize(("processor", "seconds"), [(0.0, 1e9), (1e9, 0.0)])
+def test_training_ends_after_its_limit(processor: float, seconds: float) -> None:
+    """In processor seconds or in seconds; the accuracy is measured then."""
+    clock = TrainingClock(
+        evaluate=lambda: 0.7, target=0.9, updates=5, interval=3, limit=processor, limit_seconds=seconds
+    )
+    clock.begin()
+    with pytest.raises(TrainingEnded):
+        clock.updated()
+    assert (clock.done, clock.accuracy) == (1, 0.7)
+
+
 def test_accuracy_can_be_measured_after_some_of_the_updates() -> None:
     """After every second one, and after the last."""
     accuracies = iter([0.5, 0.6, 0.95])
