@@ -105,7 +105,8 @@ def measure(
         "--async", "false", "--learner.schedule", "constant", "--eval.interval", str(INTERVAL),
         "--learner.objective.dynamic-sampling-max-ratio", str(MAX_RATIO), "--checkpoint.interval", "0", *flags,
     ]  # fmt: skip
-    record = run_until([*arguments, "--data.train", str(problems)], accuracy=target)
+    heldout = load_profile(profile).data.heldout  # a flag for data.train clears it
+    record = run_until([*arguments, "--data.train", str(problems), "--data.heldout", heldout], accuracy=target)
     curve = accuracy_by_rollouts(record)
     groups = sum(line["groups/trained"] + line["groups/discarded"] for line in record.metrics)
     equal = sum(line["groups/discarded_by_reason"].get("zero_variance", 0) for line in record.metrics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from bench import curriculum
 from bench.curriculum import CurriculumRun, mixture, ratios, read, rollouts_at, table
 from bench.fingerprint import fingerprint
+from bench.runs import Record
 from clotho.config.load import load_profile
 
 
@@ -48,6 +50,29 @@ def test_half_of_the_mixed_problems_are_useless() -> None:
 def test_rollouts_at_the_target_are_interpolated(curve: list[tuple[int, float]], rollouts: float | None) -> None:
     """Between the two evaluations around it."""
     assert rollouts_at(curve, 0.7) == (None if rollouts is None else pytest.approx(rollouts))
+
+
+def test_runs_are_evaluated_on_the_held_out_problems_of_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with other problems for training would hold out some of them."""
+    given: list[str] = []
+
+    def run(arguments: Sequence[str], *, accuracy: float) -> Record:
+        given.extend(arguments)
+        line = {
+            "step": 1, "policy_version": 1, "time/run": 2.0, "groups/trained": 2, "groups/discarded": 2,
+            "groups/discarded_by_reason": {"zero_variance": 1},
+        }  # fmt: skip
+        evaluations = [{"step": 0, "accuracy": 0.5}, {"step": 1, "accuracy": accuracy + 0.1}]
+        profile = {"sampling": {"group_size": 8}}
+        return Record(metrics=[line], log=[], profile=profile, launched=0.0, evaluations=evaluations)
+
+    monkeypatch.setattr(curriculum, "run_until", run)
+    found = curriculum.measure("learn-m3", "uniform", 3, problems=tmp_path / "train.jsonl", target=0.7, flags=())
+    own = load_profile("learn-m3").data.heldout
+    assert given[given.index("--data.heldout") + 1] == own
+    assert (found.rollouts, found.zero_variance) == (pytest.approx(32 * 0.2 / 0.3), 0.25)
 
 
 def test_the_table_compares_seed_by_seed(tmp_path: Path) -> None:
