@@ -29,7 +29,7 @@ def test_the_modules_of_a_path_are_those_that_execute(process: str) -> None:
     """Regenerate the lists with `python -m tests.docs.trace_modules write`."""
     found = traced(process)
     assert found.keys() == {path for path, where in TRACED.items() if where == process}
-    assert {path: set(found[path]) ^ set(listed(path)) for path in found} == dict.fromkeys(found, set())
+    assert {path: set(found[path]) ^ set(listed(path)) for path in found} == {path: set() for path in found}
 
 
 @pytest.mark.parametrize("path", TRACED)
