@@ -12,8 +12,9 @@ from anyio import to_thread
 from msgspec.structs import replace
 
 from clotho.monitoring.display import Display, NoDisplay, RunView, Sample, sample
+from clotho.monitoring.evaluation_history import evaluation_record
 from clotho.monitoring.forecast import RunForecast
-from clotho.monitoring.metrics import Measurement, MetricsLine, evaluation_record, step_metrics
+from clotho.monitoring.metrics import Measurement, MetricsLine, step_metrics
 from clotho.monitoring.rollout_log import rollout_records
 from clotho.monitoring.run_alarms import RunAlarms
 from clotho.monitoring.token_values import TokenValueWriter

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from clotho.monitoring.metrics import EVALUATION_METRICS, METRICS, RANK_METRICS, REMOTE_METRICS
+from clotho.monitoring.evaluation_history import EVALUATION_METRICS
+from clotho.monitoring.metrics import METRICS, RANK_METRICS, REMOTE_METRICS
 
 Format = Literal["number", "percent", "bytes", "seconds"]
 

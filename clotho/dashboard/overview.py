@@ -18,8 +18,9 @@ from clotho.dashboard.charts import HIDDEN, chart_catalogue
 from clotho.dashboard.growing_file import read_small
 from clotho.dashboard.histories import decoded, number
 from clotho.dashboard.run_files import RunFiles
+from clotho.monitoring.evaluation_history import EVALUATION_METRICS
 from clotho.monitoring.forecast import STEP_METRICS, WINDOW, EvaluationTime, Plan, StepTime, seconds_left
-from clotho.monitoring.metrics import EVALUATION_METRICS, METRICS
+from clotho.monitoring.metrics import METRICS
 from clotho.storage.jsonl import encode
 from clotho.storage.run_directory import FACTS, PREFLIGHT
 from protocols.errors import ProfileError

@@ -12,8 +12,8 @@ from huggingface_hub import ModelCardData
 from msgspec import Struct
 
 from clotho import __version__
+from clotho.monitoring.evaluation_history import EvaluationRecord, measures, read_evaluations
 from clotho.monitoring.held_out_rows import rows
-from clotho.monitoring.metrics import EvaluationRecord, measures, read_evaluations
 
 CURVES = "curves.svg"
 WIDTH, HEIGHT, MARGIN = 640, 220, 48

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from clotho.monitoring.metrics import evaluated_steps
+from clotho.monitoring.evaluation_history import evaluated_steps
 from clotho.run.context import RunContext
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import Runnable

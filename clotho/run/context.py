@@ -20,8 +20,8 @@ from clotho.inference.sample_log import SampleLog
 from clotho.models.machine import describe_machine
 from clotho.models.policy import Policy
 from clotho.monitoring.display import RunFacts
+from clotho.monitoring.evaluation_history import RunHistory
 from clotho.monitoring.forecast import Plan
-from clotho.monitoring.metrics import RunHistory
 from clotho.monitoring.run_alarms import RunAlarms
 from clotho.monitoring.terminal_text import relative_path
 from clotho.monitoring.trackers import Tracker

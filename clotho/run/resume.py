@@ -17,7 +17,7 @@ from msgspec import Struct
 from clotho.config.schema import Profile
 from clotho.models.machine import restore_random_state
 from clotho.models.policy import Policy
-from clotho.monitoring.metrics import EvaluationRecord
+from clotho.monitoring.evaluation_history import EvaluationRecord
 from clotho.monitoring.token_values import token_files
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.storage.atomic_files import copy_file, make_directory, new_directory, sync_directory

@@ -18,7 +18,7 @@ from clotho.config.load import load_profile
 from clotho.config.schema import FullMethod, Profile
 from clotho.models.machine import random_state, restore_random_state
 from clotho.models.policy import Policy
-from clotho.monitoring.metrics import EvaluationRecord
+from clotho.monitoring.evaluation_history import EvaluationRecord
 from clotho.run.resume import (
     MetricsRecord,
     RolloutRecord,

@@ -33,7 +33,7 @@ from clotho.memory.report import limit_memory
 from clotho.models.adapter_store import AdapterStore
 from clotho.models.loading import find_model
 from clotho.models.policy import Policy, load_policy
-from clotho.monitoring.metrics import RunHistory, read_history
+from clotho.monitoring.evaluation_history import RunHistory, read_history
 from clotho.monitoring.run_alarms import RunAlarms
 from clotho.monitoring.trackers import TrackedRun, open_trackers
 from clotho.preflight.start import PreflightReport, start_findings, write_report

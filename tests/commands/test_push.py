@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from clotho.__main__ import main
 from clotho.config.load import load_profile, resolved_toml
-from clotho.monitoring.metrics import evaluation_record
+from clotho.monitoring.evaluation_history import evaluation_record
 from clotho.monitoring.model_card import RunFacts, curves, model_card
 from tests.monitoring.display_examples import MEASURES, evaluation, ungraded_evaluation
 

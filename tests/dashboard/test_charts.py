@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from clotho.dashboard.charts import CHARTS, HIDDEN, chart_catalogue
-from clotho.monitoring.metrics import EVALUATION_METRICS, METRICS
+from clotho.monitoring.evaluation_history import EVALUATION_METRICS
+from clotho.monitoring.metrics import METRICS
 
 NESTED = (
     "rewards",

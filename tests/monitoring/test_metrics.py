@@ -10,16 +10,14 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from clotho.monitoring.evaluation_history import EVALUATION_METRICS, evaluation_record, read_history
 from clotho.monitoring.metrics import (
     ENVIRONMENT_METRICS,
-    EVALUATION_METRICS,
     METRICS,
     RANK_METRICS,
     REMOTE_METRICS,
     UPDATE_METRICS,
     Measurement,
-    evaluation_record,
-    read_history,
     reward_parts,
     step_metrics,
 )
