@@ -153,7 +153,7 @@ class LearnerRanks:
         self.count = self._group.size
         self._speeds = tuple(shares) or (1.0,) * self.count
         if len(self._speeds) != self.count:
-            raise ProfileError(f"distributed.shares has {len(shares)} values for {self.count} ranks: one per rank")
+            raise ProfileError(f"distributed.shares needs one value per rank: {len(shares)} given, {self.count} ranks")
         self.pieces = min(MAX_PIECES * self.count, math.ceil(sum(self._speeds) / min(self._speeds)))
         self._work = [_Work() for _ in range(self.count)]
         self._dealt_at = 0.0

@@ -225,7 +225,7 @@ def test_micro_batches_are_dealt_by_their_cost(
 
 def test_shares_name_every_rank() -> None:
     """Another number of values than ranks is refused."""
-    with pytest.raises(ProfileError, match="2 values for 3 ranks"):
+    with pytest.raises(ProfileError, match="2 given, 3 ranks"):
         LearnerRanks(RanksInProcess(3, SETTINGS[0], unchanged).join, share_seconds=60.0, shares=(1.0, 2.0))
 
 
