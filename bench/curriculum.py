@@ -1,16 +1,24 @@
 """On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
 
-Counts the rollouts that a run needs to reach a held-out accuracy when half of its problems are useless: too hard, or
-already solved. Problems are drawn uniformly, or by the curriculum by success rate.
+Counts the rollouts that a run of learn-m3 needs to reach a held-out accuracy when half of its problems are useless: too
+hard, or already solved. Problems are drawn uniformly, or by the curriculum by success rate.
 
-    python -m bench curriculum [--profile learn-m3] [--seeds 0 1 2 3 4] [-- FLAG ...]
+    python -m bench curriculum [--too-hard "too long" "never solved"] [--seeds 0 1 2 3 4] [-- FLAG ...]
 
 The base policy first samples every training problem of the profile 16 times. The problems of a run are then a quarter
-that it always solved, a quarter that it never solved, and a half of the others; held-out problems are those of the
-profile. Both ways of choosing use the same problems, the same settings and a constant learning rate, in synchronous
-runs. Both replace zero-variance groups by other groups (dynamic sampling), so that updates have full batches: the size
-of an update hardly depends on the number of its groups, and small batches would hide the cost of useless groups. Flags
-behind `--` are passed to both. A rollout is one completion, whether its group is trained on or discarded. The number of
+that it always solved, a quarter that is too hard, and a half of the others; held-out problems are those of the profile.
+There are two kinds of too hard problems.
+
+too long: products of numbers with seven digits. No completion within the token limit can solve them, so that they stay
+useless for the whole run. The others are all problems that were not always solved.
+
+never solved: problems of the profile without a success among the 16 samples. The policy learns to solve many of them
+during the run, so that they are only useless at the start. The others were solved sometimes.
+
+Both ways of choosing use the same problems, the same settings and a constant learning rate, in synchronous runs. Both
+replace zero-variance groups by other groups (dynamic sampling), so that updates have full batches: the size of an
+update hardly depends on the number of its groups, and small batches would hide the cost of useless groups. Flags behind
+`--` are passed to both. A rollout is one completion, whether its group is trained on or discarded. The number of
 rollouts at the target is interpolated between the two evaluations around it. Runs end at the first evaluation that
 reaches the target.
 """
@@ -18,7 +26,9 @@ reaches the target.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -34,11 +44,18 @@ from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
 from bench.runs import Record, run_until
+from bench.tables import markdown
 from clotho.config.load import load_profile
+from profiles.times_table_maker.problems import ROWS, long_multiplication
 
 NAME = "curriculum"
+COMMAND = "python -m bench curriculum"
+PROFILE = "learn-m3"
 RESULTS = ROOT / "bench" / "results" / "curriculum.jsonl"
 CURRICULA = ("uniform", "success_rate")
+TOO_HARD = ("too long", "never solved")
+DIGITS = 7
+"""Digits of the numbers in problems that are too long: their work needs more than the 48 tokens of a completion."""
 TARGET, STEPS, INTERVAL = 0.7, 600, 10
 MAX_RATIO = 4
 """Limit of the groups of a batch, replaced groups included, relative to the batch size."""
@@ -51,13 +68,13 @@ BAR = 0.6
 
 
 class CurriculumRun(Struct, frozen=True, kw_only=True):
-    """One run. accuracy: (rollouts, held-out accuracy) of every evaluation.
+    """One run. too_hard: kind of the useless problems that are not solved. accuracy: (rollouts, held-out accuracy).
 
     rollouts: number at the target; None if the run did not reach it. zero_variance: share of the groups.
     load: mean number of busy processes of the machine in the last minute, at the end of the run.
     """
 
-    profile: str
+    too_hard: str
     curriculum: str
     seed: int
     target: float
@@ -71,25 +88,43 @@ class CurriculumRun(Struct, frozen=True, kw_only=True):
     fingerprint: Fingerprint
 
 
-def success_rates(profile: str, samples: int) -> dict[str, float]:
+def success_rates(samples: int) -> dict[str, float]:
     """Return the share of correct completions of the base policy by training prompt."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "rates.json")
-        options = ["--profile", profile, "--part", "train", "--samples", str(samples), "--output", str(path)]
+        options = ["--profile", PROFILE, "--part", "train", "--samples", str(samples), "--output", str(path)]
         subprocess.run([sys.executable, "pipeline.py", "eval", *options], cwd=ROOT, check=True, stdout=sys.stderr)
         records = json.loads(path.read_bytes())["policies"]["base"]["records"]
     return {record["prompt"]: statistics.fmean(one["correct"] for one in record["samples"]) for record in records}
 
 
-def mixture(problems: Sequence[dict[str, Any]], rates: Mapping[str, float], *, seed: int) -> list[dict[str, Any]]:
-    """Return problems of which half are useless: equally many that are always and that are never solved.
+def long_problems(count: int, *, seed: int) -> list[dict[str, Any]]:
+    """Return problems with more digits than the token limit of the profile permits."""
+    chance = random.Random(seed)
+    found = []
+    for _ in range(count):
+        number, row = chance.randrange(10 ** (DIGITS - 1), 10**DIGITS), chance.choice(ROWS)
+        _, answer = long_multiplication(number, row)
+        found.append({"prompt": f"What is {number} * {row}?", "answer": answer, "type": "seven digits"})
+    return found
 
-    rates: success rate of each prompt. Raises ValueError if one of the three parts has no problem.
+
+def mixture(
+    problems: Sequence[dict[str, Any]], rates: Mapping[str, float], *, too_hard: str, seed: int
+) -> list[dict[str, Any]]:
+    """Return problems of which half are useless: equally many that are always solved and that are too hard.
+
+    rates: success rate of each prompt. too_hard: see `TOO_HARD`. Raises ValueError if one of the three parts has no
+    problem.
     """
     shuffled = random.Random(seed).sample(list(problems), len(problems))
     solved = [problem for problem in shuffled if rates[problem["prompt"]] == 1]
-    hard = [problem for problem in shuffled if rates[problem["prompt"]] == 0]
+    unsolved = [problem for problem in shuffled if rates[problem["prompt"]] == 0]
     others = [problem for problem in shuffled if 0 < rates[problem["prompt"]] < 1]
+    if too_hard == "too long":
+        others, hard = sorted(others + unsolved, key=shuffled.index), long_problems(len(solved), seed=seed)
+    else:
+        hard = unsolved
     quarter = min(len(solved), len(hard), len(others) // 2)
     if not quarter:
         raise ValueError("the dataset must have solved problems, hard problems and others")
@@ -97,21 +132,21 @@ def mixture(problems: Sequence[dict[str, Any]], rates: Mapping[str, float], *, s
 
 
 def measure(
-    profile: str, curriculum: str, seed: int, *, problems: Path, target: float, flags: Sequence[str]
+    too_hard: str, curriculum: str, seed: int, *, problems: Path, target: float, flags: Sequence[str]
 ) -> CurriculumRun:
     """Train until the target accuracy is reached, or to the end of the run."""
     arguments = [
-        "--profile", profile, "--data.curriculum", curriculum, "--seed", str(seed), "--steps", str(STEPS),
+        "--profile", PROFILE, "--data.curriculum", curriculum, "--seed", str(seed), "--steps", str(STEPS),
         "--async", "false", "--learner.schedule", "constant", "--eval.interval", str(INTERVAL),
         "--learner.objective.dynamic-sampling-max-ratio", str(MAX_RATIO), "--checkpoint.interval", "0", *flags,
     ]  # fmt: skip
-    heldout = load_profile(profile).data.heldout  # a flag for data.train clears it
+    heldout = load_profile(PROFILE).data.heldout  # a flag for data.train clears it
     record = run_until([*arguments, "--data.train", str(problems), "--data.heldout", heldout], accuracy=target)
     curve = accuracy_by_rollouts(record)
     groups = sum(line["groups/trained"] + line["groups/discarded"] for line in record.metrics)
     equal = sum(line["groups/discarded_by_reason"].get("zero_variance", 0) for line in record.metrics)
     return CurriculumRun(
-        profile=profile,
+        too_hard=too_hard,
         curriculum=curriculum,
         seed=seed,
         target=target,
@@ -166,34 +201,37 @@ def ratios(runs: Sequence[CurriculumRun]) -> dict[int, float]:
 
 
 def table(runs: Sequence[CurriculumRun]) -> str:
-    """Format the results as Markdown, one row per way of choosing."""
+    """Format the results as Markdown: for each kind of too hard problems, one row per way of choosing."""
     seeds, first = sorted({run.seed for run in runs}), runs[0]
-    head = ["data.curriculum", *(f"seed {seed}" for seed in seeds), "median", "zero-variance groups", "updates"]
-    rows = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    for name in CURRICULA:
-        own = {run.seed: run for run in runs if run.curriculum == name}
-        if not own:
-            continue
-        cells = [_rollouts(own[seed].rollouts) if seed in own else "" for seed in seeds]
-        reached = [run.rollouts if run.rollouts is not None else float("inf") for run in own.values()]
-        middle = statistics.median(reached)
-        share = statistics.median(run.zero_variance for run in own.values())
-        updates = statistics.median(run.updates for run in own.values())
-        last = [_rollouts(None if middle == float("inf") else middle), f"{share:.0%}", f"{updates:.0f}"]
-        rows.append("| " + " | ".join([f"`{name}`", *cells, *last]) + " |")
-    by_seed = ratios(runs)
-    if by_seed:
-        middle = statistics.median(by_seed.values())
-        cells = [f"{by_seed[seed]:.2f}" if seed in by_seed else "" for seed in seeds]
-        rows.append("| " + " | ".join(["ratio", *cells, f"**{middle:.2f}**", "", ""]) + " |")
+    head = ["too hard", "`data.curriculum`", *(f"seed {seed}" for seed in seeds)]
+    rows = [[*head, "median", "zero-variance groups", "updates"]]
+    for too_hard in TOO_HARD:
+        mine = [run for run in runs if run.too_hard == too_hard]
+        rows += [_row(name, seeds, own) for name in CURRICULA if (own := [r for r in mine if r.curriculum == name])]
+        if by_seed := ratios(mine):
+            cells = [f"{by_seed[seed]:.2f}" if seed in by_seed else "" for seed in seeds]
+            rows.append([too_hard, "ratio", *cells, f"**{statistics.median(by_seed.values()):.2f}**", "", ""])
     load = max(run.load for run in runs)
     return "\n".join([
-        *rows,
+        markdown(rows[0], rows[1:]),
         "",
-        f"Rollouts until the held-out accuracy is {first.target:g}, profile `{first.profile}`; the other columns are "
+        f"Rollouts until the held-out accuracy is {first.target:g}, profile `{PROFILE}`; the other columns are "
         f"medians over the seeds. {describe_fingerprint(first.fingerprint)}, load at most {load:.1f}; the numbers of "
-        "rollouts do not depend on the load. `python -m bench curriculum`",
+        f"rollouts do not depend on the load. `{COMMAND}`",
     ])  # fmt: skip
+
+
+def _row(name: str, seeds: Sequence[int], runs: Sequence[CurriculumRun]) -> list[str]:
+    own = {run.seed: run for run in runs}
+    middle = statistics.median(math.inf if run.rollouts is None else run.rollouts for run in runs)
+    return [
+        runs[0].too_hard,
+        f"`{name}`",
+        *(_rollouts(own[seed].rollouts) if seed in own else "" for seed in seeds),
+        _rollouts(None if math.isinf(middle) else middle),
+        f"{statistics.median(run.zero_variance for run in runs):.0%}",
+        f"{statistics.median(run.updates for run in runs):.0f}",
+    ]
 
 
 def _rollouts(count: float | None) -> str:
@@ -201,31 +239,38 @@ def _rollouts(count: float | None) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run both ways of choosing with every seed. Returns 1 if the median ratio is above the bar."""
-    parser = argparse.ArgumentParser(prog="python -m bench curriculum", description=__doc__)
+    """Run both ways of choosing with every seed. Returns 1 if a median ratio is above the bar."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--profile", default="learn-m3", help="Profile whose dataset is mixed.")
+    parser.add_argument("--too-hard", nargs="+", choices=TOO_HARD, default=list(TOO_HARD), metavar="KIND")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--curricula", nargs="+", choices=CURRICULA, default=list(CURRICULA))
     parser.add_argument("--target", type=float, default=TARGET, help="Held-out accuracy to reach.")
     parser.add_argument("--out", type=Path, default=RESULTS, help="Results file.")
     parser.add_argument("flags", nargs="*", help="Flags of every run, behind --.")
     chosen = parser.parse_args(argv)
-    dataset = Path(load_profile(chosen.profile).data.train)
+    dataset = Path(load_profile(PROFILE).data.train)
     problems = [json.loads(line) for line in dataset.read_text(encoding="utf-8").splitlines()]
-    rates = success_rates(chosen.profile, SAMPLES)
-    for seed in chosen.seeds:
-        mixed = mixture(problems, rates, seed=seed)
+    rates = success_rates(SAMPLES)
+    for seed, too_hard in itertools.product(chosen.seeds, chosen.too_hard):
+        mixed = mixture(problems, rates, too_hard=too_hard, seed=seed)
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory, "train.jsonl")
             path.write_text("".join(json.dumps(problem) + "\n" for problem in mixed), encoding="utf-8")
             for name in chosen.curricula:
-                run = measure(chosen.profile, name, seed, problems=path, target=chosen.target, flags=chosen.flags)
-                kept = [one for one in read(chosen.out) if (one.curriculum, one.seed) != (name, seed)]
-                chosen.out.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in [*kept, run]))
-                sys.stdout.write(f"{name:14} seed {seed}: {_rollouts(run.rollouts)} rollouts in {run.seconds:.0f} s\n")
+                run = measure(too_hard, name, seed, problems=path, target=chosen.target, flags=chosen.flags)
+                store(run, chosen.out)
+                count = _rollouts(run.rollouts)
+                sys.stdout.write(f"{too_hard:14} {name:14} seed {seed}: {count} rollouts in {run.seconds:.0f} s\n")
                 sys.stdout.flush()
     runs = read(chosen.out)
     sys.stdout.write(table(runs) + "\n")
-    by_seed = ratios(runs)
-    return 0 if by_seed and statistics.median(by_seed.values()) <= BAR else 1
+    found = [ratios([run for run in runs if run.too_hard == too_hard]) for too_hard in chosen.too_hard]
+    return 0 if all(one and statistics.median(one.values()) <= BAR for one in found) else 1
+
+
+def store(run: CurriculumRun, path: Path) -> None:
+    """Add a run to a results file; it replaces one of the same kind, way of choosing and seed."""
+    key = (run.too_hard, run.curriculum, run.seed)
+    kept = [one for one in read(path) if (one.too_hard, one.curriculum, one.seed) != key]
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in [*kept, run]))

@@ -7,32 +7,23 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 
-class TypeEvidence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What scored groups say about the problems of one type. Older groups count less.
-
-    groups: weight of the groups. rates: weighted sum of s / n over groups with s successes among n completions.
-    pairs: weighted sum of s (s - 1) / (n (n - 1)), the share of pairs of completions that both succeed.
-    """
-
-    groups: float
-    rates: float
-    pairs: float
-
-
 class CurriculumState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Learner -> checkpoint. The posterior over the success rates of all problems after one batch.
+    """Learner -> checkpoint. The evidence on all problems after one batch.
 
     dataset: fingerprint of the problems; a state of other problems is not used.
-    problems: index of each problem with evidence, as little-endian int64, ascending.
-    successes, failures: numbers of its completions, as little-endian float64; older completions count less.
-    types: evidence by type. lowest, highest: rewards of the run; None before the first group.
+    problems: index of each problem with a group, as little-endian int64, ascending. statuses, steps: status after its
+    last group, and the step of this group relative to the present one, as little-endian int64. rates: success rate of
+    this group, as little-endian float64. groups, gradients: weight of all groups and of those with a gradient by type,
+    status and age, as little-endian float64. lowest, highest: rewards of the run; None before the first group.
     """
 
     dataset: str
     problems: bytes = b""
-    successes: bytes = b""
-    failures: bytes = b""
-    types: dict[str, TypeEvidence] = {}
+    statuses: bytes = b""
+    steps: bytes = b""
+    rates: bytes = b""
+    groups: bytes = b""
+    gradients: bytes = b""
     lowest: float | None = None
     highest: float | None = None
 
@@ -52,12 +43,12 @@ class CurriculumReport(Struct, frozen=True, kw_only=True):
     ] = None
     success_rate: Annotated[
         float | None,
-        Meta(description="Mean estimated success rate of all problems for training; null without a curriculum."),
+        Meta(description="Mean success rate of the last groups of all problems; null without a curriculum."),
     ] = None
     problems: Annotated[
         dict[str, int],
         Meta(
-            description="Number of problems by estimated success rate, in five intervals; the estimate of a problem "
-            "without recent groups is the mean of its type. Empty without a curriculum."
+            description="Number of problems by the success rate of their last group, in five intervals; for problems "
+            "without a group, the mean of their type. Empty without a curriculum."
         ),
     ] = {}

@@ -11,8 +11,8 @@ import numpy as np
 import structlog
 
 from clotho.config.schema import RewardSection, SuccessRateCurriculum
+from clotho.data.group_outcomes import AGES, PRIOR, Floats, GroupOutcomes, Indices, OutcomeRecords
 from clotho.data.order import ProblemOrder
-from clotho.data.success_rates import Floats, Indices, SuccessRates
 from protocols.curriculum import CurriculumReport, CurriculumState
 from protocols.prompt import Problem
 from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, bounded
@@ -44,12 +44,8 @@ class Curriculum:
 
     Candidates of group g are the next places of the order of problems (`candidates` per group, epochs and weights of
     types as without a curriculum). With the probability `explore`, the problem is drawn uniformly from the candidates;
-    otherwise in proportion to the probability that its n completions both succeed and fail, to the power `sharpness`:
-
-        (1 - E[p^n] - E[(1 - p)^n])^sharpness
-
-    The expectations are over the posterior of the success rate p; uncertain problems keep a chance of their own.
-    Problems of groups that have not ended are chosen only if there are no other candidates.
+    otherwise in proportion to the power `sharpness` of the probability that its completions both succeed and fail
+    (`GroupOutcomes`). Problems of groups that have not ended are chosen only if there are no other candidates.
 
     A completion succeeds if the rewards with `correct = true` accept it, as in evaluation. If none of them applies, it
     succeeds if its reward is above the middle between the lowest and the highest reward of the run so far.
@@ -65,7 +61,6 @@ class Curriculum:
         settings: SuccessRateCurriculum,
         *,
         rewards: Sequence[RewardSection],
-        group_size: int,
         seed: int,
         dataset: str,
         state: CurriculumState | None = None,
@@ -73,9 +68,9 @@ class Curriculum:
         """types, order: of the problems. dataset: fingerprint of the problems. state: of a checkpoint."""
         self._order, self._settings = order, settings
         self._correct = [section for section in rewards if section.correct]
-        self._group_size, self._seed, self._dataset = group_size, seed, dataset
+        self._seed, self._dataset = seed, dataset
         self._candidates = min(settings.candidates, order.epoch_length)
-        self._rates = SuccessRates(types, group_size=group_size, half_life=settings.half_life)
+        self._outcomes = GroupOutcomes(types)
         self._chosen: dict[int, Choice] = {}
         self._ended: list[int] = []
         self._scored: list[Scored] = []
@@ -91,12 +86,10 @@ class Curriculum:
         places = [self._order.index(place) for place in range(start, start + self._candidates)]
         taken = {choice.problem for choice in self._chosen.values()}
         candidates: Indices = np.array([index for index in places if index not in taken] or places, dtype=np.int64)
-        posterior = self._rates.posterior(candidates)
-        zero_variance = posterior.zero_variance(self._group_size)
+        gradient = self._outcomes.gradient_probability(candidates)
         explores = random.random() < self._settings.explore
-        weights = np.ones(len(candidates)) if explores else np.maximum(1 - zero_variance, 0) ** self._settings.sharpness
-        position = _draw(random, weights)
-        self._chosen[group_id] = Choice(int(candidates[position]), float(zero_variance[position]))
+        position = _draw(random, np.ones(len(candidates)) if explores else gradient**self._settings.sharpness)
+        self._chosen[group_id] = Choice(int(candidates[position]), 1 - float(gradient[position]))
         return int(candidates[position])
 
     def record(self, outcomes: Iterable[GroupOutcome]) -> None:
@@ -109,16 +102,21 @@ class Curriculum:
                 self._scored.append(Scored(prompt.group_id, outcome.rewards, correct))
 
     def end_step(self) -> CurriculumReport:
-        """Reduce the weight of older evidence, then count the groups that were recorded since the last step."""
-        self._rates.forget()
+        """Count the groups that were recorded since the last step."""
         scored = sorted(self._scored)
         for group in scored:
             self._lowest = min(*group.rewards, *(() if self._lowest is None else (self._lowest,)))
             self._highest = max(*group.rewards, *(() if self._highest is None else (self._highest,)))
-        for group in scored:
-            successes = sum(map(self._succeeds, group.rewards, group.correct))
-            problem = self._chosen[group.group_id].problem
-            self._rates.add(problem, successes=successes, completions=len(group.rewards))
+        self._outcomes.end_step(
+            [
+                (
+                    self._chosen[group.group_id].problem,
+                    sum(map(self._succeeds, group.rewards, group.correct)),
+                    len(group.rewards),
+                )
+                for group in scored
+            ]
+        )
         report = self._report(scored)
         for group_id in self._ended:
             self._chosen.pop(group_id, None)
@@ -127,13 +125,15 @@ class Curriculum:
 
     def state(self) -> CurriculumState:
         """Snapshot for a checkpoint, at the end of a step."""
-        known, successes, failures = self._rates.counts()
+        records = self._outcomes.records()
         return CurriculumState(
             dataset=self._dataset,
-            problems=known.astype("<i8").tobytes(),
-            successes=successes.astype("<f8").tobytes(),
-            failures=failures.astype("<f8").tobytes(),
-            types=self._rates.types(),
+            problems=records.problems_P.astype("<i8").tobytes(),
+            statuses=records.statuses_P.astype("<i8").tobytes(),
+            steps=records.steps_P.astype("<i8").tobytes(),
+            rates=records.rates_P.astype("<f8").tobytes(),
+            groups=records.groups_T_S_A.astype("<f8").tobytes(),
+            gradients=records.gradients_T_S_A.astype("<f8").tobytes(),
             lowest=self._lowest,
             highest=self._highest,
         )
@@ -142,9 +142,20 @@ class Curriculum:
         if state.dataset != self._dataset:
             log.warning("curriculum_starts_anew", reason="the checkpoint is of other problems")
             return
-        problems = np.frombuffer(state.problems, "<i8").astype(np.int64)
-        successes, failures = (np.frombuffer(part, "<f8") for part in (state.successes, state.failures))
-        self._rates.restore(problems, successes, failures, state.types)
+        shape = len(self._outcomes.names), len(PRIOR), AGES
+        problems_P, statuses_P, steps_P = (
+            np.frombuffer(part, "<i8").astype(np.int64) for part in (state.problems, state.statuses, state.steps)
+        )
+        self._outcomes.restore(
+            OutcomeRecords(
+                problems_P=problems_P,
+                statuses_P=statuses_P,
+                steps_P=steps_P,
+                rates_P=np.frombuffer(state.rates, "<f8"),
+                groups_T_S_A=np.frombuffer(state.groups, "<f8").reshape(shape),
+                gradients_T_S_A=np.frombuffer(state.gradients, "<f8").reshape(shape),
+            )
+        )
         self._lowest, self._highest = state.lowest, state.highest
 
     def _judge(
@@ -161,7 +172,7 @@ class Curriculum:
         return reward > (self._lowest + self._highest) / 2
 
     def _report(self, scored: Sequence[Scored]) -> CurriculumReport:
-        rate_N = self._rates.posterior().mean_N
+        rate_N = self._outcomes.success_rates()
         counts, _ = np.histogram(rate_N, bins=RATES)
         intervals = [f"{low:.1f}-{high:.1f}" for low, high in pairwise(RATES)]
         equal = [max(group.rewards) - min(group.rewards) <= ZERO_VARIANCE_THRESHOLD for group in scored]

@@ -236,7 +236,6 @@ def _curriculum(profile: Profile, prompts: PromptBuilder, state: RunState | None
         prompts.order,
         settings,
         rewards=profile.rewards,
-        group_size=profile.sampling.group_size,
         seed=profile.seed,
         dataset=problems_fingerprint(prompts.problems),
         state=state.curriculum if state else None,

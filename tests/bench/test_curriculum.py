@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from tokenizers import Tokenizer
 
 from bench import curriculum
-from bench.curriculum import CurriculumRun, mixture, ratios, read, rollouts_at, table
+from bench.curriculum import CurriculumRun, mixture, ratios, read, rollouts_at, store, table
 from bench.fingerprint import fingerprint
 from bench.runs import Record
 from clotho.config.load import load_profile
+from profiles.times_table_maker.problems import long_multiplication
 
 
-def made(name: str, seed: int, rollouts: float | None) -> CurriculumRun:
+def made(name: str, seed: int, rollouts: float | None, too_hard: str = "too long") -> CurriculumRun:
     """Return a run of a way of choosing."""
     return CurriculumRun(
-        profile="p", curriculum=name, seed=seed, target=0.7, rollouts=rollouts, zero_variance=0.5, updates=10,
+        too_hard=too_hard, curriculum=name, seed=seed, target=0.7, rollouts=rollouts, zero_variance=0.5, updates=10,
         seconds=1.0, accuracy=((0, 0.2),), load=0.5, command="", fingerprint=fingerprint(),
     )  # fmt: skip
 
@@ -30,12 +32,32 @@ def test_half_of_the_mixed_problems_are_useless() -> None:
     """Equally many are solved and too hard; the seed decides which."""
     rates = {str(i): rate for i, rate in enumerate([1.0] * 30 + [0.0] * 20 + [0.1, 0.9] * 40)}
     problems = [{"prompt": prompt} for prompt in rates]
-    mixed = mixture(problems, rates, seed=0)
-    counts = Counter(rates[problem["prompt"]] for problem in mixed)
+
+    def mixed(seed: int) -> list[dict[str, Any]]:
+        return mixture(problems, rates, too_hard="never solved", seed=seed)
+
+    counts = Counter(rates[problem["prompt"]] for problem in mixed(0))
     assert (counts[1.0], counts[0.0], counts[0.1] + counts[0.9]) == (20, 20, 40)
-    assert mixture(problems, rates, seed=0) == mixed != mixture(problems, rates, seed=1)
+    assert mixed(0) == mixed(0) != mixed(1)
     with pytest.raises(ValueError, match="hard problems"):
-        mixture(problems, dict.fromkeys(rates, 1.0), seed=0)
+        mixture(problems, dict.fromkeys(rates, 1.0), too_hard="never solved", seed=0)
+
+
+def test_problems_that_are_too_long_take_more_tokens_than_a_completion_has() -> None:
+    """They replace the problems that were never solved, which are among the others."""
+    rates = {str(i): rate for i, rate in enumerate([1.0] * 20 + [0.0] * 30 + [0.5] * 30)}
+    mixed = mixture([{"prompt": prompt} for prompt in rates], rates, too_hard="too long", seed=0)
+    long = [problem for problem in mixed if problem["prompt"] not in rates]
+    assert len(long) == 20
+    assert len([problem for problem in mixed if rates.get(problem["prompt"]) == 1.0]) == 20
+    profile = load_profile("learn-m3")
+    tokenizer = Tokenizer.from_file(str(Path(profile.model.path, "tokenizer.json")))
+    for problem in long:
+        number, row = (int(text) for text in re.findall(r"\d+", problem["prompt"]))
+        work, answer = long_multiplication(number, row)
+        assert answer == problem["answer"] == str(number * row)
+        text = f"<think>{','.join(work)}</think><answer>{answer}"
+        assert len(tokenizer.encode(text).ids) > profile.sampling.max_tokens
 
 
 @pytest.mark.parametrize(
@@ -69,7 +91,7 @@ def test_runs_are_evaluated_on_the_held_out_problems_of_the_profile(
         return Record(metrics=[line], log=[], profile=profile, launched=0.0, evaluations=evaluations)
 
     monkeypatch.setattr(curriculum, "run_until", run)
-    found = curriculum.measure("learn-m3", "uniform", 3, problems=tmp_path / "train.jsonl", target=0.7, flags=())
+    found = curriculum.measure("too long", "uniform", 3, problems=tmp_path / "train.jsonl", target=0.7, flags=())
     own = load_profile("learn-m3").data.heldout
     assert given[given.index("--data.heldout") + 1] == own
     assert found.rollouts == pytest.approx(32 * 0.2 / 0.3)
@@ -77,38 +99,40 @@ def test_runs_are_evaluated_on_the_held_out_problems_of_the_profile(
 
 
 def test_the_table_compares_seed_by_seed(tmp_path: Path) -> None:
-    """A run that did not reach the target has no ratio."""
+    """For each kind of too hard problems. A run that did not reach the target has no ratio."""
     runs = [made("uniform", 0, 1000.0), made("success_rate", 0, 400.0), made("uniform", 1, None)]
-    runs.append(made("success_rate", 1, 500.0))
-    assert ratios(runs) == {0: pytest.approx(0.4)}
+    runs += [made("success_rate", 1, 500.0), made("uniform", 0, 900.0, "never solved")]
+    assert ratios([run for run in runs if run.too_hard == "too long"]) == {0: pytest.approx(0.4)}
     heading, rule, *rows = [line for line in table(runs).splitlines() if line.startswith("|")]
     assert {len(line.split("|")) for line in (rule, *rows)} == {len(heading.split("|"))}
-    assert len(rows) == 3
+    assert len(rows) == 4
     path = tmp_path / "runs.jsonl"
-    path.write_bytes(b"".join(msgspec.json.encode(run) + b"\n" for run in runs))
-    assert read(path) == runs
+    for run in (*runs, runs[0]):
+        store(run, path)
+    assert read(path) == [*runs[1:], runs[0]]
 
 
 def test_the_exit_status_says_whether_the_bar_is_met(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both ways of choosing get the same problems."""
-    seen: list[tuple[str, str]] = []
+    """Both ways of choosing get the same problems. Every kind of too hard problems must meet it."""
+    seen: list[str] = []
     rollouts: list[float] = []
 
-    def measured(profile: str, name: str, seed: int, *, problems: Path, **other: Any) -> CurriculumRun:
-        seen.append((name, problems.read_text()))
-        return made(name, seed, {"uniform": 1000.0, "success_rate": rollouts[-1]}[name])
+    def measured(too_hard: str, name: str, seed: int, *, problems: Path, **other: Any) -> CurriculumRun:
+        seen.append(problems.read_text())
+        ours = rollouts[-1] if too_hard == "too long" else 500.0
+        return made(name, seed, {"uniform": 1000.0, "success_rate": ours}[name], too_hard)
 
-    def rates(profile: str, samples: int) -> dict[str, float]:
-        lines = Path(load_profile(profile).data.train).read_text().splitlines()
+    def rates(samples: int) -> dict[str, float]:
+        lines = Path(load_profile("learn-m3").data.train).read_text().splitlines()
         return {json.loads(line)["prompt"]: (0.0, 0.4, 0.5, 1.0)[i % 4] for i, line in enumerate(lines)}
 
     monkeypatch.setattr(curriculum, "measure", measured)
     monkeypatch.setattr(curriculum, "success_rates", rates)
-    arguments = ["--profile", "local-m3", "--seeds", "3", "--out", str(tmp_path / "runs.jsonl")]
+    arguments = ["--seeds", "3", "--out", str(tmp_path / "runs.jsonl")]
     for ours, status in ((600.0, 0), (700.0, 1)):
         rollouts.append(ours)
         assert curriculum.main(arguments) == status
-    assert len({text for _, text in seen}) == 1
+    assert len(set(seen)) == len(curriculum.TOO_HARD)
     assert "success_rate" in capsys.readouterr().out

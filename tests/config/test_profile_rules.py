@@ -57,7 +57,7 @@ REPLACE_EVALUATOR = TAP | {"mode": "replace", "at": "evaluator"}
             },
             "data.curriculum",
         ),
-        ({"data": {"curriculum": {"type": "uniform", "half_life": 9.0}}}, "data.curriculum.half_life"),
+        ({"data": {"curriculum": {"type": "uniform", "sharpness": 9.0}}}, "data.curriculum.sharpness"),
         ({"data": {"prompt_key": "answer"}}, "data.answer_key"),
         ({"data": {"reasoning_gym": [{"dataset": "gcd"}]}}, "data.reasoning_gym"),
         (
@@ -111,7 +111,7 @@ def test_a_contradiction_or_a_setting_without_effect_is_refused(sections: dict[s
             }
         },
         {"eval": {"interval": 19}, "steps": 20},
-        {"data": {"curriculum": {"type": "success_rate", "explore": 0.3, "half_life": 5.0}}},
+        {"data": {"curriculum": {"type": "success_rate", "explore": 0.3, "sharpness": 5.0}}},
         {"server": {"host": "0.0.0.0", "api_key": "k"}},
         {"server": {"host": "::1"}},
         {"server": {"host": "localhost"}},

@@ -120,7 +120,7 @@ def test_a_killed_synchronous_run_with_a_curriculum_chooses_the_same_problems(
 ) -> None:
     """Replaced groups included. Adapter, problems and posterior equal those of an uninterrupted run bit for bit."""
     flags = ("--steps", "24", "--async", "false", "--checkpoint.interval", "1", "--data.curriculum", "success_rate",
-             "--data.curriculum.half-life", "4", "--learner.objective", "dapo")  # fmt: skip
+             "--data.curriculum.sharpness", "4", "--learner.objective", "dapo")  # fmt: skip
     assert run(tmp_path / "whole", *flags).status == 0
     result = killed_and_resumed(tmp_path / "run", *flags, kills=6, record_property=record_property)
     assert result.status == 0, result

@@ -111,8 +111,8 @@ def curriculum(state: CurriculumState | None) -> Curriculum:
     """Return a curriculum over the simulated problems."""
     kinds = [problem.type for problem in PROBLEMS]
     order = ProblemOrder(kinds, weights={}, seed=1, shuffle=True)
-    settings = SuccessRateCurriculum(half_life=5.0)
-    return Curriculum(kinds, order, settings, rewards=(), group_size=2, seed=1, dataset="", state=state)
+    settings = SuccessRateCurriculum()
+    return Curriculum(kinds, order, settings, rewards=(), seed=1, dataset="", state=state)
 
 
 @pytest.mark.parametrize("dynamic", [True, False])

@@ -1,0 +1,145 @@
+"""How probable it is that the next group of a problem has a gradient, estimated from the groups of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+
+UNSEEN, FAILED, FAILED_AGAIN, SOLVED, SOLVED_AGAIN, SELDOM, OFTEN = range(7)
+"""Status of a problem after its last group: no group yet; all completions failed, for the first time or again; all
+succeeded, for the first time or again; less than half succeeded; half or more did, but not all."""
+
+PRIOR = np.array([0.5, 0.25, 0.1, 0.25, 0.1, 0.8, 0.8])
+"""Probability of a gradient by status, before there is evidence."""
+
+PRIOR_GROUPS = 4.0
+"""Weight, in groups, of an estimate in the finer estimate below it."""
+
+AGES = 8
+"""Number of intervals of the age of a status. Interval i begins at 2^i steps; the last one has no end."""
+
+HALF_LIFE = 50.0
+"""Steps after which a group counts half in the probabilities."""
+
+
+class OutcomeRecords(NamedTuple):
+    """All evidence. P: problems with a group, ascending. T: types.
+
+    statuses_P, steps_P: status after the last group, and the step of this group. rates_P: its success rate.
+    groups_T_S_A, gradients_T_S_A: weight of the groups, and of those with a gradient, by type, status and age.
+    """
+
+    problems_P: Indices
+    statuses_P: Indices
+    steps_P: Indices
+    rates_P: Floats
+    groups_T_S_A: Floats
+    gradients_T_S_A: Floats
+
+
+class GroupOutcomes:
+    """The last group of every problem, and how often groups have a gradient.
+
+    A group has a gradient if some of its completions succeed and some fail. The success rate of a problem changes with
+    the policy, also without groups of its own, so the probability of a gradient is not computed from an old success
+    rate. It is measured: q is the share of groups with a gradient among groups of problems of the same type, with the
+    same status before the group, and with a status of about the same age (an interval that doubles). Where there are
+    few such groups, coarser shares count more (w = PRIOR_GROUPS, W: weight of the groups, G: with a gradient):
+
+        q(status)            = (G + w PRIOR)          / (W + w)        all groups with the status
+        q(status, age)       = (G + w q(status))      / (W + w)        of this age
+        q(status, age, type) = (G + w q(status, age)) / (W + w)        of this type
+
+    These are the posterior means of Beta distributions. After every step, W and G are multiplied by
+    2^(-1 / HALF_LIFE).
+    """
+
+    def __init__(self, types: Sequence[str]) -> None:
+        """types: type of each problem."""
+        self.names = tuple(dict.fromkeys(types))
+        position = {name: index for index, name in enumerate(self.names)}
+        self._type_N: Indices = np.array([position[name] for name in types], dtype=np.int64)
+        self._status_N: Indices = np.full(len(types), UNSEEN, dtype=np.int64)
+        self._step_N: Indices = np.zeros(len(types), dtype=np.int64)
+        self._rate_N = np.zeros(len(types))
+        self._groups_T_S_A = np.zeros((len(self.names), len(PRIOR), AGES))
+        self._gradients_T_S_A = np.zeros_like(self._groups_T_S_A)
+        self._step = 0
+        self._shares_T_S_A = self._shares()
+
+    def gradient_probability(self, problems: Indices | slice = slice(None)) -> Floats:
+        """The probability that the next group of each of some problems has a gradient."""
+        age_N = self._ages(problems)
+        found: Floats = self._shares_T_S_A[self._type_N[problems], self._status_N[problems], age_N]
+        return found
+
+    def success_rates(self) -> Floats:
+        """The success rate of the last group of each problem; without a group, the mean of its type, or 1/2."""
+        seen_N = self._status_N != UNSEEN
+        seen_T = np.bincount(self._type_N, weights=seen_N, minlength=len(self.names))
+        total_T = np.bincount(self._type_N, weights=self._rate_N * seen_N, minlength=len(self.names))
+        mean_T = np.divide(total_T, seen_T, out=np.full(len(self.names), 0.5), where=seen_T > 0)
+        rate_N: Floats = np.where(seen_N, self._rate_N, mean_T[self._type_N])
+        return rate_N
+
+    def end_step(self, groups: Sequence[tuple[int, int, int]]) -> None:
+        """Record the groups of a step. groups: problem, successes and completions of each."""
+        self._step += 1
+        for counts in (self._groups_T_S_A, self._gradients_T_S_A):
+            counts *= 2.0 ** (-1.0 / HALF_LIFE)
+        for problem, successes, completions in groups:
+            place = self._type_N[problem], self._status_N[problem], self._ages(problem)
+            self._groups_T_S_A[place] += 1.0
+            self._gradients_T_S_A[place] += 0 < successes < completions
+            self._status_N[problem] = _status(int(self._status_N[problem]), successes, completions)
+            self._step_N[problem], self._rate_N[problem] = self._step, successes / completions
+        self._shares_T_S_A = self._shares()
+
+    def records(self) -> OutcomeRecords:
+        """All evidence, for a checkpoint. Steps are relative to the present one."""
+        problems_P = np.flatnonzero(self._status_N != UNSEEN).astype(np.int64)
+        return OutcomeRecords(
+            problems_P=problems_P,
+            statuses_P=self._status_N[problems_P],
+            steps_P=self._step_N[problems_P] - self._step,
+            rates_P=self._rate_N[problems_P],
+            groups_T_S_A=self._groups_T_S_A.copy(),
+            gradients_T_S_A=self._gradients_T_S_A.copy(),
+        )
+
+    def restore(self, records: OutcomeRecords) -> None:
+        """Replace all evidence."""
+        self._status_N[:], self._rate_N[:] = UNSEEN, 0.0
+        self._status_N[records.problems_P] = records.statuses_P
+        self._step_N[records.problems_P] = records.steps_P + self._step
+        self._rate_N[records.problems_P] = records.rates_P
+        self._groups_T_S_A[:], self._gradients_T_S_A[:] = records.groups_T_S_A, records.gradients_T_S_A
+        self._shares_T_S_A = self._shares()
+
+    def _ages(self, problems: Indices | slice | int) -> Indices:
+        """The interval of the age of the status; 0 for problems without a group."""
+        age_N = np.where(self._status_N[problems] == UNSEEN, 1, np.maximum(1, self._step - self._step_N[problems]))
+        interval_N: Indices = np.minimum(AGES - 1, np.log2(age_N).astype(np.int64))
+        return interval_N
+
+    def _shares(self) -> Floats:
+        groups_S, gradients_S = self._groups_T_S_A.sum((0, 2)), self._gradients_T_S_A.sum((0, 2))
+        share_S = (gradients_S + PRIOR_GROUPS * PRIOR) / (groups_S + PRIOR_GROUPS)
+        groups_S_A, gradients_S_A = self._groups_T_S_A.sum(0), self._gradients_T_S_A.sum(0)
+        share_S_A = (gradients_S_A + PRIOR_GROUPS * share_S[:, None]) / (groups_S_A + PRIOR_GROUPS)
+        share_T_S_A: Floats = (self._gradients_T_S_A + PRIOR_GROUPS * share_S_A) / (self._groups_T_S_A + PRIOR_GROUPS)
+        return share_T_S_A
+
+
+def _status(before: int, successes: int, completions: int) -> int:
+    if successes == 0:
+        return FAILED_AGAIN if before in (FAILED, FAILED_AGAIN) else FAILED
+    if successes == completions:
+        return SOLVED_AGAIN if before in (SOLVED, SOLVED_AGAIN) else SOLVED
+    return SELDOM if 2 * successes < completions else OFTEN
