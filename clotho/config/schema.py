@@ -124,7 +124,7 @@ class UniformCurriculum(Variant, frozen=True, kw_only=True, tag="uniform"):
 class SuccessRateCurriculum(Variant, frozen=True, kw_only=True, tag="success_rate"):
     """Problems whose groups probably have both successes and failures are preferred."""
 
-    sharpness: Annotated[PositiveFloat, about("Power of the probability of a gradient in the draw of a problem.")] = 2.0
+    sharpness: Annotated[PositiveFloat, about("Power of the probability of a gradient in the draw of a problem.")] = 1.0
     explore: Annotated[PositiveFraction, about("Share of groups whose problem is drawn uniformly.")] = 0.05
     candidates: Annotated[Positive, about("Number of problems among which the problem of a group is chosen.")] = 64
 

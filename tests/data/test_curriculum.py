@@ -76,7 +76,7 @@ def train(
 
 def test_useless_problems_are_soon_avoided() -> None:
     """After 20 steps, most of their share of one half is gone, although most problems were never seen."""
-    chosen, reports = train(curriculum(), range(60))
+    chosen, reports = train(curriculum(sharpness=2.0), range(60))
     late = Counter(TYPES[index] for index in chosen[80:])
     assert late["useful"] > 0.85 * late.total()
     assert len(set(chosen[:80])) > 40
