@@ -118,7 +118,7 @@ def test_a_killed_synchronous_run_ends_with_identical_bytes(
 def test_a_killed_synchronous_run_with_a_curriculum_chooses_the_same_problems(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Replaced groups included. Adapter, problems and posterior equal those of an uninterrupted run bit for bit."""
+    """Replaced groups included. Adapter, problems and evidence equal those of an uninterrupted run bit for bit."""
     flags = ("--steps", "24", "--async", "false", "--checkpoint.interval", "1", "--data.curriculum", "success_rate",
              "--data.curriculum.sharpness", "4", "--learner.objective", "dapo")  # fmt: skip
     assert run(tmp_path / "whole", *flags).status == 0

@@ -119,7 +119,7 @@ def curriculum(state: CurriculumState | None) -> Curriculum:
 async def test_a_synchronous_run_with_a_curriculum_resumed_from_any_batch_chooses_the_same_problems(
     executor: ComputeExecutor, dynamic: bool
 ) -> None:
-    """Also for replaced groups, whatever had been chosen when it was killed. The posterior is equal bit for bit."""
+    """Also for replaced groups, whatever had been chosen when it was killed. The evidence is equal bit for bit."""
     settings = SimulationSettings(
         zero_variance=lambda group_id: False, dynamic=dynamic, steps=8, batch_size=4, curriculum=curriculum
     )
