@@ -174,8 +174,11 @@ def run_trial_benchmark(benchmark: TrialBenchmark, argv: Sequence[str]) -> int:
     methods = [method for method in benchmark.methods if method.name in chosen.methods]
     flags, seeds = [("--profile", chosen.profile), benchmark.flags, ALWAYS], chosen.seeds
     if chosen.quick:
-        flags, seeds = [*flags, QUICK], seeds[:1]
-        methods = [structs.replace(method, choices=method.choices[:1]) for method in methods[:2]]
+        seeds = seeds[:1]
+        methods = [
+            structs.replace(method, flags=merged(method.flags, QUICK), choices=method.choices[:1])
+            for method in methods[:2]
+        ]
     with tempfile.TemporaryDirectory() as scratch:
         path = chosen.out or (Path(scratch, "quick.jsonl") if chosen.quick else benchmark.results)
         plan = Plan(methods, seeds, common=merged(*flags), path=path)
@@ -183,7 +186,7 @@ def run_trial_benchmark(benchmark: TrialBenchmark, argv: Sequence[str]) -> int:
             sys.stdout.write(plan.describe(chosen.parallel))
             return 0
         complete = plan.run(chosen.parallel)
-        if found := outcomes(benchmark.methods, merged(*flags), path):
+        if found := outcomes(methods if chosen.quick else benchmark.methods, merged(*flags), path):
             sys.stdout.write(benchmark.table(found) + "\n")
     return 0 if complete else 1
 

@@ -30,7 +30,7 @@ def test_every_method_has_valid_settings(quick: str) -> None:
     assert len({method.name for method in METHODS}) == len(METHODS)
     for method in METHODS:
         for choice in method.choices or ("",):
-            words = merged(("--profile", DEFINITIONS.profile), DEFINITIONS.flags, ALWAYS, quick, method.flags, choice)
+            words = merged(("--profile", DEFINITIONS.profile), DEFINITIONS.flags, ALWAYS, method.flags, quick, choice)
             arguments = parse_arguments(words)
             load_profile(arguments.profile, arguments.overrides)
 

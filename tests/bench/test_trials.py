@@ -205,12 +205,13 @@ def test_the_command_line_selects_methods_and_seeds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`--quick` runs one seed of two methods with two small updates, and stores nothing."""
-    asked: list[tuple[Sequence[str], Sequence[int], tuple[str, ...], Path]] = []
+    asked: list[tuple[Sequence[str], Sequence[int], set[str], Path]] = []
 
     class Recorded(Plan):
         def __init__(self, methods: Sequence[Method], seeds: Sequence[int], *, common: Sequence[str], path: Path):
             super().__init__(methods, seeds, common=common, path=path)
-            asked.append(([method.name for method in methods], seeds, tuple(common), path))
+            steps = {words[words.index("--steps") + 1] for words in (merged(common, one.flags) for one in methods)}
+            asked.append(([method.name for method in methods], seeds, steps, path))
 
         def run(self, parallel: int, start: Any = None) -> bool:
             return run(MadeRuns(), super())  # type: ignore[arg-type]  # the same methods
@@ -221,9 +222,8 @@ def test_the_command_line_selects_methods_and_seeds(
     )  # fmt: skip
     monkeypatch.setattr(trials, "Plan", Recorded)
     assert trials.run_trial_benchmark(benchmark, ["--quick"]) == 0
-    names, seeds, common, path = asked[-1]
-    assert (names, seeds) == (["a", "b"], [0])
-    assert common[common.index("--steps") + 1] == "2"
+    names, seeds, steps, path = asked[-1]
+    assert (names, seeds, steps) == (["a", "b"], [0], {"2"})
     assert path != benchmark.results
     assert trials.run_trial_benchmark(benchmark, ["--methods", "c", "--seeds", "7"]) == 0
     assert asked[-1][:2] == (["c"], [7])

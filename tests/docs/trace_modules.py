@@ -48,6 +48,9 @@ RUN = (
 PERIODIC = ("resource watch", "startup watch")
 """Threads whose work depends on the duration of the run and not on its path."""
 
+RECORDS = "clotho/monitoring/"
+"""What the monitor writes in threads is not on the path; it may happen before or after the end of a trace."""
+
 Point = tuple[str, str]
 """Module path and function name."""
 TraceFunction = Callable[[FrameType, str, Any], Any]
@@ -100,7 +103,10 @@ class ModuleTrace:
         if (thread := threading.current_thread()) is not threading.main_thread():
             if thread.name.startswith(PERIODIC):
                 return False
-            called = [module for module in _stack(frame) if module.startswith("actors/")]
+            stack = _stack(frame)
+            if any(module.startswith(RECORDS) for module in stack):
+                return False
+            called = [module for module in stack if module.startswith("actors/")]
             return all(module in {f"actors/{actor}.py" for actor in self._actors} for module in called)
         try:
             task = asyncio.current_task()
