@@ -194,10 +194,14 @@ def read(path: Path = RESULTS) -> list[CurriculumRun]:
 
 
 def ratios(runs: Sequence[CurriculumRun]) -> dict[int, float]:
-    """Return the rollouts of the curriculum relative to uniform sampling, by seed, if both reached the target."""
-    found = {(run.curriculum, run.seed): run.rollouts for run in runs}
-    pairs = {seed: (found.get((CURRICULA[1], seed)), found.get((CURRICULA[0], seed))) for _, seed in found}
-    return {seed: ours / theirs for seed, (ours, theirs) in sorted(pairs.items()) if ours and theirs}
+    """Return the rollouts of the curriculum relative to uniform sampling, by seed, if one of both reached the target.
+
+    A run that did not reach it needs infinitely many rollouts.
+    """
+    needed = {(run.curriculum, run.seed): math.inf if run.rollouts is None else run.rollouts for run in runs}
+    uniform, ours = ({seed: one for (name, seed), one in needed.items() if name == chosen} for chosen in CURRICULA)
+    pairs = {seed: (ours[seed], uniform[seed]) for seed in sorted(ours.keys() & uniform.keys())}
+    return {seed: one / other for seed, (one, other) in pairs.items() if not (math.isinf(one) and math.isinf(other))}
 
 
 def table(runs: Sequence[CurriculumRun]) -> str:
@@ -209,8 +213,8 @@ def table(runs: Sequence[CurriculumRun]) -> str:
         mine = [run for run in runs if run.too_hard == too_hard]
         rows += [_row(name, seeds, own) for name in CURRICULA if (own := [r for r in mine if r.curriculum == name])]
         if by_seed := ratios(mine):
-            cells = [f"{by_seed[seed]:.2f}" if seed in by_seed else "" for seed in seeds]
-            rows.append([too_hard, "ratio", *cells, f"**{statistics.median(by_seed.values()):.2f}**", "", ""])
+            cells = [_ratio(by_seed[seed]) if seed in by_seed else "" for seed in seeds]
+            rows.append([too_hard, "ratio", *cells, f"**{_ratio(statistics.median(by_seed.values()))}**", "", ""])
     load = max(run.load for run in runs)
     return "\n".join([
         markdown(rows[0], rows[1:]),
@@ -232,6 +236,10 @@ def _row(name: str, seeds: Sequence[int], runs: Sequence[CurriculumRun]) -> list
         f"{statistics.median(run.zero_variance for run in runs):.0%}",
         f"{statistics.median(run.updates for run in runs):.0f}",
     ]
+
+
+def _ratio(value: float) -> str:
+    return "not reached" if math.isinf(value) else f"{value:.2f}"
 
 
 def _rollouts(count: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -99,10 +100,13 @@ def test_runs_are_evaluated_on_the_held_out_problems_of_the_profile(
 
 
 def test_the_table_compares_seed_by_seed(tmp_path: Path) -> None:
-    """For each kind of too hard problems. A run that did not reach the target has no ratio."""
+    """For each kind of too hard problems. A run that did not reach the target counts as infinitely long."""
     runs = [made("uniform", 0, 1000.0), made("success_rate", 0, 400.0), made("uniform", 1, None)]
     runs += [made("success_rate", 1, 500.0), made("uniform", 0, 900.0, "never solved")]
-    assert ratios([run for run in runs if run.too_hard == "too long"]) == {0: pytest.approx(0.4)}
+    runs += [made("uniform", 2, 900.0), made("success_rate", 2, None), made("uniform", 3, None)]
+    runs.append(made("success_rate", 3, None))
+    found = ratios([run for run in runs if run.too_hard == "too long"])
+    assert found == {0: pytest.approx(0.4), 1: 0.0, 2: math.inf}
     heading, rule, *rows = [line for line in table(runs).splitlines() if line.startswith("|")]
     assert {len(line.split("|")) for line in (rule, *rows)} == {len(heading.split("|"))}
     assert len(rows) == 4
