@@ -12,16 +12,17 @@ class CurriculumState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     dataset: fingerprint of the problems; a state of other problems is not used.
     problems: index of each problem with a group, as little-endian int64, ascending. statuses, steps: status after its
-    last group, and the step of this group relative to the present one, as little-endian int64. rates: success rate of
-    this group, as little-endian float64. groups, gradients: weight of all groups and of those with a gradient by type,
-    status and age, as little-endian float64. lowest, highest: rewards of the run; None before the first group.
+    last group, and the step of this group relative to the present one; successes, completions: of this group; all as
+    little-endian int64. groups, gradients: weight of all groups and of those with a gradient by type, status and age,
+    as little-endian float64. lowest, highest: rewards of the run; None before the first group.
     """
 
     dataset: str
     problems: bytes = b""
     statuses: bytes = b""
     steps: bytes = b""
-    rates: bytes = b""
+    successes: bytes = b""
+    completions: bytes = b""
     groups: bytes = b""
     gradients: bytes = b""
     lowest: float | None = None

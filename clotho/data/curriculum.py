@@ -1,4 +1,4 @@
-"""The curriculum by success rate: chooses the problem of every group, so that zero-variance groups are avoided."""
+"""The curriculum by success rate: chooses the problem of every group, so that the policy learns most from it."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ class Scored(NamedTuple):
 
 
 class Curriculum:
-    """Chooses problems whose groups probably have both successes and failures.
+    """Chooses problems whose groups probably have both successes and failures, and of which much is left to learn.
 
     Candidates of group g are the next places of the order of problems (`candidates` per group, epochs and weights of
     types as without a curriculum). With the probability `explore`, the problem is drawn uniformly from the candidates;
-    otherwise in proportion to the power `sharpness` of the probability that its completions both succeed and fail
-    (`GroupOutcomes`). Problems of groups that have not ended are chosen only if there are no other candidates.
+    otherwise in proportion to q^sharpness f, with the probability q that its completions both succeed and fail, and its
+    failure rate f (`GroupOutcomes`). q alone prefers problems that are nearly solved: the policy becomes certain, and
+    problems that fail never have a gradient again. Problems of groups that have not ended are chosen only if there are
+    no other candidates.
 
     A completion succeeds if the rewards with `correct = true` accept it, as in evaluation. If none of them applies, it
     succeeds if its reward is above the middle between the lowest and the highest reward of the run so far.
@@ -88,7 +90,8 @@ class Curriculum:
         candidates: Indices = np.array([index for index in places if index not in taken] or places, dtype=np.int64)
         gradient = self._outcomes.gradient_probability(candidates)
         explores = random.random() < self._settings.explore
-        position = _draw(random, np.ones(len(candidates)) if explores else gradient**self._settings.sharpness)
+        weights = gradient**self._settings.sharpness * self._outcomes.failure_rates()[candidates]
+        position = _draw(random, np.ones(len(candidates)) if explores else weights)
         self._chosen[group_id] = Choice(int(candidates[position]), 1 - float(gradient[position]))
         return int(candidates[position])
 
@@ -131,7 +134,8 @@ class Curriculum:
             problems=records.problems_P.astype("<i8").tobytes(),
             statuses=records.statuses_P.astype("<i8").tobytes(),
             steps=records.steps_P.astype("<i8").tobytes(),
-            rates=records.rates_P.astype("<f8").tobytes(),
+            successes=records.successes_P.astype("<i8").tobytes(),
+            completions=records.completions_P.astype("<i8").tobytes(),
             groups=records.groups_T_S_A.astype("<f8").tobytes(),
             gradients=records.gradients_T_S_A.astype("<f8").tobytes(),
             lowest=self._lowest,
@@ -143,15 +147,17 @@ class Curriculum:
             log.warning("curriculum_starts_anew", reason="the checkpoint is of other problems")
             return
         shape = len(self._outcomes.names), len(PRIOR), AGES
-        problems_P, statuses_P, steps_P = (
-            np.frombuffer(part, "<i8").astype(np.int64) for part in (state.problems, state.statuses, state.steps)
+        parts = state.problems, state.statuses, state.steps, state.successes, state.completions
+        problems_P, statuses_P, steps_P, successes_P, completions_P = (
+            np.frombuffer(part, "<i8").astype(np.int64) for part in parts
         )
         self._outcomes.restore(
             OutcomeRecords(
                 problems_P=problems_P,
                 statuses_P=statuses_P,
                 steps_P=steps_P,
-                rates_P=np.frombuffer(state.rates, "<f8"),
+                successes_P=successes_P,
+                completions_P=completions_P,
                 groups_T_S_A=np.frombuffer(state.groups, "<f8").reshape(shape),
                 gradients_T_S_A=np.frombuffer(state.gradients, "<f8").reshape(shape),
             )

@@ -1,4 +1,4 @@
-"""How probable it is that the next group of a problem has a gradient, estimated from the groups of the run."""
+"""How probable it is that the next group of a problem has a gradient, and how much of the problem is left to learn."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ HALF_LIFE = 50.0
 class OutcomeRecords(NamedTuple):
     """All evidence. P: problems with a group, ascending. T: types.
 
-    statuses_P, steps_P: status after the last group, and the step of this group. rates_P: its success rate.
+    statuses_P, steps_P: status after the last group, and the step of this group. successes_P, completions_P: of this
+    group.
     groups_T_S_A, gradients_T_S_A: weight of the groups, and of those with a gradient, by type, status and age.
     """
 
     problems_P: Indices
     statuses_P: Indices
     steps_P: Indices
-    rates_P: Floats
+    successes_P: Indices
+    completions_P: Indices
     groups_T_S_A: Floats
     gradients_T_S_A: Floats
 
@@ -67,7 +69,8 @@ class GroupOutcomes:
         self._type_N: Indices = np.array([position[name] for name in types], dtype=np.int64)
         self._status_N: Indices = np.full(len(types), UNSEEN, dtype=np.int64)
         self._step_N: Indices = np.zeros(len(types), dtype=np.int64)
-        self._rate_N = np.zeros(len(types))
+        self._successes_N: Indices = np.zeros(len(types), dtype=np.int64)
+        self._completions_N: Indices = np.zeros(len(types), dtype=np.int64)
         self._groups_T_S_A = np.zeros((len(self.names), len(PRIOR), AGES))
         self._gradients_T_S_A = np.zeros_like(self._groups_T_S_A)
         self._step = 0
@@ -81,12 +84,24 @@ class GroupOutcomes:
 
     def success_rates(self) -> Floats:
         """The success rate of the last group of each problem; without a group, the mean of its type, or 1/2."""
+        return self._of_last_groups(self._successes_N / np.maximum(1, self._completions_N))
+
+    def failure_rates(self) -> Floats:
+        """The posterior mean of the failure rate in the last group of each problem, (failures + 1) / (completions + 2).
+
+        Without a group, the mean of its type, or 1/2.
+        """
+        failures_N = self._completions_N - self._successes_N
+        return self._of_last_groups((failures_N + 1) / (self._completions_N + 2))
+
+    def _of_last_groups(self, value_N: Floats) -> Floats:
+        """Values of problems with a group; for the others, the mean of their type, or 1/2."""
         seen_N = self._status_N != UNSEEN
         seen_T = np.bincount(self._type_N, weights=seen_N, minlength=len(self.names))
-        total_T = np.bincount(self._type_N, weights=self._rate_N * seen_N, minlength=len(self.names))
+        total_T = np.bincount(self._type_N, weights=value_N * seen_N, minlength=len(self.names))
         mean_T = np.divide(total_T, seen_T, out=np.full(len(self.names), 0.5), where=seen_T > 0)
-        rate_N: Floats = np.where(seen_N, self._rate_N, mean_T[self._type_N])
-        return rate_N
+        found_N: Floats = np.where(seen_N, value_N, mean_T[self._type_N])
+        return found_N
 
     def end_step(self, groups: Sequence[tuple[int, int, int]]) -> None:
         """Record the groups of a step. groups: problem, successes and completions of each."""
@@ -98,7 +113,8 @@ class GroupOutcomes:
             self._groups_T_S_A[place] += 1.0
             self._gradients_T_S_A[place] += 0 < successes < completions
             self._status_N[problem] = _status(int(self._status_N[problem]), successes, completions)
-            self._step_N[problem], self._rate_N[problem] = self._step, successes / completions
+            self._step_N[problem] = self._step
+            self._successes_N[problem], self._completions_N[problem] = successes, completions
         self._shares_T_S_A = self._shares()
 
     def records(self) -> OutcomeRecords:
@@ -108,17 +124,19 @@ class GroupOutcomes:
             problems_P=problems_P,
             statuses_P=self._status_N[problems_P],
             steps_P=self._step_N[problems_P] - self._step,
-            rates_P=self._rate_N[problems_P],
+            successes_P=self._successes_N[problems_P],
+            completions_P=self._completions_N[problems_P],
             groups_T_S_A=self._groups_T_S_A.copy(),
             gradients_T_S_A=self._gradients_T_S_A.copy(),
         )
 
     def restore(self, records: OutcomeRecords) -> None:
         """Replace all evidence."""
-        self._status_N[:], self._rate_N[:] = UNSEEN, 0.0
+        self._status_N[:] = UNSEEN
         self._status_N[records.problems_P] = records.statuses_P
         self._step_N[records.problems_P] = records.steps_P + self._step
-        self._rate_N[records.problems_P] = records.rates_P
+        self._successes_N[records.problems_P] = records.successes_P
+        self._completions_N[records.problems_P] = records.completions_P
         self._groups_T_S_A[:], self._gradients_T_S_A[:] = records.groups_T_S_A, records.gradients_T_S_A
         self._shares_T_S_A = self._shares()
 

@@ -89,6 +89,20 @@ def test_useless_problems_are_soon_avoided() -> None:
     )
 
 
+def test_of_problems_with_equal_gradients_the_one_with_more_failures_is_preferred() -> None:
+    """Groups with one success and with one failure both have a gradient; their draws differ by the failure rates."""
+    types = ["seldom"] * 20 + ["often"] * 20
+    subject, counts = curriculum(types, candidates=8), Counter[str]()
+    for step in range(150):
+        indices = [subject.choose(4 * step + i) for i in range(4)]
+        counts.update(types[index] for index in indices)
+        for group_id, index in enumerate(indices, start=4 * step):
+            values = [float(i == 0) if types[index] == "seldom" else float(i > 0) for i in range(GROUP_SIZE)]
+            subject.record([outcome(group_id, values, values)])
+        subject.end_step()
+    assert counts["seldom"] / counts["often"] == pytest.approx(8 / 2, rel=0.3)
+
+
 def test_problems_that_become_solved_make_room_for_others() -> None:
     """The evidence is forgotten, and a share of the groups explores."""
     types = ["first"] * 20 + ["second"] * 20
@@ -184,7 +198,8 @@ def test_success_is_a_correct_answer_or_a_reward_above_the_middle(
     subject.record([outcome(0, correct, rewards)])
     subject.end_step()
     state = subject.state()
-    assert np.frombuffer(state.rates).tolist() == [successes / len(rewards)]
+    found = [np.frombuffer(part, np.int64).tolist() for part in (state.successes, state.completions)]
+    assert found == [[successes], [len(rewards)]]
     assert (state.lowest, state.highest) == (min(rewards), max(rewards))
 
 

@@ -62,6 +62,14 @@ def test_the_success_rate_is_that_of_the_last_group() -> None:
     assert outcomes.success_rates().tolist() == [0.5, 1.0, 0.75, 0.5]
 
 
+def test_the_failure_rate_is_a_posterior_mean_of_the_last_group() -> None:
+    """A solved problem keeps some: a group of two says little. That of the type for a problem without a group."""
+    outcomes = GroupOutcomes(["a", "a", "a", "b"])
+    outcomes.end_step([(0, 2, 8), (1, 2, 2)])
+    outcomes.end_step([(0, 4, 8)])
+    assert outcomes.failure_rates().tolist() == [0.5, 0.25, 0.375, 0.5]
+
+
 def test_restored_evidence_gives_the_same_probabilities_from_then_on() -> None:
     """Bit for bit, also in a process that had other evidence and another number of steps before."""
     outcomes, other = GroupOutcomes(["a", "b", "a"]), GroupOutcomes(["a", "b", "a"])
@@ -72,5 +80,6 @@ def test_restored_evidence_gives_the_same_probabilities_from_then_on() -> None:
     for step in range(9):
         assert outcomes.gradient_probability().tobytes() == other.gradient_probability().tobytes()
         assert outcomes.success_rates().tobytes() == other.success_rates().tobytes()
+        assert outcomes.failure_rates().tobytes() == other.failure_rates().tobytes()
         for one in (outcomes, other):
             one.end_step([(step % 3, 8 - step % 8, 8)])
