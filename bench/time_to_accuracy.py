@@ -14,8 +14,9 @@ are; `clotho, asynchronous` has the same settings.
 
 until 0.7: the task as it is.
 
-slow rewards: a reward function takes 50 ms per completion, like a remote judge. mlx-lm-lora and TRL call it for one
-completion after the other; Clotho calls it in its worker processes.
+slow rewards: seconds for ten updates, whatever the accuracy, with a reward function that takes 50 ms per completion,
+like a remote judge. mlx-lm-lora and TRL call it for one completion after the other; Clotho calls it in its worker
+processes. The rewards are those of the other tasks, so slowness does not change how many updates learning takes.
 
 long tail: beside every completion, the engine decodes another one that is not trained on, with a lognormal length
 (median 16 tokens, mean 27), and a group is complete when both are. Clotho only, synchronous and asynchronous.
@@ -75,12 +76,25 @@ ASYNCHRONOUS = Runner(
 )
 PEERS = tuple(Runner(contender=one, searched=one.name) for one in (search.MLX_LM_LORA, search.TRL))
 ALL = (CLOTHO, ASYNCHRONOUS, *PEERS)
-TASKS: dict[str, tuple[Settings, tuple[Runner, ...]]] = {
-    "until 0.7": ({}, ALL),
-    "slow rewards": ({"profile": "learn-slow-rewards", "reward_seconds": 0.05}, ALL),
-    "long tail": ({"profile": "learn-long-tail"}, (CLOTHO, ASYNCHRONOUS)),
+
+
+class Task(Struct, frozen=True, kw_only=True):
+    """changes: keys of the case that differ from the plain task. until_target: stop at the target accuracy."""
+
+    runners: tuple[Runner, ...]
+    changes: Settings = {}
+    until_target: bool = True
+
+
+TASKS: dict[str, Task] = {
+    "until 0.7": Task(runners=ALL),
+    "slow rewards": Task(
+        runners=ALL,
+        changes={"profile": "learn-slow-rewards", "reward_seconds": 0.05, "updates": 10},
+        until_target=False,
+    ),
+    "long tail": Task(runners=(CLOTHO, ASYNCHRONOUS), changes={"profile": "learn-long-tail"}),
 }
-"""Keys of the case that differ from the plain task, and the contenders, by name of the task."""
 
 QUICK: Settings = {"updates": 2, "batch_size": 8, "group_size": 8, "evaluate_every": 1}
 
@@ -100,10 +114,11 @@ def settings_of(runner: Runner) -> Settings:
 
 def measure(task: str, runner: Runner, seed: int, settings: Settings) -> list[Measurement]:
     """One run, in its own process; an empty list if it failed. settings: all keys of the case but task, limit, seed."""
-    own, _ = TASKS[task]
-    case = LEARNING | own | settings | {"task": task, "target": TARGET, "limit_seconds": LIMIT, SEED: seed}
+    stored: Settings = {"task": task, SEED: seed}
+    if TASKS[task].until_target:
+        stored["target"] = TARGET
+    case = LEARNING | TASKS[task].changes | settings | stored | {"limit_seconds": LIMIT}
     lines = measure_interleaved(NAME, [runner.contender], [case], METRICS, repeats=1, command=COMMAND, warm_up=0)
-    stored: Settings = {"task": task, "target": TARGET, SEED: seed}
     known = {SETTINGS: described(settings), SOURCES: sources(runner)}
     return [replace(one, case=stored, versions=one.versions | known) for one in lines]
 
@@ -166,8 +181,8 @@ def table(results: Sequence[Measurement]) -> str:
 def _missed(results: Sequence[Measurement]) -> Iterator[str]:
     """A sentence for each contender with runs that did not reach the target."""
     for one in results:
-        missed = sum(value < TARGET for value in one.values) if one.metric == "accuracy" else 0
-        if missed:
+        missed = sum(value < TARGET for value in one.values)
+        if missed and one.metric == "accuracy" and "target" in one.case:
             yield (
                 f"{one.case['task']}, `{one.contender}`: {missed} of {len(one.values)} seeds did not reach {TARGET}; "
                 "their seconds are those of the whole run."
@@ -217,7 +232,7 @@ def run_missing(tasks: Sequence[str], contenders: Sequence[str], repeats: int, o
         (task, runner, seed, settings_of(runner))
         for task in tasks
         for seed in range(repeats)
-        for runner in TASKS[task][1]
+        for runner in TASKS[task].runners
         if runner.contender.name in contenders
     ]
     for done, job in enumerate(jobs, start=1):

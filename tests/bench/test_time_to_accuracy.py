@@ -113,6 +113,17 @@ def test_runs_that_miss_the_target_are_named(
     assert "until 0.7, `trl`: 1 of 3 seeds did not reach 0.7" in capsys.readouterr().out
 
 
+def test_slow_rewards_are_measured_over_a_number_of_updates(
+    made: MadeRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is no target, so none is missed."""
+    words = ["--only", "slow rewards", "--out", str(tmp_path / "out.jsonl"), "--repeats", "3"]
+    assert time_to_accuracy.main(words) == 0
+    assert {case["updates"] for _, case in made.cases} == {10}
+    assert not any("target" in case for _, case in made.cases)
+    assert "did not reach" not in capsys.readouterr().out
+
+
 def test_without_a_search_the_command_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,8 +147,7 @@ def test_quick_mode_measures_only_clotho(monkeypatch: pytest.MonkeyPatch, made: 
 @pytest.mark.parametrize("task", time_to_accuracy.TASKS)
 def test_every_task_has_a_profile_with_the_target_of_the_benchmark(task: str) -> None:
     """And the interval of evaluations that the other trainers have."""
-    own, _ = time_to_accuracy.TASKS[task]
-    words = clotho_train.arguments(search.LEARNING | own, 0, [])
+    words = clotho_train.arguments(search.LEARNING | time_to_accuracy.TASKS[task].changes, 0, [])
     profile = load_profile(words[1], {})
     (options,) = (actor.options for actor in profile.actors if actor.at == "evaluator")
     assert options == {"target": time_to_accuracy.TARGET, "interval": search.LEARNING["evaluate_every"]}
@@ -146,7 +156,7 @@ def test_every_task_has_a_profile_with_the_target_of_the_benchmark(task: str) ->
 @pytest.mark.parametrize("runner", time_to_accuracy.ALL, ids=lambda runner: runner.contender.name)
 def test_slow_rewards_are_slow_for_every_contender(runner: time_to_accuracy.Runner) -> None:
     """Clotho has a reward function more, without weight; the others wait in a reward function of their own."""
-    own, _ = time_to_accuracy.TASKS["slow rewards"]
+    own = time_to_accuracy.TASKS["slow rewards"].changes
     if runner.searched == CLOTHO.searched:
         slow, plain = (
             load_profile(clotho_train.arguments({"profile": name}, 0, [])[1]) for name in (own["profile"], "learn")
