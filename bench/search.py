@@ -16,10 +16,11 @@ by wall-clock seconds on an idle machine, because asynchronous work for later up
 
 learn: profile learn-m3 until 0.7, for `python -m bench time_to_accuracy`: mlx-lm-lora, TRL and Clotho, synchronous. All
 three start from the settings of the profile with a constant learning rate, vary the learning rate and the sizes of
-batch and group over the same values in the same order, and may try the same number of settings. They are ranked by
-seconds of training with one seed, which `time_to_accuracy` does not measure. A run is stopped when it has taken longer
-than the best settings so far, or after 400 updates. Every trainer uses one thread, so that two searches can run side by
-side on two cores, with `OMP_NUM_THREADS=1 MKL_NUM_THREADS=1`.
+batch and group over the same values in the same order, try two options of their own (two other losses; for Clotho the
+advantage of MaxRL and the curriculum by success rate), and vary the learning rate again. Settings are ranked by seconds
+of training with one seed, which `time_to_accuracy` does not measure. A run is stopped when it has taken longer than the
+best settings so far, or after 400 updates. Every trainer uses one thread, so that two searches can run side by side on
+two cores, with `OMP_NUM_THREADS=1 MKL_NUM_THREADS=1`.
 """
 
 from __future__ import annotations
@@ -141,21 +142,27 @@ class SearchTask(Struct, frozen=True, kw_only=True):
     racing: bool = False
 
 
-LEARNING_CHOICES: tuple[tuple[Settings, ...], ...] = (
-    tuple({"learning_rate": rate} for rate in (5e-4, 1.5e-3, 3e-3, 6e-3)),
-    tuple(
-        {"batch_size": batch, "group_size": group}
-        for batch, group in ((16, 16), (8, 16), (4, 16), (16, 8), (8, 8), (32, 8))
-    ),
-    tuple({"learning_rate": rate} for rate in (2e-3, 1e-3, 1.5e-3, 4e-3)),
+LEARNING_RATES = tuple[Settings, ...]({"learning_rate": rate} for rate in (5e-4, 1.5e-3, 3e-3, 6e-3))
+SIZES = tuple[Settings, ...](
+    {"batch_size": batch, "group_size": group}
+    for batch, group in ((16, 16), (8, 16), (4, 16), (16, 8), (8, 8), (32, 8))
 )
-"""The learning rate is varied again after the sizes, because it depends on them."""
+FINER_RATES = tuple[Settings, ...]({"learning_rate": rate} for rate in (2e-3, 1e-3, 1.5e-3, 4e-3))
+"""Varied last, because the best learning rate depends on the other settings."""
+
+OTHER_LOSSES: tuple[Settings, ...] = ({"loss": "grpo"}, {"loss": "dr_grpo"})
+OF_CLOTHO: tuple[Settings, ...] = ({"advantage": "max_rl"}, {"curriculum": "success_rate"})
 
 
-def learning_subject(contender: Contender, loss: str, **fixed: str | float) -> Subject:
-    """A trainer on learn-m3; its search starts from the settings of the profile. fixed: settings that do not vary."""
-    start: Settings = {"learning_rate": 1.5e-3, "batch_size": 16, "group_size": 16, loss: "bnpo", "temperature": 1.0}
-    return Subject(contender=contender, cost="seconds", starts=(start | fixed,), choices=LEARNING_CHOICES)
+def learning_subject(contender: Contender, own: tuple[Settings, ...], **fixed: str | float) -> Subject:
+    """A trainer on learn-m3; its search starts from the settings of the profile.
+
+    own: options that only this trainer tries. fixed: settings that do not vary.
+    """
+    start: Settings = {"learning_rate": 1.5e-3, "batch_size": 16, "group_size": 16, "temperature": 1.0, **fixed}
+    return Subject(
+        contender=contender, cost="seconds", starts=(start,), choices=(LEARNING_RATES, SIZES, own, FINER_RATES)
+    )
 
 
 LEARNING: Settings = {"profile": "learn", "updates": 400, "evaluate_every": 5}
@@ -181,12 +188,14 @@ TASKS = {
         seeds=1,
         results=results_path("search_learn"),
         case=LEARNING | {"seed": 1000},
-        budget=12,
+        budget=14,
         racing=True,
         subjects={
-            "mlx-lm-lora": learning_subject(MLX_LM_LORA, "loss", epsilon=0.2, optimizer="adam"),
-            "trl": learning_subject(TRL, "loss"),
-            "clotho": learning_subject(CLOTHO, "objective", schedule="constant", warmup_steps=0, asynchronous="false"),
+            "mlx-lm-lora": learning_subject(MLX_LM_LORA, OTHER_LOSSES, loss="bnpo", epsilon=0.2, optimizer="adam"),
+            "trl": learning_subject(TRL, OTHER_LOSSES, loss="bnpo"),
+            "clotho": learning_subject(
+                CLOTHO, OF_CLOTHO, objective="bnpo", schedule="constant", warmup_steps=0, asynchronous="false"
+            ),
         },
     ),
 }

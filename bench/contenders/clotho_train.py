@@ -30,6 +30,8 @@ OPTIONS = {
     "temperature": "--sampling.temperature",
     "asynchronous": "--async",
     "objective": "--learner.objective",
+    "advantage": "--learner.objective.advantage",
+    "curriculum": "--data.curriculum",
 }
 """Flags for the settings of a case."""
 
