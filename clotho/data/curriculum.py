@@ -90,7 +90,7 @@ class Curriculum:
         candidates: Indices = np.array([index for index in places if index not in taken] or places, dtype=np.int64)
         gradient = self._outcomes.gradient_probability(candidates)
         explores = random.random() < self._settings.explore
-        weights = gradient**self._settings.sharpness * self._outcomes.failure_rates()[candidates]
+        weights = gradient**self._settings.sharpness * self._outcomes.failure_rates(candidates)
         position = _draw(random, np.ones(len(candidates)) if explores else weights)
         self._chosen[group_id] = Choice(int(candidates[position]), 1 - float(gradient[position]))
         return int(candidates[position])

@@ -31,8 +31,8 @@ HALF_LIFE = 50.0
 class OutcomeRecords(NamedTuple):
     """All evidence. P: problems with a group, ascending. T: types.
 
-    statuses_P, steps_P: status after the last group, and the step of this group. successes_P, completions_P: of this
-    group.
+    statuses_P, steps_P: status after the last group, and the step of this group.
+    successes_P, completions_P: number of successes and of completions in this group.
     groups_T_S_A, gradients_T_S_A: weight of the groups, and of those with a gradient, by type, status and age.
     """
 
@@ -74,7 +74,7 @@ class GroupOutcomes:
         self._groups_T_S_A = np.zeros((len(self.names), len(PRIOR), AGES))
         self._gradients_T_S_A = np.zeros_like(self._groups_T_S_A)
         self._step = 0
-        self._shares_T_S_A = self._shares()
+        self._shares_T_S_A, self._failure_N = self._shares(), self._failures()
 
     def gradient_probability(self, problems: Indices | slice = slice(None)) -> Floats:
         """The probability that the next group of each of some problems has a gradient."""
@@ -86,13 +86,13 @@ class GroupOutcomes:
         """The success rate of the last group of each problem; without a group, the mean of its type, or 1/2."""
         return self._of_last_groups(self._successes_N / np.maximum(1, self._completions_N))
 
-    def failure_rates(self) -> Floats:
-        """The posterior mean of the failure rate in the last group of each problem, (failures + 1) / (completions + 2).
+    def failure_rates(self, problems: Indices | slice = slice(None)) -> Floats:
+        """The failure rate of each of some problems: (failures + 1) / (completions + 2) in the last group.
 
-        Without a group, the mean of its type, or 1/2.
+        This is the posterior mean under a uniform prior. Without a group, the mean of the type, or 1/2.
         """
-        failures_N = self._completions_N - self._successes_N
-        return self._of_last_groups((failures_N + 1) / (self._completions_N + 2))
+        found: Floats = self._failure_N[problems]
+        return found
 
     def _of_last_groups(self, value_N: Floats) -> Floats:
         """Values of problems with a group; for the others, the mean of their type, or 1/2."""
@@ -115,7 +115,7 @@ class GroupOutcomes:
             self._status_N[problem] = _status(int(self._status_N[problem]), successes, completions)
             self._step_N[problem] = self._step
             self._successes_N[problem], self._completions_N[problem] = successes, completions
-        self._shares_T_S_A = self._shares()
+        self._shares_T_S_A, self._failure_N = self._shares(), self._failures()
 
     def records(self) -> OutcomeRecords:
         """All evidence, for a checkpoint. Steps are relative to the present one."""
@@ -138,13 +138,17 @@ class GroupOutcomes:
         self._successes_N[records.problems_P] = records.successes_P
         self._completions_N[records.problems_P] = records.completions_P
         self._groups_T_S_A[:], self._gradients_T_S_A[:] = records.groups_T_S_A, records.gradients_T_S_A
-        self._shares_T_S_A = self._shares()
+        self._shares_T_S_A, self._failure_N = self._shares(), self._failures()
 
     def _ages(self, problems: Indices | slice | int) -> Indices:
         """The interval of the age of the status; 0 for problems without a group."""
         age_N = np.where(self._status_N[problems] == UNSEEN, 1, np.maximum(1, self._step - self._step_N[problems]))
         interval_N: Indices = np.minimum(AGES - 1, np.log2(age_N).astype(np.int64))
         return interval_N
+
+    def _failures(self) -> Floats:
+        failures_N = self._completions_N - self._successes_N
+        return self._of_last_groups((failures_N + 1) / (self._completions_N + 2))
 
     def _shares(self) -> Floats:
         groups_S, gradients_S = self._groups_T_S_A.sum((0, 2)), self._gradients_T_S_A.sum((0, 2))
