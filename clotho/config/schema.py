@@ -122,7 +122,7 @@ class UniformCurriculum(Variant, frozen=True, kw_only=True, tag="uniform"):
 
 
 class SuccessRateCurriculum(Variant, frozen=True, kw_only=True, tag="success_rate"):
-    """Problems whose groups probably have both successes and failures, and many failures, are preferred."""
+    """Prefers problems whose groups probably have both successes and failures; of these, those with more failures."""
 
     sharpness: Annotated[PositiveFloat, about("Power of the probability of a gradient in the draw of a problem.")] = 1.0
     explore: Annotated[PositiveFraction, about("Share of groups whose problem is drawn uniformly.")] = 0.05
