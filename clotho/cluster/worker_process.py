@@ -9,6 +9,7 @@ import msgspec
 
 from clotho.cluster.messages import Published, Turn, WorkerSettings
 from clotho.cpu import configure_malloc, load_blas
+from clotho.runtime.struct_types import prepare_struct_types
 
 
 class RolloutWorker:
@@ -20,6 +21,7 @@ class RolloutWorker:
         load_blas()
         from clotho.run.rollout_engine import RolloutEngine  # imports MLX
 
+        prepare_struct_types()
         self._engine = RolloutEngine(msgspec.msgpack.decode(settings, type=WorkerSettings))
 
     async def served(self) -> bytes:

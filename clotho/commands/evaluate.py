@@ -42,6 +42,7 @@ from clotho.rewards.accuracy import (
 from clotho.rewards.runner import RewardRunner
 from clotho.run.prompts import Rendered, read_split, references, render
 from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.struct_types import prepare_struct_types
 from clotho.scoring.reference_loss import reference_losses
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import AdapterRequestError, ModelError, ProfileError, RequestError
@@ -125,6 +126,7 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
         stack.enter_context(event_log(console))
         rewards = RewardRunner(profile.rewards, overlong=None, keep_zero_variance=True)
         stack.callback(rewards.close)
+        prepare_struct_types()
         executor = ComputeExecutor(decode_share=profile.engine.decode_share)
         executor.start()
         stack.callback(executor.stop)

@@ -25,6 +25,7 @@ from clotho.monitoring.display import print_line
 from clotho.monitoring.event_log import event_log
 from clotho.monitoring.terminal_text import memory, relative_path
 from clotho.runtime.signals import SIGNALS
+from clotho.runtime.struct_types import prepare_struct_types
 from clotho.serving.auth import ClientMiddleware, Clients, LocalOriginMiddleware
 from clotho.serving.errors import EXCEPTION_HANDLERS
 from clotho.serving.limits import UnreadBodyMiddleware
@@ -144,4 +145,5 @@ def application(runs: Sequence[Path], settings: HttpServer, stopped: anyio.Event
         middleware.append(Middleware(LocalOriginMiddleware, host=settings.host))
     middleware.append(Middleware(ClientMiddleware, clients=Clients(settings)))
     routes = Dashboard([run_of_path(path) for path in runs], stopped).routes()
+    prepare_struct_types()
     return Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)

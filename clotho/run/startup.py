@@ -49,6 +49,7 @@ from clotho.run.starting_point import Fork, begin, publish_fork, restore_learner
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
+from clotho.runtime.struct_types import prepare_struct_types
 from clotho.runtime.watchdog import StartupWatch
 from clotho.storage.best_checkpoint import INITIAL, BestCheckpointKeeper
 from clotho.storage.checkpoints import checkpoint_path, checkpoint_steps, model_fingerprint, tokenizer_fingerprint
@@ -90,6 +91,7 @@ async def build_context(
         _require_importable(profile)
         cluster = RayConnection(profile.cluster) if isinstance(profile.cluster, RayCluster) else None
         rewards = _build_rewards(profile, cluster)
+    prepare_struct_types()
     try:
         context = await _build_context(profile, directory, executor, rewards, watch, ranks, address=address)
         if ranks is not None:

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from clotho import __version__
 from clotho.config.rules import is_loopback
 from clotho.runtime.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
+from clotho.runtime.struct_types import prepare_struct_types
 from clotho.serving.auth import ClientMiddleware, Clients, LocalOriginMiddleware, client_of
 from clotho.serving.bodies import RequestBodies
 from clotho.serving.completion_requests import parse_completion_request
@@ -126,16 +127,14 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
             "/flush_cache": control.flush_cache,
         }
     middleware.append(Middleware(AdmissionMiddleware, paths=frozenset(posts), limit=limit, bodies=bodies))
-    return Starlette(
-        routes=[
-            *(Route(path, handler) for path, handler in gets.items()),
-            *(Route(path, handler, methods=["POST"]) for path, handler in (posts | controls).items()),
-            Route("/v1/policy/weights", handlers.replace_policy, methods=["PUT"]),
-            *context.dashboard(limit.stopped),
-        ],
-        middleware=middleware,
-        exception_handlers=EXCEPTION_HANDLERS,
-    )
+    routes = [
+        *(Route(path, handler) for path, handler in gets.items()),
+        *(Route(path, handler, methods=["POST"]) for path, handler in (posts | controls).items()),
+        Route("/v1/policy/weights", handlers.replace_policy, methods=["PUT"]),
+        *context.dashboard(limit.stopped),
+    ]
+    prepare_struct_types()
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
 
 
 class _AdapterHandlers:
