@@ -7,6 +7,7 @@ directories (a tenth of a second), so that bad input is refused before the modul
 from __future__ import annotations
 
 import errno
+import faulthandler
 import gc
 import importlib
 import os
@@ -39,13 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program, and return the exit status.
 
     argv: the arguments. None is for the process of the program: its arguments are used, and its signals and its
-    standard output and standard error are taken over.
+    standard output and standard error are taken over. A crash of native code prints the stacks of all threads.
     """
     if argv is not None:
         return _run(argv)[0]
     if "MLX_RANK" in os.environ and (status := _run_launched(sys.argv[1:])) is not None:
         return status
     process_signals.install()
+    if sys.stderr is not None:
+        faulthandler.enable()
     from clotho.monitoring.output import Output
 
     output = Output()

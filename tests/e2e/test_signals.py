@@ -70,6 +70,20 @@ def test_the_second_signal_ends_a_run_whose_computation_hangs(tmp_path: Path) ->
     assert_recorded(run_dir, resumed.accounting, steps=steps)
 
 
+def test_a_crash_of_native_code_prints_the_stacks_of_all_threads(tmp_path: Path) -> None:
+    """The fault and the files of all threads are on standard error, and the run can be resumed."""
+    run_dir = tmp_path / "run"
+    with Run(run_dir, *ENDLESS) as running:
+        running.wait_for("tokens/s")
+        running.send(signal.SIGSEGV)
+        result = running.finish()
+    assert result.status == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in result.err
+    assert all(name in result.err for name in ("clotho/runtime/compute_thread.py", "clotho/__main__.py"))
+    resumed = run(run_dir, *SETTINGS, "--steps", str(checkpointed(run_dir) + 2), "--resume")
+    assert resumed.status == 0, resumed
+
+
 def versions_of_responses(address: str, run_dir: Path) -> list[int]:
     """Return the distinct versions of consecutive responses, up to the third."""
     versions: list[int] = []
