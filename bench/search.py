@@ -4,8 +4,9 @@ Finds the best settings of trainers for a task by coordinate search: each settin
 
     python -m bench search [--task startup] [--of clotho] [--seeds 3] [--resume] [--out FILE]
 
-Every tried setting is stored at once; `--resume` continues a search that was stopped. A run that does not reach the
-target accuracy within the limit is stopped, and its settings rank behind all others.
+Every tried setting is stored at once; `--resume` continues a search that was stopped. An unfinished search of the task
+learn is not used by other benchmarks. A run that does not reach the target accuracy within the limit is stopped, and
+its settings rank behind all others.
 
 startup: profile local-m3 until 0.9, for `python -m bench startup_training`. The search for mlx-lm-lora starts twice:
 from the settings of local-m3 and from the library's defaults. Its settings are ranked by processor seconds of training,
@@ -297,11 +298,15 @@ def cost_of(runs: Sequence[dict[str, float]], metric: str, task: SearchTask) -> 
 
 
 def best_settings(task: str, contender: str) -> Settings | None:
-    """The best settings that a search found; None if there was no search, or no settings reached the target."""
-    for one in read(TASKS[task].results):
-        if (one.contender, one.metric) == (contender, "accuracy"):
-            return dict(one.case) if min(one.values) >= TASKS[task].target else None
-    return None
+    """The best settings that a search found; None if it is not finished, or if no settings reached the target.
+
+    A task without a limit on the number of settings has no unfinished results.
+    """
+    chosen = TASKS[task]
+    tried = [one for one in read(chosen.results) if (one.contender, one.metric) == (contender, "accuracy")]
+    if not tried or len(tried) < chosen.budget < math.inf or min(tried[0].values) < chosen.target:
+        return None
+    return dict(tried[0].case)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -124,7 +124,7 @@ def test_all_trainers_vary_the_same_settings_on_the_learning_task() -> None:
 
 
 def test_the_best_settings_are_read_from_the_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """None for a trainer without a search, and if no settings reached the target."""
+    """None for a trainer without a search, for a search that was stopped, and if no settings reached the target."""
     path = tmp_path / "search.jsonl"
     monkeypatch.setattr(search, "running", scripted_contender)
     assert search.main(["--task", "learn", "--of", "trl", "--out", str(path)]) == 0
@@ -134,6 +134,8 @@ def test_the_best_settings_are_read_from_the_results(monkeypatch: pytest.MonkeyP
     assert best["learning_rate"] == 2e-3
     assert search.best_settings("learn", "clotho") is None
     monkeypatch.setitem(search.TASKS, "learn", replace(LEARN, results=path, target=0.99))
+    assert search.best_settings("learn", "trl") is None
+    monkeypatch.setitem(search.TASKS, "learn", replace(LEARN, results=path, budget=LEARN.budget + 1))
     assert search.best_settings("learn", "trl") is None
 
 
