@@ -18,10 +18,11 @@ by wall-clock seconds on an idle machine, because asynchronous work for later up
 learn: profile learn-m3 until 0.7, for `python -m bench time_to_accuracy`: mlx-lm-lora, TRL and Clotho, synchronous. All
 three start from the settings of the profile with a constant learning rate, vary the learning rate and the sizes of
 batch and group over the same values in the same order, try two options of their own (two other losses; for Clotho the
-advantage of MaxRL and the curriculum by success rate), and vary the learning rate again. Settings are ranked by the
-time of training with one seed, which `time_to_accuracy` does not measure: processor seconds for mlx-lm-lora and TRL,
-which use one thread, and seconds on an idle machine for Clotho, which has several processes. A run is stopped when it
-has taken longer than the best settings so far, or after 400 updates.
+advantage of MaxRL and the curriculum by success rate), and then 0.6 and 1.4 times the best learning rate. Settings are
+ranked by the time of training with one seed, which `time_to_accuracy` does not measure: processor seconds for
+mlx-lm-lora and TRL, which use one thread, and seconds on an idle machine for Clotho, which has several processes. A run
+is stopped when it has taken longer than the best settings so far, after 400 updates, or, of mlx-lm-lora and TRL, when
+its accuracy falls below 0.1.
 """
 
 from __future__ import annotations
@@ -46,12 +47,17 @@ Settings = dict[str, str | int | float]
 
 
 class Subject(Struct, frozen=True, kw_only=True):
-    """What is searched. cost: the metric that ranks settings. choices: the settings to vary, in this order."""
+    """What is searched.
+
+    cost: the metric that ranks settings. choices: the settings to vary, in this order. finer: factors of the best
+    learning rate, which are tried last, because it depends on the other settings.
+    """
 
     contender: Contender
     cost: str
     starts: tuple[Settings, ...]
     choices: tuple[tuple[Settings, ...], ...]
+    finer: tuple[float, ...] = ()
 
 
 OF_THE_PROFILE: Settings = {
@@ -130,7 +136,8 @@ class SearchTask(Struct, frozen=True, kw_only=True):
     """What the trainers are to reach. case: keys of every case. limit: of a run, in the unit of the subject's cost.
 
     budget: number of settings that are tried for each subject. racing: the limit is lowered to the seconds of the best
-    settings so far. seeds: number of seeds. results: the results file.
+    settings so far. floor: a run of another project is stopped when its accuracy falls below. seeds: number of seeds.
+    results: the results file.
     """
 
     target: float
@@ -141,15 +148,15 @@ class SearchTask(Struct, frozen=True, kw_only=True):
     case: Settings = {}
     budget: float = math.inf
     racing: bool = False
+    floor: float = 0.0
 
 
-LEARNING_RATES = tuple[Settings, ...]({"learning_rate": rate} for rate in (5e-4, 1.5e-3, 3e-3, 6e-3))
+LEARNING_RATES = tuple[Settings, ...]({"learning_rate": rate} for rate in (2e-4, 5e-4, 1.5e-3, 3e-3, 6e-3))
 SIZES = tuple[Settings, ...](
     {"batch_size": batch, "group_size": group}
     for batch, group in ((16, 16), (8, 16), (4, 16), (16, 8), (8, 8), (32, 8))
 )
-FINER_RATES = tuple[Settings, ...]({"learning_rate": rate} for rate in (2e-3, 1e-3, 1.5e-3, 4e-3))
-"""Varied last, because the best learning rate depends on the other settings."""
+FINER = (0.6, 1.4)
 
 OTHER_LOSSES: tuple[Settings, ...] = ({"loss": "grpo"}, {"loss": "dr_grpo"})
 OF_CLOTHO: tuple[Settings, ...] = ({"advantage": "max_rl"}, {"curriculum": "success_rate"})
@@ -161,7 +168,8 @@ def learning_subject(contender: Contender, cost: str, own: tuple[Settings, ...],
     cost: as in Subject. own: options that only this trainer tries. fixed: settings that do not vary.
     """
     start: Settings = {"learning_rate": 1.5e-3, "batch_size": 16, "group_size": 16, "temperature": 1.0, **fixed}
-    return Subject(contender=contender, cost=cost, starts=(start,), choices=(LEARNING_RATES, SIZES, own, FINER_RATES))
+    choices = (LEARNING_RATES, SIZES, own)
+    return Subject(contender=contender, cost=cost, starts=(start,), choices=choices, finer=FINER)
 
 
 LEARNING: Settings = {"profile": "learn", "updates": 400, "evaluate_every": 5}
@@ -189,6 +197,7 @@ TASKS = {
         case=LEARNING | {"seed": 1000},
         budget=14,
         racing=True,
+        floor=0.1,
         subjects={
             "mlx-lm-lora": learning_subject(
                 MLX_LM_LORA, "processor_seconds", OTHER_LOSSES, loss="bnpo", epsilon=0.2, optimizer="adam"
@@ -251,6 +260,8 @@ class Search:
             limit = min([limit, *(self._cost_of(runs) for _, runs in self.tried)])
         limited = {"processor_seconds": "limit", "seconds": "limit_seconds"}[self._subject.cost]
         case = self._task.case | settings | {"target": self._task.target, limited: limit}
+        if limited == "limit":
+            case["floor"] = self._task.floor
         runs: list[dict[str, float]] = []
         try:
             for _ in range(self._seeds):
@@ -266,8 +277,12 @@ class Search:
         """Vary one setting after the other and return the best settings."""
         self.cost(settings)
         for choices in self._subject.choices:
-            settings = min((settings, *(settings | choice for choice in choices)), key=self.cost)
-        return settings
+            settings = self._best_of(settings, choices)
+        rate = float(settings["learning_rate"])
+        return self._best_of(settings, [{"learning_rate": float(f"{rate * by:.3g}")} for by in self._subject.finer])
+
+    def _best_of(self, settings: Settings, choices: Sequence[Settings]) -> Settings:
+        return min((settings, *(settings | choice for choice in choices)), key=self.cost)
 
     def measurements(self) -> list[Measurement]:
         """All tried settings, best first."""
@@ -292,9 +307,10 @@ class Search:
 
 
 def cost_of(runs: Sequence[dict[str, float]], metric: str, task: SearchTask) -> float:
-    """Mean over the seeds if all runs reached the target; stopped runs rank behind all others."""
-    given_up = runs[-1]["accuracy"] < task.target
-    return task.limit + runs[-1][metric] if given_up else statistics.mean(run[metric] for run in runs)
+    """Mean over the seeds if all runs reached the target. Other settings rank behind all these, by accuracy."""
+    if (accuracy := runs[-1]["accuracy"]) < task.target:
+        return task.limit * (2 - accuracy)
+    return statistics.mean(run[metric] for run in runs)
 
 
 def best_settings(task: str, contender: str) -> Settings | None:

@@ -43,6 +43,7 @@ BEST: Case = {
     "updates": 1000,
     "limit": 1e9,
     "limit_seconds": 1e9,
+    "floor": 0.0,
     "evaluated": 1,
     "evaluate_every": 1,
 }
@@ -128,6 +129,7 @@ def train(case: Case, seed: int) -> Metrics:
         updates=case["updates"],
         limit=case["limit"],
         limit_seconds=case["limit_seconds"],
+        floor=case["floor"],
         interval=case["evaluate_every"],
     )
     dataset: list[tuple[list[int], list[int], str, str, str]] = [

@@ -90,7 +90,8 @@ class TrainingClock:
 
     evaluate: returns the held-out accuracy; None: accuracy is not measured. target: stop at this accuracy, measured
     after every `interval` updates; None: measure once at the end. updates: maximum number. limit, limit_seconds:
-    maximum processor seconds and seconds of training. loading: seconds from process start to the first update.
+    maximum processor seconds and seconds of training. floor: stop below this accuracy. loading: seconds from process
+    start to the first update.
     """
 
     evaluate: Callable[[], float] | None
@@ -99,6 +100,7 @@ class TrainingClock:
     limit: float
     limit_seconds: float = math.inf
     interval: int = 1
+    floor: float = 0.0
     done: int = 0
     accuracy: float = 0.0
     seconds: float = 0.0
@@ -122,7 +124,7 @@ class TrainingClock:
         due = last or (self.target is not None and self.done % self.interval == 0)
         if self.evaluate is not None and due:
             self.accuracy = self.evaluate()
-        if last or (due and self.target is not None and self.accuracy >= self.target):
+        if last or (due and self.target is not None and not self.floor <= self.accuracy < self.target):
             raise TrainingEnded
         self.begin()
 

@@ -37,6 +37,7 @@ SETTINGS: Case = {
     "updates": 1000,
     "limit": 1e9,
     "limit_seconds": 1e9,
+    "floor": 0.0,
     "evaluate_every": 1,
 }
 MANY = 10**6
@@ -139,6 +140,7 @@ def train(case: Case, seed: int) -> Metrics:
             updates=case["updates"],
             limit=case["limit"],
             limit_seconds=case["limit_seconds"],
+            floor=case["floor"],
             interval=case["evaluate_every"],
         )
         trainer.add_callback(ClockCallback(clock))

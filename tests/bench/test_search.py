@@ -56,6 +56,17 @@ def test_settings_that_fail_rank_last() -> None:
     assert [one.case["learning_rate"] for one in looked.measurements()] == [1e-4, 1e-4]
 
 
+def test_settings_that_do_not_reach_the_target_rank_by_accuracy() -> None:
+    """However long they took, and behind all that reach it."""
+    cheap, learned, reached = (
+        [{"seconds": seconds, "accuracy": accuracy}] for seconds, accuracy in ((1.0, 0.1), (9.0, 0.6), (9.9, 0.9))
+    )
+    costs = [search.cost_of(runs, "seconds", STARTUP) for runs in (reached, learned, cheap)]
+    assert costs == sorted(costs)
+    assert costs[0] == 9.9
+    assert costs[1] > STARTUP.limit
+
+
 @contextmanager
 def scripted_contender(contender: Contender) -> Iterator[ScriptedContender]:
     """Replaces the process."""
@@ -105,16 +116,18 @@ def test_every_trainer_may_try_the_same_number_of_settings_on_the_learning_task(
     looked = search.Search(answers, LEARN, LEARN.subjects[name], 1, "command")  # type: ignore[arg-type]  # scripted_contender
     found = looked.descend(LEARN.subjects[name].starts[0])
     assert len(answers.asked) == len(looked.tried) == LEARN.budget
-    assert found["learning_rate"] == 2e-3
+    assert found["learning_rate"] == 2.1e-3
     limited = "limit_seconds" if name == "clotho" else "limit"
     assert answers.asked[0][limited] == LEARN.limit
-    assert answers.asked[-1][limited] == pytest.approx(1.0)
+    assert answers.asked[-1][limited] == pytest.approx(1 + 0.5e-3)
+    assert {case.get("floor") for case in answers.asked} == {None if name == "clotho" else LEARN.floor}
     assert {case["seed"] for case in answers.asked} == {1000}
 
 
 def test_all_trainers_vary_the_same_settings_on_the_learning_task() -> None:
     """And equally many options of their own."""
-    rates, sizes, own, finer = zip(*(one.choices for one in LEARN.subjects.values()), strict=True)
+    rates, sizes, own = zip(*(one.choices for one in LEARN.subjects.values()), strict=True)
+    finer = [one.finer for one in LEARN.subjects.values()]
     assert [len(set(map(str, same))) for same in (rates, sizes, finer)] == [1, 1, 1]
     assert len({len(options) for options in own}) == 1
     starts = [{**one.starts[0]} for one in LEARN.subjects.values()]
@@ -131,7 +144,7 @@ def test_the_best_settings_are_read_from_the_results(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(search.TASKS, "learn", replace(LEARN, results=path))
     best = search.best_settings("learn", "trl")
     assert best is not None
-    assert best["learning_rate"] == 2e-3
+    assert best["learning_rate"] == 2.1e-3
     assert search.best_settings("learn", "clotho") is None
     monkeypatch.setitem(search.TASKS, "learn", replace(LEARN, results=path, target=0.99))
     assert search.best_settings("learn", "trl") is None

@@ -171,6 +171,18 @@ def test_training_ends_after_its_limit(processor: float, seconds: float) -> None
     assert (clock.done, clock.accuracy) == (1, 0.7)
 
 
+def test_training_ends_when_the_accuracy_falls_below_its_floor() -> None:
+    """A collapsed policy does not recover, and would take all of the time limit."""
+    accuracies = iter([0.3, 0.1, 0.09])
+    clock = TrainingClock(evaluate=lambda: next(accuracies), target=0.9, updates=9, limit=1e9, floor=0.1)
+    clock.begin()
+    clock.updated()
+    clock.updated()
+    with pytest.raises(TrainingEnded):
+        clock.updated()
+    assert (clock.done, clock.accuracy) == (3, 0.09)
+
+
 def test_accuracy_can_be_measured_after_some_of_the_updates() -> None:
     """After every second one, and after the last."""
     accuracies = iter([0.5, 0.6, 0.95])
