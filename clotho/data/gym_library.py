@@ -18,6 +18,7 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
+from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -140,17 +141,22 @@ def create(dataset: str, settings: Mapping[str, Any], level: int | None, *, seed
         values[name] = value
     try:
         plain = configuration(seed=seed, size=size)
-        as_before = {
-            name: tuple(value) if isinstance(value, list) and isinstance(getattr(plain, name), tuple) else value
-            for name, value in values.items()
-        }
-        chosen = configuration(**as_before, seed=seed, size=size)
+        typed = {name: _like(getattr(plain, name), value) for name, value in values.items()}
+        chosen = configuration(**typed, seed=seed, size=size)
         if hasattr(chosen, "validate"):
             chosen.validate()
         return made(config=chosen)
     except Exception as error:  # the library asserts, and compares values of wrong types
         key = "settings" if settings else "level" if level is not None else ""
         raise GymError(f"{dataset} refuses its configuration: {_reason(error)}", key=key) from error
+
+
+def _like(default: object, value: object) -> object:
+    """Return a value of a profile as a tuple or a member of an enumeration, if the default of its field is one."""
+    if isinstance(value, list) and isinstance(default, tuple | list):
+        parts = [_like(default[0], part) for part in value] if default else value
+        return tuple(parts) if isinstance(default, tuple) else parts
+    return type(default)(value) if isinstance(default, Enum) and not isinstance(value, Enum) else value
 
 
 def _of_level(dataset: str, level: int) -> dict[str, Any]:

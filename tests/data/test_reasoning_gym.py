@@ -140,6 +140,7 @@ def test_a_dataset_with_few_different_prompts_has_fewer_problems(processes: GymP
     ("table", "key"),
     [
         (GymSection(dataset="chain_sums"), "dataset"),
+        (GymSection(dataset="aiw", settings={"task_types": ["cousins"]}), "settings"),
         (GymSection(dataset="chain_sum", settings={"max_term": 3}), "settings"),
         (GymSection(dataset="chain_sum", settings={"max_terms": 0}), "settings"),
         (GymSection(dataset="chain_sum", settings={"max_terms": "three"}), "settings"),
@@ -180,6 +181,21 @@ def test_a_level_sets_the_ranges_of_the_curriculum_and_settings_replace_them(pro
         terms.append(max(entry.metadata["num_terms"] for entry in one.entries))
     assert terms[0] < terms[1]
     assert terms[2] == 2
+
+
+@needs_library
+def test_settings_that_are_names_of_a_choice_are_text(processes: GymProcesses) -> None:
+    """The library has enumerations, also as elements of lists."""
+    siblings, upper = processes.answers(
+        [
+            job("aiw", count=20, task_types=["siblings"], task_type_weights=[1.0]),
+            job("word_sorting", transformation="uppercase"),
+        ]
+    )
+    assert isinstance(siblings, Generated)
+    assert isinstance(upper, Generated)
+    assert {entry.metadata["task_type"] for entry in siblings.entries} == {"siblings"}
+    assert all(entry.answer == entry.answer.upper() for entry in upper.entries if entry.answer is not None)
 
 
 @needs_library
