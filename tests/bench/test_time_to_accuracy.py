@@ -19,7 +19,7 @@ from bench.fingerprint import ROOT
 from bench.measurement import read
 from bench.time_to_accuracy import CLOTHO, QUICK, merged
 from clotho.config.load import load_profile
-from clotho.config.schema import Lora
+from clotho.config.schema import HeldOutEvaluation, Lora
 from tests.bench.made_measurements import measurement
 
 SETTINGS: search.Settings = {"learning_rate": 2e-3}
@@ -57,6 +57,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> MadeRuns:
 def run(out: Path, *words: str) -> int:
     """Run the plain task."""
     return time_to_accuracy.main(["--only", "until 0.7", "--out", str(out), *words])
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "learn", "learn-long-tail", "learn-slow-rewards"])
+def test_every_measured_accuracy_of_clotho_is_of_all_held_out_problems(name: str) -> None:
+    """As those of the other trainers are; a sample of the problems would reach the target by chance."""
+    section = load_profile(str(clotho_train.PROFILES / f"{name}.toml"), {}).eval
+    assert isinstance(section, HeldOutEvaluation)
+    assert (section.problems, section.problems_between, section.samples) == (0, 0, 0)
 
 
 def test_every_run_has_the_searched_settings_of_its_contender(made: MadeRuns, tmp_path: Path) -> None:
