@@ -22,8 +22,10 @@ log = structlog.get_logger(actor="monitor")
 CALM_UPDATES = 4
 """Applied updates without a sign of collapse after which its finding ends."""
 
-REWARD_GROUPS = 16
-"""Number of groups whose mean reward is compared with the best of the run."""
+REWARD_GROUPS = 64
+"""Number of groups whose mean reward is compared with the best of the run. With 16, the best of hundreds of means is
+far above the reward of the policy when few problems of a batch can be solved.
+"""
 
 COLLAPSED, STANDARD_ERRORS = 0.5, 4.0
 """A collapse is the loss of this fraction of (best mean reward - lowest reward), by more than this many errors."""
@@ -149,7 +151,7 @@ class CollapseAlarms:
         if self._best is None or self._lowest is None or "reward_drop" in self._kept:
             return
         (best, best_error), (now, error) = self._best, self._mean_and_error()
-        noise = STANDARD_ERRORS * (best_error**2 + error**2) ** 0.5
+        noise = STANDARD_ERRORS * 2**0.5 * max(best_error, error)  # a mean that is low by chance has a low error
         if best - now > max(COLLAPSED * (best - self._lowest), noise):
             rate = f" (at most {self._rate:.2g} so far)" if self._rate else ""
             yield Finding(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 
 import pytest
@@ -130,14 +131,17 @@ def test_a_state_of_the_machine_that_slows_the_run_is_a_finding(reading: Resourc
 def test_a_reward_that_falls_is_a_finding_that_names_the_learning_rate() -> None:
     """Equal rewards afterwards, and batches without an update, do not end it; a rising reward does."""
     run = Run()
-    for _ in range(3):
+    for _ in range(4):
         run.step(step(1, groups=groups(2.0)))
-    run.step(step(2, groups=groups(0.02), update=replace(UPDATE, learning_rate=5e-3)))
+    for _ in range(4):
+        run.step(step(2, groups=groups(0.02), update=replace(UPDATE, learning_rate=5e-3)))
     (finding,) = run.alarms.findings
     assert (finding.name, finding.severity) == ("reward_collapse", "error")
     assert "learner.optimizer.learning_rate (at most 0.005 so far)" in finding.advice
     assert run.step(step(3, groups=groups(0.02), update=None)) == {"reward_collapse"}
-    assert run.step(step(4, groups=groups(2.0))) == set()
+    for _ in range(3):
+        names = run.step(step(4, groups=groups(2.0)))
+    assert names == set()
 
 
 def test_a_noisy_reward_is_no_collapse() -> None:
@@ -146,6 +150,26 @@ def test_a_noisy_reward_is_no_collapse() -> None:
     for solved in (8, 6, 9, 5, 7, 8):
         batch = tuple(trained(number, rewards=(2.0 * (number < solved), 0.0)) for number in range(16))
         assert run.step(step(1, groups=batch)) == set()
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_problems_of_which_few_can_be_solved_are_no_collapse(batch_size: int) -> None:
+    """A third of the groups earns the whole reward, the others that of the format, in hundreds of batches."""
+    run, draws = Run(), random.Random(0)
+    for _ in range(5000 // batch_size):
+        rewards = [1.2 if draws.random() < 0.3 else 0.2 for _ in range(batch_size)]
+        batch = tuple(trained(number, rewards=(reward,) * 4) for number, reward in enumerate(rewards))
+        assert run.step(step(1, groups=batch)) == set()
+
+
+def test_the_loss_of_all_that_was_learned_is_a_collapse() -> None:
+    """Within a few batches, although the format is still rewarded."""
+    run, draws = Run(), random.Random(0)
+    for chance in [0.6] * 20 + [0.0] * 4:
+        rewards = [1.2 if draws.random() < chance else 0.2 for _ in range(16)]
+        batch = tuple(trained(number, rewards=(reward,) * 4) for number, reward in enumerate(rewards))
+        names = run.step(step(1, groups=batch))
+    assert "reward_collapse" in names
 
 
 def test_a_sign_of_collapse_stays_until_several_updates_show_none() -> None:
