@@ -56,6 +56,7 @@ class BaselineStatistics(Struct, frozen=True, kw_only=True):
     | field | statistic | reduction over the run | check triggers if the batch is |
     |---|---|---|---|
     | rewards | median reward, per environment | maximum | lower |
+    | reward_error | median standard error of the mean reward | that of the highest reward | lower by more than noise |
     | entropy_most | median entropy | maximum | lower |
     | entropy_least | median entropy | minimum | higher |
     | length | median completion length | latest | longer |
@@ -65,6 +66,7 @@ class BaselineStatistics(Struct, frozen=True, kw_only=True):
     """
 
     rewards: dict[str, float] = {}
+    reward_error: float | None = None
     entropy_most: float | None = None
     entropy_least: float | None = None
     length: float | None = None

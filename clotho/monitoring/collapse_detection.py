@@ -39,8 +39,8 @@ NOT_CONTENT = (FORMAT, "overlong")
 MIN_GROUPS = 16
 """Smaller batches are assessed together with the groups before them, up to this number of groups."""
 
-STANDARD_ERRORS = 3.0
-"""A reward drop must exceed this number of standard errors of the batch mean."""
+STANDARD_ERRORS = 4.0
+"""A reward drop must exceed this number of standard errors of the difference of two batch means."""
 
 ENTROPY_NOISE = 0.2
 """A rise of the entropy by less than this value (nats per token) is ignored."""
@@ -181,9 +181,11 @@ class CollapseDetector:
             source: _max(before.rewards.get(source), window_median([batch.rewards.get(source) for batch in healthy]))
             for source in {*before.rewards, *(source for batch in healthy for source in batch.rewards)}
         }
+        rises = any(best != before.rewards.get(source) for source, best in rewards.items())
         entropy = window_median([batch.entropy for batch in healthy])
         return BaselineStatistics(
             rewards={source: best for source, best in rewards.items() if best is not None},
+            reward_error=window_median([batch.reward_error for batch in healthy]) if rises else before.reward_error,
             entropy_most=_max(before.entropy_most, entropy),
             entropy_least=_min(before.entropy_least, entropy),
             length=window_median([batch.length for batch in healthy]) or before.length,
@@ -238,6 +240,9 @@ def _check_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseCh
 def _check_reward(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[Finding]:
     """Trigger if the reward lost more than `reward_drop` of (baseline - lowest reward), and more than noise explains.
 
+    The noise is that of this batch or of healthy batches, whichever is larger: a batch in which few problems were
+    solved by chance has a low standard error.
+
     The baselines of several environments are weighted by their shares of the batch, so that a different mixture of
     environments is not a drop.
     """
@@ -248,7 +253,8 @@ def _check_reward(batch: BatchStatistics, state: CollapseState, settings: Collap
         return
     baseline = sum(share * baselines[source] for source, share in batch.shares.items())
     drop = baseline - batch.reward
-    if drop > settings.reward_drop * (baseline - lowest) and drop > STANDARD_ERRORS * batch.reward_error:
+    noise = STANDARD_ERRORS * 2**0.5 * max(batch.reward_error, state.baseline.reward_error or 0.0)
+    if drop > max(settings.reward_drop * (baseline - lowest), noise):
         yield Finding(
             name="reward_drop",
             severity="warning",

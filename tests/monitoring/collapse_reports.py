@@ -94,7 +94,7 @@ def report(
     )
 
 
-def batch(line: Line, *, groups: int = GROUPS, spread: float = 0.3) -> StepReport:
+def batch(line: Line, *, groups: int = GROUPS, spread: float = 0.15) -> StepReport:
     """Return a batch with the statistics of `line`; half of its groups are trained on, half discarded.
 
     The mean rewards of the groups differ from the mean by `spread`. The lowest reward is 0.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import msgspec
@@ -230,8 +231,26 @@ def test_small_batches_are_assessed_together() -> None:
 def test_a_drop_within_the_noise_does_not_trigger() -> None:
     """The standard error of the batch mean is large if the groups differ."""
     drop = GOOD._replace(reward=0.6)
-    assert detector_with_baseline().observe(batch(drop, spread=0.3)).findings
+    assert detector_with_baseline().observe(batch(drop, spread=0.2)).findings
     assert detector_with_baseline().observe(batch(drop, spread=0.6)).healthy
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_problems_of_which_few_can_be_solved_are_no_reward_drop(batch_size: int) -> None:
+    """A third of the groups earns the whole reward, the others that of the format, in hundreds of batches."""
+    detector, draws = CollapseDetector(DEFAULTS), random.Random(0)
+    for _ in range(5000 // batch_size):
+        groups = [scored([1.2 if draws.random() < 0.3 else 0.2] * 4) for _ in range(batch_size)]
+        assert detector.observe(report(groups)).healthy
+
+
+def test_the_loss_of_all_that_was_learned_is_a_reward_drop() -> None:
+    """Although the groups differ, and the format is still rewarded."""
+    detector, draws = CollapseDetector(DEFAULTS), random.Random(0)
+    for _ in range(20):
+        groups = [scored([1.2 if draws.random() < 0.85 else 0.2] * 4) for _ in range(16)]
+        assert detector.observe(report(groups)).healthy
+    assert [detector.observe(report([scored([0.2] * 4)] * 16)).tripped for _ in range(2)] == [False, True]
 
 
 def test_a_batch_without_statistics_changes_nothing() -> None:
