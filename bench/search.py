@@ -157,6 +157,7 @@ SIZES = tuple[Settings, ...](
     for batch, group in ((16, 16), (8, 16), (4, 16), (16, 8), (8, 8), (32, 8))
 )
 FINER = (0.6, 1.4)
+"""Factors of the best learning rate."""
 
 OTHER_LOSSES: tuple[Settings, ...] = ({"loss": "grpo"}, {"loss": "dr_grpo"})
 OF_CLOTHO: tuple[Settings, ...] = ({"advantage": "max_rl"}, {"curriculum": "success_rate"})
