@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,14 +36,29 @@ def fingerprint() -> Fingerprint:
     return Fingerprint(machine=describe_machine(blas=load_blas()), mlx_lm=version("mlx-lm"), commit=_commit())
 
 
-def training_sources() -> str:
-    """A hash of the files that a training run executes and reads, with uncommitted changes; "unknown" without git."""
+def training_sources(root: Path = ROOT) -> str:
+    """A hash of the files that a training run executes and reads, with uncommitted changes; "unknown" without git.
+
+    root: of the working tree.
+    """
     try:
-        committed = _git("rev-parse", *(f"HEAD:{path}" for path in TRAINING_SOURCES))
-        changed = _git("diff", "HEAD", "--", *TRAINING_SOURCES)
+        committed = _git("rev-parse", *(f"HEAD:{path}" for path in TRAINING_SOURCES), root=root)
+        changed = _git("diff", "HEAD", "--", *TRAINING_SOURCES, root=root)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return hashlib.sha256(f"{committed}\n{changed}".encode()).hexdigest()[:12]
+
+
+@contextmanager
+def working_tree(commit: str, *, clone: Path = ROOT) -> Iterator[Path]:
+    """A temporary working tree of a commit. Raises subprocess.CalledProcessError if the clone does not have it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tree = Path(scratch, "tree")
+        _git("worktree", "add", "--quiet", "--detach", str(tree), commit, root=clone)
+        try:
+            yield tree
+        finally:
+            _git("worktree", "remove", "--force", str(tree), root=clone)
 
 
 def _commit() -> str:
@@ -52,8 +70,8 @@ def _commit() -> str:
         return "unknown"
 
 
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+def _git(*arguments: str, root: Path = ROOT) -> str:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def describe_fingerprint(measured_on: Fingerprint) -> str:

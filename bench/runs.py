@@ -46,16 +46,21 @@ class PipelineRun:
     """A process `python pipeline.py` with a temporary run directory, which `close` or the end of the block removes."""
 
     def __init__(
-        self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, quiet: bool = False
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        quiet: bool = False,
+        root: Path = ROOT,
     ) -> None:
-        """environment: variables of this run only. quiet: discard its standard output."""
+        """environment: variables of this run only. quiet: discard its standard output. root: of the sources."""
         self._directory = tempfile.TemporaryDirectory()
         self._run = Path(self._directory.name, "run")
         own = ["--run-dir", str(self._run), "--server.port", "0"]
         self._launched, self._ended, self._cpu_seconds = time.time(), 0.0, 0.0
         self._process = subprocess.Popen(
             [sys.executable, "pipeline.py", *own, *arguments],
-            cwd=ROOT,
+            cwd=root,
             stdout=subprocess.DEVNULL if quiet else sys.stderr,
             env={**os.environ, **(environment or {})},
         )

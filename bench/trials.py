@@ -3,7 +3,8 @@
 A trial is one run of `python pipeline.py`. It is identified by its flags and its seed. A trial that the results file
 contains is not repeated, so a measurement that was stopped continues where it stopped. A trial that was run with other
 sources of training counts if the present sources still compute the same weights: a run with its flags and seed is
-repeated for a few updates, and the hashes of the weights are compared.
+repeated for a few updates, and the hashes of the weights are compared. Weights also depend on the processor: if they
+differ, the sources of the trial's commit repeat the updates too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct, structs
 
-from bench.fingerprint import Fingerprint, fingerprint, training_sources
+from bench.fingerprint import ROOT, Fingerprint, fingerprint, training_sources, working_tree
 from bench.runs import PipelineRun, Record, training_began
 
 ONE_THREAD = {"MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -141,12 +142,12 @@ class Job(Struct, frozen=True, kw_only=True):
 
 
 Key = tuple[tuple[str, ...], int]
-Start = Callable[[Sequence[str]], PipelineRun]
+Start = Callable[[Sequence[str], Path], PipelineRun]
 
 
-def start_run(arguments: Sequence[str]) -> PipelineRun:
-    """Start a trial; its errors go to standard error."""
-    return PipelineRun(arguments, environment=ONE_THREAD, quiet=True)
+def start_run(arguments: Sequence[str], root: Path) -> PipelineRun:
+    """Start a trial with the sources at `root`; its errors go to standard error."""
+    return PipelineRun(arguments, environment=ONE_THREAD, quiet=True, root=root)
 
 
 class TrialBenchmark(Struct, frozen=True, kw_only=True):
@@ -242,16 +243,24 @@ class Plan:
         return list({trial.flags: trial for trial in found if trial.flags not in known}.values())
 
     def check(self, parallel: int, start: Start = start_run) -> None:
-        """Repeat the first updates of the newest trial of every method that only other sources have run."""
-        earlier = {merged(trial.flags, CHECK): trial for trial in self.unchecked()}
-        jobs = [Job(method=one.method, flags=flags, seed=one.seed) for flags, one in earlier.items()]
-        for job, trial in run_side_by_side(jobs, parallel, self._sources, start):
-            one = earlier[job.flags]
-            same = trial is not None and trial.first_weights == one.first_weights
-            if same:
-                self._equal.add(one.flags)
-            found = "same weights" if same else "other weights, its trials are repeated"
-            sys.stderr.write(f"bench: {job.method}, run with other sources: {found}\n")
+        """Repeat the first updates of the newest trial of every method that only other sources have run.
+
+        The present sources repeat them. If they compute other weights, the sources of the trial repeat the updates too.
+        """
+        unchecked = self.unchecked()
+        present = first_weights(unchecked, parallel, start, ROOT)
+        same = [one for one in unchecked if present.get(one.flags) == one.first_weights]
+        differing: dict[str, list[Trial]] = {}
+        for one in unchecked:
+            if one not in same and one.flags in present:
+                differing.setdefault(one.fingerprint.commit.rstrip("+"), []).append(one)
+        for commit, trials in differing.items():
+            earlier = weights_of_commit(commit, trials, parallel, start)
+            same += [one for one in trials if present[one.flags] == earlier.get(one.flags)]
+        self._equal |= {one.flags for one in same}
+        for one in unchecked:
+            found = "same weights" if one in same else "other weights, its trials are repeated"
+            sys.stderr.write(f"bench: {one.method}, run with other sources: {found}\n")
 
     def missing(self, jobs: Sequence[Job]) -> list[Job]:
         """The jobs without a trial, each once: methods with equal flags share their trials."""
@@ -291,12 +300,39 @@ class Plan:
         return sum(expected) / parallel
 
 
+def first_weights(
+    trials: Sequence[Trial], parallel: int, start: Start, root: Path
+) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """The hashes of the weights after each of the first updates, by the flags of the trial. root: of the sources.
+
+    A trial whose run ended before its first update is left out.
+    """
+    jobs = {Job(method=one.method, flags=merged(one.flags, CHECK), seed=one.seed): one.flags for one in trials}
+    ended = run_side_by_side(list(jobs), parallel, training_sources(root), start, root)
+    return {jobs[job]: trial.first_weights for job, trial in ended if trial is not None}
+
+
+def weights_of_commit(
+    commit: str, trials: Sequence[Trial], parallel: int, start: Start
+) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """`first_weights` with the sources of a commit; without trials that had uncommitted changes.
+
+    Empty if this clone does not have the commit.
+    """
+    try:
+        with working_tree(commit) as root:
+            sources = training_sources(root)
+            return first_weights([one for one in trials if one.sources == sources], parallel, start, root)
+    except subprocess.CalledProcessError:
+        return {}
+
+
 def run_side_by_side(
-    jobs: Sequence[Job], parallel: int, sources: str, start: Start = start_run
+    jobs: Sequence[Job], parallel: int, sources: str, start: Start = start_run, root: Path = ROOT
 ) -> Iterator[tuple[Job, Trial | None]]:
     """Run jobs, `parallel` at the same time, and yield each when it has ended; None: it ended before its first update.
 
-    Runs that have not ended when the iterator is closed are killed.
+    root: of the sources. Runs that have not ended when the iterator is closed are killed.
     """
     waiting, here = list(reversed(jobs)), fingerprint()
     running: list[tuple[Job, PipelineRun]] = []
@@ -304,7 +340,7 @@ def run_side_by_side(
         while waiting or running:
             while waiting and len(running) < parallel:
                 job = waiting.pop()
-                running.append((job, start(job.arguments)))
+                running.append((job, start(job.arguments, root)))
             for one in [one for one in running if one[1].ended()]:
                 running.remove(one)
                 yield one[0], _trial(*one, parallel, sources, here)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import trials
+from bench.fingerprint import ROOT, working_tree
 from bench.runs import Record
 from bench.trials import SEARCH_SEED, Job, Method, Outcome, Plan, TrialBenchmark, merged
 from tests.bench.made_measurements import HERE
@@ -36,20 +39,20 @@ def record(accuracy: float, *, status: int = 0, weights: str = "") -> Record:
 class MadeRuns:
     """Starts runs whose accuracy is their learning rate; they end when `limit` are running or none is left to start.
 
-    `failing`: a learning rate without an update. `weights`: what the sources compute.
+    `failing`: a learning rate without an update. `weights`: what the sources at ROOT compute. `earlier`: other sources.
     """
 
-    def __init__(self, failing: float | None = None, weights: str = "") -> None:
-        self.weights = weights
+    def __init__(self, failing: float | None = None, weights: str = "", earlier: str = "") -> None:
+        self.weights, self.earlier = weights, earlier
         self.started: list[Sequence[str]] = []
         self.running = self.most = self.closed = 0
         self.failing = failing
 
-    def __call__(self, arguments: Sequence[str]) -> MadeRun:
+    def __call__(self, arguments: Sequence[str], root: Path) -> MadeRun:
         self.started.append(arguments)
         self.running += 1
         self.most = max(self.most, self.running)
-        return MadeRun(self, arguments)
+        return MadeRun(self, arguments, self.weights if root == ROOT else self.earlier)
 
     def seeds(self) -> list[int]:
         """The seeds of the started runs."""
@@ -59,8 +62,8 @@ class MadeRuns:
 class MadeRun:
     """One made-up run."""
 
-    def __init__(self, runs: MadeRuns, arguments: Sequence[str]) -> None:
-        self._runs = runs
+    def __init__(self, runs: MadeRuns, arguments: Sequence[str], weights: str) -> None:
+        self._runs, self._weights = runs, weights
         self._rate = float(dict(zip(arguments[::2], arguments[1::2], strict=True)).get("--rate", "0.5"))
 
     def ended(self) -> bool:
@@ -71,7 +74,7 @@ class MadeRun:
         """The accuracy is the learning rate."""
         if self._rate == self._runs.failing:
             raise subprocess.CalledProcessError(2, [])
-        return record(self._rate, weights=self._runs.weights)
+        return record(self._rate, weights=self._weights)
 
     def close(self) -> None:
         """Count."""
@@ -117,21 +120,61 @@ def test_trials_in_the_results_file_are_not_repeated(tmp_path: Path) -> None:
     assert [trial.seed for trial in trials.read_trials(path)] == [0, 1]
 
 
-@pytest.mark.parametrize(("weights", "repeated"), [("same", []), ("other", [0, 1])])
-def test_trials_of_other_sources_count_if_their_first_updates_are_reproduced(
-    weights: str, repeated: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("present", "earlier", "sources_of_commit", "checks", "repeated"),
+    [
+        ("same", "", "before", [1], []),
+        ("other", "same", "before", [1, 1], [0, 1]),
+        ("of this processor", "of this processor", "before", [1, 1], []),
+        ("of this processor", "of this processor", "without uncommitted changes", [1], [0, 1]),
+    ],
+)
+def test_trials_of_other_sources_count_if_the_present_sources_compute_the_same_weights(
+    present: str,
+    earlier: str,
+    sources_of_commit: str,
+    checks: list[int],
+    repeated: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    """One short run per method decides. Otherwise every trial of the method is repeated."""
+    """One short run per method decides, and on another processor a second one with the sources of the trial."""
     path = tmp_path / "trials.jsonl"
-    monkeypatch.setattr(trials, "training_sources", lambda: "before")
+    monkeypatch.setattr(trials, "training_sources", lambda *_: "before")
     run(MadeRuns(weights="same"), plan(path))
-    monkeypatch.setattr(trials, "training_sources", lambda: "after")
+    monkeypatch.setattr(trials, "training_sources", lambda root=ROOT: "after" if root == ROOT else sources_of_commit)
+    monkeypatch.setattr(trials, "working_tree", lambda commit: nullcontext(tmp_path / commit))
     assert "fewer if 1 methods" in plan(path, seeds=range(3)).describe(2)
-    run(made := MadeRuns(weights=weights), plan(path, seeds=range(3)))
-    assert made.seeds() == [1, *repeated, 2]
+    run(made := MadeRuns(weights=present, earlier=earlier), plan(path, seeds=range(3)))
+    assert made.seeds() == [*checks, *repeated, 2]
     assert ["--steps", str(trials.CHECKED_UPDATES)] == made.started[0][2:4]
     (found,) = trials.outcomes([Method(name="one", flags=("--rate", "0.5"))], COMMON, path)
     assert [trial.sources for trial in found.trials] == [*["after" if repeated else "before"] * 2, "after"]
+
+
+def test_trials_of_a_commit_that_the_clone_does_not_have_are_repeated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """If the present sources do not reproduce their weights."""
+    path = tmp_path / "trials.jsonl"
+    monkeypatch.setattr(trials, "training_sources", lambda *_: "before")
+    run(MadeRuns(weights="same"), plan(path))
+    monkeypatch.setattr(trials, "training_sources", lambda *_: "after")
+    run(made := MadeRuns(weights="other"), plan(path))
+    assert made.seeds() == [1, 0, 1]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_working_tree_of_a_commit_exists_until_the_end_of_the_block(tmp_path: Path) -> None:
+    """It has the files of the commit, and not the changes after it."""
+    named = ("-c", "user.name=one", "-c", "user.email=one@example.com")
+    for command in (["init", "-q"], ["add", "."], [*named, "commit", "-q", "-m", "one"]):
+        (tmp_path / "profile.toml").write_text("steps = 1")
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    (tmp_path / "profile.toml").write_text("steps = 2")
+    with working_tree("HEAD", clone=tmp_path) as root:
+        assert (root / "profile.toml").read_text() == "steps = 1"
+    assert not root.exists()
 
 
 def test_methods_with_equal_flags_share_their_trials(tmp_path: Path) -> None:
