@@ -95,7 +95,7 @@ def test_the_summary_has_accuracy_groups_timings_and_commands(encoding: str) -> 
     for expected in (
         "prompted 800 = trained 612 + discarded 188 + carried over 0",
         "stale 8, zero_variance 180",
-        "training 1:40 (alternating: decoding 0:08, updates 0:40), evaluation 0:12, total 2:05",
+        "training 1:40 (decoding 0:08; updates 0:40, with decoding between their turns), evaluation 0:12, total 2:05",
         "988 tokens/s over the whole run; decoding alone 2000, during updates 1100 in 52 % of the time",
         "9, median 0.5 ms, longest 2 ms",
         "mlx_lm.chat --model '/models/my base' --adapter-path runs/local-m3/adapters\n",
