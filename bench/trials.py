@@ -236,11 +236,10 @@ class Plan:
         )
 
     def unchecked(self) -> list[Trial]:
-        """The newest trial of every method that only other sources have run."""
-        wanted = {job.flags for job in [*self.search_jobs(), *self.jobs()]} - self._equal
-        found = [trial for trial in read_trials(self._path) if trial.flags in wanted and trial.first_weights]
-        known = {trial.flags for trial in found if trial.sources == self._sources}
-        return list({trial.flags: trial for trial in found if trial.flags not in known}.values())
+        """The newest of the missing trials of every method that other sources have run."""
+        missing = {(job.flags, job.seed) for job in self.missing([*self.search_jobs(), *self.jobs()])}
+        found = [one for one in read_trials(self._path) if (one.flags, one.seed) in missing and one.first_weights]
+        return list({trial.flags: trial for trial in found}.values())
 
     def check(self, parallel: int, start: Start = start_run) -> None:
         """Repeat the first updates of the newest trial of every method that only other sources have run.

@@ -152,6 +152,19 @@ def test_trials_of_other_sources_count_if_the_present_sources_compute_the_same_w
     assert [trial.sources for trial in found.trials] == [*["after" if repeated else "before"] * 2, "after"]
 
 
+def test_trials_of_other_sources_are_checked_until_their_seed_is_repeated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A repeated seed of the same method says nothing about the other seeds."""
+    path = tmp_path / "trials.jsonl"
+    for sources, seeds in (("before", [0, 1]), ("after", [0])):
+        monkeypatch.setattr(trials, "training_sources", lambda *_, here=sources: here)
+        run(MadeRuns(weights=f"of seeds {seeds}"), plan(path, seeds=seeds))
+    (unchecked,) = plan(path, seeds=[0, 1, 2]).unchecked()
+    assert (unchecked.sources, unchecked.seed) == ("before", 1)
+    assert plan(path, seeds=[0]).unchecked() == []
+
+
 def test_trials_of_a_commit_that_the_clone_does_not_have_are_repeated(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
