@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import time_to_accuracy
 from bench.fingerprint import describe_fingerprint
 from bench.measurement import Measurement, ratios, read
 from bench.tables import markdown
@@ -21,7 +22,7 @@ class Line(NamedTuple):
     note: str
     question: str
     metric: str
-    where: dict[str, str | int]
+    where: Mapping[str, str | int]
     peer: str
 
 
@@ -29,6 +30,7 @@ SIX, TWENTY_FIVE = GROUPS | {"model": "6m"}, GROUPS | {"model": "25m"}
 LARGE = SIX | {"vocabulary": 32_768}
 EQUAL: dict[str, str | int] = {"task": "equal work"}
 SPEED = "tokens_per_second"
+LEARNING: Mapping[str, str | int] = {"task": "until 0.7"}
 LINES = (
     Line("rollouts in tokens/s, model of 6 M parameters", "decode", SPEED, SIX, "mlx-lm"),
     Line("", "decode", SPEED, SIX, "mlx-lm-lora, as its trainer calls it"),
@@ -45,6 +47,10 @@ LINES = (
         "mlx-lm-lora",
     ),
     Line("", "startup_training", "seconds", EQUAL, "trl"),
+    Line(
+        "seconds until 0.7 held-out accuracy, profile learn-m3", "time_to_accuracy", "seconds", LEARNING, "mlx-lm-lora"
+    ),
+    Line("", "time_to_accuracy", "seconds", LEARNING, "trl"),
     Line("HTTP API in tokens/s, 64 clients", "http", SPEED, {"model": "embedded", "clients": 64}, "mlx_lm.server"),
     Line(
         "the same with an adapter",
@@ -60,7 +66,8 @@ def summary(directory: Path) -> str:
     """The table in Markdown for the results of a directory; an empty string if nothing was measured."""
     rows, machines = list[list[str]](), dict[str, list[str]]()
     for line in LINES:
-        results = read(directory / f"{line.question}.jsonl")
+        path = directory / f"{line.question}.jsonl"
+        results = time_to_accuracy.read(path) if line.question == time_to_accuracy.NAME else read(path)
         pair = _pair(line, results)
         if pair is None:
             continue

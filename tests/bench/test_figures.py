@@ -123,6 +123,18 @@ def test_the_summary_has_the_median_ratio_to_each_peer(tmp_path: Path) -> None:
     assert "| mlx-lm | 3.00 (2.00 to 3.00) |" in rows[0]
 
 
+def test_the_summary_compares_times_to_an_accuracy_seed_by_seed(tmp_path: Path) -> None:
+    """Their results have one line per seed. A seed that the peer does not have is omitted."""
+    found = [
+        measurement([value], contender=who, metric="seconds", task="until 0.7", seed=seed)
+        for who, values in (("mlx-lm-lora", [200.0, 300.0]), ("clotho", [50.0, 90.0, 10.0]))
+        for seed, value in enumerate(values)
+    ]
+    write(tmp_path / "time_to_accuracy.jsonl", found)
+    (row,) = [line for line in summary(tmp_path).splitlines() if line.startswith("| seconds until")]
+    assert "| mlx-lm-lora | 0.28 (0.25 to 0.30) |" in row
+
+
 def test_a_mode_without_results_has_no_column() -> None:
     """`python -m bench learning --modes async` is enough for a table."""
     run = LearningRun(
