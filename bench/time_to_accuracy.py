@@ -119,7 +119,9 @@ def measure(task: str, runner: Runner, seed: int, settings: Settings) -> list[Me
         stored["target"] = TARGET
     case = LEARNING | TASKS[task].changes | settings | stored | {"limit_seconds": LIMIT}
     lines = measure_interleaved(NAME, [runner.contender], [case], METRICS, repeats=1, command=COMMAND, warm_up=0)
-    known = {SETTINGS: described(settings), SOURCES: sources(runner)}
+    known = {SETTINGS: described(settings)}
+    if executed := sources(runner):
+        known[SOURCES] = executed
     return [replace(one, case=stored, versions=one.versions | known) for one in lines]
 
 
@@ -137,7 +139,8 @@ def is_measured(lines: Sequence[Measurement], task: str, runner: Runner, seed: i
     """Whether the results contain a run of these settings with the present sources."""
     wanted = (task, seed, runner.contender.name, described(settings), sources(runner))
     return any(
-        (one.case["task"], one.case[SEED], one.contender, one.versions[SETTINGS], one.versions[SOURCES]) == wanted
+        (one.case["task"], one.case[SEED], one.contender, one.versions[SETTINGS], one.versions.get(SOURCES, ""))
+        == wanted
         for one in lines
     )
 
