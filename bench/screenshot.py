@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the default profile in a terminal and draw two moments of it."""
     parser = argparse.ArgumentParser(prog="python -m bench screenshot", description=__doc__)
     parser.add_argument("--columns", type=int, default=112)
-    parser.add_argument("--rows", type=int, default=30)
+    parser.add_argument("--rows", type=int, default=42)
     parser.add_argument("arguments", nargs="*", default=[])
     chosen = parser.parse_args(argv)
     screen = pyte.Screen(chosen.columns, chosen.rows)
