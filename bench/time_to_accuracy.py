@@ -19,7 +19,8 @@ like a remote judge. mlx-lm-lora and TRL call it for one completion after the ot
 processes. The rewards are those of the other tasks, so slowness does not change how many updates learning takes.
 
 long tail: beside every completion, the engine decodes another one that is not trained on, with a lognormal length
-(median 16 tokens, mean 27), and a group is complete when both are. Clotho only, synchronous and asynchronous.
+(median 16 tokens, mean 27), and a group is complete when both are. Clotho only, synchronous and asynchronous, at most
+250 updates.
 
 Each run is added to bench/results/time_to_accuracy.jsonl when it ends. A run of the same contender, settings and seed
 is not repeated, so a measurement that was stopped continues where it stopped. Clotho's runs are repeated after a change
@@ -93,7 +94,7 @@ TASKS: dict[str, Task] = {
         changes={"profile": "learn-slow-rewards", "reward_seconds": 0.05, "updates": 10},
         until_target=False,
     ),
-    "long tail": Task(runners=(CLOTHO, ASYNCHRONOUS), changes={"profile": "learn-long-tail"}),
+    "long tail": Task(runners=(CLOTHO, ASYNCHRONOUS), changes={"profile": "learn-long-tail", "updates": 250}),
 }
 
 QUICK: Settings = {"updates": 2, "batch_size": 8, "group_size": 8, "evaluate_every": 1}

@@ -47,9 +47,10 @@ class WorkerPool:
 
     group: parameters of a function of a group; None for other functions, and before the first process is ready.
 
-    A further process starts when a call has waited for as long as a start takes, up to `max_workers`. A process that
-    ends is replaced, unless `MAX_ENDED` have ended within `WINDOW_SECONDS`. A worker whose machine left does not count,
-    and its group is scored again by another one.
+    A further process starts, up to `max_workers`, when calls have waited for as long as a start takes, over the whole
+    time since the last start: a queue that is short but returns with every batch also gets more processes. A process
+    that ends is replaced, unless `MAX_ENDED` have ended within `WINDOW_SECONDS`. A worker whose machine left does not
+    count, and its group is scored again by another one.
     """
 
     def __init__(self, function: ProcessFunction, *, max_workers: int, new_worker: NewWorker = new_process) -> None:
@@ -63,6 +64,7 @@ class WorkerPool:
         self._waiting: deque[asyncio.Future[Worker]] = deque()
         self._starting: asyncio.Task[None] | None = None
         self._start_seconds = 0.0
+        self._waited_seconds, self._observed = 0.0, time.monotonic()
         self._ended: deque[float] = deque()
         self._closed = False
 
@@ -123,7 +125,7 @@ class WorkerPool:
         self._idle.clear()
 
     async def _acquire(self) -> Worker:
-        """Wait for an idle process, and start another one if that takes long. Raises RewardError."""
+        """Wait for an idle process, and start another one if calls wait for long. Raises RewardError."""
         while self._idle:
             worker = self._idle.pop()
             if worker.alive:
@@ -132,21 +134,29 @@ class WorkerPool:
             worker.kill()
             self._count_end(f"reward {self._name} ended its process between two calls")
         waiter: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._observe()
         self._waiting.append(waiter)
-        if not self._workers:
-            self._grow()
         try:
-            while True:
-                await asyncio.wait({waiter}, timeout=max(POLL_SECONDS, self._start_seconds))
-                if waiter.done():
-                    return waiter.result()
-                self._grow()
+            while not waiter.done():
+                self._observe()
+                if not self._workers or self._waited_seconds >= self._start_seconds:
+                    self._grow()
+                await asyncio.wait({waiter}, timeout=max(POLL_SECONDS, self._start_seconds - self._waited_seconds))
+            return waiter.result()
         finally:
             if not waiter.done():
                 waiter.cancel()
 
+    def _observe(self) -> None:
+        """Count the time since the last observation, if a call has been waiting since then."""
+        now = time.monotonic()
+        if any(not waiter.done() for waiter in self._waiting):
+            self._waited_seconds += now - self._observed
+        self._observed = now
+
     def _release(self, worker: Worker) -> None:
         """Give a process to the call that waits longest."""
+        self._observe()
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.done():
@@ -156,6 +166,7 @@ class WorkerPool:
 
     def _grow(self) -> None:
         """Start another process in the background, unless one starts already or no more are allowed."""
+        self._waited_seconds = 0.0
         if self._starting is not None or self._closed or len(self._workers) >= self._max_workers:
             return
         if self._too_many_ended():

@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from actors.scorer import Scorer
 from clotho.config.schema import RewardSection
 from clotho.rewards import worker_pool, worker_process
+from clotho.rewards.registry import GroupParameters, RewardOptions
 from clotho.rewards.runner import RewardRunner
 from clotho.rewards.values import Completions, Values
 from clotho.runtime.queues import Queue
@@ -265,6 +266,75 @@ async def test_calls_that_wait_start_further_processes(tmp_path: Path) -> None:
                 rewards.score, group("meets_another_call 1", "meets_another_call 22", of=problem(str(tmp_path)))
             )
     assert len(os.listdir(tmp_path)) == 2
+
+
+class SecondsByHand:
+    """The clock of a pool: `START` for the start of a worker, `CALL` for each of its calls."""
+
+    START, CALL = 1.0, 0.4
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        """Return the seconds since the start."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Advance the clock."""
+        self.now += seconds
+
+
+class TimedWorker:
+    """A worker that takes the seconds of a clock by hand."""
+
+    group: GroupParameters | None = None
+    alive = True
+
+    def __init__(self, clock: SecondsByHand) -> None:
+        self._clock = clock
+
+    async def ready(self) -> None:
+        """Start."""
+        self._clock.now += self._clock.START
+
+    async def call(self, completions: Completions) -> Values:
+        """Return a value for each completion."""
+        await anyio.lowlevel.checkpoint()
+        self._clock.now += self._clock.CALL
+        return tuple(0.0 for _ in completions.texts)
+
+    def leave(self) -> None:
+        """Nothing remains."""
+
+    kill = leave
+
+
+async def test_short_waits_that_return_with_every_batch_start_further_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As soon as calls have waited, in all batches since the last start, for as long as a start takes."""
+    clock = SecondsByHand()
+    monkeypatch.setattr(worker_pool, "time", clock)
+    started: list[worker_process.Worker] = []
+
+    def start(
+        function: worker_process.ProcessFunction, *, on_output: Callable[[bytes], None], further: bool
+    ) -> worker_process.Worker:
+        started.append(TimedWorker(clock))
+        return started[-1]
+
+    function = worker_process.ProcessFunction(name="timed", options=RewardOptions(), memory_bytes=0)
+    pool = worker_pool.WorkerPool(function, max_workers=8, new_worker=start)
+    await pool.start()
+    counts = []
+    for _ in range(4):
+        async with anyio.create_task_group() as batch:
+            for _ in range(2):
+                batch.start_soon(pool, Completions(problem=problem(), texts=("a",)))
+        counts.append(len(started))
+    pool.close()
+    assert counts == [1, 1, 1, 2]
 
 
 async def test_a_worker_inherits_no_descriptors(tmp_path: Path) -> None:
