@@ -166,8 +166,10 @@ class WorkerPool:
 
     def _grow(self) -> None:
         """Start another process in the background, unless one starts already or no more are allowed."""
+        if self._starting is not None:
+            return
         self._waited_seconds = 0.0
-        if self._starting is not None or self._closed or len(self._workers) >= self._max_workers:
+        if self._closed or len(self._workers) >= self._max_workers:
             return
         if self._too_many_ended():
             if not self._workers:
