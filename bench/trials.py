@@ -304,7 +304,7 @@ def first_weights(
 ) -> dict[tuple[str, ...], tuple[str, ...]]:
     """The hashes of the weights after each of the first updates, by the flags of the trial. root: of the sources.
 
-    Without trials whose run ended before its first update.
+    Trials whose run ended before its first update are left out.
     """
     jobs = {Job(method=one.method, flags=merged(one.flags, CHECK), seed=one.seed): one.flags for one in trials}
     ended = run_side_by_side(list(jobs), parallel, training_sources(root), start, root)
@@ -316,7 +316,7 @@ def weights_of_commit(
 ) -> dict[tuple[str, ...], tuple[str, ...]]:
     """`first_weights` with the sources of a commit; without trials that had uncommitted changes.
 
-    Empty without git, or if this clone does not have the commit.
+    Returns an empty dictionary without git, or if this clone does not have the commit.
     """
     try:
         with working_tree(commit) as root:

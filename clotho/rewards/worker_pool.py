@@ -47,10 +47,10 @@ class WorkerPool:
 
     group: parameters of a function of a group; None for other functions, and before the first process is ready.
 
-    A further process starts, up to `max_workers`, when calls have waited for as long as a start takes, over the whole
-    time since the last start: a queue that is short but returns with every batch also gets more processes. A process
-    that ends is replaced, unless `MAX_ENDED` have ended within `WINDOW_SECONDS`. A worker whose machine left does not
-    count, and its group is scored again by another one.
+    The pool counts the time in which at least one call waits. When this time, since the last start, has reached the
+    duration of a start, a further process starts, up to `max_workers`. A short queue that returns with every batch
+    therefore gets more processes. A process that ends is replaced, unless `MAX_ENDED` have ended within
+    `WINDOW_SECONDS`. A worker whose machine left does not count, and its group is scored again by another one.
     """
 
     def __init__(self, function: ProcessFunction, *, max_workers: int, new_worker: NewWorker = new_process) -> None:
@@ -125,7 +125,7 @@ class WorkerPool:
         self._idle.clear()
 
     async def _acquire(self) -> Worker:
-        """Wait for an idle process, and start another one if calls wait for long. Raises RewardError."""
+        """Wait for an idle process, and start another one if the waiting time requires it. Raises RewardError."""
         while self._idle:
             worker = self._idle.pop()
             if worker.alive:
@@ -148,7 +148,7 @@ class WorkerPool:
                 waiter.cancel()
 
     def _observe(self) -> None:
-        """Count the time since the last observation, if a call has been waiting since then."""
+        """Add the time since the last observation to the waiting time, if a call has waited since then."""
         now = time.monotonic()
         if any(not waiter.done() for waiter in self._waiting):
             self._waited_seconds += now - self._observed

@@ -313,7 +313,7 @@ class TimedWorker:
 async def test_short_waits_that_return_with_every_batch_start_further_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As soon as calls have waited, in all batches since the last start, for as long as a start takes."""
+    """As soon as the waiting time of all batches since the last start has reached the duration of a start."""
     clock = SecondsByHand()
     monkeypatch.setattr(worker_pool, "time", clock)
     started: list[worker_process.Worker] = []
