@@ -142,10 +142,11 @@ class WorkerPool:
                 if not self._workers or self._waited_seconds >= self._start_seconds:
                     self._grow()
                 await asyncio.wait({waiter}, timeout=max(POLL_SECONDS, self._start_seconds - self._waited_seconds))
-            return waiter.result()
-        finally:
-            if not waiter.done():
-                waiter.cancel()
+        except BaseException:
+            if not waiter.cancel() and waiter.exception() is None:
+                self._release(waiter.result())
+            raise
+        return waiter.result()
 
     def _observe(self) -> None:
         """Add the time since the last observation to the waiting time, if a call has waited since then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -310,13 +311,10 @@ class TimedWorker:
     kill = leave
 
 
-async def test_short_waits_that_return_with_every_batch_start_further_processes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As soon as the waiting time of all batches since the last start has reached the duration of a start."""
-    clock = SecondsByHand()
-    monkeypatch.setattr(worker_pool, "time", clock)
-    started: list[worker_process.Worker] = []
+def timed_pool(
+    clock: SecondsByHand, started: list[worker_process.Worker], *, max_workers: int
+) -> worker_pool.WorkerPool:
+    """Return a pool of timed workers, which are added to `started`."""
 
     def start(
         function: worker_process.ProcessFunction, *, on_output: Callable[[bytes], None], further: bool
@@ -325,7 +323,17 @@ async def test_short_waits_that_return_with_every_batch_start_further_processes(
         return started[-1]
 
     function = worker_process.ProcessFunction(name="timed", options=RewardOptions(), memory_bytes=0)
-    pool = worker_pool.WorkerPool(function, max_workers=8, new_worker=start)
+    return worker_pool.WorkerPool(function, max_workers=max_workers, new_worker=start)
+
+
+async def test_short_waits_that_return_with_every_batch_start_further_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As soon as the waiting time of all batches since the last start has reached the duration of a start."""
+    clock = SecondsByHand()
+    monkeypatch.setattr(worker_pool, "time", clock)
+    started: list[worker_process.Worker] = []
+    pool = timed_pool(clock, started, max_workers=8)
     await pool.start()
     counts = []
     for _ in range(4):
@@ -335,6 +343,24 @@ async def test_short_waits_that_return_with_every_batch_start_further_processes(
         counts.append(len(started))
     pool.close()
     assert counts == [1, 1, 1, 2]
+
+
+async def test_a_call_that_is_cancelled_as_it_gets_a_process_returns_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call uses the process. No further process is needed."""
+    clock = SecondsByHand()
+    monkeypatch.setattr(worker_pool, "time", clock)
+    started: list[worker_process.Worker] = []
+    pool = timed_pool(clock, started, max_workers=1)
+    await pool.start()
+    completions = Completions(problem=problem(), texts=("a",))
+    holding, waiting = asyncio.create_task(pool(completions)), asyncio.create_task(pool(completions))
+    holding.add_done_callback(lambda _: waiting.cancel())
+    await asyncio.wait({holding, waiting})
+    assert waiting.cancelled()
+    with anyio.fail_after(10):
+        assert await pool(completions) == [(0.0,)]
+    pool.close()
+    assert len(started) == 1
 
 
 async def test_a_worker_inherits_no_descriptors(tmp_path: Path) -> None:
