@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import statistics
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -25,12 +27,18 @@ from msgspec import Struct
 from bench.fingerprint import ROOT, describe_fingerprint
 from bench.measurement import results_path
 from bench.tables import markdown, number, scale_of, unique
-from bench.trials import Method, Outcome, TrialBenchmark, merged, run_trial_benchmark
+from bench.trials import Accuracies, Method, Outcome, TrialBenchmark, merged, run_trial_benchmark
 
 NAME = "methods"
 COMMAND = "python -m bench methods"
-TARGETS = (0.7, 0.8)
-"""The tables name the first update that reaches each of these accuracies."""
+TARGET = 0.7
+"""The tables have the updates and the completions until this accuracy."""
+
+AFTER: Callable[[Outcome], Accuracies] = attrgetter("after")
+MEASURES: dict[str, Callable[[Outcome], Accuracies]] = {
+    "After training": AFTER,
+    "Averaged over the run": attrgetter("average"),
+}
 
 SAMPLES = "8"
 """k of the pass@k in the tables of methods that are evaluated with sampled completions."""
@@ -96,10 +104,11 @@ def table(found: Sequence[Outcome]) -> str:
 
 def _rows(mine: Sequence[Outcome]) -> str:
     seeds = sorted({trial.seed for one in mine for trial in one.trials})
-    heading = ["method", *(f"seed {seed}" for seed in seeds), "mean", "spread"]
+    heading = ["method", *(f"seed {seed}" for seed in seeds), "mean", "spread", "averaged over the run"]
     sampled = any(trial.pass_at for one in mine for trial in one.trials)
     heading += [f"pass@{SAMPLES}"] if sampled else []
-    heading += [*(f"updates to {target:.2f}" for target in TARGETS), "completions", "processor seconds", "peak memory"]
+    heading += [f"updates to {TARGET:.2f}", f"completions to {TARGET:.2f}"]
+    heading += ["completions", "processor seconds", "peak memory"]
     rows = []
     for one in mine:
         cells = {trial.seed: f"{trial.after:.3f}{'*' if trial.status else ''}" for trial in one.trials}
@@ -109,10 +118,12 @@ def _rows(mine: Sequence[Outcome]) -> str:
             [
                 _label(one),
                 *(cells.get(seed, "") for seed in seeds),
-                f"{one.mean:.3f}",
-                f"{one.spread:.3f}",
+                f"{one.after.mean:.3f}",
+                f"{one.after.spread:.3f}",
+                f"{one.average.mean:.3f} ({min(one.average.values):.3f} to {max(one.average.values):.3f})",
                 *([pass_at(one)] if sampled else []),
-                *(updates_to(one, target) for target in TARGETS),
+                until(one, TARGET, "step"),
+                until(one, TARGET, "rollouts"),
                 f"{rollouts:,.0f}",
                 f"{seconds:,.0f}",
                 _bytes(statistics.median(trial.peak_bytes for trial in one.trials)),
@@ -134,36 +145,39 @@ def _label(one: Outcome) -> str:
     return f"`{one.method.name}`" + (f" (`{chosen}`)" if chosen else "")
 
 
-def updates_to(one: Outcome, accuracy: float) -> str:
-    """Median number of updates to an accuracy over the seeds that reach it; how many do, if not all."""
+def until(one: Outcome, accuracy: float, unit: Literal["step", "rollouts"]) -> str:
+    """Median number of updates or completions to an accuracy over the seeds that reach it; how many do, if not all."""
     points = [trial.reached(accuracy) for trial in one.trials]
-    steps = [point.step for point in points if point is not None]
-    if not steps:
+    counts: list[int] = [getattr(point, unit) for point in points if point is not None]
+    if not counts:
         return "never"
-    share = "" if len(steps) == len(points) else f" ({len(steps)} of {len(points)} seeds)"
-    return f"{statistics.median(steps):,.0f}{share}"
+    share = "" if len(counts) == len(points) else f" ({len(counts)} of {len(points)} seeds)"
+    return f"{statistics.median(counts):,.0f}{share}"
 
 
 def statements(family: Family, mine: Sequence[Outcome], reference: Outcome | None) -> list[str]:
-    """Whether the best and the worst method of a family differ, and whether each differs from the reference."""
+    """For each measure, whether the best and the worst method of a family differ, and each from the reference."""
     found = []
-    if family.compare and len(mine) > 1:
-        ordered = sorted(mine, key=lambda one: one.mean)
-        found.append(f"Best and worst: {difference(ordered[-1], ordered[0])}.")
-    if family.contrast and reference is not None:
-        contrasts = [f"* {difference(reference, one)}." for one in mine if one is not reference]
-        found += ["\n".join(contrasts)] if contrasts else []
+    for measure, accuracies in MEASURES.items():
+        lines = []
+        if family.compare and len(mine) > 1:
+            worst, *_, best = sorted(mine, key=lambda one: accuracies(one).mean)
+            lines.append(f"* Best and worst: {difference(best, worst, accuracies)}.")
+        if family.contrast and reference is not None:
+            lines += [f"* {difference(reference, one, accuracies)}." for one in mine if one is not reference]
+        found += [f"{measure}:", "\n".join(lines)] if lines else []
     return found
 
 
-def difference(one: Outcome, other: Outcome) -> str:
+def difference(one: Outcome, other: Outcome, accuracies: Callable[[Outcome], Accuracies] = AFTER) -> str:
     """The difference of two means beside the two spreads, and whether it is larger than both."""
-    by = one.mean - other.mean
-    means = f"`{one.method.name}` {one.mean:.3f}, `{other.method.name}` {other.mean:.3f}: difference {by:.3f}"
-    if min(len(one.trials), len(other.trials)) < 2:
+    mine, others = accuracies(one), accuracies(other)
+    by = mine.mean - others.mean
+    means = f"`{one.method.name}` {mine.mean:.3f}, `{other.method.name}` {others.mean:.3f}: difference {by:.3f}"
+    if min(len(mine.values), len(others.values)) < 2:
         return f"{means}; one seed has no spread"
-    relation = "larger" if abs(by) > max(one.spread, other.spread) else "not larger"
-    return f"{means}, spreads {one.spread:.3f} and {other.spread:.3f}, {relation} than both"
+    relation = "larger" if abs(by) > max(mine.spread, others.spread) else "not larger"
+    return f"{means}, spreads {mine.spread:.3f} and {others.spread:.3f}, {relation} than both"
 
 
 def _closing(found: Sequence[Outcome]) -> str:
@@ -171,9 +185,10 @@ def _closing(found: Sequence[Outcome]) -> str:
     first = trials[0]
     note = (
         f"Profile `{first.flags[1]}`: held-out greedy accuracy after training ({first.before:.3f} before), for each "
-        "seed. Spread: from the lowest to the highest seed. Updates to an accuracy: the first evaluation that reaches "
-        "it; evaluations are listed in the results. Completions, processor seconds and peak memory of MLX arrays are "
-        "medians."
+        "seed. Spread: from the lowest to the highest seed. Averaged over the run: the area under the learning curve, "
+        "divided by the number of updates; mean, lowest and highest seed. Updates and completions to an accuracy: the "
+        "first evaluation that reaches it; evaluations are listed in the results. Numbers of completions, processor "
+        "seconds and peak memory of MLX arrays are medians."
     )
     failed = (
         " *: the run ended with an error; its last evaluation counts." if any(trial.status for trial in trials) else ""
@@ -203,8 +218,8 @@ def draw(found: Sequence[Outcome], target: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.26 * len(found)), layout="constrained")
     for row, one in enumerate(found):
         colour = palette[families.index(one.method.family) % len(palette)]
-        axes.plot(one.accuracies, [row] * len(one.trials), "o", color=colour, ms=4, alpha=0.7)
-        axes.plot([one.mean, one.mean], [row - 0.35, row + 0.35], color=colour, lw=1.5)
+        axes.plot(one.after.values, [row] * len(one.trials), "o", color=colour, ms=4, alpha=0.7)
+        axes.plot([one.after.mean, one.after.mean], [row - 0.35, row + 0.35], color=colour, lw=1.5)
     axes.set_yticks(range(len(found)), [one.method.name for one in found], fontsize=8)
     axes.set(xlim=(0, 1), ylim=(len(found) - 0.5, -0.5))
     axes.set_title("held-out accuracy after training, every seed and the mean", loc="left", fontsize=10)

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -101,9 +102,32 @@ class Trial(Struct, frozen=True, kw_only=True):
         """Held-out accuracy of the last evaluation."""
         return self.curve[-1].accuracy
 
+    @property
+    def average(self) -> float:
+        """Held-out accuracy averaged over the updates of the run: area under the learning curve, trapezoidal rule."""
+        updates = self.curve[-1].step - self.curve[0].step
+        areas = ((one.accuracy + other.accuracy) / 2 * (other.step - one.step) for one, other in pairwise(self.curve))
+        return sum(areas) / updates if updates else self.after
+
     def reached(self, accuracy: float) -> Point | None:
         """The first evaluation with at least this accuracy; None if there is none."""
         return next((point for point in self.curve if point.accuracy >= accuracy), None)
+
+
+class Accuracies(Struct, frozen=True):
+    """An accuracy of each seed."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean over the seeds."""
+        return statistics.mean(self.values)
+
+    @property
+    def spread(self) -> float:
+        """Distance from the lowest to the highest."""
+        return max(self.values) - min(self.values)
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -113,19 +137,14 @@ class Outcome(Struct, frozen=True, kw_only=True):
     trials: tuple[Trial, ...]
 
     @property
-    def accuracies(self) -> list[float]:
-        """Accuracy of each seed."""
-        return [trial.after for trial in self.trials]
+    def after(self) -> Accuracies:
+        """Accuracy after training."""
+        return Accuracies(tuple(trial.after for trial in self.trials))
 
     @property
-    def mean(self) -> float:
-        """Mean accuracy over the seeds."""
-        return statistics.mean(self.accuracies)
-
-    @property
-    def spread(self) -> float:
-        """Distance from the lowest to the highest accuracy."""
-        return max(self.accuracies) - min(self.accuracies)
+    def average(self) -> Accuracies:
+        """Accuracy averaged over the run."""
+        return Accuracies(tuple(trial.average for trial in self.trials))
 
 
 class Job(Struct, frozen=True, kw_only=True):
@@ -408,7 +427,7 @@ def chosen_flags(method: Method, common: Sequence[str], trials: Mapping[Key, Tri
 
     def rank(flags: tuple[str, ...]) -> tuple[float, float]:
         trial = trials.get((flags, SEARCH_SEED))
-        return (trial.after, statistics.mean(p.accuracy for p in trial.curve)) if trial else (-1.0, -1.0)
+        return (trial.after, trial.average) if trial else (-1.0, -1.0)
 
     return max((merged(common, method.flags, choice) for choice in method.choices), key=rank)
 

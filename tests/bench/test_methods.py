@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from bench import methods
-from bench.methods import DEFINITIONS, Family, difference, updates_to
+from bench.methods import DEFINITIONS, Family, difference, until
 from bench.trials import ALWAYS, QUICK, Method, Outcome, merged
 from clotho.config.flags import parse_arguments
 from clotho.config.keys import CHOICES
@@ -55,8 +56,13 @@ def test_deliberately_bad_settings_are_compared_with_the_profile() -> None:
     """Each statement has the difference of the means and both spreads."""
     family = Family(title="bad", methods={"bad": ""}, contrast=True)
     profile = outcome("profile", 0.8, 0.9)
-    (found,) = methods.statements(family, [profile, outcome("bad", 0.4, 0.5)], profile)
-    assert found == "* `profile` 0.850, `bad` 0.450: difference 0.400, spreads 0.100 and 0.100, larger than both."
+    found = methods.statements(family, [profile, outcome("bad", 0.4, 0.5)], profile)
+    assert found == [
+        "After training:",
+        "* `profile` 0.850, `bad` 0.450: difference 0.400, spreads 0.100 and 0.100, larger than both.",
+        "Averaged over the run:",
+        "* `profile` 0.500, `bad` 0.300: difference 0.200, spreads 0.050 and 0.050, larger than both.",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,17 +79,28 @@ def test_one_seed_has_no_spread() -> None:
 
 
 def test_best_and_worst_of_a_family_are_named() -> None:
-    """By mean accuracy."""
+    """By mean accuracy after training, and by mean accuracy over the run."""
     family = Family(title="objectives", methods={}, compare=True)
-    (found,) = methods.statements(family, [outcome("b", 0.8), outcome("a", 0.9), outcome("c", 0.6)], None)
-    assert found.startswith("Best and worst: `a` 0.900, `c` 0.600")
+    slow = outcome("slow", 0.9)
+    fast = Outcome(method=slow.method, trials=(made_trial([0.3, 0.8, 0.8]),))
+    fast = structs.replace(fast, method=structs.replace(slow.method, name="fast"))
+    _, after, _, average = methods.statements(family, [slow, fast, outcome("worst", 0.6)], None)
+    assert after.startswith("* Best and worst: `slow` 0.900, `worst` 0.600")
+    assert average.startswith("* Best and worst: `fast` 0.675, `worst` 0.375")
 
 
-def test_updates_to_an_accuracy_are_medians_of_the_seeds_that_reach_it() -> None:
+def test_the_average_over_a_run_is_the_area_under_its_learning_curve() -> None:
+    """Divided by the number of updates. A curve of one evaluation has its accuracy."""
+    assert made_trial([0.2, 0.6, 0.8]).average == pytest.approx((0.4 * 10 + 0.7 * 10) / 20)
+    assert made_trial([0.2]).average == 0.2
+
+
+def test_updates_and_completions_to_an_accuracy_are_medians_of_the_seeds_that_reach_it() -> None:
     """The cell says how many do, if not all."""
-    assert updates_to(outcome("a", 0.8, 0.9), 0.7) == "20"
-    assert updates_to(outcome("a", 0.8, 0.6), 0.7) == "20 (1 of 2 seeds)"
-    assert updates_to(outcome("a", 0.2), 0.7) == "never"
+    assert until(outcome("a", 0.8, 0.9), 0.7, "step") == "20"
+    assert until(outcome("a", 0.8, 0.9), 0.7, "rollouts") == "160"
+    assert until(outcome("a", 0.8, 0.6), 0.7, "step") == "20 (1 of 2 seeds)"
+    assert until(outcome("a", 0.2), 0.7, "step") == "never"
 
 
 def test_the_table_has_a_row_per_method_and_marks_failed_runs() -> None:
@@ -91,8 +108,11 @@ def test_the_table_has_a_row_per_method_and_marks_failed_runs() -> None:
     family = DEFINITIONS.families[0].title
     lines = methods.table([outcome("grpo", 0.8, 0.9), outcome("gspo", 0.5, 0.6, status=1)]).splitlines()
     assert lines[0] == f"**{family}**"
-    assert "| `grpo` | 0.800 | 0.900 | 0.850 | 0.100 | 20 | 20 | 160 | 11 | 5 MB |" in lines
-    assert "| `gspo` | 0.500* | 0.600* | 0.550 | 0.100 | never | never | 160 | 11 | 5 MB |" in lines
+    assert "| `grpo` | 0.800 | 0.900 | 0.850 | 0.100 | 0.500 (0.475 to 0.525) | 20 | 160 | 160 | 11 | 5 MB |" in lines
+    assert (
+        "| `gspo` | 0.500* | 0.600* | 0.550 | 0.100 | 0.350 (0.325 to 0.375) | never | never | 160 | 11 | 5 MB |"
+        in lines
+    )
     assert "*: the run ended with an error" in lines[-3]
     assert sum(line.startswith("**") for line in lines) == 1
 

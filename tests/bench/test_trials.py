@@ -234,7 +234,7 @@ def test_the_best_choice_is_found_with_a_seed_that_is_not_measured(tmp_path: Pat
     run(made := MadeRuns(), plan(path, method))
     assert made.seeds() == [SEARCH_SEED] * 3 + [0, 1]
     (found,) = trials.outcomes([method], COMMON, path)
-    assert found.accuracies == [0.6, 0.6]
+    assert found.after.values == (0.6, 0.6)
 
 
 def test_a_flag_of_a_method_replaces_the_common_flag() -> None:
@@ -254,7 +254,7 @@ def test_the_list_of_missing_runs_has_an_estimate_of_the_time(tmp_path: Path) ->
 
 def outcome_names(found: Sequence[Outcome]) -> str:
     """A short table."""
-    return " ".join(f"{one.method.name} {one.mean:.1f}" for one in found)
+    return " ".join(f"{one.method.name} {one.after.mean:.1f}" for one in found)
 
 
 def test_the_command_line_selects_methods_and_seeds(
