@@ -191,7 +191,8 @@ class RunSummary(Struct, frozen=True, kw_only=True):
 
     steps: number of batches consumed. planned_steps: number of batches of the complete run.
     training_seconds: time from the first prompt to the last update. update_seconds: total time of updates since the run
-    began. evaluation_seconds: total time of evaluations. total_seconds: duration of this process.
+    began. evaluation_seconds: total time of the evaluations between updates; other_evaluation_seconds: of those before
+    and after training. total_seconds: duration of this process.
     base_model: directory or repository. adapter: the adapter directory, which mlx-lm loads.
     best: the checkpoint with the highest held-out accuracy; None without evaluations. best_path: its directory.
     resume_command: command line that continues the run.
@@ -210,6 +211,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     training_seconds: float
     update_seconds: float
     evaluation_seconds: float
+    other_evaluation_seconds: float
     total_seconds: float
     base_model: str
     adapter: str

@@ -106,8 +106,9 @@ def _speed_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
     yield (
         "time",
         f"training {duration(summary.training_seconds)} (decoding {duration(gauges.decode_seconds)}; updates "
-        f"{duration(summary.update_seconds)}, with decoding between their turns), evaluation "
-        f"{duration(summary.evaluation_seconds)}, total {duration(summary.total_seconds)}",
+        f"{duration(summary.update_seconds)}, with decoding between their turns; evaluation "
+        f"{duration(summary.evaluation_seconds)}), evaluation before and after "
+        f"{duration(summary.other_evaluation_seconds)}, total {duration(summary.total_seconds)}",
     )
     rate = gauges.tokens_sampled / summary.total_seconds if summary.total_seconds > 0 else None
     yield (

@@ -214,6 +214,7 @@ class RunMonitor:
         context, progress = self._context, self._context.progress
         first = next((report for report in context.evaluations if report.step == 0 and not report.final), None)
         last = next((report for report in context.evaluations if report.final), None)
+        between = [report for report in context.evaluations if report.step > 0 and not report.final]
         return RunSummary(
             steps=progress.step,
             planned_steps=context.profile.steps,
@@ -224,7 +225,8 @@ class RunMonitor:
             gauges=self.gauges(),
             training_seconds=progress.last_update - progress.began,
             update_seconds=progress.train_seconds,
-            evaluation_seconds=sum(report.seconds for report in context.evaluations),
+            evaluation_seconds=sum(report.seconds for report in between),
+            other_evaluation_seconds=sum(report.seconds for report in context.evaluations if report not in between),
             total_seconds=time.monotonic() - self._began,
             base_model=relative_path(context.profile.model.path),
             adapter=relative_path(context.directory.adapters),

@@ -62,7 +62,8 @@ def summary(*, measured: bool = True) -> RunSummary:
         gauges=GAUGES,
         training_seconds=100.0,
         update_seconds=40.0,
-        evaluation_seconds=12.0,
+        evaluation_seconds=8.0,
+        other_evaluation_seconds=4.0,
         total_seconds=125.0,
         base_model="/models/my base",
         adapter="runs/local-m3/adapters",
@@ -95,7 +96,8 @@ def test_the_summary_has_accuracy_groups_timings_and_commands(encoding: str) -> 
     for expected in (
         "prompted 800 = trained 612 + discarded 188 + carried over 0",
         "stale 8, zero_variance 180",
-        "training 1:40 (decoding 0:08; updates 0:40, with decoding between their turns), evaluation 0:12, total 2:05",
+        "training 1:40 (decoding 0:08; updates 0:40, with decoding between their turns; evaluation 0:08), evaluation "
+        "before and after 0:04, total 2:05",
         "988 tokens/s over the whole run; decoding alone 2000, during updates 1100 in 52 % of the time",
         "9, median 0.5 ms, longest 2 ms",
         "mlx_lm.chat --model '/models/my base' --adapter-path runs/local-m3/adapters\n",
