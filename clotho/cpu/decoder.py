@@ -31,6 +31,7 @@ from clotho.cpu.decoder_layers import (
 )
 from clotho.cpu.interface import DraftedTokens, RowAdapter
 from clotho.cpu.layers import rope_frequencies
+from clotho.cpu.row_runs import RowRun
 
 
 class SharedPrompt(NamedTuple):
@@ -41,45 +42,76 @@ class SharedPrompt(NamedTuple):
     tokens: int
 
 
+class AttentionRun(NamedTuple):
+    """A run of rows, which attend to their columns and to the prompts that they share.
+
+    shared: groups of these rows. mask_B_Q_S: `MASKED_SCORE` at keys that a query cannot attend to, else 0; prompts
+    first, then columns; Q is R, or 1 for all queries. None: every query attends to every key.
+    """
+
+    run: RowRun
+    shared: list[SharedPrompt]
+    mask_B_Q_S: Floats | None
+
+
+class RunAttention:
+    """Attention of a run of rows: its views of the queries and results of a step, and its scores.
+
+    Scores of prompts and columns are contiguous, so that one softmax normalises them.
+    """
+
+    def __init__(
+        self, one: AttentionRun, query_K_B_R_D: Floats, result_K_B_R_D: Floats, weight_K_B_R_1: Floats
+    ) -> None:
+        (self._rows, self._columns), self._mask_B_Q_S = one.run, one.mask_B_Q_S
+        self._query_K_B_R_D, self._result_K_B_R_D = query_K_B_R_D[:, self._rows], result_K_B_R_D[:, self._rows]
+        self._weight_K_B_R_1 = weight_K_B_R_1[:, self._rows]
+        K, B, R, D = self._query_K_B_R_D.shape
+        longest = max((prompt.tokens for prompt in one.shared), default=0)
+        # Zeros, because scores that no product writes must be finite.
+        self._score_K_B_R_S = np.zeros((K, B, R, longest + self._columns), np.float32)
+        self._column_score_K_B_R_C = self._score_K_B_R_S[..., longest:]
+        self._shared = []
+        for key, rows, tokens in one.shared:
+            mine = slice(rows.start - self._rows.start, rows.stop - self._rows.start)
+            score_K_Q_S = self._score_K_B_R_S[:, mine].reshape(K, -1, longest + self._columns)
+            query_K_Q_D, result_K_Q_D = query_K_B_R_D[:, rows].reshape(K, -1, D), result_K_B_R_D[:, rows]
+            self._shared.append((key, query_K_Q_D, score_K_Q_S[..., :tokens], result_K_Q_D.reshape(K, -1, D)))
+
+    def attend(self, keys_K_B_C_D: Floats, values_K_B_C_D: Floats, prompts: dict[int, tuple[Floats, Floats]]) -> None:
+        """Write the weighted sums of values, and the sums of the weights."""
+        newest = slice(keys_K_B_C_D.shape[2] - self._columns, None)
+        keys_K_B_C_D, values_K_B_C_D = keys_K_B_C_D[:, self._rows, newest], values_K_B_C_D[:, self._rows, newest]
+        score_K_B_R_S = self._score_K_B_R_S
+        np.matmul(self._query_K_B_R_D, keys_K_B_C_D.swapaxes(-1, -2), out=self._column_score_K_B_R_C)
+        for key, query_K_Q_D, score_K_Q_P, _ in self._shared:
+            np.matmul(query_K_Q_D, prompts[key][0].swapaxes(-1, -2), out=score_K_Q_P)
+        if self._mask_B_Q_S is not None:
+            score_K_B_R_S += self._mask_B_Q_S
+        score_K_B_R_S -= score_K_B_R_S.max(axis=-1, keepdims=True)
+        np.exp(score_K_B_R_S, out=score_K_B_R_S)
+        np.matmul(self._column_score_K_B_R_C, values_K_B_C_D, out=self._result_K_B_R_D)
+        for key, _, score_K_Q_P, result_K_Q_D in self._shared:
+            result_K_Q_D += np.matmul(score_K_Q_P, prompts[key][1])
+        np.sum(score_K_B_R_S, axis=-1, keepdims=True, out=self._weight_K_B_R_1)
+
+
 class DecodeAttention:
     """Attention of one decode step: one query per row over its KV cache columns and over the prompt it shares.
 
-    G rows that share a prompt attend to it in one matrix product with G times the queries, and its keys are stored once
-    (Hydragen, arXiv:2402.05099). Scores of both kinds are contiguous, so that one softmax normalises them. The buffers
-    for queries, scores and results are reused by all layers.
+    Rows are divided into runs of similar length (`AttentionRun`), so that short rows do not compute the columns of long
+    ones. G rows of a run that share a prompt attend to it in one matrix product with G times the queries, and its keys
+    are stored once (Hydragen, arXiv:2402.05099). The buffers for queries, scores and results are reused by all layers.
 
     Axes: K key heads, B rows, R query heads per key head, D size; S scores, of shared prompts first, then of columns.
     """
 
-    def __init__(
-        self,
-        shape_K_B_R_D: tuple[int, int, int, int],
-        *,
-        shared: list[SharedPrompt],
-        columns: int,
-        mask_B_Q_S: Floats | None,
-    ) -> None:
-        """columns: number of visible columns.
-
-        mask_B_Q_S: `MASKED_SCORE` at keys that a query cannot attend to, else 0; Q is R, or 1 for all queries.
-        """
-        K, B, R, D = shape_K_B_R_D
-        longest = max((one.tokens for one in shared), default=0)
+    def __init__(self, shape_K_B_R_D: tuple[int, int, int, int], runs: Sequence[AttentionRun]) -> None:
+        K, B, R, _ = shape_K_B_R_D
         self.query_K_B_R_D = np.empty(shape_K_B_R_D, np.float32)
         self.result_K_B_R_D = np.empty(shape_K_B_R_D, np.float32)
-        # Zeros, because scores that no product writes must be finite.
-        self._score_K_B_R_S = np.zeros((K, B, R, longest + columns), np.float32)
-        self._column_score_K_B_R_C = self._score_K_B_R_S[..., longest:]
-        self._mask_B_Q_S = mask_B_Q_S
-        self._shared = [
-            (
-                one.key,
-                self.query_K_B_R_D[:, one.rows].reshape(K, -1, D),
-                self._score_K_B_R_S[:, one.rows].reshape(K, -1, longest + columns)[..., : one.tokens],
-                self.result_K_B_R_D[:, one.rows].reshape(K, -1, D),
-            )
-            for one in shared
-        ]
+        self._weight_K_B_R_1 = np.empty((K, B, R, 1), np.float32)
+        self._runs = [RunAttention(one, self.query_K_B_R_D, self.result_K_B_R_D, self._weight_K_B_R_1) for one in runs]
 
     def attend(
         self, keys_K_B_C_D: Floats, values_K_B_C_D: Floats, prompts: dict[int, tuple[Floats, Floats]]
@@ -88,18 +120,9 @@ class DecodeAttention:
 
         Reads the scaled queries from `query_K_B_R_D`. prompts: keys and values, (K, tokens, D), by `SharedPrompt.key`.
         """
-        score_K_B_R_S = self._score_K_B_R_S
-        np.matmul(self.query_K_B_R_D, keys_K_B_C_D.swapaxes(-1, -2), out=self._column_score_K_B_R_C)
-        for key, query_K_Q_D, score_K_Q_P, _ in self._shared:
-            np.matmul(query_K_Q_D, prompts[key][0].swapaxes(-1, -2), out=score_K_Q_P)
-        if self._mask_B_Q_S is not None:
-            score_K_B_R_S += self._mask_B_Q_S
-        score_K_B_R_S -= score_K_B_R_S.max(axis=-1, keepdims=True)
-        np.exp(score_K_B_R_S, out=score_K_B_R_S)
-        np.matmul(self._column_score_K_B_R_C, values_K_B_C_D, out=self.result_K_B_R_D)
-        for key, _, score_K_Q_P, result_K_Q_D in self._shared:
-            result_K_Q_D += np.matmul(score_K_Q_P, prompts[key][1])
-        return self.result_K_B_R_D, score_K_B_R_S.sum(axis=-1, keepdims=True)
+        for run in self._runs:
+            run.attend(keys_K_B_C_D, values_K_B_C_D, prompts)
+        return self.result_K_B_R_D, self._weight_K_B_R_1
 
     def put_queries(self, queries_B_K_R_D: Floats, scale: np.float32) -> None:
         """Store the scaled queries of the step."""
@@ -134,7 +157,7 @@ class VerifyAttention(DecodeAttention):
         """start_B: column of the newest token of each row, counted from the first visible column."""
         (K, B, R, D), T = shape_K_B_R_D, tokens.width
         mask_B_Q_S = np.repeat(mask_B_T_S, R, axis=1)
-        super().__init__((K, B, T * R, D), shared=shared, columns=columns, mask_B_Q_S=mask_B_Q_S)
+        super().__init__((K, B, T * R, D), [AttentionRun(RowRun(slice(0, B), columns), shared, mask_B_Q_S)])
         self.query_K_B_R_D[:] = 0.0
         self._shape_K_B_T_R_D = (K, B, T, R, D)
         self._row_N, self._index_N = tokens.row_N, tokens.index_N

@@ -10,20 +10,27 @@ lags behind the column that is written next. The columns are aligned again when 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from clotho.cpu.blas import Floats
-from clotho.cpu.decoder import DecodeAttention, HostDecoder, LayerCaches, SharedPrompt, VerifyAttention
+from clotho.cpu.decoder import AttentionRun, DecodeAttention, HostDecoder, LayerCaches, SharedPrompt, VerifyAttention
 from clotho.cpu.decoder_layers import as_numpy
 from clotho.cpu.interface import DraftedTokens, PrefilledPrompt, spare_columns
 from clotho.cpu.layers import MASKED_SCORE
+from clotho.cpu.row_runs import RowRun, even_runs, longest_first, wasted
 
 MIN_SHARED_TOKENS = 256
 """Minimum number of copied prompt tokens that sharing must save, because it needs more matrix products."""
+
+MIN_SAVED_SCORES = 2048
+"""Minimum number of scores that another run of rows must save, because it needs more NumPy calls."""
+
+MIN_FULL = 0.25
+"""Buffers of which the rows need a smaller share are replaced by smaller ones when slots are removed."""
 
 NOT_SHARED = -1
 
@@ -31,15 +38,15 @@ NOT_SHARED = -1
 class HostKVCache:
     """KV caches of `rows` slots of a decoder.
 
-    column: index of the next column to write. capacity: number of columns of the buffers. prompt_B: key of the prompt
-    that a row shares, or NOT_SHARED; the tokens of a shared prompt are in no column.
+    column: index of the next column to write. capacity: number of columns of the buffers, which can have room for more
+    slots. prompt_B: key of the prompt that a row shares, or NOT_SHARED; the tokens of a shared prompt are in no column.
     """
 
     arrays: Sequence[mx.array] = ()
     computes_tokens_as_rows = True
 
     def __init__(self, decoder: HostDecoder, rows: int) -> None:
-        self.rows = rows
+        self.rows = self._room = rows
         self._lag_B = np.zeros(rows, dtype=np.int64)
         self.column = self.capacity = 0
         self.prompt_B = np.full(rows, NOT_SHARED, dtype=np.int64)
@@ -53,7 +60,7 @@ class HostKVCache:
     @property
     def tokens(self) -> int:
         """Number of tokens that the buffers of a layer hold, shared prompts included."""
-        return self.rows * self.capacity + sum(map(_tokens, self._prompts.values()))
+        return self._room * self.capacity + sum(map(_tokens, self._prompts.values()))
 
     def has_room(self, prompts: Sequence[PrefilledPrompt]) -> bool:
         """Whether the prompts fit to the left of the current column."""
@@ -91,7 +98,29 @@ class HostKVCache:
         self.rows = len(slots)
         self._drop_unused_prompts()
         longest = int(self._held(positions_N).max(initial=0))
-        self._move_columns(longest, longest, list(slots))
+        is_full = self.rows * (longest + spare_columns(longest)) >= MIN_FULL * self._room * self.capacity
+        if is_full and not self.is_lagging:
+            self._move_rows(slots, slice(self.column - longest, self.column))
+        else:
+            self._room = self.rows
+            self._move_columns(longest, longest, list(slots))
+
+    def _move_rows(self, slots: Sequence[int], columns: slice) -> None:
+        """Move the columns of slots to the first slots, in this order, in the same buffers."""
+        moved = np.flatnonzero(np.asarray(slots) != np.arange(len(slots)))
+        if len(moved):
+            first, last = int(moved[0]), int(moved[-1]) + 1
+            for held in (held for layer in self._columns for held in layer):
+                held[:, first:last, columns] = held[:, list(slots[first:last]), columns]
+        self._lag_B = np.zeros(self.rows, dtype=np.int64)
+
+    def ordered(self, slots: NDArray[np.int64], positions_B: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Return slots with `positions_B` tokens in the order in which their steps compute least."""
+        return longest_first(slots, self._held(positions_B)[slots] + 1)
+
+    def waste(self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_]) -> float:
+        """Return the share of a step that free slots and the order of the live ones waste."""
+        return wasted(self._held(positions_B) + 1, live_B, MIN_SAVED_SCORES)
 
     def grow(self, rows: int) -> None:
         """Append empty slots."""
@@ -99,7 +128,9 @@ class HostKVCache:
         self._lag_B = np.append(self._lag_B, np.zeros(rows, dtype=np.int64))
         self.rows += rows
         self._shared = None
-        self._columns = [(self._grown(keys), self._grown(values)) for keys, values in self._columns]
+        if self.rows > self._room:
+            self._room = self.rows
+            self._columns = [(self._grown(keys), self._grown(values)) for keys, values in self._columns]
 
     def clear(self, slot: int) -> None:
         """Zero a slot. NaN or inf in masked positions would spread, since 0 * NaN = NaN."""
@@ -116,7 +147,7 @@ class HostKVCache:
         if self.column >= self.capacity or self.is_lagging:
             self._move_columns(longest, longest)
         first, last = self.column - longest, self.column + 1
-        attention = self._attention(np.minimum(held_B, longest), longest + 1, due_B)
+        attention = self._attention(np.minimum(held_B, longest), due_B)
         layers = self._layers(attention, slice(first, last))
         self.column = last
         return self._decoder.logits(np.array(token_B), positions_B, layers)
@@ -124,7 +155,9 @@ class HostKVCache:
     def _layers(self, attention: DecodeAttention, columns: slice) -> LayerCaches:
         return LayerCaches(
             attention=attention,
-            columns=[(keys[:, :, columns], values[:, :, columns]) for keys, values in self._columns],
+            columns=[
+                (keys[:, : self.rows, columns], values[:, : self.rows, columns]) for keys, values in self._columns
+            ],
             prompts=[{key: layers[n] for key, layers in self._prompts.items()} for n in range(len(self._columns))],
         )
 
@@ -181,17 +214,20 @@ class HostKVCache:
             self.column = int(end_B[count_B > 0].max())
             self._lag_B = np.where(count_B > 0, self.column - end_B, 0)
 
-    def _attention(self, held_B: NDArray[np.int32], columns: int, due_B: NDArray[np.bool_]) -> DecodeAttention:
+    def _attention(self, held_B: NDArray[np.int32], due_B: NDArray[np.bool_]) -> DecodeAttention:
         """Compute which keys each row attends to. Rows that are not due attend to their newest token."""
-        shared = self._shared_groups()
-        longest = max((one.tokens for one in shared), default=0)
-        tokens_B = self._shared_tokens()
-        mask_B_S = np.zeros((self.rows, longest + columns), np.float32)
-        mask_B_S[:, :longest][np.arange(longest) >= tokens_B[:, None]] = MASKED_SCORE
-        mask_B_S[:, longest:][np.arange(columns)[::-1] > held_B[:, None]] = MASKED_SCORE
-        any_masked = bool((tokens_B[due_B] < longest).any() or (held_B[due_B] < columns - 1).any())
-        shape_K_B_R_D, mask_B_1_S = self._decoder.query_shape(self.rows), mask_B_S[:, None] if any_masked else None
-        return DecodeAttention(shape_K_B_R_D, shared=shared, columns=columns, mask_B_Q_S=mask_B_1_S)
+        runs = [self._run(run, held_B[run.rows], due_B[run.rows]) for run in even_runs(held_B + 1, MIN_SAVED_SCORES)]
+        return DecodeAttention(self._decoder.query_shape(self.rows), runs)
+
+    def _run(self, run: RowRun, held_B: NDArray[np.int32], due_B: NDArray[np.bool_]) -> AttentionRun:
+        columns, shared = run.columns, list(_within(self._shared_groups(), run.rows))
+        longest, tokens_B = max((one.tokens for one in shared), default=0), self._shared_tokens()[run.rows]
+        mask_B_S = None
+        if (tokens_B[due_B] < longest).any() or (held_B[due_B] < columns - 1).any():
+            mask_B_S = np.zeros((len(held_B), longest + columns), np.float32)
+            mask_B_S[:, :longest][np.arange(longest) >= tokens_B[:, None]] = MASKED_SCORE
+            mask_B_S[:, longest:][np.arange(columns)[::-1] > held_B[:, None]] = MASKED_SCORE
+        return AttentionRun(run, shared, None if mask_B_S is None else mask_B_S[:, None])
 
     def _held(self, positions_B: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return how many tokens each row has in columns."""
@@ -220,28 +256,41 @@ class HostKVCache:
         self._prompts = {key: layers for key, layers in self._prompts.items() if key in used}
 
     def _move_columns(self, longest: int, column: int, slots: list[int] | None = None) -> None:
-        """Move the columns of rows with up to `longest` tokens so that they end before `column`."""
-        kept = min(longest, self.column)
+        """Move the columns of rows with up to `longest` tokens so that they end before `column`.
+
+        The new buffers have room for more slots only as far as they do not become larger.
+        """
+        kept, tokens = min(longest, self.column), self._room * self.capacity
         start, stop = self.column - kept, self.column
         self.capacity = column + spare_columns(column)
-        rows, lag_B = slice(None) if slots is None else slots, self._lag_B if self.is_lagging else None
+        self._room = max(self.rows, min(self._room, tokens // self.capacity))
+        rows, lag_B = slice(self.rows) if slots is None else slots, self._lag_B if self.is_lagging else None
 
         def moved_columns(held: Floats) -> Floats:
-            moved = _zeros(self._decoder, self.rows, self.capacity)
+            moved = _zeros(self._decoder, self._room, self.capacity)
+            target = moved[:, : self.rows, column - kept : column]
             if lag_B is None:
-                moved[:, :, column - kept : column] = held[:, rows, start:stop]
+                target[:] = held[:, rows, start:stop]
             else:
                 column_B_C = np.maximum(np.arange(start, stop) - lag_B[rows, None], 0)
-                moved[:, :, column - kept : column] = np.take_along_axis(held[:, rows], column_B_C[None, ..., None], 2)
+                target[:] = np.take_along_axis(held[:, rows], column_B_C[None, ..., None], 2)
             return moved
 
         self._columns = [(moved_columns(keys), moved_columns(values)) for keys, values in self._columns]
         self.column, self._lag_B = column, np.zeros(self.rows, dtype=np.int64)
 
     def _grown(self, held: Floats) -> Floats:
-        grown = _zeros(self._decoder, self.rows, held.shape[2])
+        grown = _zeros(self._decoder, self._room, held.shape[2])
         grown[:, : held.shape[1]] = held
         return grown
+
+
+def _within(groups: Sequence[SharedPrompt], rows: slice) -> Iterator[SharedPrompt]:
+    """Yield the groups of these rows; of a group that extends beyond them, the part within."""
+    for one in groups:
+        start, stop = max(one.rows.start, rows.start), min(one.rows.stop, rows.stop)
+        if start < stop:
+            yield one._replace(rows=slice(start, stop))
 
 
 def _tokens(layers: list[tuple[Floats, Floats]]) -> int:

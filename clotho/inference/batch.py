@@ -227,7 +227,7 @@ def _supports(supports: Supports, at_N: NDArray[np.int64]) -> dict[int, bytes]:
 
 
 MAX_WASTE = 1.0
-"""The KV cache is compacted once free slots have wasted this many steps' worth of computation."""
+"""The KV cache is compacted once free slots and their order have wasted this many steps' worth of computation."""
 
 
 class Batch:
@@ -344,21 +344,21 @@ class Batch:
         self._cache = None
 
     def compact(self) -> None:
-        """Remove free slots once they have wasted as much computation as a copy of the KV cache costs."""
-        running = self.table.running
-        free = self.slots - running
-        if self._cache is None or not free or not running:
+        """Remove free slots and order the others once that saves as much as a copy of the KV cache costs."""
+        if self._cache is None or not self.table.running:
             return
-        self._waste += free / self.slots
+        self._waste += self._cache.waste(self.table.positions, self.table.live)
         if self._waste >= MAX_WASTE:
             self._compact()
 
     def _compact(self) -> None:
-        """Copy the KV cache without free slots, if there are any and a row is live."""
+        """Copy the KV cache without free slots and in the best order, unless no row is live or nothing changes."""
         running, slots = self.table.running, self.slots
-        if self._cache is None or not running or running == slots:
+        if self._cache is None or not running:
             return
-        keep = np.flatnonzero(self.table.live)
+        keep = self._cache.ordered(np.flatnonzero(self.table.live), self.table.positions)
+        if np.array_equal(keep, np.arange(slots)):
+            return
         self.table.take(keep.tolist())
         self._cache.take(keep.tolist(), self.table.positions)
         moved = np.full(slots, -1, dtype=np.int64)

@@ -13,6 +13,7 @@ tokens; the tokens of a shared prompt are in no column.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from mlx_lm.models.cache import ArraysCache
 from numpy.typing import NDArray
 
 from clotho.cpu.interface import PrefilledPrompt, spare_columns
+from clotho.cpu.row_runs import RowRun, even_runs, longest_first, min_saved_scores, wasted
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf, evaluation_mode, set_state
 from clotho.inference.shared_prompts import PromptArrays, SharedPrompts, grouped_attention
 from clotho.models.attention import install_cache_attention
@@ -37,37 +39,32 @@ class Ahead(NamedTuple):
     columns: int
 
 
-MIN_SAVED_BYTES = {"cpu": 2**21, "gpu": 2**23}
-"""Minimum number of bytes of keys and values per layer that shared prompts must save in a step: rows beyond the first x
-tokens x bytes of a token, summed over the prompts that join.
-
-Shared prompts need eleven more kernels per layer. On the CPU device, steps take equally long at about 2 MiB, and 12 %
-less time at 7 MiB (4 prompts of 256 tokens x 8 rows, 6 layers of width 256). The value for a GPU is computed: on an M4
-Max, eleven kernels of 2 microseconds take as long as reading 8 MiB at 70 % of the bandwidth; on an M3, 1.5 MiB.
-"""
-
-
 class ColumnState:
     """The columns of all layers with the same attention window.
 
     window: maximum number of tokens that a layer attends to, the newest included; None = all. prompts: shared prompts
     of these layers; None = every row has a copy of its prompt. limit: maximum number of columns to allocate for tokens
     that rows can still sample. column: index of the next column to write. capacity: number of columns of the buffers.
+    runs: the rows of the present step, divided by length; with a window, or for a verification, one run. min_saved: see
+    `even_runs`.
     """
 
     def __init__(self, layout: CacheLayout, window: int | None) -> None:
         self.window = window
         self.prompts: SharedPrompts | None = None
         self._layout = layout
+        self.min_saved = min_saved_scores(layout.token_bytes) if window is None else sys.maxsize
         self.capacity = 0
         self.column = 0
         self.caches: list[LayerKVCache] = []
         self.first = 0
+        self.runs: list[RowRun] = []
         self.offset_B = mx.array([0])
         self._held_B: NDArray[np.int32] = np.zeros(1, dtype=np.int32)
         self._uniform = True
         self._masks: dict[int | None, mx.array | None] = {}
         self._biases: dict[mx.Dtype, mx.array] = {}
+        self._run_masks: dict[int, tuple[mx.array, list[mx.array]]] = {}
 
     def visible(self, tokens: int) -> int:
         """Return how many of a row's `tokens` a layer attends to."""
@@ -115,7 +112,8 @@ class ColumnState:
         self.offset_B = offset_B
         self._held_B = held_B
         self._uniform = bool((held_B[live_B] >= self.visible(longest + 1) - 1).all())
-        self._masks, self._biases = {}, {}
+        self._masks, self._biases, self._run_masks = {}, {}, {}
+        self.runs = even_runs(np.minimum(held_B + 1, self.visible(longest + 1)), self.min_saved)
         if self.prompts is not None:
             self.prompts.begin(live_B)
 
@@ -135,6 +133,13 @@ class ColumnState:
         if key not in self._masks:
             self._masks[key] = self._new_mask(extent, key)
         return self._masks[key]
+
+    def masks_by_run(self, mask: mx.array | None) -> Sequence[mx.array | None]:
+        """Return the parts of a mask of this step that concern each run; the same arrays in every layer."""
+        if mask is not None and id(mask) not in self._run_masks:
+            parts = [mx.contiguous(mask[run.rows, ..., mask.shape[-1] - run.columns :]) for run in self.runs]
+            self._run_masks[id(mask)] = mask, parts
+        return [None] * len(self.runs) if mask is None else self._run_masks[id(mask)][1]
 
     def _new_mask(self, extent: int, window: int | None) -> mx.array:
         age_C = mx.arange(extent - 1, -1, -1)
@@ -219,17 +224,27 @@ class LayerKVCache:
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | None
     ) -> mx.array | None:
-        """Compute attention over shared prompts and own columns; None if no prompt is shared, so that mlx-lm does it.
+        """Compute attention over shared prompts and own columns, by run; None if mlx-lm should do it.
 
-        The mask is not used: `ColumnState.bias` and the prompts' lengths replace it.
+        With shared prompts, the mask is not used: `ColumnState.bias` and the prompts' lengths replace it.
         """
-        shared = self.columns.prompts
+        shared, runs = self.columns.prompts, self.columns.runs
         if shared is None or self.prompts is None:
-            return None
+            return None if len(runs) == 1 else self._attend_by_run(queries, keys, values, scale, mask)
         key_heads = keys.shape[1]
         indices = shared.indices(key_heads, queries.shape[1] // key_heads, queries.dtype)
         bias_B_C = self.columns.bias(queries.dtype)
-        return grouped_attention(queries, (keys, values), self.prompts, indices, bias_B_C, scale)
+        return grouped_attention(queries, (keys, values), self.prompts, indices, bias_B_C, scale, runs)
+
+    def _attend_by_run(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None
+    ) -> mx.array:
+        parts = []
+        for (rows, columns), part_mask in zip(self.columns.runs, self.columns.masks_by_run(mask), strict=True):
+            newest = slice(keys.shape[2] - columns, None)
+            own = keys[rows, :, newest], values[rows, :, newest]
+            parts.append(mx.fast.scaled_dot_product_attention(queries[rows], *own, scale=scale, mask=part_mask))
+        return mx.concatenate(parts, axis=0)
 
     def write(self, slots: slice, keys: mx.array, values: mx.array) -> None:
         """Store the keys and values of a prompt, (1, heads, tokens, size), to the left of the current column."""
@@ -276,7 +291,7 @@ class BatchKVCache:
         self.leaves: list[Any] = [self._make(leaf, layer_type) for leaf in layout.leaves]
         self.nested = layout.nest(self.leaves)
         self._limit = limit
-        self._shares = False
+        self._shares = self._divides = False
 
     def _make(self, leaf: AttentionLeaf | StateLeaf, layer_type: type[LayerKVCache]) -> Any:
         if isinstance(leaf, StateLeaf):
@@ -321,11 +336,8 @@ class BatchKVCache:
         reserved, and so do all others.
         """
         shared = [prompt for prompt in prompts if _can_be_shared(prompt)]
-        if not shared or not self.layout.shares_prompts:
-            return False
-        where = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"
-        saved = sum((prompt.rows - 1) * prompt.tokens for prompt in shared) * self.layout.token_bytes
-        if self.prompts is None and saved < MIN_SAVED_BYTES[where]:
+        saved = sum((prompt.rows - 1) * prompt.tokens for prompt in shared)
+        if not shared or not self.layout.shares_prompts or not (self.prompts or self.layout.saves_enough(saved)):
             return False
         longest, number, own_B = max(prompt.tokens for prompt in shared), 1 + len(shared), self.reserved_B
         if self.prompts is not None:
@@ -399,6 +411,18 @@ class BatchKVCache:
             if not isinstance(leaf, LayerKVCache):
                 leaf.filter(index_N)
 
+    def ordered(self, slots: NDArray[np.int64], positions_B: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Return slots with `positions_B` tokens in the order in which their steps compute least."""
+        columns = self.columns.get(None)
+        return slots if columns is None else longest_first(slots, columns.held(positions_B)[slots] + 1)
+
+    def waste(self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_]) -> float:
+        """Return the share of a step that free slots and the order of the live ones waste."""
+        columns = self.columns.get(None)
+        if columns is None:
+            return 1.0 - np.count_nonzero(live_B) / len(live_B)
+        return wasted(columns.held(positions_B) + 1, live_B, columns.min_saved)
+
     def grow(self, rows: int) -> None:
         """Append empty slots."""
         for leaf in self.leaves:
@@ -440,6 +464,9 @@ class BatchKVCache:
         ahead = self._ahead(positions_B, live_B)
         for columns in self.columns.values():
             columns.begin(positions_B, live_B, offset_B, ahead)
+            if len(columns.runs) > 1 and not self._divides:
+                install_cache_attention()
+                self._divides = True
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -469,10 +496,5 @@ def _write(leaf: Any, slots: slice, state: tuple[mx.array, ...] | None) -> None:
 
 def _runs(slots: Sequence[int]) -> list[slice]:
     """Split increasing slots into runs of consecutive slots."""
-    runs: list[slice] = []
-    for slot in slots:
-        if runs and runs[-1].stop == slot:
-            runs[-1] = slice(runs[-1].start, slot + 1)
-        else:
-            runs.append(slice(slot, slot + 1))
-    return runs
+    ends = np.flatnonzero(np.diff(slots) != 1) + 1
+    return [slice(int(run[0]), int(run[-1]) + 1) for run in np.split(np.asarray(slots), ends)]

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clotho.cpu.interface import PrefilledPrompt
+from clotho.cpu.row_runs import RowRun
 from clotho.inference.cache_layout import AttentionLeaf
 
 NOT_SHARED = 0
@@ -236,11 +237,12 @@ def grouped_attention(
     groups: GroupIndices,
     bias_B_C: mx.array,
     scale: float,
+    runs: Sequence[RowRun],
 ) -> mx.array:
     """Compute attention of the queries of each row, (B, K R, T, D), over the prompt of its group and its own columns.
 
     own: keys and values, (B, K, C, D). groups: indices for R T query heads per key head. bias_B_C: added to the scores
-    of own columns, (B, 1, 1 or R T, 1, C) or one number.
+    of own columns, (B, 1, 1 or R T, 1, C) or one number. runs: of all rows; each attends to its newest columns.
     Rows of own columns are multiplied one by one, as vectors: Metal pads small matrices.
     """
     keys, values = own
@@ -250,9 +252,25 @@ def grouped_attention(
     query_F = mx.take(queries.reshape(-1, D), groups.query, axis=0)
     score_F = mx.addmm(groups.bias, query_F, prompt_keys, alpha=scale)
     score_P = mx.take(score_F.reshape(-1, P), groups.place, axis=0)
-    score_C = mx.addmm(bias_B_C, query_B, keys.swapaxes(-1, -2)[:, :, None], alpha=scale)
-    weight = mx.softmax(mx.concatenate([score_P, score_C], axis=-1), axis=-1, precise=True)
-    weight_P, weight_C = mx.split(weight, [P], axis=-1)
+    weights_P, weights_C = [], []
+    for rows, columns in runs:
+        newest = slice(keys.shape[2] - columns, None)
+        bias = bias_B_C[rows, ..., newest] if bias_B_C.ndim > 1 else bias_B_C
+        own_keys = keys[rows, :, newest].swapaxes(-1, -2)[:, :, None]
+        score_C = mx.addmm(bias, query_B[rows], own_keys, alpha=scale)
+        weight = mx.softmax(mx.concatenate([score_P[rows], score_C], axis=-1), axis=-1, precise=True)
+        weight_P, weight_C = mx.split(weight, [P], axis=-1)
+        weights_P.append(weight_P)
+        weights_C.append(weight_C)
+    weight_P = _joined(weights_P)
     part_F = mx.take(weight_P.reshape(-1, P), groups.query, axis=0) @ prompt_values
     part = mx.take(part_F.reshape(-1, part_F.shape[-1]), groups.place, axis=0)
-    return mx.addmm(part, weight_C, values[:, :, None]).reshape(B, heads, T, -1)
+    attended = []
+    for (rows, columns), weight_C in zip(runs, weights_C, strict=True):
+        own_values = values[rows, :, keys.shape[2] - columns :][:, :, None]
+        attended.append(mx.addmm(part[rows], weight_C, own_values))
+    return _joined(attended).reshape(B, heads, T, -1)
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clotho.cpu.interface import DraftedTokens, PrefilledPrompt
+from clotho.cpu.row_runs import RowRun
 from clotho.inference.cache_layout import CacheLayout, evaluation_mode
 from clotho.inference.kv_cache import Ahead, BatchKVCache, ColumnState, LayerKVCache
 from clotho.inference.shared_prompts import grouped_attention
@@ -74,6 +75,7 @@ class VerifyingColumns(ColumnState):
         self._start_B, self.width = self.column - lag_B, width
         self.first = int((self._start_B - held_B).min())
         self.offset_B, self._held_B = offset_B, held_B
+        self.runs = [RowRun(slice(0, len(held_B)), self.column + width - self.first)]
         column_B_T = self._start_B[:, None] + np.arange(width)
         self.writes = mx.array(column_B_T[:, None, :, None].astype(np.int32))
         self._hidden, self._verify_masks, self._verify_biases = {}, {}, {}
@@ -176,7 +178,7 @@ class VerifyingLayerCache(LayerKVCache):
         repeats = queries.shape[1] // key_heads
         indices = shared.indices(key_heads, repeats * self.columns.width, queries.dtype)
         bias_B_C = self.columns.verify_bias(queries.dtype, repeats)
-        return grouped_attention(queries, (keys, values), self.prompts, indices, bias_B_C, scale)
+        return grouped_attention(queries, (keys, values), self.prompts, indices, bias_B_C, scale, self.columns.runs)
 
 
 class VerifyingKVCache(BatchKVCache):

@@ -52,9 +52,9 @@ def test_a_decode_step_with_lora_has_at_most_950_kernels() -> None:
 
 def test_shared_prompts_cost_at_most_eleven_kernels_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A concatenation, which is one operation here, is two kernels on Metal."""
-    monkeypatch.setattr("clotho.inference.kv_cache.MIN_SAVED_BYTES", {"cpu": 10**9})
+    monkeypatch.setattr("clotho.inference.cache_layout.MIN_SAVED_BYTES", {"cpu": 10**9})
     copied = decode_step(make(vocabulary=256, layers=2), rows=8)
-    monkeypatch.setattr("clotho.inference.kv_cache.MIN_SAVED_BYTES", {"cpu": 1})
+    monkeypatch.setattr("clotho.inference.cache_layout.MIN_SAVED_BYTES", {"cpu": 1})
     shared = decode_step(make(vocabulary=256, layers=2), rows=8)
     assert 0 < shared.kernels - copied.kernels <= 2 * 10
 

@@ -19,12 +19,14 @@ from tests.inference.engine_helpers import (
 )
 from tests.small_models import ARCHITECTURES, FixedSource, tiny_source
 
-MODES = ("host", "host, prompts shared", "MLX", "MLX, prompts shared")
+MODES = ("host", "host, prompts shared", "host, rows divided", "MLX", "MLX, prompts shared", "MLX, rows divided")
 
 
 @pytest.fixture(params=MODES, autouse=True)
 def engine_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test on the host and as on a GPU, with prompts stored once or once per row.
+    """Run each test on the host and as on a GPU, with prompts stored once or once per row, and rows divided by length.
+
+    With shared prompts, rows are also divided.
 
     MLX computes the architectures that the host does not know.
     """
@@ -32,8 +34,12 @@ def engine_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.param.startswith("host") and architecture not in PLAIN:
         pytest.skip("the same computation as in the mode MLX")
     shared = request.param.endswith("prompts shared")
+    if shared or request.param.endswith("rows divided"):
+        monkeypatch.setattr("clotho.cpu.row_runs.MIN_UNEVEN_COLUMNS", 4)
+        monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SAVED_SCORES", 4)
+        monkeypatch.setattr("clotho.cpu.row_runs.MIN_RUN_BYTES", {"cpu": 1})
     monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SHARED_TOKENS", 1 if shared else 10**9)
-    monkeypatch.setattr("clotho.inference.kv_cache.MIN_SAVED_BYTES", {"cpu": 1 if shared else 10**9})
+    monkeypatch.setattr("clotho.inference.cache_layout.MIN_SAVED_BYTES", {"cpu": 1 if shared else 10**9})
     if request.param.startswith("MLX"):
         monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
     if shared and lanes.current().dtype != "float32":

@@ -176,10 +176,11 @@ def test_groups_that_join_and_leave_keep_correct_log_probabilities(architecture:
 @pytest.mark.needs_cpu_path
 def test_a_prompt_without_rows_is_released() -> None:
     """Prompts do not accumulate while groups replace each other or when all rows leave."""
-    rows = Rows(plain_source("qwen3").model, 4)
+    slots = 4
+    rows = Rows(plain_source("qwen3").model, slots)
 
     def shared() -> int:
-        return int(rows.cache.tokens - rows.cache.rows * rows.cache.capacity)
+        return int(rows.cache.tokens - slots * rows.cache.capacity)
 
     rows.enter([0, 1], make_prompt(151))
     assert shared() == 150

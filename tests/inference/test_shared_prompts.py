@@ -34,7 +34,7 @@ from tests.small_models import ARCHITECTURES, tiny_source
 LIMIT = 65_536
 LONG = Sampling(max_tokens=40, ignore_eos=True)
 
-THRESHOLD = "clotho.inference.kv_cache.MIN_SAVED_BYTES"
+THRESHOLD = "clotho.inference.cache_layout.MIN_SAVED_BYTES"
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ def engine_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     mode: str = request.param
     shared = mode.endswith("prompts shared")
     monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SHARED_TOKENS", 1 if shared else 10**9)
-    monkeypatch.setattr("clotho.inference.kv_cache.MIN_SAVED_BYTES", {"cpu": 1 if shared else 10**9})
+    monkeypatch.setattr("clotho.inference.cache_layout.MIN_SAVED_BYTES", {"cpu": 1 if shared else 10**9})
     if mode.startswith("MLX"):
         monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
     return mode
