@@ -2,7 +2,7 @@
 
 Measures rollout throughput beside mlx-lm and mlx-lm-lora, with completions of random tokens that never end early.
 
-    python -m bench decode [--repeats 5] [--only adapter] [--quick] [--out bench/results/decode.jsonl]
+    python -m bench decode [--repeats 5] [--only {adapter,uneven}] [--quick] [--out bench/results/decode.jsonl]
 
 The first case is a typical GRPO batch: 4 prompts of 128 tokens, 8 completions of 64 tokens each, temperature 1, all 32
 sequences at once. The other cases vary one setting: the number of prompts, the group size for 32 sequences, and the
@@ -15,6 +15,9 @@ do when the caller knows the groups. The batch size that its trainer uses is mea
 peak is the matrix operations per second that a contender needs (two per weight and computed token; attention and
 discarded work do not count), divided by those of one large matrix product in the same process. Contenders use one BLAS
 thread on two cores, the default of a Clotho run; the first case is repeated with two threads.
+
+In the case with lognormal lengths (median 64 tokens, at most 1,024), 32 of 128 completions are decoded together, and a
+new one begins when one ends, as in asynchronous training. Short and long rows then share the batch.
 
 The cases with an adapter compare what a Mac runs: MLX's kernels compute everything (CLOTHO_CPU_KERNELS=0), and every
 linear layer of the blocks has LoRA matrices of rank 8, the same numbers in both programs. mlx-lm uses its own LoRA
@@ -75,6 +78,18 @@ def case(model: str, *, prompts: int = 4, group: int = 8, prompt_tokens: int = 1
 ADAPTER: Case = {"adapter": f"rank {RANK}"}
 """What the cases with an adapter have besides the others. Clotho decodes them with MLX's kernels."""
 
+UNEVEN: Case = case("6m", prompts=4 * ROWS, group=1, prompt_tokens=16) | {
+    "new_tokens": 64,
+    "longest": 1024,
+    "at_once": ROWS,
+}
+"""The case with lognormal lengths."""
+
+UNEVEN_TITLE = (
+    f"tokens per second with lognormal lengths (median {UNEVEN['new_tokens']}, at most 1,024), {UNEVEN['prompts']} "
+    f"completions, {ROWS} decoded together (higher is better)"
+)
+
 ADAPTED: tuple[Case, ...] = (
     case("6m") | ADAPTER,
     case("6m", prompts=ROWS, group=1) | ADAPTER,
@@ -97,6 +112,7 @@ def measure(repeats: int) -> list[Measurement]:
         *_interleaved(peers, [case("25m")], three),
         *with_threads([case("6m"), case("25m")], three),
         *_interleaved(peers, SWEEPS, two),
+        *_interleaved([OURS, MLX_LM], [UNEVEN], three),
         *with_adapter(ADAPTED, three),
     ]
 
@@ -114,6 +130,12 @@ def with_adapter(cases: Sequence[Case], repeats: int) -> list[Measurement]:
 def measure_adapter(repeats: int, quick: bool) -> list[Measurement]:
     """Measure the cases with an adapter; in quick mode the first case once with the embedded policy."""
     return with_adapter([case("embedded") | ADAPTER], 1) if quick else with_adapter(ADAPTED, repeats)
+
+
+def measure_uneven(repeats: int, quick: bool) -> list[Measurement]:
+    """Measure lognormal lengths; in quick mode a few completions once with the embedded policy."""
+    few: Case = {"model": "embedded", "prompts": 4, "longest": 16, "at_once": 2}
+    return _interleaved([OURS, MLX_LM], [UNEVEN | few if quick else UNEVEN], 1 if quick else repeats)
 
 
 def with_threads(cases: Sequence[Case], repeats: int) -> list[Measurement]:
@@ -162,6 +184,9 @@ def table(results: Sequence[Measurement]) -> str:
     sweeps = [sweep(results, belongs) for belongs in SWEEP_FILTERS]
     parts += [side_by_side(found, RATE.name) for found in sweeps if len({str(one.case) for one in found}) > 1]
     notes = [PEAK_NOTE] if parts else []
+    uneven = [one for one in results if "longest" in one.case]
+    if uneven:
+        parts.append(side_by_side(uneven, RATE.name, title=UNEVEN_TITLE))
     adapted = [one for one in results if "adapter" in one.case]
     if adapted:
         parts.append(side_by_side(adapted, RATE.name, title=ADAPTER_TITLE))
@@ -186,6 +211,6 @@ BENCHMARK = Benchmark(
     results=RESULTS,
     measure=lambda repeats, quick: measure_quickly() if quick else measure(repeats),
     table=table,
-    parts={"adapter": measure_adapter},
+    parts={"adapter": measure_adapter, "uneven": measure_uneven},
 )
 main = partial(run_benchmark, BENCHMARK)

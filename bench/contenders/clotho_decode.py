@@ -31,12 +31,13 @@ def policy_of(case: Case, model: Any, config: dict[str, Any]) -> Policy:
 def prepare(case: Case) -> MeasureOnce:
     """An engine; no prefix cache is reused between runs."""
     ready = work(case)
-    engine = DecodeEngine(policy_of(case, ready.model, ready.config), EngineSection())
-    sampling = Sampling(max_tokens=ready.new_tokens, ignore_eos=True)
+    section = EngineSection() if ready.at_once == ready.rows else EngineSection(max_num_seqs=ready.at_once)
+    engine = DecodeEngine(policy_of(case, ready.model, ready.config), section)
 
     def generate() -> int:
         ended: list[SampleEvent] = []
-        for number, prompt in enumerate(ready.prompts):
+        for number, (prompt, tokens) in enumerate(zip(ready.prompts, ready.lengths, strict=True)):
+            sampling = Sampling(max_tokens=tokens, ignore_eos=True)
             seeds = tuple(range(number * ready.group, (number + 1) * ready.group))
             engine.submit(SampleRequest(prompt=tuple(prompt), sampling=sampling, seeds=seeds), ended.append)
         while engine.has_work:

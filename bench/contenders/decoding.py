@@ -9,12 +9,15 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from bench.contenders.shapes import named_model, products, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, Metrics
 
 AS_CALLED = "MLX_LM_LORA_AS_CALLED"
 """Environment variable that selects the batch size of mlx-lm-lora's trainer."""
+SIGMA = 1.02
+"""Standard deviation of the logarithm of lognormal lengths; the mean is then 1.7 times the median."""
 SIDE = 2048
 """Side length of the matrices whose product measures the peak."""
 REST = 0.3
@@ -22,13 +25,17 @@ REST = 0.3
 
 
 class Work(NamedTuple):
-    """A prepared case: `group` completions of `new_tokens` tokens for each prompt."""
+    """A prepared case: `group` completions for each prompt.
+
+    lengths: number of tokens of the completions, by prompt. at_once: number of completions that are decoded together.
+    """
 
     model: Any
     config: dict[str, Any]
     prompts: list[list[int]]
     group: int
-    new_tokens: int
+    lengths: list[int]
+    at_once: int
 
     @property
     def rows(self) -> int:
@@ -46,7 +53,17 @@ def work(case: Case) -> Work:
     model, config = named_model(case["model"], vocabulary=case.get("vocabulary", 0))
     model.eval()
     prompts = random_prompts(case["prompts"], case["prompt_tokens"], config["vocab_size"])
-    return Work(model, config, prompts, case["group"], case["new_tokens"])
+    at_once = case.get("at_once", case["prompts"] * case["group"])
+    return Work(model, config, prompts, case["group"], lengths(case), at_once)
+
+
+def lengths(case: Case) -> list[int]:
+    """Numbers of tokens: `new_tokens`; if the case has the key `longest`, lognormal with this median and maximum."""
+    count, median = case["prompts"], case["new_tokens"]
+    if "longest" not in case:
+        return [median] * count
+    sampled_N = np.random.default_rng(0).lognormal(np.log(median), SIGMA, count)
+    return [int(length) for length in np.clip(np.round(sampled_N), 1, case["longest"])]
 
 
 def adapter_weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, mx.array]:
@@ -66,7 +83,7 @@ def timed(work: Work, generate: Callable[[], int], *, prefilled: int) -> Measure
     RuntimeError if the number of tokens differs.
     """
     weights = products(work.model)
-    wanted = work.rows * work.new_tokens
+    wanted = work.group * sum(work.lengths)
     operations = 2 * (weights.blocks * (prefilled + wanted) + weights.head * wanted)
     peak = matrix_peak()
 

@@ -39,10 +39,10 @@ def prepare(case: Case) -> MeasureOnce:
             ready.model,
             stop_tokens=[],
             sampler=sampler,
-            completion_batch_size=ready.rows,
-            prefill_batch_size=ready.rows,
+            completion_batch_size=ready.at_once,
+            prefill_batch_size=ready.at_once,
         )
-        generator.insert(prompts, [ready.new_tokens] * ready.rows)
+        generator.insert(prompts, [tokens for tokens in ready.lengths for _ in range(ready.group)])
         logp_N: list[float] = []
         while responses := generator.next_generated():
             logp_N += [memoryview(one.logprobs)[one.token] for one in responses]

@@ -37,7 +37,7 @@ def prepare(case: Case) -> MeasureOnce:
             model=ready.model,
             tokenizer=SilentTokenizer(),
             prompt_tokens=ready.prompts,
-            max_tokens=ready.new_tokens,
+            max_tokens=max(ready.lengths),
             group_size=ready.group,
             batch_size=batch_size,
             end_token="",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,12 +83,23 @@ def test_the_embedded_policy_has_a_fixed_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("prepare", [clotho_decode.prepare, mlx_lm_decode.prepare])
-def test_every_run_samples_the_tokens_of_the_case(prepare: Callable[[Case], MeasureOnce]) -> None:
+@pytest.mark.parametrize("more", [{}, {"longest": 9, "at_once": 2}], ids=["equal lengths", "lognormal lengths"])
+def test_every_run_samples_the_tokens_of_the_case(prepare: Callable[[Case], MeasureOnce], more: Case) -> None:
     """The three metrics agree."""
-    once = prepare(SMALL)
+    once = prepare(SMALL | more)
     for metrics in (once(), once()):
         assert metrics["tokens_per_second"] * metrics["microseconds_per_token"] == pytest.approx(1e6)
         assert metrics["peak_fraction"] > 0
+
+
+def test_lognormal_lengths_have_the_median_and_the_maximum_of_the_case() -> None:
+    """Equal for all contenders; without a maximum, all completions have as many tokens."""
+    sampled = decoding.lengths(decode.UNEVEN)
+    assert sampled == decoding.lengths(decode.UNEVEN)
+    assert abs(statistics.median(sampled) - 64) < 10
+    assert max(sampled) > 400
+    assert max(decoding.lengths(decode.UNEVEN | {"longest": 99})) == 99
+    assert decoding.lengths(decode.case("6m")) == [64] * 4
 
 
 def test_missing_tokens_are_an_error() -> None:
@@ -127,7 +139,7 @@ def test_the_first_case_has_every_peer(
     """Each sweep has a table that includes the first case."""
     page = decode.table(decode.measure(5))
     titles = [line for line in page.splitlines() if line.startswith("**")]
-    assert [title.startswith("**tokens per second") for title in titles] == [True, False, True, False, *[True] * 4]
+    assert [title.startswith("**tokens per second") for title in titles] == [True, False, True, False, *[True] * 5]
     assert "clotho / mlx-lm-lora, as its trainer calls it" in page.splitlines()[2]
     sweeps = [decode.sweep(decode.measure(1), belongs) for belongs in decode.SWEEP_FILTERS]
     assert [[one.case for one in found].count(decode.case("6m")) for found in sweeps] == [6, 6, 6]
@@ -139,7 +151,7 @@ def test_slow_cases_have_fewer_repeats(
 ) -> None:
     """The setting of mlx-lm-lora's trainer, the slowest, is measured in one case."""
     decode.measure(5)
-    assert [repeats for _, _, repeats in measured_calls] == [5, 3, 3, 2, 3]
+    assert [repeats for _, _, repeats in measured_calls] == [5, 3, 3, 2, 3, 3]
     assert [len(cases) for contenders, cases, _ in measured_calls if decode.AS_CALLED in contenders] == [1]
 
 
@@ -200,6 +212,16 @@ def test_the_adapter_part_is_measured_without_cpu_kernels_beside_mlx_lm(
     assert contenders[0].environment == {SWITCH: "0"}
     assert repeats == 3
     assert {(case["prompts"], case["group"]) for case in cases} == {(4, 8), (32, 1)}
+    assert not any(decode.is_first(one.case) for one in found)
+    assert not any(decode.sweep(found, belongs) for belongs in decode.SWEEP_FILTERS)
+
+
+def test_lognormal_lengths_are_measured_beside_mlx_lm(measured_calls: Calls) -> None:
+    """The case belongs to no sweep."""
+    found = decode.measure_uneven(3, quick=False)
+    ((contenders, cases, repeats),) = measured_calls
+    assert ([one.name for one in contenders], repeats) == (["clotho", "mlx-lm"], 3)
+    assert cases == [decode.UNEVEN]
     assert not any(decode.is_first(one.case) for one in found)
     assert not any(decode.sweep(found, belongs) for belongs in decode.SWEEP_FILTERS)
 
