@@ -126,11 +126,14 @@ class HostKVCache:
         """Append empty slots."""
         self.prompt_B = np.append(self.prompt_B, np.full(rows, NOT_SHARED))
         self._lag_B = np.append(self._lag_B, np.zeros(rows, dtype=np.int64))
-        self.rows += rows
+        first, self.rows = self.rows, self.rows + rows
         self._shared = None
         if self.rows > self._room:
             self._room = self.rows
             self._columns = [(self._grown(keys), self._grown(values)) for keys, values in self._columns]
+            return
+        for keys, values in self._columns:  # other rows were here, see `clear`
+            keys[:, first : self.rows] = values[:, first : self.rows] = 0.0
 
     def clear(self, slot: int) -> None:
         """Zero a slot. NaN or inf in masked positions would spread, since 0 * NaN = NaN."""

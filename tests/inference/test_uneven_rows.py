@@ -123,11 +123,13 @@ def test_rows_are_ordered_by_length_while_they_run(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.needs_cpu_path
 def test_removed_slots_leave_room_for_rows_that_join() -> None:
-    """Rows join the buffers that others have left: nothing is allocated, and the bound on memory stays."""
+    """Rows join the buffers that others have left, whose values are cleared. Nothing is allocated."""
     rows = Rows(plain_source("qwen3").model, 8)
     for slot in range(8):
         rows.enter([slot], make_prompt(9 + slot, slot))
     buffers, tokens = buffer(rows.cache), rows.cache.tokens
+    for keys, values in rows.cache._columns:
+        keys[:, 6] = values[:, 6] = np.nan
     rows.take([1, 2, 4, 7])
     rows.check_step()
     rows.cache.grow(3)
