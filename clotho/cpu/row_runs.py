@@ -2,7 +2,8 @@
 
 Rows are right-aligned, and attention is computed over as many columns as the longest row has. A batch with one long row
 therefore computes its columns for every row. If the rows are divided into runs, each run computes the columns of its
-own longest row. A run costs a few more calls (kernels on a GPU), so only runs that save enough are made.
+own longest row. A run costs a few more calls (kernels on a GPU), so only runs that save enough are made. The KV
+caches of the host and of MLX both use this module.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def longest_first(slots: NDArray[np.int64], columns_N: Columns) -> NDArray[np.in
 
 
 def wasted(columns_B: Columns, live_B: NDArray[np.bool_], min_saved: int) -> float:
-    """Return the share of a step that free slots waste, or that the order wastes, as a share of a copy."""
+    """Return the share of a step that free slots waste, or of a copy of the KV cache that the order of rows wastes."""
     free = 1.0 - np.count_nonzero(live_B) / len(live_B)
     if columns_B.max() <= MIN_UNEVEN_COLUMNS:
         return free

@@ -460,8 +460,7 @@ class BatchKVCache:
 
     def begin(self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_]) -> None:
         """Prepare a step that appends one token to every row, which has `positions_B` tokens."""
-        offset_B = mx.array(positions_B)
-        ahead = self._ahead(positions_B, live_B)
+        offset_B, ahead = mx.array(positions_B), self._ahead(positions_B, live_B)
         for columns in self.columns.values():
             columns.begin(positions_B, live_B, offset_B, ahead)
             if len(columns.runs) > 1 and not self._divides:
