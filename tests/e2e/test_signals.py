@@ -72,15 +72,16 @@ def test_the_second_signal_ends_a_run_whose_computation_hangs(tmp_path: Path) ->
 
 def test_a_crash_of_native_code_prints_the_stacks_of_all_threads(tmp_path: Path) -> None:
     """The fault and the files of all threads are on standard error, and the run can be resumed."""
-    run_dir = tmp_path / "run"
-    with Run(run_dir, *ENDLESS) as running:
+    run_dir, request = tmp_path / "run", tmp_path / "crash"
+    flags = (*SETTINGS, "--learner.objective", "tests.e2e.crashing_code:objective")
+    with Run(run_dir, *flags, "--steps", "5000", environment={"CLOTHO_TEST_CRASH": str(request)}) as running:
         running.wait_for("tokens/s")
-        running.send(signal.SIGSEGV)
+        request.touch()
         result = running.finish()
     assert result.status == -signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in result.err
-    assert all(name in result.err for name in ("clotho/runtime/compute_thread.py", "clotho/__main__.py"))
-    resumed = run(run_dir, *SETTINGS, "--steps", str(checkpointed(run_dir) + 2), "--resume")
+    assert all(name in result.err for name in ("crashing_code.py", "clotho/__main__.py"))
+    resumed = run(run_dir, *flags, "--steps", str(checkpointed(run_dir) + 2), "--resume")
     assert resumed.status == 0, resumed
 
 
