@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from clotho.atropos.group_sizes import batch_sequences, group_size, max_queued_batches, require_fillable, reserved_share
+from clotho.config.program import program
 from clotho.config.schema import EnvironmentSection, EnvironmentSource, HttpServer, Profile
 from protocols.errors import ProfileError
 from protocols.sampling import PARAMETERS
@@ -60,7 +61,7 @@ def require_environments(profile: Profile) -> None:
     if profile.environments and profile.model.path.lower().endswith(".gguf"):
         raise ProfileError(
             "model.path: environments read the tokenizer from a directory, not from a GGUF file: convert it with "
-            f"python pipeline.py convert {shlex.quote(profile.model.path)} DIRECTORY --to mlx"
+            f"{program()} convert {shlex.quote(profile.model.path)} DIRECTORY --to mlx"
         )
     require_atroposlib(python)
     for section in profile.environments:

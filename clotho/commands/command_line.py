@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from clotho.config.program import program
 from protocols.errors import ProfileError, visible
 
 
@@ -16,10 +17,8 @@ class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are a ProfileError. In flags, `-` and `_` are equal, as in flags of runs."""
 
     def __init__(self, command: str, description: str) -> None:
-        """command: the word after `pipeline.py`."""
-        super().__init__(
-            prog=f"python pipeline.py {command}", description=description, allow_abbrev=False, add_help=False
-        )
+        """command: the word after the name of the program."""
+        super().__init__(prog=f"{program()} {command}", description=description, allow_abbrev=False, add_help=False)
         self.add_argument("-h", "--help", action="store_true", help="show this text")
         self.command = command
 

@@ -25,6 +25,7 @@ from clotho.config.bounds import Off, about
 from clotho.config.flags import COMMON, Arguments, help_topic, key_help, parse_flags
 from clotho.config.keys import flag_key
 from clotho.config.load import load_profile
+from clotho.config.program import program
 from clotho.config.schema import FullMethod, HttpServer, Profile
 from clotho.config.sections_generation import RemoteGeneration
 from clotho.cpu import compute_path, load_blas
@@ -65,7 +66,7 @@ from protocols.finding import Finding
 from protocols.rollout import RolloutGroup
 from protocols.summary import MemoryEstimate
 
-USAGE = "usage: python pipeline.py doctor [--profile P] [--json] [--output FILE] [--KEY VALUE ...]"
+USAGE = f"usage: {program()} doctor [--profile P] [--json] [--output FILE] [--KEY VALUE ...]"
 LINE_LIMIT = 4000
 TEXT_LIMIT = 160
 """Characters of a prompt and of a completion in the table."""

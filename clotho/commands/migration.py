@@ -17,6 +17,7 @@ from rich.text import Text
 from clotho.commands.command_line import CommandParser, require_new_file
 from clotho.config.load import read_text
 from clotho.config.other_trainers import Row, systems
+from clotho.config.program import program
 from clotho.monitoring.display import print_line
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, visible
@@ -58,7 +59,7 @@ def run(argv: Sequence[str], console: Console) -> int:
     replace_file(target, [found.text.encode()])
     for sentence in found.left:
         print_line(console, f"not carried over: {sentence}")
-    print_line(console, f"wrote {target}; check it with: python pipeline.py --profile {target} --dry-run")
+    print_line(console, f"wrote {target}; check it with: {program()} --profile {target} --dry-run")
     return 0
 
 

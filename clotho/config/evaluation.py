@@ -14,6 +14,7 @@ from clotho.config.bounds import NonNegative, about
 from clotho.config.flags import WIDTH, help_topic, key_help, parse_flags
 from clotho.config.keys import SETTABLE, flag_of
 from clotho.config.load import COMMAND_LINE, Layer, decode_tables, file_layers, flatten, located, merge, profile_path
+from clotho.config.program import program
 from clotho.config.schema import (
     DataSection,
     EngineSection,
@@ -73,14 +74,14 @@ NOT_EVALUATED = frozenset({
 """Keys of these tables that concern training or serving only."""
 
 COMMON = ("model.path", "data.train", "data.heldout", "rewards", "sampling.max_tokens", "sampling.temperature", "seed")
-USAGE = "usage: python pipeline.py eval --profile P [--model M] [--adapter [NAME=]PATH ...] [--KEY VALUE ...]"
+USAGE = f"usage: {program()} eval --profile P [--model M] [--adapter [NAME=]PATH ...] [--KEY VALUE ...]"
 
 
 def evaluation_help(argv: Sequence[str]) -> str | None:
     """The help text that a command line of `eval` requests; None if it requests none."""
     if help_topic(argv) is None:
         return None
-    more = fill(f"Further flags are the keys of {', '.join(USED)}: see python pipeline.py --help SECTION.", WIDTH)
+    more = fill(f"Further flags are the keys of {', '.join(USED)}: see {program()} --help SECTION.", WIDTH)
     return "\n".join([USAGE, *map(key_help, OWN.values()), *(key_help(SETTABLE[path]) for path in COMMON), more]) + "\n"
 
 

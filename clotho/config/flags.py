@@ -15,6 +15,7 @@ from clotho.config import keys
 from clotho.config.bounds import NonNegative, about
 from clotho.config.keys import KEYS, REQUIRED, SECTIONS, SETTABLE, Key, Section, converted, flag_of, members_of, shown
 from clotho.config.other_trainers import SHORT, accepted, advice
+from clotho.config.program import program
 from protocols.errors import ProfileError, did_you_mean, visible
 
 
@@ -55,7 +56,7 @@ TABLES = (inspect.StructType, inspect.DictType, inspect.TupleType)
 
 WIDTH, INDENT = 116, " " * 6
 COMMANDS = "doctor|serve|eval|show|view|convert|merge|push|import-profile"
-USAGE = f"usage: pipeline.py [--profile NAME] [--KEY VALUE ...] | {COMMANDS}"
+USAGE = f"usage: {program()} [--profile NAME] [--KEY VALUE ...] | {COMMANDS}"
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:

@@ -15,6 +15,7 @@ from clotho.config.bounds import about
 from clotho.config.flags import WIDTH, help_topic, key_help, parse_flags
 from clotho.config.keys import SETTABLE, flag_of
 from clotho.config.load import COMMAND_LINE, Layer, decode_tables, file_layers, flatten, located, merge, profile_path
+from clotho.config.program import program
 from clotho.config.schema import (
     EngineSection,
     HttpServer,
@@ -79,7 +80,7 @@ COMMON = (
     "model.path", "model.dtype", "server.host", "server.port", "server.api_key", "server.model_name",
     "sampling.max_tokens", "sampling.temperature", "engine.max_num_seqs", "engine.kv_cache_tokens",
 )  # fmt: skip
-USAGE = "usage: python pipeline.py serve --model M [--adapter NAME=PATH ...] [--KEY VALUE ...]"
+USAGE = f"usage: {program()} serve --model M [--adapter NAME=PATH ...] [--KEY VALUE ...]"
 
 
 def serve_help(argv: Sequence[str]) -> str | None:

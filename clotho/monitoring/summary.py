@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from clotho.config.program import program
 from clotho.monitoring.held_out_rows import Row, changed, rows
 from clotho.monitoring.terminal_text import (
     duration,
@@ -26,7 +27,6 @@ from protocols.evaluation import EvalReport
 from protocols.summary import DatasetReport, HistoryGap, MemoryEstimate, MemoryPart, PromptReport, RunSummary
 
 LABEL_WIDTH = 13
-PROGRAM = "python pipeline.py"
 LINE_LIMIT = 4000
 
 
@@ -167,28 +167,28 @@ def _next_steps(summary: RunSummary) -> Iterator[tuple[str, str]]:
     """Yield the commands that a user needs next."""
     model, adapter = shlex.quote(summary.base_model), shlex.quote(summary.adapter)
     if summary.base_model.lower().endswith(".gguf"):  # mlx-lm reads models from directories only
-        yield "convert it", f"python pipeline.py convert {model} base --to mlx"
+        yield "convert it", f"{program()} convert {model} base --to mlx"
         model = "base"
     yield "load it", f"mlx_lm.chat --model {model} --adapter-path {adapter}"
     run, profile = shlex.quote(summary.run_dir), shlex.quote(summary.profile)
-    yield "look at it", f"{PROGRAM} view {run}"
+    yield "look at it", f"{program()} view {run}"
     if summary.is_untrained:
-        yield "find out", f"{PROGRAM} doctor --profile {profile}"
+        yield "find out", f"{program()} doctor --profile {profile}"
         return
     if not summary.is_adapter:  # `eval` and `serve` read such weights as a model
         trained = shlex.quote(f"{summary.run_dir}-model")
         yield "export it", f"mlx_lm.fuse --model {model} --adapter-path {adapter} --save-path {trained}"
-        yield "evaluate it", f"{PROGRAM} eval --profile {profile} --model {trained}"
-        yield "serve it", f"{PROGRAM} serve --model {trained}"
+        yield "evaluate it", f"{program()} eval --profile {profile} --model {trained}"
+        yield "serve it", f"{program()} serve --model {trained}"
         return
-    yield "evaluate it", f"{PROGRAM} eval --profile {profile} --adapter {adapter}"
-    yield "serve it", f"{PROGRAM} serve --model {shlex.quote(summary.base_model)} --adapter policy={adapter}"
-    yield "export it", f"{PROGRAM} convert {run} {shlex.quote(f'{summary.run_dir}.gguf')} --to gguf"
+    yield "evaluate it", f"{program()} eval --profile {profile} --adapter {adapter}"
+    yield "serve it", f"{program()} serve --model {shlex.quote(summary.base_model)} --adapter policy={adapter}"
+    yield "export it", f"{program()} convert {run} {shlex.quote(f'{summary.run_dir}.gguf')} --to gguf"
 
 
 def resume_command(profile: Path) -> str:
     """Return the command line that continues the run with this resolved profile (`RUN_DIR/profile.toml`)."""
-    return f"{PROGRAM} --profile {shlex.quote(relative_path(profile))} --resume"
+    return f"{program()} --profile {shlex.quote(relative_path(profile))} --resume"
 
 
 def _reasons(balance: Balance) -> str:

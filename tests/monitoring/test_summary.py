@@ -67,7 +67,7 @@ def summary(*, measured: bool = True) -> RunSummary:
         total_seconds=125.0,
         base_model="/models/my base",
         adapter="runs/local-m3/adapters",
-        resume_command="python pipeline.py --profile runs/local-m3/profile.toml --resume",
+        resume_command="clotho --profile runs/local-m3/profile.toml --resume",
         run_dir="runs/local m3",
         profile="runs/local m3/profile.toml",
         files=("adapters/", "metrics.jsonl"),
@@ -85,7 +85,7 @@ def summarized(summary: RunSummary, *, width: int = 80, encoding: str = "utf-8")
 def test_the_summary_says_how_mlx_lm_loads_the_adapter_of_a_gguf_file() -> None:
     """mlx-lm reads models from directories only, so that the file is converted first."""
     shown = summarized(msgspec.structs.replace(summary(), base_model="/models/my base.gguf"))
-    assert "python pipeline.py convert '/models/my base.gguf' base --to mlx" in shown
+    assert "clotho convert '/models/my base.gguf' base --to mlx" in shown
     assert "mlx_lm.chat --model base --adapter-path" in shown
 
 
@@ -135,10 +135,10 @@ def test_a_run_without_evaluations_has_no_table() -> None:
 def test_an_unfinished_run_shows_the_command_that_continues_it() -> None:
     """With the step that it reached."""
     drained = msgspec.structs.replace(summary(), steps=40)
-    assert "after step 40 of 100; continue with: python pipeline.py --profile" in summarized(drained)
+    assert "after step 40 of 100; continue with: clotho --profile" in summarized(drained)
     assert "--resume" not in summarized(summary())
     assert resume_command(Path("/runs/my run/profile.toml")) == (
-        "python pipeline.py --profile '/runs/my run/profile.toml' --resume"
+        "clotho --profile '/runs/my run/profile.toml' --resume"
     )
 
 
@@ -170,7 +170,7 @@ def test_the_summary_names_files_and_next_commands() -> None:
     assert lines["files"] == "adapters/, metrics.jsonl in runs/local m3"
     commands = [lines[label] for label in ("look at it", "evaluate it", "serve it", "export it")]
     words = [shlex.split(command) for command in commands]
-    assert [found[2] for found in words] == ["view", "eval", "serve", "convert"]
+    assert [found[1] for found in words] == ["view", "eval", "serve", "convert"]
     assert [word for found in words for word in found if word.startswith("runs/local m3")] == [
         "runs/local m3",
         "runs/local m3/profile.toml",
@@ -187,7 +187,7 @@ def test_weights_that_were_trained_in_full_are_named_as_a_model() -> None:
     export, *later = (shlex.split(full[label]) for label in ("export it", "evaluate it", "serve it"))
     saved = export[export.index("--save-path") + 1]
     assert export[export.index("--adapter-path") + 1] == summary().adapter
-    assert [(words[2], words[words.index("--model") + 1]) for words in later] == [("eval", saved), ("serve", saved)]
+    assert [(words[1], words[words.index("--model") + 1]) for words in later] == [("eval", saved), ("serve", saved)]
     assert all("--adapter" not in words for words in later)
 
 
@@ -217,5 +217,5 @@ def test_the_summary_of_a_run_that_learned_nothing_names_its_findings_and_the_ch
     assert untrained.is_untrained
     assert lines["learned"].startswith("nothing")
     assert lines["error"] == "f; c; a"
-    assert shlex.split(lines["find out"])[2] == "doctor"
+    assert shlex.split(lines["find out"])[1] == "doctor"
     assert not {"evaluate it", "serve it", "export it"} & lines.keys()
