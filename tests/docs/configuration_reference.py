@@ -18,7 +18,7 @@ PAGE = DOCS / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-A profile is a TOML file that describes a run. `python pipeline.py --profile local-m3` uses `profiles/local-m3.toml`;
+A profile is a TOML file that describes a run. `clotho --profile local-m3` uses `profiles/local-m3.toml`;
 `--profile path/to/mine.toml` uses your own file. Every key is also a flag, such as `--learner.batch-size 8`. A flag
 overrides the profile. `--dry-run` prints the resolved profile, `--help SECTION` prints the flags of one section, and
 `--help-all` prints all flags.

@@ -22,7 +22,7 @@ COMMANDS = [
     if language == "sh"
     for line in block.replace("\\\n", " ").splitlines()
 ]
-RUNS = [command[2:] for command in COMMANDS if command[:2] == ["python", "pipeline.py"]]
+RUNS = [command[1:] for command in COMMANDS if command[0] == "clotho"]
 INSTALLATION = "python3 -m venv .atropos && .atropos/bin/pip install atroposlib"
 
 
@@ -57,7 +57,7 @@ def test_the_profiles_and_scripts_of_the_page_exist() -> None:
 def test_every_command_is_covered_by_a_test_below() -> None:
     """The installation needs a network; error messages of the program contain the same command."""
     others = [INSTALLATION.split(), *(command for command in COMMANDS if {"run-api", "gsm8k_server.py"} & {*command})]
-    assert [command for command in COMMANDS if command[:2] != ["python", "pipeline.py"] and command not in others] == []
+    assert [command for command in COMMANDS if command[0] != "clotho" and command not in others] == []
     assert len(RUNS) == 3
 
 

@@ -2,11 +2,12 @@
 
 A page's commands run in order in one directory that contains links to the checkout. Blocks of Python and TOML whose
 first line is a file name (`# name.py`) are written to that directory first. `pip install` is left out, because the
-package is installed already. Blocks that only run the program, a script of the page or mlx-lm run in this process,
-which has loaded the modules, except those of README.md. HTML comments above a block control it:
+package is installed already. The program is `clotho` or `python pipeline.py`. Blocks that only run the program, a
+script of the page or mlx-lm run in this process, which has loaded the modules, except those of README.md. HTML comments
+above a block control it:
 
     not executed: REASON            flags and profile are checked, nothing runs
-    executed with: FLAGS            the flags are added to every `python pipeline.py` command
+    executed with: FLAGS            the flags are added to every command of the program
     executed during the run above   the block above runs in the background while this block runs
 """
 
@@ -43,13 +44,17 @@ DURING = "executed during the run above"
 LANGUAGES = {"shell", "python", "toml", "json", "text"}
 NOT_LINKED = {"runs", ".git", ".atropos", ".contenders", ".venv"}
 INSTALLATION = re.compile(r"^pip install[^\n&]*(?:&& )?", re.MULTILINE)
+BIN = ".bin"
 PARSED = ("show", "convert", "merge", "push", "view")
 """Commands with a parser of their own."""
 
-PLAIN = re.compile(r"python (?:pipeline\.py |\w+\.py|-m mlx_lm )[^|&;<>$`~*]*")
+PROGRAM = r"(?:python pipeline\.py|clotho)"
+PLAIN = re.compile(rf"(?:{PROGRAM} |python (?:\w+\.py|-m mlx_lm ))[^|&;<>$`~*]*")
 """A command that needs no shell."""
 
-PIPELINE = re.compile(r"^python pipeline\.py\b[^\n&|#]*", re.MULTILINE)
+COMMAND = re.compile(rf"^{PROGRAM}\b[^\n&|#]*", re.MULTILINE)
+INSTALLED = '#!/bin/sh\nexec python -m clotho "$@"\n'
+"""The command that the installation puts on the path, with the test's interpreter and checkout."""
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if COMMANDS[page]], ids=lambda page: page.stem)
@@ -58,6 +63,9 @@ def test_the_commands_of_a_page_work(page: Path, tmp_path: Path, monkeypatch: py
     for entry in ROOT.iterdir():
         if entry.name not in NOT_LINKED:
             (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / BIN).mkdir()
+    (tmp_path / BIN / "clotho").write_text(INSTALLED, encoding="utf-8")
+    (tmp_path / BIN / "clotho").chmod(0o755)
     for block in blocks(page):
         if block.file_name:
             (tmp_path / block.file_name).write_text(block.text, encoding="utf-8")
@@ -79,12 +87,12 @@ def test_the_commands_of_a_page_work(page: Path, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_that_are_not_executed_have_a_reason_and_valid_flags(page: Path) -> None:
-    """Only commands of the pipeline are checked; the model and the dataset need not exist."""
+    """Only commands of the program are checked; the model and the dataset need not exist."""
     for block in COMMANDS[page]:
         if block.comment.startswith(SKIPPED):
             assert len(block.comment) > len(SKIPPED)
-            for command in PIPELINE.findall(block.text.replace("\\\n", " ")):
-                words = shlex.split(command)[2:]
+            for command in COMMAND.findall(block.text.replace("\\\n", " ")):
+                words = shlex.split(re.sub(f"^{PROGRAM}", "", command))
                 if words[:1] == ["serve"]:
                     assert serve_help(words[1:]) or load_serving(words[1:])
                     continue
@@ -120,20 +128,19 @@ def script(block: Block, port: int) -> str:
     """The block as a script; the server listens on `port` instead of 8000."""
     added = block.comment.removeprefix(ADDED) if block.comment.startswith(ADDED) else ""
     text = re.sub(r"\\\n\s*", "", INSTALLATION.sub("", block.text)).replace("127.0.0.1:8000", f"127.0.0.1:{port}")
-    return PIPELINE.sub(lambda match: f"{match[0].rstrip()} {added} {server_flag(match[0], port)} ", text)
+    return COMMAND.sub(lambda match: f"{match[0].rstrip()} {added} {server_flag(match[0], port)} ", text)
 
 
 def server_flag(command: str, port: int) -> str:
     """The flag that sets the port, if the command starts a server: a run, or `serve`."""
-    other = re.match(r"python pipeline\.py (?!serve\b)[a-z]", command)
+    other = re.match(rf"{PROGRAM} (?!serve\b)[a-z]", command)
     return "" if other or "--help" in command or "--server." in command else f"--server.port {port}"
 
 
 def environment(directory: Path) -> dict[str, str]:
     """The test's interpreter is the first `python` of the path, and hub downloads fail at once."""
-    bin_directory = str(Path(sys.executable).parent)
     return os.environ | {
-        "PATH": f"{bin_directory}:{os.environ['PATH']}",
+        "PATH": f"{directory / BIN}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{directory}:{ROOT}",
         "HF_HUB_OFFLINE": "1",
     }
@@ -149,7 +156,10 @@ def run(text: str, directory: Path, port: int) -> None:
 def run_here(text: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run commands of Python in this process."""
     for line in text.strip().splitlines():
-        program, *arguments = shlex.split(line, comments=True)[1:]
+        words = shlex.split(line, comments=True)
+        if words[0] == "clotho":
+            words[:1] = ["python", "pipeline.py"]
+        _, program, *arguments = words
         with contextlib.chdir(directory):
             if program == "pipeline.py":
                 assert main(arguments) == 0, line
