@@ -167,8 +167,8 @@ class LearnerRanks:
     def set_up(self, profile: Profile, parameters: Parameters, *, model: str, memory_bytes: int) -> None:
         """Let all other ranks load the model, and wait until they have.
 
-        model: fingerprint of the model files. memory_bytes: estimate of the run. Raises ModelError if a rank cannot
-        load the model, has other files, or other trainable parameters.
+        model: fingerprint of the model files. memory_bytes: what the run needs at least. Raises ModelError if a rank
+        cannot load the model, has other files, or other trainable parameters.
         """
         setup = Setup(
             model=profile.model,

@@ -27,7 +27,7 @@ LAYOUTS: dict[str, Any] = {kind.__name__: kind for kind in (PaddedInputs, Packed
 class Setup(Struct, frozen=True, kw_only=True, tag="setup"):
     """Rank 0 -> other rank, once: the sections of the profile of rank 0 that apply to every rank.
 
-    model_fingerprint: of the model files of rank 0. memory_bytes: estimate of the run. prevent_sleep,
+    model_fingerprint: of the model files of rank 0. memory_bytes: what the run needs at least. prevent_sleep,
     cache_limit_mb: of `monitor`.
     """
 

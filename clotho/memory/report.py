@@ -84,7 +84,7 @@ def limit_memory(estimate: MemoryEstimate, settings: MonitorSection) -> None:
             limit=describe_limit(limit),
             smaller_with="engine.kv_cache_tokens, engine.max_num_seqs",
         )
-    limit_mlx_memory(limit, needed=estimate.total, cache=settings.cache_limit_mb * 2**20)
+    limit_mlx_memory(limit, held=estimate.minimum, cache=settings.cache_limit_mb * 2**20)
     if settings.wired_limit_mb:
         wire_memory(settings.wired_limit_mb)
 

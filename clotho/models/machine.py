@@ -19,8 +19,8 @@ from protocols.summary import MachineDescription, MemoryLimit
 CGROUP = Path("/sys/fs/cgroup")
 CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 
-LEAST_CACHE = 64 * 2**20
-"""Bytes of freed buffers that MLX may keep even if the estimate of the run leaves no memory for them."""
+LEAST_CACHE = 256 * 2**20
+"""Bytes of freed buffers that MLX may keep even if what the run always holds leaves no memory for them."""
 
 
 def describe_machine(*, blas: str) -> MachineDescription:
@@ -121,15 +121,17 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def limit_mlx_memory(limit: MemoryLimit, *, needed: int, cache: int) -> None:
+def limit_mlx_memory(limit: MemoryLimit, *, held: int, cache: int) -> None:
     """Limit the memory of MLX to `limit`, and the freed buffers that it keeps for reuse.
 
     Above the memory limit, MLX returns freed buffers to the system, and waits for running work before it allocates.
     MLX's default on Metal is 1.5 times the recommended working-set size. With variable lengths, freed buffers would
-    grow without limit: they get `cache` bytes, less if the estimate of the run, `needed`, leaves less of the limit.
+    grow without limit: they get `cache` bytes, less if `held`, what the run needs at least, leaves less of the limit.
+    The worst case of a run does not count: MLX returns freed buffers when arrays come near the memory limit, and with
+    too small a cache every step would fetch its buffers from the system again.
     """
     mx.set_memory_limit(min(limit.bytes, mx.get_memory_limit()))
-    mx.set_cache_limit(min(cache, max(LEAST_CACHE, limit.bytes - needed)))
+    mx.set_cache_limit(min(cache, max(LEAST_CACHE, limit.bytes - held)))
 
 
 def free_buffers() -> None:

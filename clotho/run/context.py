@@ -45,7 +45,7 @@ from protocols.finding import Finding
 from protocols.prompt import Prompt
 from protocols.sampling import PromptLogprobs
 from protocols.step import ReplayGroup, WeightsReady
-from protocols.summary import HistoryGap
+from protocols.summary import HistoryGap, MemoryEstimate
 
 if TYPE_CHECKING:
     from clotho.distributed.learner_ranks import LearnerRanks
@@ -94,7 +94,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     base: Any | None
     ranks: LearnerRanks | None
     replay: tuple[ReplayGroup, ...]
-    estimated_memory: int
+    memory: MemoryEstimate
     warnings: tuple[str, ...]
     preflight: tuple[Finding, ...]
     address: str
@@ -200,7 +200,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
             address=self.address or None,
             run_dir=relative_path(self.directory.path),
             steps=self.profile.steps,
-            estimated_memory=self.estimated_memory,
+            estimated_memory=self.memory.total,
             resumed_from=self.resumed_from,
             system_message=self.profile.data.system,
             rewards=tuple(map(_described, self.profile.rewards)) if isinstance(self.profile.atropos, Off) else (),

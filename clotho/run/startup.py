@@ -121,7 +121,7 @@ def _join_ranks(settings: DistributedSection) -> LearnerRanks:
 
 async def _set_up(ranks: LearnerRanks, context: RunContext) -> None:
     model, parameters = context.inputs["model"], context.policy_learner.parameters
-    memory_bytes = context.estimated_memory
+    memory_bytes = context.memory.minimum
     ranks.resumable(str(context.directory.path))
     await run_sync(lambda: ranks.set_up(context.profile, parameters, model=model, memory_bytes=memory_bytes))
 
@@ -196,7 +196,7 @@ async def _build_context(
         base=start.initial if state and not history.before else None,
         ranks=ranks,
         replay=start.replay,
-        estimated_memory=compute.estimate.total,
+        memory=compute.estimate,
         history_gaps=start.gaps,
         origin=start.origin,
         warnings=(*dataset_warnings(loaded), *ungraded, *start.warnings),

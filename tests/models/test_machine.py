@@ -133,19 +133,19 @@ def mlx_limits() -> Iterator[int]:
 def test_mlx_stays_below_the_limit_and_keeps_the_configured_cache(mlx_limits: int) -> None:
     """A limit above that of MLX does not raise it."""
     limit = MemoryLimit(bytes=3 * GIB, source="metal", installed=4 * GIB)
-    limit_mlx_memory(limit, needed=GIB, cache=GIB // 2)
+    limit_mlx_memory(limit, held=GIB, cache=GIB // 2)
     assert (mx.get_memory_limit(), mx.set_cache_limit(0)) == (3 * GIB, GIB // 2)
     larger = MemoryLimit(bytes=mlx_limits + 100 * GIB, source="metal", installed=mlx_limits + 200 * GIB)
     mx.set_memory_limit(mlx_limits)
-    limit_mlx_memory(larger, needed=GIB, cache=1)
+    limit_mlx_memory(larger, held=GIB, cache=1)
     assert mx.get_memory_limit() == mlx_limits
 
 
 @pytest.mark.usefixtures("mlx_limits")
-@pytest.mark.parametrize(("needed", "kept"), [(3 * GIB - 100 * 2**20, 100 * 2**20), (4 * GIB, 64 * 2**20)])
-def test_the_cache_gets_what_the_run_leaves(needed: int, kept: int) -> None:
-    """Weights, caches and freed buffers together stay below the limit; 64 MiB for freed buffers remain."""
-    limit_mlx_memory(MemoryLimit(bytes=3 * GIB, source="metal", installed=4 * GIB), needed=needed, cache=GIB)
+@pytest.mark.parametrize(("held", "kept"), [(3 * GIB - 300 * 2**20, 300 * 2**20), (4 * GIB, 256 * 2**20)])
+def test_the_cache_gets_what_the_run_leaves(held: int, kept: int) -> None:
+    """What the run always holds and freed buffers stay below the limit together; 256 MiB for freed buffers remain."""
+    limit_mlx_memory(MemoryLimit(bytes=3 * GIB, source="metal", installed=4 * GIB), held=held, cache=GIB)
     assert mx.set_cache_limit(0) == kept
 
 
