@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -28,11 +30,13 @@ DROPS_THINKING = written("message['content'].split('</think>')[-1]")
 REWRITES = written("(message['content'] if loop.last else message['content'] ~ '!')")
 
 
-def tokenizer(template: str = HEALTHY, *, eos: str = "<|im_end|>") -> ChatTokenizer:
-    """Return the tokenizer of the embedded model with another template or another end token."""
+def tokenizer(
+    template: str = HEALTHY, *, eos: str = "<|im_end|>", variables: Mapping[str, Any] | None = None
+) -> ChatTokenizer:
+    """Return the tokenizer of the embedded model with another template, its variables, or another end token."""
     found = AutoTokenizer.from_pretrained(EMBEDDED, local_files_only=True)
     found.eos_token = eos
-    return ChatTokenizer(found, template=template)
+    return ChatTokenizer(found, template=template, variables=variables or {})
 
 
 def embedded() -> ChatTokenizer:
