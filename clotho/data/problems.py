@@ -227,6 +227,8 @@ def _required(record: dict[str, Any], key: str, column: str, where: str) -> Any:
         return record[key]
     close = nearest(key, [name for name in record if len(name) <= MAX_SHOWN_KEY])
     hint = f"; did you mean data.{column}_key = {close!r}?" if close else f"; set data.{column}_key"
+    if column == "answer" and not close:
+        hint += ', or "" if the problems have none'
     names = [repr(visible(name, MAX_SHOWN_KEY)) for name in islice(record, MAX_SHOWN_KEYS)]
     if len(record) > MAX_SHOWN_KEYS:
         names.append(f"and {len(record) - MAX_SHOWN_KEYS} more")

@@ -185,6 +185,7 @@ def test_a_malformed_line_is_named(tmp_path: Path) -> None:
     [
         ('{"prompt": "q", "anwser": "a"}', "no key 'answer', only 'prompt', 'anwser'; did you mean data.answer_key"),
         ('{"text": "q"}', "no key 'prompt', only 'text'; set data.prompt_key"),
+        ('{"prompt": "q"}', "no key 'answer', only 'prompt'; set data.answer_key, or \"\" if the problems have none"),
         ("{}", "no key 'prompt', only none"),
         ('{"prompt": " ", "answer": "a"}', "prompt is empty"),
         ('{"prompt": [{"role": "user"}], "answer": "a"}', "prompt[0].content must be text, not null"),

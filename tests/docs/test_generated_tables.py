@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.docs import configuration_reference, message_reference, migration_reference, name_reference
+from tests.docs import configuration_reference, memory_reference, message_reference, migration_reference, name_reference
 from tests.docs.pages import between
 
 
@@ -25,3 +25,8 @@ def test_the_configuration_page_is_up_to_date() -> None:
     """Regenerate it with `python -m tests.docs.configuration_reference`."""
     page = configuration_reference.PAGE.read_text(encoding="utf-8")
     assert page == configuration_reference.configuration_page()
+
+
+def test_the_memory_estimates_of_the_recipes_are_up_to_date() -> None:
+    """Regenerate them with `python -m tests.docs.memory_reference`."""
+    assert between(memory_reference.PAGE, "memory") == memory_reference.table()
