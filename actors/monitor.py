@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 from anyio import to_thread
@@ -33,6 +33,16 @@ MAX_REWARDS = 512
 
 MAX_EVALUATIONS = 5
 """Number of evaluations that the view keeps, besides the first."""
+
+SPEED_STEPS = 10
+"""Number of steps whose mean speed the view has."""
+
+
+class Work(NamedTuple):
+    """Completion tokens of one or more steps, and the time of these steps."""
+
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 class Monitor:
@@ -83,6 +93,7 @@ class Monitor:
         self._trained, self._discarded = 0, Counter[str]()
         self._discarded_between, self._failures_between = Counter[tuple[str, str]](), Counter[str]()
         self._rewards: deque[float] = deque(maxlen=MAX_REWARDS)
+        self._work, self._all_work = deque[Work](maxlen=SPEED_STEPS), Work()
         self._tracked = set[str]()
         self._first_evaluation: EvalReport | None = None
         self._evaluations: deque[EvalReport] = deque(maxlen=MAX_EVALUATIONS)
@@ -97,6 +108,7 @@ class Monitor:
                 async for report in self._inbox:
                     await self._observe(report)
                 await self._write_tokens()
+                self._show(has_ended=True)
             except Exception:
                 log.error("monitor_failed", exc_info=True)
                 self.logged.close()
@@ -137,6 +149,8 @@ class Monitor:
         )
         self._discarded_between.clear()
         self._failures_between.clear()
+        self._work.append(Work(metrics["completion_length/total"], seconds - self._last.seconds))
+        self._all_work = _summed([self._all_work, self._work[-1]])
         self._last, self._step, self._latest = now, report.step, metrics
         if self._forecast is not None:
             self._forecast.add_step(metrics)
@@ -217,12 +231,12 @@ class Monitor:
     def _age(self) -> float:
         return self._seconds_before + self._clock() - self._started_at
 
-    def _show(self, *, start: bool = False) -> None:
+    def _show(self, *, start: bool = False, has_ended: bool = False) -> None:
         """Pass the view to the display. A display that fails is closed, and the files are still written."""
         try:
             if start:
                 self._display.start()
-            self._display.show(self._view())
+            self._display.show(self._view(has_ended=has_ended))
         except Exception:
             log.warning("display_failed", exc_info=True)
             self._display, failed = NoDisplay(), self._display
@@ -234,17 +248,24 @@ class Monitor:
         except Exception:
             log.warning("display_not_closed", exc_info=True)
 
-    def _view(self) -> RunView:
+    def _view(self, *, has_ended: bool) -> RunView:
         first = () if self._first_evaluation is None else (self._first_evaluation,)
-        age = self._age()
+        age, work = self._age(), self._all_work if has_ended else _summed(self._work)
         return RunView(
             step=self._step,
             seconds=age - self._seconds_before,
             seconds_left=None if self._forecast is None else self._forecast.seconds_left(age),
+            tokens_per_second=work.tokens / work.seconds if work.seconds > 0 else None,
             trained=self._trained,
             discarded=dict(self._discarded),
             rewards=tuple(self._rewards),
             evaluations=(*first, *self._evaluations),
             latest=self._latest,
             sample=self._sample,
+            has_ended=has_ended,
         )
+
+
+def _summed(steps: Iterable[Work]) -> Work:
+    found = list(steps)
+    return Work(sum(one.tokens for one in found), sum(one.seconds for one in found))

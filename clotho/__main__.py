@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 RELAXED_GPU_TIMEOUT = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
 
+MAX_LOADING = 300
+"""Characters of the line that says what is being loaded."""
+
 EXIT_SECONDS = 5.0
 """How long the end of a run waits for a terminal or a pipe that does not accept the last lines."""
 
@@ -74,6 +77,7 @@ def _run(argv: Sequence[str]) -> tuple[int, bool]:
         if not isinstance(prepared, PreparedRun):
             return prepared, False
         is_training = True
+        prepared.announce()
         _import_mlx_lm()
         from pipeline import train
 
@@ -114,6 +118,7 @@ def serve(argv: Sequence[str]) -> tuple[int, bool]:
     if (text := serve_help(argv)) is not None:
         return _show_help(text)
     arguments = load_serving(argv)
+    _say_loading(_console(), arguments.profile.model.path)
     _import_mlx_lm()
     import anyio
 
@@ -129,7 +134,10 @@ def evaluate(argv: Sequence[str]) -> tuple[int, bool]:
 
     if (text := evaluation_help(argv)) is not None:
         return _show_help(text)
+    from rich.console import Console
+
     arguments = load_evaluation(argv)
+    _say_loading(Console(stderr=True), arguments.profile.model.path)  # standard output can be JSON
     _import_mlx_lm()
     import anyio
 
@@ -170,6 +178,16 @@ def _console() -> Console:
     return Console(file=sys.stdout)  # user code may replace sys.stdout
 
 
+def _say_loading(console: Console, model: str) -> None:
+    """Write one line before the imports that take seconds on a busy machine."""
+    from rich.text import Text
+
+    from clotho.monitoring.terminal_text import relative_path, terminal_text
+
+    line = terminal_text(f"loading  {relative_path(model)} ...", MAX_LOADING, ascii_only=console.options.ascii_only)
+    console.print(Text(line), soft_wrap=True)
+
+
 def _show_help(text: str) -> tuple[int, bool]:
     _console().print(text, markup=False, highlight=False, soft_wrap=True, end="")
     return 0, False
@@ -206,6 +224,11 @@ class PreparedRun:
         """Let another process use the run directory."""
         gc.enable()
         self._directory.close()
+
+    def announce(self) -> None:
+        """Write what is being loaded, unless the display is off."""
+        if self._profile.monitor.display != "none":
+            _say_loading(self._console, self._profile.model.path)
 
     def start(self, train: Train) -> int:
         """Train; the exit status."""

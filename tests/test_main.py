@@ -83,3 +83,20 @@ def test_garbage_collection_is_off_only_during_the_imports(tmp_path: Path, capsy
     assert main(["--model", "/no/such/model", "--run-dir", str(tmp_path / "run"), "--server.port", "0"]) == 2
     assert "/no/such/model" in capsys.readouterr().err
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("display", "line"), [("plain", "loading  profiles/embedded ...\n"), ("none", "")])
+def test_a_run_says_what_it_loads_before_the_imports(
+    display: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The imports and the model take seconds, in which the terminal is not empty; `none` writes nothing."""
+    shown = []
+
+    def interrupted() -> None:
+        shown.append(capsys.readouterr().out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("clotho.__main__._import_mlx_lm", interrupted)
+    monkeypatch.chdir(ROOT)
+    assert main(["--run-dir", str(tmp_path / "run"), "--monitor.display", display]) == 130
+    assert shown == [line]

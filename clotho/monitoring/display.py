@@ -100,19 +100,22 @@ class RunView(Struct, frozen=True, kw_only=True):
     """State of a run after a report.
 
     step: number of batches consumed. seconds: since the process started. seconds_left: estimated time until the end of
-    the run; None before the first batch. trained, discarded: number of groups. rewards: mean rewards of the latest
-    batches, oldest first. evaluations: the first and the latest ones. latest: the latest line of metrics.jsonl.
+    the run; None before the first batch. tokens_per_second: mean of the last steps; of all steps if the run has ended.
+    trained, discarded: number of groups. rewards: mean rewards of the latest batches, oldest first. evaluations: the
+    first and the latest ones. latest: the latest line of metrics.jsonl. has_ended: nothing changes any more.
     """
 
     step: int = 0
     seconds: float = 0.0
     seconds_left: float | None = None
+    tokens_per_second: float | None = None
     trained: int = 0
     discarded: dict[str, int] = {}
     rewards: tuple[float, ...] = ()
     evaluations: tuple[EvalReport, ...] = ()
     latest: MetricsLine | None = None
     sample: Sample | None = None
+    has_ended: bool = False
 
 
 class Display(Protocol):
@@ -144,8 +147,8 @@ class NoDisplay:
 class PlainDisplay:
     """Writes the facts, every evaluation, and a step every few seconds, in lines that fit the width of the console.
 
-    If nothing was written for `REMINDER_SECONDS`, one line says what the run waits for. For files, pipes and simple
-    terminals: no colors, no cursor movements.
+    The first step without a line is announced, once. If nothing was written for `REMINDER_SECONDS`, one line says what
+    the run waits for. For files, pipes and simple terminals: no colors, no cursor movements.
     """
 
     def __init__(
@@ -154,6 +157,7 @@ class PlainDisplay:
         self._console, self._facts, self._gauges, self._clock = console, facts, gauges, clock
         self._next_line_at, self._shown_step = 0.0, facts.resumed_from or 0
         self._evaluation: EvalReport | None = None
+        self._said_that_steps_are_left_out = False
         self._view = RunView()
         self._written_at = clock()
         self._closed = threading.Event()
@@ -169,8 +173,12 @@ class PlainDisplay:
         if view.evaluations and view.evaluations[-1] != self._evaluation:
             self._evaluation = view.evaluations[-1]
             self._write(self._position(self._evaluation.step), evaluation_pieces(self._evaluation))
-        if view.step >= self._facts.steps or self._clock() >= self._next_line_at:
+        if view.has_ended or view.step >= self._facts.steps or self._clock() >= self._next_line_at:
             self._show_step()
+        elif view.step != self._shown_step and not self._said_that_steps_are_left_out:
+            self._said_that_steps_are_left_out = True
+            text = f"a step is written every {SECONDS_BETWEEN_LINES:g} s at most; metrics.jsonl has all steps"
+            self._write(" " * (len(self._position(0)) + 2), [text])
 
     def close(self) -> None:
         """Write the last step if it is not shown yet, as after a drain."""
@@ -213,8 +221,8 @@ class PlainDisplay:
         yield f"reward {number(latest['reward/mean']):>6}"
         yield f"loss {number(latest['loss'], '.4f'):>7}"
         yield f"truncated {share(latest['truncated_fraction']):>5}"
-        yield f"{number(latest['tokens_per_second'], '.0f'):>6} tokens/s"
-        yield f"kl {number(latest['kl'], '.4f')}"
+        yield f"{number(view.tokens_per_second, '.0f'):>6} tokens/s"
+        yield from known("kl", latest["kl"], ".4f")
         yield f"entropy {number(latest['entropy'])}"
         yield f"staleness {number(latest['staleness/mean'], '.1f')}"
         yield f"{duration(view.seconds)} elapsed"
@@ -227,6 +235,12 @@ class PlainDisplay:
     def _position(self, step: int) -> str:
         digits = len(str(self._facts.steps))
         return f"step {step:>{digits}}/{self._facts.steps}"
+
+
+def known(name: str, value: float | None, form: str = ".3f") -> Iterator[str]:
+    """Yield a name with its value, unless the run does not compute it."""
+    if value is not None:
+        yield f"{name} {number(value, form)}"
 
 
 def evaluation_pieces(report: EvalReport) -> Iterator[str]:
@@ -246,10 +260,11 @@ def zero_variance(latest: MetricsLine) -> str:
 
 
 def reward_pieces(latest: MetricsLine) -> Iterator[str]:
-    """Yield mean, standard deviation and failures of each reward function."""
+    """Yield mean, standard deviation and failures of each reward function that applied to a problem of the step."""
     for name, values in latest["rewards"].items():
         failed = f" ({values['failures']} failed)" if values["failures"] else ""
-        yield f"{name} {number(values['mean'])} sd {number(values['std'])}{failed}"
+        if values["count"] or failed:
+            yield f"{name} {number(values['mean'])} sd {number(values['std'])}{failed}"
 
 
 def server_pieces(servers: Sequence[RemoteServerGauge], latest: MetricsLine | None) -> Iterator[str]:
@@ -295,10 +310,12 @@ def print_line(console: Console, line: str) -> None:
 
 
 def machine_lines(machine: MachineDescription, compute_path: str) -> Iterator[str]:
-    """Return the lines about the machine and about what computes."""
+    """Return the lines about the machine and about what computes. Processor and BLAS are named once."""
+    device = "" if machine.device in (machine.processor, machine.backend) else f" ({machine.device})"
+    blas = "" if machine.blas in compute_path else f"; BLAS {machine.blas}"
     yield (
         f"machine  {machine.processor}, {machine.cores} cores, {memory(machine.memory_bytes)}, {machine.system}; "
-        f"MLX {machine.mlx_version} on {machine.backend} ({machine.device}); BLAS {machine.blas}"
+        f"MLX {machine.mlx_version} on {machine.backend}{device}{blas}"
     )
     yield f"compute  {compute_path}"
 

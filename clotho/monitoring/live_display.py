@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isfinite
 from statistics import fmean
 from typing import Literal
@@ -22,6 +22,7 @@ from clotho.monitoring.display import (
     RunFacts,
     RunView,
     Sample,
+    known,
     print_facts,
     rank_pieces,
     reward_pieces,
@@ -29,9 +30,18 @@ from clotho.monitoring.display import (
     zero_variance,
 )
 from clotho.monitoring.held_out_rows import rows
-from clotho.monitoring.terminal_text import duration, memory, milliseconds, number, percent, share, size, terminal_text
+from clotho.monitoring.terminal_text import (
+    duration,
+    in_lines,
+    memory,
+    milliseconds,
+    number,
+    percent,
+    share,
+    size,
+    terminal_text,
+)
 from protocols.errors import visible
-from protocols.finding import Finding
 from protocols.summary import Gauges, RunGauges
 
 log = structlog.get_logger(actor="monitor")
@@ -40,9 +50,11 @@ LEVELS = "▁▂▃▄▅▆▇█"
 ASCII_LEVELS = "_.-=+*#@"
 
 LABEL_WIDTH = 10
+PIECE_LIMIT = 1000
 PROMPT_LIMIT = 160
 COMPLETION_LIMIT = 400
-MAX_ALARMS, MAX_FACT = 4, 200
+MIN_SAMPLE_LINES = 2
+MAX_FACT, MAX_FINDING = 200, 500
 REDRAWS_PER_SECOND = 2
 
 Kind = Literal["auto", "live", "plain", "none"]
@@ -79,125 +91,138 @@ def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) 
 
 
 class Screen:
-    """One frame of the live display, most important rows first, because small windows cut the end."""
+    """One frame of the live display, most important rows first, because small windows cut the end.
+
+    A row without a value has no line. The sample takes the lines that the other rows leave.
+    """
 
     def __init__(self, facts: RunFacts, view: RunView, gauges: RunGauges, seconds: float) -> None:
         self._facts, self._view, self._gauges, self._seconds = facts, view, gauges, seconds
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Return the rows of the frame for the width of the console."""
+        """Return the rows of the frame for the width and the height of the console."""
         ascii_only = options.ascii_only
         width = max(8, options.max_width - LABEL_WIDTH - 1)
-        rows: list[tuple[str, Text | Group]] = [
-            ("progress", self._progress(width, ascii_only)),
-            *(("alarm", self._alarm(finding, ascii_only)) for finding in self._gauges.findings[:MAX_ALARMS]),
-            ("waiting", self._line(self._gauges.waiting_for or "-", ascii_only)),
-            ("reward", self._rewards(width, ascii_only)),
-            ("rewards", self._line(self._reward_parts(), ascii_only)),
-            ("held-out", self._line(self._accuracy(), ascii_only)),
-            ("speed", self._line(self._speed(), ascii_only)),
-            ("update", self._line(self._update(), ascii_only)),
-            ("groups", self._line(self._groups(), ascii_only)),
-            ("queues", self._line(self._queues(), ascii_only)),
-            *self._servers(ascii_only),
-            *self._ranks(ascii_only),
-            ("page", self._line(f"{self._facts.address}/" if self._facts.address else "-", ascii_only)),
-        ]
-        if self._view.sample is not None:
-            rows.append(("sample", self._sample(self._view.sample, ascii_only)))
         table = Table.grid(padding=(0, 1, 0, 0), expand=False)
         table.add_column(style="bold", width=LABEL_WIDTH - 1, no_wrap=True)
         table.add_column(overflow="fold")
-        for name, content in rows:
-            table.add_row(Text(name), content)
+        table.add_row(Text("progress"), self._progress(width, ascii_only))
+        if self._gauges.findings:
+            table.add_row(*self._finding(ascii_only))
+        table.add_row(Text("reward"), self._rewards(width, ascii_only))
+        for name, pieces in self._rows():
+            text = "\n".join(
+                in_lines((terminal_text(one, PIECE_LIMIT, ascii_only=ascii_only) for one in pieces), width)
+            )
+            if text:
+                table.add_row(Text(name), Text(text, overflow="fold"))
+        used = len(console.render_lines(table, options, pad=False))
+        left = options.size.height - 1 - used
+        if (sample := self._view.sample) is not None and left >= MIN_SAMPLE_LINES:
+            table.add_row(Text("sample"), self._sample(sample, console, width, left, ascii_only))
         yield table
+
+    def _rows(self) -> Iterator[tuple[str, Iterable[str]]]:
+        """Yield the label and the pieces of each row of text."""
+        view, gauges = self._view, self._gauges
+        yield "rewards", reward_pieces(view.latest) if view.latest else ()
+        yield "held-out", self._accuracy()
+        yield "speed", self._speed()
+        yield "update", self._update()
+        yield "groups", self._groups()
+        yield "waiting", () if view.has_ended else (f"for {gauges.waiting_for}" if gauges.waiting_for else "-",)
+        full = [queue for queue in gauges.queues if queue.depth >= queue.capacity > 0]
+        yield "full", (f"queue {queue.name} ({queue.capacity})" for queue in full)
+        for place, piece in enumerate(server_pieces(gauges.remote.servers, view.latest)):
+            yield "" if place else "servers", (piece,)
+        yield "learner", rank_pieces(view.latest)
 
     def _progress(self, width: int, ascii_only: bool) -> Group:
         view, steps = self._view, self._facts.steps
-        left = view.seconds_left
-        if left is not None:
-            left = max(0.0, left - (self._seconds - view.seconds))
-        text = f"step {view.step}/{steps}  {duration(self._seconds)} elapsed, {duration(left)} left"
+        text = f"step {view.step}/{steps}  {duration(self._seconds)} elapsed"
+        if not view.has_ended:
+            left = view.seconds_left
+            left = None if left is None else max(0.0, left - (self._seconds - view.seconds))
+            text = f"{text}, {duration(left)} left"
         bar = ProgressBar(total=steps, completed=view.step, width=min(width, 60))
-        return Group(self._line(text, ascii_only), bar)
+        return Group(Text(terminal_text(text, PIECE_LIMIT, ascii_only=ascii_only), overflow="fold"), bar)
 
     def _rewards(self, width: int, ascii_only: bool) -> Text:
         rewards = self._view.rewards
         if not rewards:
-            return self._line("-", ascii_only)
+            return Text("-")
         text = Text(f"{rewards[-1]:.3f}  ", overflow="fold")
-        text.append(sparkline(rewards, min(width - 16, 60), ascii_only=ascii_only), style="green")
+        text.append(sparkline(rewards, min(width - 22, 60), ascii_only=ascii_only), style="green")
         text.append(f"  {min(rewards):.2f} to {max(rewards):.2f}", style="dim")
         return text
 
-    def _alarm(self, finding: Finding, ascii_only: bool) -> Text:
-        text = f"{finding.name}: {visible(finding.fact, MAX_FACT)}; {finding.advice}"
-        line = self._line(text, ascii_only)
-        line.stylize("bold red" if finding.severity == "error" else "yellow")
-        return line
+    def _finding(self, ascii_only: bool) -> tuple[Text, Text]:
+        """Return the row of the findings: the first one, and the names of the others, which the log has."""
+        first, *others = self._gauges.findings
+        text = f"{first.name}: {visible(first.fact, MAX_FACT)}; {first.advice}"
+        text += f" (also: {', '.join(finding.name for finding in others)})" if others else ""
+        style = "bold red" if first.severity == "error" else "yellow"
+        shown = Text(terminal_text(text, MAX_FINDING, ascii_only=ascii_only), style=style, overflow="fold")
+        return Text(first.severity), shown
 
-    def _reward_parts(self) -> str:
-        return "  ".join(reward_pieces(self._view.latest)) if self._view.latest else "-"
-
-    def _accuracy(self) -> str:
-        pieces = [f"{percent(report.accuracy)} (step {report.step})" for report in self._view.evaluations]
+    def _accuracy(self) -> Iterator[str]:
+        for report in self._view.evaluations:
+            yield f"{percent(report.accuracy)} (step {report.step})"
         for report in self._view.evaluations[-1:]:
-            pieces += [f"{report.ungraded} ungraded"] if report.ungraded else []
-            pieces += [f"{row.label} {row.text}" for row in rows(report.measures, functions=False)]
-        return "  ".join(pieces) or "-"
+            if report.ungraded:
+                yield f"{report.ungraded} ungraded"
+            yield from (f"{row.label} {row.text}" for row in rows(report.measures, functions=False))
 
-    def _speed(self) -> str:
-        latest, gauges = self._view.latest, self._gauges
-        rate = number(latest["tokens_per_second"] if latest else None, ".0f")
-        swap = milliseconds(gauges.swap_seconds_last)
-        return (
-            f"{rate} tokens/s  idle {number(gauges.decode_rate_idle, '.0f')}, "
-            f"learning {number(gauges.decode_rate_learning, '.0f')}  {gauges.rows_running} sequences  "
-            f"{size(gauges.tokens_sampled)} sampled  swap {swap}  peak {memory(gauges.peak_memory_bytes)}"
-        )
+    def _speed(self) -> Iterator[str]:
+        view, gauges = self._view, self._gauges
+        mean = " over the run" if view.has_ended else ""
+        yield f"{number(view.tokens_per_second, '.0f')} tokens/s{mean}"
+        if gauges.decode_rate_idle is not None:
+            yield f"decoding alone {number(gauges.decode_rate_idle, '.0f')}"
+        if gauges.decode_rate_learning is not None:
+            yield f"during updates {number(gauges.decode_rate_learning, '.0f')}"
+        if not view.has_ended:
+            yield f"{gauges.rows_running} sequences"
+        yield f"{size(gauges.tokens_sampled)} sampled"
+        if gauges.swap_seconds_last is not None:
+            yield f"swap {milliseconds(gauges.swap_seconds_last)}"
+        yield f"peak {memory(gauges.peak_memory_bytes)}"
+        if gauges.api_requests:
+            yield f"{gauges.api_requests} API requests"
 
-    def _update(self) -> str:
+    def _update(self) -> Iterator[str]:
         latest = self._view.latest
         if latest is None:
-            return "-"
-        return (
-            f"version {latest['policy_version']}  loss {number(latest['loss'], '.4f')}  "
-            f"kl {number(latest['kl'], '.4f')}  entropy {number(latest['entropy'])}  "
-            f"clip fraction {number(latest['clip_fraction'])}  grad norm {number(latest['grad_norm'])}  "
-            f"mismatch kl {number(latest['mismatch_kl'], '.1e')}  "
-            f"staleness {number(latest['staleness/mean'], '.1f')} mean, {number(latest['staleness/max'], 'd')} max"
-        )
+            return
+        yield f"version {latest['policy_version']}"
+        yield from known("loss", latest["loss"], ".4f")
+        yield from known("kl", latest["kl"], ".4f")
+        yield from known("entropy", latest["entropy"])
+        yield from known("clip fraction", latest["clip_fraction"])
+        yield from known("grad norm", latest["grad_norm"])
+        yield from known("mismatch kl", latest["mismatch_kl"], ".1e")
+        yield from known("staleness", latest["staleness/mean"], ".1f")
 
-    def _groups(self) -> str:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self._view.discarded.items()))
-        text = f"{self._view.trained} trained  {sum(self._view.discarded.values())} discarded"
-        text = f"{text} ({reasons})" if reasons else text
-        latest = self._view.latest
-        text = f"{text}  {share(latest['truncated_fraction'] if latest else None)} of the completions truncated"
-        if latest is None or latest["curriculum/zero_variance_expected"] is None:
-            return text
-        return f"{text}  {zero_variance(latest)}"
+    def _groups(self) -> Iterator[str]:
+        view, latest = self._view, self._view.latest
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(view.discarded.items()))
+        discarded = f"{sum(view.discarded.values())} discarded"
+        yield f"{view.trained} trained"
+        yield f"{discarded} ({reasons})" if reasons else discarded
+        if latest is None:
+            return
+        if latest["truncated_fraction"] is not None:
+            yield f"{share(latest['truncated_fraction'])} of the completions truncated"
+        if latest["curriculum/zero_variance_expected"] is not None:
+            yield zero_variance(latest)
 
-    def _queues(self) -> str:
-        depths = "  ".join(f"{queue.name} {queue.depth}/{queue.capacity}" for queue in self._gauges.queues)
-        return f"{depths}  {self._gauges.api_requests} API requests".strip()
-
-    def _servers(self, ascii_only: bool) -> list[tuple[str, Text]]:
-        pieces = list(server_pieces(self._gauges.remote.servers, self._view.latest))
-        return [("" if number else "servers", self._line(piece, ascii_only)) for number, piece in enumerate(pieces)]
-
-    def _ranks(self, ascii_only: bool) -> list[tuple[str, Text]]:
-        text = "  ".join(rank_pieces(self._view.latest))
-        return [("learner", self._line(text, ascii_only))] if text else []
-
-    def _sample(self, sample: Sample, ascii_only: bool) -> Group:
-        head = f"reward {number(sample.reward)}  prompt: {terminal_text(sample.prompt, PROMPT_LIMIT)}"
+    def _sample(self, sample: Sample, console: Console, width: int, height: int, ascii_only: bool) -> Group:
+        """Return the prompt on one line, and the begin of the completion on the other ones."""
+        prompt = f"reward {number(sample.reward)}  prompt: {sample.prompt}"
+        head = Text(terminal_text(prompt, PROMPT_LIMIT, ascii_only=ascii_only))
+        head.truncate(width, overflow="crop" if ascii_only else "ellipsis")
         text = terminal_text(sample.completion, COMPLETION_LIMIT, ascii_only=ascii_only)
-        return Group(self._line(head, ascii_only), Text(text, style="cyan", overflow="fold"))
-
-    @staticmethod
-    def _line(text: str, ascii_only: bool) -> Text:
-        return Text(terminal_text(text, 1000, ascii_only=ascii_only), overflow="fold")
+        return Group(head, *Text(text, style="cyan", overflow="fold").wrap(console, width)[: height - 1])
 
 
 class LiveDisplay:

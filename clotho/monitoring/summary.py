@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -21,6 +21,7 @@ from clotho.monitoring.terminal_text import (
     relative_path,
     size,
     terminal_text,
+    wrapped,
 )
 from protocols.accounting import Balance
 from protocols.evaluation import EvalReport
@@ -31,14 +32,22 @@ LINE_LIMIT = 4000
 
 
 def print_summary(console: Console, summary: RunSummary) -> None:
-    """Print the accuracy table and the lines below it. Lines are not wrapped, so that they can be copied."""
-    ascii_only = console.options.ascii_only
+    """Print what was learned, the accuracy table, the next commands, and the figures of the run.
+
+    Prose is wrapped at words. Commands are not wrapped, so that they can be copied.
+    """
+    _print_lines(console, result_lines(summary))
     if summary.before is not None or summary.after is not None:
-        console.print(accuracy_table(summary, ascii_only=ascii_only))
-    for label, text in summary_lines(summary):
-        console.print(
-            Text(terminal_text(f"{label:<{LABEL_WIDTH}}{text}", LINE_LIMIT, ascii_only=ascii_only)), soft_wrap=True
-        )
+        console.print(accuracy_table(summary, ascii_only=console.options.ascii_only))
+    _print_lines(console, command_lines(summary), are_commands=True)
+    _print_lines(console, figure_lines(summary))
+
+
+def _print_lines(console: Console, lines: Iterable[tuple[str, str]], *, are_commands: bool = False) -> None:
+    for label, text in lines:
+        line = terminal_text(f"{label:<{LABEL_WIDTH}}{text}", LINE_LIMIT, ascii_only=console.options.ascii_only)
+        for part in [line] if are_commands else wrapped(line, console.width, indent=LABEL_WIDTH):
+            console.print(Text(part), soft_wrap=True)
 
 
 def accuracy_table(summary: RunSummary, *, ascii_only: bool = False) -> Table:
@@ -70,22 +79,35 @@ def _measures(report: EvalReport) -> Iterator[Row]:
     return rows(report.measures, functions=True)
 
 
-def summary_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
-    """Yield label and text of the lines below the table."""
-    yield from _group_lines(summary)
-    yield from _speed_lines(summary)
-    yield from _result_lines(summary)
-    yield from _next_steps(summary)
+def result_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    """Yield label and text of what was learned and what was not, the findings, and the best checkpoint."""
+    yield "learned", _learned(summary)
+    if summary.steps < summary.planned_steps:
+        yield "stopped", f"after step {summary.steps} of {summary.planned_steps}"
+    if summary.is_untrained:
+        trained = "adapter is the initial one" if summary.is_adapter else "weights are those of the base model"
+        yield "untrained", f"no update was applied, so the {trained}"
+    for finding in summary.findings:
+        yield finding.severity, finding.text
+    if equal := summary.balance.by_reason.get("zero_variance", 0):
+        ended = summary.balance.trained + summary.balance.discarded
+        yield "no signal", f"{equal} of {ended} groups had equal rewards and therefore no training signal"
     if summary.after and summary.after.ungraded:
         count = summary.after.ungraded
         yield "ungraded", f"{count} held-out problems, because no reward with correct = true applies to them"
     if summary.after and summary.after.failed:
         yield "failed", f"a reward function on {summary.after.failed} held-out problems; log.jsonl has the errors"
-    if summary.steps < summary.planned_steps:
-        yield (
-            "stopped",
-            f"after step {summary.steps} of {summary.planned_steps}; continue with: {summary.resume_command}",
-        )
+    if (best := summary.best) is not None:
+        accuracy = f"held-out accuracy {percent(best.accuracy)} of {best.problems} problems"
+        yield "best", f"step {best.step}, {accuracy}: {summary.best_path}"
+
+
+def figure_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    """Yield label and text of the groups, times, rates, memory and files of the run."""
+    yield from _group_lines(summary)
+    yield from _speed_lines(summary)
+    yield "files", f"{', '.join(summary.files)} in {summary.run_dir}"
+    yield "adapter" if summary.is_adapter else "weights", summary.adapter
 
 
 def _group_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
@@ -102,20 +124,21 @@ def _group_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
 
 def _speed_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
     """Yield times, rates and memory."""
-    gauges = summary.gauges
+    gauges, evaluation = summary.gauges, summary.evaluation_seconds
+    beside = f", evaluation {duration(evaluation)} beside them (these times overlap)" if evaluation else ""
     yield (
         "time",
-        f"training {duration(summary.training_seconds)} (decoding {duration(gauges.decode_seconds)}; updates "
-        f"{duration(summary.update_seconds)}, with decoding between their turns; evaluation "
-        f"{duration(summary.evaluation_seconds)}), evaluation before and after "
-        f"{duration(summary.other_evaluation_seconds)}, total {duration(summary.total_seconds)}",
+        f"total {duration(summary.total_seconds)}: training {duration(summary.training_seconds)}, evaluation before "
+        f"and after {duration(summary.other_evaluation_seconds)}; in the training: decoding "
+        f"{duration(gauges.decode_seconds)}, updates {duration(summary.update_seconds)} with decoding between their "
+        f"turns{beside}",
     )
     rate = gauges.tokens_sampled / summary.total_seconds if summary.total_seconds > 0 else None
+    alone, during = (number(one, ".0f") for one in (gauges.decode_rate_idle, gauges.decode_rate_learning))
     yield (
         "decoding",
-        f"{size(gauges.tokens_sampled)} tokens, {number(rate, '.0f')} tokens/s over the whole run; decoding alone "
-        f"{number(gauges.decode_rate_idle, '.0f')}, during updates {number(gauges.decode_rate_learning, '.0f')}"
-        + _share(gauges.decode_share_learning),
+        f"{size(gauges.tokens_sampled)} tokens; per second: {number(rate, '.0f')} over the run with its evaluations, "
+        f"{alone} while decoding alone, {during} during updates" + _share(gauges.decode_share_learning),
     )
     yield (
         "weight swaps",
@@ -123,24 +146,6 @@ def _speed_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
         f"{milliseconds(gauges.swap_seconds_max)}",
     )
     yield "memory", f"peak {memory(gauges.peak_memory_bytes)}"
-
-
-def _result_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
-    """Yield what was learned and what was not, the findings, and the files."""
-    if (best := summary.best) is not None:
-        accuracy = f"held-out accuracy {percent(best.accuracy)} of {best.problems} problems"
-        yield "best", f"step {best.step}, {accuracy}: {summary.best_path}"
-    yield "learned", _learned(summary)
-    if equal := summary.balance.by_reason.get("zero_variance", 0):
-        ended = summary.balance.trained + summary.balance.discarded
-        yield "no signal", f"{equal} of {ended} groups had equal rewards and therefore no training signal"
-    for finding in summary.findings:
-        yield finding.severity, finding.text
-    if summary.is_untrained:
-        trained = "adapter is the initial one" if summary.is_adapter else "weights are those of the base model"
-        yield "untrained", f"no update was applied, so the {trained}"
-    yield "files", f"{', '.join(summary.files)} in {summary.run_dir}"
-    yield "adapter" if summary.is_adapter else "weights", summary.adapter
 
 
 def _learned(summary: RunSummary) -> str:
@@ -163,8 +168,10 @@ def _learned(summary: RunSummary) -> str:
     )
 
 
-def _next_steps(summary: RunSummary) -> Iterator[tuple[str, str]]:
-    """Yield the commands that a user needs next."""
+def command_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    """Yield label and text of the commands that a user needs next."""
+    if summary.steps < summary.planned_steps:
+        yield "continue it", summary.resume_command
     model, adapter = shlex.quote(summary.base_model), shlex.quote(summary.adapter)
     if summary.base_model.lower().endswith(".gguf"):  # mlx-lm reads models from directories only
         yield "convert it", f"{program()} convert {model} base --to mlx"

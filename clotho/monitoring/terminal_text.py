@@ -16,7 +16,7 @@ def terminal_text(text: str, limit: int, *, ascii_only: bool = False) -> str:
     return shown.replace("…", "~").encode("ascii", "replace").decode("ascii") if ascii_only else shown
 
 
-def in_lines(pieces: Iterable[str], width: int, *, indent: int) -> Iterator[str]:
+def in_lines(pieces: Iterable[str], width: int, *, indent: int = 0) -> Iterator[str]:
     """Yield lines of at most `width` characters with the pieces, two spaces between; later lines are indented."""
     line = ""
     for piece in pieces:

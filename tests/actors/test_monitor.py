@@ -55,6 +55,20 @@ async def test_a_resumed_run_continues_the_files(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path / "evaluations.jsonl")] == [2]
 
 
+async def test_the_speed_is_the_mean_of_ten_steps_and_of_the_run_at_its_end(tmp_path: Path) -> None:
+    """A step of few tokens, such as the last one, does not determine the speed that a user sees."""
+    display = RecordingDisplay()
+    reports = [step(number, groups=(trained(number),) * (9 if number > 2 else 1)) for number in range(1, 13)]
+    await observe(tmp_path, *reports, display=display)
+    done = lines(tmp_path / "metrics.jsonl")
+    tokens = [line["completion_length/total"] for line in done]
+    ages = [0.0, *(line["time/run"] for line in done)]
+    running, ended = [view for view in display.views if view.step == 12]
+    assert running.tokens_per_second == pytest.approx(sum(tokens[2:]) / (ages[12] - ages[2]))
+    assert ended.tokens_per_second == pytest.approx(sum(tokens) / ages[12])
+    assert (running.has_ended, ended.has_ended) == (False, True)
+
+
 async def test_a_line_has_the_metrics_of_the_batch(tmp_path: Path) -> None:
     """Rewards and tokens of discarded groups count; times are differences between gauges.
 
@@ -160,14 +174,15 @@ async def test_groups_that_ended_after_the_last_batch_have_per_token_values(tmp_
 
 
 class FailingDisplay(NoDisplay):
-    """A display that fails at the second view."""
+    """A display that fails at a view, the second one by default."""
 
-    def __init__(self) -> None:
+    def __init__(self, fails_at: int = 2) -> None:
         self.shown = self.closed = 0
+        self._fails_at = fails_at
 
     def show(self, view: RunView) -> None:
         self.shown += 1
-        if self.shown > 1:
+        if self.shown >= self._fails_at:
             raise RuntimeError("the terminal is gone")
 
     def close(self) -> None:
@@ -185,7 +200,7 @@ async def test_a_failing_display_is_closed_and_the_files_are_still_written(tmp_p
 
 
 class UnclosableDisplay(FailingDisplay):
-    """A display that fails at the second view, and fails again when it is closed."""
+    """A display that fails at a view, and fails again when it is closed."""
 
     def close(self) -> None:
         super().close()
@@ -194,7 +209,7 @@ class UnclosableDisplay(FailingDisplay):
 
 async def test_a_display_that_cannot_be_closed_does_not_end_the_monitor(tmp_path: Path) -> None:
     """Neither after its failure nor at the end of the run. Both failures are logged, and the files are complete."""
-    failing, late = UnclosableDisplay(), UnclosableDisplay()
+    failing, late = UnclosableDisplay(), UnclosableDisplay(fails_at=3)
     with structlog.testing.capture_logs() as logs:
         await observe(tmp_path, step(1), step(2), step(3), display=failing)
         await observe(tmp_path, display=late)

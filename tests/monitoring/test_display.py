@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from msgspec.structs import replace
@@ -16,6 +17,7 @@ from clotho.monitoring.display import (
     Sample,
     evaluation_pieces,
     fact_lines,
+    machine_lines,
     rank_pieces,
     server_pieces,
 )
@@ -54,6 +56,7 @@ def view(number: int = 40, seconds: float = 20.0) -> RunView:
         discarded={"zero_variance": 30, "stale": 2},
         rewards=tuple(i / 40 for i in range(40)),
         evaluations=(evaluation(0, 0.43), evaluation(20, 0.6)),
+        tokens_per_second=1733.0,
         latest=step_metrics(report, now=Measurement(seconds=seconds, gauges=GAUGES), before=START),
         sample=Sample(prompt=HOSTILE, answer="4", completion=HOSTILE, reward=1.2),
     )
@@ -86,16 +89,15 @@ def test_a_frame_fits_every_width_and_neutralizes_untrusted_text(width: int, enc
         for expected in (
             "step 40/100  0:21 elapsed, 0:29 left",
             "43.0 % (step 0)  60.0 % (step 20)",
-            "rollouts 3/16  scored 0/16  2 API requests",
+            "2 API requests",
             "600 trained  32 discarded",
             "50 % of the completions truncated",
             "no_reward: [b]every reward is 0; state the format",
             "64 completions that are being decoded",
             "format 0.500 sd 0.500",
-            "http://127.0.0.1:8000/ ",
-            "idle 2000, learning 1100  64 sequences",
+            "1733 tokens/s  decoding alone 2000  during updates 1100  64 sequences",
             "[bold red]x[/]",
-            "1.0 mean, 1 max",
+            "staleness 1.0",
         ):
             assert expected in text
 
@@ -140,6 +142,40 @@ def test_both_displays_show_the_zero_variance_of_a_curriculum() -> None:
         assert ["zero variance 25 % (20 % expected)" in text for text in texts] == [expected] * 2
 
 
+def test_a_frame_with_findings_fits_24_lines() -> None:
+    """The first finding is complete, the others have their names, and the sample takes what is left."""
+    text = "54 % of the completions of the last 8 steps reached sampling.max_tokens = 32, the limit of the profile"
+    advice = "set sampling.max_tokens to 128, or state the expected length of the answer in data.system"
+    longest = replace(FINDING, name="truncated", fact=text, advice=advice)
+    console, screen = terminal(80, 24)
+    console.print(Screen(facts(), view(), replace(ALARMED, findings=(longest, FINDING)), 21.0))
+    lines = written(screen).splitlines()
+    assert len(lines) < 24
+    words = " ".join(written(screen).split())
+    assert all(part in words for part in (f"truncated: {text}; {advice} (also: no_reward)", "waiting for", "sample"))
+    assert not any(line.rstrip().endswith("tokens per") for line in lines)
+
+
+def test_only_full_queues_are_shown() -> None:
+    """A full queue names the slower of its two ends."""
+    full = replace(
+        GAUGES, queues=tuple(replace(queue, depth=3, capacity=3 * (n + 1)) for n, queue in enumerate(GAUGES.queues))
+    )
+    for gauges, names in ((GAUGES, []), (full, ["rollouts"])):
+        console, screen = terminal(120)
+        console.print(Screen(facts(), view(), gauges, 21.0))
+        assert [queue.name for queue in gauges.queues if f"queue {queue.name}" in written(screen)] == names
+
+
+def test_the_last_frame_has_the_speed_of_the_run_and_no_remaining_time() -> None:
+    """While the run continues, the speed is that of the last steps."""
+    console, screen = terminal(120)
+    console.print(Screen(facts(), replace(view(), has_ended=True), ALARMED, 21.0))
+    text = written(screen)
+    assert "1733 tokens/s over the run" in text
+    assert not {"left", "waiting", "sequences"} & set(text.split())
+
+
 def test_an_empty_view_is_drawn() -> None:
     """Before the first batch."""
     console, screen = terminal(80)
@@ -159,6 +195,7 @@ def test_the_live_display_works_on_small_terminals(width: int, height: int) -> N
         display.close()
     display.close()
     text = written(screen)
+    assert text.count("http://127.0.0.1:8000/\n") == 1
     for expected in (
         "http://127.0.0.1:8000/v1",
         "Apple M3, 8 cores, 16 GiB",
@@ -181,7 +218,7 @@ def test_an_error_while_drawing_leaves_an_empty_screen() -> None:
 
 
 def test_plain_lines_are_limited_and_aligned() -> None:
-    """At most one step line every two seconds, but every evaluation and the last step; no cursor movements."""
+    """At most one step line every two seconds, which is said once, but every evaluation and the last step."""
     seconds = 0.0
     screen = io.StringIO()
     display = PlainDisplay(Console(file=screen, width=80), facts(steps=42), lambda: ALARMED, clock=lambda: seconds)
@@ -193,6 +230,8 @@ def test_plain_lines_are_limited_and_aligned() -> None:
     lines = screen.getvalue().splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert "page     http://127.0.0.1:8000/" in lines[:head]
+    notes = [line for line in lines[head:] if "metrics.jsonl has all steps" in line]
+    assert len(notes) == 1
     starts = [line for line in lines[head:] if line.startswith("step")]
     assert [line[:10] for line in starts] == ["step 20/42", "step 38/42", "step 40/42", "step 42/42"]
     assert "held-out accuracy 60.0 % of 500  in 0:02" in starts[0]
@@ -271,12 +310,15 @@ def test_values_that_were_not_computed_are_missing() -> None:
         latest = step_metrics(one, now=Measurement(seconds=1.0, gauges=GAUGES), before=START)
         display.show(RunView(step=one.step, seconds=1.0, latest=latest))
         display.close()
-    first, second = screen.getvalue().split("step   2/100")
+    first = screen.getvalue().split("step   2/100")[0]
     assert "reward      -" in first
     assert "loss       -" in first
     assert "mine - sd - (2 failed)" in first
-    assert "kl -" in second
+    assert "kl" not in screen.getvalue()
     assert "0.0000" not in screen.getvalue()
+    console, live = terminal(200)
+    console.print(Screen(facts(), RunView(step=2, latest=latest), GAUGES, 1.0))
+    assert not re.search(r"kl|mismatch|jaccard", written(live))
 
 
 def test_the_display_depends_on_the_terminal() -> None:
@@ -309,6 +351,15 @@ def test_the_plain_display_shows_the_last_step_of_a_drained_run() -> None:
     for _ in range(2):
         display.close()
     assert screen.getvalue().count("step 21/42") == 1
+
+
+def test_the_facts_name_processor_and_blas_once() -> None:
+    """A device or a BLAS of another name is named beside them."""
+    machine = replace(facts().machine, processor="AMD EPYC", device="AMD EPYC", backend="CPU", blas="MKL")
+    text = "\n".join(machine_lines(machine, "host: NumPy/BLAS decode, MKL"))
+    assert (text.count("AMD EPYC"), text.count("MKL")) == (1, 1)
+    text = "\n".join(machine_lines(replace(machine, device="NVIDIA H100"), "GPU: MLX"))
+    assert all(words in text for words in ("on CPU (NVIDIA H100)", "BLAS MKL"))
 
 
 def test_the_facts_name_the_compute_path_and_the_step_of_a_resumed_run() -> None:

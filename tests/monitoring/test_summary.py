@@ -10,7 +10,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from clotho.monitoring.summary import print_estimate, print_summary, resume_command, summary_lines
+from clotho.monitoring.summary import (
+    command_lines,
+    figure_lines,
+    print_estimate,
+    print_summary,
+    result_lines,
+    resume_command,
+)
 from protocols.accounting import Balance
 from protocols.evaluation import HeldOutMeasures
 from protocols.finding import Finding
@@ -74,6 +81,11 @@ def summary(*, measured: bool = True) -> RunSummary:
     )
 
 
+def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
+    """Return label and text of all lines."""
+    return [*result_lines(summary), *command_lines(summary), *figure_lines(summary)]
+
+
 def summarized(summary: RunSummary, *, width: int = 80, encoding: str = "utf-8") -> str:
     """Return the printed summary."""
     screen = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
@@ -91,21 +103,36 @@ def test_the_summary_says_how_mlx_lm_loads_the_adapter_of_a_gguf_file() -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_the_summary_has_accuracy_groups_timings_and_commands(encoding: str) -> None:
-    """Lines are not wrapped, so that the command can be copied."""
+    """Prose is wrapped at words. Commands are not wrapped, so that they can be copied."""
     text = summarized(summary(), width=60, encoding=encoding)
+    commands = [command for _, command in command_lines(summary())]
+    lines = text.splitlines()
+    assert all(any(line.endswith(command) for line in lines) for command in commands)
+    assert all(len(line) <= 60 or line.endswith(tuple(commands)) for line in lines)
+    text = " ".join(text.split())
     for expected in (
         "prompted 800 = trained 612 + discarded 188 + carried over 0",
         "stale 8, zero_variance 180",
-        "training 1:40 (decoding 0:08; updates 0:40, with decoding between their turns; evaluation 0:08), evaluation "
-        "before and after 0:04, total 2:05",
-        "988 tokens/s over the whole run; decoding alone 2000, during updates 1100 in 52 % of the time",
+        "total 2:05: training 1:40, evaluation before and after 0:04; in the training: decoding 0:08, updates 0:40 "
+        "with decoding between their turns, evaluation 0:08 beside them (these times overlap)",
+        "123k tokens; per second: 988 over the run with its evaluations, 2000 while decoding alone, 1100 during "
+        "updates in 52 % of the time",
         "9, median 0.5 ms, longest 2 ms",
-        "mlx_lm.chat --model '/models/my base' --adapter-path runs/local-m3/adapters\n",
+        "mlx_lm.chat --model '/models/my base' --adapter-path runs/local-m3/adapters",
     ):
         assert expected in text
-    rows = [line.split() for line in text.splitlines() if " % " in line]
+    rows = [line.split() for line in lines if " % " in line]
     assert any("43.0" in row and "96.0" in row and "+53.0" in row for row in rows)
     assert any("word" in row and "+0.0" in row for row in rows)
+
+
+def test_the_verdict_is_first_and_the_commands_follow_the_table() -> None:
+    """The figures of the run are at the end."""
+    text = summarized(summary())
+    parts = ("learned ", "before (step 0)", "load it ", "look at it ", "\ngroups ", "\nfiles ")
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert places[0] == 0
 
 
 def test_the_table_has_every_measure_and_shows_missing_values_as_missing() -> None:
@@ -135,7 +162,8 @@ def test_a_run_without_evaluations_has_no_table() -> None:
 def test_an_unfinished_run_shows_the_command_that_continues_it() -> None:
     """With the step that it reached."""
     drained = msgspec.structs.replace(summary(), steps=40)
-    assert "after step 40 of 100; continue with: clotho --profile" in summarized(drained)
+    assert "after step 40 of 100" in summarized(drained)
+    assert dict(command_lines(drained))["continue it"] == drained.resume_command
     assert "--resume" not in summarized(summary())
     assert resume_command(Path("/runs/my run/profile.toml")) == (
         "clotho --profile '/runs/my run/profile.toml' --resume"
