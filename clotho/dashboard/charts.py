@@ -29,7 +29,11 @@ class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Chart(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One chart of the overview. table: the file of its columns."""
+    """One chart of the overview.
+
+    table: the file of its columns. lead: it is large, and before all sections. neutral: a chart with only this value
+    says nothing, and is folded.
+    """
 
     id: str
     section: str
@@ -38,6 +42,8 @@ class Chart(Struct, frozen=True, kw_only=True, omit_defaults=True):
     description: str = ""
     format: Format = "number"
     table: Literal["metrics", "evaluations"] = "metrics"
+    lead: bool = False
+    neutral: float = 0.0
 
 
 HIDDEN = (
@@ -88,8 +94,7 @@ def _by_rank(title: str, metric: str, **other: Any) -> Chart:
 
 
 CHARTS = (
-    _chart("Learning", "Reward", _line("mean", "reward/mean", spread="reward/std"), note=_ONE_DEVIATION),
-    _chart("Learning", "Reward by part", _line("*", "rewards/*/mean", spread="rewards/*/std"), note=_ONE_DEVIATION),
+    _chart("Learning", "Reward", _line("mean", "reward/mean", spread="reward/std"), note=_ONE_DEVIATION, lead=True),
     _chart(
         "Learning",
         "Held-out accuracy",
@@ -98,7 +103,9 @@ CHARTS = (
         note=_INTERVAL,
         table="evaluations",
         format="percent",
+        lead=True,
     ),
+    _chart("Learning", "Reward by part", _line("*", "rewards/*/mean", spread="rewards/*/std"), note=_ONE_DEVIATION),
     _chart(
         "Learning",
         "Sampled accuracy",
@@ -120,9 +127,8 @@ CHARTS = (
     _chart("Learning", "Held-out loss", _estimate("references", "loss"), note=_INTERVAL, table="evaluations"),
     _chart(
         "Learning",
-        "Held-out problems",
-        _line("graded", "problems"),
-        _line("ungraded", "ungraded"),
+        "Ungraded held-out problems",
+        _line("no reward applies", "ungraded"),
         _line("with failed rewards", "failed"),
         table="evaluations",
     ),
@@ -139,7 +145,7 @@ CHARTS = (
     ),
     _chart("Update", "Gradient norm", _line("norm", "grad_norm")),
     _chart("Update", "Learning rate", _line("rate", "learning_rate")),
-    _chart("Update", "Step scale", _line("factor of the learning rate", "step_scale")),
+    _chart("Update", "Step scale", _line("factor of the learning rate", "step_scale"), neutral=1.0),
     _chart("Off-policy", "Staleness", _line("mean", "staleness/mean"), _line("max", "staleness/max")),
     _chart(
         "Off-policy",

@@ -32,6 +32,9 @@ MAX_SWAPS = 64
 MAX_MARKS, MAX_MARKS_OF_STEP = 2000, 20
 """Number of marks in all metrics, and in one line."""
 
+MAX_FINDINGS = 50
+"""Number of findings whose texts are kept after they have ended."""
+
 PROMPT_CHARACTERS, NAME_CHARACTERS = 80, 60
 """Characters of a prompt, and of a type or an environment, in the index of groups."""
 
@@ -132,6 +135,11 @@ class History:
 class Metrics(History):
     """metrics.jsonl. Marks are the steps at which a finding began, or the training was rolled back."""
 
+    def ended_findings(self) -> list[dict[str, Any]]:
+        """Return the findings that the latest line does not have, the newest first, with `first` and `last` step."""
+        now = names_of_findings(self.latest)
+        return [found for name, found in reversed(self._findings.items()) if name not in now]
+
     def body(self, start: int = 0, end: int | None = None) -> dict[str, Any]:
         """Return the columns and the marks."""
         stop = self.end if end is None else end
@@ -144,11 +152,23 @@ class Metrics(History):
         if row is not None:
             self._marks += ((self.end, mark) for mark in marks_of(self.latest, before))
             del self._marks[:-MAX_MARKS]
+            self._keep_findings(before)
         return row
+
+    def _keep_findings(self, before: Collection[str]) -> None:
+        """Keep the findings of the latest line by name, the newest last. before: names in the line before it."""
+        step = self.latest.get("step")
+        for found in _objects(self.latest.get("findings")):
+            name = str(found.get("name"))
+            known = self._findings.pop(name, {})
+            self._findings[name] = found | {"first": known.get("first") if name in before else step, "last": step}
+        while len(self._findings) > MAX_FINDINGS:
+            del self._findings[next(iter(self._findings))]
 
     def _clear(self) -> None:
         super()._clear()
         self._marks: list[tuple[int, dict[str, Any]]] = []
+        self._findings: dict[str, dict[str, Any]] = {}
 
 
 class Evaluations(History):

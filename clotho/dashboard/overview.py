@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from clotho.config.keys import REQUIRED, SETTABLE, chosen_types
+from clotho.config.keys import KEYS, REQUIRED, SECTIONS, chosen_types
 from clotho.config.load import MASK, flatten
 from clotho.dashboard.charts import HIDDEN, chart_catalogue
 from clotho.dashboard.growing_file import read_small
@@ -87,6 +87,7 @@ def overview(files: RunFiles, name: str, *, is_live: bool) -> dict[str, Any]:
         "facts": _object(files.directory / FACTS),
         "preflight": _object(files.directory / PREFLIGHT),
         "findings": findings if isinstance(findings, list) else [],
+        "ended_findings": files.metrics.ended_findings(),
         "outcomes": _outcomes(files),
         "in_flight": _in_flight(now) if is_live else None,
     }
@@ -152,11 +153,22 @@ def _settings(text: bytes) -> Settings:
         return Settings({})
     changes = {}
     for path, value in values.items():
-        variant = SETTABLE[path].variant(chosen) if path in SETTABLE else None
-        default = REQUIRED if variant is None else variant.default
-        if default is REQUIRED or msgspec.json.decode(encode(default)) != value:
-            changes[path] = value
+        if not _is_changed(path, value, chosen):
+            continue
+        if path in SECTIONS:  # an array of tables
+            value = [
+                {key: one for key, one in entry.items() if _is_changed(f"{path}.{key}", one, {})} for entry in value
+            ]
+        changes[path] = value
     return Settings(profile, changes)
+
+
+def _is_changed(path: str, value: Any, chosen: Mapping[str, str]) -> bool:
+    """Return whether a value is not the default of its key. chosen: the types of the unions around the key."""
+    variant = KEYS[path].variant(chosen) if path in KEYS else None
+    if variant is None or variant.default is REQUIRED:
+        return True
+    return bool(msgspec.json.decode(encode(variant.default)) != value)
 
 
 def _masked(value: Any, name: str = "") -> Any:

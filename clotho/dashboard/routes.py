@@ -17,6 +17,7 @@ from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from clotho.dashboard.events import Cursor, EventReader, Position, event, position
 from clotho.dashboard.histories import decoded
@@ -116,12 +117,12 @@ class FollowedRun:
 
 
 class Dashboard:
-    """The routes of the page and of the API, for a fixed list of runs."""
+    """The routes of the page and of the API, for a fixed list of runs. streams: number of open streams of events."""
 
     def __init__(self, runs: Sequence[FollowedRun], closing: anyio.Event) -> None:
         """closing: set when the server stops; streams then end at once."""
         self._runs, self._closing = runs, closing
-        self._streams = 0
+        self.streams = 0
         self._searches = anyio.Semaphore(MAX_SEARCHES)
 
     def routes(self) -> list[Route]:
@@ -198,38 +199,50 @@ class Dashboard:
 
     async def _events(self, http: Request) -> Response:
         run = self._run(http)
-        if self._closing.is_set() or self._streams >= MAX_STREAMS:
+        if self._closing.is_set() or self.streams >= MAX_STREAMS:
             raise overloaded(f"The dashboard has {MAX_STREAMS} streams at most; close another page.")
         if http.method == "HEAD":
             return Response(headers=HEADERS, media_type="text/event-stream")
-        return EventStream(self._stream(run, http.headers.get("last-event-id", "")), HEADERS)
+        return DashboardStream(self, self._stream(run, http.headers.get("last-event-id", "")))
 
     async def _stream(self, run: FollowedRun, last_id: str) -> AsyncGenerator[bytes, None]:
-        self._streams += 1
-        try:
-            reader = await run.reader(last_id)
-            spoken = time.monotonic()
-            while not self._closing.is_set():
-                events, more = await run.next_events(reader)
-                now = time.monotonic()
-                if events or now - spoken >= HEARTBEAT_SECONDS:
-                    spoken = now
-                    yield events or b": \n\n"
-                if not more:
-                    with anyio.move_on_after(POLL_SECONDS):
-                        await self._closing.wait()
-                    await run.read_all()
-            if run.ends_with_server:
-                yield event("overview", encode({"live": False}))
-            yield event("end", b"{}")
-        finally:
-            self._streams -= 1
+        reader = await run.reader(last_id)
+        spoken = time.monotonic()
+        while not self._closing.is_set():
+            events, more = await run.next_events(reader)
+            now = time.monotonic()
+            if events or now - spoken >= HEARTBEAT_SECONDS:
+                spoken = now
+                yield events or b": \n\n"
+            if not more:
+                with anyio.move_on_after(POLL_SECONDS):
+                    await self._closing.wait()
+                await run.read_all()
+        if run.ends_with_server:
+            yield event("overview", encode({"live": False}))
+        yield event("end", b"{}")
 
     def _run(self, http: Request) -> FollowedRun:
         name = http.path_params["run"]
         if not name.isdecimal() or not name.isascii() or len(name) > 6 or int(name) >= len(self._runs):
             raise ApiError(404, "There is no run with this id; /dashboard/api/runs lists the runs.")
         return self._runs[int(name)]
+
+
+class DashboardStream(EventStream):
+    """A stream of events. It counts from its response on, and not from its first event, which limits a burst too."""
+
+    def __init__(self, dashboard: Dashboard, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, HEADERS)
+        self._dashboard = dashboard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events."""
+        self._dashboard.streams += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._dashboard.streams -= 1
 
 
 def run_of_server(directory: Path) -> FollowedRun:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import pytest
 
@@ -103,6 +104,26 @@ async def test_the_number_of_streams_is_limited(run: Path, monkeypatch: pytest.M
                 async with viewed.http.stream("GET", EVENTS) as response:
                     if response.status_code == 200:
                         break
+
+
+async def test_a_burst_of_streams_is_limited(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that are requested at once are counted before their first events."""
+    monkeypatch.setattr(routes, "MAX_STREAMS", 3)
+    statuses = list[int]()
+
+    async def request() -> None:
+        async with viewed.http.stream("GET", EVENTS) as response:
+            statuses.append(response.status_code)
+            while len(statuses) < 8:
+                await anyio.lowlevel.checkpoint()
+
+    async with viewing(run) as viewed, anyio.create_task_group() as group:
+        with anyio.fail_after(20):
+            for _ in range(8):
+                group.start_soon(request)
+            while len(statuses) < 8:
+                await anyio.lowlevel.checkpoint()
+    assert sorted(statuses) == [200] * 3 + [503] * 5
 
 
 async def test_a_quiet_stream_has_heartbeats(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

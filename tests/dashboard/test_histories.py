@@ -60,6 +60,24 @@ def test_the_metrics_mark_where_something_began(tmp_path: Path) -> None:
     assert [mark["step"] for mark in history.body(2, 4)["marks"]] == [4]
 
 
+def test_findings_that_have_ended_keep_their_texts(tmp_path: Path) -> None:
+    """With the first and the last step of the last time; a finding that applies now is not among them."""
+    found = {name: {"name": name, "fact": f"fact of {name}"} for name in ("slow", "truncated", "stale")}
+    applies = {"truncated": (1, 3, 4), "stale": (2, 5), "slow": (6,)}
+    records = [
+        {"step": step, "findings": [found[name] for name, steps in applies.items() if step in steps]}
+        for step in range(1, 7)
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(lines(records))
+    history = Metrics(path)
+    history.read_all()
+    assert history.ended_findings() == [
+        found["stale"] | {"first": 5, "last": 5},
+        found["truncated"] | {"first": 3, "last": 4},
+    ]
+
+
 def test_the_timeline_lists_the_swaps_of_all_lines(run: Path) -> None:
     """Texts of what the learner waits for are a column."""
     body = read(Timeline(run / "timeline.jsonl"))

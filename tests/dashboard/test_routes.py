@@ -36,6 +36,7 @@ async def test_the_overview_combines_all_files(run: Path) -> None:
         assert overview["profile_changes"]["learner.batch_size"] == 8
         assert overview["profile_changes"]["policy.method.rank"] == 16
         assert "seed" not in overview["profile_changes"]
+        assert overview["profile_changes"]["rewards"][1] == {"name": "math_eval", "correct": True}
         assert overview["findings"] == [FINDING]
         assert overview["preflight"]["findings"] == [FINDING]
         assert overview["outcomes"]["trained"] == 18
