@@ -55,6 +55,9 @@ PROMPT_LIMIT = 160
 COMPLETION_LIMIT = 400
 MIN_SAMPLE_LINES = 2
 MAX_FACT, MAX_FINDING = 200, 500
+ALWAYS_FULL = "prompts"
+"""The queue that the prompter fills at once."""
+
 REDRAWS_PER_SECOND = 2
 
 Kind = Literal["auto", "live", "plain", "none"]
@@ -131,7 +134,7 @@ class Screen:
         yield "update", self._update()
         yield "groups", self._groups()
         yield "waiting", () if view.has_ended else (f"for {gauges.waiting_for}" if gauges.waiting_for else "-",)
-        full = [queue for queue in gauges.queues if queue.depth >= queue.capacity > 0]
+        full = [queue for queue in gauges.queues if queue.depth >= queue.capacity and queue.name != ALWAYS_FULL]
         yield "full", (f"queue {queue.name} ({queue.capacity})" for queue in full)
         for place, piece in enumerate(server_pieces(gauges.remote.servers, view.latest)):
             yield "" if place else "servers", (piece,)

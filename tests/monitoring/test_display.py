@@ -25,7 +25,14 @@ from clotho.monitoring.live_display import LiveDisplay, Screen, make_display, sp
 from clotho.monitoring.metrics import Measurement, step_metrics
 from protocols.curriculum import CurriculumReport
 from protocols.finding import Finding
-from protocols.summary import Distribution, RankGauge, RankGauges, RemoteGauges, RemoteServerGauge, RunGauges
+from protocols.summary import (
+    Distribution,
+    RankGauge,
+    RankGauges,
+    RemoteGauges,
+    RemoteServerGauge,
+    RunGauges,
+)
 from tests.monitoring.display_examples import (
     GAUGES,
     HOSTILE,
@@ -157,7 +164,7 @@ def test_a_frame_with_findings_fits_24_lines() -> None:
 
 
 def test_only_full_queues_are_shown() -> None:
-    """A full queue names the slower of its two ends."""
+    """A full queue names the slower of its two ends; prompts always wait."""
     full = replace(
         GAUGES, queues=tuple(replace(queue, depth=3, capacity=3 * (n + 1)) for n, queue in enumerate(GAUGES.queues))
     )
