@@ -57,7 +57,7 @@ class ConstraintState(Protocol):
     def allowed(self) -> bytes:
         """Return the tokens that may follow: bit i of byte b stands for token 8 b + i. At least one is set.
 
-        The length is that of the vocabulary, rounded up to a multiple of four bytes.
+        There are at least as many 32-bit words as the vocabulary fills; bits behind the vocabulary have no meaning.
         """
         ...
 

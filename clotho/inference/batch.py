@@ -231,7 +231,7 @@ MAX_WASTE = 1.0
 
 
 class Batch:
-    """Rows that are decoded together.
+    """Rows that are decoded together. failed: rows that must leave, because a step could not be prepared, and why.
 
     Index spaces: B slots, free ones included; N rows of one step or output.
     """
@@ -257,6 +257,7 @@ class Batch:
         self._seen: mx.array | None = None
         self._counts: mx.array | None = None
         self._masked: MaskedRows | None = None
+        self.failed: list[tuple[Row, Exception]] = []
         self._waste = 0.0
 
     @property
@@ -475,7 +476,7 @@ class Batch:
             penalties = None if on_cpu else self._parameters.count_penalties
             self._counts = sampled_counts(penalties, self.table, self.vocabulary) if penalties is not None else None
             masked = any(row is not None and row.is_masked for row in rows)
-            self._masked = MaskedRows(rows, self._end_tokens, self.vocabulary) if masked else None
+            self._masked = MaskedRows(rows, self._end_tokens, self.vocabulary, self.failed) if masked else None
         return self._parameters
 
     @property

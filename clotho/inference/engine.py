@@ -322,6 +322,7 @@ class DecodeEngine:
                 sampled = self._read_inflight()
             previous, step = batch.inflight, batch.launch(self._source.version)
             batch.inflight = step
+            self._outputs.fail_unprepared()
             self._decode_steps += step is not None
             if previous is not None:
                 sampled += self._process(previous)

@@ -109,6 +109,14 @@ class EventSender:
         if active.request_id in self.requests:  # unless the listener raised
             self._close(active)
 
+    def fail_by(self, active: ActiveRequest, error: Exception) -> None:
+        """Report that an exception ended a request, with the field that a RequestError names."""
+        if isinstance(error, RequestError):
+            self.fail(active, str(error), param=error.param)
+            return
+        log.error("request_failed", request_id=active.request_id, exc_info=error)
+        self.fail(active, f"a token could not be sampled or decoded: {error}")
+
     def done(self, row: Row, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """Report a finished completion. If it cannot be decoded to text, only its request fails."""
         active = row.active
@@ -174,12 +182,22 @@ class OutputProcessor:
         for n in np.flatnonzero(ended_N).tolist():
             endings[n] = ("stop", int(output.token_N[n])) if end_N[n] else ("length", None)
         for n in np.flatnonzero(table.needs_processing[output.slot_N]).tolist():
-            ending = self._process_row(output, n, ends=bool(end_N[n]))
+            try:
+                ending = self._process_row(output, n, ends=bool(end_N[n]))
+            except Exception as error:
+                self._sender.fail_by(self._row(output, n).active, error)
+                continue
             if ending is not None:
                 endings[n] = ending
         for n, ending in sorted(endings.items()):
             self._sender.done(self._batch.leave(int(output.slot_N[n])), *ending)
         return len(output.slot_N)
+
+    def fail_unprepared(self) -> None:
+        """Fail the requests of rows for which the last step could not be prepared."""
+        while self._batch.failed:
+            row, error = self._batch.failed.pop()
+            self._sender.fail_by(row.active, error)
 
     def _row(self, output: StepOutput, n: int) -> Row:
         row = self._batch.table.rows[int(output.slot_N[n])]
@@ -191,17 +209,9 @@ class OutputProcessor:
         row = self._row(output, n)
         request, token = row.active.request, int(output.token_N[n])
         stops = token in request.sampling.stop_token_ids
-        try:
-            shown = request.include_stop or not (ends or stops)
-            text = row.text.push(token) if row.text is not None and shown else ""
-        except Exception as error:
-            self._sender.fail(row.active, f"token {token} could not be decoded: {error}")
-            return None
-        try:
-            completes = row.constraint is not None and row.constraint.accept(token)
-        except RequestError as error:
-            self._sender.fail(row.active, str(error), param=error.param or "")
-            return None
+        shown = request.include_stop or not (ends or stops)
+        text = row.text.push(token) if row.text is not None and shown else ""
+        completes = row.constraint is not None and row.constraint.accept(token)
         top = _alternatives(output, n, request.sampling.top_logprobs)
         if request.sampling.top_logprobs:
             row.top_logprobs.append(top)

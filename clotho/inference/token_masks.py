@@ -2,6 +2,7 @@
 
 A mask is a row of 32-bit words with one bit per token, computed on the host. An exclusion that would leave no token
 does not apply: the end token that completes a constraint is sampled before `min_tokens` if nothing else is possible.
+A mask that cannot be computed fails its own row.
 """
 
 from __future__ import annotations
@@ -24,11 +25,18 @@ class MaskedRows:
     needs_tokens: whether the mask of a row depends on its last tokens, which must have been read before the next step.
     """
 
-    def __init__(self, rows: Sequence[Row | None], end_tokens: Collection[int], vocabulary: int) -> None:
-        """rows: by slot."""
+    def __init__(
+        self,
+        rows: Sequence[Row | None],
+        end_tokens: Collection[int],
+        vocabulary: int,
+        failed: list[tuple[Row, Exception]],
+    ) -> None:
+        """rows: by slot. failed: receives the rows whose mask cannot be computed, which may sample every token."""
         masked = [(slot, row) for slot, row in enumerate(rows) if row is not None and row.is_masked]
         self.needs_tokens = any(row.constraint or row.active.request.sampling.bad_words for _, row in masked)
-        self._rows = [(slot, _RowMask(row, end_tokens, vocabulary)) for slot, row in masked]
+        self._failed = failed
+        self._rows = [(slot, row, _RowMask(row, end_tokens, vocabulary)) for slot, row in masked]
 
     def at_step(
         self, live: NDArray[np.bool_], launched: NDArray[np.int64], tokens_of: Callable[[int], list[int]]
@@ -38,10 +46,14 @@ class MaskedRows:
         live, launched: by slot. tokens_of: returns the tokens that the row of a slot has sampled.
         """
         slots, masks = [], []
-        for slot, row in self._rows:
+        for slot, row, row_mask in self._rows:
             if not live[slot]:
                 continue
-            mask = row.at_step(int(launched[slot]), partial(tokens_of, slot))
+            try:
+                mask = row_mask.at_step(int(launched[slot]), partial(tokens_of, slot))
+            except Exception as error:
+                self._failed.append((row, error))
+                continue
             if mask is not None:
                 slots.append(slot)
                 masks.append(mask)
@@ -64,11 +76,18 @@ class _RowMask:
         """Return the mask before token `launched` of the completion; None if every token may be sampled."""
         mask_W = self._allowed_W
         if self._constraint is not None:
-            mask_W = np.frombuffer(self._constraint.allowed(), dtype="<u4")
+            mask_W = self._of_bits(self._constraint.allowed())
         if self._bad_words and (last := self._completing(tokens())):
             mask_W = self._exclude(mask_W, self._without(last))
         if launched < self._min_tokens:
             mask_W = self._exclude(mask_W, self._not_end_W)
+        return mask_W
+
+    def _of_bits(self, bits: bytes) -> NDArray[np.uint32]:
+        """Return the mask of a constraint, which may have words behind the vocabulary. Raises ValueError if empty."""
+        mask_W: NDArray[np.uint32] = np.frombuffer(bits, dtype="<u4", count=len(self._full_W)) & self._full_W
+        if not mask_W.any():
+            raise ValueError("no token may follow")
         return mask_W
 
     def _completing(self, tokens: list[int]) -> list[int]:

@@ -58,7 +58,7 @@ class Rows:
         for sampling in self.settings:
             submit_request(engine, (1, 2), sampling)
         entered = [row for job in engine._scheduler.pending for row in job.rows]
-        self.masked = MaskedRows(entered, (END,), VOCABULARY)
+        self.masked = MaskedRows(entered, (END,), VOCABULARY, failed=[])
 
     def masks(self) -> TokenMasks | None:
         """Return the masks of the next step."""
