@@ -107,7 +107,8 @@ def _merged(
         for key in ("weight", "scales", "biases"):
             arrays.pop(key, None)
         dtype = stored_dtype(own, stored, settings)
-        arrays |= _packed(after, packed, dtype) if packed else {"weight": after.astype(dtype)}
+        old = own if packed == stored else {}
+        arrays |= _packed(after, packed, dtype, old) if packed else {"weight": after.astype(dtype)}
         if adapter.changes(name):
             wanted, kept = after - before, full_weight(arrays, packed) - before
             parts = (wanted.square().sum(), kept.square().sum(), (kept - wanted).square().sum())
@@ -184,10 +185,69 @@ def with_adapter(weight: mx.array, adapter: Adapter, name: str) -> mx.array:
     return (magnitude / mx.linalg.norm(merged, axis=1))[:, None] * merged
 
 
-def _packed(weight: mx.array, packing: Packing, dtype: mx.Dtype) -> Arrays:
+def _packed(weight: mx.array, packing: Packing, dtype: mx.Dtype, old: Arrays) -> Arrays:
+    """Return a float32 weight quantized, with the scale and bias of every group of weights that have the least error.
+
+    old: the arrays of the layer in the base model, if that has the same quantization; otherwise none. A group is
+    rounded to three grids: that of `mx.quantize`, that of the base model, and the least-squares fit to the codes of the
+    latter. A small change moves the grid of `mx.quantize`, and every weight with it. The grid of the base model
+    represents all weights that do not change without an error.
+    """
+    names = ("weight", "scales", "biases")
     parts = mx.quantize(weight, packing.group_size, packing.bits, packing.mode)
     cast = [part.astype(dtype) if part.dtype == mx.float32 else part for part in parts]
-    return dict(zip(("weight", "scales", "biases"), cast, strict=False))
+    best = dict(zip(names, cast, strict=False))
+    if "biases" not in old or packing.mode != "affine":
+        return best
+    kept = _on_grid(weight, old["scales"].astype(dtype), old["biases"].astype(dtype), packing)
+    for candidate in (kept, _refitted(weight, kept, packing, dtype)):
+        is_better = _group_errors(weight, candidate, packing) < _group_errors(weight, best, packing)
+        words = packing.group_size * packing.bits // 32
+        repeated = {"weight": mx.repeat(is_better, words, axis=-1), "scales": is_better, "biases": is_better}
+        best = {name: mx.where(repeated[name], candidate[name], best[name]) for name in names}
+    return best
+
+
+def _on_grid(weight: mx.array, scales: mx.array, biases: mx.array, packing: Packing) -> Arrays:
+    """Return a weight whose groups are rounded to the nearest points of given grids."""
+    scale, bias = scales.astype(mx.float32)[..., None], biases.astype(mx.float32)[..., None]
+    position = (_groups(weight, packing) - bias) / mx.where(scale == 0, 1.0, scale)
+    codes = mx.clip(mx.round(position), 0, 2**packing.bits - 1).astype(mx.uint32)
+    return {"weight": _pack(codes.reshape(weight.shape), packing.bits), "scales": scales, "biases": biases}
+
+
+def _refitted(weight: mx.array, rounded: Arrays, packing: Packing, dtype: mx.Dtype) -> Arrays:
+    """Return a weight on the grids that fit the codes of `rounded` with the least squared error."""
+    unit = mx.ones_like(rounded["scales"])
+    codes = {"weight": rounded["weight"], "scales": unit, "biases": mx.zeros_like(unit)}
+    code, value = _groups(full_weight(codes, packing), packing), _groups(weight, packing)
+    code_mean, value_mean = code.mean(axis=-1, keepdims=True), value.mean(axis=-1, keepdims=True)
+    variance = (code - code_mean).square().sum(axis=-1, keepdims=True)
+    slope = ((code - code_mean) * (value - value_mean)).sum(axis=-1, keepdims=True) / mx.maximum(variance, 1e-12)
+    offset = value_mean - slope * code_mean
+    return _on_grid(weight, slope.squeeze(-1).astype(dtype), offset.squeeze(-1).astype(dtype), packing)
+
+
+def _group_errors(weight: mx.array, stored: Arrays, packing: Packing) -> mx.array:
+    """Return the sum of squared rounding errors of every group."""
+    return _groups(full_weight(stored, packing) - weight, packing).square().sum(axis=-1)
+
+
+def _groups(weight: mx.array, packing: Packing) -> mx.array:
+    """Return the weights with an axis for groups and an axis for the weights of a group."""
+    return weight.reshape(*weight.shape[:-1], -1, packing.group_size)
+
+
+def _pack(codes: mx.array, bits: int) -> mx.array:
+    """Return codes as MLX stores them: 32 codes of `bits` bits are a stream of `bits` words, lowest bits first."""
+    code_32 = codes.reshape(*codes.shape[:-1], -1, 32)
+    words = [mx.zeros(code_32.shape[:-1], mx.uint32) for _ in range(bits)]
+    for number in range(32):
+        word, shift = divmod(number * bits, 32)
+        words[word] = words[word] | (code_32[..., number] << shift)
+        if shift + bits > 32:
+            words[word + 1] = words[word + 1] | (code_32[..., number] >> (32 - shift))
+    return mx.stack(words, axis=-1).reshape(*codes.shape[:-1], -1)
 
 
 def stored_dtype(own: Arrays, stored: Packing | None, settings: MergeSettings) -> mx.Dtype:
