@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 import clotho.cpu
 from clotho.cpu import computes_on_host, load_blas
 from tests import lanes
+from tests.extras import is_installed
 
 load_blas()
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile all modules
@@ -105,6 +106,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         items[:] = kept
     for item in items:
+        for marker in item.iter_markers("needs_extra"):
+            if not is_installed(marker.args[0]):
+                item.add_marker(pytest.mark.skip(reason=f"{marker.args[0]} is not installed"))
         if sys.platform != "linux" and (marker := item.get_closest_marker("needs_linux")):
             item.add_marker(pytest.mark.skip(reason=f"Linux only: {marker.kwargs['reason']}"))
 

@@ -19,7 +19,7 @@ from tests.atropos.fake_api import FIELDS
 from tests.atropos.polling import wait_until
 
 
-@pytest.fixture(params=["fake", "real"])
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.needs_extra("atroposlib"))])
 async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ApiServerUnderTest]:
     """The fake and the real server."""
     async with api_server(request.param, tmp_path) as server:
@@ -199,6 +199,7 @@ async def test_the_reason_for_waiting_comes_from_the_state_of_the_server(server:
     await api.close()
 
 
+@pytest.mark.needs_extra("atroposlib")
 async def test_a_batch_with_a_number_that_is_not_finite_is_lost(tmp_path: Path) -> None:
     """The real server accepts the number and cannot send the batch; the next batch is delivered."""
     async with api_server("real", tmp_path) as server:

@@ -173,6 +173,7 @@ def test_the_api_server_listens_on_the_loopback_address() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.needs_extra("atroposlib")
 def test_atroposlib_accepts_the_command(tmp_path: Path) -> None:
     """A real environment receives every flag and every setting with the expected type."""
     script, settings = tmp_path / "shows.py", tmp_path / "settings.json"
@@ -239,6 +240,7 @@ def test_a_file_that_is_not_a_python_interpreter_is_an_error(tmp_path: Path) -> 
     assert "cannot be run: " in error_message(str(tmp_path / "text"))
 
 
+@pytest.mark.needs_extra("atroposlib")
 def test_an_interpreter_with_atroposlib_is_accepted() -> None:
     """The interpreter of the other tests."""
     require_atroposlib(python_with_atropos())

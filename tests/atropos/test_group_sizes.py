@@ -65,6 +65,7 @@ def test_sizes_that_fill_a_batch_are_let_pass(sizes: dict[str, int]) -> None:
     assert unfillable(BATCH, sizes) is None
 
 
+@pytest.mark.needs_extra("atroposlib")
 def test_the_server_hands_out_what_the_rule_lets_pass() -> None:
     """In any order of arrival, all but what does not make up a batch yet: atroposlib's packing says so itself."""
     possible = (1, 2, 3, 4, 5, 6, 8, 12, 24, 32)
@@ -76,6 +77,7 @@ def test_the_server_hands_out_what_the_rule_lets_pass() -> None:
         assert left < BATCH + sum(max(sizes) - size for size in sizes)
 
 
+@pytest.mark.needs_extra("atroposlib")
 def test_the_server_keeps_what_the_rule_refuses() -> None:
     """Threes beside an eight are never handed out while it waits for others; nor is a batch overfull or underfull."""
     assert unpacked([[8] + [3] * 100, [32], [5] * 100]) == [308, 32, 500]

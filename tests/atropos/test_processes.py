@@ -351,6 +351,7 @@ class ServerAndEnvironment:
         return float(answer.json()["unallocated_fraction"])
 
 
+@pytest.mark.needs_extra("atroposlib")
 async def test_killed_processes_restart_and_end_with_the_run(tmp_path: Path) -> None:
     """An environment waits for the API server, because atroposlib would exit without one.
 
@@ -400,6 +401,7 @@ FAILING = {
 """Scripts, each with the exception at its start."""
 
 
+@pytest.mark.needs_extra("atroposlib")
 async def test_a_script_that_fails_at_its_first_start_ends_the_run(tmp_path: Path) -> None:
     """The error contains the exception of the script on one line."""
     running = ServerAndEnvironment(tmp_path / "atropos")

@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def job(name: str, level: int | None = None) -> Job:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
+@pytest.mark.needs_extra("reasoning-gym")
 def test_every_dataset_is_repeatable_and_accepts_its_reference_answers() -> None:
     """Two processes generate the same problems, which another process scores; also at level 0 of the curriculum."""
     curricula = in_library([])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from clotho.data.reasoning_gym import BLOCK, ORIGIN, GymProcesses, epoch_weights
 from protocols.errors import DatasetError
 from protocols.prompt import Problem
 
-needs_library = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
+needs_library = pytest.mark.needs_extra("reasoning-gym")
 
 EASY = GymSection(name="easy", dataset="chain_sum", size=150, settings={"max_terms": 2, "max_digits": 2})
 FEW = GymSection(name="few", dataset="products", size=400, settings={"max_digits": 1})

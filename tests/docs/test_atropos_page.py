@@ -23,6 +23,7 @@ COMMANDS = [
     for line in block.replace("\\\n", " ").splitlines()
 ]
 RUNS = [command[1:] for command in COMMANDS if command[0] == "clotho"]
+NEEDS_ATROPOSLIB = pytest.mark.needs_extra("atroposlib")
 INSTALLATION = "python3 -m venv .atropos && .atropos/bin/pip install atroposlib"
 
 
@@ -61,7 +62,10 @@ def test_every_command_is_covered_by_a_test_below() -> None:
     assert len(RUNS) == 3
 
 
-@pytest.mark.parametrize("arguments", RUNS, ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(run, marks=[NEEDS_ATROPOSLIB] if "atropos-local" in run else [], id=" ".join(run)) for run in RUNS],
+)
 def test_a_run_accepts_its_flags(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A dry run loads the profile and the model, and estimates the memory."""
     model = str(ROOT / "profiles" / "embedded")
@@ -71,6 +75,7 @@ def test_a_run_accepts_its_flags(arguments: list[str], tmp_path: Path, capsys: p
     assert status == 0, capsys.readouterr().err
 
 
+@NEEDS_ATROPOSLIB
 def test_the_api_server_of_atroposlib_accepts_its_flags() -> None:
     """`run-api` is the console script of this module."""
     command = [python_with_atropos(), "-m", "atroposlib.cli.run_api", "--help"]
@@ -78,6 +83,7 @@ def test_the_api_server_of_atroposlib_accepts_its_flags() -> None:
     assert [flag for flag in flags(command_of("run-api")) if flag not in text] == []
 
 
+@NEEDS_ATROPOSLIB
 def test_an_environment_accepts_its_flags() -> None:
     """All environments of atroposlib have the same flags."""
     script = str(PROFILES / "environments" / "question_answer.py")

@@ -2,9 +2,9 @@
 
 A page's commands run in order in one directory that contains links to the checkout. Blocks of Python and TOML whose
 first line is a file name (`# name.py`) are written to that directory first. `pip install` is left out, because the
-package is installed already. The program is `clotho` or `python pipeline.py`. Blocks that only run the program, a
-script of the page or mlx-lm run in this process, which has loaded the modules, except those of README.md. HTML comments
-above a block control it:
+package is installed already; a page whose commands need an extra is skipped without that extra. The program is
+`clotho` or `python pipeline.py`. Blocks that only run the program, a script of the page or mlx-lm run in this process,
+which has loaded the modules, except those of README.md. HTML comments above a block control it:
 
     not executed: REASON            flags and profile are checked, nothing runs
     executed with: FLAGS            the flags are added to every command of the program
@@ -45,6 +45,7 @@ LANGUAGES = {"shell", "python", "toml", "json", "text"}
 NOT_LINKED = {"runs", ".git", ".atropos", ".contenders", ".venv"}
 INSTALLATION = re.compile(r"^pip install[^\n&]*(?:&& )?", re.MULTILINE)
 BIN = ".bin"
+EXTRA = re.compile(r"pip install -e '\.\[([\w-]+)\]'")
 PARSED = ("show", "convert", "merge", "push", "view")
 """Commands with a parser of their own."""
 
@@ -57,7 +58,15 @@ INSTALLED = '#!/bin/sh\nexec python -m clotho "$@"\n'
 """The command that the installation puts on the path, with the test's interpreter and checkout."""
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if COMMANDS[page]], ids=lambda page: page.stem)
+def extras_of(page: Path) -> list[pytest.MarkDecorator]:
+    """Return a mark for every extra that a page installs for its commands."""
+    executed = [block.text for block in COMMANDS[page] if not block.comment.startswith(SKIPPED)]
+    return [pytest.mark.needs_extra(extra) for text in executed for extra in EXTRA.findall(text)]
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=extras_of(page), id=page.stem) for page in PAGES if COMMANDS[page]]
+)
 def test_the_commands_of_a_page_work(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block ends with exit status 0."""
     for entry in ROOT.iterdir():

@@ -12,6 +12,8 @@ from tests.atropos.atroposlib_python import python_with_atropos
 from tests.e2e.child_processes import descendants, find, kill, wait_until_ended
 from tests.e2e.pipeline_process import BATCH, PRINTED_STEPS, Run, RunResult, lines, run
 
+pytestmark = pytest.mark.needs_extra("atroposlib")
+
 TELLING = f'extends = "atropos-local"\n{PRINTED_STEPS}'
 
 OF_ENVIRONMENT = re.compile(r"arithmetic: received (\d+) = trained (\d+) \+ discarded (\d+) \+ carried over (\d+)")

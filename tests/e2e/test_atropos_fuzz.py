@@ -19,6 +19,8 @@ from clotho.models.tokenizer import ChatTokenizer
 from tests.atropos.api_servers import JSON, ApiServerUnderTest, api_server
 from tests.e2e.pipeline_process import BATCH, PRINTED_STEPS, REPOSITORY, Run, lines
 
+pytestmark = pytest.mark.needs_extra("atroposlib")
+
 GROUP = 4
 STEPS = 3
 PAGE = resource.getpagesize()

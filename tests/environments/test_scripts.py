@@ -14,6 +14,8 @@ from transformers import AutoTokenizer
 from tests.atropos.atroposlib_python import python_with_atropos
 from tests.environments.paths import EMBEDDED, ENVIRONMENTS
 
+pytestmark = pytest.mark.needs_extra("atroposlib")
+
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "disabled"}
 SAMPLING = {"temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 40}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from protocols.prompt import Problem
 from protocols.rollout import Discarded, ScoredGroup
 from tests.rewards.groups import answered, group
 
-needs_library = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
+needs_library = pytest.mark.needs_extra("reasoning-gym")
 
 
 def gym_problem(dataset: str, question: str, answer: str, **metadata: Any) -> Problem:

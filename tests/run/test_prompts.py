@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -171,7 +170,7 @@ def test_a_split_of_a_directory_can_be_held_out(tmp_path: Path) -> None:
         inspect_dataset(profile_of(tmp_path, train=file, train_split="test", heldout=file), None)
 
 
-@pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
+@pytest.mark.needs_extra("reasoning-gym")
 def test_problems_of_reasoning_gym_are_held_out_by_prompt(tmp_path: Path) -> None:
     """A held-out dataset with the same table has no prompt of the training problems. It has no splits."""
     path, tables = (

@@ -22,6 +22,8 @@ from clotho.runtime.compute_thread import finish
 from tests.atropos.atroposlib_python import python_with_atropos
 from tests.serving.embedded_server import EMBEDDED, RecordedCompletions, serving
 
+pytestmark = pytest.mark.needs_extra("atroposlib")
+
 SCRIPT = Path(__file__).with_name("atroposlib_clients.py")
 CHECKS = [
     "vllm-group", "vllm-stopped", "vllm-turns", "vllm-raw", "vllm-scored", "vllm-text", "vllm-healthy",
