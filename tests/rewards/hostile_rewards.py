@@ -262,9 +262,16 @@ def recursion_without_limit(problem: Problem, completion: str) -> float:
 
 
 def changes_the_problem(problem: Problem, completion: str) -> float:
-    object.__setattr__(problem, "answer", "changed")
-    ctypes.memset(id(problem.prompt) + 48, 0, 4)
+    with suppress(TypeError):  # Python 3.11 and 3.12 refuse it
+        object.__setattr__(problem, "answer", "changed")
+    ctypes.memset(id(problem.prompt) + sys.getsizeof("") - 1, 0, min(4, len(problem.prompt)))
     return float(len(completion))
+
+
+def raises_for_a_changed_problem(problem: Problem, completion: str) -> float:
+    if completion.startswith("first") and (problem.answer == "changed" or "\0" in problem.prompt):
+        raise ValueError("the problem is changed")
+    return changes_the_problem(problem, completion)
 
 
 async def hangs_async(problem: Problem, completion: str) -> float:

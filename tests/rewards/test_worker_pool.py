@@ -63,7 +63,7 @@ SYNCHRONOUS = {
     "writes_to_every_descriptor": "sent an invalid answer",
     "deep_recursion": "raised RecursionError",
     "recursion_without_limit": "",
-    "changes_the_problem": "raised TypeError",
+    "changes_the_problem": SCORED,
 }
 """Function -> reason after its name; `SCORED` if the function harms nobody."""
 
@@ -146,6 +146,14 @@ async def test_a_hostile_function_costs_only_its_own_group(
             found[hostile] = outcome.detail.removeprefix(f"reward {HOSTILE}{name} ")
     wrong = {hostile: reason for hostile, reason in found.items() if not reason.startswith(table[hostile])}
     assert wrong == {}
+
+
+async def test_a_function_that_changes_a_problem_changes_it_for_no_later_group() -> None:
+    """Every call of a worker has a problem of its own, although a frozen struct can be changed."""
+    groups = [group("first", "second of the group", group_id=number) for number in range(2)]
+    async with runner("raises_for_a_changed_problem") as rewards:
+        outcomes = [await rewards.score(one) for one in groups]
+    assert [outcome.rewards for outcome in outcomes if isinstance(outcome, ScoredGroup)] == [(5.0, 19.0)] * 2
 
 
 @pytest.mark.parametrize("name", ["grows", "too_much_memory_at_once"])
