@@ -1,4 +1,4 @@
-"""Findings: the results of checks at the start of a run and during the run."""
+"""Findings: the results of checks at the start of a run and during the run, each with the command that helps."""
 
 from __future__ import annotations
 
@@ -6,23 +6,115 @@ from typing import Literal
 
 from msgspec import Struct
 
+FindingName = Literal[
+    "all_truncated",
+    "always_rewarded",
+    "answers_without_reward",
+    "constant_reward_part",
+    "dataset_unparsable",
+    "dataset_unusable",
+    "disk_space_low",
+    "display_awake",
+    "end_token_mismatch",
+    "entropy_drop",
+    "entropy_rise",
+    "far_from_reference",
+    "few_problems",
+    "format_without_content",
+    "kernel_panic",
+    "length_growth",
+    "lora_scale_unusual",
+    "low_effective_sample_size",
+    "low_power_mode",
+    "memory_occupied",
+    "memory_pressure",
+    "model_unusable",
+    "no_reward",
+    "no_reward_applies",
+    "no_signal",
+    "on_battery",
+    "parity_differs",
+    "port_in_use",
+    "reward_collapse",
+    "reward_drop",
+    "rewards_fail",
+    "run_refused",
+    "slow",
+    "slow_blas",
+    "swap_growing",
+    "swap_in_use",
+    "template_drops_thinking",
+    "template_opens_tag",
+    "template_rewrites_history",
+    "thermal_pressure",
+    "too_little_memory",
+    "truncated",
+    "truncation_growth",
+    "update_not_finite",
+    "update_too_large",
+    "version_known_bad",
+    "wired_limit_high",
+]
+"""Kinds of problems that checks find."""
+
+
+class Change(Struct, frozen=True, kw_only=True):
+    """A new value of a setting: `value`, as its flag takes it, or a number times `factor`.
+
+    of: the setting whose present value is the number; empty: the setting itself.
+    """
+
+    key: str
+    value: str = ""
+    factor: float = 1.0
+    of: str = ""
+
+
+class Remedy(Struct, frozen=True, kw_only=True):
+    """The command that corrects what a finding is about, or that checks whether the user has corrected it.
+
+    action: `start` a new run, `resume` this run, or `fork` it, with a changed setting; `check` its settings and the
+    machine with `doctor`, where the correction is outside of the program.
+    changes: alternatives, best first; the first one that the settings of the run accept is used. Without any, the
+    action is a check. before_step: a fork starts from a checkpoint before this step; None: from the newest.
+    from_step: step of the checkpoint that the command of a fork names.
+    """
+
+    action: Literal["start", "resume", "fork", "check"]
+    changes: tuple[Change, ...] = ()
+    before_step: int | None = None
+    from_step: int | None = None
+
+
+CHECK = Remedy(action="check")
+"""The remedy of findings whose correction is outside of the program."""
+
 
 class Finding(Struct, frozen=True, kw_only=True):
     """A problem that a check found.
 
-    name: identifier of the kind of problem, in snake_case. severity: an error lets the run fail or learn nothing; a
-    warning costs time or quality. fact: what was observed. consequence: what it leads to. advice: what to do, with the
-    command or the profile key. example: a completion or an exception, if one shows the problem.
+    severity: an error lets the run fail or learn nothing; a warning costs time or quality. fact: what was observed.
+    consequence: what it leads to. advice: what to do, in words. remedy: what the command does. command: the complete
+    command line of the remedy; empty until the run or the profile is known. example: a completion or an exception, if
+    one shows the problem.
     """
 
-    name: str
+    name: FindingName
     severity: Literal["error", "warning"]
     fact: str
     consequence: str
     advice: str
+    remedy: Remedy
+    command: str = ""
     example: str = ""
 
     @property
+    def use(self) -> str:
+        """The words before the command: what it is for."""
+        return "then check" if self.remedy.action == "check" else "run"
+
+    @property
     def text(self) -> str:
-        """Fact, consequence and advice on one line."""
-        return f"{self.fact}; {self.consequence}; {self.advice}"
+        """Fact, consequence, advice and command on one line."""
+        command = f"; {self.use}: {self.command}" if self.command else ""
+        return f"{self.fact}; {self.consequence}; {self.advice}{command}"

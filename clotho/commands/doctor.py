@@ -34,6 +34,8 @@ from clotho.memory.report import describe_limit, too_large
 from clotho.models.machine import describe_machine, memory_limit
 from clotho.monitoring.display import print_line
 from clotho.monitoring.event_log import event_log
+from clotho.monitoring.remedies import DoctorCommands
+from clotho.monitoring.run_alarms import LESS_MEMORY
 from clotho.monitoring.terminal_text import duration, memory, number, terminal_text
 from clotho.preflight.completions import GROUPS, completion_findings, draw, examples, reward_rows, stop_reasons
 from clotho.preflight.machine import MachineState, machine_findings, read_machine
@@ -62,7 +64,7 @@ from clotho.storage.atomic_files import replace_file
 from clotho.storage.jsonl import encode
 from clotho.storage.run_directory import open_run
 from protocols.errors import ClothoError, DatasetError, ProfileError, RecordsError, ServerError, visible
-from protocols.finding import Finding
+from protocols.finding import CHECK, Change, Finding, FindingName, Remedy
 from protocols.rollout import RolloutGroup
 from protocols.summary import MemoryEstimate
 
@@ -110,7 +112,7 @@ class Diagnosis:
         self.findings += findings
 
     @contextmanager
-    def refused(self, subject: str, name: str, advice: str) -> Iterator[None]:
+    def refused(self, subject: str, name: FindingName, advice: str) -> Iterator[None]:
         """Turn an error inside the context into a finding. Other checks then cannot be made; `Stopped` is raised."""
         try:
             yield
@@ -133,7 +135,7 @@ class Stopped(Exception):
     """A check failed, without which the following checks cannot be made."""
 
 
-def _refusal(error: ClothoError, name: str, advice: str) -> Finding:
+def _refusal(error: ClothoError, name: FindingName, advice: str, remedy: Remedy = CHECK) -> Finding:
     if isinstance(error, RecordsError):
         return unparsable_finding(error)
     return Finding(
@@ -142,6 +144,7 @@ def _refusal(error: ClothoError, name: str, advice: str) -> Finding:
         fact=visible(str(error), 1000),
         consequence="the run is refused with this message",
         advice=advice,
+        remedy=remedy,
     )
 
 
@@ -161,8 +164,10 @@ def run(argv: Sequence[str], console: Console) -> int:
     if output is not None:
         require_new_file(output)
     arguments = Arguments(profile=flags.profile, overrides=values)
-    profile = load_profile(arguments.profile, arguments.overrides, adjust=partial(adjusted, arguments))
-    diagnosis = anyio.run(diagnose, profile, Console(stderr=True))
+    load = partial(load_profile, arguments.profile, adjust=partial(adjusted, arguments))
+    diagnosis = anyio.run(diagnose, load(arguments.overrides), Console(stderr=True))
+    commands = DoctorCommands(arguments.profile, arguments.overrides, load)
+    diagnosis.findings = [commands.complete(finding) for finding in diagnosis.findings]
     if output is not None:
         replace_file(output, [diagnosis.as_json()])
     if flags.json:
@@ -214,7 +219,8 @@ def check_without_model(found: Diagnosis, profile: Profile, machine: MachineStat
             found.add("port", f"{profile.server.host} port {profile.server.port} is free")
         except ServerError as error:
             advice = "stop the other program, or choose another port with --server.port (0: any free port)"
-            found.add("port", "cannot be used", [_refusal(error, "port_in_use", advice)])
+            remedy = Remedy(action="start", changes=(Change(key="server.port", value="0"),))
+            found.add("port", "cannot be used", [_refusal(error, "port_in_use", advice, remedy)])
     _check_dataset(found, profile)
     with found.refused("model", "model_unusable", "name a directory or a repository in model.path"):
         estimate = estimate_memory(profile.model, profile)
@@ -223,7 +229,7 @@ def check_without_model(found: Diagnosis, profile: Profile, machine: MachineStat
     text = f"{memory(estimate.total)} of {memory(limit.bytes)} ({describe_limit(limit)})"
     if refusal := too_large(estimate, limit):
         advice = "change the settings that the message names: --dry-run shows the memory of each part"
-        found.add("memory", text, [_refusal(refusal, "too_little_memory", advice)])
+        found.add("memory", text, [_refusal(refusal, "too_little_memory", advice, LESS_MEMORY)])
         raise Stopped
     found.add("memory", text)
     return estimate
@@ -364,6 +370,7 @@ def show(console: Console, found: Diagnosis) -> None:
         print_line(console, f"{finding.severity} {finding.name}: {finding.fact}")
         print_line(console, f"  {finding.consequence}")
         print_line(console, f"  what to do: {finding.advice}")
+        print_line(console, f"  {finding.use}: {finding.command}")
         if finding.example:
             print_line(console, f"  example: {finding.example}")
     count = len(found.findings)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from textwrap import fill
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Struct, inspect
 
 from clotho.config import keys
@@ -173,6 +174,28 @@ def _value(key: Key, text: str, flag: str) -> Any:
     value = [value] if items and not isinstance(value, list) else value
     custom = key.path == "learner.objective.type" and ":" in text
     return value if custom or keys.array_items(key.shape) else converted(key, value, flag, text=True)
+
+
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """The words of a command line that set these keys: `parse_flags` reads them back.
+
+    API keys, and the defaults in arrays of tables, are left out.
+    """
+    words: list[str] = []
+    for path, value in values.items():
+        if path.endswith("api_key"):
+            continue
+        plain = msgspec.to_builtins(value)
+        if keys.array_items(SETTABLE[path].shape):
+            plain = [{name: row[name] for name in row if not _is_default(f"{path}.{name}", row[name])} for row in plain]
+        text = plain if isinstance(plain, str) else "none" if plain is None else json.dumps(plain, ensure_ascii=False)
+        words += [flag_of(path), text]
+    return words
+
+
+def _is_default(path: str, value: Any) -> bool:
+    default = KEYS[path].variants[0].default
+    return default is not REQUIRED and msgspec.to_builtins(value) == msgspec.to_builtins(default)
 
 
 def help_text(topic: str = "", width: int = WIDTH) -> str:

@@ -23,7 +23,7 @@ from msgspec import Struct
 from clotho.config.sections_training import CollapseChecks, CollapseSection, RollBackOnCollapse, WarnOnCollapse
 from protocols.collapse import BaselineStatistics, BatchStatistics, CollapseState, CollapseVerdict, GroupStatistics
 from protocols.errors import CollapseError
-from protocols.finding import Finding
+from protocols.finding import CHECK, Change, Finding, Remedy
 from protocols.rollout import bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport
@@ -51,6 +51,9 @@ CERTAIN_FACTOR = 5.0
 CONTENT_DROP = 0.8
 """Format without content is a sign only if content fell below this fraction of its baseline: policies often learn the
 format first."""
+
+OVERLONG_SHARE = 0.25
+"""Share of the token limit over which the overlong penalty grows that findings recommend, as in DAPO."""
 
 Parts = Mapping[str, Sequence[float | None]]
 
@@ -198,7 +201,12 @@ class CollapseDetector:
 Check = Callable[[BatchStatistics, CollapseState, CollapseChecks], Iterator[Finding]]
 """A check yields a finding if it triggers, otherwise nothing."""
 
-LOWER_RATE = "lower learner.optimizer.learning_rate"
+LOWER_RATE = Remedy(action="fork", changes=(Change(key="learner.optimizer.learning_rate", factor=0.1),))
+"""A tenth of the learning rate, from a checkpoint before the harm."""
+
+OVERLONG_PENALTY = Change(
+    key="learner.objective.overlong_penalty.buffer", of="sampling.max_tokens", factor=OVERLONG_SHARE
+)
 
 
 def _check_update_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseChecks) -> Iterator[Finding]:
@@ -211,7 +219,8 @@ def _check_update_kl(batch: BatchStatistics, state: CollapseState, settings: Col
             fact=f"the update changed the policy by {batch.update_kl:.2g} nats per token, more than "
             f"{settings.update_kl_high:g} (collapse_detection.update_kl_high)",
             consequence="such updates destroy what the policy has learned",
-            advice=f"{LOWER_RATE} to a tenth{rate}, or raise learner.batch_size",
+            advice=f"lower learner.optimizer.learning_rate to a tenth{rate}, or raise learner.batch_size",
+            remedy=LOWER_RATE,
         )
 
 
@@ -222,7 +231,10 @@ def _check_ess(batch: BatchStatistics, state: CollapseState, settings: CollapseC
             severity="warning",
             fact=f"the effective sample size is {batch.ess:.1%} of the tokens",
             consequence="the completions are too far from the trained policy, so the gradient is mostly noise",
-            advice=f"lower rollouts.max_batches_ahead or learner.max_staleness, or {LOWER_RATE}",
+            advice="lower rollouts.max_batches_ahead, learner.max_staleness or learner.optimizer.learning_rate",
+            remedy=Remedy(
+                action="fork", changes=(Change(key="rollouts.max_batches_ahead", factor=0.5), *LOWER_RATE.changes)
+            ),
         )
 
 
@@ -233,7 +245,8 @@ def _check_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseCh
             severity="warning",
             fact=f"the KL divergence to the reference policy is {batch.kl:.2g} nats per token",
             consequence="the policy loses abilities of the base model",
-            advice=f"raise learner.kl_penalty.coef, or {LOWER_RATE}",
+            advice="raise learner.kl_penalty.coef, or lower learner.optimizer.learning_rate",
+            remedy=Remedy(action="fork", changes=(Change(key="learner.kl_penalty.coef", factor=2.0),)),
         )
 
 
@@ -260,8 +273,9 @@ def _check_reward(batch: BatchStatistics, state: CollapseState, settings: Collap
             severity="warning",
             fact=f"the mean reward fell from {baseline:.3g} to {batch.reward:.3g}",
             consequence="the policy loses what it has learned",
-            advice=f"{LOWER_RATE}, and continue from an earlier checkpoint with --resume-step, or set "
+            advice="lower learner.optimizer.learning_rate, and continue from a checkpoint before the fall, or set "
             'collapse_detection = "rollback"',
+            remedy=LOWER_RATE,
         )
 
 
@@ -275,7 +289,8 @@ def _check_entropy(batch: BatchStatistics, state: CollapseState, settings: Colla
             severity="warning",
             fact=f"the entropy rose from {least:.2g} to {batch.entropy:.2g} nats",
             consequence="the policy becomes random",
-            advice=f"{LOWER_RATE} or learner.entropy_bonus",
+            advice="lower learner.optimizer.learning_rate or learner.entropy_bonus",
+            remedy=LOWER_RATE,
         )
     elif batch.entropy < settings.entropy_low * most:
         yield Finding(
@@ -283,7 +298,14 @@ def _check_entropy(batch: BatchStatistics, state: CollapseState, settings: Colla
             severity="warning",
             fact=f"the entropy fell from {most:.2g} to {batch.entropy:.2g} nats",
             consequence="the completions of a group become identical, so groups have no signal",
-            advice="set learner.entropy_bonus, raise sampling.temperature, or use a larger learner.objective.clip_high",
+            advice="use a larger learner.objective.clip_high, set learner.entropy_bonus, or raise sampling.temperature",
+            remedy=Remedy(
+                action="fork",
+                changes=(
+                    Change(key="learner.objective.clip_high", factor=1.4),
+                    Change(key="learner.entropy_bonus.coef", value="0.001"),
+                ),
+            ),
         )
 
 
@@ -296,6 +318,7 @@ def _check_length(batch: BatchStatistics, state: CollapseState, settings: Collap
             fact=f"the completion length grew from {baseline:.0f} to {batch.length:.0f} tokens",
             consequence="long completions cost time, and can mean that a reward favors length",
             advice="set learner.objective.overlong_penalty, or check whether a reward favors length",
+            remedy=Remedy(action="fork", changes=(OVERLONG_PENALTY,)),
         )
 
 
@@ -308,6 +331,7 @@ def _check_truncated(batch: BatchStatistics, state: CollapseState, settings: Col
             fact=f"{batch.truncated:.0%} of completions are truncated, compared with {baseline:.0%} in the baseline",
             consequence="truncated completions seldom earn a reward",
             advice="set learner.objective.overlong_penalty, or raise sampling.max_tokens if long answers are wanted",
+            remedy=Remedy(action="fork", changes=(OVERLONG_PENALTY, Change(key="sampling.max_tokens", factor=2.0))),
         )
 
 
@@ -322,7 +346,8 @@ def _check_format(batch: BatchStatistics, state: CollapseState, settings: Collap
             fact=f"{batch.empty_form:.0%} of completions have the format without content, compared with "
             f"{baseline:.0%} in the baseline",
             consequence="the policy learns to satisfy the format reward instead of solving problems",
-            advice="lower rewards.weight of the reward format",
+            advice="lower the weight of the reward format in [[rewards]]",
+            remedy=CHECK,
         )
 
 
@@ -400,6 +425,6 @@ class CollapseMonitor:
         """Return the error that ends the run."""
         rollbacks = f" after {self.rollbacks} rollbacks (collapse_detection.max_rollbacks)" if self.rollbacks else ""
         return CollapseError(
-            f"the policy collapsed at step {report.step}{rollbacks}: {_facts(report.collapse_findings)}. An earlier "
-            "checkpoint may be better; lower the learning rate, or change collapse_detection"
+            f"the policy collapsed at step {report.step}{rollbacks}: {_facts(report.collapse_findings)}. The "
+            "findings above have the command that continues from an earlier checkpoint; or change collapse_detection"
         )

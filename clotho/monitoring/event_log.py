@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 from rich.console import Console
 from rich.text import Text
@@ -36,6 +37,8 @@ FORWARDED = "message"
 FIELDS_NOT_SHOWN = ("time", "level", "event", "actor", "logger", "exception")
 LINE_LIMIT = 240
 """Maximum number of characters of an event on the terminal; the file has the complete event."""
+COMMAND_LIMIT = 4000
+"""Maximum number of characters of a line of a finding, because a command that is cut off is worthless."""
 
 
 LOG_BYTES = 64 << 20
@@ -50,8 +53,8 @@ def log_finding(finding: Finding, *, actor: str = "monitor") -> None:
     """Log a finding as a warning or an error. The terminal shows all its parts."""
     log = structlog.get_logger(actor=actor)
     report = log.error if finding.severity == "error" else log.warning
-    fields = {key: getattr(finding, key) for key in Finding.__struct_fields__[1:]}
-    report(FINDING, finding=finding.name, **{key: value for key, value in fields.items() if value})
+    name, *fields = msgspec.to_builtins(finding).items()
+    report(FINDING, finding=name[1], **{key: value for key, value in fields if value})
 
 
 @contextmanager
@@ -177,15 +180,13 @@ class EventSink:
     def _show_finding(self, event: EventDict, style: str) -> None:
         """Show all parts of a finding, because the remedy is as important as the fact."""
         with suppress(Exception):
-            finding = Finding(
-                name=event["finding"], **{key: event[key] for key in Finding.__struct_fields__[1:] if key in event}
-            )
+            finding = msgspec.convert({**event, "name": event["finding"]}, Finding)
             for line in finding_lines(finding, self._console.width):
-                self._print(line, style)
+                self._print(line, style, limit=COMMAND_LIMIT)
 
-    def _print(self, line: str, style: str) -> None:
+    def _print(self, line: str, style: str, *, limit: int = LINE_LIMIT) -> None:
         with suppress(Exception, SystemExit):  # rich raises SystemExit for a closed pipe
-            text = terminal_text(line, LINE_LIMIT, ascii_only=self._console.options.ascii_only)
+            text = terminal_text(line, limit, ascii_only=self._console.options.ascii_only)
             self._console.print(Text(text, style=style), soft_wrap=True)
 
 

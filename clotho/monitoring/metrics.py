@@ -81,8 +81,8 @@ METRICS = {
     "resources/available_bytes": "Memory of the machine that is available without swap.",
     "resources/gpu_share": "Fraction of the time in which the GPU works.",
     "resources/power_watts": "Power of the GPU (NVIDIA), or of the whole machine (Mac with a battery).",
-    "findings": "Findings that apply at the step, each with `name`, `severity`, `fact`, `consequence`, `advice` and "
-    "`example`.",
+    "findings": "Findings that apply at the step, each with `name`, `severity`, `fact`, `consequence`, `advice`, "
+    "`remedy`, `command` and `example`.",
     "rolled_back": "Whether the weights are those of an earlier version again.",
     "environments": "Metrics of each Atropos environment, by name.",
     "remote_servers": "State of each remote inference server, by address; totals since the last start.",

@@ -9,10 +9,12 @@ from math import log2
 from statistics import fmean, median, stdev
 
 import structlog
+from msgspec.structs import replace
 
+from clotho.monitoring.collapse_detection import LOWER_RATE
 from clotho.monitoring.event_log import log_finding
 from clotho.monitoring.training_signal import TrainingSignal
-from protocols.finding import Finding
+from protocols.finding import CHECK, Change, Finding, Remedy
 from protocols.rollout import GroupOutcome, bounded
 from protocols.step import GroupsEnded, StepReport
 from protocols.summary import ResourceReading, RunGauges
@@ -42,6 +44,15 @@ RATES, SLOW_REPORTS, SLOW_SECONDS = 3, 5, 60.0
 SWAP_GROWTH = 256 * 2**20
 """Growth of the used swap since the start, in bytes, that is a finding."""
 
+LESS_MEMORY = Remedy(
+    action="resume",
+    changes=(
+        Change(key="engine.max_num_seqs", factor=0.5),
+        Change(key="learner.micro_batch_tokens", factor=0.5),
+    ),
+)
+"""Half as many sequences at once, or half as many tokens per pass of the learner: both need less memory and heat."""
+
 PRESSURE_READINGS = 2
 """Readings in a row with memory pressure that are a finding."""
 
@@ -57,13 +68,17 @@ class RunAlarms:
         expected: Mapping[str, str],
         *,
         reported: Collection[str] = (),
+        complete: Callable[[Finding], Finding] = lambda finding: finding,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """expected: what each reward function expects. reported: names of findings that the start has reported."""
+        """expected: what each reward function expects. reported: names of findings that the start has reported.
+
+        complete: adds the command line of the remedy to a finding.
+        """
         self._expected = expected
         self._signal, self._collapse = TrainingSignal(expected), CollapseAlarms()
         self._throughput, self._machine = ThroughputAlarm(clock), MachineAlarms()
-        self._reported = set(reported)
+        self._reported, self._complete = set(reported), complete
         self._active: dict[str, Finding] = {}
         self._previewed: tuple[Finding, ...] = ()
 
@@ -71,6 +86,12 @@ class RunAlarms:
     def findings(self) -> tuple[Finding, ...]:
         """The findings that apply now, errors first."""
         return tuple(sorted(self._active.values(), key=lambda finding: finding.severity != "error"))
+
+    @property
+    def named_checkpoints(self) -> frozenset[int]:
+        """Steps of the checkpoints that the commands of these findings start from."""
+        steps = (finding.remedy.from_step for finding in self._active.values())
+        return frozenset(step for step in steps if step is not None)
 
     def observe(self, report: StepReport | GroupsEnded, gauges: RunGauges) -> None:
         """Take a report of the learner into account."""
@@ -96,8 +117,8 @@ class RunAlarms:
     def _refresh(self) -> None:
         """Log the findings that begin or end now."""
         checks = (self._signal, self._collapse, self._throughput, self._machine)
-        found = {finding.name: finding for finding in self._previewed}
-        found |= {finding.name: finding for check in checks for finding in check.findings()}
+        now = (*self._previewed, *(finding for check in checks for finding in check.findings()))
+        found: dict[str, Finding] = {finding.name: self._complete(finding) for finding in now}
         for name in [name for name in found if name not in self._active]:
             if name in self._reported:
                 self._reported.discard(name)
@@ -122,16 +143,19 @@ class CollapseAlarms:
         self._rewards: deque[float] = deque(maxlen=REWARD_GROUPS)
         self._lowest: float | None = None
         self._best: tuple[float, float] | None = None
+        self._best_step: int | None = None
         self._rate: float | None = None
         self._rolled_back = False
 
     def observe(self, report: StepReport) -> None:
         """Take a batch into account. After a rollback, findings end with the next batch: the weights are healthy."""
         if self._rolled_back:
-            self._kept, self._calm, self._best = {}, {}, None
+            self._kept, self._calm, self._best, self._best_step = {}, {}, None, None
             self._rewards.clear()
         self._rolled_back = report.rolled_back
-        new = {finding.name: finding for finding in report.collapse_findings}
+        new: dict[str, Finding] = {
+            finding.name: self._before(report.step, finding) for finding in report.collapse_findings
+        }
         if report.update and report.update.update_applied:
             self._rate = max(self._rate or 0.0, report.update.learning_rate)
             self._calm = {name: self._calm[name] + 1 for name in self._kept}
@@ -143,7 +167,14 @@ class CollapseAlarms:
             self._lowest = min(rewards) if self._lowest is None else min(self._lowest, *rewards)
         if len(self._rewards) == REWARD_GROUPS:
             now = self._mean_and_error()
-            self._best = now if self._best is None else max(self._best, now)
+            if self._best is None or now > self._best:
+                self._best, self._best_step = now, report.step
+
+    def _before(self, step: int, finding: Finding) -> Finding:
+        """Return a finding about an update with the step before which a checkpoint is healthy."""
+        fallen = finding.name == "reward_drop" and self._best_step is not None
+        before = self._best_step if fallen else step
+        return replace(finding, remedy=replace(finding.remedy, before_step=before))
 
     def findings(self) -> Iterator[Finding]:
         """Yield the findings that apply now."""
@@ -159,8 +190,9 @@ class CollapseAlarms:
                 severity="error",
                 fact=f"the mean reward fell from {best:.3g} to {now:.3g}",
                 consequence="the policy has lost what it had learned, and seldom recovers",
-                advice=f"lower learner.optimizer.learning_rate{rate} to a tenth, and continue from an earlier "
-                'checkpoint with --resume-step, or set collapse_detection = "rollback"',
+                advice=f"lower learner.optimizer.learning_rate{rate} to a tenth, and continue from a checkpoint before "
+                'the fall, or set collapse_detection = "rollback"',
+                remedy=replace(LOWER_RATE, before_step=self._best_step),
             )
 
     def _mean_and_error(self) -> tuple[float, float]:
@@ -231,6 +263,7 @@ class ThroughputAlarm:
                 consequence=f"the rest of the run takes {best / rate:.1f} times as long",
                 advice="close other programs, connect the power adapter, let the machine cool, and look for swap in "
                 "`metrics.jsonl` (resources/swap_change_bytes)",
+                remedy=CHECK,
             )
 
 
@@ -243,6 +276,7 @@ def power_findings(*, on_battery: bool, low_power: bool) -> Iterator[Finding]:
             fact="the low power mode is on",
             consequence="processor and GPU run at about half of their speed",
             advice="turn the mode off: sudo pmset -a lowpowermode 0",
+            remedy=CHECK,
         )
     if on_battery:
         yield Finding(
@@ -251,6 +285,7 @@ def power_findings(*, on_battery: bool, low_power: bool) -> Iterator[Finding]:
             fact="the machine runs on its battery",
             consequence="the speed can be reduced, and the run stops when the battery is empty",
             advice="connect the power adapter",
+            remedy=CHECK,
         )
 
 
@@ -277,12 +312,13 @@ class MachineAlarms:
                 fact="the system reports heavy thermal pressure",
                 consequence="processor and GPU run at a reduced speed",
                 advice="improve the ventilation, or lower engine.max_num_seqs",
+                remedy=LESS_MEMORY,
             )
         yield from power_findings(on_battery=reading.on_battery or False, low_power=reading.low_power or False)
 
     def _memory(self) -> Iterator[Finding]:
         reading = self._reading
-        remedy = "close other programs, or lower engine.max_num_seqs, learner.micro_batch_tokens or sampling.max_tokens"
+        advice = "close other programs, or lower engine.max_num_seqs, learner.micro_batch_tokens or sampling.max_tokens"
         if self._pressed >= PRESSURE_READINGS and reading.memory_level is not None:
             available = f": {reading.available_bytes / 2**30:.1f} GiB available" if reading.available_bytes else ""
             critical = reading.memory_level == "critical"
@@ -291,7 +327,8 @@ class MachineAlarms:
                 severity="error" if critical else "warning",
                 fact=f"the memory pressure is at the level {reading.memory_level}{available}",
                 consequence="the system can end the run" if critical else "the run will be slowed down by swap",
-                advice=remedy,
+                advice=advice,
+                remedy=LESS_MEMORY,
             )
         if (growth := reading.swap_change_bytes or 0) >= SWAP_GROWTH:
             yield Finding(
@@ -299,5 +336,6 @@ class MachineAlarms:
                 severity="warning",
                 fact=f"the used swap grew by {growth / 2**30:.1f} GiB since the start",
                 consequence="reading memory back from the disk is slower by orders of magnitude",
-                advice=remedy,
+                advice=advice,
+                remedy=LESS_MEMORY,
             )

@@ -42,10 +42,15 @@ def wrapped(text: str, width: int, *, indent: int = 0) -> list[str]:
 
 
 def finding_lines(finding: Finding, width: int = 80) -> Iterator[str]:
-    """Yield the lines that show a finding: name and fact, consequence, advice and example."""
+    """Yield the lines that show a finding: name and fact, consequence, advice, command and example.
+
+    The command is one line of any length, so that it can be copied.
+    """
     yield from wrapped(f"{finding.severity}: {finding.name}: {finding.fact}", width, indent=2)
     yield from wrapped(f"  {finding.consequence}", width, indent=2)
     yield from wrapped(f"  do: {finding.advice}", width, indent=6)
+    if finding.command:
+        yield f"  {finding.use}: {finding.command}"
     if finding.example:
         yield from wrapped(f"  example: {finding.example}", width, indent=11)
 

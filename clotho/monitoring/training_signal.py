@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from msgspec import Struct
 
 from protocols.errors import visible
-from protocols.finding import Finding
+from protocols.finding import CHECK, Change, Finding, Remedy
 from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, ScoredGroup, bounded
 from protocols.sampling import Completion
 from protocols.step import GroupsEnded, StepReport
@@ -39,6 +39,8 @@ LONGER = (
     "raise sampling.max_tokens, ask for shorter answers in data.system, or check that the model samples its end token"
 )
 """Advice about truncated completions."""
+
+LONGER_LIMIT = Change(key="sampling.max_tokens", factor=2.0)
 
 MAX_SHOWN = 300
 """Characters of a completion or an error that a finding shows."""
@@ -104,6 +106,7 @@ class TrainingSignal:
                 fact=f"a reward failed for each of the last {self._failed} groups",
                 consequence="groups without rewards are discarded, so nothing is learned",
                 advice="correct the reward function; the event reward_failed in log.jsonl has the traceback",
+                remedy=CHECK,
                 example=visible(self._error, MAX_SHOWN),
             )
         if len(self._groups) < FEWEST_GROUPS:
@@ -154,6 +157,7 @@ class TrainingSignal:
             consequence=f"these batches took {found.seconds:.0f} s and did not change the policy",
             advice=f"{advice}, raise sampling.group_size or sampling.temperature, or use learner.objective dapo, which "
             "replaces such groups",
+            remedy=Remedy(action="fork", changes=(Change(key="sampling.group_size", factor=2.0),)),
         )
 
     def _constant(self, rewards: list[float]) -> Finding:
@@ -168,6 +172,7 @@ class TrainingSignal:
                 fact=f"{fact}{described}",
                 consequence=f"nothing can be learned from problems that are always solved{cost}",
                 advice="choose harder problems",
+                remedy=CHECK,
             )
         expected = "; ".join(f"{name} expects {self._expected[name]}" for name in parts if name in self._expected)
         fact = f"{fact}{described}" + (f"; {expected}" if expected else "")
@@ -181,6 +186,7 @@ class TrainingSignal:
                 fact=f"{truncated} of {total} completions reached the token limit, and {fact}",
                 consequence=f"a completion without an end earns no reward, so nothing is learned{cost}",
                 advice=LONGER,
+                remedy=Remedy(action="start", changes=(LONGER_LIMIT,)),
                 example=example,
             )
         return Finding(
@@ -190,6 +196,7 @@ class TrainingSignal:
             consequence=f"equal rewards have no advantages, so nothing is learned{cost}",
             advice="compare the example with what the rewards expect, state the format in data.system, or choose "
             "other rewards",
+            remedy=CHECK,
             example=example,
         )
 
@@ -204,6 +211,7 @@ class TrainingSignal:
                 fact=f"the reward {name} is {values[0]:g} for each of the last {len(values)} completions{expected}",
                 consequence="a reward that never varies teaches nothing",
                 advice=f"correct the reward {name}, or remove it from the profile",
+                remedy=CHECK,
             )
             return
 
@@ -220,6 +228,7 @@ class TrainingSignal:
                 fact=f"all {len(truncated)} completions reached the token limit",
                 consequence="no completion has an end, so the policy does not learn to finish its answer",
                 advice=LONGER,
+                remedy=Remedy(action="start", changes=(LONGER_LIMIT,)),
                 example=visible(f"{group.prompt} -> {group.completions[0].text}", MAX_SHOWN, keep_end=100),
             )
             return
@@ -233,6 +242,7 @@ class TrainingSignal:
                 "the others",
                 consequence="most of the sampled tokens are wasted, and the policy learns only from short completions",
                 advice=LONGER,
+                remedy=Remedy(action="fork", changes=(LONGER_LIMIT,)),
             )
 
     def _truncated_counts(self) -> tuple[int, int]:

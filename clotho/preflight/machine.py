@@ -13,9 +13,9 @@ from msgspec import Struct
 from clotho.cpu import REFERENCE_BLAS
 from clotho.memory.pressure import read_memory
 from clotho.models.machine import physical_memory
-from clotho.monitoring.run_alarms import power_findings
+from clotho.monitoring.run_alarms import LESS_MEMORY, power_findings
 from clotho.preflight.macos import MacState, read_mac
-from protocols.finding import Finding
+from protocols.finding import CHECK, Change, Finding, Remedy
 from protocols.summary import MemoryEstimate
 
 GIB = 2**30
@@ -110,6 +110,7 @@ def machine_findings(state: MachineState, needs: RunNeeds) -> Iterator[Finding]:
             fact=f"{_gib(state.disk_bytes)} of disk space are free, and the run needs up to {_gib(needs.disk_bytes)}",
             consequence="a checkpoint that cannot be written is lost",
             advice="free disk space, choose another --run-dir, or lower checkpoint.keep_last",
+            remedy=Remedy(action="resume", changes=(Change(key="checkpoint.keep_last", factor=0.5),)),
         )
     if state.blas == REFERENCE_BLAS and not needs.uses_gpu:
         yield Finding(
@@ -118,6 +119,7 @@ def machine_findings(state: MachineState, needs: RunNeeds) -> Iterator[Finding]:
             fact="MLX computes with the reference BLAS of its wheel",
             consequence="matrix products are about 50 times slower than with an optimised BLAS",
             advice="pip install mkl, or apt install libopenblas0-pthread",
+            remedy=CHECK,
         )
     if state.mac is not None:
         yield from _mac(state.mac, state, needs)
@@ -135,6 +137,7 @@ def _memory(state: MachineState, needs: RunNeeds) -> Iterator[Finding]:
             consequence="a run that swaps is slower by an order of magnitude",
             advice="close other programs, or lower engine.kv_cache_tokens and learner.micro_batch_tokens; "
             "--dry-run shows the memory of each part",
+            remedy=LESS_MEMORY,
         )
     if short:
         yield Finding(
@@ -144,6 +147,7 @@ def _memory(state: MachineState, needs: RunNeeds) -> Iterator[Finding]:
             f"{_gib(needs.memory_bytes)}",
             consequence="the system swaps, or ends a process, when the caches of the run are full",
             advice="close other programs, or lower engine.kv_cache_tokens and engine.max_num_seqs",
+            remedy=LESS_MEMORY,
         )
 
 
@@ -159,6 +163,7 @@ def _mac(mac: MacState, state: MachineState, needs: RunNeeds) -> Iterator[Findin
             advice="let the display sleep (pmset displaysleepnow), or start the run over ssh; keep the Mac awake with "
             "caffeinate -is, never with caffeinate -d; if the run is ended, lower learner.max_turn_ms and "
             "learner.micro_batch_tokens",
+            remedy=CHECK,
         )
     if mac.panic is not None and mac.panic.days <= RECENT_DAYS and mac.panic.names_gpu:
         yield Finding(
@@ -168,6 +173,7 @@ def _mac(mac: MacState, state: MachineState, needs: RunNeeds) -> Iterator[Findin
             consequence="the run can end with a restart of the Mac; its last checkpoint remains",
             advice="let the display sleep, set sudo sysctl iogpu.wired_limit_mb=0, lower checkpoint.interval, and "
             "update macOS",
+            remedy=CHECK,
         )
     left = state.memory_bytes - (mac.wired_limit_mb or 0) * 2**20
     needed = max(LEFT_FOR_MACOS, state.memory_bytes // 8)
@@ -178,6 +184,7 @@ def _mac(mac: MacState, state: MachineState, needs: RunNeeds) -> Iterator[Findin
             fact=f"iogpu.wired_limit_mb = {mac.wired_limit_mb} leaves {_gib(max(0, left))} to macOS",
             consequence="macOS panics when the GPU takes the memory that it needs itself",
             advice=f"sudo sysctl iogpu.wired_limit_mb={max(0, state.memory_bytes - needed) // 2**20}",
+            remedy=CHECK,
         )
     yield from power_findings(on_battery=mac.power == "battery", low_power=mac.low_power_mode or False)
 

@@ -12,6 +12,7 @@ from clotho.config.bounds import Off
 from clotho.config.schema import FullMethod, HeldOutEvaluation, Profile
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy
+from clotho.monitoring.collapse_detection import LOWER_RATE
 from clotho.preflight.completions import draw
 from clotho.preflight.start import Forecast
 from clotho.runtime.sampling_client import GroupSampler
@@ -19,7 +20,7 @@ from clotho.scoring.parity_check import LIMITS, ParityReport, check_parity, pari
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.training.update import PolicyLearner
 from clotho.training.warmup_step import dummy_batch_size, dummy_groups
-from protocols.finding import Finding
+from protocols.finding import Change, Finding, Remedy
 from protocols.prompt import Prompt
 from protocols.rollout import RolloutGroup, ScoredGroup
 from protocols.sampling import Sampling
@@ -27,6 +28,8 @@ from protocols.step import UpdateMetrics
 
 RATE_TOKENS = 32
 """Length of the completions with which the decode rate is measured."""
+
+FLOAT32 = Change(key="model.dtype", value="float32")
 
 UPDATE_KL_HIGH = 0.1
 """KL divergence of one update, in nats per token, that is a finding without collapse detection."""
@@ -113,6 +116,7 @@ def update_findings(metrics: UpdateMetrics | None, profile: Profile) -> Iterator
             fact="loss or gradient of the rehearsed update is not finite",
             consequence="such updates are skipped, so nothing is learned",
             advice='set model.dtype = "float32" or "bfloat16", or lower learner.optimizer.learning_rate',
+            remedy=Remedy(action="start", changes=(FLOAT32, *LOWER_RATE.changes)),
         )
         return
     collapse = profile.collapse_detection
@@ -126,6 +130,7 @@ def update_findings(metrics: UpdateMetrics | None, profile: Profile) -> Iterator
             f"token (limit {limit:g})",
             consequence="the policy collapses within a few updates",
             advice=f"--learner.optimizer.learning-rate {rate / 10:g}, or a lower policy.method.scale",
+            remedy=Remedy(action="start", changes=LOWER_RATE.changes),
         )
 
 
@@ -159,4 +164,5 @@ def parity_findings(report: ParityReport, profile: Profile, dtype: str) -> Itera
             f"nats (limit {limit:g})",
             consequence="the run ends at its first parity check, because the served policy is not the trained policy",
             advice='set model.dtype = "float32"' + ("" if full else ", or check the scale of policy.adapter"),
+            remedy=Remedy(action="start", changes=(FLOAT32,)),
         )

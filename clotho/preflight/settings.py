@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from clotho.config.schema import AdapterMethod, Profile
-from protocols.finding import Finding
+from protocols.finding import Change, Finding, Remedy
 
 SCALES = (0.05, 100.0)
 """Range of usual adapter scales: from alpha / rank = 32 / 512 to several times the 20 of mlx-lm."""
@@ -25,10 +25,14 @@ def setting_findings(profile: Profile) -> Iterator[Finding]:
         if scale > high
         else "updates hardly change the policy, so nothing is learned"
     )
+    usual = Change(key="policy.method.scale", value="10")
+    if method.alpha is not None:
+        usual = Change(key="policy.method.alpha", of="policy.method.rank", factor=2.0)
     yield Finding(
         name="lora_scale_unusual",
         severity="warning",
         fact=f"the adapter has the scale {scale:g} ({keys}); usual scales are {low:g} to {high:g}",
         consequence=result,
-        advice="set --policy.method.scale 10, or --policy.method.alpha to twice the rank",
+        advice="set policy.method.scale to 10, or policy.method.alpha to twice the rank",
+        remedy=Remedy(action="start", changes=(usual,)),
     )

@@ -15,7 +15,7 @@ from clotho.models.tokenizer import ChatTokenizer
 from clotho.rewards.answer import ANSWER, ANSWER_END, THINK, THINK_END
 from clotho.rewards.registry import BUILT_IN
 from protocols.errors import RequestError, visible
-from protocols.finding import Finding
+from protocols.finding import CHECK, Change, Finding, Remedy
 
 Message = Mapping[str, str]
 
@@ -92,6 +92,12 @@ def _opened(tokenizer: ChatTokenizer, use: TemplateUse) -> tuple[str, list[Findi
                     consequence=f"{_listed(rewards)} 0 for every completion, because completions must contain {tag}",
                     advice=f"{switch}name a template that does not open {tag} in model.chat_template, or replace the "
                     f"rewards in [[rewards]]: {', '.join(rewards)}",
+                    remedy=Remedy(
+                        action="start",
+                        changes=tuple(
+                            Change(key="model.chat_template_kwargs", value=_inline(found)) for found in closed[:1]
+                        ),
+                    ),
                 )
             )
     return f"the generation prompt opens {', '.join(opened) or 'no tag'}", found
@@ -118,6 +124,10 @@ def _ended(tokenizer: ChatTokenizer, use: TemplateUse) -> tuple[str, list[Findin
         consequence="the model continues after its answer until sampling.max_tokens, so that completions are truncated",
         advice=f"add {control[0]} to eos_token_id in generation_config.json of the model, or set "
         f"sampling.stop_token_ids = [{control[0]}]",
+        remedy=Remedy(
+            action="start",
+            changes=(Change(key="sampling.stop_token_ids", value=str([*use.stop_token_ids, control[0]])),),
+        ),
     )
     return f"a turn ends with {named}, which does not end a completion", [finding]
 
@@ -141,6 +151,7 @@ def _kept(tokenizer: ChatTokenizer, use: TemplateUse) -> tuple[str, list[Finding
                 consequence="the prompt of a later turn is not what the policy sampled, so that its log-probabilities "
                 "differ, and the prefix cache is not used",
                 advice="name a template that keeps the content of earlier turns in model.chat_template",
+                remedy=CHECK,
             )
         )
     if use.several_turns and not extends and not drops:
@@ -152,6 +163,7 @@ def _kept(tokenizer: ChatTokenizer, use: TemplateUse) -> tuple[str, list[Finding
                 consequence="the policy is trained on other tokens than it sampled in earlier turns, and the prefix "
                 "cache is not used",
                 advice="name a template that writes earlier turns as they were sampled in model.chat_template",
+                remedy=CHECK,
             )
         )
     thinking = "removes thoughts of earlier turns" if drops else "keeps thoughts of earlier turns"

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 from packaging.specifiers import SpecifierSet
 
-from protocols.finding import Finding
+from protocols.finding import CHECK, Finding
 
 TABLE = Path(__file__).with_name("known_bad.toml")
 
@@ -61,4 +61,5 @@ def version_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
                 fact=f"{row.package} {version} is installed, a version with a known fault ({row.source})",
                 consequence=row.consequence,
                 advice=row.remedy,
+                remedy=CHECK,
             )

@@ -8,7 +8,12 @@ from typing import Any
 
 import msgspec
 
+from clotho.config.keys import SETTABLE
+from clotho.config.load import types_first
 from clotho.config.schema import Profile
+from clotho.monitoring.remedies import new_run_line
+from clotho.monitoring.summary import resume_command
+from clotho.storage.checkpoints import checkpoint_steps
 from protocols.errors import CheckpointError
 
 MAY_DIFFER = (
@@ -51,10 +56,11 @@ REAL_SERVERS = {"start", "connect"}
 REWARD_KEYS_THAT_MAY_DIFFER = re.compile(r"rewards\.\d+\.(run_in|where|max_workers|memory_limit_mb)")
 
 
-def refuse_if_incompatible(old: Profile, new: Profile, *, written: Path) -> None:
+def refuse_if_incompatible(old: Profile, new: Profile, *, run: Path, step: int | None = None) -> None:
     """Raise `CheckpointError` if keys differ that must not change; the message lists each as `key: old -> new`.
 
-    written: the file of the run's profile, with which the run can be resumed.
+    The message has the command that resumes the run, and the one that starts a new run from its state with the new
+    settings. run: the run directory. step: of the checkpoint that is resumed; None: the newest.
     """
     types = {old.atropos.__struct_config__.tag, new.atropos.__struct_config__.tag}
     differing = [
@@ -63,9 +69,11 @@ def refuse_if_incompatible(old: Profile, new: Profile, *, written: Path) -> None
         if not (_may_differ(key) or (key == "atropos.type" and types == REAL_SERVERS))
     ]
     if differing:
+        newest = next(iter(checkpoint_steps(run / "checkpoints")), None)
+        forked = new_run_line(run, newest if step is None else step, _changed(old, new))
         raise CheckpointError(
             f"cannot resume with other settings ({'; '.join(differing)}): resume with the settings of the run, "
-            f"--profile {written} --resume"
+            f"{resume_command(run / 'profile.toml')}, or start a new run from its state, {forked}"
         )
 
 
@@ -77,6 +85,20 @@ def differences(old: Profile, new: Profile) -> dict[str, str]:
         for key in sorted(before | after)
         if before.get(key) != after.get(key)
     }
+
+
+def _changed(old: Profile, new: Profile) -> dict[str, Any]:
+    """Return the new values of the settings that differ, by the key path of their flag."""
+    before, after = (_settings(msgspec.to_builtins(profile)) for profile in (old, new))
+    changed = [key for key in SETTABLE if key in after and after[key] != before.get(key) and key != "run_dir"]
+    return {key: after[key] for key in types_first(changed)}
+
+
+def _settings(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested tables to the key paths of flags. Arrays of tables, and tables as values, stay whole."""
+    if prefix.removesuffix(".") in SETTABLE or not isinstance(node, dict):
+        return {prefix.removesuffix("."): node}
+    return {key: value for name, child in node.items() for key, value in _settings(child, f"{prefix}{name}.").items()}
 
 
 def _may_differ(key: str) -> bool:

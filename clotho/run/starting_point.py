@@ -116,7 +116,8 @@ async def begin(
     dataset. Raises CheckpointError or RunDirectoryError.
     """
     if directory.resumed and directory.profile.exists():
-        refuse_if_incompatible(load_profile(str(directory.profile)), profile, written=directory.profile)
+        before = load_profile(str(directory.profile))
+        refuse_if_incompatible(before, profile, run=directory.path, step=directory.resume_step)
     directory.begin()
     initial = policy.trainable()
     if fork is not None:

@@ -34,6 +34,7 @@ from clotho.models.adapter_store import AdapterStore
 from clotho.models.loading import find_model
 from clotho.models.policy import Policy, load_policy
 from clotho.monitoring.evaluation_history import RunHistory, read_history
+from clotho.monitoring.remedies import RunCommands
 from clotho.monitoring.run_alarms import RunAlarms
 from clotho.monitoring.trackers import TrackedRun, open_trackers
 from clotho.preflight.start import PreflightReport, start_findings, write_report
@@ -60,6 +61,7 @@ from clotho.training.warmup_step import run_warmup_step
 from protocols.checkpoint import Origin, RunState
 from protocols.errors import ProfileError, RequestError
 from protocols.evaluation import EvalReport, HeldOut
+from protocols.finding import Finding
 from protocols.sampling import SampleRequest, restricts_support
 from protocols.step import WeightsReady
 from protocols.summary import MemoryEstimate
@@ -174,7 +176,7 @@ async def _build_context(
         )
         state = start.state
         write_profile(profile, directory.profile)
-        write_report(directory.preflight, PreflightReport(findings=preflight))
+        preflight, alarms = _alarms(profile, directory, preflight)
         history = read_history(directory.metrics, directory.evaluations)
     ledger, progress = Ledger(state.ledger if state else None), _progress(state)
     evaluations: list[EvalReport] = []
@@ -208,17 +210,32 @@ async def _build_context(
         weights=_cell("weights", _served(policy)),
         replacements=_cell("replacements", ledger.ended - progress.step * profile.learner.batch_size),
         logged=Latest[int]("logged"),
-        alarms=RunAlarms(expectations(profile.rewards), reported=[finding.name for finding in preflight]),
+        alarms=alarms,
         trackers=open_trackers(profile.tracking, profile.trackers, _tracked(profile, directory)),
         sample_log=SampleLog(capacity_tokens=_sample_log_tokens(profile), logit_bias=profile.sampling.logit_bias),
         swap_times=SwapTimes(),
         evaluations=evaluations,
-        best=_best_checkpoint(profile, directory, history, evaluations),
+        best=_best_checkpoint(profile, directory, history, evaluations, alarms),
     )
 
 
+def _alarms(
+    profile: Profile, directory: RunDirectory, findings: tuple[Finding, ...]
+) -> tuple[tuple[Finding, ...], RunAlarms]:
+    """Return the findings of the start with their commands, which the run directory records too, and the alarms."""
+    commands = RunCommands(directory.path)
+    completed = tuple(map(commands.complete, findings))
+    write_report(directory.preflight, PreflightReport(findings=completed))
+    reported = [finding.name for finding in completed]
+    return completed, RunAlarms(expectations(profile.rewards), reported=reported, complete=commands.complete)
+
+
 def _best_checkpoint(
-    profile: Profile, directory: RunDirectory, history: RunHistory, evaluations: list[EvalReport]
+    profile: Profile,
+    directory: RunDirectory,
+    history: RunHistory,
+    evaluations: list[EvalReport],
+    alarms: RunAlarms,
 ) -> BestCheckpointKeeper:
     interval = profile.eval.interval if isinstance(profile.eval, HeldOutEvaluation) else 0
     return BestCheckpointKeeper(
@@ -226,6 +243,7 @@ def _best_checkpoint(
         marker=directory.best,
         reports=lambda: [*history.evaluations, *evaluations],
         is_evaluated=lambda step: interval > 0 and step % interval == 0,
+        named=lambda: alarms.named_checkpoints,
     )
 
 

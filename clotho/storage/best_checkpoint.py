@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,13 +32,15 @@ class BestCheckpointKeeper:
         marker: Path,
         reports: Callable[[], Sequence[EvalReport]],
         is_evaluated: Callable[[int], bool],
+        named: Callable[[], Collection[int]] = frozenset,
     ) -> None:
         """marker: the file that names the best checkpoint. reports: the evaluations of the run, oldest first.
 
-        is_evaluated: whether an evaluation of a step is planned.
+        is_evaluated: whether an evaluation of a step is planned. named: steps of checkpoints that a command on the
+        user's screen starts from, which stay.
         """
         self._checkpoints, self._marker = checkpoints, marker
-        self._reports, self._is_evaluated = reports, is_evaluated
+        self._reports, self._is_evaluated, self._named = reports, is_evaluated, named
 
     def update(self) -> BestCheckpoint | None:
         """Return the best checkpoint, None if there is none, and write the marker if it changed; from any thread.
@@ -63,7 +65,7 @@ class BestCheckpointKeeper:
         pending = [
             step for step in checkpoint_steps(self._checkpoints) if step > evaluated and self._is_evaluated(step)
         ]
-        return frozenset([INITIAL, *pending, *([best.step] if best else [])])
+        return frozenset([INITIAL, *pending, *self._named(), *([best.step] if best else [])])
 
     def finish(self, keep_last: int) -> BestCheckpoint | None:
         """Update the marker after the last evaluation, and prune the checkpoints that had waited for theirs.

@@ -24,7 +24,7 @@ from clotho.monitoring.display import (
 from clotho.monitoring.live_display import LiveDisplay, Screen, make_display, sparkline
 from clotho.monitoring.metrics import Measurement, step_metrics
 from protocols.curriculum import CurriculumReport
-from protocols.finding import Finding
+from protocols.finding import CHECK, Finding
 from protocols.summary import (
     Distribution,
     RankGauge,
@@ -46,8 +46,9 @@ from tests.monitoring.display_examples import (
 )
 
 FINDING = Finding(
-    name="no_reward", severity="error", fact="[b]every reward is 0", consequence="nothing", advice="state the format"
-)
+    name="no_reward", severity="error", fact="[b]every reward is 0", consequence="nothing", advice="state the format",
+    remedy=CHECK,
+)  # fmt: skip
 ALARMED = replace(GAUGES, findings=(FINDING,), waiting_for="64 completions that are being decoded")
 START = Measurement(seconds=0.0, gauges=RunGauges())
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from clotho.monitoring.event_log import EventSink, event_log, log_finding
 from clotho.storage.jsonl import JsonlWriter
 from protocols.errors import visible
-from protocols.finding import Finding
+from protocols.finding import CHECK, Finding
 
 
 def events(path: Path) -> list[dict[str, Any]]:
@@ -215,20 +215,25 @@ def test_uncaught_exceptions_of_threads_are_events(tmp_path: Path) -> None:
 
 
 def test_a_finding_is_shown_with_its_remedy_in_lines_of_the_width_of_the_terminal(tmp_path: Path) -> None:
-    """The file has one event with all parts. Markup and escapes of the model's text are shown as text."""
+    """The file has one event with all parts. Markup and escapes of the model's text are shown as text.
+
+    The command is a whole line, so that it can be copied.
+    """
     console, screen = terminal()
     finding = Finding(
         name="no_reward", severity="error", fact="every reward is 0 " * 12, consequence="nothing is learned",
-        advice="state the format in data.system " * 5, example="[bold]\x1b[2J" + "x" * 200,
+        advice="state the format in data.system " * 5, example="[bold]\x1b[2J" + "x" * 200, remedy=CHECK,
+        command=f"clotho doctor --profile {'p' * 300}.toml",
     )  # fmt: skip
     with event_log(console) as sink:
         sink.open(tmp_path / "log.jsonl")
         log_finding(finding)
     (event,) = events(tmp_path / "log.jsonl")
     assert (event["event"], event["finding"], event["level"]) == ("finding", "no_reward", "error")
-    assert event["fact"] == finding.fact
+    assert (event["fact"], event["command"]) == (finding.fact, finding.command)
     shown = screen.getvalue()
     assert shown.startswith("error: no_reward: every reward is 0")
     assert "\n  nothing is learned\n  do: state the format in data.system" in shown
     assert "\x1b" not in shown
-    assert all(len(line) <= 80 for line in shown.splitlines() if "xxx" not in line)
+    assert all(len(line) <= 80 for line in shown.splitlines() if "xxx" not in line and "ppp" not in line)
+    assert f"  then check: {finding.command}" in shown.splitlines()

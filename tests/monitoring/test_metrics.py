@@ -22,7 +22,7 @@ from clotho.monitoring.metrics import (
     step_metrics,
 )
 from protocols.curriculum import CurriculumReport
-from protocols.finding import Finding
+from protocols.finding import CHECK, Finding
 from protocols.rollout import Discarded
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
 from protocols.summary import (
@@ -111,12 +111,12 @@ def test_a_line_has_replaced_and_replayed_groups_and_whether_the_policy_was_roll
 
 def test_a_line_has_the_findings_and_the_resources_of_the_gauges() -> None:
     """A finding with all its parts, in the order of its fields. Unknown resources are null."""
-    finding = Finding(name="slow", severity="warning", fact="f", consequence="c", advice="a")
+    finding = Finding(name="slow", severity="warning", fact="f", consequence="c", advice="a", remedy=CHECK)
     resources = ResourceReading(resident_bytes=5, cpu_share=1.5, swap_change_bytes=-3)
     now = Measurement(seconds=1.0, gauges=RunGauges(findings=(finding,), resources=resources))
     found = json.loads(msgspec.json.encode(step_metrics(EMPTY, now=now, before=now)))
     (written,) = found["findings"]
-    assert list(written) == ["name", "severity", "fact", "consequence", "advice", "example"]
+    assert list(written) == list(Finding.__struct_fields__)
     assert [found[f"resources/{name}"] for name in ("resident_bytes", "cpu_share", "swap_change_bytes")] == [5, 1.5, -3]
     assert found["resources/gpu_share"] is None
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from clotho.monitoring.collapse_detection import LOWER_RATE
 from clotho.monitoring.run_alarms import CALM_UPDATES, RunAlarms
 from protocols.finding import Finding
 from protocols.step import StepReport, TrainedGroup
@@ -27,16 +28,18 @@ HEALTHY = ResourceReading(
     on_battery=False,
     low_power=False,
 )
-SEVERE = Finding(name="update_too_large", severity="error", fact="f", consequence="c", advice="a")
+SEVERE = Finding(name="update_too_large", severity="error", fact="f", consequence="c", advice="a", remedy=LOWER_RATE)
 
 
 class Run:
     """Alarms of a run whose steps take ten seconds; a step decodes 1000 tokens in 20 decode steps."""
 
-    def __init__(self, *, reported: Iterable[str] = ()) -> None:
+    def __init__(
+        self, *, reported: Iterable[str] = (), complete: Callable[[Finding], Finding] = lambda finding: finding
+    ) -> None:
         self.now = 0.0
         self.gauges = RunGauges()
-        self.alarms = RunAlarms({}, reported=tuple(reported), clock=lambda: self.now)
+        self.alarms = RunAlarms({}, reported=tuple(reported), complete=complete, clock=lambda: self.now)
 
     def step(self, report: StepReport | None = None, *, tokens_per_second: float = 1000.0) -> set[str]:
         """Report a step, and return the names of the findings that apply then."""

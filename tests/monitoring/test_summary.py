@@ -20,7 +20,7 @@ from clotho.monitoring.summary import (
 )
 from protocols.accounting import Balance
 from protocols.evaluation import HeldOutMeasures
-from protocols.finding import Finding
+from protocols.finding import CHECK, Finding
 from protocols.summary import HistoryGap, MemoryEstimate, MemoryPart, RunSummary
 from tests.monitoring.display_examples import GAUGES, MEASURES, evaluation, ungraded_evaluation
 
@@ -239,7 +239,7 @@ def test_the_summary_says_what_was_learned() -> None:
 
 def test_the_summary_of_a_run_that_learned_nothing_names_its_findings_and_the_check() -> None:
     """The findings at the end have their consequence and their remedy."""
-    finding = Finding(name="no_reward", severity="error", fact="f", consequence="c", advice="a")
+    finding = Finding(name="no_reward", severity="error", fact="f", consequence="c", advice="a", remedy=CHECK)
     untrained = msgspec.structs.replace(summary(), version=0, findings=(finding,))
     lines = dict(summary_lines(untrained))
     assert untrained.is_untrained

@@ -159,7 +159,7 @@ FAULTS: dict[str, Fault] = {
         advice=("model.chat_template",),
         inject=template(templates.DROPS_THINKING, several_turns=True),
     ),
-    "wrong LoRA scale": Fault(name="lora_scale_unusual", advice=("--policy.method.scale",), inject=wrong_scale),
+    "wrong LoRA scale": Fault(name="lora_scale_unusual", advice=("policy.method.scale",), inject=wrong_scale),
     "too little memory": Fault(name="too_little_memory", advice=("--dry-run",), inject=too_little_memory),
     "swap in use": Fault(name="swap_in_use", advice=("close other programs", "--dry-run"), inject=swap_in_use),
     "display awake on a Mac": Fault(

@@ -11,12 +11,12 @@ from clotho.config.load import load_profile
 from clotho.memory.estimate import estimate_memory
 from clotho.preflight.start import PreflightReport, log_findings, start_findings, write_report
 from clotho.run.prompts import read_split
-from protocols.finding import Finding
+from protocols.finding import CHECK, Finding
 from tests.preflight import templates
 from tests.preflight.simulated_mac import machine
 from tests.run.built_context import open_context, tiny_profile
 
-WARNING = Finding(name="few_problems", severity="warning", fact="a", consequence="b", advice="c")
+WARNING = Finding(name="few_problems", severity="warning", fact="a", consequence="b", advice="c", remedy=CHECK)
 
 
 async def test_a_start_writes_its_findings_to_the_run_directory(tmp_path: Path) -> None:
@@ -44,8 +44,12 @@ def test_findings_are_logged_with_the_fields_that_they_have() -> None:
     """The terminal shows warnings."""
     with capture_logs() as events:
         log_findings([WARNING])
+    (event,) = events
+    assert event["remedy"]["action"] == "check"
     fields = {"finding": "few_problems", "severity": "warning", "fact": "a", "consequence": "b", "advice": "c"}
-    assert events == [{"event": "finding", "log_level": "warning", "actor": "preflight", **fields}]
+    assert {key: event[key] for key in event if key != "remedy"} == {
+        "event": "finding", "log_level": "warning", "actor": "preflight", **fields,
+    }  # fmt: skip
 
 
 def test_a_disk_that_refuses_the_file_is_logged(tmp_path: Path) -> None:

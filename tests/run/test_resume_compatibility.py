@@ -41,7 +41,7 @@ def profile(**changes: Any) -> Profile:
 )
 def test_how_a_run_is_run_may_change(changes: dict[str, Any]) -> None:
     """Its length, its display, its limits."""
-    refuse_if_incompatible(profile(), profile(**changes), written=Path("runs/x/profile.toml"))
+    refuse_if_incompatible(profile(), profile(**changes), run=Path("runs/x"))
 
 
 ENVIRONMENTS: dict[str, Any] = {"environments": [{"name": "e", "script": "e.py"}]}
@@ -52,16 +52,14 @@ CONNECTED = ENVIRONMENTS | {"atropos": {"type": "connect", "python": "q", "url":
 @pytest.mark.parametrize(("old", "new"), [(STARTED, CONNECTED), (CONNECTED, STARTED)])
 def test_a_resumed_run_may_start_the_api_server_or_connect_to_one(old: dict[str, Any], new: dict[str, Any]) -> None:
     """The groups of the environments are the same."""
-    refuse_if_incompatible(profile(**old), profile(**new), written=Path("runs/x/profile.toml"))
+    refuse_if_incompatible(profile(**old), profile(**new), run=Path("runs/x"))
 
 
 @pytest.mark.parametrize("kind", ["off", "mock"])
 def test_a_resumed_run_may_not_change_the_source_of_its_groups(kind: str) -> None:
     """Environments and data.train have different problems."""
     with pytest.raises(CheckpointError, match=r"atropos\.type: connect -> "):
-        refuse_if_incompatible(
-            profile(**CONNECTED), profile(atropos={"type": kind}), written=Path("runs/x/profile.toml")
-        )
+        refuse_if_incompatible(profile(**CONNECTED), profile(atropos={"type": kind}), run=Path("runs/x"))
 
 
 @pytest.mark.parametrize(
@@ -81,5 +79,5 @@ def test_a_resumed_run_may_not_change_the_source_of_its_groups(kind: str) -> Non
 def test_what_is_learnt_may_not_change(changes: dict[str, Any], words: str) -> None:
     """Every differing key is listed with both values."""
     with pytest.raises(CheckpointError) as caught:
-        refuse_if_incompatible(profile(), profile(**changes), written=Path("runs/x/profile.toml"))
+        refuse_if_incompatible(profile(), profile(**changes), run=Path("runs/x"))
     assert words in str(caught.value)
