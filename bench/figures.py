@@ -23,9 +23,9 @@ from bench.summary import summary
 
 IMAGES = ROOT / "docs" / "images"
 PAGES: tuple[tuple[Any, str], ...] = (
-    (methods, "numerics.md"),
-    (head, "numerics.md"),
-    (collapse, "numerics.md"),
+    (methods, "numerics-internals.md"),
+    (head, "numerics-internals.md"),
+    (collapse, "numerics-internals.md"),
     (environments, "atropos.md"),
     (curriculum, "datasets.md"),
     (soak, "reliability.md"),
@@ -36,7 +36,7 @@ PAGES: tuple[tuple[Any, str], ...] = (
 )
 """Benchmarks whose table stands between markers of their name on a page of the documentation."""
 
-BENCHMARKS_PAGE = "benchmarks.md"
+SUMMARY_PAGE, BENCHMARKS_PAGE = "benchmarks.md", "benchmark-tables.md"
 PAGE_ORDER = (
     "decode",
     "first_token",
@@ -57,7 +57,7 @@ PAGE_ORDER = (
     "time_to_accuracy",
     "scaling",
 )
-"""Benchmarks on docs/benchmarks.md, in the order of the page."""
+"""Benchmarks on docs/benchmark-tables.md, in the order of the page."""
 STYLES = {"async": ("#1f6feb", "-", "asynchronous"), "sync": ("#d1740f", "--", "synchronous (--async false)")}
 
 
@@ -160,7 +160,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         missing.append("learning")
     if beside_others := summary(RESULTS.parent):
-        write_between(ROOT / "README.md", SUMMARY, beside_others)
+        write_between(ROOT / "docs" / SUMMARY_PAGE, SUMMARY, beside_others)
+        write_between(ROOT / "README.md", SUMMARY, summary(RESULTS.parent, headlines=True))
     benchmarks = [(import_module(f"bench.{name}"), BENCHMARKS_PAGE) for name in PAGE_ORDER]
     for question, page in (*PAGES, *benchmarks):
         if results := question.read():

@@ -8,7 +8,7 @@ bench/methods.toml defines the methods as flags of pipeline.py. Every run is `py
 FLAGS --seed S`. Each run is added to bench/results/methods.jsonl when it ends. A run with the same flags and seed is
 not repeated, so a measurement that was stopped continues where it stopped (bench/trials.py says when runs of other
 sources count). `--list` shows the missing runs and the time that they will take. `python -m bench figures` writes the
-tables into docs/numerics.md.
+tables into docs/numerics-internals.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The small comparison table of README.md: median ratios of Clotho to each peer."""
+"""The comparison tables of docs/benchmarks.md and, shorter, of README.md: median ratios of Clotho to each peer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ GROUPS: dict[str, str | int] = {"prompts": 4, "group": 8, "prompt_tokens": 128}
 
 
 class Line(NamedTuple):
-    """One row: label, benchmark, metric, the case values to select, and the peer."""
+    """One row: label, benchmark, metric, the case values to select, and the peer. headline: README.md has the row."""
 
     note: str
     question: str
     metric: str
     where: Mapping[str, str | int]
     peer: str
+    headline: bool = False
 
 
 SIX, TWENTY_FIVE = GROUPS | {"model": "6m"}, GROUPS | {"model": "25m"}
@@ -32,26 +33,34 @@ EQUAL: dict[str, str | int] = {"task": "equal work"}
 SPEED = "tokens_per_second"
 LEARNING: Mapping[str, str | int] = {"task": "until 0.7"}
 LINES = (
-    Line("rollouts in tokens/s, model of 6 M parameters", "decode", SPEED, SIX, "mlx-lm"),
+    Line("rollouts in tokens/s, model of 6 M parameters", "decode", SPEED, SIX, "mlx-lm", True),
     Line("", "decode", SPEED, SIX, "mlx-lm-lora, as its trainer calls it"),
     Line("", "decode", SPEED, SIX, "mlx-lm-lora"),
     Line("rollouts in tokens/s, model of 25 M parameters", "decode", SPEED, TWENTY_FIVE, "mlx-lm"),
     Line("", "decode", SPEED, TWENTY_FIVE, "mlx-lm-lora"),
     Line("one update in tokens/s, 6 M, vocabulary 32,768", "update", SPEED, LARGE, "mlx-lm-lora"),
-    Line("peak memory of that update", "update", "peak_bytes", LARGE, "mlx-lm-lora"),
+    Line("peak memory of one update, 6 M, vocabulary 32,768", "update", "peak_bytes", LARGE, "mlx-lm-lora", True),
     Line(
         "seconds for 20 updates of 16 x 8 completions, rollouts included",
         "startup_training",
         "seconds",
         EQUAL,
         "mlx-lm-lora",
+        True,
     ),
-    Line("", "startup_training", "seconds", EQUAL, "trl"),
+    Line("", "startup_training", "seconds", EQUAL, "trl", True),
     Line(
-        "seconds until 0.7 held-out accuracy, profile learn-m3", "time_to_accuracy", "seconds", LEARNING, "mlx-lm-lora"
+        "seconds until 0.7 held-out accuracy, profile learn-m3",
+        "time_to_accuracy",
+        "seconds",
+        LEARNING,
+        "mlx-lm-lora",
+        True,
     ),
-    Line("", "time_to_accuracy", "seconds", LEARNING, "trl"),
-    Line("HTTP API in tokens/s, 64 clients", "http", SPEED, {"model": "embedded", "clients": 64}, "mlx_lm.server"),
+    Line("", "time_to_accuracy", "seconds", LEARNING, "trl", True),
+    Line(
+        "HTTP API in tokens/s, 64 clients", "http", SPEED, {"model": "embedded", "clients": 64}, "mlx_lm.server", True
+    ),
     Line(
         "the same with an adapter",
         "serve",
@@ -62,10 +71,15 @@ LINES = (
 )
 
 
-def summary(directory: Path) -> str:
-    """The table in Markdown for the results of a directory; an empty string if nothing was measured."""
+def summary(directory: Path, *, headlines: bool = False) -> str:
+    """The table in Markdown for the results of a directory; an empty string if nothing was measured.
+
+    headlines: only the rows of README.md.
+    """
     rows, machines = list[list[str]](), dict[str, list[str]]()
     for line in LINES:
+        if headlines and not line.headline:
+            continue
         path = directory / f"{line.question}.jsonl"
         results = time_to_accuracy.read(path) if line.question == time_to_accuracy.NAME else read(path)
         pair = _pair(line, results)

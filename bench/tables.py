@@ -58,17 +58,18 @@ def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]], *, text_colu
 
 
 def closing(results: Sequence[Measurement]) -> str:
-    """One bullet per contender that explains its numbers, then machine, BLAS, commit and command."""
-    bullets = []
+    """The meaning of the numbers, one bullet for contenders with the same; then machine, BLAS, commit and command."""
+    explained: dict[str, list[str]] = {}
     for name in contenders_of(results):
         mine = [one for one in results if one.contender == name]
         versions = {package: number for one in mine for package, number in one.versions.items()}
         listed = ", ".join(f"{package} {number}" for package, number in versions.items())
         meanings = meaning(mine[0].question, name) or " ".join(unique(one.semantics for one in mine))
-        bullets.append(f"* `{name}`: {meanings}" + (f" ({listed})" if listed else ""))
+        explained.setdefault(meanings + (f" ({listed})" if listed else ""), []).append(f"`{name}`")
     machines = unique(f"{describe_fingerprint(f)}, {f.machine.blas}" for f in (one.fingerprint for one in results))
     commits = unique(one.fingerprint.commit for one in results)
     commands = unique(f"`{one.command}`" for one in results)
+    bullets = [f"* {', '.join(names)}: {text}" for text, names in explained.items()]
     return "\n".join([*bullets, "", f"{'; '.join(machines)}; commit {', '.join(commits)}. {', '.join(commands)}"])
 
 

@@ -94,7 +94,8 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     top_p: Annotated[
         float,
         _row(
-            "Nucleus sampling: keep the smallest set of tokens whose probabilities add up to this value; 1 keeps all.",
+            "Nucleus sampling: keep the smallest set of tokens whose probabilities, before top_k removes any, add up "
+            "to this value; 1 keeps all.",
             neutral=1.0,
             learner="replays support",
             gt=0.0,

@@ -47,7 +47,7 @@ class Lane(Struct, frozen=True, kw_only=True):
     nats. rtol: largest relative difference of two sums over a micro-batch, such as the gradient of one matrix. In
     float32 each test states its tolerance. bfloat16 has 8 significant bits: logits between 8 and 16 are multiples of
     2^-4, and every layer rounds its result to 2^-8 of it. In 4 bits, products are in bfloat16 too, and MLX's CPU
-    kernels also add them in it. docs/numerics.md has measurements.
+    kernels also add them in it. docs/numerics-internals.md has measurements.
     """
 
     name: str

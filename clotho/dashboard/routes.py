@@ -1,4 +1,4 @@
-"""The HTTP API of the dashboard, for one or more runs. The page is its only client; docs/dashboard.md describes it.
+"""The HTTP API of the dashboard, for one or more runs. The page is its only client (docs/dashboard-internals.md).
 
 Files are read in worker threads, one call per run at a time and in blocks, so that the event loop never waits. A run is
 read only when a request needs it, and at most once per `POLL_SECONDS`.

@@ -59,7 +59,7 @@ LIMITS = {
     "float16": ParityLimits(stop_kl=3e-3, warn_nats=0.25),
     "bfloat16": ParityLimits(stop_kl=0.05, warn_nats=2.0),
 }
-"""Default limits by the type that the model computes in; docs/numerics.md has the measurements.
+"""Default limits by the type that the model computes in; docs/numerics-internals.md has the measurements.
 
 Those of float32 leave room for TF32, which MLX uses for large products on recent GPUs.
 """

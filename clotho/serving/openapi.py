@@ -1,7 +1,7 @@
 """The OpenAPI document of the HTTP API, generated from the structs of requests and responses.
 
 The routes of the dashboard are not part of it: the page is their only client, and they change with it
-(docs/dashboard.md).
+(docs/dashboard-internals.md).
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def test_results_can_be_drawn(
     measured_calls: Calls,
     tmp_path: Path,
 ) -> None:
-    """For docs/benchmarks.md."""
+    """For docs/benchmark-tables.md."""
     pytest.importorskip("matplotlib")
     question.main(["--repeats", "1", "--out", str(tmp_path / "results.jsonl")])
     question.draw(read(tmp_path / "results.jsonl"), tmp_path / "image.svg")

@@ -57,7 +57,7 @@ def test_missing_results_are_named_on_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Benchmarks with results are written all the same."""
-    page = tmp_path / "docs" / "numerics.md"
+    page = tmp_path / "docs" / "numerics-internals.md"
     page.parent.mkdir()
     monkeypatch.setattr(figures, "PAGE_ORDER", ())
     page.write_text("".join(f"<!-- {name}:begin -->\nold\n<!-- {name}:end -->\n" for name in TABLES))
@@ -79,7 +79,7 @@ def test_missing_results_are_named_on_one_line(
 def test_a_benchmark_has_its_table_and_its_chart_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A benchmark without a chart has only a table."""
     (tmp_path / "docs").mkdir()
-    page = tmp_path / "docs" / "benchmarks.md"
+    page = tmp_path / "docs" / "benchmark-tables.md"
     page.write_text("".join(f"<!-- {name}:begin --><!-- {name}:end -->\n" for name in ("sampled", "told")))
     results = [measurement([1.0])]
     asked = {"read": lambda: results, "table": report}
@@ -121,6 +121,13 @@ def test_the_summary_has_the_median_ratio_to_each_peer(tmp_path: Path) -> None:
     rows = [line for line in summary(tmp_path).splitlines() if line.startswith("| rollouts")]
     assert len(rows) == 1
     assert "| mlx-lm | 3.00 (2.00 to 3.00) |" in rows[0]
+
+
+def test_the_headlines_are_a_part_of_the_summary() -> None:
+    """README.md has fewer rows than docs/benchmarks.md."""
+    results = ROOT / "bench" / "results"
+    headlines = set(summary(results, headlines=True).splitlines()[:-1])
+    assert headlines < set(summary(results).splitlines())
 
 
 def test_the_summary_compares_times_to_an_accuracy_seed_by_seed(tmp_path: Path) -> None:

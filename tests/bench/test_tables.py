@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from bench.contenders.semantics import meaning
 from bench.fingerprint import describe_fingerprint
-from bench.tables import number, report, side_by_side, spread
+from bench.tables import closing, number, report, side_by_side, spread
 from tests.bench.made_measurements import HERE, measurement
 
 OURS = measurement([2000.0, 2200.0, 2100.0], batch=8, model="6m")
@@ -98,3 +99,10 @@ def test_a_report_has_every_metric_and_its_conditions() -> None:
     where = f"{describe_fingerprint(HERE)}, {HERE.machine.blas}; commit {HERE.commit}."
     assert last == f"{where} `python -m bench decode`"
     assert "peak" not in report([OURS, memory], ["rate"])
+
+
+def test_contenders_with_the_same_meaning_share_a_line() -> None:
+    """A paragraph that is repeated for every contender is not read."""
+    same, other = (structs.replace(measurement([1.0], contender=name), semantics="The same.") for name in ("a", "b"))
+    lines = closing([same, PEER, other]).splitlines()
+    assert [line.partition(":")[0] for line in lines if line.startswith("*")] == ["* `a`, `b`", "* `mlx-lm`"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from clotho.atropos.group_sizes import require_fillable
 from clotho.config.flags import availability, default_in_words
-from clotho.config.keys import SECTIONS, Key, Section
+from clotho.config.keys import KEYS, SECTIONS, Key, Section
 from clotho.config.other_trainers import SHORT, accepted
 from clotho.config.rules import CONTRADICTIONS, NO_EFFECT, learnable_distribution
 from clotho.run.custom_actors import require_positions
@@ -19,14 +19,36 @@ INTRODUCTION = """\
 # Configuration
 
 A profile is a TOML file that describes a run. `clotho --profile local-m3` uses `profiles/local-m3.toml`;
-`--profile path/to/mine.toml` uses your own file. Every key is also a flag, such as `--learner.batch-size 8`. A flag
-overrides the profile. `--dry-run` prints the resolved profile, `--help SECTION` prints the flags of one section, and
+`--profile path/to/mine.toml` uses your own file. Every key is also a flag, such as `--learner.batch-size 8`, and a flag
+overrides the profile. `--dry-run` checks a profile without a run, `--help SECTION` prints the flags of one section, and
 `--help-all` prints all flags.
 
-* **Layers.** A profile with `extends = "local-m3"` at the top is a layer on top of that profile. Layers are combined
-  key by key; a list is replaced as a whole. Flags are the highest layer. A layer that sets `policy.method.scale`
-  removes `policy.method.alpha` of lower layers, and vice versa; a layer that sets `data.train` removes `data.heldout`.
-  `none` removes an optional key: `--policy.method.scale none`.
+## The twelve keys that you will change
+"""
+
+MAIN = {
+    "steps": "more, as long as the held-out accuracy rises",
+    "model.path": "your model: a directory, a GGUF file, or a repository of the Hugging Face hub",
+    "data.train": "your problems ([datasets](datasets.md))",
+    "data.system": "tells the model the form that the rewards expect",
+    "rewards": "what is rewarded ([rewards](rewards.md))",
+    "sampling.max_tokens": "higher if many completions are truncated; KV caches grow with it",
+    "sampling.group_size": "higher if most groups have zero variance",
+    "learner.batch_size": "groups per update: higher for a steadier reward, lower for more updates per hour",
+    "learner.optimizer.learning_rate": "the first to tune ([measured values](recipes.md#learning-rate-and-steps))",
+    "policy.method.rank": "size of the adapter",
+    "engine.kv_cache_tokens": "lower if the run does not fit into memory, higher for more rollouts at once",
+    "eval.interval": "how often the held-out accuracy is measured; evaluations take time",
+}
+"""Keys that most profiles set, with the reason to change them."""
+
+DETAILS = """\
+## Profiles and flags
+
+* **Layers.** A profile with `extends = "local-m3"` is a layer on top of that profile, with all of its settings. Layers
+  are combined key by key; a list is replaced as a whole. Flags are the highest layer. A layer that sets
+  `policy.method.scale` removes `policy.method.alpha` of lower layers, and vice versa; a layer that sets `data.train`
+  removes `data.heldout`. `none` removes an optional key: `--policy.method.scale none`.
 * **Types.** A choice with its own settings is a table with the key `type`, such as `[learner.optimizer]`. Each
   type has its own keys, and the defaults of an objective are the values of its paper. `--learner.optimizer muon` is
   short for `--learner.optimizer.type muon`, and so is `optimizer = "muon"` in a profile. A layer that changes the type
@@ -50,6 +72,8 @@ overrides the profile. `--dry-run` prints the resolved profile, `--help SECTION`
   names: `--rewards format,my_rewards:score`. Two different values for one setting are an error.
 * **Records.** `RUN_DIR/profile.toml` is the resolved profile; loading it gives the same run. If it contains an API key,
   only its owner can read it.
+
+The rest of this page is the reference of all keys.
 """
 
 BETWEEN = "A profile that breaks one of these rules is refused; the message names the keys and what to change."
@@ -59,12 +83,19 @@ def configuration_page() -> str:
     """The page in Markdown."""
     parts = [
         INTRODUCTION,
+        _main(),
+        DETAILS,
         *(_section(section) for section in SECTIONS.values()),
         _between(),
         _effects(),
         _other_names(),
     ]
     return "\n".join(parts)
+
+
+def _main() -> str:
+    rows = [f"| `{path}` | `{default_in_words(KEYS[path])}` | {reason} |" for path, reason in MAIN.items()]
+    return "\n".join(["| key | default | change it |", "|---|---|---|", *rows, ""])
 
 
 def _section(section: Section) -> str:

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md states which benchmarks depend on the CPU backend."""
+"""docs/benchmark-tables.md states which benchmarks depend on the CPU backend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmark-tables.md"
 DECODE = "On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal."
 LAYERS = (
     "On Linux, norms, gates, attention and LoRA are Clotho's CPU code (clotho/cpu); nothing here was measured on Metal."

@@ -1,4 +1,4 @@
-"""docs/flow.md names files that exist, and lists the modules of three paths as they execute."""
+"""docs/flow.md names files that exist; docs/flow-modules.md has the modules of three paths as they execute."""
 
 from __future__ import annotations
 

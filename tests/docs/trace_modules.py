@@ -1,8 +1,8 @@
-"""Records the modules of the three paths on docs/flow.md, and writes them into the page.
+"""Records the modules of the three paths on docs/flow-modules.md, and writes them into the page.
 
     python -m tests.docs.trace_modules run DIRECTORY    print the modules of the paths of a run as JSON
     python -m tests.docs.trace_modules server           print the modules of the path of a chat request
-    python -m tests.docs.trace_modules write            replace the three lists of docs/flow.md
+    python -m tests.docs.trace_modules write            replace the three lists of docs/flow-modules.md
 
 A module is on a path if one of its functions executes. Executing the module body (an import) does not count. The CPU
 backend is off and its package `clotho/cpu` is not listed, so that the lists are those of a GPU on every platform.
@@ -31,7 +31,7 @@ from typing import Any
 from msgspec import Struct
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "flow.md"
+PAGE = ROOT / "docs" / "flow-modules.md"
 OURS = tuple(f"{ROOT}/{name}" for name in ("actors/", "clotho/", "protocols/", "pipeline.py"))
 CPU_BACKEND = "clotho/cpu/"
 TRACED = {"training": "run", "flag": "run", "request": "server"}

@@ -1,4 +1,4 @@
-"""Measures rounding by type, and prints tables of docs/numerics.md.
+"""Measures rounding by type, and prints tables of docs/numerics-internals.md.
 
     CLOTHO_CPU_KERNELS=0 python -m tests.scoring.parity_noise [--probes 20]      sampler and learner
     CLOTHO_CPU_KERNELS=0 python -m tests.scoring.parity_noise --gradients        gradients

@@ -60,8 +60,8 @@ def next_entropy_coef(weight: float, entropy: float, settings: LearnerSection) -
     """Return the next entropy coefficient.
 
     adaptive: up by `step` while the entropy is below `target`, else down by `step`, never below 0: adaptive entropy
-    control, Skywork-OR1 (arXiv:2505.22312). Departure: the bonus stays on while it decreases; the paper switches it off
-    above the target. fixed: coefficient <- coefficient * decay.
+    control, Skywork-OR1 (arXiv:2505.22312), with a departure that docs/numerics.md lists. fixed: coefficient <-
+    coefficient * decay.
     """
     bonus = settings.entropy_bonus
     if isinstance(bonus, FixedEntropyBonus):

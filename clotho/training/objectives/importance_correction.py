@@ -55,8 +55,8 @@ def truncate_sequence(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float
 def reject_sequence(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> mx.array:
     """Return 1 for completions with low <= prod_t w_t <= high, else 0.
 
-    The rejection of masked importance sampling, richardli.xyz/rl-collapse (Seq-MIS). Departure: accepted completions
-    have weight 1 instead of their product.
+    The rejection of masked importance sampling, richardli.xyz/rl-collapse (Seq-MIS), with a departure that
+    docs/numerics.md lists.
     """
     return tokens.spread_N(_inside(mx.exp(tokens.sum_B(log_ratio_N)), low, high))
 

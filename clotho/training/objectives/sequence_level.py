@@ -45,8 +45,7 @@ def rloo(logp_N: mx.array, tokens: ObjectiveInputs, settings: Rloo) -> PolicyLos
 
     r_i = exp(sum_t log pi(t) / pi_old(t)), L_t = -min(r_i A_t, clip(r_i) A_t). At r = 1, for constant advantages, the
     gradient of a completion's loss is that of -A_i log pi(y_i): REINFORCE. Its settings have the leave-one-out
-    advantage. Departures: the ratio and its clip, with which TRL allows off-policy samples (the paper is on-policy);
-    the paper's KL penalty in the reward is off by default.
+    advantage. docs/numerics.md lists the departures.
     """
     log_ratio_B = tokens.sum_B(logp_N - tokens.old_logp_N)
     return clipped(_ratio(log_ratio_B, tokens), tokens.advantage_N, settings)

@@ -159,8 +159,8 @@ def dppo_tv(logp_N: mx.array, tokens: ObjectiveInputs, settings: DppoTv) -> Poli
     far already and would be moved further: A > 0 and pi - mu > clip_high, or A < 0 and pi - mu < -clip_low; else 1. |pi
     - mu| is the total variation between the two policies as far as this token shows it; a ratio would overestimate it
     for rare tokens and underestimate it for likely ones. With clips of 1, never reached, it is plain importance
-    sampling. The squared log-ratio, which also applies to masked tokens, and the values (0.2, 0.2, 1e-3) are those of
-    prime-rl. The ratio is always against the sampler.
+    sampling. The squared log-ratio also applies to masked tokens; docs/numerics.md says where it is from. The ratio is
+    always against the sampler.
     """
     log_ratio_N = bounded_log_ratio(logp_N, tokens.rollout_logp_N)
     moved_N = mx.stop_gradient(mx.exp(logp_N) - mx.exp(tokens.rollout_logp_N))
