@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+import clotho.cpu
 from bench.contenders.shapes import Shape, configuration, quantized_model
 from bench.graph_counts import GraphCounts, count, decode_step, fused_operations, micro_batch
 from bench.shapes import make_policy
@@ -18,6 +19,11 @@ LAYERS = 28
 """Depth of Qwen3-0.6B. The counts do not depend on the widths, which are small here."""
 
 QWEN3_VOCABULARY = 151_936
+
+
+def test_this_module_computes_on_the_device_path() -> None:
+    """As a Mac does."""
+    assert not clotho.cpu.computes_on_host()
 
 
 def make(*, vocabulary: int, layers: int = LAYERS, adapted: int = -1, grad_checkpoint: bool = False) -> Policy:

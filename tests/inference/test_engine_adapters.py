@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
+import clotho.cpu
 from bench.contenders.shapes import Shape, configuration
 from bench.shapes import make_policy
 from clotho.config.schema import EngineSection, Lora, PolicySection
@@ -17,16 +18,19 @@ from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy
 from tests.inference.engine_helpers import GREEDY, SAMPLED, RecordedEvents, base_model, run, submit_request
 
-pytestmark = pytest.mark.usefixtures("device_path")
+pytestmark = [pytest.mark.usefixtures("device_path"), pytest.mark.needs_float32]
 
 SHAPE = Shape(layers=2, width=128, heads=2, key_heads=1, feed_forward=128, vocabulary=64)
 """Heads of size 64, as in fused attention kernels, and quantization groups of 64."""
 
-pytestmark = pytest.mark.needs_float32
-
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 MISMATCH = {"float32": 1e-5, "bfloat16": 0.05, "4 bits": 0.05}
 """Largest mean absolute difference of log-probabilities, in nats."""
+
+
+def test_this_module_computes_on_the_device_path() -> None:
+    """As a Mac does; the host path has no folded layers."""
+    assert not clotho.cpu.computes_on_host()
 
 
 def adapted_policy(precision: str) -> Policy:

@@ -23,7 +23,7 @@ from clotho.models.policy import Policy
 from clotho.models.tokenizer import ChatTokenizer
 from tests.small_models import tiny
 
-pytestmark = pytest.mark.usefixtures("device_path")
+pytestmark = [pytest.mark.usefixtures("device_path"), pytest.mark.needs_float32]
 
 NO_TOKENIZER = cast(ChatTokenizer, None)
 TOKENS_2_T = mx.array([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
@@ -35,7 +35,10 @@ LARGE_RANKS = Lora(rank=32)
 
 Convert = Callable[[nn.Module], None]
 
-pytestmark = pytest.mark.needs_float32
+
+def test_this_module_computes_on_the_device_path() -> None:
+    """As a Mac does; the host path has no folded layers."""
+    assert not clotho.cpu.computes_on_host()
 
 
 def in_bfloat16(model: nn.Module) -> None:
