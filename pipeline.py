@@ -331,7 +331,15 @@ def wire_rollouts(
     rollouts: Channel[RolloutGroup | Discarded] = custom.channel("rollouts", profile.queues.rollouts)
     limit, curriculum = context.replaced_groups_limit, context.curriculum
     rule = context.staleness_rule
-    scorer = custom.actor("scorer", Scorer, inbox=rollouts.inbox(), outbox=scored.outbox(), rewards=context.rewards)
+    rewards = context.rewards
+    scorer = custom.actor(
+        "scorer",
+        Scorer,
+        inbox=rollouts.inbox(),
+        outbox=scored.outbox(),
+        rewards=rewards,
+        concurrency=rewards.concurrency,
+    )
     generator = custom.actor(
         "generator",
         Generator,

@@ -33,7 +33,7 @@ class Scorer:
         inbox: Inbox[RolloutGroup | Discarded],
         outbox: Outbox[GroupOutcome],
         rewards: Rewards,
-        concurrency: int = 8,
+        concurrency: int,
     ) -> None:
         self._inbox = inbox
         self._outbox = outbox

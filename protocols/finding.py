@@ -39,6 +39,7 @@ FindingName = Literal[
     "reward_drop",
     "rewards_fail",
     "run_refused",
+    "scorer_full",
     "slow",
     "slow_blas",
     "swap_growing",

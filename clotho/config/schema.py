@@ -323,6 +323,9 @@ class RolloutsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     max_batches_ahead: Annotated[Positive, about("Limit of batches in progress beyond the batch in training.")] = 2
     lag: Annotated[NonNegative, about("Age of every batch in updates, with async = false; to study staleness.")] = 0
+    scoring: Annotated[
+        Positive | None, about("Groups that are scored at the same time; none: 8, or the largest `max_workers`.")
+    ] = None
 
 
 class QueuesSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -53,6 +53,11 @@ LESS_MEMORY = Remedy(
 )
 """Half as many sequences at once, or half as many tokens per pass of the learner: both need less memory and heat."""
 
+SCORING_SHARE, SCORING_REPORTS = 0.5, 3
+"""Share of the time of a step, and of the wait of the learner, and reports in a row, after which the limit of groups
+that are scored at once is a finding.
+"""
+
 PRESSURE_READINGS = 2
 """Readings in a row with memory pressure that are a finding."""
 
@@ -77,7 +82,7 @@ class RunAlarms:
         """
         self._expected = expected
         self._signal, self._collapse = TrainingSignal(expected), CollapseAlarms()
-        self._throughput, self._machine = ThroughputAlarm(clock), MachineAlarms()
+        self._throughput, self._scoring, self._machine = ThroughputAlarm(clock), ScoringAlarm(clock), MachineAlarms()
         self._reported, self._complete = set(reported), complete
         self._active: dict[str, Finding] = {}
         self._previewed: tuple[Finding, ...] = ()
@@ -100,6 +105,7 @@ class RunAlarms:
         if isinstance(report, StepReport):
             self._collapse.observe(report)
             self._throughput.observe(report, gauges)
+            self._scoring.observe(report, gauges)
         self._refresh()
 
     def preview(self, groups: Iterable[GroupOutcome]) -> None:
@@ -116,7 +122,7 @@ class RunAlarms:
 
     def _refresh(self) -> None:
         """Log the findings that begin or end now."""
-        checks = (self._signal, self._collapse, self._throughput, self._machine)
+        checks = (self._signal, self._collapse, self._throughput, self._scoring, self._machine)
         now = (*self._previewed, *(finding for check in checks for finding in check.findings()))
         found: dict[str, Finding] = {finding.name: self._complete(finding) for finding in now}
         for name in [name for name in found if name not in self._active]:
@@ -264,6 +270,39 @@ class ThroughputAlarm:
                 advice="close other programs, connect the power adapter, let the machine cool, and look for swap in "
                 "`metrics.jsonl` (resources/swap_change_bytes)",
                 remedy=CHECK,
+            )
+
+
+class ScoringAlarm:
+    """Compares the time that the learner waits for groups with the time in which the scorer takes no further group."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._last = clock, clock()
+        self._full_before, self._limit = 0.0, 0
+        self._waits: deque[float] = deque(maxlen=SCORING_REPORTS)
+
+    def observe(self, report: StepReport, gauges: RunGauges) -> None:
+        """Take the scoring since the report before into account."""
+        now, full = self._clock(), gauges.scorer_full_seconds
+        waited = report.wait_seconds / max(now - self._last, 1e-9)
+        if waited >= SCORING_SHARE and full - self._full_before >= SCORING_SHARE * report.wait_seconds:
+            self._waits.append(waited)
+        else:
+            self._waits.clear()
+        self._last, self._full_before, self._limit = now, full, gauges.groups_scored_at_once
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the finding if it applies now."""
+        if len(self._waits) == SCORING_REPORTS:
+            yield Finding(
+                name="scorer_full",
+                severity="warning",
+                fact=f"the learner waits for rewards in {fmean(self._waits):.0%} of the time, and {self._limit} groups "
+                "are scored at the same time, which is the limit",
+                consequence="slow rewards decide how long the run takes",
+                advice="raise rollouts.scoring, and the max_workers of rewards in processes, if the machine or the "
+                "service behind the rewards can do more at once",
+                remedy=Remedy(action="resume", changes=(Change(key="rollouts.scoring", value=str(2 * self._limit)),)),
             )
 
 

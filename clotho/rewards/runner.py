@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Protocol
@@ -77,13 +78,16 @@ class _Component(Struct, frozen=True, kw_only=True):
 
 
 class RewardRunner:
-    """Loads the reward functions of a profile and scores completions with them."""
+    """Loads the reward functions of a profile and scores completions with them.
+
+    concurrency: maximum number of concurrent calls.
+    """
 
     def __init__(
         self,
         sections: Sequence[RewardSection],
         *,
-        concurrency: int = 8,
+        concurrency: int | None = None,
         overlong: Overlong | None = None,
         keep_zero_variance: bool = False,
         max_steps: int = 0,
@@ -93,7 +97,8 @@ class RewardRunner:
 
         Args:
             sections: the `[[rewards]]` tables of the profile.
-            concurrency: maximum number of concurrent calls. Waiting for a call does not count towards a time limit.
+            concurrency: maximum number of concurrent calls; None: as many as the largest `max_workers` can use, and at
+                least `DEFAULT_MAX_WORKERS`. Waiting for a call does not count towards a time limit.
             overlong: length penalty, added to every reward as the component `overlong`.
             keep_zero_variance: score groups with equal rewards instead of discarding them, for advantages that are
                 normalized over more than the group.
@@ -113,7 +118,9 @@ class RewardRunner:
         self._loops: list[WorkerLoop] = []
         self._failed: set[str] = set()
         self._pools: list[WorkerPool] = []
-        self._limiter = anyio.Semaphore(concurrency)
+        self.concurrency = concurrency or max(DEFAULT_MAX_WORKERS, *(section.max_workers or 0 for section in sections))
+        self._limiter = anyio.Semaphore(self.concurrency)
+        self._groups = _Occupancy(self.concurrency)
         self._components = [self._load(section) for section in sections]
         self._built_in: dict[tuple[tuple[str, str | None, float], ...], Caller] = {}
 
@@ -123,6 +130,11 @@ class RewardRunner:
         Without this call, the first group starts them, and a function that cannot be loaded discards its groups.
         """
         await asyncio.gather(*(pool.start() for pool in self._pools))
+
+    @property
+    def full_seconds(self) -> float:
+        """Total of the time in which as many groups were scored as `concurrency` allows."""
+        return self._groups.full_seconds
 
     async def score(self, group: RolloutGroup) -> GroupOutcome:
         """Score a group: the weighted sum of all functions that apply, plus the length penalty.
@@ -134,7 +146,8 @@ class RewardRunner:
         """
         problem = group.prompt.problem
         try:
-            parts = await self._values(self._applicable(problem), _seen(problem, group.completions))
+            with self._groups:
+                parts = await self._values(self._applicable(problem), _seen(problem, group.completions))
             rewards = self._weighted_sums(problem, parts, len(group.completions))
         except RewardError as error:
             self._log_first(error)
@@ -322,6 +335,28 @@ class RewardRunner:
                 )
             sums.append(total)
         return tuple(sums)
+
+
+class _Occupancy:
+    """Counts what is in progress, and for how long `limit` were. full_seconds: total until now."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._count = limit, 0
+        self._before, self._since = 0.0, 0.0
+
+    @property
+    def full_seconds(self) -> float:
+        return self._before + (time.monotonic() - self._since if self._count >= self._limit else 0.0)
+
+    def __enter__(self) -> None:
+        self._count += 1
+        if self._count == self._limit:
+            self._since = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._before = self.full_seconds
+        self._since = time.monotonic()
+        self._count -= 1
 
 
 def _seen(problem: Problem, completions: Sequence[Completion]) -> Completions:

@@ -353,6 +353,7 @@ def _build_rewards(profile: Profile, cluster: RayConnection | None) -> RewardRun
     within_group = not isinstance(objective.advantage, BatchAdvantage | EnvironmentAdvantage)
     return RewardRunner(
         profile.rewards,
+        concurrency=profile.rollouts.scoring,
         overlong=overlong,
         keep_zero_variance=not within_group,
         max_steps=profile.steps,

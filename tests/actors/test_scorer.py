@@ -139,12 +139,25 @@ async def test_a_full_outbox_stops_the_reading() -> None:
         assert [group_id_of(outcome) async for outcome in reader] == list(range(20))
 
 
+async def test_as_many_groups_are_scored_at_once_as_the_settings_say() -> None:
+    """A setting of the run, or by default the largest number of worker processes that a reward may have."""
+    section = RewardSection(name="tests.rewards.sample_rewards:waits_for_twelve", run_in="thread")
+    rewards = RewardRunner((section,), concurrency=12)
+    groups: list[Message] = [group("a", group_id=number) for number in range(12)]
+    scored = await outcomes_of(groups, rewards, concurrency=rewards.concurrency)
+    rewards.close()
+    assert {outcome.reason for outcome in scored if isinstance(outcome, Discarded)} == {"zero_variance"}
+    assert rewards.full_seconds > 0
+    workers = RewardSection(name="tests.rewards.sample_rewards:length", max_workers=32)
+    assert [RewardRunner(found).concurrency for found in ((section,), (section, workers))] == [8, 32]
+
+
 async def test_a_bug_outside_the_rewards_ends_the_scorer() -> None:
     """The scorer raises the error and closes its ends. Only errors inside a reward discard a group."""
     groups, scored = Queue[Message]("rollouts", capacity=2), Queue[GroupOutcome]("scored", capacity=2)
     writer, reader = groups.outbox(), scored.inbox()
     await writer.send(group("a", "b"))
     with pytest.raises(ExceptionGroup) as caught:
-        await Scorer(inbox=groups.inbox(), outbox=scored.outbox(), rewards=BrokenRewards()).run()
+        await Scorer(inbox=groups.inbox(), outbox=scored.outbox(), rewards=BrokenRewards(), concurrency=1).run()
     assert caught.group_contains(RuntimeError, match="a defect")
     assert [outcome async for outcome in reader] == []

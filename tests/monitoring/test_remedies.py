@@ -80,6 +80,15 @@ def of_the_machine_during_a_run() -> Iterator[Finding]:
     yield from run.alarms.findings
 
 
+def of_the_scorer() -> Iterator[Finding]:
+    """The learner waits for rewards."""
+    run = alarms.Run()
+    for number in range(1, 4):
+        run.gauges = replace(run.gauges, scorer_full_seconds=8.0 * number, groups_scored_at_once=8)
+        run.step(replace(step(number, groups=alarms.groups(1.0)), wait_seconds=8.0))
+    yield from run.alarms.findings
+
+
 def of_a_collapsed_run() -> Iterator[Finding]:
     """The reward falls at step 5 of a run; the best mean is that of the first four steps."""
     run = alarms.Run()
@@ -195,6 +204,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
             of_collapse(),
             of_the_machine_during_a_run(),
             of_a_collapsed_run(),
+            of_the_scorer(),
             of_the_rewards(),
             of_the_start(path),
             of_the_rehearsal(path),

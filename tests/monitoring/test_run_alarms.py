@@ -44,7 +44,8 @@ class Run:
     def step(self, report: StepReport | None = None, *, tokens_per_second: float = 1000.0) -> set[str]:
         """Report a step, and return the names of the findings that apply then."""
         self.now += 10.0
-        self.gauges = RunGauges(
+        self.gauges = replace(
+            self.gauges,
             tokens_sampled=self.gauges.tokens_sampled + 1000,
             decode_steps=self.gauges.decode_steps + 20,
             decode_seconds=self.gauges.decode_seconds + 1000 / tokens_per_second,
@@ -95,6 +96,21 @@ def test_a_rate_far_below_the_best_of_the_run_is_a_finding_until_it_rises() -> N
     for _ in range(3):
         found = run.step()
     assert found == set()
+
+
+@pytest.mark.parametrize(
+    ("waited", "full", "found"), [(8.0, 7.0, {"scorer_full"}), (8.0, 3.0, set()), (4.0, 4.0, set())]
+)
+def test_a_learner_that_waits_for_a_full_scorer_is_a_finding(waited: float, full: float, found: set[str]) -> None:
+    """Only if the wait is at least half of the time of each of three steps, and the scorer is full in most of it."""
+    run = Run()
+    for number in range(1, 4):
+        assert run.names == set()
+        run.gauges = replace(run.gauges, scorer_full_seconds=full * number, groups_scored_at_once=8)
+        run.step(replace(step(number, groups=groups(1.0)), wait_seconds=waited))
+    assert run.names == found
+    run.step(replace(step(4, groups=groups(1.0)), wait_seconds=1.0))
+    assert run.names == set()
 
 
 def test_a_rate_is_compared_with_that_of_comparable_work() -> None:

@@ -111,7 +111,7 @@ async def scored_in_order(rewards: RewardRunner, groups: Sequence[RolloutGroup])
     inbox = Queue[RolloutGroup | Discarded]("rollouts", capacity=len(groups))
     outbox = Queue[GroupOutcome]("scored", capacity=len(groups))
     reader = outbox.inbox()
-    scorer = Scorer(inbox=inbox.inbox(), outbox=outbox.outbox(), rewards=rewards)
+    scorer = Scorer(inbox=inbox.inbox(), outbox=outbox.outbox(), rewards=rewards, concurrency=rewards.concurrency)
     async with inbox.outbox() as writer:
         for one in groups:
             await writer.send(one)
