@@ -36,8 +36,8 @@ TARGET = 0.7
 
 AFTER: Callable[[Outcome], Accuracies] = attrgetter("after")
 MEASURES: dict[str, Callable[[Outcome], Accuracies]] = {
-    "After training": AFTER,
-    "Averaged over the run": attrgetter("average"),
+    "after training": AFTER,
+    "averaged over the run": attrgetter("average"),
 }
 
 SAMPLES = "8"
@@ -91,14 +91,14 @@ DEFINITIONS = read_definitions()
 
 
 def table(found: Sequence[Outcome]) -> str:
-    """One table per family with the statements about it, then the measurement conditions."""
+    """Two tables per family, of its methods and of their differences, then the measurement conditions."""
     named = {one.method.name: one for one in found}
     parts = []
     for family in DEFINITIONS.families:
         reference = named.get(family.reference or DEFINITIONS.reference)
         mine = [one for one in found if one.method.family == family.title]
         if mine:
-            parts += [f"**{family.title}**", _rows(mine), *statements(family, mine, reference)]
+            parts += [f"**{family.title}**", _rows(mine), *comparison(family, mine, reference)]
     return "\n\n".join([*parts, _closing(found)])
 
 
@@ -155,29 +155,35 @@ def until(one: Outcome, accuracy: float, unit: Literal["step", "rollouts"]) -> s
     return f"{statistics.median(counts):,.0f}{share}"
 
 
-def statements(family: Family, mine: Sequence[Outcome], reference: Outcome | None) -> list[str]:
-    """For each measure, whether the best and the worst method of a family differ, and each from the reference."""
-    found = []
-    for measure, accuracies in MEASURES.items():
-        lines = []
-        if family.compare and len(mine) > 1:
+def comparison(family: Family, mine: Sequence[Outcome], reference: Outcome | None) -> list[str]:
+    """A table of the differences between the best and the worst method of a family, and of each from the reference."""
+    rows = []
+    if family.compare and len(mine) > 1:
+        cells = []
+        for accuracies in MEASURES.values():
             worst, *_, best = sorted(mine, key=lambda one: accuracies(one).mean)
-            lines.append(f"* Best and worst: {difference(best, worst, accuracies)}.")
-        if family.contrast and reference is not None:
-            lines += [f"* {difference(reference, one, accuracies)}." for one in mine if one is not reference]
-        found += [f"{measure}:", "\n".join(lines)] if lines else []
-    return found
+            cells.append(f"`{best.method.name}`, `{worst.method.name}`: {difference(best, worst, accuracies)}")
+        rows.append(["best, worst", *cells])
+    if family.contrast and reference is not None:
+        rows += [
+            [
+                f"`{reference.method.name}`, `{one.method.name}`",
+                *(difference(reference, one, accuracies) for accuracies in MEASURES.values()),
+            ]
+            for one in mine
+            if one is not reference
+        ]
+    return [markdown(["difference of", *MEASURES], rows)] if rows else []
 
 
 def difference(one: Outcome, other: Outcome, accuracies: Callable[[Outcome], Accuracies] = AFTER) -> str:
-    """The difference of two means beside the two spreads, and whether it is larger than both."""
+    """The difference of two means and, in parentheses, the two spreads; in bold type if it is larger than both."""
     mine, others = accuracies(one), accuracies(other)
     by = mine.mean - others.mean
-    means = f"`{one.method.name}` {mine.mean:.3f}, `{other.method.name}` {others.mean:.3f}: difference {by:.3f}"
     if min(len(mine.values), len(others.values)) < 2:
-        return f"{means}; one seed has no spread"
-    relation = "larger" if abs(by) > max(mine.spread, others.spread) else "not larger"
-    return f"{means}, spreads {mine.spread:.3f} and {others.spread:.3f}, {relation} than both"
+        return f"{by:.3f} (one seed)"
+    shown = f"{by:.3f} ({mine.spread:.3f}, {others.spread:.3f})"
+    return f"**{shown}**" if abs(by) > max(mine.spread, others.spread) else shown
 
 
 def _closing(found: Sequence[Outcome]) -> str:
@@ -188,7 +194,8 @@ def _closing(found: Sequence[Outcome]) -> str:
         "seed. Spread: from the lowest to the highest seed. Averaged over the run: the area under the learning curve, "
         "divided by the number of updates; mean, lowest and highest seed. Updates and completions to an accuracy: the "
         "first evaluation that reaches it; evaluations are listed in the results. Numbers of completions, processor "
-        "seconds and peak memory of MLX arrays are medians."
+        "seconds and peak memory of MLX arrays are medians. Differences are those of means, with both spreads; those "
+        "in bold are larger than both."
     )
     failed = (
         " *: the run ended with an error; its last evaluation counts." if any(trial.status for trial in trials) else ""

@@ -14,7 +14,6 @@ blocks; `adapter rank` 0 means no adapter. The load is that of `python -m bench 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,8 +23,8 @@ from bench.benchmark import Benchmark, run_benchmark
 from bench.charts import draw_lines
 from bench.contenders.process import Contender, measure_interleaved
 from bench.http import METRICS, MODELS, TOKENS, Case
-from bench.measurement import Measurement, ratios, results_path
-from bench.tables import closing, markdown, side_by_side
+from bench.measurement import Measurement, results_path
+from bench.tables import report
 
 NAME = "serve"
 COMMAND = f"python -m bench {NAME}"
@@ -37,9 +36,7 @@ CONTENDERS = (
     Contender(name=THEIRS, module="bench.contenders.mlx_lm_serve", foreign=True),
 )
 RATE = METRICS[0]
-TARGETS = {16: 3.0, 64: 4.0}
-"""Clients -> target of the ratio of the rates."""
-RANKS, ANSWERS = (0, 8), 3
+CLIENTS, RANKS, ANSWERS = (16, 64), (0, 8), 3
 
 
 def measure(
@@ -67,16 +64,8 @@ def measure(
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """The rates, and their ratios with the targets."""
-    rows = []
-    for mine in (one for one in results if one.contender == OURS):
-        for other in (one for one in results if one.contender == THEIRS and one.case == mine.case):
-            found = ratios(mine, other)
-            shown = f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
-            target = f"{TARGETS[int(mine.case['clients'])]:.1f}"
-            rows.append([*(str(mine.case[key]) for key in ("model", "adapter_rank", "clients")), shown, target])
-    ratio_table = markdown(["model", "adapter rank", "clients", f"{OURS} / {THEIRS}", "target"], rows, text_columns=3)
-    return "\n\n".join([side_by_side(results, RATE.name), ratio_table, closing(results)])
+    """The rates."""
+    return report(results, [RATE.name])
 
 
 def draw(results: Sequence[Measurement], target: Path) -> None:
@@ -91,7 +80,7 @@ BENCHMARK = Benchmark(
     repeats=3,
     quick="measure 16 clients of the embedded policy once",
     results=RESULTS,
-    measure=lambda repeats, quick: measure(MODELS[:1], (16,), 1) if quick else measure(MODELS, [*TARGETS], repeats),
+    measure=lambda repeats, quick: measure(MODELS[:1], (16,), 1) if quick else measure(MODELS, CLIENTS, repeats),
     table=table,
 )
 main = partial(run_benchmark, BENCHMARK)

@@ -53,29 +53,24 @@ def test_every_objective_and_every_correction_is_measured(key: str) -> None:
 
 
 def test_deliberately_bad_settings_are_compared_with_the_profile() -> None:
-    """Each statement has the difference of the means and both spreads."""
+    """The difference of the means and both spreads, after training and averaged over the run."""
     family = Family(title="bad", methods={"bad": ""}, contrast=True)
     profile = outcome("profile", 0.8, 0.9)
-    found = methods.statements(family, [profile, outcome("bad", 0.4, 0.5)], profile)
-    assert found == [
-        "After training:",
-        "* `profile` 0.850, `bad` 0.450: difference 0.400, spreads 0.100 and 0.100, larger than both.",
-        "Averaged over the run:",
-        "* `profile` 0.500, `bad` 0.300: difference 0.200, spreads 0.050 and 0.050, larger than both.",
-    ]
+    [table] = methods.comparison(family, [profile, outcome("bad", 0.4, 0.5)], profile)
+    assert table.splitlines()[2:] == ["| `profile`, `bad` | **0.400 (0.100, 0.100)** | **0.200 (0.050, 0.050)** |"]
 
 
 @pytest.mark.parametrize(
-    ("other", "expected"), [((0.70, 0.72), "larger than both"), ((0.60, 0.84), "not larger than both")]
+    ("other", "expected"), [((0.70, 0.72), "**0.110 (0.040, 0.020)**"), ((0.60, 0.84), "0.100 (0.040, 0.240)")]
 )
-def test_two_methods_differ_if_the_difference_exceeds_both_spreads(other: Sequence[float], expected: str) -> None:
+def test_a_difference_that_exceeds_both_spreads_is_bold(other: Sequence[float], expected: str) -> None:
     """A wide spread of one of them is enough for doubt."""
-    assert difference(outcome("a", 0.80, 0.84), outcome("b", *other)).split(", ")[-1] == expected
+    assert difference(outcome("a", 0.80, 0.84), outcome("b", *other)) == expected
 
 
 def test_one_seed_has_no_spread() -> None:
     """So that nothing is said about the difference."""
-    assert difference(outcome("a", 0.8), outcome("b", 0.1, 0.2)).endswith("difference 0.650; one seed has no spread")
+    assert difference(outcome("a", 0.8), outcome("b", 0.1, 0.2)) == "0.650 (one seed)"
 
 
 def test_best_and_worst_of_a_family_are_named() -> None:
@@ -84,9 +79,10 @@ def test_best_and_worst_of_a_family_are_named() -> None:
     slow = outcome("slow", 0.9)
     fast = Outcome(method=slow.method, trials=(made_trial([0.3, 0.8, 0.8]),))
     fast = structs.replace(fast, method=structs.replace(slow.method, name="fast"))
-    _, after, _, average = methods.statements(family, [slow, fast, outcome("worst", 0.6)], None)
-    assert after.startswith("* Best and worst: `slow` 0.900, `worst` 0.600")
-    assert average.startswith("* Best and worst: `fast` 0.675, `worst` 0.375")
+    [table] = methods.comparison(family, [slow, fast, outcome("worst", 0.6)], None)
+    *_, after, average, _ = table.splitlines()[-1].split("|")
+    assert after.startswith(" `slow`, `worst`: ")
+    assert average.startswith(" `fast`, `worst`: ")
 
 
 def test_the_average_over_a_run_is_the_area_under_its_learning_curve() -> None:
