@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import anyio
 import structlog
 from anyio.abc import TaskStatus
-from msgspec import Struct
+from msgspec import Struct, structs
 from rich.console import Console
 
 from clotho.config.serving import ServeArguments
@@ -76,7 +76,7 @@ class Serving(Struct, frozen=True, kw_only=True, eq=False):
             control=state.control(may_pause=True),
             sampler=self.sampler,
             tokenizer=self.base.tokenizer,
-            settings=profile.server,
+            settings=structs.replace(profile.server, model_name=self.model.id),
             sampling=profile.sampling,
             prompt_logprobs=state.score,
             weights=self.model.weights,
@@ -196,8 +196,10 @@ def served_base(arguments: ServeArguments, base: BaseModel | Policy, weights: La
     """Return the base model, or the policy, as requests name it."""
     path = arguments.profile.model.path
     files = base.files or find_model(path)
-    root, aliases = relative_path(path), names_of(path, files) | {arguments.profile.server.model_name}
-    return ServedModel(id=root, aliases=aliases - {root}, root=root, weights=lambda: weights.value)
+    root = relative_path(path)
+    name = arguments.model_name or root
+    aliases = names_of(path, files) | {root, arguments.profile.server.model_name}
+    return ServedModel(id=name, aliases=aliases - {name}, root=root, weights=lambda: weights.value)
 
 
 def show(console: Console, serving: Serving, address: str) -> None:

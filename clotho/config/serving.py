@@ -54,10 +54,14 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
 
 
 class ServeArguments(Struct, frozen=True, kw_only=True):
-    """A parsed command line of `serve`. adapters: path of each adapter by name. help: text to print instead."""
+    """A parsed command line of `serve`. adapters: path of each adapter by name.
+
+    model_name: the name that the command line or the profile gives to the model; empty: its path.
+    """
 
     profile: ServingProfile
     adapters: dict[str, Path]
+    model_name: str = ""
 
 
 OWN = {name: key for name, key in keys.read_sections(ServeFlags)[""].keys.items() if key.help}
@@ -124,7 +128,8 @@ def load_serving(argv: Sequence[str]) -> ServeArguments:
         raise ProfileError(
             f"sampling.max_tokens = {profile.sampling.max_tokens} must be less than engine.kv_cache_tokens = {limit}"
         )
-    return ServeArguments(profile=profile, adapters=_adapters(own.adapter))
+    named = profile.server.model_name if "server.model_name" in merged.values else ""
+    return ServeArguments(profile=profile, adapters=_adapters(own.adapter), model_name=named)
 
 
 def _applicable(values: dict[str, object]) -> dict[str, object]:

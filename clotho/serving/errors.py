@@ -10,9 +10,10 @@ from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ExceptionHandler
 
-from protocols.errors import GenerationError, RequestError, visible
+from protocols.errors import GenerationError, RequestError, nearest, visible
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -100,8 +101,10 @@ async def _respond(_: Request, error: Exception) -> Response:
 async def _respond_to_http_exception(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
+    guess = nearest(request.url.path, (route.path for route in request.app.routes if isinstance(route, Route)))
+    hint = "" if guess is None else f" Did you mean {guess}?"
     messages = {
-        404: "This path does not exist; docs/http-api.md lists the endpoints.",
+        404: f"This path does not exist.{hint} GET /openapi.json lists the endpoints.",
         405: f"This path does not support the method {request.method}.",
     }
     message = messages.get(error.status_code, error.detail)

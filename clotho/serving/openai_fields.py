@@ -1,7 +1,7 @@
 """Fields of requests, as the structs that decode the bodies.
 
 Decoding is strict: a field that is unknown, unsupported, of the wrong type or out of range causes a 400 error that
-names the field. Only the fields of `IGNORED` are dropped, because they cannot change a completion.
+names the field. Only the fields of `IGNORED` and `HINTS` are dropped, because clients send them to every model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from protocols.sampling import (
 MAX_MESSAGES = 2048
 """Maximum number of messages of a conversation, and of parts of one message."""
 
-Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
+"""Seed of the completions; -1 is no seed, as in vLLM and llama.cpp."""
+
 Limit = Annotated[int, Meta(ge=1)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
 BadWordText = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -36,6 +38,9 @@ IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "reasoning",  # the reasoning effort of a hosted model
 })  # fmt: skip
+
+HINTS = frozenset({"verbosity", "cache_salt", "priority", "prompt_cache_options", "prompt_cache_retention"})
+"""Hints that clients of many models send with every request, and that have no effect here."""
 
 # Unsupported field -> the values that are accepted because they request nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {

@@ -18,6 +18,7 @@ from msgspec import Struct, structs
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.openai_fields import (
+    HINTS,
     IGNORED,
     SCALAR_PARAMETERS,
     UNSUPPORTED,
@@ -91,7 +92,7 @@ T = TypeVar("T")
 def decode(body: bytes, kind: type[R]) -> R:
     """Decode a request body. Raises ApiError with status 400 that names the invalid field."""
     fields = without_unsupported(json_object(body), UNSUPPORTED)
-    known = {name: value for name, value in fields.items() if name not in IGNORED}
+    known = {name: value for name, value in fields.items() if name not in IGNORED | HINTS}
     try:
         return msgspec.convert(known, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -145,7 +146,7 @@ def parse_chat_request(body: bytes, context: ServerContext) -> ValidatedRequest:
         if tools.grammars and not tools.enforced:  # the grammar contains the format
             fields = structs.replace(fields, response_format=None)
     if fields.reasoning_effort is not None:
-        variables = reasoning_variables(fields.reasoning_effort, context.tokenizer.chat_template)
+        variables = reasoning_variables(fields.reasoning_effort)
     if fields.chat_template_kwargs is not None:
         variables = {**variables, **fields.chat_template_kwargs}
     prompt = render_prompt(
@@ -331,8 +332,9 @@ def build_request(
         sampling = structs.replace(sampling, ignore_eos=False)
     if max_tokens is not None:
         sampling = structs.replace(sampling, max_tokens=max_tokens)
-    seed = fields.seed if fields.seed is not None else secrets.randbits(63)
-    prompt_seeds = [seed + (0 if fields.seed is not None else index) for index in range(len(prompts))]
+    seeded = fields.seed is not None and fields.seed >= 0
+    seed = fields.seed if seeded else secrets.randbits(63)
+    prompt_seeds = [seed + (0 if seeded else index) for index in range(len(prompts))]
     return ValidatedRequest(
         model=model,
         prompts=tuple(prompts),

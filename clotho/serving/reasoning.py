@@ -7,7 +7,6 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from clotho.serving.errors import invalid_field
 from clotho.serving.tool_calls import CallDelta, ToolUse
 from clotho.serving.tool_parsers import ToolCallParser, held_back
 from protocols.constraints import Grammar
@@ -93,10 +92,11 @@ class ReasoningSplitter:
         return text
 
 
-def reasoning_variables(effort: str, template: str) -> dict[str, Any]:
-    """Return the variables of a chat template for a reasoning effort; `none` turns it off. Raises ApiError."""
-    if effort != "none" and not any(name in template for name in ("reasoning_effort", "enable_thinking")):
-        raise invalid_field("reasoning_effort", "the chat template of this model does not depend on it")
+def reasoning_variables(effort: str) -> dict[str, Any]:
+    """Return the variables of a chat template for a reasoning effort; `none` turns the reasoning off.
+
+    They have no effect on a template that does not use them.
+    """
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 

@@ -81,11 +81,13 @@ class TriggeredTags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class OutputFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's `response_format`, and vLLM's type structural_tag.
 
-    The latter has the fields of `StructuralTag`, or in `format` those of `TriggeredTags`.
+    schema: of the objects of type json_object, as llama.cpp and Together accept it. The type structural_tag has the
+    fields of `StructuralTag`, or in `format` those of `TriggeredTags`.
     """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
     structures: list[Any] | None = None
     triggers: list[Any] | None = None
     format: dict[str, Any] | None = None
@@ -152,9 +154,11 @@ def output_schema(output: OutputFormat) -> dict[str, Any] | None:
         raise invalid_field("response_format", "type json_schema requires json_schema, and no other type has one")
     if output.type != "structural_tag" and (output.structures is not None or output.format is not None):
         raise invalid_field("response_format", "only type structural_tag has structures or a format")
+    if output.type != "json_object" and output.schema is not None:
+        raise invalid_field("response_format", "only type json_object has a schema beside its type")
     if output.json_schema is not None:
         return output.json_schema.schema
-    return ANY_OBJECT if output.type == "json_object" else None
+    return (output.schema or ANY_OBJECT) if output.type == "json_object" else None
 
 
 def structural_grammar(fields: Any, param: str) -> Grammar:

@@ -28,6 +28,15 @@ def test_a_training_profile_gives_its_model_and_its_server() -> None:
     assert load_serving(["--profile", "local-m3", "--model", "other/model"]).profile.model.path == "other/model"
 
 
+def test_a_model_has_a_name_of_its_own_only_if_it_is_set(tmp_path: Path) -> None:
+    """By a flag or by a profile; the default of training runs is no name of a served model."""
+    profile = tmp_path / "named.toml"
+    profile.write_text('[model]\npath = "org/name"\n[server]\nmodel_name = "from-profile"\n')
+    assert load_serving(["--model", "m"]).model_name == ""
+    assert load_serving(["--model", "m", "--server.model-name", "policy"]).model_name == "policy"
+    assert load_serving(["--profile", str(profile)]).model_name == "from-profile"
+
+
 @pytest.mark.parametrize(
     "flag",
     ["--steps=3", "--data.train=x.jsonl", "--sampling.group-size=4", "--server=off", "--engine.kv-policy=drain",

@@ -158,17 +158,18 @@ def with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterS
         "second": write_mlx_adapter(place / "second", model, rank=8, seed=2),
     }
     flags = [word for name, path in adapters.items() for word in ("--adapter", f"{name}={path}")]
-    with serving("--server.api-key", KEY, *flags) as server:
+    with serving("--server.api-key", KEY, "--server.model-name", "base", *flags) as server:
         yield AdapterServer(server=server, adapters=adapters)
         server.process.send_signal(signal.SIGINT)
         assert finish(server.process)[0] == 0
 
 
 def test_a_served_model_has_the_metrics_of_a_run(with_adapters: AdapterServer) -> None:
-    """/metrics, /health and /version, behind the API key."""
+    """/metrics, /health and /version, behind the API key; the model has the name that the flag gives it."""
     base = with_adapters.server.url.removesuffix("/v1")
     health = httpx.get(f"{base}/health").json()
     assert (health["status"], health["children"]["memory watch"]) == ("ok", "running")
+    assert health["model"] == "base"
     assert httpx.get(f"{base}/metrics").status_code == 401
     found = httpx.get(f"{base}/metrics", headers={"authorization": f"Bearer {KEY}"}).text
     assert "clotho_decode_steps_total" in found
@@ -178,9 +179,11 @@ def test_a_served_model_has_the_metrics_of_a_run(with_adapters: AdapterServer) -
 def test_requests_name_adapters_that_the_server_loaded_at_its_start(with_adapters: AdapterServer) -> None:
     """Each has the base model as its parent, and samples as mlx-lm does with the adapter."""
     prompt, server = [5, 9, 33, 1], with_adapters.server
-    assert server.screen[-2].split() == ["serves", "profiles/embedded,", "first,", "second"]
+    assert server.screen[-2].split() == ["serves", "base,", "first,", "second"]
     with openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0) as client:
         base, *adapters = client.models.list().data
+        assert (base.id, extra(base)["root"]) == ("base", os.path.join("profiles", "embedded"))
+        assert client.models.retrieve(extra(base)["root"]).id == "base"
         parents = [(card.id, extra(card)["parent"]) for card in adapters]
         assert parents == [("first", base.id), ("second", base.id)]
         for name in (base.id, "first", "second"):

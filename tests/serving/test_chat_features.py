@@ -59,6 +59,14 @@ async def test_completions_follow_their_schema_whole_and_streamed() -> None:
         assert list(texts.values()) == [choice.message.content for choice in whole.choices]
 
 
+async def test_a_json_object_may_have_a_schema() -> None:
+    """As llama.cpp and Together accept it; an object without a schema has any fields."""
+    output = {"type": "json_object", "schema": SCHEMA}
+    async with serving() as (_, client):
+        answer = await client.chat.completions.create(**LIMITS, extra_body={"response_format": output})
+        jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMA)
+
+
 async def test_each_field_constrains_the_completion_of_both_apis() -> None:
     """guided_* and structured_outputs, whose texts match."""
     fields: list[tuple[dict[str, Any], str]] = [

@@ -41,7 +41,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("stop", {"stop": ["x" * 10_000]}),
     ("stop", {"stop": [5]}),
     ("seed", {"seed": 2**70}),
-    ("seed", {"seed": -1}),
+    ("seed", {"seed": -2}),
     ("seed", {"seed": "x"}),
     ("logit_bias", {"logit_bias": {str(VOCABULARY): 5}}),
     ("logit_bias", {"logit_bias": {"99999999": 5}}),
@@ -124,12 +124,12 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
     ("response_format", {"response_format": {"type": "json_schema"}}),
     ("response_format", {"response_format": {"type": "xml"}}),
+    ("response_format", {"response_format": {"type": "text", "schema": {}}}),
     ("guided_regex", {"guided_regex": "a", "guided_json": {}}),
     ("structured_outputs", {"structured_outputs": {}}),
     ("structured_outputs", {"structured_outputs": {"regex": "a", "choice": ["a"]}}),
     ("guided_choice", {"guided_choice": []}),
     ("guided_regex", {"guided_json": {}, "guided_regex": "a"}),
-    ("reasoning_effort", {"reasoning_effort": "high"}),
     ("reasoning_effort", {"reasoning_effort": "much"}),
     ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]}),
     (
@@ -251,6 +251,30 @@ async def test_values_without_effect_are_accepted() -> None:
     }  # fmt: skip
     async with serving() as served:
         assert (await served.post(CHAT, messages=HELLO, **nothing)).status_code == 200
+
+
+async def test_hints_of_clients_that_serve_many_models_are_accepted_without_effect() -> None:
+    """A reasoning effort for a model without reasoning, and names of caches and priorities."""
+    hints = {
+        "verbosity": "low", "cache_salt": "a", "priority": 3,
+        "prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit"},
+    }  # fmt: skip
+    async with serving() as served:
+        texts = [
+            (await served.post(CHAT, messages=HELLO, seed=1, max_tokens=8, **fields)).json()["choices"][0]["message"]
+            for fields in (hints, {})
+        ]
+        assert texts[0] == texts[1]
+        assert (await served.post(CHAT, messages=HELLO, reasoning_effort="high")).status_code == 200
+
+
+async def test_a_seed_of_minus_one_is_random() -> None:
+    """As in vLLM and llama.cpp."""
+    async with serving() as served:
+        for _ in range(2):
+            await served.post(TEXT, prompt="good", seed=-1, max_tokens=2)
+        first, second = (request.seeds for request in served.engine.requests)
+        assert first != second
 
 
 async def test_text_parts_are_joined_and_developer_messages_are_system_messages() -> None:
@@ -395,3 +419,14 @@ async def test_errors_of_unknown_paths_and_methods_have_the_same_format() -> Non
             answer = await served.http.request(method, path)
             assert answer.status_code == status
             assert json.loads(answer.content)["error"]["type"] == "invalid_request_error"
+
+
+async def test_the_error_of_an_unknown_path_names_a_similar_one_and_the_list() -> None:
+    """A client without `/v1` in its base URL learns the path; every client learns where the endpoints are listed."""
+    async with serving() as served:
+        near = (await served.post("/chat/completions", messages=HELLO)).json()["error"]["message"]
+        far = (await served.http.get("/" + "x" * 300)).json()["error"]["message"]
+        assert "/v1/chat/completions" in near
+        assert "/v1/" not in far
+        assert "GET /openapi.json" in near
+        assert "GET /openapi.json" in far
