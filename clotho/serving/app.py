@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import TypeVar
@@ -44,6 +44,8 @@ from clotho.serving.openai_responses import (
     ResponseFormat,
 )
 from clotho.serving.prompt_scores import PromptedBuilder
+from clotho.serving.responses_format import ResponsesBuilder
+from clotho.serving.responses_requests import ResponsesRequest, parse_responses_request
 from clotho.serving.routes_adapters import AdapterRoutes
 from clotho.serving.routes_control import ControlHandlers
 from clotho.serving.routes_generate import parse_generate_request
@@ -57,6 +59,7 @@ from protocols.sampling import Completion, PromptLogprobs
 from protocols.step import WeightsReady
 
 T = TypeVar("T")
+V = TypeVar("V", bound=ValidatedRequest)
 VERSION_HEADER = "x-clotho-weights-version"
 TOKENIZE_SECONDS = 10.0
 TOKENIZER_THREADS = 4
@@ -67,6 +70,7 @@ LARGE_BODY_BYTES = 65_536
 """Larger bodies are parsed in a thread of their own, so that they do not delay others."""
 
 RequestParser = Callable[[bytes, ServerContext], T]
+Builder = ResponseBuilder | ResponsesBuilder
 
 
 def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
@@ -94,6 +98,7 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
     posts = {
         "/v1/completions": handlers.completions,
         "/v1/chat/completions": handlers.chat_completions,
+        "/v1/responses": handlers.responses,
         "/generate": handlers.generate,
         "/v1/generate": handlers.trl_generate,
         "/v1/generate/": handlers.trl_generate,
@@ -212,10 +217,16 @@ class _Handlers:
         )
 
     async def completions(self, http: Request) -> Response:
-        return await self._openai(http, parse_completion_request, CompletionFormat())
+        return await self._openai(http, parse_completion_request, partial(self._builder, http, CompletionFormat()))
 
     async def chat_completions(self, http: Request) -> Response:
-        return await self._openai(http, parse_chat_request, ChatFormat())
+        return await self._openai(http, parse_chat_request, partial(self._builder, http, ChatFormat()))
+
+    async def responses(self, http: Request) -> Response:
+        async def build(request: ResponsesRequest, weights: WeightsReady) -> ResponsesBuilder:
+            return ResponsesBuilder(request, self._context.tokenizer, weights)
+
+        return await self._openai(http, parse_responses_request, build)
 
     async def generate(self, http: Request) -> Response:
         return await self._native(http, parse_generate_request)
@@ -277,12 +288,12 @@ class _Handlers:
         return GenerationResult(model=native.request.model.id, completions=completions, weights=weights, prompt=prompt)
 
     async def _openai(
-        self, http: Request, parser: RequestParser[ValidatedRequest], response_format: ResponseFormat
+        self, http: Request, parser: RequestParser[V], build: Callable[[V, WeightsReady], Awaitable[Builder]]
     ) -> Response:
         request = await self._compiled(await self._parse(parser, http))
         started, weights, sampler = time.monotonic(), request.model.weights(), self._sampler(http)
         self._metrics.request_started(request)
-        builder = await self._builder(http, response_format, request, weights)
+        builder = await build(request, weights)
 
         def finished(completions: Sequence[Completion]) -> None:
             self._metrics.request_finished(completions, time.monotonic() - started)
@@ -337,7 +348,7 @@ class _Handlers:
             message = f"The tokenization took longer than {TOKENIZE_SECONDS:g} seconds; shorten the prompt."
             raise ApiError(400, message) from None
 
-    async def _compiled(self, request: ValidatedRequest) -> ValidatedRequest:
+    async def _compiled(self, request: V) -> V:
         """Compile the grammar of a request in a daemon thread, if it has one."""
         grammar = request.grammar
         if grammar is None:

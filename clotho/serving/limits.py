@@ -21,7 +21,7 @@ from clotho.runtime.fair_queue import FairQueue
 from clotho.serving.auth import Client, client_of
 from clotho.serving.bodies import RequestBodies
 from clotho.serving.errors import ApiError, overloaded
-from clotho.serving.streaming import DONE, server_sent
+from clotho.serving.openai_responses import DONE, server_sent
 
 LINGER_SECONDS = 2.0
 MAX_QUEUED_REQUESTS = 4096

@@ -27,9 +27,10 @@ from protocols.sampling import (
 MAX_MESSAGES = 2048
 """Maximum number of messages of a conversation, and of parts of one message."""
 
-Seed = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
-"""Seed of the completions; -1 is no seed, as in vLLM and llama.cpp."""
+NO_SEED = -1
+"""Value of `seed` that requests a random one, as in vLLM and llama.cpp."""
 
+Seed = Annotated[int, Meta(ge=NO_SEED, le=2**63 - 1)]
 Limit = Annotated[int, Meta(ge=1)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
 BadWordText = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -139,6 +140,7 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 TemplateVariable = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 TemplateValue = bool | int | float | Annotated[str, Meta(max_length=256)]
 TemplateVariables = Annotated[dict[TemplateVariable, TemplateValue], Meta(max_length=16)]
@@ -158,5 +160,5 @@ class ChatRequest(OpenaiFields, frozen=True, kw_only=True, forbid_unknown_fields
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     separate_reasoning: bool | None = None

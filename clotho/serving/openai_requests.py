@@ -20,12 +20,14 @@ from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.openai_fields import (
     HINTS,
     IGNORED,
+    NO_SEED,
     SCALAR_PARAMETERS,
     UNSUPPORTED,
     ChatRequest,
     GenerationFields,
     Message,
     OpenaiFields,
+    SamplingFields,
 )
 from clotho.serving.reasoning import END_THINK, PROMPT_TAIL, MessageParser, MessageParts, reasoning_variables
 from clotho.serving.services import ServedModel, ServerContext, find_served
@@ -85,14 +87,20 @@ class ValidatedRequest(Struct, frozen=True, kw_only=True):
         return max((count for count in shown if count is not None), default=None)
 
 
-R = TypeVar("R", bound=GenerationFields)
+R = TypeVar("R", bound=SamplingFields)
 T = TypeVar("T")
 
 
 def decode(body: bytes, kind: type[R]) -> R:
     """Decode a request body. Raises ApiError with status 400 that names the invalid field."""
-    fields = without_unsupported(json_object(body), UNSUPPORTED)
-    known = {name: value for name, value in fields.items() if name not in IGNORED | HINTS}
+    return decode_fields(json_object(body), kind)
+
+
+def decode_fields(body: dict[str, Any], kind: type[R]) -> R:
+    """Decode the fields of a request body, as `decode`."""
+    fields = without_unsupported(body, UNSUPPORTED)
+    ignored = (IGNORED | HINTS).difference(kind.__struct_fields__)
+    known = {name: value for name, value in fields.items() if name not in ignored}
     try:
         return msgspec.convert(known, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -123,7 +131,11 @@ def validation_error(error: msgspec.ValidationError) -> ApiError:
 
 def parse_chat_request(body: bytes, context: ServerContext) -> ValidatedRequest:
     """Parse the body of /v1/chat/completions and apply the chat template. Raises ApiError."""
-    fields = decode(body, ChatRequest)
+    return validated_chat(decode(body, ChatRequest), context)
+
+
+def validated_chat(fields: ChatRequest, context: ServerContext) -> ValidatedRequest:
+    """Validate a conversation and apply the chat template. Raises ApiError."""
     model = find_served(fields.model, context)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise invalid_field("top_logprobs", "requires logprobs: true")
@@ -332,9 +344,9 @@ def build_request(
         sampling = structs.replace(sampling, ignore_eos=False)
     if max_tokens is not None:
         sampling = structs.replace(sampling, max_tokens=max_tokens)
-    seeded = fields.seed is not None and fields.seed >= 0
-    seed = fields.seed if seeded else secrets.randbits(63)
-    prompt_seeds = [seed + (0 if seeded else index) for index in range(len(prompts))]
+    given = None if fields.seed == NO_SEED else fields.seed
+    seed = given if given is not None else secrets.randbits(63)
+    prompt_seeds = [seed + (0 if given is not None else index) for index in range(len(prompts))]
     return ValidatedRequest(
         model=model,
         prompts=tuple(prompts),

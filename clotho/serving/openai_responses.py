@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Literal, Protocol
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from clotho.serving.errors import ApiError
 from clotho.serving.openai_requests import ValidatedRequest
 from clotho.serving.reasoning import MessageParser
 from clotho.serving.services import ServerContext, Tokenizer
@@ -19,6 +21,16 @@ from protocols.step import WeightsReady
 Alternatives = tuple[tuple[int, float], ...]
 LOWEST = -9999.0
 """Replaces minus infinity, which JSON cannot represent. OpenAI uses the same value."""
+
+
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream of chunks, also after an error."""
+
+
+def server_sent(body: Struct, name: str = "") -> bytes:
+    """Encode one server-sent event. name: type of the event, if it has one."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 class TokenAlternative(Struct, frozen=True, kw_only=True):
@@ -395,20 +407,28 @@ class ResponseBuilder:
         prompt = self._format.prompt_token_ids(self.request)
         return self._body(self._format.whole, choices, prompt, self._usage(sum(len(chunk.tokens) for chunk in chunks)))
 
-    def streamed(self, chunk: Chunk, *, opening: bool) -> ResponseBody | None:
-        """Return the body of one streamed chunk; the `opening` body of a stream contains `prompt_token_ids`.
+    def streamed(self, chunk: Chunk, *, opening: bool) -> bytes:
+        """Return the event of one chunk; the `opening` event of a stream contains `prompt_token_ids`.
 
-        Returns None if the chunk contains nothing that is final.
+        Returns nothing if the chunk contains nothing that is final.
         """
         choice = self._choice(chunk, whole=False)
         if self.request.message_parser is not None and _is_empty(choice):
-            return None
+            return b""
         prompt = self._format.prompt_token_ids(self.request) if opening else UNSET
-        return self._body(self._format.streamed, [choice], prompt, None if self.request.include_usage else UNSET)
+        usage = None if self.request.include_usage else UNSET
+        return server_sent(self._body(self._format.streamed, [choice], prompt, usage))
 
-    def streamed_usage(self, completion_tokens: int) -> ResponseBody:
-        """Return the last body of a stream with `include_usage`."""
-        return self._body(self._format.streamed, [], UNSET, self._usage(completion_tokens))
+    def ending(self, completions: Sequence[Completion]) -> bytes:
+        """Return the end of a stream, with `include_usage` behind a last chunk without choices."""
+        if not self.request.include_usage:
+            return DONE
+        usage = self._usage(sum(len(completion.tokens) for completion in completions))
+        return server_sent(self._body(self._format.streamed, [], UNSET, usage)) + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the end of a stream that failed: the error as an event of its own."""
+        return server_sent(error.body) + DONE
 
     def _choice(self, chunk: Chunk, *, whole: bool) -> Choice:
         return self._format.choice(chunk, self.request, self.tokenizer, whole=whole)

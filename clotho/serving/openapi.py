@@ -20,6 +20,8 @@ from clotho.serving.control import PauseMode
 from clotho.serving.errors import ErrorBody
 from clotho.serving.openai_fields import ChatRequest
 from clotho.serving.openai_responses import ChatChoice, CompletionChoice, ModelCard, ModelList, ResponseBody
+from clotho.serving.responses_format import ResponseObject
+from clotho.serving.responses_requests import CreateResponse
 from clotho.serving.routes_adapters import (
     AdapterStatus,
     LoadAdapter,
@@ -89,6 +91,9 @@ LEVEL = {"mode": MODE, "level": {"type": "integer", "enum": [0, 1], "default": 1
 
 OPERATIONS: dict[str, Operation] = {
     "/v1/chat/completions": Operation("post", "Complete a conversation", (ChatRequest,), (ChatResponse,), streams=True),
+    "/v1/responses": Operation(
+        "post", "Answer the items of a conversation", (CreateResponse,), (ResponseObject,), streams=True
+    ),
     "/v1/completions": Operation("post", "Complete prompts", (CompletionRequest,), (CompletionResponse,), streams=True),
     "/generate": Operation(
         "post",

@@ -1,4 +1,4 @@
-"""Streaming with server-sent events. Every stream ends with `data: [DONE]`, also after an error.
+"""Streaming with server-sent events.
 
 Tokens that are available when the server writes share writes of about `WRITE_BYTES`. A write per token would cost more
 than the tokens, and an event loop with many streams would fall behind the engine. Larger writes would take memory for
@@ -7,26 +7,48 @@ clients that do not read.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import Protocol
 
 import msgspec
-from msgspec import Struct
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
-from clotho.serving.errors import to_api_error
-from clotho.serving.openai_responses import Chunk, ResponseBuilder
+from clotho.serving.errors import ApiError, to_api_error
+from clotho.serving.openai_requests import ValidatedRequest
+from clotho.serving.openai_responses import Chunk
+from clotho.serving.services import Tokenizer
 from protocols.sampling import Completion, CompletionDone, TokenSampled
 
 Batch = list[tuple[int, TokenSampled | CompletionDone]]
-DONE = b"data: [DONE]\n\n"
 WRITE_BYTES = 16_384
 
 
-def server_sent(body: Struct) -> bytes:
-    """Encode one server-sent event."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+class StreamBuilder(Protocol):
+    """Builds the events of one stream, encoded."""
+
+    @property
+    def request(self) -> ValidatedRequest:
+        """The request that the stream answers."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Gives the texts of tokens."""
+        ...
+
+    def streamed(self, chunk: Chunk, *, opening: bool) -> bytes:
+        """Return the events of a chunk; empty if nothing is final with it. opening: nothing has been sent yet."""
+        ...
+
+    def ending(self, completions: Sequence[Completion]) -> bytes:
+        """Return the last events of a stream whose completions ended without an error."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last events of a stream that failed."""
+        ...
 
 
 class EventStream(StreamingResponse):
@@ -43,7 +65,7 @@ class EventStream(StreamingResponse):
 
 
 async def event_stream(
-    builder: ResponseBuilder,
+    builder: StreamBuilder,
     first: Batch,
     rest: AsyncGenerator[Batch, None],
     finished: Callable[[list[Completion]], None],
@@ -59,10 +81,9 @@ async def event_stream(
                     chunk = progress.next_chunk(position, event)
                     if not _has_content(chunk, builder, opening=opening):
                         continue
-                    body = builder.streamed(chunk, opening=opening)
-                    if body is not None:
-                        events.append(server_sent(body))
-                        opening, size = False, size + len(events[-1])
+                    if encoded := builder.streamed(chunk, opening=opening):
+                        events.append(encoded)
+                        opening, size = False, size + len(encoded)
                     if size >= WRITE_BYTES:
                         yield b"".join(events)
                         events, size = [], 0
@@ -70,12 +91,10 @@ async def event_stream(
                     yield b"".join(events)
                     events, size = [], 0
             finished(progress.completions)
-            if builder.request.include_usage:
-                tokens = sum(len(completion.tokens) for completion in progress.completions)
-                events.append(server_sent(builder.streamed_usage(tokens)))
+            events.append(builder.ending(progress.completions))
         except Exception as error:
-            events.append(server_sent(to_api_error(error).body))
-    yield b"".join([*events, DONE])
+            events.append(builder.failure(to_api_error(error)))
+    yield b"".join(events)
 
 
 async def _prepend(first: Batch, rest: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:
@@ -84,7 +103,7 @@ async def _prepend(first: Batch, rest: AsyncGenerator[Batch, None]) -> AsyncGene
         yield batch
 
 
-def _has_content(chunk: Chunk, builder: ResponseBuilder, *, opening: bool) -> bool:
+def _has_content(chunk: Chunk, builder: StreamBuilder, *, opening: bool) -> bool:
     """Return True if a chunk must be sent; text is held back while it may become a stop string."""
     returns_tokens = builder.request.return_token_ids or builder.request.top_logprobs is not None
     has_tokens = bool(chunk.tokens) and returns_tokens
@@ -94,7 +113,7 @@ def _has_content(chunk: Chunk, builder: ResponseBuilder, *, opening: bool) -> bo
 class _StreamProgress:
     """The state of a stream: how many tokens and characters of each choice have been sent."""
 
-    def __init__(self, builder: ResponseBuilder) -> None:
+    def __init__(self, builder: StreamBuilder) -> None:
         self.completions: list[Completion] = []
         self._tokenizer, self._n = builder.tokenizer, builder.request.n
         self._counts_characters = builder.request.top_logprobs is not None

@@ -10,8 +10,8 @@ import pytest
 
 from clotho.serving import streaming
 from clotho.serving.completion_requests import parse_completion_request
-from clotho.serving.openai_responses import CompletionFormat, ResponseBuilder
-from clotho.serving.streaming import DONE, Batch, event_stream
+from clotho.serving.openai_responses import DONE, CompletionFormat, ResponseBuilder
+from clotho.serving.streaming import Batch, event_stream
 from protocols.sampling import CompletionDone
 from tests.serving.running_server import Served, server_context, serving
 
