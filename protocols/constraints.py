@@ -9,6 +9,11 @@ from msgspec import Struct
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark", "tagged"]
 
 
+COMPACT_JSON = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""Options of the JSON in grammars: no whitespace but one space behind a comma or a colon. With more, a model that is
+unsure what to write can spend all of its tokens on whitespace."""
+
+
 class Tag(Struct, frozen=True, kw_only=True):
     """A part of a text that a grammar constrains: it begins with the trigger.
 
@@ -41,13 +46,17 @@ class Grammar(Struct, frozen=True, kw_only=True):
 
     kind, text: a JSON schema; a regular expression; a JSON list of strings; a context-free grammar in the syntax of
         Lark or GBNF; a Lark grammar of this program; or the JSON of a `TaggedText`.
-    param: the field of the request that contains it. reasoning: whether the completion begins inside `<think>` (open),
-        may begin with a block of it (possible), or has none.
+    param: the field of the request that contains it.
+    spaced: whitespace may stand between two elements of the JSON of a schema, up to a limit; otherwise the JSON has the
+        form of `COMPACT_JSON`.
+    reasoning: whether the completion begins inside `<think>` (open), may begin with a block of it (possible), or has
+        none.
     """
 
     kind: GrammarKind
     text: str
     param: str
+    spaced: bool = False
     reasoning: Literal["none", "possible", "open"] = "none"
 
 

@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
 
 from clotho.models.model_files import one_line
-from protocols.constraints import Grammar, TaggedText
+from protocols.constraints import COMPACT_JSON, Grammar, TaggedText
 from protocols.errors import RequestError
 
 MAX_GRAMMAR_BYTES = 65_536
@@ -202,7 +202,9 @@ def _definition(grammar: Grammar, special: Mapping[str, str]) -> str:
             schema = msgspec.json.decode(grammar.text)
             if not isinstance(schema, dict):
                 raise ValueError("a JSON schema is an object")
-            return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=json_options()))
+            return str(
+                LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=json_options(spaced=grammar.spaced))
+            )
         case "regex":
             return str(LLMatcher.grammar_from_regex(grammar.text))
         case "lark":
@@ -241,6 +243,8 @@ def _tagged_text(text: TaggedText, special: Mapping[str, str]) -> str:
     return "\n".join(["%llguidance {}", f"start: {f'{tags} | {end}' if text.once else several}", *lines])
 
 
-def json_options() -> JsonCompileOptions:
-    """Return the options of JSON schemas: bounded whitespace, and no keyword is ignored."""
-    return {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}", "lenient": False}
+def json_options(*, spaced: bool) -> JsonCompileOptions:
+    """Return the options of JSON schemas: no keyword is ignored, and whitespace is bounded."""
+    if spaced:
+        return {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}", "lenient": False}
+    return {**COMPACT_JSON, "lenient": False}  # type: ignore[typeddict-item]

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from clotho.serving.errors import invalid_field
-from protocols.constraints import Grammar, GrammarKind, Tag, TaggedText
+from protocols.constraints import COMPACT_JSON, Grammar, GrammarKind, Tag, TaggedText
 from protocols.sampling import MAX_BAD_WORD_TOKENS
 
 Choices = Annotated[list[str], Meta(min_length=1, max_length=4096)]
@@ -94,7 +94,10 @@ class OutputFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`. Exactly one field is set."""
+    """vLLM's `structured_outputs`. Exactly one field is set.
+
+    disable_any_whitespace: false permits whitespace between the elements of JSON; it applies to json and json_object.
+    """
 
     json: Schema | None = None
     regex: str | None = None
@@ -102,6 +105,7 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
+    disable_any_whitespace: bool = True
 
 
 class ConstraintFields(Struct, frozen=True, kw_only=True):
@@ -172,7 +176,7 @@ def structural_grammar(fields: Any, param: str) -> Grammar:
         trigger = max((text for text in tag.triggers if one.begin.startswith(text)), key=len, default=None)
         if trigger is None:
             raise invalid_field(param, f"{one.begin[:64]!r} begins with no trigger")
-        tags.append(Tag(trigger=trigger, begin=one.begin, body=f"%json {json.dumps(one.schema)}", end=one.end))
+        tags.append(Tag(trigger=trigger, begin=one.begin, body=json_rule(one.schema), end=one.end))
     text = msgspec.json.encode(TaggedText(tags=tuple(tags), once=tag.stop_after_first)).decode()
     return Grammar(kind="tagged", text=text, param=param)
 
@@ -191,10 +195,12 @@ def _structures(fields: Any) -> Any:
 
 
 def _structured(fields: StructuredOutputs) -> list[Grammar]:
-    param = "structured_outputs"
+    param, spaced = "structured_outputs", not fields.disable_any_whitespace
     found = []
+    if spaced and fields.json is None and not fields.json_object:
+        raise invalid_field(param, "disable_any_whitespace applies to json and json_object")
     if fields.json is not None:
-        found.append(json_grammar(fields.json, param))
+        found.append(json_grammar(fields.json, param, spaced=spaced))
     if fields.regex is not None:
         found.append(Grammar(kind="regex", text=fields.regex, param=param))
     if fields.choice is not None:
@@ -202,7 +208,7 @@ def _structured(fields: StructuredOutputs) -> list[Grammar]:
     if fields.grammar is not None:
         found.append(Grammar(kind="grammar", text=fields.grammar, param=param))
     if fields.json_object:
-        found.append(json_grammar(ANY_OBJECT, param))
+        found.append(json_grammar(ANY_OBJECT, param, spaced=spaced))
     if fields.structural_tag is not None:
         try:
             found.append(structural_grammar(msgspec.json.decode(fields.structural_tag), param))
@@ -213,10 +219,16 @@ def _structured(fields: StructuredOutputs) -> list[Grammar]:
     return found
 
 
-def json_grammar(schema: Schema, param: str) -> Grammar:
-    """Return the grammar of JSON texts that a schema validates."""
+def json_grammar(schema: Schema, param: str, *, spaced: bool = False) -> Grammar:
+    """Return the grammar of JSON texts that a schema validates. spaced: see `Grammar`."""
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-    return Grammar(kind="json_schema", text=text, param=param)
+    return Grammar(kind="json_schema", text=text, param=param, spaced=spaced)
+
+
+def json_rule(schema: Any) -> str:
+    """Return the expression of Lark for JSON that a schema validates, in the form of `COMPACT_JSON`."""
+    options = {"x-guidance": COMPACT_JSON}
+    return f"%json {json.dumps({**schema, **options} if isinstance(schema, dict) else {'allOf': [schema], **options})}"
 
 
 def choice_grammar(choices: Sequence[str], param: str) -> Grammar:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from clotho.serving.errors import invalid_field
-from clotho.serving.structured_outputs import OutputFormat, output_schema
+from clotho.serving.structured_outputs import OutputFormat, json_rule, output_schema
 from clotho.serving.tool_calls import (
     MAX_CALLS,
     NO_TOOLS,
@@ -177,7 +177,7 @@ def strict_calls(
             tags.append(_behind_mark(tags[0]))
         first = "" if trigger else r"[^\s\[]" if call_format == "pythonic" else r"[^\s{]"
     if content is not None:
-        rules.append(f"sentence: %json {json.dumps(content)}")
+        rules.append(f"sentence: {json_rule(content)}")
     text = TaggedText(
         tags=tuple(tags),
         rules="\n".join(rules),
@@ -229,7 +229,7 @@ def _call(tool: Tool, number: int, call_format: ToolFormat, has_args_mark: bool)
             begin, end = f"[TOOL_CALLS]{name}[ARGS]", ""
         case "mistral":
             begin, end = f'{{"name": "{name}", "arguments": ', "}"
-    return Call(begin, f"args_{number}", end, (f"args_{number}: %json {json.dumps(schema)}",))
+    return Call(begin, f"args_{number}", end, (f"args_{number}: {json_rule(schema)}",))
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def _xml_arguments(schema: Mapping[str, Any], name: str) -> list[str]:
             rules += [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: /(?s:.*)/ {json.dumps(end)}"]
         else:
             rules.append(f"{rule}: {begin} {rule}_json {json.dumps(end)}")
-            rules.append(f"{rule}_json: %json {json.dumps(parameter.schema)}")
+            rules.append(f"{rule}_json: {json_rule(parameter.schema)}")
         blocks.append(rule if parameter.required else f"{rule}?")
     return [*rules, f"{name}: " + (" ".join(blocks) or '""')]
 
@@ -284,7 +284,7 @@ def _keyword_arguments(schema: Mapping[str, Any], name: str) -> list[str]:
     for number, parameter in enumerate(parameters):
         rule, after = f"{name}_{number}", f"{name}_{number + 1}"
         rules.append(f"{rule}_value: {json.dumps(parameter.name + '=')} {rule}_json")
-        rules.append(f"{rule}_json: %json {json.dumps(parameter.schema)}")
+        rules.append(f"{rule}_json: {json_rule(parameter.schema)}")
         skipped, skipped_more = ("", "") if parameter.required else (f" | {after}", f" | {after}_more")
         rules.append(f"{rule}: {rule}_value {after}_more{skipped}")
         rules.append(f'{rule}_more: ", " {rule}_value {after}_more{skipped_more}')

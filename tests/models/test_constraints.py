@@ -76,6 +76,27 @@ def test_every_completed_text_is_valid_for_its_schema(schema: dict[str, Any], se
         jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
 
 
+def whitespace_of(text: str) -> set[str]:
+    """Return the whitespace of JSON outside of its strings, each piece with the character before it."""
+    return {found[0] for found in re.finditer(r"(?s:.)?\s+", re.sub(r'"(?:[^"\\]|\\.)*"', '""', text))}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(SCHEMAS), st.integers(0, 2**32))
+def test_json_has_at_most_one_space_behind_a_comma_or_a_colon(schema: dict[str, Any], seed: int) -> None:
+    """A model cannot spend its tokens on whitespace."""
+    text = random_text(compiled("json_schema", json.dumps(schema)), seed)
+    assert text is None or whitespace_of(text) <= {", ", ": "}
+
+
+def test_json_may_have_any_bounded_whitespace_if_it_is_requested() -> None:
+    """As a person writes it."""
+    grammar = Grammar(kind="json_schema", text=json.dumps(SCHEMAS[1]), param="field", spaced=True)
+    assert allowed_after(TOKENIZER.compile_grammar(grammar, END + 1), '{\n  "a" : 1,\n\t"b": null\n}') == {"end"}
+    assert allowed_after(compiled("json_schema", grammar.text), "{\n") is None
+    assert allowed_after(compiled("json_schema", grammar.text), '{"a": 1,"b":null}') == {"end"}
+
+
 PATTERNS = (r"[a-f]{3}|xyz", r"[0-9]{1,3}(\.[0-9]{1,3}){3}", r"(ab|c)*d?", r"[^\n]{0,5}é")
 
 

@@ -67,6 +67,18 @@ async def test_a_json_object_may_have_a_schema() -> None:
         jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMA)
 
 
+async def test_whitespace_in_json_is_permitted_by_the_option_of_vllm() -> None:
+    """`disable_any_whitespace: false` in `structured_outputs`; it applies to JSON only."""
+    extra: dict[str, Any] = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}}
+    async with serving() as (_, client):
+        answer = await client.chat.completions.create(**LIMITS, extra_body=extra | {"logit_bias": {"10": 5}})
+        assert "\n" in (answer.choices[0].message.content or "")
+        wrong = {"structured_outputs": {"regex": "a", "disable_any_whitespace": False}}
+        with pytest.raises(openai.BadRequestError) as raised:
+            await client.chat.completions.create(**LIMITS, extra_body=wrong)
+        assert raised.value.param == "structured_outputs"
+
+
 async def test_each_field_constrains_the_completion_of_both_apis() -> None:
     """guided_* and structured_outputs, whose texts match."""
     fields: list[tuple[dict[str, Any], str]] = [
@@ -152,6 +164,7 @@ async def test_an_enforced_tool_call_is_valid_whole_and_streamed(template: str) 
             (call,) = whole.message.tool_calls
             assert call.function.name == "f" or choice == "required"
             jsonschema.validate(json.loads(call.function.arguments), SCHEMA if call.function.name == "f" else {})
+            assert not re.search(r"\s\s|[^,:]\s", call.function.arguments)
             streamed = await streamed_message(client, **fields)
             assert streamed == ("", [[call.function.name, call.function.arguments]], "tool_calls")
 
@@ -240,7 +253,8 @@ async def test_the_helpers_of_the_client_parse_answers_and_calls() -> None:
         chat = client.chat.completions
         parsed = (await chat.parse(**LIMITS, response_format=Answer)).choices[0].message.parsed
         assert isinstance(parsed, Answer)
-        async with chat.stream(**LIMITS, tools=[tool], tool_choice="required") as stream:
+        required: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+        async with chat.stream(**LIMITS, tools=[tool], **required) as stream:
             kinds = {event.type async for event in stream}
             (call, *_) = (await stream.get_final_completion()).choices[0].message.tool_calls or []
         assert {"chunk", "tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
