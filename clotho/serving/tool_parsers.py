@@ -99,7 +99,8 @@ class ToolCallParser:
     """The tool calls in the text of one completion. The results do not depend on how the text is divided.
 
     A call is returned when its text is complete, and text that is no valid call stays content. If a grammar enforces
-    the calls, their arguments are returned as they arrive.
+    the calls, their arguments are returned as they arrive. A call that the end of the completion cuts is left out,
+    unless a part of it has been returned before.
     """
 
     def __init__(
@@ -148,7 +149,8 @@ class ToolCallParser:
             else:
                 call_id = new_call_id(self._format) if part.name is not None else None
                 calls[index] = CallDelta(index=index, id=call_id, name=part.name, arguments=part.arguments)
-        return content, tuple(calls.values())
+        cut = calls.get(self._calls - 1) if last and self._step.in_call else None
+        return content, tuple(call for call in calls.values() if call is not cut or call.id is None)
 
 
 class _CallPart(Struct, frozen=True):
@@ -162,6 +164,11 @@ _Part = str | _CallPart
 
 
 class _Parser(Protocol):
+    @property
+    def in_call(self) -> bool:
+        """Whether a part of a call has been returned, and its end has not."""
+        ...
+
     def push(self, text: str, *, last: bool) -> list[_Part]: ...
 
 
@@ -174,6 +181,11 @@ class _Free:
         self._buffer = self._mark = ""
         self._is_start = True  # whether everything so far is whitespace or calls
         self._scan()
+
+    @property
+    def in_call(self) -> bool:
+        """Return False: calls are returned as a whole."""
+        return False
 
     def _scan(self) -> None:
         """Search for the end of a value from the beginning of the buffer."""
@@ -319,6 +331,11 @@ class _Enforced:
         self._end: ValueEnd | None = None
         self._has_calls = False
 
+    @property
+    def in_call(self) -> bool:
+        """Whether the end of the arguments is missing."""
+        return self._end is not None
+
     def push(self, text: str, *, last: bool) -> list[_Part]:
         """Add text; return the parts that are final with it."""
         self._buffer += text
@@ -348,6 +365,11 @@ class _EnforcedXml:
         self._schemas: Schemas | None = None
         self._count = 0
         self._has_calls = False
+
+    @property
+    def in_call(self) -> bool:
+        """Whether the end of the function is missing."""
+        return self._schemas is not None
 
     def push(self, text: str, *, last: bool) -> list[_Part]:
         """Add text; return the parts that are final with it."""
@@ -387,6 +409,11 @@ class _EnforcedPython:
         self._buffer = ""
         self._state: Literal["name", "key", "value"] = "name"
         self._has_calls = False
+
+    @property
+    def in_call(self) -> bool:
+        """Whether the closing bracket is missing."""
+        return self._state != "name"
 
     def push(self, text: str, *, last: bool) -> list[_Part]:
         """Add text; return the parts that are final with it."""

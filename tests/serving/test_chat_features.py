@@ -169,6 +169,19 @@ async def test_an_enforced_tool_call_is_valid_whole_and_streamed(template: str) 
             assert streamed == ("", [[call.function.name, call.function.arguments]], "tool_calls")
 
 
+async def test_a_call_that_max_tokens_cuts_is_left_out() -> None:
+    """Its arguments are no JSON. The finish reason says that the limit was reached."""
+    limits: dict[str, Any] = {**LIMITS, "tools": TOOLS[:1], "tool_choice": "required"}
+    async with serving(TEMPLATES["hermes"]) as (_, client):
+        full = (await client.chat.completions.create(**limits, parallel_tool_calls=False)).usage
+        assert full is not None
+        for cut in range(1, full.completion_tokens, 17):
+            answer = await client.chat.completions.create(**{**limits, "max_tokens": cut}, parallel_tool_calls=False)
+            (choice,) = answer.choices
+            assert choice.finish_reason == "length"
+            assert choice.message.tool_calls is None
+
+
 async def test_strict_functions_permit_text_and_a_format_of_the_content() -> None:
     """With `auto`, a completion without calls is free text, or follows its schema."""
     strict: list[Any] = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]

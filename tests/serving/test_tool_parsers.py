@@ -137,24 +137,37 @@ def test_arguments_of_enforced_calls_are_returned_as_they_arrive(
     ]
 
 
-def test_arguments_of_a_truncated_enforced_call_are_returned() -> None:
-    """Like OpenAI's, they are a prefix of JSON; without a name, the text stays content."""
-    text = '<tool_call>\n{"name": "f", "arguments": {"x": "abc'
-    parser = MessageParser(None, ToolCallParser("hermes", enforced=True, parallel=True))
-    assert parse(parser, [text]) == ("", "", [("f", '{"x": "abc')])
+OPEN_HERMES = '<tool_call>\n{"name": "f", "arguments": {"x": "ab'
+OPEN_XML = f"<tool_call>\n{XML[: XML.index('<parameter=o>')]}"
+CUT: tuple[tuple[ToolFormat, str, str, str], ...] = (
+    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>\n", OPEN_HERMES, '{"x": "ab'),
+    ("mistral", f"[{CALL}, ", '{"name": "f", "arguments": {"x": [1', '{"x": [1'),
+    ("qwen3_coder", f"<tool_call>\n{XML}\n</tool_call>\n", OPEN_XML, '{"x": 12'),
+    ("pythonic", "[g(), ", 'f(x=1, t="ab', '{"x": 1, "t": "ab'),
+)
+
+
+@pytest.mark.parametrize(("call_format", "whole", "begun", "arguments"), CUT)
+def test_a_call_that_is_cut_is_left_out_unless_a_stream_has_begun_it(
+    call_format: ToolFormat, whole: str, begun: str, arguments: str
+) -> None:
+    """Its arguments are not JSON. A stream cannot take back what it has sent."""
+
+    def calls(pieces: list[str]) -> list[tuple[str, str]]:
+        parser = ToolCallParser(call_format, enforced=True, parallel=True, parameters=PARAMETERS)
+        return parse(MessageParser(None, parser), pieces)[2]
+
+    assert len(calls([whole + begun])) == 1
+    assert calls([begun]) == []
+    complete, cut = calls([*(whole + begun)])
+    assert json.loads(complete[1]) is not None
+    assert cut[1].startswith(arguments)
+
+
+def test_an_enforced_call_without_a_name_stays_content() -> None:
+    """`max_tokens` ended it before the name was complete."""
     parser = MessageParser(None, ToolCallParser("hermes", enforced=True, parallel=True))
     assert parse(parser, ['<tool_call>\n{"na']) == ('<tool_call>\n{"na', "", [])
-
-
-def test_arguments_of_enforced_calls_in_other_forms_arrive_before_the_call_is_complete() -> None:
-    """Each parameter in the XML form, each piece of a value in the Python form."""
-    begun = XML[: XML.index("<parameter=o>")]
-    parser = ToolCallParser("qwen3_coder", enforced=True, parallel=True, parameters=PARAMETERS)
-    assert parse(MessageParser(None, parser), [f"<tool_call>\n{begun}"])[2] == [
-        ("f", '{"x": 12, "t": " 12 <b>\\n</tool_call>"')
-    ]
-    parser = ToolCallParser("pythonic", enforced=True, parallel=True)
-    assert parse(MessageParser(None, parser), ['[f(x=1, t="ab'])[2] == [("f", '{"x": 1, "t": "ab')]
 
 
 def test_without_parallel_calls_only_the_first_is_returned() -> None:
