@@ -71,6 +71,11 @@ def _run(argv: Sequence[str]) -> tuple[int, bool]:
     """Return the exit status, and whether a run was started."""
     is_training = False
     try:
+        if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
+            from clotho.config.flags import problem_of
+            from clotho.config.translation import replaced_program
+
+            argv = replaced_program(argv, problem_of)
         if argv and (command := COMMANDS.get(argv[0])):
             return command(argv[1:])
         prepared = prepare(argv)

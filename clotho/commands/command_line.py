@@ -10,6 +10,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from clotho.config.program import program
+from clotho.config.translation import Dialect, Given, announce_words, split, translate
 from protocols.errors import ProfileError, visible
 
 
@@ -35,7 +36,18 @@ class CommandParser(argparse.ArgumentParser):
         for word in argv:
             flag, equals, value = word.partition("=")
             words.append(flag.replace("_", "-") + equals + value if word.startswith("--") else word)
+        if not all(map(self._is_valid, split(words))):
+            dialect = Dialect(command=self.command, own=self._is_valid, problem=lambda words: "")
+            translation = translate(words, dialect)
+            announce_words(translation.changed)
+            words = list(translation.words)
         return self.parse_args(words)
+
+    def _is_valid(self, one: Given) -> bool:
+        """Whether a flag exists, and its value is one of the choices if there are choices."""
+        if (action := self._option_string_actions.get(one.flag)) is None:
+            return not one.flag
+        return not action.choices or one.values[:1] == () or one.values[0] in action.choices
 
 
 def require_new_file(path: Path) -> None:

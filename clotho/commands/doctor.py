@@ -158,7 +158,7 @@ def run(argv: Sequence[str], console: Console) -> int:
         lines = [USAGE, *map(key_help, OWN.values()), *(key_help(key) for path in COMMON if (key := flag_key(path)))]
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         return 0
-    values = parse_flags(argv, OWN)
+    values = parse_flags(argv, OWN, "doctor")
     flags = DoctorFlags(**{name: values.pop(name) for name in OWN if name in values})
     output = Path(flags.output).expanduser() if flags.output else None
     if output is not None:

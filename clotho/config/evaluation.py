@@ -87,7 +87,7 @@ def evaluation_help(argv: Sequence[str]) -> str | None:
 
 def load_evaluation(argv: Sequence[str]) -> EvaluationArguments:
     """Read a command line of `eval`, without the word `eval`. Raises ProfileError."""
-    values = parse_flags(argv, OWN)
+    values = parse_flags(argv, OWN, "eval")
     flags = EvaluationFlags(**{name: values.pop(name) for name in OWN if name in values})
     if unused := [path for path in values if not _applies(path)]:
         raise ProfileError(f"{flag_of(unused[0])} is a setting of training runs, which eval ignores: see eval --help")

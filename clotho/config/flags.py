@@ -17,6 +17,7 @@ from clotho.config.bounds import NonNegative, about
 from clotho.config.keys import KEYS, REQUIRED, SECTIONS, SETTABLE, Key, Section, converted, flag_of, members_of, shown
 from clotho.config.other_trainers import SHORT, accepted, advice
 from clotho.config.program import program
+from clotho.config.translation import Dialect, Given, announce_words, translate
 from protocols.errors import ProfileError, did_you_mean, visible
 
 
@@ -103,32 +104,74 @@ def help_topic(argv: Sequence[str]) -> str | None:
     return None
 
 
-def parse_flags(argv: Sequence[str], own: Mapping[str, Key]) -> dict[str, Any]:
-    """The values of flags by key path. own: flags of the command that no profile has. Raises ProfileError."""
+def parse_flags(argv: Sequence[str], own: Mapping[str, Key], command: str = "") -> dict[str, Any]:
+    """The values of flags by key path. own: flags of the command that no profile has.
+
+    Flags of other trainers are replaced, and a line on standard error has the words for them. Raises ProfileError.
+    """
+    try:
+        return parsed_flags(argv, own)
+    except ProfileError:
+        dialect = Dialect(
+            command=command, own=lambda one: _is_valid(one, own), problem=lambda words: problem_of(words, own)
+        )
+        translation = translate(argv, dialect)
+        if translation.words == tuple(argv):
+            raise
+    announce_words(translation.changed)
+    return parsed_flags(translation.words, own)
+
+
+def _key_of(name: str, own: Mapping[str, Key]) -> Key | None:
+    return own.get(name) or keys.flag_key(SHORT.get(name, name))
+
+
+def _is_valid(one: Given, own: Mapping[str, Key]) -> bool:
+    """Whether a flag exists, and has no value that its key does not take."""
+    if (key := _key_of(one.name, own)) is None:
+        return False
+    try:
+        for text in one.values if len(one.values) == 1 else ():
+            _value(key, text, one.flag)
+    except ProfileError:
+        return False
+    return True
+
+
+def problem_of(words: Sequence[str], own: Mapping[str, Key] = OWN) -> str:
+    """Why words of a command line are not valid; empty if they are."""
+    try:
+        parsed_flags(words, own)
+    except ProfileError as error:
+        return str(error)
+    return ""
+
+
+def parsed_flags(argv: Sequence[str], own: Mapping[str, Key]) -> dict[str, Any]:
+    """The values of flags of Clotho by key path. Raises ProfileError."""
     values: dict[str, Any] = {}
     flags: dict[str, str] = {}
     words = list(reversed(argv))
     while words:
         flag, equals, text = words.pop().partition("=")
-        targets = _targets(flag, [*flags], own)
+        key = _target(flag, [*flags], own)
         if not equals:
             follows = bool(words) and not words[-1].startswith("--")
-            if not follows and not _is(targets[0], inspect.BoolType):
+            if not follows and not _is(key, inspect.BoolType):
                 raise ProfileError(f"{flag} needs a value")
             text = words.pop() if follows else "true"
-        for key in targets:
-            path, value = key.path, _value(key, text, flag)
-            if isinstance(value, list | tuple) and path in values:
-                value = (*values[path], *value)
-            elif values.get(path, value) != value:
-                what = "is given twice" if flags[path] == flag else f"and {flag} contradict each other"
-                raise ProfileError(f"{flags[path]} {what}: {shown(values[path])} and {shown(value)}")
-            values[path], flags[path] = value, flag
+        path, value = key.path, _value(key, text, flag)
+        if isinstance(value, list | tuple) and path in values:
+            value = (*values[path], *value)
+        elif values.get(path, value) != value:
+            what = "is given twice" if flags[path] == flag else f"and {flag} contradict each other"
+            raise ProfileError(f"{flags[path]} {what}: {shown(values[path])} and {shown(value)}")
+        values[path], flags[path] = value, flag
     return values
 
 
-def _targets(flag: str, before: list[str], own: Mapping[str, Key]) -> list[Key]:
-    """The keys that a flag sets. before: paths of the flags before it. Raises ProfileError for an unknown flag."""
+def _target(flag: str, before: list[str], own: Mapping[str, Key]) -> Key:
+    """The key that a flag sets. before: paths of the flags before it. Raises ProfileError for an unknown flag."""
     name = flag[2:].replace("-", "_")
     if flag[:2] != "--" or not name:
         last = SETTABLE.get(before[-1]) if before else None
@@ -139,10 +182,8 @@ def _targets(flag: str, before: list[str], own: Mapping[str, Key]) -> list[Key]:
         )
         hint = advice(flag, flag_of) or repeat or "every setting is a flag, see --help"
         raise ProfileError(f"unexpected argument {visible(flag, 60)!r}: {hint}")
-    if key := own.get(name) or keys.flag_key(SHORT.get(name, name)):
-        return [key]
-    if name in accepted():
-        return [SETTABLE[path] for path in accepted()[name]]
+    if key := _key_of(name, own):
+        return key
     table = name.rpartition(".")[0]
     hint = f"did you mean {flag_of(table)}?" if table in SETTABLE else ""
     hint = hint or keys.suggestion(name, [*SETTABLE, *own, *SHORT, *(() if table else accepted())], flag_of)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import Struct, inspect
 
-from clotho.config.other_trainers import advice
+from clotho.config.other_trainers import advice, planned
 from clotho.config.schema import Profile
 from protocols.errors import CUTOFF, ProfileError, did_you_mean, similarity, visible
 
@@ -185,7 +185,9 @@ def _mistake(key: Key, value: Any, error: str) -> str:
         value, allowed = value[int(place)], _in_words(items.item_type)
     if name and isinstance(value, dict) and (field := KEYS.get(f"{key.path}.{name}")):
         value, inside, allowed = value.get(name), f"{inside}.{name}", field.allowed
-    hint = did_you_mean(value, CHOICES[key.path]) if key.path in CHOICES and isinstance(value, str) else ""
+    hint = ""
+    if key.path in CHOICES and isinstance(value, str):
+        hint = planned(key.path, value) or did_you_mean(value, CHOICES[key.path])
     return f"{inside} must be {allowed}, not {shown(value)}{hint}"
 
 

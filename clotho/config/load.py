@@ -16,7 +16,9 @@ import tomli_w
 from msgspec import Struct
 
 from clotho.config import keys
+from clotho.config.earlier_profiles import EARLIER, import_profile
 from clotho.config.keys import CHOICES, KEYS, REQUIRED, SECTIONS, SETTABLE, TYPE, chosen_types, shown
+from clotho.config.program import announce
 from clotho.config.rules import first_complaint
 from clotho.config.schema import GYM, Profile
 from clotho.storage.atomic_files import replace_file
@@ -148,8 +150,12 @@ def file_layers(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
 
 
 def read_toml(path: Path, label: str) -> dict[str, Any]:
-    """Read a TOML file. Raises ProfileError if it cannot be read or parsed."""
+    """Read a TOML file; that of an earlier system is converted. Raises ProfileError if it cannot be read or parsed."""
     text = read_text(path, label)
+    if EARLIER.search(text):
+        found = import_profile(text, label)
+        announce(*(f"{label}: not carried over: {sentence}" for sentence in found.left))
+        return {"extends": found.extends, **found.settings}
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError, MemoryError) as error:

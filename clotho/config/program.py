@@ -1,10 +1,15 @@
-"""The command that started the program, for commands that are printed for the user to type."""
+"""How the program speaks of itself: the command that started it, and remarks on standard error."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
+
+from protocols.errors import visible
+
+REMARK_LIMIT = 1000
+"""Maximum number of characters of a remark."""
 
 
 def program() -> str:
@@ -14,3 +19,9 @@ def program() -> str:
     """
     script = sys.argv[0] if sys.argv else ""
     return f"python {shlex.quote(script)}" if os.path.basename(script) == "pipeline.py" else "clotho"
+
+
+def announce(*remarks: str) -> None:
+    """Print each remark on one line of standard error. The text can quote input."""
+    for remark in remarks:
+        sys.stderr.write(visible(f"clotho: {remark}", REMARK_LIMIT) + "\n")

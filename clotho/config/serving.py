@@ -109,7 +109,7 @@ def load_serving(argv: Sequence[str]) -> ServeArguments:
     Flags must apply to a server. A profile may describe a training run: its settings for training are not used.
     Raises ProfileError.
     """
-    values = parse_flags(argv, OWN)
+    values = parse_flags(argv, OWN, "serve")
     own = ServeFlags(**{name: values.pop(name) for name in OWN if name in values})
     if unused := [path for path in values if path not in APPLICABLE]:
         raise ProfileError(f"{flag_of(unused[0])} is a setting of training runs, which serve ignores: see serve --help")

@@ -230,8 +230,8 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
         ),
         ("[learner]\ntop_k = 1\n", "unknown key learner.top_k; use sampling.top_k (top_k in TRL); 0 disables it"),
         ("[policy]\nlora_rank = 4\n",
-         "unknown key policy.lora_rank; use policy.method.rank (lora_rank in earlier trainers)"),
-        ("lr = 4\n", "unknown key or section lr; use learner.optimizer.learning_rate (lr in earlier trainers)"),
+         "unknown key policy.lora_rank; use policy.method.rank (lora_rank in train_async_grpo.py, mlx_parallm)"),
+        ("lr = 4\n", "unknown key or section lr; use learner.optimizer.learning_rate (lr in Atropos's grpo.py)"),
         ("[samplng]\n", "unknown key or section samplng; did you mean sampling?"),
         ("[eval]\nzzzz = 1\n", "unknown key eval.zzzz; there are: eval.interval, "
          "eval.problems, eval.problems_between, eval.samples, eval.type (off, heldout)"),

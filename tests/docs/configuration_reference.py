@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from clotho.atropos.group_sizes import require_fillable
 from clotho.config.flags import availability, default_in_words
 from clotho.config.keys import KEYS, SECTIONS, Key, Section
-from clotho.config.other_trainers import SHORT, accepted
+from clotho.config.other_trainers import SHORT, Row, accepted
 from clotho.config.rules import CONTRADICTIONS, NO_EFFECT, learnable_distribution
 from clotho.run.custom_actors import require_positions
 from tests.docs.pages import DOCS
@@ -158,8 +158,18 @@ def _reason(text: str) -> str:
 
 def _other_names() -> str:
     rows = [f"| `--{name}` | {_paths([path])} |" for name, path in SHORT.items()]
-    rows += [f"| `--{name.replace('_', '-')}` | {_paths(paths)} |" for name, paths in accepted().items()]
+    rows += [
+        f"| `--{name.replace('_', '-')}` | {_set_by(rows)} |" for name, rows in accepted().items() if "." not in name
+    ]
     return "\n".join(["## Flags with another name", "", "| flag | sets |", "|---|---|", *rows, ""])
+
+
+def _set_by(rows: Sequence[Row]) -> str:
+    """What an accepted name sets: keys, with the values that a row of the table is for."""
+    found = dict.fromkeys(
+        _paths(row.keys) or ("`--profile`" if row.new else "nothing") for row in rows if not row.command
+    )
+    return " or ".join(found)
 
 
 def _paths(paths: Sequence[str]) -> str:

@@ -1,44 +1,60 @@
-"""Generates the tables of docs/migrating.md from `clotho.config.other_trainers`.
+"""Generates the tables of docs/migrating.md from `clotho.config.other_trainers` and the documented command lines.
 
 python -m tests.docs.migration_reference
 """
 
 from __future__ import annotations
 
-import json
 import shlex
 
-from clotho.config.other_trainers import Row, accepted, systems
+from clotho.config.other_trainers import EARLIER, SYSTEMS, Program, Row, table
+from clotho.config.translation import Given
+from tests.config.earlier_command_lines import LINES, Documented
 from tests.docs.pages import DOCS, replace_between
 
 PAGE = DOCS / "migrating.md"
 
 
 def tables() -> str:
-    """One table per earlier system."""
+    """One table per earlier system: its programs, flags and keys."""
     parts = []
-    for system in systems():
-        lines = [f"## {system.title}", "", "| there | here | note |", "|---|---|---|"]
-        lines += [f"| `{_cell(row.old)}` | {_cell(_here(row))} | {_cell(_note(row))} |" for row in system.row]
+    for system in EARLIER:
+        lines = [f"### {SYSTEMS[system]}", "", "| there | here | note |", "|---|---|---|"]
+        lines += [_program(one) for one in table().program if one.system == system]
+        lines += [_line(row, name, system) for row in table().row for name in row.names(system)]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
-def _here(row: Row) -> str:
-    if row.new:
-        return f"`{shlex.join(row.new)}`"
-    if row.keys:
-        return ", ".join(f"`{key}`" for key in row.keys)
-    if row.values:
-        pairs = ((old, setting) for old, found in row.values.items() for setting in found.items())
-        return ", ".join(f"`{old}`: `{key} = {json.dumps(value)}`" for old, (key, value) in pairs)
-    return row.page or "none"
+def command_lines() -> str:
+    """One row per command line of the documents."""
+    rows = [f"| `{_cell(' '.join(line.words))}` | {_outcome(line)} |" for line in LINES]
+    return "\n".join(["| command line | here |", "|---|---|", *dict.fromkeys(rows)])
 
 
-def _note(row: Row) -> str:
-    is_accepted = row.kind == "flag" and row.names[:1] and row.names[0] in accepted()
-    accepts = f"`{row.old.split()[0].rstrip(',')}` is accepted" if is_accepted else ""
-    return "; ".join(filter(None, (accepts, row.note)))
+def _outcome(line: Documented) -> str:
+    return f"refused: {', '.join(f'`{flag}`' for flag in line.refused)}" if line.refused else "runs"
+
+
+def _program(one: Program) -> str:
+    here = "the same program" if one.new is None else f"`{shlex.join(filter(None, ['clotho', *shlex.split(one.new)]))}`"
+    return f"| `{one.name}` | {here} | {_cell(one.note)} |"
+
+
+def _line(row: Row, name: str, system: str) -> str:
+    """The row of a name, with the example value."""
+    one = Given(flag=f"--{name}", values=tuple(shlex.split(row.example or "")))
+    if "." in name:
+        there = f"{name} = {one.text}" if row.value else name
+        here = ", ".join(f"`{key}`" for key in row.keys) or "nothing"
+    else:
+        flag = f"--{name}" if system == "mlx_grpo" else f"--{name.replace('_', '-')}"
+        there = shlex.join([*filter(None, [row.command]), flag, *one.values])
+        here = f"`{shlex.join(words)}`" if (words := row.words(one.text, {name: one.text})) else "nothing"
+        here = f"`{row.before.replace('{}', one.text)} clotho ...`" if row.before else here
+    which = "" if "." in name else "accepted" if name in row.accepted else "refused"
+    which += f" in {row.program}" if row.program else ""
+    return f"| `{_cell(there)}` | {_cell(here)} | {_cell('; '.join(filter(None, [which, row.note])))} |"
 
 
 def _cell(text: str) -> str:
@@ -47,3 +63,4 @@ def _cell(text: str) -> str:
 
 if __name__ == "__main__":
     replace_between(PAGE, "systems", tables())
+    replace_between(PAGE, "lines", command_lines())

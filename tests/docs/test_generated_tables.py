@@ -19,6 +19,7 @@ def test_the_table_of_names_is_up_to_date() -> None:
 def test_the_tables_of_earlier_systems_are_up_to_date() -> None:
     """Regenerate them with `python -m tests.docs.migration_reference`."""
     assert between(migration_reference.PAGE, "systems") == migration_reference.tables()
+    assert between(migration_reference.PAGE, "lines") == migration_reference.command_lines()
 
 
 def test_the_configuration_page_is_up_to_date() -> None:

@@ -8,17 +8,14 @@ from pathlib import Path
 import pytest
 
 from clotho.config.keys import KEYS
-from clotho.config.other_trainers import counterparts, systems
+from clotho.config.other_trainers import by_name
 from tests.docs.pages import DOCS, ROOT
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 PATHS = set(KEYS)
 SECTIONS = {path.partition(".")[0] for path in PATHS if "." in path}
 FILES = (".py", ".md", ".toml", ".jsonl", ".json", ".txt", ".log")
-FOREIGN = {
-    name for row in counterparts() for names in (row.trl, row.verl, row.mlx_lm, row.mlx_lm_lora) for name in names
-}
-FOREIGN |= {row.old for system in systems() for row in system.row if row.kind == "key"}
+FOREIGN = set(by_name())
 CODE = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?: = [^`]+)?`")
 
 
