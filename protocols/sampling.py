@@ -21,6 +21,9 @@ MIN_TEMPERATURE = 1e-5
 """Lowest temperature above 0. The quotient of a float16 logit (at most 65504), changed by the lowest repetition penalty
 and the largest bias, stays below 1e12, so logits stay finite in float32 (at most 3.4e38)."""
 
+MIN_LOGPROB, MAX_LOGPROB = -9999.0, 1e-3
+"""Range of the log-probabilities that other processes report. Values above 0 are rounding errors."""
+
 MIN_REPETITION_PENALTY = 0.01
 MAX_TEMPERATURE = 100.0
 MAX_TOP_LOGPROBS = 20
@@ -303,6 +306,12 @@ def in_use(sampling: Sampling, **row: str) -> list[str]:
 def restricts_support(sampling: Sampling) -> bool:
     """Whether tokens are sampled from a subset of the vocabulary, which has to be recorded for the learner."""
     return bool(in_use(sampling, learner="replays support"))
+
+
+def truncates(sampling: Sampling, vocabulary: int) -> bool:
+    """Whether filters can exclude tokens. False for greedy rows, which report the unfiltered distribution."""
+    filtered = sampling.top_p < 1.0 or sampling.min_p > 0.0 or 0 < sampling.top_k < vocabulary
+    return filtered and sampling.temperature != 0.0
 
 
 def can_record_support(sampling: Sampling) -> bool:

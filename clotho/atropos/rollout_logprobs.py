@@ -9,9 +9,9 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from clotho.atropos.validation import MIN_LOGPROB, CheckedGroup, InvalidGroup, first_index
+from clotho.atropos.validation import CheckedGroup, InvalidGroup, first_index
 from clotho.inference.sample_log import SampledCompletion
-from protocols.sampling import FinishReason
+from protocols.sampling import MIN_LOGPROB, FinishReason
 
 MAX_LOGPROB_DIFFERENCE = 0.01
 """Largest allowed difference, in nats, between the log-probabilities of an environment and of the sample log."""

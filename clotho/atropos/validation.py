@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 from protocols.errors import visible
 from protocols.learnability import MIN_LEARNABLE_TEMPERATURE
 from protocols.rollout import MAX_GROUP_REWARD, TeacherTokens
-from protocols.sampling import MAX_TEMPERATURE
+from protocols.sampling import MAX_LOGPROB, MAX_TEMPERATURE, MIN_LOGPROB
 
 MASKED = -100
 MAX_SEQUENCES = 1024
 MAX_MAGNITUDE = MAX_GROUP_REWARD
 """Limit of scores and advantages."""
-MIN_LOGPROB, MAX_LOGPROB = -9999.0, 1e-3
-"""Range of log-probabilities. Values above 0 are rounding errors."""
 MAX_IMAGES_BYTES = 1024
 
 MAX_DETAIL = 80

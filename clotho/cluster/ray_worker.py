@@ -13,7 +13,7 @@ from anyio.to_thread import run_sync
 
 from clotho.cluster.messages import Failed, Outcome, Published, Refused, Turn
 from clotho.cluster.published_weights import PublishedWeights
-from clotho.remote.server import STATE_SECONDS, RemoteFailure, Traffic, check_answer
+from clotho.remote.server import STATE_SECONDS, RemoteFailure, Traffic
 from clotho.remote.weights import Weights
 from protocols.errors import RequestError, visible
 from protocols.remote import RolloutAnswer, RolloutCall, ServedPolicy
@@ -89,7 +89,6 @@ class RayWorker:
             raise RequestError(visible(outcome.message, 500), param=visible(outcome.param, 100))
         if isinstance(outcome, Failed):
             raise RemoteFailure(visible(outcome.reason, 300))
-        check_answer(outcome.answer, request)
         return outcome.answer
 
     async def close(self) -> None:

@@ -40,6 +40,7 @@ from protocols.sampling import (
     Sampling,
     below_least_positive,
     can_record_support,
+    truncates,
 )
 
 DEFAULT = Sampling()
@@ -66,12 +67,6 @@ def row_parameters(
         count_penalties=_count_penalties(used),
         recording=_recording([row for row in sorted(recorded) if truncates(used[row], vocabulary)], used, vocabulary),
     )
-
-
-def truncates(sampling: Sampling, vocabulary: int) -> bool:
-    """Whether filters can exclude tokens. False for greedy rows, which report the unfiltered distribution."""
-    filtered = sampling.top_p < 1.0 or sampling.min_p > 0.0 or 0 < sampling.top_k < vocabulary
-    return filtered and sampling.temperature != 0.0
 
 
 def _array_unless(values: Sequence[float], neutral: float) -> mx.array | None:

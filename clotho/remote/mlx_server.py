@@ -8,7 +8,6 @@ because it started the process with them.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -64,7 +63,7 @@ class Tokenizer(Protocol):
 
 
 class _Token(Struct, frozen=True, kw_only=True):
-    id: Annotated[int, Meta(ge=0)]
+    id: Annotated[int, Meta(ge=0, lt=2**31)]
     logprob: float
 
 
@@ -230,8 +229,6 @@ class MlxServer:
         logprobs = tuple(token.logprob for token in choice.logprobs.content)
         if not 1 <= len(tokens) <= request.sampling.max_tokens:
             raise RemoteFailure(f"returned a completion of {len(tokens)} tokens")
-        if not all(math.isfinite(logprob) and logprob <= 1e-3 for logprob in logprobs):
-            raise RemoteFailure("returned a log-probability that is not finite or above 0")
         is_ended = tokens[-1] in self._tokenizer.eos_ids
         if not is_ended and len(tokens) < request.sampling.max_tokens:
             raise RemoteFailure("ended a completion before an end token")

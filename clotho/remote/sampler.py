@@ -18,6 +18,7 @@ import structlog
 from anyio.abc import TaskGroup
 from msgspec import structs
 
+from clotho.remote.answer_checks import check_answer
 from clotho.remote.comparison import ServerComparison
 from clotho.remote.place import InferenceServer, Place, freest
 from clotho.remote.server import RemoteFailure
@@ -86,6 +87,7 @@ class RemoteSampler:
         weights: Latest[WeightsReady],
         start: Weights,
         layout: str,
+        vocab_size: int,
         run_id: str,
         sync_interval: int,
         probe_prompt: tuple[int, ...],
@@ -94,7 +96,7 @@ class RemoteSampler:
         patience_seconds: float,
         source: ServerSource | None = None,
     ) -> None:
-        """weights: served by this process. start: the weights at the start. layout: as in `ServedPolicy`.
+        """weights: served by this process. start: the weights at the start. layout, vocab_size: as in `ServedPolicy`.
 
         sync_interval: weights are sent after every so many versions. probe_prompt: tokens of the probe.
         patience_seconds: the run fails if no server can be used for this time. source: of servers that join later.
@@ -102,7 +104,7 @@ class RemoteSampler:
         self._places = [Place(server, 1.0) for server in servers]
         self._source = source
         self._updates, self._weights = updates, weights
-        self._layout, self._run_id = layout, run_id
+        self._layout, self._vocab_size, self._run_id = layout, vocab_size, run_id
         self._sync_interval, self._patience_seconds = sync_interval, patience_seconds
         self._probe_prompt, self._recompute = probe_prompt, recompute
         self._probe_sampling = Sampling(
@@ -255,11 +257,10 @@ class RemoteSampler:
         seeds = (derive(0, "probe", self._target.value.ready.version),)
         request = SampleRequest(prompt=self._probe_prompt, sampling=self._probe_sampling, seeds=seeds)
         try:
-            await place.server.sample(structs.replace(request, sampling=self._short_sampling, record_support=True))
-            answer = await place.server.sample(request)
+            await self._answer(place, structs.replace(request, sampling=self._short_sampling, record_support=True))
+            answer = await self._answer(place, request)
         except RequestError as error:
             raise RemoteFailure(f"refuses the probe: {error}") from error
-        self._require_known(answer)
         completion = answer.completions[0]
         version = completion.versions[0]
         await self._weights.wait_until(lambda weights: weights.version >= version)
@@ -272,10 +273,14 @@ class RemoteSampler:
             raise RemoteFailure(f"computes other log-probabilities: {difference:.3g} nats per token from the learner's")
         return True
 
-    def _require_known(self, answer: RolloutAnswer) -> None:
+    async def _answer(self, place: Place, request: SampleRequest) -> RolloutAnswer:
+        """Return the completions of a server, checked, with versions of this run."""
+        answer = await place.server.sample(request)
+        check_answer(answer, request, vocab_size=self._vocab_size)
         for version, fingerprint in answer.fingerprints.items():
             if self.fingerprints.get(version) != fingerprint:
                 raise RemoteFailure(f"sampled with weights that are not version {version} of this run")
+        return answer
 
     def _fail(self, place: Place, failure: RemoteFailure) -> None:
         """Take a server out of use until it has answered again."""
@@ -345,8 +350,7 @@ class RemoteSampler:
             log.warning("group_requested_again", server=place.server.name)
 
     async def _sample(self, place: Place, request: SampleRequest, oldest: int) -> list[Completion]:
-        answer = await place.server.sample(structs.replace(request, stream=False))
-        self._require_known(answer)
+        answer = await self._answer(place, structs.replace(request, stream=False))
         for completion in answer.completions:
             if min(completion.versions) < oldest:
                 raise RemoteFailure(f"sampled with version {min(completion.versions)}, which is older than {oldest}")

@@ -42,6 +42,7 @@ def remote_sampler(context: RunContext, updates: dict[str, Queue[PolicyUpdated]]
         weights=context.weights,
         start=Weights(ready=context.weights.value, parameters=parameters),
         layout=layout(parameters),
+        vocab_size=context.policy.vocab_size,
         run_id=context.directory.run_id,
         sync_interval=settings.sync_interval,
         probe_prompt=context.prompts.prompt(0).tokens,

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 NODES = 2
 STOPPED_SECONDS = 20.0
-WRONG_DATA = ("malformed", "fingerprint", "shapes", "logprobs")
+WRONG_DATA = ("malformed", "fingerprint", "shapes", "tokens", "logprobs")
 FAULTS = ("kill worker", "kill raylet", "kill node", "stop worker", *WRONG_DATA)
 NUMBER_OF_FAULTS = 10
 

@@ -148,6 +148,7 @@ class TrainingRun:
             "weights": self.weights,
             "start": Weights(ready=self.weights.value, parameters=parameters),
             "layout": layout(parameters),
+            "vocab_size": self.local.policy.vocab_size,
             "run_id": "run",
             "sync_interval": 1,
             "probe_prompt": PROMPT,

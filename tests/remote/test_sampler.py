@@ -163,14 +163,24 @@ def shifted(request: httpx.Request, body: bytes) -> bytes:
     return msgspec.json.encode(fields)
 
 
+def outside(request: httpx.Request, body: bytes) -> bytes:
+    """Name a token that no vocabulary contains in the answers to rollouts."""
+    if "rollouts" not in request.url.path:
+        return body
+    fields = msgspec.json.decode(body)
+    for completion in fields["completions"]:
+        completion["tokens"][0] = 10**9
+    return msgspec.json.encode(fields)
+
+
 def garbage(request: httpx.Request, body: bytes) -> bytes:
     """Return no JSON."""
     return b"\xff" + body if "rollouts" in request.url.path else body
 
 
-@pytest.mark.parametrize("change", [older, shifted, garbage])
+@pytest.mark.parametrize("change", [older, shifted, outside, garbage])
 async def test_a_server_with_wrong_data_gets_no_groups(tmp_path: Path, change: module.Recompute) -> None:
-    """Other fingerprints, other log-probabilities than the learner's, or no JSON: the probe fails."""
+    """Other fingerprints, other log-probabilities than the learner's, unknown tokens, or no JSON: the probe fails."""
     with servers(tmp_path, 3) as [local, wrong, right]:
         wrong.connection.change = change  # type: ignore[assignment]
         sampler = TrainingRun(local).sampler(wrong.client(8001), right.client(8002))
@@ -180,13 +190,14 @@ async def test_a_server_with_wrong_data_gets_no_groups(tmp_path: Path, change: m
             assert sampler._places[0].version is None
 
 
-async def test_wrong_data_of_a_server_in_use_is_sampled_again(tmp_path: Path) -> None:
-    """The server passed the probe and then names another fingerprint."""
+@pytest.mark.parametrize("change", [older, outside])
+async def test_wrong_data_of_a_server_in_use_is_sampled_again(tmp_path: Path, change: module.Recompute) -> None:
+    """The server passed the probe and then names another fingerprint, or a token that is in no vocabulary."""
     with servers(tmp_path, 3) as [local, wrong, right]:
         sampler = TrainingRun(local).sampler(wrong.client(8001), right.client(8002))
         async with running(sampler, usable=2):
             expected = tokens(await sampled(sampler, [group(seed) for seed in range(4)]))
-            wrong.connection.change = older
+            wrong.connection.change = change  # type: ignore[assignment]
             assert tokens(await sampled(sampler, [group(seed) for seed in range(4)])) == expected
     assert sampler.retries >= 1
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +49,13 @@ async def test_a_group_has_one_completion_per_seed_with_versions_and_fingerprint
     [
         b"not json",
         b"{}",
-        answer(COMPLETION),
-        answer(COMPLETION, COMPLETION, fingerprints={}),
-        answer(COMPLETION, COMPLETION | {"logprobs": [-0.5, 0.5]}),
         answer(COMPLETION, COMPLETION | {"logprobs": [-0.5, None]}),
         answer(COMPLETION, COMPLETION | {"logprobs": [-0.5]}),
-        answer(COMPLETION, COMPLETION | {"tokens": [3, -4]}),
-        answer(COMPLETION, COMPLETION | {"tokens": [], "logprobs": [], "versions": []}),
-        answer(COMPLETION, COMPLETION | {"tokens": [1] * 7, "logprobs": [-1.0] * 7, "versions": [0] * 7}),
         b"x" * 3_000_000,
     ],
-    ids=["text", "no fields", "a completion is missing", "no fingerprint", "positive log-probability", "null",
-         "fewer log-probabilities", "negative token", "no token", "too long", "too large"],
-)  # fmt: skip
-async def test_a_wrong_response_is_a_failure_of_the_server(body: bytes) -> None:
+    ids=["text", "no fields", "null", "fewer log-probabilities", "too large"],
+)
+async def test_a_malformed_response_is_a_failure_of_the_server(body: bytes) -> None:
     """No part of such a response is used."""
     with pytest.raises(RemoteFailure):
         await answering(body).sample(group(rows=2))
@@ -70,6 +65,28 @@ async def test_a_valid_response_of_the_same_form_is_accepted() -> None:
     """The wrong responses differ from this one in one place."""
     found = await answering(answer(COMPLETION, COMPLETION)).sample(group(rows=2))
     assert [completion.tokens for completion in found.completions] == [(3, 4), (3, 4)]
+
+
+@pytest.mark.parametrize(
+    "endless", [b"HTTP/1.1 100 Continue\r\n\r\n", b"x-header: 1\r\n"], ids=["interim responses", "headers"]
+)
+async def test_a_response_without_end_is_a_failure_of_the_server(endless: bytes) -> None:
+    """The time limit is that of the whole call: each part of such a response arrives at once."""
+
+    async def respond(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            writer.write(b"HTTP/1.1 200 OK\r\n" if b"header" in endless else b"")
+            while True:
+                writer.write(endless * 64)
+                await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(respond, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        server = RemoteServer(f"http://127.0.0.1:{port}", timeout_seconds=0.5)
+        with pytest.raises(RemoteFailure):
+            await server.sample(group())
+        await server.close()
 
 
 @pytest.mark.parametrize("status", [401, 404, 500, 503])

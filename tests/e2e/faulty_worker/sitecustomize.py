@@ -35,6 +35,16 @@ def shapes(reply: bytes) -> bytes:
     return _changed(reply, lambda answer: answer["completions"].pop())
 
 
+def tokens(reply: bytes) -> bytes:
+    """Name a token that no vocabulary contains."""
+
+    def change(answer: dict[str, Any]) -> None:
+        for completion in answer["completions"]:
+            completion["tokens"] = [10**9] * len(completion["tokens"])
+
+    return _changed(reply, change)
+
+
 def logprobs(reply: bytes) -> bytes:
     """Subtract 2 nats from every log-probability."""
 
@@ -56,7 +66,7 @@ def _changed(reply: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
 
 def _taken_fault() -> Callable[[bytes], bytes] | None:
     """Return the fault of this process, or take one that has no process."""
-    for fault in (malformed, fingerprint, shapes, logprobs):
+    for fault in (malformed, fingerprint, shapes, tokens, logprobs):
         own = Path(str(FAULTS), f"{fault.__name__}.{os.getpid()}")
         try:
             Path(str(FAULTS), fault.__name__).rename(own)

@@ -1,0 +1,115 @@
+"""No completion of another process is used that could not be an answer to the request.
+
+MLX does not check the indices of a gather: a token outside the vocabulary would end the process.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from clotho.remote.answer_checks import check_answer
+from clotho.remote.server import RemoteFailure
+from protocols.remote import RolloutAnswer
+from protocols.sampling import SampleRequest, Sampling
+from tests.remote.inference_server import group
+
+VOCABULARY = 10
+REQUEST = group(
+    rows=2,
+    sampling=Sampling(max_tokens=6, top_k=3, top_logprobs=2, stop=("end",)),
+    record_support=True,
+)
+COMPLETION: dict[str, Any] = {
+    "tokens": [3, 9], "logprobs": [-0.5, -1.5], "versions": [0, 1], "text": "ab", "finish_reason": "stop",
+    "stop_reason": "end", "top_logprobs": [[[3, -0.5], [0, -1.0]], [[9, -1.5]]],
+}  # fmt: skip
+
+
+def support(*tokens: int) -> bytes:
+    """Return a support as it is transferred."""
+    return b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+SUPPORTS = [support(0, 3, 4), support(9)]
+
+
+def answer(request: SampleRequest = REQUEST, /, **changes: Any) -> RolloutAnswer:
+    """Return the answer to a request with a completion that differs from `COMPLETION` in `changes`."""
+    valid = COMPLETION | {"supports": SUPPORTS if request.record_support else []}
+    completions = [valid] * (len(request.seeds) - 1) + [valid | changes]
+    return msgspec.convert({"completions": completions, "fingerprints": {0: "f", 1: "g"}}, RolloutAnswer)
+
+
+def test_a_possible_answer_is_accepted() -> None:
+    """The wrong answers below differ from it in one place."""
+    check_answer(answer(), REQUEST, vocab_size=VOCABULARY)
+    unfiltered = group(rows=1, sampling=REQUEST.sampling)
+    check_answer(answer(unfiltered, stop_reason=9), unfiltered, vocab_size=VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": [3, VOCABULARY]},
+        {"tokens": [10**9, 9]},
+        {"tokens": [2**64, 9]},
+        {"tokens": [3, -4]},
+        {"tokens": [], "logprobs": [], "versions": [], "top_logprobs": [], "supports": []},
+        {
+            "tokens": [9] * 7, "logprobs": [-1.0] * 7, "versions": [0] * 7, "supports": [support(9)] * 7,
+            "top_logprobs": [[]] * 7,
+        },
+        {"sampled": [True, False]},
+        {"sampled": [True, True]},
+        {"weights": "math"},
+        {"fingerprint": "f"},
+        {"logprobs": [-0.5, 0.5]},
+        {"logprobs": [-0.5, math.nan]},
+        {"logprobs": [-0.5, -math.inf]},
+        {"logprobs": [-0.5, -1e300]},
+        {"versions": [1, 2]},
+        {"versions": [1, 0]},
+        {"stop_reason": "other"},
+        {"stop_reason": 4},
+        {"top_logprobs": [[]]},
+        {"top_logprobs": [[[3, -0.5], [0, -1.0], [1, -2.0]], []]},
+        {"top_logprobs": [[[VOCABULARY, -0.5]], []]},
+        {"top_logprobs": [[[-1, -0.5]], []]},
+        {"top_logprobs": [[[3, math.nan]], []]},
+        {"top_logprobs": [[[3, 0.5]], []]},
+        {"supports": []},
+        {"supports": [support(3), support(9, VOCABULARY)]},
+        {"supports": [support(3), support(9, 2**32 - 1)]},
+        {"supports": [support(3), b""]},
+        {"supports": [support(3), support(9)[:3]]},
+        {"supports": [support(3), support(*range(9)) * 40]},
+        {"supports": [support(4, 3), support(9)]},
+        {"supports": [support(3, 3), support(9)]},
+        {"supports": [support(3), support(8)]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_impossible_completion_is_a_failure_of_the_server(changes: dict[str, Any]) -> None:
+    """The other completion of the group is valid."""
+    with pytest.raises(RemoteFailure):
+        check_answer(answer(**changes), REQUEST, vocab_size=VOCABULARY)
+
+
+@pytest.mark.parametrize("changes", [{"supports": SUPPORTS}, {"top_logprobs": [[[3, -0.5]], [[9, -1.5]]]}], ids=str)
+def test_what_was_not_requested_is_a_failure_of_the_server(changes: dict[str, Any]) -> None:
+    """The learner would replay a support that it has not asked for."""
+    plain = group(rows=1, sampling=Sampling(max_tokens=6, stop=("end",)))
+    check_answer(answer(plain, top_logprobs=[]), plain, vocab_size=VOCABULARY)
+    with pytest.raises(RemoteFailure):
+        check_answer(answer(plain, **({"top_logprobs": []} | changes)), plain, vocab_size=VOCABULARY)
+
+
+def test_a_missing_completion_is_a_failure_of_the_server() -> None:
+    """A group has one completion per seed."""
+    one = group(rows=1, sampling=REQUEST.sampling, record_support=True)
+    with pytest.raises(RemoteFailure):
+        check_answer(answer(one), REQUEST, vocab_size=VOCABULARY)
