@@ -206,7 +206,7 @@ async def returns(one: Trainer, shared: Path, repeats: int) -> list[float]:
         weights=weights,
         start=start_weights,
         layout=layout(parameters),
-        vocab_size=VOCAB,
+        vocab_size=one.policy.vocab_size,
         run_id="bench",
         sync_interval=1,
         probe_prompt=PROMPT,
