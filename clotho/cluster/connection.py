@@ -21,6 +21,7 @@ import structlog
 from clotho.cluster.messages import RESOURCE, WorkerSettings
 from clotho.cluster.worker_process import RolloutWorker
 from clotho.config.sections_generation import RayCluster
+from clotho.runtime.signals import reinstall_handlers
 from protocols.errors import ProfileError, RemoteError, visible
 
 log = structlog.get_logger(actor="cluster")
@@ -46,6 +47,9 @@ ENVIRONMENT = {
 }
 """Variables that Ray reads: no report leaves the machine, clusters of Macs are permitted, a late call starts no
 new cluster after `close`, Ray does not change the variables of accelerators, and a busy machine may start slowly."""
+
+ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Variables for a cluster of this machine alone: on every system, Ray's processes then listen on 127.0.0.1 only."""
 
 
 class _LastingThread:
@@ -94,15 +98,24 @@ class RayConnection:
         self._thread = _LastingThread()
 
     async def connect(self) -> None:
-        """Connect to the cluster, or start one on this machine, with the first call. Raises ProfileError."""
-        await self._thread.run(self._connect)
+        """Connect to the cluster, or start one on this machine, with the first call. Raises ProfileError.
+
+        Ray's native code installs a handler of SIGTERM that aborts the process while it drains.
+        """
+        if self._connected:
+            return
+        try:
+            await self._thread.run(self._connect)
+        finally:
+            reinstall_handlers()
 
     def _connect(self) -> None:
-        """Ray sets a handler of SIGTERM in the main thread only; the run has handlers of its own."""
         if self._connected:
             return
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        if self._settings.address == LOCAL:
+            os.environ |= ONE_MACHINE
         try:
             import ray
             import ray._private.worker as internals

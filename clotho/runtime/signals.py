@@ -79,6 +79,17 @@ class SignalWatch:
             self._target.stop()
 
 
+def reinstall_handlers() -> None:
+    """Make Python's handlers effective again, after a library has installed handlers of its own in native code.
+
+    Raises ValueError outside the main thread.
+    """
+    for number in SIGNALS:
+        if (handler := signal.getsignal(number)) is not None:
+            signal.signal(number, handler)
+            signal.siginterrupt(number, False)  # as asyncio installs its handlers
+
+
 @asynccontextmanager
 async def handle_signals(target: Stoppable) -> AsyncIterator[SignalWatch]:
     """Within the block, the first signal drains `target`, and a further SIGINT or SIGTERM stops it."""

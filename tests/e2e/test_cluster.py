@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,15 @@ import pytest
 from safetensors import safe_open
 
 from tests.e2e.pipeline_process import Run
+from tests.e2e.test_cluster_faults import PAUSE, WITHOUT_EVALUATION, assert_every_group_ended_once
 from tests.e2e.test_remote import LONG_SECONDS, accuracy, events
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+
+RAY_ABORT_SECONDS = 5.0
+"""Longer than the time that Ray's handler of SIGTERM gives a process."""
 
 
 def cluster(workers: int) -> tuple[str, ...]:
@@ -54,6 +60,35 @@ def test_a_run_survives_workers_that_are_killed_and_stopped(tmp_path: Path) -> N
     assert result.accounting.prompted > 0
     assert {event["server"] for event in events(run_dir, "remote_server_failed")} == {"worker-0", "worker-1"}
     assert sum(server["restarts"] for server in metrics(run_dir)[-1]["remote_servers"].values()) >= 1
+
+
+def listeners(process: psutil.Process) -> set[str]:
+    """Return the addresses on which a process and its children accept connections, IPv4 addresses as such."""
+    found = set()
+    for one in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            found |= {c.laddr.ip for c in one.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    return {address.removeprefix("::ffff:") for address in found}
+
+
+def test_a_cluster_of_one_machine_listens_on_loopback_and_drains_on_sigterm(tmp_path: Path) -> None:
+    """A group is scored for longer than the time after which Ray's own handler of SIGTERM would abort the process."""
+    run_dir, directory, file = tmp_path / "run", tmp_path / "scoring", tmp_path / "pause.py"
+    directory.mkdir()
+    (directory / "pause").touch()
+    file.write_text(PAUSE.format(directory=str(directory)), encoding="utf-8")
+    reward = f'{{name = "{file}:pauses", correct = true, timeout_seconds = {LONG_SECONDS}}}'
+    flags = ("--rewards", f"[{reward}]", "--steps", "100000", "--eval", "off", *cluster(1))
+    with Run(run_dir, *flags, small=WITHOUT_EVALUATION, patience_seconds=LONG_SECONDS) as running:
+        running.wait_until(lambda: bool(list(directory.glob("[0-9]*"))))
+        assert listeners(psutil.Process(running.process.pid)) == {"127.0.0.1"}
+        running.send(signal.SIGTERM)
+        until = time.monotonic() + RAY_ABORT_SECONDS
+        running.wait_until(lambda: time.monotonic() > until)
+        (directory / "pause").unlink()
+        result = running.finish()
+    assert result.status == 0, result
+    assert_every_group_ended_once(run_dir, result)
 
 
 def test_a_synchronous_run_with_one_worker_equals_a_run_without(tmp_path: Path) -> None:

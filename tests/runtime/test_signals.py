@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -12,7 +13,14 @@ from pathlib import Path
 import pytest
 from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_blocked
 
-from clotho.runtime.signals import MIN_WAIT_SECONDS, SIGNALS, STOP_SECONDS, SignalWatch, handle_signals
+from clotho.runtime.signals import (
+    MIN_WAIT_SECONDS,
+    SIGNALS,
+    STOP_SECONDS,
+    SignalWatch,
+    handle_signals,
+    reinstall_handlers,
+)
 from clotho.runtime.supervisor import transient
 from tests.runtime.scripted_actors import RecordedSupervisor, ScriptedActor
 
@@ -104,6 +112,22 @@ async def test_previous_handlers_are_restored() -> None:
     finally:
         signal.signal(signal.SIGTERM, before[1])
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+async def test_a_handler_of_native_code_is_replaced_by_those_of_the_run() -> None:
+    """A library has installed it behind Python's back, with `signal` of the C library."""
+    ignored = 1
+    recorded = RecordedSupervisor(transient(ScriptedActor("actor", [])))
+    with fail_after(5):
+        async with handle_signals(recorded.supervisor) as watch, create_task_group() as group:
+            group.start_soon(recorded.run)
+            await wait_all_tasks_blocked()
+            ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(ignored))
+            reinstall_handlers()
+            _send(signal.SIGTERM)
+            _send(signal.SIGINT)
+            await recorded.ended.wait()
+    assert watch.received == [signal.SIGTERM, signal.SIGINT]
 
 
 PROGRAM = """
