@@ -46,7 +46,7 @@ from clotho.models.gguf import half_rotation
 from clotho.models.gguf_header import BF16, F16, F32, GgufHeader
 from clotho.models.gguf_header import read_header as read_gguf_header
 from clotho.models.loading import open_stored
-from clotho.models.model_files import TensorHeader
+from clotho.models.model_files import TensorHeader, one_line
 from clotho.models.parameters import flat
 from protocols.checkpoint import BaseQuantization
 from protocols.errors import ArtifactError, visible
@@ -302,8 +302,8 @@ def _opened_npz(path: Path) -> Iterator[AdapterSource]:
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = dict(archive)
-    except (OSError, ValueError, EOFError, AttributeError) as error:
-        raise ArtifactError(f"{path} is no valid NPZ file: {visible(str(error), 200)}", reason="unreadable") from error
+    except Exception as error:  # of the ZIP archive, its compression, the header of an array, or the memory for it
+        raise ArtifactError(f"{path} is no valid NPZ file: {one_line(error)}", reason="unreadable") from error
     headers = {
         name: TensorHeader(dtype=kinds.get(a.dtype, str(a.dtype)), shape=a.shape, begin=0, bytes=a.nbytes)
         for name, a in arrays.items()

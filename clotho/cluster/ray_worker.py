@@ -115,7 +115,7 @@ class RayWorker:
         try:
             self.traffic.received += len(content)
             return msgspec.msgpack.decode(content, type=kind)
-        except (msgspec.MsgspecError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise RemoteFailure(f"not a valid reply: {visible(str(error), 200)}") from error
 
     async def _result(self, reply: Any, *, seconds: float | None) -> Any:

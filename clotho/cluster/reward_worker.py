@@ -156,7 +156,7 @@ class RewardWorker:
         except (TimeoutError, RayError) as error:
             self.kill()
             raise WorkerLost(f"reward {name} lost its worker: {_line(error)}") from error
-        except (msgspec.MsgspecError, TypeError):
+        except (ValueError, TypeError):
             raise self._invalid() from None
         if found.output:
             self._on_output(found.output)

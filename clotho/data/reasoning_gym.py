@@ -242,7 +242,7 @@ class GymProcesses:
         line = process.stdout.readline()
         try:
             return msgspec.json.decode(line, type=Generated | Refused)
-        except msgspec.MsgspecError as error:
+        except ValueError as error:
             process.kill()
             status = process.wait()
             self._errors[process.pid].seek(0)

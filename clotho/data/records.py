@@ -140,7 +140,7 @@ def _read(path: Path) -> bytes:
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file of limited size. A pipe is not waited for, and a device is not read. Raises DatasetError."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        with open(path, "rb", opener=lambda name, _: os.open(name, os.O_RDONLY | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise DatasetError(f"dataset {path} is not a regular file")
@@ -210,6 +210,7 @@ def _columnar_records(path: Path) -> Records:
     try:
         with _opened(path) as file:
             for batch in _batches(file, parquet=path.suffix.lower() == ".parquet"):
+                batch.validate(full=True)  # native code does not check the offsets and indices of a damaged file
                 decoded += batch.nbytes
                 if decoded > MAX_BYTES:
                     raise DatasetError(f"dataset {path} has more than {MAX_BYTES} bytes when decoded")
@@ -218,7 +219,7 @@ def _columnar_records(path: Path) -> Records:
                     number += 1
     except DatasetError:
         raise
-    except (OSError, ValueError, ArithmeticError, NotImplementedError, KeyError, TypeError) as error:
+    except (OSError, ValueError, ArithmeticError, NotImplementedError, LookupError, TypeError, MemoryError) as error:
         raise DatasetError(f"dataset {path} cannot be read: {_one_line(error)}") from error
 
 

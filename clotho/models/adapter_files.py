@@ -50,6 +50,9 @@ MAX_HEADER_BYTES = 16 * 2**20
 MAX_SHOWN = 5
 """Number of tensors that an error message names."""
 
+FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""No link is followed, and a pipe is not waited for."""
+
 FLOAT32_BYTES = 4
 Floats = NDArray[np.float32]
 
@@ -196,13 +199,13 @@ def opened_tensors(path: Path, max_bytes: int) -> Iterator[AdapterSource]:
 def _opened(path: Path, limit: int) -> Iterator[tuple[BinaryIO, int]]:
     """Open a regular file of at most `limit` bytes that is no link; yield it with its size."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = open(path, "rb", opener=lambda name, _: os.open(name, FLAGS))  # noqa: SIM115, closed below
     except (FileNotFoundError, NotADirectoryError) as error:
         raise AdapterRequestError(f"{path} does not exist", reason="missing") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # a directory among them; a ValueError for a NUL in the path
         raise invalid(f"{path} cannot be read: {one_line(error)}") from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
+    with file:
+        status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise invalid(f"{path} is not a regular file")
         if status.st_size > limit:

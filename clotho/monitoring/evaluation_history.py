@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from protocols.errors import RunDirectoryError
+from protocols.errors import RunDirectoryError, visible
 from protocols.evaluation import Estimate, EvalReport, HeldOutMeasures, SampledResults
 
 EVALUATION_METRICS = {
@@ -126,8 +126,8 @@ def read_history(metrics: Path, evaluations: Path) -> RunHistory:
     try:
         records = [msgspec.json.decode(line, type=EvaluationRecord) for line in _lines(evaluations)]
         ages = [msgspec.json.decode(line, type=_Age).seconds for line in _lines(metrics)]
-    except msgspec.MsgspecError as error:
-        raise RunDirectoryError(f"{metrics} or {evaluations.name} is not valid: {error}") from error
+    except ValueError as error:
+        raise RunDirectoryError(f"{metrics} or {evaluations.name} is not valid: {visible(str(error), 200)}") from error
     ages += [record.run_seconds for record in records]
     reports = [_report(record) for record in records]
     return RunHistory(
@@ -143,7 +143,7 @@ def read_evaluations(evaluations: Path) -> tuple[EvaluationRecord, ...]:
     found = []
     with suppress(OSError):
         for line in _lines(evaluations):
-            with suppress(msgspec.MsgspecError):
+            with suppress(ValueError):
                 found.append(msgspec.json.decode(line, type=EvaluationRecord))
     return tuple(found)
 

@@ -193,7 +193,7 @@ class Judge:
             raise JudgeError(f"the reply has {len(response.content)} bytes; at most {MAX_REPLY_BYTES} are permitted")
         try:
             reply = msgspec.json.decode(response.content, type=Reply).choices[0].message.content or ""
-        except (msgspec.MsgspecError, IndexError) as error:
+        except (ValueError, IndexError) as error:
             raise JudgeError(f"{self._shown} sent no chat completion: {error}") from None
         reply = after_thoughts(reply) or ""
         matches = self._pattern.findall(reply)

@@ -246,7 +246,7 @@ class WorkerProcess:
         except (EOFError, OSError):
             await self._wait_for_exit()
             raise self._end(self._how_it_ended()) from None
-        except msgspec.MsgspecError:
+        except ValueError:
             raise self._end("sent an invalid answer") from None
         finally:
             receiving.cancel()

@@ -139,7 +139,9 @@ class SwappingReceiver:
 
 def _read(path: Path, max_bytes: int) -> bytes:
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        with open(
+            path, "rb", opener=lambda name, _: os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        ) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CheckpointError(f"{path.name} is not a file")
             content = file.read(max_bytes + 1)

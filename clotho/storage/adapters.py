@@ -29,7 +29,7 @@ from clotho.storage.atomic_files import (
 )
 from clotho.storage.tensors import named_arrays, read_tensors, write_tensors
 from protocols.checkpoint import AdapterConfig
-from protocols.errors import CheckpointError, RunDirectoryError
+from protocols.errors import CheckpointError, RunDirectoryError, visible
 
 TENSORS = "adapters.safetensors"
 CONFIG = "adapter_config.json"
@@ -140,8 +140,8 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     path = directory / CONFIG
     try:
         return msgspec.json.decode(path.read_bytes(), type=AdapterConfig)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be used: {visible(str(error), 200)}") from error
 
 
 def read_adapter(directory: Path, expected: Any, config: AdapterConfig) -> Any:
@@ -176,7 +176,7 @@ def tensor_problems(arrays: Mapping[str, mx.array], expected: Mapping[str, mx.ar
 def _require_same_config(directory: Path, found: AdapterConfig, expected: AdapterConfig) -> None:
     found_settings, expected_settings = _settings(found), _settings(expected)
     differences = [
-        f"{key} is {found_settings.get(key)}, not {expected_settings.get(key)}"
+        f"{key} is {visible(str(found_settings.get(key)), 100)}, not {expected_settings.get(key)}"
         for key in sorted(found_settings | expected_settings)
         if found_settings.get(key) != expected_settings.get(key)
     ]

@@ -304,8 +304,8 @@ def _read_replay(path: Path) -> tuple[ReplayGroup, ...]:
         return ()
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=tuple[ReplayGroup, ...])
-    except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be used: {visible(str(error), MESSAGE_LIMIT)}") from error
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:

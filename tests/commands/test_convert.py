@@ -28,6 +28,7 @@ from clotho.storage.tensors import read_tensors
 from protocols.errors import ArtifactError
 from tests.artifacts import hub_models
 from tests.artifacts.hub_models import SHAPES, logits
+from tests.damaged_files import read_damaged
 from tests.inference.adapter_models import write_mlx_adapter
 from tests.learner_settings import policy_settings
 from tests.models.gguf_files import TOKENS_1_T, build, byte_level, write
@@ -373,3 +374,25 @@ def test_a_model_becomes_a_new_directory_of_mlx_only(tmp_path: Path, capsys: pyt
         assert capsys.readouterr().err.count("\n") == 1
     assert list((tmp_path / "old").iterdir()) == []
     assert not (tmp_path / "new").exists()
+
+
+def damaged_outcomes(base: Path, directory: Path, count: int) -> None:
+    """Damage the tensors of adapters so many times; each is refused in one line, or read."""
+    plain = set_config(adapter(directory / "mlx", base), model="")
+    files = [plain / TENSORS["mlx"]]
+    names: dict[FormatName, str] = {"peft": TENSORS["peft"], "npz": "adapter.npz"}
+    for form, name in names.items():
+        convert(plain, directory / form, form)
+        files.append(directory / form / name)
+    assert sorted(read_damaged("adapter", files, count, seed=0)) == ["loaded", "refused"]
+
+
+def test_damaged_adapters_are_read_or_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    """In the formats of mlx-lm, PEFT and NPZ: bytes change, move, are lost, or become numbers at limits."""
+    damaged_outcomes(bases["llama"], tmp_path, 60)
+
+
+@pytest.mark.slow
+def test_a_thousand_damaged_adapters_are_read_or_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    """As above."""
+    damaged_outcomes(bases["llama"], tmp_path, 1000)

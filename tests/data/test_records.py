@@ -14,6 +14,7 @@ from pyarrow import feather, ipc, parquet
 from clotho.data import records
 from clotho.data.records import Source, read_records
 from protocols.errors import DatasetError
+from tests.damaged_files import read_damaged
 
 ROWS = [{"prompt": "1+1?", "answer": "2", "level": 1}, {"prompt": 'a,b\n"c"', "answer": "é", "level": 2}]
 
@@ -89,6 +90,34 @@ def test_a_damaged_columnar_file_is_refused(tmp_path: Path, name: str) -> None:
     for contents in (b"", b"PAR1", b"ARROW1\0\0" + bytes(64)):
         path.write_bytes(contents)
         assert name in refusal(path)
+
+
+def damaged_outcomes(directory: Path, count: int) -> None:
+    """Damage files of every columnar form so many times; each is refused in one line, or has rows."""
+    table = pa.Table.from_pylist(
+        [{**ROWS[n % 2], "n": n, "tags": ["a", "é"][: n % 3], "o": {"x": n}} for n in range(9)]
+    )
+    table = table.append_column("c", pa.array(["x", "y", "z"] * 3).dictionary_encode())
+    table = table.append_column("v", pa.array([f"longer than a view holds {n}" for n in range(9)], pa.string_view()))
+    forms = {"file": ipc.new_file, "stream": ipc.new_stream}
+    for name, new in forms.items():
+        with new(directory / f"{name}.arrow", table.schema) as writer:
+            writer.write_table(table, max_chunksize=4)
+    feather.write_feather(table.drop_columns(["v"]), directory / "data.feather", compression="lz4")
+    parquet.write_table(table, directory / "data.parquet")
+    files = sorted(directory.iterdir())
+    assert sorted(read_damaged("dataset", files, count, seed=0)) == ["loaded", "refused"]
+
+
+def test_damaged_columnar_files_never_end_the_process(tmp_path: Path) -> None:
+    """Bytes change, move, are lost, or become numbers at the limits of integers: offsets, lengths, counts, indices."""
+    damaged_outcomes(tmp_path, 80)
+
+
+@pytest.mark.slow
+def test_a_thousand_damaged_columnar_files_never_end_the_process(tmp_path: Path) -> None:
+    """As above."""
+    damaged_outcomes(tmp_path, 1000)
 
 
 def test_the_decoded_size_of_a_columnar_file_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

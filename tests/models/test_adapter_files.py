@@ -182,6 +182,12 @@ def make_link(path: Path) -> None:
     path.symlink_to(path.rename(path.with_name("other")))
 
 
+def make_directory(path: Path) -> None:
+    """Replace a file by an empty directory."""
+    path.unlink()
+    path.mkdir()
+
+
 def make_pipe(path: Path) -> None:
     """Replace a file by a pipe without writer."""
     path.unlink()
@@ -204,6 +210,7 @@ INVALID: dict[str, Change] = {
     "truncated": lambda d: os.truncate(d / "adapters.safetensors", (d / "adapters.safetensors").stat().st_size - 4),
     "link": lambda d: make_link(d / "adapters.safetensors"),
     "pipe": lambda d: make_pipe(d / "adapters.safetensors"),
+    "directory": lambda d: make_directory(d / "adapters.safetensors"),
     "unknown tensor": set_tensors(lambda t: {**t, "model.layers.9.self_attn.q_proj.lora_a": t[min(t)]}),
     "weight beside": set_tensors(lambda t: {**t, "lm_head.weight": t[min(t)]}),
     "dora magnitude": set_tensors(lambda t: {**t, f"{min(t).removesuffix('.lora_a')}.m": np.ones(4, np.float32)}),

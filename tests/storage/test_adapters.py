@@ -20,6 +20,7 @@ from clotho.storage.adapters import (
     TENSORS,
     pad_ranks,
     read_adapter,
+    read_adapter_config,
     require_own_adapter,
     unpad_ranks,
     write_adapter,
@@ -199,6 +200,26 @@ def test_an_adapter_with_other_settings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter" / CONFIG).write_text("{")
     with pytest.raises(CheckpointError, match="cannot be used"):
         read_adapter(tmp_path / "adapter", other.trainable(), other.adapter_config)
+
+
+@pytest.mark.parametrize("text", [b'{"fine_tune_type": "\xff"}', b'{"model": "' + b"\xff" * 4000 + b'"}', b"\x00"])
+def test_a_configuration_that_is_no_text_is_refused_in_a_short_line(tmp_path: Path, text: bytes) -> None:
+    """A checkpoint whose manifest was written again for such a file passes the comparison of digests."""
+    (tmp_path / CONFIG).write_bytes(text)
+    with pytest.raises(CheckpointError) as caught:
+        read_adapter_config(tmp_path)
+    assert len(str(caught.value).removeprefix(str(tmp_path))) < 300
+
+
+def test_values_of_another_configuration_are_shortened(tmp_path: Path) -> None:
+    """The message is one line that can be read."""
+    policy = trained(save(tmp_path / "base"))
+    write_adapter(tmp_path / "adapter", policy.trainable(), policy.adapter_config)
+    written = json.loads((tmp_path / "adapter" / CONFIG).read_text())
+    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(written | {"trained_weights": ["\x1b" * 9000]}))
+    with pytest.raises(CheckpointError, match="trained_weights") as caught:
+        read_adapter(tmp_path / "adapter", policy.trainable(), policy.adapter_config)
+    assert len(str(caught.value).removeprefix(str(tmp_path))) < 400
 
 
 def test_writing_into_a_directory_keeps_other_files(tmp_path: Path) -> None:
