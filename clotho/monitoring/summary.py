@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -39,14 +40,22 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     _print_lines(console, result_lines(summary))
     if summary.before is not None or summary.after is not None:
         console.print(accuracy_table(summary, ascii_only=console.options.ascii_only))
-    _print_lines(console, command_lines(summary), are_commands=True)
+    _print_lines(console, command_lines(summary))
     _print_lines(console, figure_lines(summary))
 
 
-def _print_lines(console: Console, lines: Iterable[tuple[str, str]], *, are_commands: bool = False) -> None:
-    for label, text in lines:
+class Line(NamedTuple):
+    """One line below or above the table. is_command: it is not wrapped."""
+
+    label: str
+    text: str
+    is_command: bool = False
+
+
+def _print_lines(console: Console, lines: Iterable[Line]) -> None:
+    for label, text, is_command in lines:
         line = terminal_text(f"{label:<{LABEL_WIDTH}}{text}", LINE_LIMIT, ascii_only=console.options.ascii_only)
-        for part in [line] if are_commands else wrapped(line, console.width, indent=LABEL_WIDTH):
+        for part in [line] if is_command else wrapped(line, console.width, indent=LABEL_WIDTH):
             console.print(Text(part), soft_wrap=True)
 
 
@@ -79,54 +88,56 @@ def _measures(report: EvalReport) -> Iterator[Row]:
     return rows(report.measures, functions=True)
 
 
-def result_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
-    """Yield label and text of what was learned and what was not, the findings, and the best checkpoint."""
-    yield "learned", _learned(summary)
+def result_lines(summary: RunSummary) -> Iterator[Line]:
+    """Yield what was learned and what was not, the findings, and the best checkpoint."""
+    yield Line("learned", _learned(summary))
     if summary.steps < summary.planned_steps:
-        yield "stopped", f"after step {summary.steps} of {summary.planned_steps}"
+        yield Line("stopped", f"after step {summary.steps} of {summary.planned_steps}")
     if summary.is_untrained:
         trained = "adapter is the initial one" if summary.is_adapter else "weights are those of the base model"
-        yield "untrained", f"no update was applied, so the {trained}"
+        yield Line("untrained", f"no update was applied, so the {trained}")
     for finding in summary.findings:
-        yield finding.severity, finding.text
+        yield Line(finding.severity, f"{finding.fact}; {finding.consequence}; {finding.advice}")
+        if finding.command:
+            yield Line(finding.use, finding.command, is_command=True)
     if equal := summary.balance.by_reason.get("zero_variance", 0):
         ended = summary.balance.trained + summary.balance.discarded
-        yield "no signal", f"{equal} of {ended} groups had equal rewards and therefore no training signal"
+        yield Line("no signal", f"{equal} of {ended} groups had equal rewards and therefore no training signal")
     if summary.after and summary.after.ungraded:
         count = summary.after.ungraded
-        yield "ungraded", f"{count} held-out problems, because no reward with correct = true applies to them"
+        yield Line("ungraded", f"{count} held-out problems, because no reward with correct = true applies to them")
     if summary.after and summary.after.failed:
-        yield "failed", f"a reward function on {summary.after.failed} held-out problems; log.jsonl has the errors"
+        yield Line("failed", f"a reward function on {summary.after.failed} held-out problems; log.jsonl has the errors")
     if (best := summary.best) is not None:
         accuracy = f"held-out accuracy {percent(best.accuracy)} of {best.problems} problems"
-        yield "best", f"step {best.step}, {accuracy}: {summary.best_path}"
+        yield Line("best", f"step {best.step}, {accuracy}: {summary.best_path}")
 
 
-def figure_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
-    """Yield label and text of the groups, times, rates, memory and files of the run."""
+def figure_lines(summary: RunSummary) -> Iterator[Line]:
+    """Yield the groups, times, rates, memory and files of the run."""
     yield from _group_lines(summary)
     yield from _speed_lines(summary)
-    yield "files", f"{', '.join(summary.files)} in {summary.run_dir}"
-    yield "adapter" if summary.is_adapter else "weights", summary.adapter
+    yield Line("files", f"{', '.join(summary.files)} in {summary.run_dir}")
+    yield Line("adapter" if summary.is_adapter else "weights", summary.adapter)
 
 
-def _group_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
+def _group_lines(summary: RunSummary) -> Iterator[Line]:
     """Yield how the groups of the run ended."""
-    yield "groups", str(summary.balance)
+    yield Line("groups", str(summary.balance))
     if summary.balance.by_reason:
-        yield "discarded", _reasons(summary.balance)
+        yield Line("discarded", _reasons(summary.balance))
     for gap in summary.history_gaps:
-        yield "records", _gap(gap, summary)
+        yield Line("records", _gap(gap, summary))
     for environment, balance in summary.balance.sources.items():
         discarded = f" ({_reasons(balance)})" if balance.by_reason else ""
-        yield "environment", f"{environment}: {balance.in_words('received')}{discarded}"
+        yield Line("environment", f"{environment}: {balance.in_words('received')}{discarded}")
 
 
-def _speed_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
+def _speed_lines(summary: RunSummary) -> Iterator[Line]:
     """Yield times, rates and memory."""
     gauges, evaluation = summary.gauges, summary.evaluation_seconds
     beside = f", evaluation {duration(evaluation)} beside them (these times overlap)" if evaluation else ""
-    yield (
+    yield Line(
         "time",
         f"total {duration(summary.total_seconds)}: training {duration(summary.training_seconds)}, evaluation before "
         f"and after {duration(summary.other_evaluation_seconds)}; in the training: decoding "
@@ -135,17 +146,17 @@ def _speed_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
     )
     rate = gauges.tokens_sampled / summary.total_seconds if summary.total_seconds > 0 else None
     alone, during = (number(one, ".0f") for one in (gauges.decode_rate_idle, gauges.decode_rate_learning))
-    yield (
+    yield Line(
         "decoding",
         f"{size(gauges.tokens_sampled)} tokens; per second: {number(rate, '.0f')} over the run with its evaluations, "
         f"{alone} while decoding alone, {during} during updates" + _share(gauges.decode_share_learning),
     )
-    yield (
+    yield Line(
         "weight swaps",
         f"{gauges.swaps}, median {milliseconds(gauges.swap_seconds_median)}, longest "
         f"{milliseconds(gauges.swap_seconds_max)}",
     )
-    yield "memory", f"peak {memory(gauges.peak_memory_bytes)}"
+    yield Line("memory", f"peak {memory(gauges.peak_memory_bytes)}")
 
 
 def _learned(summary: RunSummary) -> str:
@@ -168,29 +179,37 @@ def _learned(summary: RunSummary) -> str:
     )
 
 
-def command_lines(summary: RunSummary) -> Iterator[tuple[str, str]]:
-    """Yield label and text of the commands that a user needs next."""
+def command_lines(summary: RunSummary) -> Iterator[Line]:
+    """Yield the commands that a user needs next."""
     if summary.steps < summary.planned_steps:
-        yield "continue it", summary.resume_command
+        yield Line("continue it", summary.resume_command, is_command=True)
     model, adapter = shlex.quote(summary.base_model), shlex.quote(summary.adapter)
     if summary.base_model.lower().endswith(".gguf"):  # mlx-lm reads models from directories only
-        yield "convert it", f"{program()} convert {model} base --to mlx"
+        yield Line("convert it", f"{program()} convert {model} base --to mlx", is_command=True)
         model = "base"
-    yield "load it", f"mlx_lm.chat --model {model} --adapter-path {adapter}"
+    yield Line("load it", f"mlx_lm.chat --model {model} --adapter-path {adapter}", is_command=True)
     run, profile = shlex.quote(summary.run_dir), shlex.quote(summary.profile)
-    yield "look at it", f"{program()} view {run}"
+    yield Line("look at it", f"{program()} view {run}", is_command=True)
     if summary.is_untrained:
-        yield "find out", f"{program()} doctor --profile {profile}"
+        yield Line("find out", f"{program()} doctor --profile {profile}", is_command=True)
         return
     if not summary.is_adapter:  # `eval` and `serve` read such weights as a model
         trained = shlex.quote(f"{summary.run_dir}-model")
-        yield "export it", f"mlx_lm.fuse --model {model} --adapter-path {adapter} --save-path {trained}"
-        yield "evaluate it", f"{program()} eval --profile {profile} --model {trained}"
-        yield "serve it", f"{program()} serve --model {trained}"
+        yield Line(
+            "export it", f"mlx_lm.fuse --model {model} --adapter-path {adapter} --save-path {trained}", is_command=True
+        )
+        yield Line("evaluate it", f"{program()} eval --profile {profile} --model {trained}", is_command=True)
+        yield Line("serve it", f"{program()} serve --model {trained}", is_command=True)
         return
-    yield "evaluate it", f"{program()} eval --profile {profile} --adapter {adapter}"
-    yield "serve it", f"{program()} serve --model {shlex.quote(summary.base_model)} --adapter policy={adapter}"
-    yield "export it", f"{program()} convert {run} {shlex.quote(f'{summary.run_dir}.gguf')} --to gguf"
+    yield Line("evaluate it", f"{program()} eval --profile {profile} --adapter {adapter}", is_command=True)
+    yield Line(
+        "serve it",
+        f"{program()} serve --model {shlex.quote(summary.base_model)} --adapter policy={adapter}",
+        is_command=True,
+    )
+    yield Line(
+        "export it", f"{program()} convert {run} {shlex.quote(f'{summary.run_dir}.gguf')} --to gguf", is_command=True
+    )
 
 
 def resume_command(profile: Path) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +24,14 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 MISSING = "\N{EN DASH}"
+LINES = 7
+"""Number of lines of a chart with colours of their own."""
+
 SHAPE = RunShape(groups=64, steps=8, planned_steps=12)
 OTHER = RunShape(groups=64, steps=6, planned_steps=12, seed=1)
+NAMES = ("constructor", "toString", "__proto__", "hasOwnProperty")
+"""Names that objects of JavaScript inherit."""
+
 PAGES = ("#/", "#/timeline", "#/compare", "#/settings")
 
 
@@ -33,9 +41,13 @@ FORBIDDEN = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|ne
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two finished runs."""
+    """Two finished runs with different seeds. The first one has facts."""
     directory = tmp_path_factory.mktemp("runs")
-    return write_run(directory / "first", SHAPE), write_run(directory / "second", OTHER)
+    first, second = write_run(directory / "first", SHAPE), write_run(directory / "second", OTHER)
+    (first / "facts.json").write_text(json.dumps({"started": 1_795_517_218.3, "parameters": 492_608}))
+    profile = second / "profile.toml"
+    profile.write_text(profile.read_text().replace("seed = 0\n", "seed = 1\n", 1))
+    return first, second
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +87,8 @@ def test_every_chart_of_a_finished_run_has_a_canvas_and_values(browser: Browser,
     with visit(browser, address) as visited:
         opened(visited)
         until(visited, "(count) => document.querySelectorAll('[data-chart]').length >= count", len(CHARTS))
+        if (folded := visited.page.get_by_role("button", name="Show", exact=True)).count():
+            folded.click()
         columns = visited.evaluate("fetch('dashboard/api/runs/0/metrics').then((r) => r.json()).then((r) => r.columns)")
         known = {name for name, values in columns.items() if any(value is not None for value in values)}
         for chart in CHARTS:
@@ -164,12 +178,16 @@ def test_keys_open_pages_and_the_help(browser: Browser, address: str) -> None:
 
 @pytest.mark.slow
 def test_the_comparison_shows_every_run_and_the_settings_that_differ(browser: Browser, address: str, runs: Any) -> None:
-    """Each chart has one line per run; runs can be left out."""
+    """Each chart has one line per run; runs can be left out. The settings are folded, below the charts."""
     with visit(browser, address) as visited:
         opened(visited, "#/compare")
         until(visited, "document.querySelector('[data-chart=\"reward/mean\"] canvas') !== null")
         assert set(legend(visited, "reward/mean")) == {run.name for run in runs}
-        assert any("run_dir" in text for text in visited.texts("main th"))
+        assert visited.find("details:not([open]) table").count() == 1
+        assert "seed" in visited.texts("main details th")
+        assert not [
+            text for text in visited.texts("main details th") if text == "run_dir" or text.startswith("server.")
+        ]
         visited.page.get_by_role("checkbox", name="second").uncheck()
         until(visited, "document.querySelectorAll('[data-chart=\"reward/mean\"] .legend button').length === 1")
 
@@ -210,6 +228,141 @@ def test_a_page_of_ten_thousand_steps_is_drawn_in_time(browser: Browser, tmp_pat
         print(f"drawn after {time.monotonic() - began:.2f} s")  # noqa: T201
 
 
+def rewritten(run: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+    """Change every line of metrics.jsonl."""
+    metrics = run / "metrics.jsonl"
+    lines = [json.dumps(change(json.loads(line))) for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(line + "\n" for line in lines))
+    return run
+
+
+@pytest.mark.slow
+def test_names_that_objects_inherit_are_ordinary_names(browser: Browser, tmp_path: Path) -> None:
+    """Names of metrics, findings and pages come from files and addresses."""
+    finding = {"severity": "toString", "fact": "f", "consequence": "c", "advice": "a"}
+
+    def hostile(line: dict[str, Any]) -> dict[str, Any]:
+        groups = {f"environments/{name}": {name: 1.0 + line["step"]} for name in NAMES}
+        found = [finding | {"name": name} for name in NAMES] if line["step"] % 2 else []
+        return line | dict.fromkeys(NAMES, 1.0 + line["step"]) | groups | {"findings": found}
+
+    both = [rewritten(write_run(tmp_path / name, SHAPE), hostile) for name in ("first", "second")]
+    with viewing(*both) as found, visit(browser, found) as visited:
+        opened(visited)
+        visited.page.locator("summary", has_text="Other metrics").click()
+        until(visited, "document.querySelectorAll('[data-chart=\"__proto__\"] canvas').length === 1")
+        assert all(legend(visited, name) == {name: "9"} for name in NAMES)
+        for place in ("#/compare", "#/constructor", "#/groups?min_constructor=1&sort=constructor", "#/__proto__/x"):
+            opened(visited, place) if "groups" not in place else visited.open(place)
+            visited.page.wait_for_timeout(100)
+
+
+@pytest.mark.slow
+def test_a_chart_without_any_change_from_its_neutral_value_is_folded(browser: Browser, tmp_path: Path) -> None:
+    """One line names these charts, and shows them. A section without any chart has no title."""
+    quiet = {"truncated_fraction": 0.0, "step_scale": 1.0, "staleness/mean": 0.0, "staleness/max": 0}
+    absent = dict.fromkeys(("ess", "completion_ess", "mismatch_kl", "ratio_mean"))
+    run = rewritten(write_run(tmp_path / "quiet", SHAPE), lambda line: line | quiet | absent)
+    with viewing(run) as found, visit(browser, found) as visited:
+        opened(visited)
+        until(visited, "document.querySelector('[data-chart=loss] canvas') !== null")
+        charts = ("truncation", "step-scale", "staleness")
+        titles = visited.page.get_by_role("heading", name="Off-policy")
+        assert not any(visited.find(f"[data-chart={name}]").is_visible() for name in charts)
+        assert not titles.is_visible()
+        assert all(
+            text in visited.find("p:has-text('Quiet')").inner_text() for text in ("Truncation 0", "Step scale 1")
+        )
+        visited.page.get_by_role("button", name="Show", exact=True).click()
+        assert all(visited.find(f"[data-chart={name}] canvas").is_visible() for name in charts)
+        assert titles.is_visible()
+
+
+@pytest.mark.slow
+def test_the_overview_begins_with_large_charts_of_reward_and_accuracy(browser: Browser, address: str) -> None:
+    """They are above the fold, directly below the tiles."""
+    with visit(browser, address, size=(1400, 900)) as visited:
+        opened(visited)
+        until(visited, "document.querySelector('[data-chart=loss] canvas') !== null")
+        boxes = {
+            name: visited.find(f"[data-chart='{name}']").bounding_box()
+            for name in ("reward", "held-out-accuracy", "loss")
+        }
+        reward, accuracy, loss = (box or {} for box in boxes.values())
+        assert reward["y"] == accuracy["y"] < loss["y"]
+        assert reward["y"] + reward["height"] < 900
+        assert reward["width"] * reward["height"] > 2 * loss["width"] * loss["height"]
+
+
+@pytest.mark.slow
+def test_the_speed_is_the_mean_of_the_run_once_it_has_ended(browser: Browser, tmp_path: Path) -> None:
+    """While it continues, the speed is the mean of ten steps; a step of few tokens does not determine it."""
+    speeds = {"completion_length/total": 100, "tokens_per_second": 50.0}
+    last = {"completion_length/total": 10, "tokens_per_second": 10_000.0}
+    run = write_run(tmp_path / "run", RunShape(groups=64, steps=16, planned_steps=16))
+    rewritten(run, lambda line: line | (last if line["step"] == 16 else speeds))
+    with viewing(run) as found, visit(browser, found) as visited:
+        opened(visited)
+        until(visited, "document.querySelector('[data-chart=loss] canvas') !== null")
+        tiles = dict(zip(visited.texts(".tiles dt"), visited.texts(".tiles dt + dd"), strict=True))
+        assert tiles["Tokens per second"] == f"{1510 / 30.001:.1f}"
+
+
+@pytest.mark.slow
+def test_a_finding_that_has_ended_keeps_its_text(browser: Browser, tmp_path: Path) -> None:
+    """In a folded list, with the steps at which it applied."""
+    finding = {"name": "truncated", "severity": "warning", "fact": "the fact", "consequence": "c", "advice": "a"}
+    run = rewritten(
+        write_run(tmp_path / "run", SHAPE), lambda line: line | {"findings": [finding] if line["step"] < 4 else []}
+    )
+    with viewing(run) as found, visit(browser, found) as visited:
+        opened(visited)
+        text = visited.page.get_by_text("the fact", exact=True)
+        assert not text.is_visible()
+        visited.page.locator("summary", has_text="Findings that have ended: truncated").click()
+        assert text.is_visible()
+        assert "from step 1 to 3" in visited.texts("#ended .severity")[0]
+
+
+@pytest.mark.slow
+def test_the_command_of_a_finding_can_be_copied(browser: Browser, tmp_path: Path) -> None:
+    """The command is complete and on one line. The button selects it, and copies it where the browser allows that."""
+    command = "clotho --profile 'my run/profile.toml' --learner.optimizer.learning-rate 1e-05"
+    finding = {
+        "name": "truncated",
+        "severity": "error",
+        "fact": "f",
+        "consequence": "c",
+        "advice": "a",
+        "command": command,
+    }
+    run = rewritten(write_run(tmp_path / "run", SHAPE), lambda line: line | {"findings": [finding]})
+    with viewing(run) as found, visit(browser, found) as visited:
+        opened(visited)
+        visited.page.get_by_role("button", name="Copy", exact=True).click()
+        assert visited.texts(".finding code") == [command]
+        until(visited, "(command) => getSelection().toString() === command", command)
+
+
+@pytest.mark.slow
+def test_the_run_can_be_named_before_the_hash(browser: Browser, address: str) -> None:
+    """The address is then the one that the page itself uses."""
+    with visit(browser, address) as visited:
+        visited.open("?run=1#/settings")
+        until(visited, "location.hash === '#/settings?run=1' && location.search === ''")
+        until(visited, "document.querySelector('header select').value === '1'")
+
+
+@pytest.mark.slow
+def test_facts_are_readable(browser: Browser, address: str) -> None:
+    """The start is a date, and large numbers have separators."""
+    with visit(browser, address) as visited:
+        opened(visited, "#/settings")
+        shown = dict(zip(visited.texts("main dt"), visited.texts("main dd"), strict=True))
+        assert shown["parameters"] == "492,608"
+        assert "November 2026" in shown["started"]
+
+
 def luminance(colour: str) -> float:
     """Return the relative luminance of `#rrggbb` as WCAG defines it."""
     values = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
@@ -229,7 +382,7 @@ def test_texts_and_lines_have_a_contrast_of_4_5_with_every_background(scheme: in
     style = (PAGE / "style.css").read_text()
     block = re.findall(r":root \{(.*?)\}", style, re.DOTALL)[scheme]
     colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
-    texts = ["text", "muted", "accent", "good", "warn", "bad", *(f"s{number}" for number in range(1, 7))]
+    texts = ["text", "muted", "accent", "good", "warn", "bad", *(f"s{number}" for number in range(1, LINES + 1))]
     for text in texts:
         for background in ("page", "card"):
             assert contrast(colours[text], colours[background]) >= 4.5, (text, background)
@@ -237,6 +390,27 @@ def test_texts_and_lines_have_a_contrast_of_4_5_with_every_background(scheme: in
     for text, background in (*tints, ("accent", "tint"), ("warn", "warn-tint"), ("bad", "bad-tint")):
         assert contrast(colours[text], colours[background]) >= 4.5, (text, background)
     assert not re.search(r"#(?:[0-9a-f]{3}|[0-9a-f]{6})\b", style.split("* { box-sizing", 1)[1])
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_lines_of_a_chart_can_be_told_apart(scheme: int) -> None:
+    """Any two colours are far from each other, in CIELAB; a chart with more lines dashes the others."""
+    style = (PAGE / "style.css").read_text()
+    block = re.findall(r":root \{(.*?)\}", style, re.DOTALL)[scheme]
+    colours = re.findall(r"--s\d: (#[0-9a-f]{6})", block)
+    assert len(colours) == LINES
+    assert f"const COLOURS = {LINES};" in (PAGE / "charts.js").read_text()
+    assert min(math.dist(cielab(one), cielab(other)) for one, other in combinations(colours, 2)) > 25
+
+
+def cielab(colour: str) -> tuple[float, float, float]:
+    """Return L*, a* and b* of `#rrggbb` under D65."""
+    values = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    rgb = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
+    weights = ((0.4124, 0.3576, 0.1805, 0.95047), (0.2126, 0.7152, 0.0722, 1.0), (0.0193, 0.1192, 0.9505, 1.08883))
+    ratios = (sum(w * v for w, v in zip(row, rgb, strict=False)) / row[3] for row in weights)
+    x, y, z = (ratio ** (1 / 3) if ratio > 0.008856 else 7.787 * ratio + 16 / 116 for ratio in ratios)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 def test_modules_create_no_markup_from_text() -> None:

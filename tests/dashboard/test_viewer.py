@@ -263,3 +263,11 @@ def append_groups(directory: Path, groups: list[Group], number: int) -> None:
     """Append a group with this number to the records of a run."""
     with (directory / "rollouts.jsonl").open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(groups[-2] | {"group_id": number}) + "\n")
+
+
+@pytest.mark.parametrize(("width", "is_open"), [(899, False), (900, True)])
+def test_the_filters_are_folded_on_a_narrow_screen(browser: Browser, address: str, width: int, is_open: bool) -> None:
+    """The rows need the height."""
+    with visit(browser, address, size=(width, 600)) as page:
+        wait_for_list(page)
+        assert page.find("[data-key=min_reward]").is_visible() is is_open

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -235,6 +236,59 @@ def test_a_diff_contains_both_completions(browser: Browser, address: str, groups
             assert "".join(page.texts(".diff .right span, .diff .right ins")) == right
             assert page.find("section").filter(has_text=f"compared by {level}").count()
         assert page.place == f"#/groups/{group['group_id']}?diff=0-2&level=line"
+
+
+def test_the_best_and_the_worst_completion_are_compared_at_first(
+    browser: Browser, address: str, groups: list[Group]
+) -> None:
+    """The comparison is the first box after the prompt. The address that chooses nothing shows none."""
+    group = newest(groups)
+    rewards = [one["reward"] for one in group["completions"]]
+    best, worst = rewards.index(max(rewards)), len(rewards) - 1 - rewards[::-1].index(min(rewards))
+    with visit(browser, address) as page:
+        open_group(page, str(group["group_id"]))
+        assert [page.find(f"[data-key={key}]").input_value() for key in ("Compare", "with")] == [str(best), str(worst)]
+        assert "".join(page.texts(".diff .left span, .diff .left del")) == group["completions"][best]["text"]
+        page.find("[data-key=Compare]").select_option("none")
+        assert page.find(".diff").count() == 0
+        assert page.place == f"#/groups/{group['group_id']}?diff=none"
+
+
+def test_equal_completions_are_shown_once(browser: Browser, tmp_path: Path) -> None:
+    """The others can be unfolded, and an address of one of them unfolds them."""
+    run = write_viewed_run(tmp_path / "run")
+    group = read_groups(run)[0]
+    texts = ["equal", "other", "equal", "equal"]
+    group["completions"] = [
+        one | {"text": text, "reward": 1.0} for one, text in zip(group["completions"], texts, strict=True)
+    ]
+    lines = (run / "rollouts.jsonl").read_text().splitlines()
+    (run / "rollouts.jsonl").write_text("\n".join([json.dumps(group), *lines[1:]]) + "\n")
+    with viewing(run) as found, visit(browser, found) as page:
+        open_group(page, str(group["group_id"]))
+        assert page.texts("summary") == [f"2 {TIMES} the same text:  #2 #3"]
+        assert [one.is_visible() for one in page.find("article").all()] == [True, False, False, True]
+        page.find("summary").click()
+        assert all(one.is_visible() for one in page.find("article").all())
+        open_group(page, f"{group['group_id']}/3")
+        assert page.find("article.chosen").is_visible()
+
+
+def test_ranks_colour_the_least_probable_tokens_of_any_group(
+    browser: Browser, address: str, run: Path, groups: list[Group]
+) -> None:
+    """The most probable token has no colour, the least probable one the full colour, however small the difference."""
+    group = newest(groups)
+    values = [token_values(run, group, i)["sampled_logprob"] for i in range(4)]
+    with visit(browser, address) as page:
+        open_group(page, str(group["group_id"]))
+        page.find("[data-key=Scale]").select_option("rank")
+        assert page.place == f"#/groups/{group['group_id']}?scale=rank"
+        shown = [page.find(f"[data-key='text {i}'] .t").evaluate_all(STYLES) for i in range(4)]
+        colours = [rgba(colour)[3] for texts in shown for colour, _ in texts]
+        by_value = [colours[at] for at in np.argsort(-np.concatenate(values), kind="stable")]
+        assert (by_value[0], by_value[-1]) == (0.0, pytest.approx(0.6, abs=0.002))
+        assert all(a <= b + 0.002 for a, b in pairwise(by_value))
 
 
 def test_a_diff_is_shortest_and_bounded(browser: Browser, address: str) -> None:

@@ -83,7 +83,8 @@ def summary(*, measured: bool = True) -> RunSummary:
 
 def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
     """Return label and text of all lines."""
-    return [*result_lines(summary), *command_lines(summary), *figure_lines(summary)]
+    lines = (*result_lines(summary), *command_lines(summary), *figure_lines(summary))
+    return [(line.label, line.text) for line in lines]
 
 
 def summarized(summary: RunSummary, *, width: int = 80, encoding: str = "utf-8") -> str:
@@ -105,7 +106,7 @@ def test_the_summary_says_how_mlx_lm_loads_the_adapter_of_a_gguf_file() -> None:
 def test_the_summary_has_accuracy_groups_timings_and_commands(encoding: str) -> None:
     """Prose is wrapped at words. Commands are not wrapped, so that they can be copied."""
     text = summarized(summary(), width=60, encoding=encoding)
-    commands = [command for _, command in command_lines(summary())]
+    commands = [line.text for line in command_lines(summary())]
     lines = text.splitlines()
     assert all(any(line.endswith(command) for line in lines) for command in commands)
     assert all(len(line) <= 60 or line.endswith(tuple(commands)) for line in lines)
@@ -163,7 +164,7 @@ def test_an_unfinished_run_shows_the_command_that_continues_it() -> None:
     """With the step that it reached."""
     drained = msgspec.structs.replace(summary(), steps=40)
     assert "after step 40 of 100" in summarized(drained)
-    assert dict(command_lines(drained))["continue it"] == drained.resume_command
+    assert dict(summary_lines(drained))["continue it"] == drained.resume_command
     assert "--resume" not in summarized(summary())
     assert resume_command(Path("/runs/my run/profile.toml")) == (
         "clotho --profile '/runs/my run/profile.toml' --resume"
@@ -240,10 +241,12 @@ def test_the_summary_says_what_was_learned() -> None:
 def test_the_summary_of_a_run_that_learned_nothing_names_its_findings_and_the_check() -> None:
     """The findings at the end have their consequence and their remedy."""
     finding = Finding(name="no_reward", severity="error", fact="f", consequence="c", advice="a", remedy=CHECK)
+    finding = msgspec.structs.replace(finding, command="clotho doctor --profile p.toml")
     untrained = msgspec.structs.replace(summary(), version=0, findings=(finding,))
     lines = dict(summary_lines(untrained))
     assert untrained.is_untrained
     assert lines["learned"].startswith("nothing")
     assert lines["error"] == "f; c; a"
+    assert lines["then check"] == "clotho doctor --profile p.toml"
     assert shlex.split(lines["find out"])[1] == "doctor"
     assert not {"evaluate it", "serve it", "export it"} & lines.keys()

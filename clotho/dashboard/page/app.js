@@ -10,6 +10,7 @@ import { show as showSettings } from "./settings.js";
 import { show as showTimeline } from "./timeline.js";
 
 const PAGES = {
+	__proto__: null, // names come from the address
 	"": { title: "Overview", key: "o", show: showOverview },
 	timeline: { title: "Timeline", key: "t", show: showTimeline },
 	groups: { title: "Groups", key: "g", show: showGroups },
@@ -178,6 +179,16 @@ function pressed(event) {
 	event.preventDefault();
 }
 
+// The address may name the run before its hash: /?run=2#/ is #/?run=2.
+function takeRun() {
+	const url = new URL(location.href);
+	const run = url.searchParams.get("run");
+	if (exported || run === null) return;
+	url.searchParams.delete("run");
+	url.hash = link(location.hash || "#/", { run });
+	history.replaceState(null, "", url);
+}
+
 async function start() {
 	try {
 		await loadRuns();
@@ -185,6 +196,7 @@ async function start() {
 		failed(error);
 		return;
 	}
+	takeRun();
 	fill(chooser, runs.map((run) => h("option", { value: run.id }, run.name)));
 	chooser.hidden = runs.length < 2;
 	fill(navigation, Object.entries(PAGES).filter(([, entry]) => entry.key).map(([name, entry]) =>

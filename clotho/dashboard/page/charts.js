@@ -4,6 +4,8 @@ import { bytes, duration, missing, number, percent } from "./format.js";
 
 export const LANE = 0.9; // height of a lane whose distance to the next is 1
 const FONT = "11px system-ui, sans-serif";
+const COLOURS = 7; // --s1 to --s7; the lines after these are dashed
+const POWERS = Array.from({ length: 60 }, (_, power) => 2 ** power); // distances on an axis of bytes
 const COUNTS = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((n) => n * 10 ** power));
 const SECONDS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400, 604800];
 const AXES = {
@@ -19,7 +21,7 @@ const FORMATS = {
 };
 export const writer = (format = "number") => FORMATS[format][0];
 // Marks: glyph above the plot, colour.
-const MARKS = { evaluation: ["▾", "s3"], warning: ["◆", "warn"], error: ["◆", "bad"] };
+const MARKS = { __proto__: null, evaluation: ["▾", "s3"], warning: ["◆", "warn"], error: ["◆", "bad"] };
 
 const decimals = (incr) => [0, 1, 2, 3, 4, 5].find((digits) => Math.abs(incr * 10 ** digits - Math.round(incr * 10 ** digits)) < 1e-6) ?? 6;
 
@@ -66,6 +68,8 @@ export class Board {
 		this.readout = h("span.readout");
 		this.reset = h("button.button", { hidden: true, onclick: () => this.zoom() }, "Reset zoom");
 		this.live = h("span.sr", { "aria-live": "polite" });
+		this.folds = true;
+		this.quiet = h("p.muted");
 		this.dark = matchMedia("(prefers-color-scheme: dark)");
 		this.dark.onchange = () => this.charts.forEach((chart) => chart.build());
 		this.keys = { j: () => this.move(1), k: () => this.move(-1) };
@@ -102,6 +106,9 @@ export class Board {
 		this.extent = [low, Math.max(low + 1, ...ends)];
 		this.charts.forEach((chart) => chart.draw());
 		this.zoom(this.range);
+		const quiet = this.charts.filter((chart) => chart.isQuiet).map(({ definition: { title, format, neutral = 0 } }) => `${title} ${writer(format)(neutral)}`);
+		const turn = () => { this.folds = !this.folds; this.refresh(); };
+		fill(this.quiet, quiet.length > 0 && [`Quiet: ${quiet.join(" · ")} `, h("button.button.small", { onclick: turn }, this.folds ? "Show" : "Hide")]);
 	}
 
 	zoom(range) {
@@ -130,15 +137,15 @@ export class Board {
 	}
 }
 
-// definition: {id, title, description, format, range, lanes, span, empty, hide, data() -> {x, series: [{label, values, low, high, dash, base}]}}.
-// hide: without values. low, high: a band. base: areas above it, constant between two points. span: lines connect points over missing values.
+// definition: {id, title, description, format, range, lanes, span, empty, hide, lead, neutral, data() -> {x, series: [{label, values, low, high, dash, base}]}}.
+// hide: without values, and with no value but `neutral`. lead: the chart is large. low, high: a band. base: areas above it, constant between two points. span: lines connect points over missing values.
 class Chart {
 	constructor(board, definition) {
 		Object.assign(this, { board, definition, x: [], series: [], hidden: new Set() });
-		const { id, title, description } = definition;
+		const { id, title, description, lead } = definition;
 		this.host = h("div.plot");
 		this.legend = h("ul.legend");
-		this.figure = h("figure.card.chart", { tabindex: "0", "data-chart": id, "aria-label": title, onkeydown: (event) => this.key(event) },
+		this.figure = h("figure", { class: `card chart${lead ? " lead" : ""}`, tabindex: "0", "data-chart": id, "aria-label": title, onkeydown: (event) => this.key(event) },
 			h("figcaption", h("h3", title),
 				description && [h("button.info", { "aria-label": `About ${title}` }, "i"), h("span.tip", { role: "tooltip" }, description)],
 				h("button.info.enlarge", { "aria-label": `Enlarge ${title}`, title: "Enlarge (Enter)", onclick: () => this.enlarge() }, "⤢")),
@@ -148,17 +155,20 @@ class Chart {
 	}
 
 	get size() {
-		return { width: Math.max(120, this.host.clientWidth), height: this.figure.classList.contains("wide") ? 360 : 150 };
+		return { width: Math.max(120, this.host.clientWidth), height: this.figure.classList.contains("wide") ? 360 : this.definition.lead ? 240 : 150 };
 	}
 
 	collect() {
 		const { x, series } = this.definition.data();
-		this.series = series.filter((line) => last(line.values) !== undefined).map((line, at) => ({ ...line, dash: line.dash || at > 5 }));
+		this.series = series.filter((line) => last(line.values) !== undefined).map((line, at) => ({ ...line, dash: line.dash || at >= COLOURS }));
 		this.x = this.series.length ? x : [];
+		const { hide, lead, neutral = 0 } = this.definition;
+		this.isQuiet = hide && !lead && this.series.length > 0 && this.series.every(({ values }) => values.every((value) => missing(value) || value === neutral));
 	}
 
 	draw() {
-		this.figure.hidden = Boolean(this.definition.hide && !this.series.length);
+		this.figure.hidden = Boolean(this.definition.hide && (!this.series.length || (this.isQuiet && this.board.folds)));
+		if (this.figure.hidden) return;
 		const form = JSON.stringify([this.series.map(({ label, high }) => [label, !high]), this.board.smoothing, this.board.axis]);
 		if (form !== this.form) this.build();
 		this.form = form;
@@ -179,7 +189,7 @@ class Chart {
 		this.entries = this.series.map(({ label, dash }, at) => {
 			const value = h("b");
 			const button = h("button", { "aria-pressed": `${!this.hidden.has(label)}`, title: "Show or hide", onclick: () => this.toggle(at) },
-				h("i", { class: dash && "dash", style: { "--c": `var(--s${(at % 6) + 1})` } }), h("span", label), value);
+				h("i", { class: dash && "dash", style: { "--c": `var(--s${(at % COLOURS) + 1})` } }), h("span", label), value);
 			return { button, value };
 		});
 		fill(this.legend, this.entries.map(({ button }) => h("li", button)));
@@ -195,7 +205,7 @@ class Chart {
 		const bands = [];
 		const series = this.series.flatMap(({ label, base, dash, high }, at) => {
 			const show = !this.hidden.has(label);
-			const stroke = colour(`s${(at % 6) + 1}`);
+			const stroke = colour(`s${(at % COLOURS) + 1}`);
 			const none = { show, stroke: null, points: { show: false } };
 			const area = base === undefined ? { spanGaps: span, points: { size: 5, filter: span ? undefined : isolated } } : { points: { show: false }, paths: uPlot.paths.stepped({ align: -1 }), fill: `${stroke}66`, fillTo: base };
 			if (high) bands.push({ series: [4 * at + 3, 4 * at + 4], fill: stroke + (this.series.length > 1 ? "14" : "26") });
@@ -203,7 +213,7 @@ class Chart {
 		});
 		const axis = { stroke: colour("muted"), font: FONT, ticks: { show: false }, grid: { stroke: colour("grid"), width: 1 } };
 		const vertical = lanes ? { splits: lanes.map((_, at) => at + LANE / 2), values: () => lanes, grid: { show: false } }
-			: { space: 28, values: (_, splits, __, ___, incr) => splits.map((y) => split(y, incr)) };
+			: { space: 28, ...(definition.format === "bytes" && { incrs: POWERS }), values: (_, splits, __, ___, incr) => splits.map((y) => split(y, incr)) };
 		return {
 			...this.size, legend: { show: false }, padding: [12, 22, 0, 0], bands, series: [{}, ...series],
 			scales: { x: { time: false, range: () => board.range ?? board.extent }, y: { range: (_, low, high) => bounds(definition, low, high) } },

@@ -4,13 +4,16 @@ import { fill, filterField, h, later, problem, rowHead } from "./element.js";
 import { missing, MISSING } from "./format.js";
 import { flat } from "./settings.js";
 
+const PLACES = /^run_dir$|^server\.|(^|\.)port$/; // settings that say where a run is, and not what it does
+
 export function show(container, parameters, { runs, source: { get, Columns } }) {
 	const chosen = new Set(runs.map(({ id }) => id).slice(0, 6));
 	const loaded = new Map();
 	const board = new Board("step");
+	const leads = h("div.grid.leads");
 	const grid = h("div.grid");
 	const values = h("div.card.table-wrap");
-	const settings = h("div.card.table-wrap");
+	const settings = h("details.card");
 	const filter = filterField("metrics", draw);
 	const boxes = runs.map(({ id, name }) => h("label", h("input", {
 		type: "checkbox", checked: chosen.has(id), onchange: ({ target }) => { chosen[target.checked ? "add" : "delete"](id); load(); },
@@ -44,15 +47,15 @@ export function show(container, parameters, { runs, source: { get, Columns } }) 
 	}
 
 	// The columns of all runs.
-	const all = (table) => ({ columns: Object.assign({}, ...shown().map((run) => run[table].columns)), get: () => [] });
+	const all = (table) => ({ columns: Object.assign(Object.create(null), ...shown().map((run) => run[table].columns)), get: () => [] });
 
 	function draw() {
 		const [first] = shown();
 		board.charts.map(({ figure }) => figure).forEach((figure) => board.remove(figure));
 		if (!first) return;
-		const metrics = first.overview.charts.flatMap((chart) => lines(chart.series, all(chart.table ?? "metrics")).map(({ column, label }) => ({ ...chart, column, id: column, title: chart.series.length > 1 || chart.series[0].label === "*" ? `${chart.title}: ${label}` : chart.title, table: chart.table ?? "metrics" })))
+		const metrics = first.overview.charts.flatMap((chart) => lines(chart.series, all(chart.table ?? "metrics")).map(({ column, label }) => ({ ...chart, column, id: column, lead: chart.lead && chart.series[0].column === column, title: chart.series[0].column !== column || (chart.series.length > 1 && !chart.lead) ? `${chart.title}: ${label}` : chart.title, table: chart.table ?? "metrics" })))
 			.filter(({ column, title }) => `${column} ${title}`.toLowerCase().includes(filter.value.trim().toLowerCase()));
-		for (const chart of metrics) grid.append(board.add({ ...chart, span: true, hide: true, data: () => data(chart.table, chart.column) }));
+		for (const chart of metrics) (chart.lead ? leads : grid).append(board.add({ ...chart, span: true, hide: true, data: () => data(chart.table, chart.column) }));
 		board.refresh();
 		const ends = (chart, run) => last(run[chart.table].get(chart.column));
 		const change = (write, value, base) => (missing(value) || missing(base) || value === base ? "" : ` (${value < base ? "−" : "+"}${write(Math.abs(value - base))})`);
@@ -63,14 +66,14 @@ export function show(container, parameters, { runs, source: { get, Columns } }) 
 				return h("tr", rowHead(chart.title), shown().map((run) => h("td.num", write(ends(chart, run)), h("small", change(write, ends(chart, run), ends(chart, first))))));
 			})));
 		const profiles = shown().map(({ overview }) => new Map(flat(overview.profile ?? {})));
-		const differing = [...new Set(profiles.flatMap((profile) => [...profile.keys()]))].filter((key) => new Set(profiles.map((profile) => profile.get(key))).size > 1);
-		fill(settings, h("h3", "Settings that differ"), differing.length ? h("table.mono",
+		const differing = [...new Set(profiles.flatMap((profile) => [...profile.keys()]))].filter((key) => !PLACES.test(key) && new Set(profiles.map((profile) => profile.get(key))).size > 1);
+		fill(settings, h("summary", `Settings that differ (${differing.length})`), differing.length ? h("div.table-wrap", h("table.mono",
 			h("thead", h("tr", h("th", "key"), shown().map(({ name }) => h("th", name)))),
-			differing.map((key) => h("tr", rowHead(key), profiles.map((profile) => h("td", String(profile.get(key) ?? MISSING)))))) : h("p.muted", "None"));
+			differing.map((key) => h("tr", rowHead(key), profiles.map((profile) => h("td", String(profile.get(key) ?? MISSING))))))) : h("p.muted", "None"));
 	}
 
 	fill(container, h("h1", "Compare"), runs.length < 2 && h("p.muted", "One run is open. Several: pipeline.py view RUN RUN …"),
-		h("div.toolbar", boxes), settings, board.toolbar({ marks: false }, filter), grid, values);
+		board.toolbar({ marks: false }, boxes, filter), leads, grid, board.quiet, settings, values);
 	load().catch((error) => fill(grid, problem(error.message)));
 	return {
 		update(kind, data) {

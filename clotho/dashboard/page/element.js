@@ -19,6 +19,16 @@ export function h(tag, attributes, ...children) {
 
 export const problem = (message) => h("p.error", { role: "alert" }, message);
 
+// A command with a button that copies it, or selects it where the browser does not copy.
+export function command(text) {
+	const code = h("code", text);
+	const button = h("button.button.small", { onclick: async () => {
+		getSelection().selectAllChildren(code);
+		await navigator.clipboard?.writeText(text).then(() => { button.textContent = "Copied"; }, () => {});
+	} }, "Copy");
+	return h("span.command", code, button);
+}
+
 export const rowHead = (...children) => h("th", { scope: "row" }, children);
 
 // A field whose text filters what `name` names.

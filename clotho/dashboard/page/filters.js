@@ -8,10 +8,11 @@ export const COLUMNS = {
 export const CHOICES = ["outcome", "type", "environment"];
 // The columns of the lower and the upper end of a range. A group passes if its range overlaps that of the filter.
 export const RANGES = {
+	__proto__: null, // names come from the address
 	step: ["step", "step"], reward: ["reward_mean", "reward_mean"], spread: ["reward_spread", "reward_spread"],
 	length: ["length_mean", "length_mean"], version: ["version_min", "version_max"],
 };
-const SIGNS = { min: "≥", max: "≤" };
+const SIGNS = { __proto__: null, min: "≥", max: "≤" };
 
 // [key, value, description] of each active filter.
 export function active(query) {

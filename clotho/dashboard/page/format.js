@@ -37,9 +37,10 @@ export function duration(seconds) {
 	return `${whole}\u00a0s`;
 }
 
+// 126 MiB, as in the terminal
 export function bytes(value) {
 	if (missing(value)) return MISSING;
 	let unit = 0;
-	while (Math.abs(value) >= 1000 && unit < 4) [value, unit] = [value / 1000, unit + 1];
-	return `${number(value)}\u00a0${["B", "kB", "MB", "GB", "TB"][unit]}`;
+	while (Math.abs(value) >= 1024 && unit < 4) [value, unit] = [value / 1024, unit + 1];
+	return `${number(value)}\u00a0${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
 }

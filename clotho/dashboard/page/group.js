@@ -12,7 +12,7 @@ const ALL = 20000; // characters of a group whose completions are all open
 
 export function show(container, parameters, context) {
 	const index = new GroupIndex(context);
-	let [id, completion, token, query, record, values, reason, pages] = [];
+	let [id, completion, token, query, record, values, reason, pages, unfolded, compared] = [];
 	const links = h("div.toolbar.links");
 	const page = h("div");
 	const panel = h("aside.card.panel", { hidden: true, "aria-live": "polite", "aria-label": "Token" });
@@ -37,7 +37,7 @@ export function show(container, parameters, context) {
 	async function load() {
 		const wanted = id;
 		const current = () => id === wanted;
-		[record, values, reason, pages] = [null, [], "The values of the tokens are loading.", new Map()];
+		[record, values, reason, pages, unfolded, compared] = [null, [], "The values of the tokens are loading.", new Map(), new Set(), {}];
 		panel.hidden = true;
 		neighbours();
 		const failed = (error) => ({ error: error.message });
@@ -73,6 +73,20 @@ export function show(container, parameters, context) {
 		return record.completions.map((_, i) => i).sort((a, b) => reward(b) - reward(a) || a - b);
 	}
 
+	// Positions of the completions in the order of their rewards, those of the same text together.
+	function byText() {
+		const found = new Map();
+		for (const i of ranking()) found.set(record.completions[i].text, [...(found.get(record.completions[i].text) ?? []), i]);
+		return [...found.values()];
+	}
+
+	// The compared completions: those of the address, else the best one and the worst one of another text.
+	function pair() {
+		const texts = byText();
+		const ends = texts.length > 1 ? [texts[0][0], texts.flat().findLast((i) => !texts[0].includes(i))] : [];
+		return query.has("diff") ? query.get("diff").split("-").filter((i) => i in record.completions).map(Number) : ends;
+	}
+
 	const isShown = (name) => query.get(name) === "yes";
 	const shown = (text) => (isShown("symbols") ? visible(text) : text);
 	const chosen = () => completion ?? ranking()[0];
@@ -81,9 +95,13 @@ export function show(container, parameters, context) {
 	function draw() {
 		const order = ranking();
 		const focused = document.activeElement.dataset.key;
-		const scale = scaleOf(name(), values);
+		const scale = scaleOf(name(), values, query.get("scale") === "rank");
+		const open = (i) => all || i === chosen();
 		const all = record.completions.reduce((sum, { text }) => sum + text.length, 0) <= ALL;
-		fill(page, heading(), order.length > 0 && [summary(order), controls(order, scale)], difference(), order.map((i) => card(i, all || i === chosen(), scale)));
+		fill(page, heading(), order.length > 1 && difference(order), order.length > 0 && [summary(order), controls(scale)],
+			byText().map(([first, ...same]) => [card(first, open(first), scale), same.length > 0 && h("details.same", {
+				open: unfolded.has(first) || same.includes(completion), ontoggle: ({ target }) => unfolded[target.open ? "add" : "delete"](first),
+			}, h("summary", `${same.length} × the same text: `, same.map((i) => ` #${i}`)), same.map((i) => card(i, open(i), scale)))]));
 		page.querySelector(`[data-key="${focused}"]`)?.focus({ preventScroll: true });
 		pick();
 	}
@@ -113,31 +131,38 @@ export function show(container, parameters, context) {
 			cells("th", "col", ["completion", "reward", ...parts, "advantage", "stop", "tokens", "versions"]))), h("tbody", order.map(row))));
 	}
 
-	function controls(order, scale) {
-		const menu = (label, value, options, act) => {
-			const field = h("select", { "data-key": label, onchange: () => act(field.value) }, options.map(([key, text]) => h("option", { value: key }, text)));
-			field.value = value;
-			return h("label", label, field);
-		};
-		const names = order.map((i) => [i, `#${i}`]);
-		const [a, b] = query.get("diff")?.split("-") ?? [];
+	function menu(label, value, options, act) {
+		const field = h("select", { "data-key": label, onchange: () => act(field.value) }, options.map(([key, text]) => h("option", { value: key }, text)));
+		field.value = value;
+		return h("label", label, field);
+	}
+
+	function controls(scale) {
 		const symbols = h("input", { type: "checkbox", "data-key": "symbols", checked: isShown("symbols"), onchange: () => set("symbols", symbols.checked && "yes") });
 		const note = reason || (!scale && name() !== "none" && "No token of this group has this value.");
 		return h("section.card", h("div.toolbar",
-			menu("Colour tokens by", name(), Object.entries(OVERLAYS), (value) => set("overlay", value)), h("label", symbols, "show control characters and spaces"),
-			order.length > 1 && menu("Compare", a ?? "", [["", "nothing"], ...names], (value) => set("diff", value && `${value}-${b ?? order.findLast((i) => i !== Number(value))}`)),
-			b && [menu("with", b, names, (value) => set("diff", `${a}-${value}`)),
-				menu("by", query.get("level") ?? LEVELS[0], LEVELS.map((level) => [level, level]), (level) => set("level", level))]),
+			menu("Colour tokens by", name(), Object.entries(OVERLAYS), (value) => set("overlay", value)),
+			name().endsWith("logprob") && menu("Scale", query.get("scale") ?? "", [["", "fixed"], ["rank", "rank in the group"]], (value) => set("scale", value)),
+			h("label", symbols, "show control characters and spaces")),
 		scale && legend(name(), scale), note && h("p.muted", note));
 	}
 
-	function difference() {
-		const [a, b] = query.get("diff")?.split("-") ?? [];
-		const [left, right] = [a, b].map((i) => ({ text: record.completions[i]?.text, tokens: values[i]?.text }));
-		if (missing(left.text) || missing(right.text)) return null;
-		const found = compare(left, right, query.get("level") ?? LEVELS[0]);
-		return h("section.card", { "aria-label": "Difference" }, h("p", h("del", `only in #${a}`), " ", h("ins", `only in #${b}`),
-			h("span.muted", found.runs.some(([kind]) => kind) ? ` compared by ${found.level}` : " equal texts")), diffView(found, isShown("symbols")));
+	// The choice of two completions, and what differs between them.
+	function difference(order) {
+		const [a, b] = pair();
+		const level = query.get("level") ?? LEVELS[0];
+		const names = order.map((i) => [i, `#${i} (reward ${number(record.completions[i].reward, 4)})`]);
+		const other = (value) => b ?? order.findLast((i) => i !== Number(value));
+		const menus = h("div.toolbar", menu("Compare", a ?? "none", [["none", "nothing"], ...names], (value) => set("diff", value === "none" ? value : `${value}-${other(value)}`)),
+			!missing(b) && [menu("with", b, names, (value) => set("diff", `${a}-${value}`)), menu("by", level, LEVELS.map((one) => [one, one]), (value) => set("level", value))]);
+		if (missing(b)) return byText().length > 1 && h("section.card", menus);
+		const key = [a, b, level, Boolean(values[a] && values[b])].join();
+		if (compared.key !== key) {
+			const [left, right] = [a, b].map((i) => ({ text: record.completions[i].text, tokens: values[i]?.text }));
+			compared = { key, ...compare(left, right, level) };
+		}
+		return h("section.card", { "aria-label": "Difference" }, menus, h("p", h("del", `only in #${a}`), " ", h("ins", `only in #${b}`),
+			h("span.muted", compared.runs.some(([kind]) => kind) ? ` compared by ${compared.level}` : " equal texts")), diffView(compared, isShown("symbols")));
 	}
 
 	// The text of a completion, one page at a time: tokens if their values exist, else plain text. A closed card shows the begin.

@@ -21,7 +21,7 @@ export function show(container, { query }, context) {
 	const fields = Object.keys(RANGES).map((name) => h("label.range", name,
 		["min", "max"].map((end) => field(`${end}_${name}`, { type: "number", step: "any", placeholder: end }))));
 	fill(container, h("h1", "Groups"), h("div.toolbar.search", text, status),
-		h("details.card", { open: innerWidth > 760 }, h("summary", "Filters"), choices, h("div.toolbar", fields)),
+		h("details.card", { open: innerWidth >= 900 }, h("summary", "Filters"), choices, h("div.toolbar", fields)),
 		chips, list.element);
 
 	function set(key, value, delay) {

@@ -12,6 +12,12 @@ export function flat(value, prefix = "") {
 
 const text = (value) => (missing(value) || value === "" ? MISSING : String(value));
 
+// A fact in words: a date, or a number with separators.
+function fact(key, value) {
+	if (key === "started" && typeof value === "number") return new Date(1000 * value).toLocaleString("en-GB", { dateStyle: "long", timeStyle: "short" });
+	return typeof value === "number" ? number(value) : value;
+}
+
 export function show(container, parameters, { runId, source: { get } }) {
 	const body = h("div");
 	const filter = filterField("settings", draw);
@@ -35,7 +41,7 @@ export function show(container, parameters, { runId, source: { get } }) {
 		const forecast = Object.entries(preflight?.forecast ?? {}).map(([key, value]) => [key.replaceAll("_", " "), /second/.test(key) && !/per_second/.test(key) ? duration(value) : number(value)]);
 		fill(body, h("h2", "Preflight"), !preflight && h("p.muted", "The run has no preflight.json."),
 			preflight && !preflight.findings.length && h("p", "No problem was found before the start."), preflight?.findings.map((found) => finding(found)),
-			h("div.wide", table("Forecast", forecast), table("Facts", flat(facts ?? {})), table("Changed from the defaults", [...changed])),
+			h("div.wide", table("Forecast", forecast), table("Facts", flat(facts ?? {}).map(([key, value]) => [key.replaceAll("_", " "), fact(key, value)])), table("Changed from the defaults", [...changed])),
 			h("h2", "Resolved profile"), h("div.columns", [...sections].map(([name, entries]) => table(name, entries, changed))));
 	}
 

@@ -141,7 +141,8 @@ async function events(body, dispatch, alive) {
 	}
 }
 
-// Rows as columns; new rows whose key is known are dropped. Rows that arrive before `load` are kept until then.
+// Rows as columns; new rows whose key is known are dropped. Rows that arrive before `load` are kept until then. Names
+// come from the files of a run, so that the columns inherit nothing.
 export class Columns {
 	constructor(...key) {
 		this.key = key;
@@ -151,7 +152,7 @@ export class Columns {
 	}
 
 	clear() {
-		this.columns = {};
+		this.columns = Object.create(null);
 		this.length = 0;
 		this.known = new Set();
 	}

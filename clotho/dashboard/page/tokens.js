@@ -15,13 +15,13 @@ const CUT_COLOURS = [BLUE, ORANGE, BLUE, PURPLE, "130, 130, 130"];
 const limited = (low, value, high) => Math.max(low, Math.min(high, value));
 
 // The scale of a value over the completions of a group; null if no token has the value. at(value): position from -1 to 1.
-// stops: values of the legend.
-export function scaleOf(name, completions) {
-	let [low, high] = [Infinity, -Infinity];
-	for (const value of completions.flatMap((completion) => completion?.[name] ?? [])) {
-		if (!missing(value)) [low, high] = [Math.min(low, value), Math.max(high, value)];
-	}
-	if (low > high) return null;
+// stops: values of the legend. byRank: the position of a log-probability is its place among all of the group.
+export function scaleOf(name, completions, byRank) {
+	const values = completions.flatMap((completion) => completion?.[name] ?? []).filter((value) => !missing(value));
+	if (!values.length) return null;
+	values.sort((a, b) => b - a);
+	const [low, high] = [values.at(-1), values[0]];
+	if (byRank && name.endsWith("logprob")) return ranks(values);
 	const size = Math.max(-low, high) || 1;
 	const factor = limited(Math.log(1.05), Math.max(-Math.log(low), Math.log(high)), Math.log(4));
 	const ends = [-1, -0.5, 0, 0.5, 1];
@@ -39,6 +39,14 @@ export function scaleOf(name, completions) {
 	}[name];
 }
 
+// The colour grows with the share of more probable tokens, slowly at first, so that the least probable tokens stand out.
+function ranks(values) {
+	const places = new Map();
+	values.forEach((value, place) => places.has(value) || places.set(value, (place / (values.length - 1 || 1)) ** 2));
+	return { at: (value) => places.get(value), note: "by rank among the tokens of the group",
+		stops: [...new Set([0, 0.5, 0.75, 0.9, 1].map((end) => values[Math.round(end * (values.length - 1))]))] };
+}
+
 function paint(element, name, scale, value) {
 	const at = missing(value) ? 0 : scale.at(value);
 	const colour = name === "cut" ? CUT_COLOURS[value] : scale.colour ?? (at < 0 ? BLUE : ORANGE);
@@ -50,9 +58,10 @@ function paint(element, name, scale, value) {
 export function legend(name, scale) {
 	const swatch = (cut) => h("i", { class: `swatch cut${cut}` }, "ab");
 	const stops = scale.stops.map((value, i) => h("li", paint(swatch(name === "cut" ? value : 0), name, scale, value),
-		name === "cut" ? CUTS[value] : `${i === 4 && value === -8 ? "≤ " : ""}${number(value)}`));
+		name === "cut" ? CUTS[value] : `${i === 4 && value === -8 && !scale.note ? "≤ " : ""}${number(value)}`));
 	const notes = { ratio: "hatched: below 1", advantage: "hatched: below 0", version: "a bar marks each new version" };
-	return h("ul.scale", stops, notes[name] && h("li", notes[name]),
+	const note = scale.note ?? notes[name];
+	return h("ul.scale", stops, note && h("li", note),
 		name !== "cut" && [h("li.muted", "no gradient:"), [1, 2, 3, 4].map((cut) => h("li", swatch(cut), CUTS[cut]))]);
 }
 
