@@ -1,9 +1,10 @@
 """Take the dashboard's screenshots of a real run in headless Chromium.
 
-    python -m bench dashboard_screenshots [-- ARGUMENTS OF THE PIPELINE]
+    python -m bench dashboard_screenshots [-- ARGUMENTS OF THE RUN]
 
 Writes pictures to docs/images/: the overview after half of the steps, the overview of the finished run on a dark screen
-and on a phone, the timeline, and a group whose rewards differ, with its per-token values.
+and on a phone, the timeline, the list of groups, a group whose rewards differ, with its per-token values, and the
+comparison with a second run of half the learning rate.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from bench.fingerprint import ROOT
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-RUN = "runs/pictures/local-m3"
+RUN, OTHER = "runs/pictures/local-m3", "runs/pictures/half-the-rate"
+HALF_THE_RATE = ("--learner.optimizer.learning-rate", "5e-4", "--learner.schedule.min-learning-rate", "5e-5")
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 DESKTOP, TALL, PHONE = (1280, 860), (1280, 1240), (390, 844)
-CONTENTS = "main canvas, main article"
+CONTENTS = "main canvas, main article, main .row a"
 """Elements of a page whose data are loaded."""
 
 TOKEN = 1
@@ -105,19 +107,33 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench dashboard_screenshots", description=__doc__)
     parser.add_argument("arguments", nargs="*", default=[])
     chosen = parser.parse_args(argv)
-    train = [sys.executable, "pipeline.py", "--profile", "local-m3", "--run-dir", RUN, "--clean", "--server.port", "0"]
+    train = [
+        sys.executable,
+        "-m",
+        "clotho",
+        "--profile",
+        "local-m3",
+        "--clean",
+        "--server.port",
+        "0",
+        *chosen.arguments,
+    ]
     path = find_chromium()
     if path is None:
         sys.stderr.write("dashboard_screenshots: no Chromium: install one, or name it in CLOTHO_CHROMIUM\n")
         return 2
     with open_chromium(path) as browser:
-        with training([*train, *chosen.arguments]) as address:
+        with training([*train, "--run-dir", RUN]) as address:
             wait_for_half(address)
             picture(browser, f"{address}/", "live")
-        with viewing(ROOT / RUN) as address:
+        with training([*train, "--run-dir", OTHER, *HALF_THE_RATE]):
+            pass
+        with viewing(ROOT / RUN, ROOT / OTHER) as address:
             group = mixed_group(address)
             picture(browser, f"{address}/", "finished", scheme="dark")
             picture(browser, f"{address}/#/timeline", "timeline")
+            picture(browser, f"{address}/#/groups", "groups")
             picture(browser, f"{address}/#/groups/{group}/0/{TOKEN}", "group", size=TALL)
+            picture(browser, f"{address}/#/compare", "compare")
             picture(browser, f"{address}/", "phone", size=PHONE)
     return 0

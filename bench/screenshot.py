@@ -1,8 +1,8 @@
 """Capture the terminal display of a real run in a pseudo-terminal, as SVG.
 
-    python -m bench screenshot [--columns 112] [--rows 30] [-- ARGUMENTS OF THE PIPELINE]
+    python -m bench screenshot [--columns 112] [--rows 42] [-- ARGUMENTS OF THE RUN]
 
-Writes two pictures to docs/images/: the live display after half of the steps, and the end of the run.
+Writes two pictures to docs/images/: the live display after half of the steps, and what the run writes at its end.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from bench.figures import IMAGES
 from bench.fingerprint import ROOT
 
 RUN = "runs/picture"
+VERDICT = "learned"
+"""The begin of the first line that a run writes after the live display."""
+
 HALF = re.compile(r"step (\d+)/(\d+)")
 
 
@@ -91,14 +94,16 @@ def main(argv: Sequence[str]) -> int:
     chosen = parser.parse_args(argv)
     screen = pyte.Screen(chosen.columns, chosen.rows)
     stream = pyte.ByteStream(screen)
-    title = "python pipeline.py --profile local-m3"
+    title = "clotho --profile local-m3"
     during: list[Text] = []
-    command = [sys.executable, "pipeline.py", "--profile", "local-m3", "--run-dir", RUN, "--clean", *chosen.arguments]
+    command = [sys.executable, "-m", "clotho", "--profile", "local-m3", "--run-dir", RUN, "--clean", *chosen.arguments]
     for chunk in run_in_terminal(command, chosen.columns, chosen.rows):
         stream.feed(chunk)
         found = HALF.search("\n".join(screen.display))
         if not during and found and 2 * int(found[1]) >= int(found[2]):
             during = frame(screen)
     draw(during, IMAGES / "running.svg", chosen.columns, title)
-    draw(frame(screen), IMAGES / "finished.svg", chosen.columns, title)
+    end = frame(screen)
+    first = next((number for number, line in enumerate(end) if line.plain.startswith(VERDICT)), 0)
+    draw(end[first:], IMAGES / "finished.svg", chosen.columns, title)
     return 0

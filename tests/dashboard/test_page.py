@@ -284,14 +284,17 @@ def test_the_overview_begins_with_large_charts_of_reward_and_accuracy(browser: B
     with visit(browser, address, size=(1400, 900)) as visited:
         opened(visited)
         until(visited, "document.querySelector('[data-chart=loss] canvas') !== null")
-        boxes = {
-            name: visited.find(f"[data-chart='{name}']").bounding_box()
-            for name in ("reward", "held-out-accuracy", "loss")
-        }
-        reward, accuracy, loss = (box or {} for box in boxes.values())
+        reward, accuracy, loss = (box(visited, name) for name in ("reward", "held-out-accuracy", "loss"))
         assert reward["y"] == accuracy["y"] < loss["y"]
         assert reward["y"] + reward["height"] < 900
         assert reward["width"] * reward["height"] > 2 * loss["width"] * loss["height"]
+
+
+def box(visited: Visit, chart: str) -> dict[str, float]:
+    """Return the place and the size of a chart on the page."""
+    found = visited.find(f"[data-chart='{chart}']").bounding_box()
+    assert found is not None
+    return dict(found)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
