@@ -157,8 +157,9 @@ class AdapterError(ClothoError, RuntimeError):
     """The adapter keeps its initial value although it is trained."""
 
 
-AdapterRefusal = Literal["missing", "invalid", "exists", "unknown", "full", "disabled"]
-"""Why an adapter is refused: its files do not exist, do not fit, the name is taken or unknown, no space, no root."""
+AdapterRefusal = Literal["missing", "invalid", "exists", "unknown", "full", "disabled", "forbidden"]
+"""Why an adapter is refused: its files do not exist, do not fit, the name is taken or unknown, no space, no root, or
+the adapter belongs to another client."""
 
 
 class AdapterRequestError(ClothoError, ValueError):

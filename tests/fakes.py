@@ -129,12 +129,13 @@ class FakeEngine:
             self.aborted.append(request_id)
         self._schedule()
 
-    def abort_clients(self, request_ids: Collection[str] | None, /) -> int:
-        """End requests by their names as aborted; None: all."""
+    def abort_clients(self, request_ids: Collection[str] | None, /, client: str = "") -> int:
+        """End requests by their names as aborted; None: all. client: only those of this client; empty: of all."""
         found = [
             number
             for number in self._running
-            if request_ids is None or self.requests[number - 1].request_id in request_ids
+            if (request_ids is None or self.requests[number - 1].request_id in request_ids)
+            and client in ("", self.requests[number - 1].client)
         ]
         for number in found:
             rows, listener = self._running.pop(number)

@@ -175,7 +175,7 @@ def load(arguments: EvaluationArguments) -> tuple[BaseModel, DecodeEngine]:
     engine = DecodeEngine(base, profile.engine, store)
     for name, path in arguments.adapters.items():
         try:
-            engine.load_adapter(name, store.read(path), keep=True)
+            engine.load_adapter(name, store.read(path), protected=arguments.adapters)
         except AdapterRequestError as error:
             raise ModelError(f"--adapter {path}: {error}") from error
     return base, engine

@@ -148,13 +148,12 @@ class DecodeEngine:
         if request_id in self._sender.requests:
             self._aborted.append(request_id)
 
-    def abort_clients(self, request_ids: Collection[str] | None) -> int:
-        """Abort requests by their `request_id`; None: all requests that are not `background`. Returns their number."""
-        found = [
-            active.request_id
-            for active in self._sender.requests.values()
-            if (not active.request.background if request_ids is None else active.request.request_id in request_ids)
-        ]
+    def abort_clients(self, request_ids: Collection[str] | None, client: str = "") -> int:
+        """Abort requests by their `request_id`; None: all requests that are not `background`. Returns their number.
+
+        client: only requests of this client; empty: of all.
+        """
+        found = self._sender.found(request_ids, client)
         self._aborted += found
         return len(found)
 
@@ -430,13 +429,14 @@ class DecodeEngine:
         return [PrefillJob(row.active, (*row.active.request.prompt, *row.tokens), [row]) for row in rows]
 
     def load_adapter(
-        self, name: str, contents: AdapterContents, *, replace: bool = False, keep: bool = False
+        self, name: str, contents: AdapterContents, *, replace: bool = False, protected: Collection[str] = ()
     ) -> AdapterInfo:
         """Load an adapter under a name. Arguments and errors are those of `AdapterStore.load`."""
         store = self._require_store()
         old = store.find(name)
         self._adapter_rows.require(contents)
-        loaded = store.load(name, contents, replace=replace, keep=keep, in_use=self._adapters_in_use())
+        in_use = self._adapters_in_use()
+        loaded = store.load(name, contents, replace=replace, protected=protected, in_use=in_use)
         if old is not None and self._settings.kv_policy == "recompute":
             for active in filter(lambda one: one.adapter is old, self._sender.requests.values()):
                 active.adapter = loaded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from time import perf_counter
 
 import numpy as np
@@ -86,6 +86,15 @@ class EventSender:
         self.timings = Timings()
         self.completed: Callable[[Row], None] | None = None
         self._tokenizer, self._refund = tokenizer, refund
+
+    def found(self, names: Collection[str] | None, client: str) -> list[int]:
+        """Return the requests with one of these names, as `DecodeEngine.abort_clients` defines them."""
+        requests = {number: active.request for number, active in self.requests.items()}
+        return [
+            number
+            for number, one in requests.items()
+            if (not one.background if names is None else one.request_id in names) and client in ("", one.client)
+        ]
 
     def send(self, active: ActiveRequest, event: SampleEvent) -> None:
         """Call a listener unless its request is closed. If the listener raises, close the request."""

@@ -54,6 +54,10 @@ FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """No link is followed, and a pipe is not waited for."""
 
 FLOAT32_BYTES = 4
+
+MAX_CHANGE = 65_504.0
+"""Largest change of a weight, the largest number in float16. The weights of models are below 100."""
+
 Floats = NDArray[np.float32]
 
 
@@ -165,8 +169,7 @@ def validated(
         raise invalid(f"{source.path}: {_listed(lacking)}: the magnitudes of DoRA are missing")
     arrays = _read_arrays(source, tensors, ranks, targets, form)
     scales = {module: config.scale(module, rank) for module, rank in ranks.items()}
-    if not all(map(math.isfinite, scales.values())):
-        raise invalid(f"{source.path.parent / CONFIG}: the scale is not finite")
+    _require_bounded(arrays, scales, ranks, source.path.parent)
     dtypes = {f"{tensor.module}.{tensor.matrix}": tensor.header.dtype for tensor in tensors}
     return AdapterContents(
         arrays=arrays,
@@ -177,6 +180,18 @@ def validated(
         dtypes=dtypes,
         config=config,
     )
+
+
+def _require_bounded(
+    arrays: Mapping[str, Floats], scales: Mapping[str, float], ranks: Mapping[str, int], directory: Path
+) -> None:
+    """Raise AdapterRequestError if scale x A B can have a value above `MAX_CHANGE`, or a scale is not finite."""
+    for module, scale in scales.items():
+        sizes = [max(-float(array.min()), float(array.max())) for array in (arrays[f"{module}.{m}"] for m in MATRICES)]
+        change = abs(scale) * ranks[module] * math.prod(sizes)
+        if not (math.isfinite(scale) and change <= MAX_CHANGE):
+            named = f"{directory}: the scale {scale:g} of {visible(module, 100)}"
+            raise invalid(f"{named} changes weights by up to {change:g}; at most {MAX_CHANGE:g} is permitted")
 
 
 @contextmanager

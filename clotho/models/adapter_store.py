@@ -76,8 +76,8 @@ class LoadedAdapter:
 class AdapterStore:
     """Loaded adapters by name, the least recently used one first.
 
-    If the limits are exceeded, the least recently used adapters without requests are evicted. Adapters that were loaded
-    with `keep` are never evicted. Replaced and unloaded versions count until the last of their requests ends.
+    If the limits are exceeded, the least recently used adapters without requests are evicted, except those that the
+    load protects. Replaced and unloaded versions count until the last of their requests ends.
 
     targets: the linear layers of the model. adapted: modules that hold the policy's own adapter.
     base: the base model as an adapter without matrices; None if the base weights are trained in full.
@@ -98,7 +98,6 @@ class AdapterStore:
         self.targets = adapter_targets(model, adapted)
         self._loads = count(1)
         self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
-        self._kept: set[str] = set()
         self.base = self._adapter(BASE, 0, {}, {}, 0, "") if base_is_served else None
 
     def read(self, directory: Path) -> AdapterContents:
@@ -111,14 +110,14 @@ class AdapterStore:
         contents: AdapterContents,
         *,
         replace: bool = False,
-        keep: bool = False,
+        protected: Collection[str] = (),
         in_use: Collection[LoadedAdapter] = (),
     ) -> LoadedAdapter:
         """Load an adapter under a name.
 
-        replace: load a new version if the name is taken. keep: never evict it. in_use: adapters of unfinished
-        requests, which are not evicted. Raises AdapterRequestError, and changes nothing, for an invalid name, a name
-        that is taken (`exists`), or without space (`full`).
+        replace: load a new version if the name is taken. protected: names that this load does not evict. in_use:
+        adapters of unfinished requests, which are not evicted. Raises AdapterRequestError, and changes nothing, for an
+        invalid name, a name that is taken (`exists`), or without space (`full`).
         """
         if not NAME.fullmatch(name):
             raise AdapterRequestError(
@@ -128,15 +127,13 @@ class AdapterStore:
             )
         if name in self._loaded and not replace:
             raise AdapterRequestError(f"the adapter {name} is already loaded; set load_inplace", reason="exists")
-        evicted = self._to_evict(name, contents.bytes, in_use)
+        evicted = self._to_evict(name, contents.bytes, in_use, protected)
         arrays = as_arrays(contents)
         adapter = self._adapter(name, next(self._loads), arrays, contents.scales, contents.rank, contents.path)
         for other in evicted:
             self.unload(other)
         self._loaded.pop(name, None)
         self._loaded[name] = adapter
-        if keep:
-            self._kept.add(name)
         return adapter
 
     def _adapter(
@@ -153,7 +150,9 @@ class AdapterStore:
             scales=scales,
         )
 
-    def _to_evict(self, name: str, size: int, in_use: Collection[LoadedAdapter]) -> list[str]:
+    def _to_evict(
+        self, name: str, size: int, in_use: Collection[LoadedAdapter], protected: Collection[str]
+    ) -> list[str]:
         """Return the adapters that must leave before `size` bytes can be loaded under `name`."""
         others = {other: adapter for other, adapter in self._loaded.items() if other != name}
         busy = {adapter.version: adapter for adapter in in_use}
@@ -163,7 +162,7 @@ class AdapterStore:
         for other, adapter in others.items():
             if total <= self.limits.max_bytes and len(others) - len(evicted) < self.limits.max_loaded:
                 break
-            if adapter.version not in busy and other not in self._kept:
+            if adapter.version not in busy and other not in protected:
                 evicted.append(other)
                 total -= adapter.bytes
         if total > self.limits.max_bytes or len(others) - len(evicted) >= self.limits.max_loaded:
@@ -178,7 +177,6 @@ class AdapterStore:
         """Forget a name. Unfinished requests keep the adapter. Raises AdapterRequestError for an unknown name."""
         adapter = self._get(name)
         del self._loaded[name]
-        self._kept.discard(name)
         return adapter
 
     def use(self, name: str) -> LoadedAdapter:

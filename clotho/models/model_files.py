@@ -16,6 +16,7 @@ import struct
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -201,6 +202,7 @@ def read_header(file: BinaryIO, size: int, limit: int) -> tuple[dict[str, Tensor
                     raise ValueError(f"the data of {name} is outside the file")
                 shape = tuple(map(int, entry["shape"]))
                 tensors[name] = TensorHeader(dtype=str(entry["dtype"]), shape=shape, begin=begin, bytes=end - begin)
+        _require_disjoint(tensors)
     except (
         OSError,
         OverflowError,
@@ -213,6 +215,14 @@ def read_header(file: BinaryIO, size: int, limit: int) -> tuple[dict[str, Tensor
     ) as error:
         raise ModelError(one_line(error)) from error
     return tensors, 8 + length
+
+
+def _require_disjoint(tensors: Mapping[str, TensorHeader]) -> None:
+    """Raise ValueError if two tensors share bytes of the file."""
+    ordered = sorted((one.begin, one.begin + one.bytes, name) for name, one in tensors.items())
+    for (_, end, name), (begin, _, following) in pairwise(ordered):
+        if begin < end:
+            raise ValueError(f"the data of {following} overlap those of {name}")
 
 
 def _require_layers(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,12 +21,15 @@ log = structlog.get_logger(actor="server")
 READ_SECONDS = 120.0
 """Time in which the files of an adapter must be read."""
 
+UNLOADED_NAMES = 256
+"""Names of unloaded adapters that stay reserved for each of their owners, the newest ones."""
+
 
 class AdapterEngine(Protocol):
     """The part of `DecodeEngine` that manages adapters, in the compute thread only."""
 
-    def load_adapter(self, name: str, contents: Any, /, *, replace: bool = False, keep: bool = False) -> AdapterInfo:
-        """Load an adapter under a name. Raises AdapterRequestError."""
+    def load_adapter(self, name: str, contents: Any, /, *, replace: bool, protected: Collection[str]) -> AdapterInfo:
+        """Load an adapter under a name. protected: names that are not evicted. Raises AdapterRequestError."""
         ...
 
     def unload_adapter(self, name: str, /) -> AdapterInfo:
@@ -40,6 +43,11 @@ class AdapterEngine(Protocol):
 
 class AdapterRegistry:
     """Loads and unloads adapters for clients. All methods belong to the event loop.
+
+    A name belongs to the client that loaded it, also after it has been unloaded: requests that still name the adapter
+    never reach the weights of another client. The owner is the name of an API key; administrators, the operator's flags
+    and clients without keys are one owner, the empty name, which may change everything. Adapters that are given as
+    flags are never unloaded.
 
     loaded: the loaded adapters by name, as of the last change. loads: number of successful loads.
     """
@@ -63,19 +71,25 @@ class AdapterRegistry:
         self._root, self._reserved = root, reserved
         self._reader = DaemonThreads("adapter", 1, wait_seconds=READ_SECONDS, work_seconds=READ_SECONDS)
         self._lock = anyio.Lock()
+        self._owners: dict[str, str] = {}  # of each name, in the order of the last loads
+        self._kept: set[str] = set()
 
-    async def load_path(self, name: str, given: str, *, replace: bool) -> AdapterInfo:
+    async def load_path(self, name: str, given: str, *, replace: bool, owner: str = "") -> AdapterInfo:
         """Load the adapter at a path that a client gave. Raises AdapterRequestError."""
-        return await self.load(name, resolve_inside(self._root, given), replace=replace)
+        return await self.load(name, resolve_inside(self._root, given), replace=replace, owner=owner)
 
-    async def load(self, name: str, directory: Path, *, replace: bool = False, keep: bool = False) -> AdapterInfo:
-        """Load an adapter from a directory that the operator chose. keep: never evict it. Raises AdapterRequestError.
+    async def load(
+        self, name: str, directory: Path, *, replace: bool = False, keep: bool = False, owner: str = ""
+    ) -> AdapterInfo:
+        """Load an adapter from a directory that the operator chose. Raises AdapterRequestError.
 
-        replace: load a new version if the name is taken. The files are read outside the compute thread.
+        replace: load a new version if the name is taken. keep: never evict or unload it. The files are read outside the
+        compute thread. A load evicts adapters of its owner only.
         """
         if name in self._reserved:
             raise AdapterRequestError(f"{name} is the name of another model; choose another name", reason="invalid")
         async with self._lock:
+            self._require_owner(name, owner)
             if name in self.loaded and not replace:
                 raise AdapterRequestError(f"the adapter {name} is already loaded; set load_inplace", reason="exists")
             try:
@@ -83,20 +97,42 @@ class AdapterRegistry:
             except (NoThreadError, OvertimeError):
                 message = f"{directory} could not be read in {READ_SECONDS:g} seconds"
                 raise AdapterRequestError(message, reason="invalid") from None
-            load = partial(self._engine.load_adapter, name, contents, replace=replace, keep=keep)
+            others = {one for one, holder in self._owners.items() if owner not in ("", holder)}
+            protected = self._kept | others
+            load = partial(self._engine.load_adapter, name, contents, replace=replace, protected=protected)
             info = await finish(self._submit(load))
             self.loads += 1
             await self._refresh()
+            self._claim(name, owner, keep=keep)
         log.info("adapter_loaded", name=name, version=info.version, rank=info.rank, fingerprint=info.fingerprint)
         return info
 
-    async def unload(self, name: str) -> AdapterInfo:
-        """Forget a name; requests in progress finish. Raises AdapterRequestError for an unknown name."""
+    async def unload(self, name: str, owner: str = "") -> AdapterInfo:
+        """Forget an adapter; requests in progress finish. Raises AdapterRequestError, also for an unknown name."""
         async with self._lock:
+            self._require_owner(name, owner)
+            if name in self._kept:
+                raise AdapterRequestError(
+                    f"the adapter {name} was given as a flag and stays loaded", reason="forbidden"
+                )
             info = await finish(self._submit(partial(self._engine.unload_adapter, name)))
             await self._refresh()
         log.info("adapter_unloaded", name=name, version=info.version)
         return info
+
+    def _require_owner(self, name: str, owner: str) -> None:
+        if owner and self._owners.get(name, owner) != owner:
+            message = f"the name {name} belongs to another API key; choose another name"
+            raise AdapterRequestError(message, reason="forbidden")
+
+    def _claim(self, name: str, owner: str, *, keep: bool) -> None:
+        self._owners.pop(name, None)
+        self._owners[name] = owner
+        if keep:
+            self._kept.add(name)
+        unloaded = [one for one, holder in self._owners.items() if holder == owner and one not in self.loaded]
+        for one in unloaded[:-UNLOADED_NAMES]:
+            del self._owners[one]
 
     async def _refresh(self) -> None:
         found = await finish(self._submit(self._engine.loaded_adapters))

@@ -35,17 +35,19 @@ class KeyLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Table(KeyLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One table of the file: `key` or `key_env`, and limits."""
+    """One table of the file: `key` or `key_env`, `admin`, and limits."""
 
     key: str | None = None
     key_env: str | None = None
+    admin: bool = False
 
 
 class ApiKey(Struct, frozen=True, kw_only=True):
-    """One key. digest: see `key_digest`; the key itself is not kept."""
+    """One key. digest: see `key_digest`; the key itself is not kept. admin: may control the server."""
 
     name: str
     digest: bytes
+    admin: bool = False
     limits: KeyLimits = KeyLimits()
 
 
@@ -80,7 +82,7 @@ def read_api_keys(path: str, environment: Mapping[str, str] = os.environ) -> tup
         if digest in keys:
             raise ProfileError(f"{where}: has the same key as [{keys[digest].name}]")
         limits = {field: getattr(table, field) for field in KeyLimits.__struct_fields__}
-        keys[digest] = ApiKey(name=name, digest=digest, limits=KeyLimits(**limits))
+        keys[digest] = ApiKey(name=name, digest=digest, admin=table.admin, limits=KeyLimits(**limits))
     if not keys:
         raise ProfileError(f"{path}: contains no key; each table [NAME] is one key")
     return tuple(keys.values())

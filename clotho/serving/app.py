@@ -15,14 +15,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from clotho import __version__
 from clotho.config.rules import is_loopback
 from clotho.runtime.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
 from clotho.runtime.struct_types import prepare_struct_types
-from clotho.serving.auth import ClientMiddleware, Clients, LocalOriginMiddleware, client_of
+from clotho.serving.auth import ClientMiddleware, Clients, LocalOriginMiddleware, client_of, for_admins
 from clotho.serving.bodies import RequestBodies
 from clotho.serving.completion_requests import parse_completion_request
 from clotho.serving.errors import EXCEPTION_HANDLERS, ApiError, invalid_field, overloaded
@@ -49,7 +49,7 @@ from clotho.serving.responses_requests import ResponsesRequest, parse_responses_
 from clotho.serving.routes_adapters import AdapterRoutes
 from clotho.serving.routes_control import ControlHandlers
 from clotho.serving.routes_generate import parse_generate_request
-from clotho.serving.routes_remote import get_policy, parse_rollout_call, put_policy, rollout_answer
+from clotho.serving.routes_remote import PolicyRoutes, parse_rollout_call, rollout_answer
 from clotho.serving.routes_tokenize import detokenize, tokenize_text
 from clotho.serving.routes_tokens import parse_tokens_request
 from clotho.serving.routes_trl import parse_trl_request
@@ -86,12 +86,13 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
         middleware.append(Middleware(LocalOriginMiddleware, host=settings.host))
     middleware.append(Middleware(ClientMiddleware, clients=clients))
     bodies = RequestBodies(max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
+    policy = PolicyRoutes(context, settings.body_seconds)
     gets = {
         "/health": handlers.health,
         "/metrics": handlers.metrics,
         "/openapi.json": handlers.openapi,
         "/version": handlers.version,
-        "/v1/policy": handlers.policy,
+        "/v1/policy": policy.get,
         "/v1/models": handlers.models,
         "/v1/models/{name:path}": handlers.model,
     }
@@ -108,7 +109,7 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
         "/v1/rollouts": handlers.rollouts,
     }
     if context.adapters is not None:
-        adapters = _AdapterHandlers(AdapterRoutes(context.adapters))
+        adapters = AdapterRoutes(context.adapters)
         gets |= {"/lora/status": adapters.status}
         posts |= {
             "/v1/load_lora_adapter": adapters.load,
@@ -121,50 +122,25 @@ def build_app(context: ServerContext, limit: ConcurrencyLimit) -> Starlette:
         control = ControlHandlers(context.control, bodies)
         gets |= {"/is_paused": control.is_paused, "/is_sleeping": control.is_sleeping}
         controls = {
-            "/pause": control.pause,
-            "/resume": control.resume,
-            "/sleep": control.sleep,
-            "/wake_up": control.wake_up,
+            "/pause": for_admins(control.pause),
+            "/resume": for_admins(control.resume),
+            "/sleep": for_admins(control.sleep),
+            "/wake_up": for_admins(control.wake_up),
             "/abort_requests": control.abort_requests,
             "/abort_request": control.abort_request,
-            "/pause_generation": control.pause_generation,
-            "/continue_generation": control.resume,
-            "/flush_cache": control.flush_cache,
+            "/pause_generation": for_admins(control.pause_generation),
+            "/continue_generation": for_admins(control.resume),
+            "/flush_cache": for_admins(control.flush_cache),
         }
     middleware.append(Middleware(AdmissionMiddleware, paths=frozenset(posts), limit=limit, bodies=bodies))
     routes = [
         *(Route(path, handler) for path, handler in gets.items()),
         *(Route(path, handler, methods=["POST"]) for path, handler in (posts | controls).items()),
-        Route("/v1/policy/weights", handlers.replace_policy, methods=["PUT"]),
+        Route("/v1/policy/weights", for_admins(policy.put), methods=["PUT"]),
         *context.dashboard(limit.stopped),
     ]
     prepare_struct_types()
     return Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
-
-
-class _AdapterHandlers:
-    """The routes that load and unload adapters: of vLLM, which answer with text, and of Atropos."""
-
-    def __init__(self, routes: AdapterRoutes) -> None:
-        self._routes = routes
-
-    async def load(self, http: Request) -> Response:
-        return PlainTextResponse(await self._routes.load(await http.body()))
-
-    async def unload(self, http: Request) -> Response:
-        return PlainTextResponse(await self._routes.unload(await http.body()))
-
-    async def load_by_path(self, http: Request) -> Response:
-        return Response(
-            msgspec.json.encode(await self._routes.load_by_path(await http.body())), media_type="application/json"
-        )
-
-    async def unload_by_name(self, http: Request) -> Response:
-        status = await self._routes.unload_by_name(await http.body())
-        return Response(msgspec.json.encode(status), media_type="application/json")
-
-    async def status(self, _: Request) -> Response:
-        return Response(msgspec.json.encode(self._routes.status()), media_type="application/json")
 
 
 class _Handlers:
@@ -181,7 +157,10 @@ class _Handlers:
         self._started = int(time.time())
 
     async def health(self, _: Request) -> Response:
-        report, weights = self._context.health(), self._context.weights()
+        report, weights, control = self._context.health(), self._context.weights(), self._context.control
+        if report.status == "ok" and control is not None and control.is_paused:
+            detail = "; ".join(filter(None, ["paused; POST /resume continues", report.detail]))
+            report = structs.replace(report, status="paused", detail=detail)
         body = Health(
             status=report.status,
             detail=report.detail,
@@ -193,7 +172,7 @@ class _Handlers:
             children=report.children,
             findings=report.findings,
         )
-        return _json(body, weights.version, status=200 if report.status == "ok" else 503)
+        return _json(body, weights.version, status=200 if report.status in ("ok", "paused") else 503)
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -250,12 +229,6 @@ class _Handlers:
 
     async def version(self, _: Request) -> Response:
         return _json(Version(version=__version__), self._context.weights().version)
-
-    async def policy(self, _: Request) -> Response:
-        return await get_policy(self._context)
-
-    async def replace_policy(self, http: Request) -> Response:
-        return await put_policy(http, self._context)
 
     async def rollouts(self, http: Request) -> Response:
         request = await self._parse(parse_rollout_call, http)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from ipaddress import IPv6Address, ip_address, ip_network
 from urllib.parse import urlsplit
 
 from msgspec import Struct
 from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from clotho.config.schema import HttpServer
-from clotho.serving.api_keys import key_digest, read_api_keys
+from clotho.serving.api_keys import ApiKey, key_digest, read_api_keys
 from clotho.serving.errors import ApiError
 from clotho.serving.quotas import Quota, Reservation
 
@@ -59,12 +62,20 @@ class Client(Struct, frozen=True, kw_only=True):
 
     name: that of its API key in `server.api_keys_file`, else its network address; on a loopback address with its label.
     label: name that the client gives itself. quota: of its key. arrived: time of arrival, in seconds of `monotonic`.
+    is_admin: whether it may control the server and what belongs to other clients: true for keys with `admin`, for
+    `server.api_key`, and for every client of a server without keys, which only programs of this machine reach.
     """
 
     name: str
     label: str = ""
     quota: Quota | None = None
+    is_admin: bool = False
     arrived: float
+
+    @property
+    def owner(self) -> str:
+        """Name under which its adapters and requests belong to it; empty for administrators, who own everything."""
+        return "" if self.is_admin else self.name
 
     def request(self) -> AbstractContextManager[None]:
         """Count a request of this client until its end. Raises ApiError with status 429."""
@@ -85,9 +96,10 @@ class Clients:
         """Read `server.api_keys_file`. Raises ProfileError."""
         named = read_api_keys(settings.api_keys_file)
         self.quotas = {key.name: Quota(key.limits) for key in named}
-        self._names = {key.digest: key.name for key in named}
+        self._keys = {key.digest: key for key in named}
         if settings.api_key:
-            self._names.setdefault(key_digest(settings.api_key.encode()), "")
+            digest = key_digest(settings.api_key.encode())
+            self._keys.setdefault(digest, ApiKey(name="", digest=digest, admin=True))
 
     def find(self, scope: Scope) -> Client | None:
         """Return the client of a request; None if the server has keys and the request has none of them."""
@@ -95,15 +107,16 @@ class Clients:
         token = authorization.removeprefix(BEARER) if authorization.startswith(BEARER) else ""
         before, colon, label = token.rpartition(":")
         label = label if colon and LABEL.fullmatch(label) else ""
-        if self._names:
-            whole, labelled = (self._names.get(key_digest(part.encode("latin-1"))) for part in (token, before))
-            name = labelled if whole is None else whole
-            if name is None:
+        if self._keys:
+            whole, labelled = (self._keys.get(key_digest(part.encode("latin-1"))) for part in (token, before))
+            key = labelled if whole is None else whole
+            if key is None:
                 return None
             label = label if whole is None else ""
-            if name:
-                return Client(name=name, label=label, quota=self.quotas[name], arrived=now)
-        return Client(name=_address(scope, label), label=label, arrived=now)
+            if key.name:
+                quota = self.quotas[key.name]
+                return Client(name=key.name, label=label, quota=quota, is_admin=key.admin, arrived=now)
+        return Client(name=_address(scope, label), label=label, is_admin=True, arrived=now)
 
 
 def _address(scope: Scope, label: str) -> str:
@@ -155,3 +168,15 @@ def client_of(scope: Scope) -> Client:
     client = scope[CLIENT]
     assert isinstance(client, Client)
     return client
+
+
+def for_admins(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Return a handler that responds with status 403 to clients that are no administrators, before it reads a body."""
+
+    async def guarded(http: Request) -> Response:
+        if not client_of(http.scope).is_admin:
+            message = "This route controls the server: set admin = true for the key in server.api_keys_file."
+            raise ApiError(403, message, code="admin_required")
+        return await handler(http)
+
+    return guarded

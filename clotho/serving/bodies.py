@@ -82,8 +82,7 @@ class RequestBodies:
         """
         headers = Headers(scope=scope)
         require_json(headers)
-        declared = headers.get("content-length", "")
-        if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._max_bytes):
+        if declares_more(headers, self._max_bytes):
             raise self._too_large()
         body = _Body()
         try:
@@ -135,6 +134,12 @@ class RequestBodies:
             self._total -= oldest.size
             oldest.size = 0
             oldest.scope.cancel()
+
+
+def declares_more(headers: Headers, max_bytes: int) -> bool:
+    """Return whether the declared length of a body is above the limit."""
+    declared = headers.get("content-length", "")
+    return declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes)
 
 
 def require_json(headers: Headers) -> None:

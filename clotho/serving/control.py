@@ -28,8 +28,8 @@ class ControlledEngine(Protocol):
         """Number of rows in the batch."""
         ...
 
-    def abort_clients(self, request_ids: Collection[str] | None, /) -> int:
-        """Abort requests of clients by their names; None: all."""
+    def abort_clients(self, request_ids: Collection[str] | None, /, client: str = "") -> int:
+        """Abort requests of clients by their names; None: all. client: only those of this client; empty: of all."""
         ...
 
     def release_caches(self) -> None:
@@ -83,10 +83,13 @@ class EngineControl:
         await self.pause(mode, clear_cache=level == 1)
         self.is_sleeping = True
 
-    async def abort(self, request_ids: Collection[str] | None) -> int:
-        """Abort requests by their names; None: all requests of clients. Returns the number of aborted requests."""
+    async def abort(self, request_ids: Collection[str] | None, owner: str) -> int:
+        """Abort requests by their names; None: all requests of clients. Returns the number of aborted requests.
+
+        owner: only requests of this client; empty: of all.
+        """
         names = request_ids and {_bare(name) for name in request_ids}
-        return await finish(self._submit(lambda: self._engine.abort_clients(names)))
+        return await finish(self._submit(lambda: self._engine.abort_clients(names, owner)))
 
     async def flush(self) -> None:
         """Empty the prefix cache."""

@@ -86,6 +86,8 @@ def to_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestError) and error.param == "queue":
         return overloaded(str(error))
+    if isinstance(error, RequestError) and error.param == "model":  # unloaded after the request has been validated
+        return ApiError(404, str(error), param="model", code="model_not_found")
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, GenerationError):

@@ -7,8 +7,11 @@ from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
 from clotho.serving.adapters import AdapterRegistry
+from clotho.serving.auth import client_of
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError, invalid_field, overloaded
 from clotho.serving.openai_requests import validation_error
@@ -17,7 +20,9 @@ from protocols.errors import AdapterRefusal, AdapterRequestError
 
 Body = TypeVar("Body", bound=Struct)
 
-STATUS: dict[AdapterRefusal, int] = {"missing": 404, "unknown": 404, "exists": 400, "invalid": 400, "disabled": 403}
+STATUS: dict[AdapterRefusal, int] = {
+    "missing": 404, "unknown": 404, "exists": 400, "invalid": 400, "disabled": 403, "forbidden": 403,
+}  # fmt: skip
 """HTTP status of a refusal; a server without space answers 503."""
 
 
@@ -69,67 +74,85 @@ class AdapterStatus(Struct, frozen=True, kw_only=True):
 
 
 class AdapterRoutes:
-    """The routes of one server. Every load validates the whole adapter before anything changes."""
+    """The routes of one server. Every load validates the whole adapter before anything changes.
+
+    A client changes its own adapters only, as `AdapterRegistry` defines them.
+    """
 
     def __init__(self, registry: AdapterRegistry) -> None:
         self._registry = registry
-        self._active: str | None = None
+        self._active: dict[str, str] = {}  # owner -> the adapter that /lora/load loaded last
 
-    async def load(self, body: bytes) -> str:
-        """Serve POST /v1/load_lora_adapter; return the text of the response. Raises ApiError."""
-        fields = _decoded(body, LoadAdapter)
-        await self._load(fields.lora_name, fields.lora_path, replace=fields.load_inplace)
-        return f"Success: LoRA adapter '{fields.lora_name}' added successfully."
+    async def load(self, http: Request) -> Response:
+        """Serve POST /v1/load_lora_adapter, which responds with text. Raises ApiError."""
+        fields = _decoded(await http.body(), LoadAdapter)
+        await self._load(fields.lora_name, fields.lora_path, _owner(http), replace=fields.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' added successfully.")
 
-    async def unload(self, body: bytes) -> str:
-        """Serve POST /v1/unload_lora_adapter; return the text of the response. Raises ApiError."""
-        fields = _decoded(body, UnloadAdapter)
-        await self._unload(fields.lora_name)
-        return f"Success: LoRA adapter '{fields.lora_name}' removed successfully."
+    async def unload(self, http: Request) -> Response:
+        """Serve POST /v1/unload_lora_adapter, which responds with text. Raises ApiError."""
+        fields = _decoded(await http.body(), UnloadAdapter)
+        await self._unload(fields.lora_name, _owner(http))
+        return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
 
-    async def load_by_path(self, body: bytes) -> LoadedByPath:
+    async def load_by_path(self, http: Request) -> Response:
         """Serve POST /lora/load, which replaces an adapter of the same name. Raises ApiError."""
-        fields = _decoded(body, LoadByPath)
+        fields, owner = _decoded(await http.body(), LoadByPath), _owner(http)
         name = fields.adapter_name or Path(fields.adapter_path).name
         if not name:
             raise invalid_field("adapter_path", "names no directory")
-        info = await self._load(name, fields.adapter_path, replace=True)
-        self._active = name
-        return LoadedByPath(
-            status="ok",
-            adapter_path=fields.adapter_path,
-            adapter_name=name,
-            adapter_id=info.version,
-            load_count=self._registry.loads,
-            adapter_config={"r": info.rank, "target_modules": list(info.targets)},
+        info = await self._load(name, fields.adapter_path, owner, replace=True)
+        self._active[owner] = name
+        return _json(
+            LoadedByPath(
+                status="ok",
+                adapter_path=fields.adapter_path,
+                adapter_name=name,
+                adapter_id=info.version,
+                load_count=self._registry.loads,
+                adapter_config={"r": info.rank, "target_modules": list(info.targets)},
+            )
         )
 
-    async def unload_by_name(self, body: bytes) -> AdapterStatus:
+    async def unload_by_name(self, http: Request) -> Response:
         """Serve POST /lora/unload. Raises ApiError."""
-        fields = _decoded(body or b"{}", UnloadByName)
-        name = fields.adapter_name or self._active
+        fields, owner = _decoded(await http.body() or b"{}", UnloadByName), _owner(http)
+        name = fields.adapter_name or self._active.get(owner)
         if name is not None:
-            await self._unload(name)
-        return self.status()
+            await self._unload(name, owner)
+        return await self.status(http)
 
-    def status(self) -> AdapterStatus:
+    async def status(self, http: Request) -> Response:
         """Serve GET /lora/status."""
-        loaded = self._registry.loaded
-        active = self._active if self._active in loaded else None
-        adapters = tuple(loaded[name] for name in sorted(loaded))
-        return AdapterStatus(status="ok", active_adapter=active, load_count=self._registry.loads, adapters=adapters)
+        loaded, active = self._registry.loaded, self._active.get(_owner(http))
+        return _json(
+            AdapterStatus(
+                status="ok",
+                active_adapter=active if active in loaded else None,
+                load_count=self._registry.loads,
+                adapters=tuple(loaded[name] for name in sorted(loaded)),
+            )
+        )
 
-    async def _load(self, name: str, path: str, *, replace: bool) -> AdapterInfo:
+    async def _load(self, name: str, path: str, owner: str, *, replace: bool) -> AdapterInfo:
         try:
-            return await self._registry.load_path(name, path, replace=replace)
+            return await self._registry.load_path(name, path, replace=replace, owner=owner)
         except AdapterRequestError as error:
             raise _refusal(error) from error
 
-    async def _unload(self, name: str) -> None:
+    async def _unload(self, name: str, owner: str) -> None:
         try:
-            await self._registry.unload(name)
+            await self._registry.unload(name, owner)
         except AdapterRequestError as error:
             raise _refusal(error) from error
+
+
+def _owner(http: Request) -> str:
+    return client_of(http.scope).owner
+
+
+def _json(body: Struct) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 def _decoded(body: bytes, kind: type[Body]) -> Body:

@@ -11,6 +11,7 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
+from clotho.serving.auth import client_of
 from clotho.serving.bodies import RequestBodies, json_object
 from clotho.serving.control import EngineControl, PauseMode
 from clotho.serving.errors import invalid_field
@@ -106,15 +107,18 @@ class ControlHandlers:
     async def abort_requests(self, http: Request) -> Response:
         """Serve vLLM's POST /abort_requests."""
         body = await self._body(http, AbortRequests)
-        return _json(ControlStatus(status="aborted", aborted=await self._control.abort(body.request_ids)))
+        return await self._abort(http, body.request_ids)
 
     async def abort_request(self, http: Request) -> Response:
         """Serve SGLang's POST /abort_request."""
         body = await self._body(http, AbortRequest)
         if not body.abort_all and body.rid is None:
             raise invalid_field("rid", "is missing; name a request, or set abort_all")
-        names = None if body.abort_all else [body.rid or ""]
-        return _json(ControlStatus(status="aborted", aborted=await self._control.abort(names)))
+        return await self._abort(http, None if body.abort_all else [body.rid or ""])
+
+    async def _abort(self, http: Request, names: list[str] | None) -> Response:
+        aborted = await self._control.abort(names, client_of(http.scope).owner)
+        return _json(ControlStatus(status="aborted", aborted=aborted))
 
     async def pause_generation(self, http: Request) -> Response:
         """Serve SGLang's POST /pause_generation."""

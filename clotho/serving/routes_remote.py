@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+import anyio
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from clotho.serving.bodies import json_object
-from clotho.serving.errors import ApiError, invalid_field
+from clotho.serving.bodies import declares_more, json_object
+from clotho.serving.errors import ApiError, invalid_field, overloaded
 from clotho.serving.openai_requests import ValidatedRequest, validation_error
 from clotho.serving.services import ServerContext
 from protocols.errors import CheckpointError
@@ -61,43 +62,83 @@ def rollout_answer(completions: tuple[Completion, ...], context: ServerContext) 
     )
 
 
-async def get_policy(context: ServerContext) -> Response:
-    """Respond with the served policy."""
-    return Response(msgspec.json.encode(_served(context)), media_type="application/json")
+class PolicyRoutes:
+    """The routes of the served policy. Weights are received and served one at a time, so that one body is in memory."""
 
+    def __init__(self, context: ServerContext, seconds: float) -> None:
+        """seconds: longest time without further bytes of a body."""
+        self._context, self._seconds, self._receiving = context, seconds, False
 
-def _served(context: ServerContext) -> ServedPolicy:
-    try:
-        return context.receiver.served()
-    except CheckpointError as error:
-        raise ApiError(403, str(error)) from error
+    async def get(self, _: Request) -> Response:
+        """Respond with the served policy."""
+        return Response(msgspec.json.encode(self._served()), media_type="application/json")
 
+    def _served(self) -> ServedPolicy:
+        try:
+            return self._context.receiver.served()
+        except CheckpointError as error:
+            raise ApiError(403, str(error)) from error
 
-async def put_policy(http: Request, context: ServerContext) -> Response:
-    """Serve the weights in the body, or in the file that a header names. Responds with the served policy."""
-    _served(context)
-    ready = WeightsReady(
-        version=_number(http, VERSION_HEADER), step=_number(http, STEP_HEADER), fingerprint=_name(http)
-    )
-    file = http.headers.get(FILE_HEADER)
-    tensors = await _body(http, context.receiver.max_bytes) if file is None else b""
-    try:
+    async def put(self, http: Request) -> Response:
+        """Serve the weights in the body, or in the file that a header names. Responds with the served policy.
+
+        Responds with status 503 before it reads the body if other weights are being received or served.
+        """
+        self._served()
+        ready = WeightsReady(
+            version=_number(http, VERSION_HEADER), step=_number(http, STEP_HEADER), fingerprint=_name(http)
+        )
+        if self._receiving:
+            raise overloaded("Other weights are being received; retry later.")
+        self._receiving = True
+        try:
+            return await self._receive(http, ready)
+        except CheckpointError as error:
+            raise ApiError(400, f"The weights cannot be served: {error}", code="invalid_weights") from error
+        finally:
+            self._receiving = False
+
+    async def _receive(self, http: Request, ready: WeightsReady) -> Response:
+        receiver = self._context.receiver
+        file, run_id = http.headers.get(FILE_HEADER), http.headers.get(RUN_HEADER, "")[:MAX_NAME]
         if file is not None:
-            tensors = await context.receiver.read(file)
-        served = await context.receiver.receive(tensors, ready, run_id=http.headers.get(RUN_HEADER, "")[:MAX_NAME])
-    except CheckpointError as error:
-        raise ApiError(400, f"The weights cannot be served: {error}", code="invalid_weights") from error
-    return Response(msgspec.json.encode(served), media_type="application/json")
+            tensors = await receiver.read(file)
+        else:
+            tensors = await read_bytes(http, receiver.max_bytes, self._seconds)
+        served = await receiver.receive(tensors, ready, run_id=run_id)
+        return Response(msgspec.json.encode(served), media_type="application/json")
 
 
-async def _body(http: Request, max_bytes: int) -> bytes:
-    chunks, size = [], 0
-    async for chunk in http.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise ApiError(413, f"The weights are larger than {max_bytes} bytes.", code="body_too_large")
-        chunks.append(chunk)
-    return b"".join(chunks)
+async def read_bytes(http: Request, max_bytes: int, seconds: float) -> bytes:
+    """Return the body of a request. seconds: longest time without further bytes.
+
+    Raises ApiError with status 413 for a larger body, 408 if no bytes arrive, and ClientDisconnect.
+    """
+    too_large = ApiError(413, f"The weights are larger than {max_bytes} bytes.", code="body_too_large")
+    if declares_more(http.headers, max_bytes):
+        raise too_large
+    chunks, size, more = list[bytes](), 0, True
+    try:
+        while more:
+            chunk, more = await _next_chunk(http, seconds)
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > max_bytes:
+                raise too_large
+        return b"".join(chunks)
+    finally:
+        chunks.clear()  # the traceback of an exception keeps this frame
+
+
+async def _next_chunk(http: Request, seconds: float) -> tuple[bytes, bool]:
+    """Return the next bytes of a body, and whether more follow. Raises ApiError and ClientDisconnect."""
+    with anyio.move_on_after(seconds) as waiting:
+        message = await http.receive()
+    if waiting.cancelled_caught:
+        raise ApiError(408, f"No more of the weights arrived within {seconds:g} seconds.", code="body_timeout")
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    return message.get("body", b""), message.get("more_body", False)
 
 
 def _number(http: Request, header: str) -> int:

@@ -131,13 +131,13 @@ class PolicyReceiver(Protocol):
 
 
 class HealthReport(Struct, frozen=True, kw_only=True):
-    """The state of the program. Any status but `ok` is reported with HTTP status 503.
+    """The state of the program. Any status but `ok` and `paused`, by a client, is reported with HTTP status 503.
 
     children: supervised child -> state. progress_seconds: seconds since the compute thread last made progress.
     findings: problems of the training that are no outage.
     """
 
-    status: Literal["ok", "stalled", "restarting", "failed"]
+    status: Literal["ok", "paused", "stalled", "restarting", "failed"]
     detail: str = ""
     children: dict[str, str] = {}
     progress_seconds: float = 0.0

@@ -177,6 +177,18 @@ def not_finite(array: Any) -> Any:
     return changed
 
 
+def overlap(directory: Path) -> None:
+    """Let the last tensor begin one byte before its data."""
+    path = directory / "adapters.safetensors"
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"])
+    header[last]["data_offsets"] = [position - 4 for position in header[last]["data_offsets"]]
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
 def make_link(path: Path) -> None:
     """Replace a file by a link to it."""
     path.symlink_to(path.rename(path.with_name("other")))
@@ -199,6 +211,9 @@ INVALID: dict[str, Change] = {
     "full": set_config(fine_tune_type="full"),
     "no scale": set_config(lora_parameters={"rank": 4, "alpha": 8}),
     "infinite scale": lambda d: (d / "adapter_config.json").write_text('{"lora_parameters": {"scale": 1e999}}'),
+    "enormous scale": set_config(lora_parameters={"rank": 4, "scale": 1e308, "dropout": 0.0}),
+    "negative enormous scale": set_config(lora_parameters={"rank": 4, "scale": -1e30, "dropout": 0.0}),
+    "overlapping tensors": overlap,
     "trained weights": set_config(trained_weights=["lm_head.weight"]),
     "configuration is a list": lambda d: (d / "adapter_config.json").write_text("[]"),
     "configuration is not JSON": lambda d: (d / "adapter_config.json").write_bytes(b"\xff\xfe"),

@@ -58,12 +58,12 @@ def test_an_adapter_with_requests_is_never_evicted(directory: Path) -> None:
     assert names(store) == ["a", "c"]
 
 
-def test_a_kept_adapter_is_never_evicted(directory: Path) -> None:
+def test_a_protected_adapter_is_not_evicted(directory: Path) -> None:
     """An operator's own adapters stay, whatever clients load."""
     store, contents = make_store(), make_store().read(directory)
-    store.load("own", contents, keep=True)
+    store.load("own", contents)
     for name in ("a", "b", "c"):
-        store.load(name, contents)
+        store.load(name, contents, protected={"own"})
     assert names(store) == ["c", "own"]
 
 

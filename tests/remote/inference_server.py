@@ -92,7 +92,7 @@ class InferenceServer:
             self.policy, self.engine, self.executor, self.weights, kv_policy="keep", root=weights_root
         )
         model = ServedModel(id="policy", root="policy", weights=lambda: self.weights.value)
-        context = ServerContext(
+        self.context = ServerContext(
             sampler=Sampler(self.executor.submit, self.engine),
             tokenizer=self.policy.tokenizer,
             settings=HttpServer(port=0),
@@ -106,7 +106,7 @@ class InferenceServer:
             vocab_size=self.policy.vocab_size,
             receiver=self.receiver if accepts_weights else NullPolicyReceiver(),
         )
-        self.connection = Connection(build_app(context, ConcurrencyLimit(8)))
+        self.connection = Connection(build_app(self.context, ConcurrencyLimit(8)))
 
     def client(self, port: int = 8000, **changes: Any) -> RemoteServer:
         """Return a client of this server, under an address of its own."""

@@ -179,6 +179,19 @@ async def test_a_request_keeps_the_version_that_it_started_with(server: Server, 
         assert gone.status_code == 404
 
 
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"echo": True, "logprobs": 1}], ids=str)
+async def test_an_adapter_that_is_unloaded_before_the_engine_is_asked_is_unknown(
+    server: Server, fields: dict[str, Any]
+) -> None:
+    """Status 404, as if the request had come after it: the server validated the name before."""
+    served, http = server
+    await http.post(LOAD, json={"lora_name": "math", "lora_path": "a"})
+    served.executor.submit(lambda: served.engine.unload_adapter("math")).result()
+    answer = await http.post("/v1/completions", json={"model": "math", "prompt": "two", "max_tokens": 2, **fields})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert answer.json()["error"]["param"] == "model"
+
+
 async def test_refused_loads_disturb_no_request(server: Server, tmp_path: Path) -> None:
     """Fifty loads of a pickle are refused while clients sample from the base model and from an adapter."""
     _, http = server

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import mlx.core as mx
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
+from clotho.serving.errors import ApiError
+from clotho.serving.routes_remote import PolicyRoutes
 from clotho.storage.tensors import named_arrays, tensor_bytes
 from protocols.remote import FINGERPRINT_HEADER, STEP_HEADER, VERSION_HEADER
 from tests.remote.inference_server import InferenceServer, servers
@@ -83,6 +89,69 @@ async def test_weights_above_the_size_of_the_policy_are_refused(tmp_path: Path) 
     with servers(tmp_path, 1) as [server]:
         response = await put(server, b"x" * (server.receiver.max_bytes + 1), headers("f"))
         assert response.status_code == 413
+
+
+class Stalled:
+    """A request with weights of which some parts arrive, and the rest never. reads: how often the server read it."""
+
+    def __init__(self, parts: int = 1, fields: dict[str, str] | None = None) -> None:
+        raw = [(name.encode(), value.encode()) for name, value in (headers("f") | (fields or {})).items()]
+        scope = {"type": "http", "method": "PUT", "path": "/v1/policy/weights", "headers": raw}
+        self.http, self.parts = Request(scope, self.receive), parts
+        self.reads, self.waiting = 0, anyio.Event()
+
+    async def receive(self) -> Message:
+        """Return the parts, then nothing."""
+        self.reads += 1
+        if self.reads > self.parts:
+            self.waiting.set()
+            await anyio.sleep_forever()
+        return {"type": "http.request", "body": b"x" * 10_000, "more_body": True}
+
+
+async def refusal(routes: PolicyRoutes, request: Stalled) -> ApiError:
+    """Return the error that ends a request."""
+    with pytest.raises(ApiError) as caught:
+        await routes.put(request.http)
+    return caught.value.with_traceback(None)
+
+
+async def test_one_body_of_weights_is_received_at_a_time(tmp_path: Path) -> None:
+    """Further ones receive status 503 with Retry-After before they are read. A client that hangs up frees the place."""
+    with servers(tmp_path, 1) as [server]:
+        routes, first, second = PolicyRoutes(server.context, 30.0), Stalled(), Stalled()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(routes.put, first.http)
+            await first.waiting.wait()
+            for _ in range(20):
+                refused = await refusal(routes, other := Stalled())
+                assert (refused.status, other.reads) == (503, 0)
+                assert refused.headers["retry-after"]
+            tasks.cancel_scope.cancel()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(routes.put, second.http)
+            await second.waiting.wait()
+            tasks.cancel_scope.cancel()
+
+
+async def test_weights_that_stop_to_arrive_are_dropped(tmp_path: Path) -> None:
+    """Status 408 after `server.body_seconds` without a byte. Their memory is free again, and so is the place."""
+    with ExitStack() as stack:
+        routes = PolicyRoutes(InferenceServer(stack, tmp_path).context, 0.01)
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        for _ in range(3):
+            refused = await refusal(routes, Stalled(100))
+            assert (refused.status, refused.body.error.code) == (408, "body_timeout")
+        assert tracemalloc.get_traced_memory()[0] < 500_000
+
+
+async def test_a_declared_size_above_the_limit_is_refused_before_the_body(tmp_path: Path) -> None:
+    """Status 413."""
+    with servers(tmp_path, 1) as [server]:
+        request = Stalled(fields={"content-length": str(server.receiver.max_bytes + 1)})
+        assert (await refusal(PolicyRoutes(server.context, 30.0), request)).status == 413
+        assert request.reads == 0
 
 
 @pytest.mark.parametrize(
