@@ -20,8 +20,7 @@ if __name__ == "__main__":  # before the imports below, which take a second
     sys.exit(main())
 
 import gc
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -39,15 +38,12 @@ from actors.learner import Learner
 from actors.monitor import Monitor
 from actors.prompter import Prompter
 from actors.scorer import Scorer
-from clotho.atropos.processes import AtroposServer, Environment
-from clotho.config.bounds import Off
 from clotho.config.schema import (
     AtroposSource,
     FullMethod,
     HeldOutEvaluation,
     HttpServer,
     Profile,
-    StartedServer,
 )
 from clotho.cpu import load_blas
 from clotho.monitoring.collapse_detection import CollapseMonitor
@@ -62,10 +58,13 @@ from clotho.run.accounting import GroupAccounting, group_source
 from clotho.run.batch_source import batch_source, group_reader, running_url
 from clotho.run.context import RunContext
 from clotho.run.custom_actors import Channel, CustomActors
+from clotho.run.early_end import EarlyEnd
 from clotho.run.idle_sleep import no_idle_sleep
+from clotho.run.lost_groups import Flow, LostGroups
 from clotho.run.process_signals import finish_computation
 from clotho.run.remote_sampling import remote_sampler
 from clotho.run.run_monitor import RunMonitor, loading_page, token_value_writer
+from clotho.run.services import wire_atropos, wire_services
 from clotho.run.startup import build_context
 from clotho.run.timeline import timeline_recorder
 from clotho.runtime.compute_thread import ComputeExecutor, finish
@@ -74,17 +73,14 @@ from clotho.runtime.sampling_client import GroupSampler
 from clotho.runtime.signals import handle_signals
 from clotho.runtime.supervisor import (
     Child,
-    ChildStatus,
     Ending,
-    RestartPolicy,
     Supervisor,
     describe_error,
     permanent,
     temporary,
     transient,
 )
-from clotho.runtime.watchdog import ENGINE_RESTARTS
-from clotho.serving.server import ApiServer, base_url, listen, while_loading
+from clotho.serving.server import base_url, listen, while_loading
 from clotho.storage.jsonl import JsonlWriter
 from clotho.storage.run_directory import RunDirectory
 from clotho.training.replay import ReplayBuffer
@@ -98,8 +94,6 @@ from protocols.summary import RemoteGauges
 
 log = structlog.get_logger(actor="pipeline")
 
-SERVER_RESTARTS = RestartPolicy(max_restarts=3)
-
 FIRST_CHECK_SECONDS = 2.0
 """How long the first update waits for the checks of the first batch; they take about a millisecond."""
 
@@ -108,9 +102,14 @@ GRACE_SECONDS = 10.0
 
 
 class Wiring(Struct, frozen=True, kw_only=True, eq=False):
-    """The actors of the flow, receivers before senders; the group source among them; and what observes the run."""
+    """The actors of the flow, receivers before senders; the group source among them; and what observes the run.
+
+    sampling: names of the actors before the learner. lost: the groups that custom actors have lost.
+    """
 
     children: list[Child]
+    sampling: list[str]
+    lost: LostGroups
     source: GroupSource
     accounting: GroupAccounting
     monitor: RunMonitor
@@ -129,17 +128,19 @@ def wire(
     context: RunContext,
     *,
     console: Console,
-    children: Callable[[], dict[str, ChildStatus]],
+    supervisor: Supervisor,
+    early_end: EarlyEnd,
     atropos_url: str,
     events: EventSink,
 ) -> Wiring:
     """Construct all actors of the flow with the ends of their queues.
 
-    children: status of the supervised actors. atropos_url: address of the Atropos API server; empty without one.
-    events: the event log.
+    early_end: stops sampling. atropos_url: address of the Atropos API server; empty without one. events: the event log.
     """
     profile, capacity = context.profile, context.profile.queues
-    custom = CustomActors(profile.actors, context.services())
+    limit = profile.monitor.watchdog_seconds
+    lost = LostGroups(limit_seconds=limit, report=context.alarms.add, end=supervisor.drain)
+    custom = CustomActors(profile.actors, context.services(), lost)
     scored: Channel[GroupOutcome] = custom.channel("scored", capacity.scored)
     reports: Channel[LearnerReport | EvalReport] = custom.channel("reports", capacity.reports)
     receivers = ["broadcaster", "checkpointer", *(["evaluator"] if isinstance(profile.eval, HeldOutEvaluation) else [])]
@@ -157,7 +158,7 @@ def wire(
     run_monitor = RunMonitor(
         context,
         queues=[*queues, *updates.values()],
-        children=children,
+        children=supervisor.status,
         events_lost=lambda: events.lost,
         remote=remote.gauges if remote else RemoteGauges,
     )
@@ -168,10 +169,21 @@ def wire(
         *reports.children,
         *scored.children,
         *([transient(remote)] if remote else []),
-        *wire_training(context, custom, scored, reports, updates, accounting),
+        *wire_training(context, custom, scored, reports, updates, accounting, early_end),
+        *lost.children,
         *rollouts.children,
     ]
-    return Wiring(children=[*custom.added(), *flow], source=source, accounting=accounting, monitor=run_monitor)
+    sampling = [*scored.children, *lost.children, *rollouts.children]
+    moving = [*updates.values(), *(queue for channel in group_channels for queue in channel.queues)]
+    lost.flow = Flow(context.progress, moving, sampling, is_draining=lambda: early_end.is_draining)
+    return Wiring(
+        children=[*custom.added(), *flow],
+        sampling=[child.name for child in sampling],
+        lost=lost,
+        source=source,
+        accounting=accounting,
+        monitor=run_monitor,
+    )
 
 
 def wire_monitor(
@@ -213,6 +225,7 @@ def wire_training(
     reports: Channel[LearnerReport | EvalReport],
     updates: Mapping[str, Queue[PolicyUpdated]],
     accounting: GroupAccounting,
+    early_end: EarlyEnd,
 ) -> list[Child]:
     """The learner, and the receivers of its updates."""
     profile, policy = context.profile, context.policy
@@ -242,6 +255,7 @@ def wire_training(
         from_environments=isinstance(profile.atropos, AtroposSource),
         first_check_seconds=FIRST_CHECK_SECONDS,
         curriculum=context.curriculum,
+        stop_sampling=early_end.stop_sampling,
     )
     broadcaster = custom.actor(
         "broadcaster",
@@ -400,40 +414,6 @@ def wire_environments(
     return Rollouts(children=[fetcher], channels=[], source=fetcher, first=scored)
 
 
-def wire_services(context: RunContext, monitor: RunMonitor, listener: socket.socket | None) -> list[Child]:
-    """The HTTP server, the watchdog of the compute thread, the watches of the machine, and the guard of the engine."""
-    guards = [
-        permanent(monitor.serving.watchdog(context.profile.monitor)),
-        permanent(monitor.serving.memory_watch()),
-        permanent(context.engine_guard(), ENGINE_RESTARTS),
-        temporary(monitor.resource_watch()),
-    ]
-    settings = context.profile.server
-    if listener is None or isinstance(settings, Off):
-        return guards
-    server = ApiServer(monitor.server_context(settings), listener=listener, on_request=monitor.count_request)
-    return [permanent(server, SERVER_RESTARTS), *guards]
-
-
-def wire_atropos(context: RunContext) -> tuple[AtroposServer | None, list[Child]]:
-    """The Atropos API server, if the run starts one, and the processes of the environments."""
-    profile, logs = context.profile, context.directory.path / "atropos"
-    atropos = profile.atropos
-    server = AtroposServer(atropos.python, directory=logs) if isinstance(atropos, StartedServer) else None
-    environments = [
-        Environment(
-            section,
-            profile,
-            server_url=server.url if server else running_url(profile),
-            server_starts=lambda: server.starts if server else 0,
-            policy_url=context.address,
-            directory=logs,
-        )
-        for section in profile.environments
-    ]
-    return server, [permanent(environment) for environment in environments]
-
-
 def report_failure(name: str, error: Exception) -> None:
     """Log a failure that does not end the run."""
     log.warning("actor_failed", actor=name, error=describe_error(error))
@@ -442,8 +422,8 @@ def report_failure(name: str, error: Exception) -> None:
 async def train(profile: Profile, directory: RunDirectory, console: Console) -> int:
     """Run a profile to its end, and return the exit status.
 
-    It is 0, 1 if no update was applied, or 128 plus the number of the signal that stopped the run. Raises ClothoError
-    if the profile is invalid or the run fails.
+    It is 0, 1 if no update was applied, groups were lost or sampling stopped early, or 128 plus the number of the
+    signal that stopped the run. Raises ClothoError if the profile is invalid or the run fails.
     """
     with ExitStack() as stack:
         events = stack.enter_context(event_log(console))
@@ -471,11 +451,20 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
             log.info("run_resumed", step=context.resumed_from)
         grace = server.shutdown_seconds if isinstance(server, HttpServer) else 0.0
         supervisor = Supervisor(on_failure=report_failure, grace_seconds=max(GRACE_SECONDS, grace))
+        early_end = EarlyEnd(supervisor, limit_seconds=profile.monitor.drain_seconds)
         atropos_server, environments = wire_atropos(context)
         atropos_url = atropos_server.url if atropos_server else running_url(profile)
-        wiring = wire(context, console=console, children=supervisor.status, atropos_url=atropos_url, events=events)
+        wiring = wire(
+            context, console=console, supervisor=supervisor, early_end=early_end, atropos_url=atropos_url, events=events
+        )
+        early_end.watch(
+            wiring.sampling,
+            last_progress=lambda: context.progress.last_update,
+            waiting_for=lambda: wiring.monitor.gauges().waiting_for,
+        )
         servers = [permanent(atropos_server)] if atropos_server else []
         children = [
+            temporary(early_end),
             *wire_services(context, wiring.monitor, listener),
             *servers,
             *wiring.children,
@@ -483,6 +472,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         ]
 
         def drain() -> None:
+            early_end.drain_began()
             wiring.source.drain()
             log.warning("draining", hint="the run ends after the groups in flight; interrupt again to stop at once")
 
@@ -491,9 +481,11 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         async with handle_signals(supervisor) as signals:
             ending = await supervisor.run(children, on_drain=drain)
         log.info("run_statistics", **structs.asdict(wiring.monitor.snapshot()))
-        complete = ending is not Ending.STOPPED
-        best = context.best.finish(profile.checkpoint.keep_last) if complete else context.best.update()
+        finished = ending is not Ending.STOPPED
+        best = context.best.finish(profile.checkpoint.keep_last) if finished else context.best.update()
+        complete = finished and not early_end.causes
         summary = wiring.monitor.summary(wiring.accounting, best=best, complete=complete)
         print_summary(console, summary)
         finish_computation(executor, signals)
-        return signals.exit_status or int(summary.is_untrained)
+        failed = summary.is_untrained or wiring.lost.count or early_end.causes or not summary.balance.holds
+        return signals.exit_status or int(bool(failed))

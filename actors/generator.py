@@ -72,11 +72,14 @@ class Generator:
 
         groups: number of groups that count towards batches; None: until the inbox ends.
         one_by_one: sample one batch at a time.
+
+        working_on: number of groups that are being sampled or sent.
         """
         self._inbox, self._outbox = inbox, outbox
         self._rule, self._sampler = rule, sampler
         self._sampling, self._group_size = sampling, group_size
         self._started, self._groups, self._one_by_one = ended, groups, one_by_one
+        self.working_on = 0
 
     async def run(self) -> None:
         """Sample until the inbox ends and the last group is sent."""
@@ -120,10 +123,12 @@ class Generator:
             )
             for prompt in batch
         ]
+        self.working_on += len(batch)
         task_status.started()
         async with aclosing(self._sampler.groups(requests)) as outcomes:  # cancellation aborts the requests
             async for index, outcome in outcomes:
                 await self._outbox.send(_group(batch[index], outcome))
+                self.working_on -= 1
 
 
 def _group(prompt: Prompt, outcome: list[Completion] | GenerationError | RequestError) -> RolloutGroup | Discarded:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import aclosing, suppress
 from math import inf
 
@@ -19,6 +19,7 @@ from clotho.monitoring.collapse_detection import CollapseMonitor, CollapseRespon
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest, reached
 from clotho.training.batch_collector import BatchCollector, discard, discard_unusable
+from clotho.training.fruitless import FruitlessBatches
 from clotho.training.ledger import Ledger
 from clotho.training.replay import ReplayBuffer
 from clotho.training.update import PolicyLearner, Update
@@ -91,6 +92,7 @@ class Learner:
         first_check_seconds: float = 0.0,
         lag: int = 0,
         curriculum: Curriculum | None = None,
+        stop_sampling: Callable[[str], None] = lambda cause: None,
     ) -> None:
         """updates: one outbox per receiver of new weights. reports: the monitor's queue.
 
@@ -102,6 +104,7 @@ class Learner:
         these groups are not sent.
         lag: number of batches that arrive between a batch and its update.
         curriculum: records the groups that have ended; None without one.
+        stop_sampling: ends the inbox for a cause, because batch after batch has no learning signal.
         """
         self._inbox, self._updates, self._reports = inbox, updates, reports
         self._executor, self._policy_learner = executor, policy_learner
@@ -110,7 +113,12 @@ class Learner:
         self._replay, self._steps = replay, steps
         self._synchronous, self._from_environments = synchronous, from_environments
         self._first_check_seconds, self._held_groups = first_check_seconds, lag * settings.batch_size
-        self._curriculum = curriculum
+        self._curriculum, self._stop_sampling = curriculum, stop_sampling
+        self._fruitless = FruitlessBatches(
+            max_failed=settings.max_failed_batches,
+            max_equal=settings.max_equal_batches,
+            batch_size=settings.batch_size,
+        )
         self._collapse, self._rolled_back_at = collapse, 0
         progress.began = progress.last_update = time.monotonic()
 
@@ -130,7 +138,9 @@ class Learner:
         batch, began = self._next_batch(), time.monotonic()
         async with aclosing(self._outcomes()) as outcomes:
             async for outcome in outcomes:
-                batch.add(self._sort_out(outcome))
+                batch.add(sorted_out := self._sort_out(outcome))
+                if self._from_environments and (cause := self._fruitless.add_one(sorted_out)):
+                    self._stop_sampling(cause)
                 if more := batch.request_replacements():
                     self._replacements.put(self._replacements.value + more)
                 if self._first_check_seconds and batch.ended >= self._settings.batch_size:
@@ -232,6 +242,9 @@ class Learner:
             self._policy_learner.observe_health(healthy=not response.findings)
         self._progress.last_report, self._progress.last_update = report, time.monotonic()
         await self._send(report, state)
+        groups: list[GroupOutcome] = [*fresh, *batch.discarded]
+        if not self._from_environments and (cause := self._fruitless.add(groups)):
+            self._stop_sampling(cause)
         if failure := self._failure(report, response, update):
             await reached(
                 self._logged, report.step, timeout_seconds=LOG_TIMEOUT_SECONDS

@@ -23,6 +23,7 @@ class Scorer:
 
     concurrency: number of groups scored at the same time. The fixed order makes runs reproducible; a slow reward delays
     the groups behind it, at most for its time limit.
+    working_on: number of groups that are being scored or sent.
     """
 
     name = "scorer"
@@ -39,6 +40,7 @@ class Scorer:
         self._outbox = outbox
         self._rewards = rewards
         self._concurrency = concurrency
+        self.working_on = 0
 
     async def run(self) -> None:
         """Score until the inbox ends."""
@@ -46,6 +48,7 @@ class Scorer:
         async with self._inbox, self._outbox, in_order, anyio.create_task_group() as tasks, slots:
             tasks.start_soon(self._send_in_order, in_order)
             async for message in self._inbox:
+                self.working_on += 1
                 slot = _Slot()
                 await slots.send(slot)  # waits while `concurrency` groups are ahead
                 if isinstance(message, Discarded):
@@ -59,6 +62,7 @@ class Scorer:
     async def _send_in_order(self, in_order: MemoryObjectReceiveStream[_Slot]) -> None:
         async for slot in in_order:
             await self._outbox.send(await slot.outcome())
+            self.working_on -= 1
 
 
 class _Slot:

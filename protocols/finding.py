@@ -21,6 +21,7 @@ FindingName = Literal[
     "far_from_reference",
     "few_problems",
     "format_without_content",
+    "groups_lost",
     "kernel_panic",
     "length_growth",
     "lora_scale_unusual",
@@ -72,12 +73,11 @@ class Change(Struct, frozen=True, kw_only=True):
 
 
 class Remedy(Struct, frozen=True, kw_only=True):
-    """The command that corrects what a finding is about, or that checks whether the user has corrected it.
+    """The command that corrects what a finding is about, or that follows when the user has corrected it.
 
-    action: `start` a new run, `resume` this run, or `fork` it, with a changed setting; `check` its settings and the
-    machine with `doctor`, where the correction is outside of the program.
-    changes: alternatives, best first; the first one that the settings of the run accept is used. Without any, the
-    action is a check. before_step: a fork starts from a checkpoint before this step; None: from the newest.
+    action: `start` a new run, `resume` this run, or `fork` it; `check` its settings and the machine with `doctor`.
+    changes: alternatives, best first; the first one that the settings of the run accept is used. If they accept none,
+    the action is a check. before_step: a fork starts from a checkpoint before this step; None: from the newest.
     from_step: step of the checkpoint that the command of a fork names.
     """
 

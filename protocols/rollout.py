@@ -60,7 +60,8 @@ class Discarded(Struct, frozen=True, kw_only=True, tag=True):
       not_finite: the update of the group was not finite and was skipped.
       duplicate: an environment has sent the group before.
       surplus: the group arrived after the last batch of the run.
-      lost: an environment sent the group before a restart, and it had not been trained on.
+      lost: an environment sent the group before a restart, and it had not been trained on; or a custom actor received
+        the group and did not send it on.
 
     rewards, parts: as in `ScoredGroup`, if the group was scored.
     failed_rewards: names of the reward functions that failed, with the reason `reward_error`.

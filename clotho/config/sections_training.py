@@ -213,6 +213,12 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         about("Groups that are more versions old are discarded; none: 2 x max_batches_ahead."),
     ] = None
     max_bad_steps: Annotated[Positive, about("Limit of non-finite updates in a row; then the run ends.")] = 5
+    max_failed_batches: Annotated[
+        NonNegative, about("Batches in a row in which a reward fails for every group; then the run ends. 0: no limit.")
+    ] = 3
+    max_equal_batches: Annotated[
+        NonNegative, about("Batches in a row of groups with equal rewards; then the run ends. 0: no limit.")
+    ] = 20
 
     @property
     def reference(self) -> Reference | None:

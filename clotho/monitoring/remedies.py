@@ -95,7 +95,8 @@ class RunCommands:
     def complete(self, finding: Finding) -> Finding:
         """Return the finding with its command. Without an accepted change the command is a check."""
         remedy, profile = finding.remedy, relative_path(self._profile)
-        if not (changes := self._accepted(remedy.changes)):
+        changes = self._accepted(remedy.changes)
+        if remedy.action == "check" or (remedy.changes and not changes):
             argv = ["doctor", "--profile", profile, *self._free_port]
             return replace(finding, remedy=CHECK, command=command_line(argv))
         steps = checkpoint_steps(self._run_dir / "checkpoints")

@@ -86,6 +86,7 @@ class RunAlarms:
         self._reported, self._complete = set(reported), complete
         self._active: dict[str, Finding] = {}
         self._previewed: tuple[Finding, ...] = ()
+        self._permanent: dict[str, Finding] = {}
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -115,6 +116,11 @@ class RunAlarms:
         self._previewed = tuple(signal.findings())
         self._refresh()
 
+    def add(self, finding: Finding) -> None:
+        """Add a finding that applies until the end of the run, in place of an earlier one of this name."""
+        self._permanent[finding.name] = finding
+        self._refresh()
+
     def observe_resources(self, reading: ResourceReading) -> None:
         """Take a reading of the machine into account."""
         self._machine.observe(reading)
@@ -123,7 +129,11 @@ class RunAlarms:
     def _refresh(self) -> None:
         """Log the findings that begin or end now."""
         checks = (self._signal, self._collapse, self._throughput, self._scoring, self._machine)
-        now = (*self._previewed, *(finding for check in checks for finding in check.findings()))
+        now = (
+            *self._permanent.values(),
+            *self._previewed,
+            *(finding for check in checks for finding in check.findings()),
+        )
         found: dict[str, Finding] = {finding.name: self._complete(finding) for finding in now}
         for name in [name for name in found if name not in self._active]:
             if name in self._reported:

@@ -13,6 +13,7 @@ from msgspec import Struct, structs
 from clotho.config.bounds import Off
 from clotho.config.schema import ActorSection, Profile
 from clotho.models.tokenizer import ChatTokenizer
+from clotho.run.lost_groups import PLACES, LostGroups
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue, QueueEnd
 from clotho.runtime.sampling_client import Sampler
@@ -140,9 +141,12 @@ class CustomActors:
     when it has ended.
     """
 
-    def __init__(self, sections: Sequence[ActorSection], services: Services) -> None:
-        """Import every factory. Raises ProfileError that names the stanza whose factory cannot be imported."""
-        self._services = services
+    def __init__(self, sections: Sequence[ActorSection], services: Services, lost: LostGroups) -> None:
+        """Import every factory. Raises ProfileError that names the stanza whose factory cannot be imported.
+
+        lost: watches the actors that groups pass through.
+        """
+        self._services, self._lost = services, lost
         self._sections = [(section, load_factory(section)) for section in sections]
 
     def actor(self, name: str, actor_class: Callable[P, Runnable], /, *args: P.args, **kwargs: P.kwargs) -> Child:
@@ -206,7 +210,13 @@ class CustomActors:
             policy=PERMANENT_POLICY if restart is Restart.PERMANENT else RestartPolicy(),
             held_ends=tuple(_flat(ends.values())),
             ends_with_input=restart is Restart.TEMPORARY and "inbox" in ends,
+            on_return=self._lost.watch(section, ends["inbox"], ends["outbox"]) if passes_groups(section) else None,
         )
+
+
+def passes_groups(section: ActorSection) -> bool:
+    """Whether an actor must send on each group that it receives."""
+    return section.mode in ("insert", "replace") and section.at in PLACES
 
 
 ACTORS = ("prompter", "generator", "scorer", "learner", "broadcaster", "checkpointer", "evaluator", "monitor")

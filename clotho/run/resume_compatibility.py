@@ -44,6 +44,8 @@ MAY_DIFFER = (
     "policy.grad_checkpoint",
     "learner.layout",
     "learner.max_bad_steps",
+    "learner.max_equal_batches",
+    "learner.max_failed_batches",
     "learner.max_staleness",
     "learner.max_turn_ms",
     "learner.micro_batch_tokens",

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import anyio
 from msgspec import Struct
@@ -108,13 +108,13 @@ class Queue(Generic[T]):
         """Open the end of one producer. Raises QueueClosed if all producers have closed theirs."""
         if self._senders.closed:
             raise QueueClosed(f"queue {self.name!r} has ended: open every outbox before the last one is closed")
-        return self._senders.add(_Outbox(self))
+        return self._senders.add(_Outbox[T](self, self._senders))
 
     def inbox(self) -> Inbox[T]:
         """Open the end of one consumer. Raises QueueClosed if all consumers have closed theirs."""
         if self._receivers.closed:
             raise QueueClosed(f"queue {self.name!r} has no reader: open every inbox before the last one is closed")
-        return self._receivers.add(_Inbox(self))
+        return self._receivers.add(_Inbox[T](self, self._receivers))
 
     async def _send(self, item: T, end: QueueEnd) -> None:
         self._check_open(end)
@@ -184,13 +184,33 @@ class Queue(Generic[T]):
 
 
 class QueueEnd:
-    """One end of a queue; leaving its `async with` block closes it."""
+    """One end of a queue; leaving its `async with` block closes it.
+
+    observe: called with each message that passes this end; None: not called.
+    """
 
     closed: bool = False
 
+    def __init__(self, queue: Queue[Any], side: _Side) -> None:
+        self._queue, self._side = queue, side
+        self.observe: Callable[[Any], None] | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a coroutine waits at this end: for a message, or for room."""
+        return self._side.has_waiting(self)
+
+    def beside(self) -> Self:
+        """Open another end on the same side of the queue."""
+        return self._side.add(type(self)(self._queue, self._side))
+
     def close(self) -> None:
         """Close this end."""
-        raise NotImplementedError
+        self._queue._close(self, self._side)
+
+    def _passed(self, item: Any) -> None:
+        if self.observe is not None:
+            self.observe(item)
 
     async def __aenter__(self) -> Self:
         return self
@@ -248,6 +268,10 @@ class _Side:
                 _, since = self._waiting.pop(scope)
                 self._seconds += time.monotonic() - since
 
+    def has_waiting(self, end: QueueEnd) -> bool:
+        """Whether a coroutine waits at this end."""
+        return any(owner is end for owner, _ in self._waiting.values())
+
     def cancel_waiting(self, end: QueueEnd | None = None) -> None:
         """Stop the coroutines that wait at this end; None: at any end."""
         for scope, (owner, _) in self._waiting.items():
@@ -258,33 +282,27 @@ class _Side:
 class _Outbox(QueueEnd, Generic[T]):
     """See `protocols.queues.Outbox`."""
 
-    def __init__(self, queue: Queue[T]) -> None:
-        self._queue = queue
-
     async def send(self, item: T) -> None:
         await self._queue._send(item, self)
+        self._passed(item)
 
     def send_nowait(self, item: T) -> None:
         self._queue._send_nowait(item, self)
-
-    def close(self) -> None:
-        self._queue._close(self, self._queue._senders)
+        self._passed(item)
 
 
 class _Inbox(QueueEnd, Generic[T]):
     """See `protocols.queues.Inbox`."""
 
-    def __init__(self, queue: Queue[T]) -> None:
-        self._queue = queue
-
     async def receive(self) -> T:
-        return await self._queue._receive(self)
+        item: T = await self._queue._receive(self)
+        self._passed(item)
+        return item
 
     def receive_nowait(self) -> T:
-        return self._queue._receive_nowait(self)
-
-    def close(self) -> None:
-        self._queue._close(self, self._queue._receivers)
+        item: T = self._queue._receive_nowait(self)
+        self._passed(item)
+        return item
 
     def __aiter__(self) -> Self:
         return self

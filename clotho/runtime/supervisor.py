@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -87,6 +87,7 @@ class Child(Struct, frozen=True, kw_only=True, eq=False):
         closes its own ends, and are closed when it has ended.
     ends_with_input: a temporary child that returns when its inbox ends. At the end of the run it gets the grace period
         to read its inbox; other temporary children are cancelled.
+    on_return: called when the actor has returned without an error and is not restarted.
     """
 
     actor: Runnable
@@ -94,6 +95,7 @@ class Child(Struct, frozen=True, kw_only=True, eq=False):
     policy: RestartPolicy = RestartPolicy()
     held_ends: tuple[Closable, ...] = ()
     ends_with_input: bool = False
+    on_return: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for a contradiction."""
@@ -159,7 +161,7 @@ def _single_error(error: Exception) -> Exception:
 class _SupervisedTask:
     """The task that runs one child, with its restarts. The supervisor decides about the run.
 
-    failure: the error that ends the run, if any.
+    failure: the error that ends the run, if any. abandoned: the run does not wait for the child's return.
     ready: set when the next child may start. over: set when the child has ended.
     """
 
@@ -173,6 +175,7 @@ class _SupervisedTask:
     ) -> None:
         self.child = child
         self.failure: Exception | None = None
+        self.abandoned = False
         self.ready, self.over = asyncio.Event(), asyncio.Event()
         self._is_running, self._report, self._on_end = is_running, report, on_end
         self._counter = RestartCounter(child.policy)
@@ -234,6 +237,8 @@ class _SupervisedTask:
                 self._state = ChildState.STOPPED
             for end in self.child.held_ends:
                 end.close()
+            if self._state is ChildState.DONE and self.child.on_return is not None:
+                self.child.on_return()
             self.ready.set()
             self.over.set()
             self._on_end(self)
@@ -401,6 +406,13 @@ class Supervisor:
         for task in reversed(self._tasks):
             task.cancel()
 
+    def abandon(self, names: Collection[str]) -> None:
+        """Cancel these children; the run goes on without them, and ends when the other transient children return."""
+        for task in self._tasks:
+            if task.child.name in names and not task.over.is_set():
+                task.abandoned = True
+                task.cancel()
+
     def status(self) -> dict[str, ChildStatus]:
         """Status of each child, in start order."""
         return {task.child.name: task.status for task in self._tasks}
@@ -428,8 +440,10 @@ class Supervisor:
             self._end(Ending.DRAINED if self._draining else Ending.FINISHED)
 
     def _flow_has_ended(self) -> bool:
-        states = [task.status.state for task in self._tasks if task.child.restart is Restart.TRANSIENT]
-        return bool(states) and all(state is ChildState.DONE for state in states)
+        flow = [task for task in self._tasks if task.child.restart is Restart.TRANSIENT]
+        return bool(flow) and all(
+            task.status.state is ChildState.DONE or (task.abandoned and task.over.is_set()) for task in flow
+        )
 
     def _is_running(self) -> bool:
         return self._ending is None and self._failure is None

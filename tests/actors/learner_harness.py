@@ -68,6 +68,7 @@ class LearnerHarness:
         self.logged = Latest[int]("recorded")
         self.logged.put(1000)
         self.scored = scored or filled_queue("scored", outcomes)
+        self.causes: list[str] = []
         self.updates = [Queue[PolicyUpdated](f"updates.{name}", capacity=20) for name in ("one", "other")]
         self.reports = Queue[LearnerReport]("reports", capacity=20)
         self.update_inboxes = [learner.inbox() for learner in self.updates]
@@ -90,6 +91,7 @@ class LearnerHarness:
             from_environments=from_environments,
             first_check_seconds=first_check_seconds,
             lag=lag,
+            stop_sampling=self.causes.append,
         )
 
     async def run(self) -> list[StepReport]:

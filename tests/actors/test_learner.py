@@ -9,6 +9,7 @@ import threading
 
 import pytest
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
+from msgspec.structs import replace
 
 from actors.learner import LearnerProgress
 from clotho.config.sections_training import BufferedReplay
@@ -320,3 +321,22 @@ async def test_a_monitor_that_does_not_answer_delays_the_first_update_for_a_limi
     harness = LearnerHarness(executor, [trainable_group(0), trainable_group(1)], first_check_seconds=0.01)
     harness.learner._logged = Latest[int]("unchecked")
     assert [report.step for report in await harness.run()] == [1]
+
+
+async def test_batches_in_which_every_reward_fails_end_the_sampling(executor: ComputeExecutor) -> None:
+    """Once, with the cause. What arrives afterwards is still counted, and each batch is a step."""
+    harness = LearnerHarness(executor, [discarded_group(number) for number in range(9)], max_failed_batches=3)
+    reports = await harness.run()
+    assert len(harness.causes) == 1
+    assert "learner.max_failed_batches" in harness.causes[0]
+    assert [report.step for report in reports] == [1, 2, 3, 4, 5]
+    assert harness.ledger.balance(prompted=9, carried_over=0).holds
+
+
+async def test_equal_rewards_of_environments_end_the_sampling(executor: ComputeExecutor) -> None:
+    """Batches of environments have only groups to train on: as many others as a batch has groups count as one."""
+    equal = [replace(discarded_group(number), reason="zero_variance") for number in range(7)]
+    groups = [*equal[:3], trainable_group(8), *equal[3:]]
+    harness = LearnerHarness(executor, groups, max_equal_batches=2, from_environments=True)
+    await harness.run()
+    assert len(harness.causes) == 1

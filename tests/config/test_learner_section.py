@@ -83,6 +83,8 @@ IN_THE_ACTORS = {
     "batch_size",
     "max_staleness",
     "max_bad_steps",
+    "max_equal_batches",
+    "max_failed_batches",
     "dynamic_sampling_max_ratio",
     "overlong_penalty",
 }

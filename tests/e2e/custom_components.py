@@ -7,6 +7,8 @@ import threading
 import zlib
 from typing import Any, NoReturn
 
+import anyio
+
 from protocols.prompt import Problem
 from protocols.rollout import Discarded
 from protocols.step import StepReport
@@ -28,7 +30,17 @@ def misbehaving_reward(problem: Problem, text: str) -> float:
             return float("nan")
         case "hangs":
             threading.Event().wait()
+    return varied_reward(problem, text)
+
+
+def varied_reward(problem: Problem, text: str) -> float:
+    """Return a pseudo-random number in 0..1."""
     return zlib.crc32(text.encode()) % 100 / 100
+
+
+def failing_reward(problem: Problem, text: str) -> float:
+    """Raise."""
+    raise RuntimeError("raised by the test")
 
 
 class FailingStage:
@@ -46,6 +58,33 @@ class FailingStage:
                     raise LookupError("raised by the test")
                 await self._outbox.send(message)
                 passed += 1
+
+
+class DroppingStage:
+    """An inserted actor that does not send its second group on."""
+
+    def __init__(self, *, name: str, services: Any, inbox: Any, outbox: Any) -> None:
+        self.name, self._inbox, self._outbox = name, inbox, outbox
+
+    async def run(self) -> None:
+        """Pass all other messages on."""
+        received = 0
+        async with self._inbox, self._outbox:
+            async for message in self._inbox:
+                received += 1
+                if received != 2:
+                    await self._outbox.send(message)
+
+
+class StuckStage(DroppingStage):
+    """An inserted actor that never sends its third group on, and waits for something else than its inbox."""
+
+    async def run(self) -> None:
+        """Pass two messages on."""
+        async with self._inbox, self._outbox:
+            for _ in range(2):
+                await self._outbox.send(await self._inbox.receive())
+            await anyio.sleep_forever()
 
 
 class EngineBreaker:

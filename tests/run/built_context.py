@@ -13,6 +13,7 @@ from msgspec import to_builtins
 from clotho.config.load import Layer, decode, flatten, merge
 from clotho.config.schema import Profile
 from clotho.run.context import RunContext
+from clotho.run.lost_groups import LostGroups
 from clotho.run.startup import build_context
 from clotho.storage.run_directory import open_run
 from tests.actors.actor_helpers import compute_thread
@@ -41,6 +42,11 @@ def tiny_profile(directory: Path, **sections: Any) -> Profile:
     for name, value in sections.items():
         tables[name] = {**tables.get(name, {}), **value} if isinstance(value, dict) else value
     return decode(merge([Layer(label="profile", values=flatten(to_builtins(tables), "profile"))]))
+
+
+def lost_groups() -> LostGroups:
+    """Return custodians of no run."""
+    return LostGroups(limit_seconds=60.0, report=lambda finding: None, end=lambda: None)
 
 
 @asynccontextmanager

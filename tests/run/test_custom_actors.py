@@ -19,6 +19,7 @@ from msgspec import convert
 from actors.prompter import Prompter
 from clotho.config.schema import ActorSection
 from clotho.run.custom_actors import Channel, CustomActors, Services, Tee, load_factory
+from clotho.run.lost_groups import LostGroups
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import Child, Restart, Supervisor, temporary, transient
@@ -26,6 +27,7 @@ from protocols.errors import ProfileError
 from protocols.queues import EndOfStream, Inbox, Outbox, QueueClosed
 from protocols.step import WeightsReady
 from tests.actors.actor_helpers import cancel_when_blocked, filled_queue, prompt, receive_all
+from tests.run.built_context import lost_groups
 
 
 class RecordingActor:
@@ -94,9 +96,9 @@ def actor_section(
     return convert(table, ActorSection)
 
 
-def custom(*sections: ActorSection) -> CustomActors:
-    """Return the custom actors of these tables."""
-    return CustomActors(sections, SERVICES)
+def custom(*sections: ActorSection, lost: LostGroups | None = None) -> CustomActors:
+    """Return the custom actors of these tables. lost: their custodians."""
+    return CustomActors(sections, SERVICES, lost or lost_groups())
 
 
 def as_recording(child: Child) -> RecordingActor:
@@ -274,10 +276,11 @@ async def test_a_tap_that_leaves_its_inbox_open_blocks_no_actor(factory: str) ->
 
 async def test_an_inserted_actor_that_leaves_its_ends_open_blocks_no_actor() -> None:
     """The next actor receives the end."""
-    made = custom(actor_section("insert", at="scored"))
-    channel = made.channel("scored", 9)
+    lost = lost_groups()
+    channel = custom(actor_section("insert", at="scored"), lost=lost).channel("scored", 9)
     channel.outbox().send_nowait(1)
-    received, failures = await supervised(channel.children, channel.queues[0], channel.inbox())
+    children = [*channel.children, *lost.children]
+    received, failures = await supervised(children, channel.queues[0], channel.inbox())
     assert (received, failures) == ([], [])
 
 

@@ -15,10 +15,10 @@ from clotho.monitoring.resources import ResourceProbe
 from clotho.run.accounting import CountedSource, GroupAccounting
 from clotho.run.context import RunContext
 from clotho.run.run_monitor import RunMonitor
+from clotho.run.services import wire_services
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import ChildState, ChildStatus, Restart
 from clotho.runtime.watchdog import EngineGuard
-from pipeline import wire_services
 from protocols.evaluation import EvalReport
 from protocols.summary import ResourceReading
 from tests.run.built_context import open_context, tiny_profile

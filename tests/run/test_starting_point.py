@@ -21,7 +21,7 @@ from clotho.storage.atomic_files import digest_file
 from clotho.storage.checkpoints import checkpoint_steps, find_damage, read_checkpoint, read_state, recorded_newest
 from pipeline import wire_rollouts
 from protocols.errors import CheckpointError
-from tests.run.built_context import open_context, tiny_profile
+from tests.run.built_context import lost_groups, open_context, tiny_profile
 from tests.run.test_startup import write_step
 from tests.training.policies_and_groups import same_bits
 
@@ -108,7 +108,7 @@ async def test_a_fork_may_change_what_a_resumed_run_may_not(tmp_path: Path) -> N
     }
     profile = tiny_profile(tmp_path, **changed)
     async with open_context(profile, fork=source) as parts:
-        custom = CustomActors((), parts.services())
+        custom = CustomActors((), parts.services(), lost_groups())
         rollouts = wire_rollouts(parts, custom, custom.channel("scored", 1), parts.sampler)
         assert isinstance(rollouts.source.actor, Prompter)
         assert len(list(rollouts.source.actor._group_ids)) == 7 * 3, "the groups of the 7 other steps"

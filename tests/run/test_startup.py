@@ -29,7 +29,7 @@ from protocols.errors import CheckpointError, ClothoError, DatasetError, ModelEr
 from protocols.rollout import Discarded
 from protocols.summary import MemoryLimit
 from tests.e2e.child_processes import descendants, wait_until_ended
-from tests.run.built_context import open_context, tiny_profile
+from tests.run.built_context import lost_groups, open_context, tiny_profile
 from tests.training.policies_and_groups import same_bits
 
 LEDGER = LedgerState(all_ended_below=5, ended_above=(7,), trained=4, discarded={"stale": 2})
@@ -228,7 +228,7 @@ async def test_a_resumed_run_continues_with_the_success_rates_of_its_checkpoint(
         assert parts.curriculum is not None
         assert parts.curriculum.state() == written
         assert parts.choose_prompt(5).problem in parts.prompts.problems
-        custom = CustomActors((), parts.services())
+        custom = CustomActors((), parts.services(), lost_groups())
         rollouts = wire_rollouts(parts, custom, custom.channel("scored", 1), parts.sampler)
         assert isinstance(rollouts.source.actor, Prompter)
         assert rollouts.source.actor._may_start is not None

@@ -8,7 +8,7 @@ import anyio
 import pytest
 from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_blocked
 
-from clotho.runtime.queues import Queue
+from clotho.runtime.queues import Queue, QueueEnd
 from protocols.queues import EndOfStream, Inbox, Outbox, QueueClosed
 
 
@@ -232,3 +232,27 @@ async def test_use_from_another_thread_is_refused() -> None:
         with pytest.raises(RuntimeError, match="call_soon_threadsafe"):
             await to_thread.run_sync(call)
     assert await reader.receive() == 1
+
+
+async def test_an_end_tells_what_passes_it_and_whether_it_waits() -> None:
+    """Once per message. Another end of the same side keeps the queue open."""
+    queue: Queue[int] = Queue("rollouts", capacity=1)
+    reader, writer = queue.inbox(), queue.outbox()
+    assert isinstance(reader, QueueEnd)
+    assert isinstance(writer, QueueEnd)
+    seen: list[tuple[str, int]] = []
+    reader.observe = lambda item: seen.append(("received", item))
+    writer.observe = lambda item: seen.append(("sent", item))
+    other = writer.beside()
+    with fail_after(5):
+        async with create_task_group() as group:
+            group.start_soon(reader.receive)
+            await wait_all_tasks_blocked()
+            assert (reader.is_waiting, writer.is_waiting) == (True, False)
+            await writer.send(1)
+        writer.close()
+        assert not reader.is_waiting
+        await other.send(2)
+        other.close()
+        assert await reader.receive() == 2
+    assert sorted(seen) == [("received", 1), ("received", 2), ("sent", 1)]

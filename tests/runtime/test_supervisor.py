@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
+from msgspec.structs import replace
 
 from clotho.runtime.supervisor import permanent, temporary, transient
 from protocols.errors import ActorError, ServerError
@@ -221,3 +223,30 @@ async def test_a_supervisor_runs_only_once() -> None:
     await recorded.run()
     await recorded.run()
     assert isinstance(recorded.error, RuntimeError)
+
+
+async def test_a_run_goes_on_without_abandoned_children() -> None:
+    """It ends when the other transient children have returned."""
+    events: list[str] = []
+    actor, stuck = ScriptedActor("actor", events), ScriptedActor("stuck", events)
+    recorded = RecordedSupervisor(transient(actor), transient(stuck))
+    async with recorded.running():
+        recorded.supervisor.abandon(["stuck"])
+        await wait_all_tasks_blocked()
+        assert recorded.states() == {"actor": "running", "stuck": "stopped"}
+        actor.finish()
+    assert (recorded.ending, recorded.error) == ("finished", None)
+
+
+async def test_the_return_of_a_child_is_told() -> None:
+    """Not its failure, and not its end by cancellation."""
+    events: list[str] = []
+    actors = [ScriptedActor(name, events) for name in ("returns", "stopped", "fails")]
+    returned: list[str] = []
+    children = [replace(transient(actor), on_return=partial(returned.append, actor.name)) for actor in actors]
+    recorded = RecordedSupervisor(*children)
+    async with recorded.running():
+        actors[0].finish()
+        await wait_all_tasks_blocked()
+        actors[2].fail()
+    assert returned == ["returns"]
