@@ -37,6 +37,7 @@ PAGES: tuple[tuple[Any, str], ...] = (
 """Benchmarks whose table stands between markers of their name on a page of the documentation."""
 
 SUMMARY_PAGE, BENCHMARKS_PAGE = "benchmarks.md", "benchmark-tables.md"
+OBJECTIVES_PAGE, OBJECTIVES = "numerics.md", "objectives"
 PAGE_ORDER = (
     "decode",
     "first_token",
@@ -162,6 +163,8 @@ def main(argv: Sequence[str]) -> int:
     if beside_others := summary(RESULTS.parent):
         write_between(ROOT / "docs" / SUMMARY_PAGE, SUMMARY, beside_others)
         write_between(ROOT / "README.md", SUMMARY, summary(RESULTS.parent, headlines=True))
+    if outcomes := methods.read():
+        write_between(ROOT / "docs" / OBJECTIVES_PAGE, OBJECTIVES, methods.objectives(outcomes))
     benchmarks = [(import_module(f"bench.{name}"), BENCHMARKS_PAGE) for name in PAGE_ORDER]
     for question, page in (*PAGES, *benchmarks):
         if results := question.read():

@@ -28,6 +28,7 @@ from bench.fingerprint import ROOT, describe_fingerprint
 from bench.measurement import results_path
 from bench.tables import markdown, number, scale_of, unique
 from bench.trials import Accuracies, Method, Outcome, TrialBenchmark, merged, run_trial_benchmark
+from clotho.config.keys import SECTIONS
 
 NAME = "methods"
 COMMAND = "python -m bench methods"
@@ -100,6 +101,24 @@ def table(found: Sequence[Outcome]) -> str:
         if mine:
             parts += [f"**{family.title}**", _rows(mine), *comparison(family, mine, reference)]
     return "\n\n".join([*parts, _closing(found)])
+
+
+def objectives(found: Sequence[Outcome]) -> str:
+    """The objectives for users: what each is, and how it did."""
+    described = SECTIONS["learner.objective"].types
+    rows = [
+        [
+            f"`{one.method.name}`",
+            described[one.method.name].removesuffix("."),
+            f"{one.after.mean:.3f} ({min(one.after.values):.3f} to {max(one.after.values):.3f})",
+            f"{one.average.mean:.3f}",
+            until(one, TARGET, "rollouts"),
+        ]
+        for one in found
+        if one.method.family == DEFINITIONS.families[0].title and one.method.name in described
+    ]
+    heading = ["objective", "definition", "after training", "averaged over the run", f"completions to {TARGET:.2f}"]
+    return markdown(heading, rows, text_columns=2)
 
 
 def _rows(mine: Sequence[Outcome]) -> str:

@@ -59,6 +59,8 @@ def test_missing_results_are_named_on_one_line(
     """Benchmarks with results are written all the same."""
     page = tmp_path / "docs" / "numerics-internals.md"
     page.parent.mkdir()
+    objectives = tmp_path / "docs" / "numerics.md"
+    objectives.write_text("<!-- objectives:begin -->\nold\n<!-- objectives:end -->\n")
     monkeypatch.setattr(figures, "PAGE_ORDER", ())
     page.write_text("".join(f"<!-- {name}:begin -->\nold\n<!-- {name}:end -->\n" for name in TABLES))
     monkeypatch.setattr(figures, "ROOT", tmp_path)
@@ -73,6 +75,7 @@ def test_missing_results_are_named_on_one_line(
         "cluster, publish, forecast (run python -m bench NAME)\n"
     )
     assert "0.960" in page.read_text()
+    assert "old" not in objectives.read_text()
     assert page.read_text().count("\nold\n") == 3
 
 
@@ -87,6 +90,7 @@ def test_a_benchmark_has_its_table_and_its_chart_on_the_page(tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "bench.sampled", sampled)
     monkeypatch.setitem(sys.modules, "bench.told", SimpleNamespace(NAME="told", **asked))
     monkeypatch.setattr(figures, "PAGES", ())
+    monkeypatch.setattr(methods, "read", list)
     monkeypatch.setattr(figures, "PAGE_ORDER", ("sampled", "told"))
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "IMAGES", tmp_path)

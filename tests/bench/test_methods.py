@@ -60,6 +60,14 @@ def test_deliberately_bad_settings_are_compared_with_the_profile() -> None:
     assert table.splitlines()[2:] == ["| `profile`, `bad` | **0.400 (0.100, 0.100)** | **0.200 (0.050, 0.050)** |"]
 
 
+def test_the_table_of_objectives_has_their_definitions_and_accuracies() -> None:
+    """The settings of the profile are no objective."""
+    rows = methods.objectives([outcome("profile", 0.8), outcome("gspo", 0.8, 0.9)]).splitlines()[2:]
+    assert len(rows) == 1
+    assert rows[0].startswith("| `gspo` | Group Sequence Policy Optimization")
+    assert "| 0.850 (0.800 to 0.900) |" in rows[0]
+
+
 @pytest.mark.parametrize(
     ("other", "expected"), [((0.70, 0.72), "**0.110 (0.040, 0.020)**"), ((0.60, 0.84), "0.100 (0.040, 0.240)")]
 )
