@@ -57,7 +57,10 @@ class ProblemOrder:
         if not types:
             raise ValueError("types must name at least one problem")
         self._seed, self._shuffle = seed, shuffle
-        self._types = {kind: np.array([i for i, t in enumerate(types) if t == kind]) for kind in dict.fromkeys(types)}
+        of_type: dict[str, list[int]] = {}
+        for index, kind in enumerate(types):
+            of_type.setdefault(kind, []).append(index)
+        self._types = {kind: np.array(indices) for kind, indices in of_type.items()}
         if missing := [kind for kind in weights if kind not in self._types]:
             there = ", ".join(sorted(self._types)[:10])
             raise DatasetError(f"data.type_weights: no problem has the type {missing[0]!r}; there are: {there}")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -125,13 +125,12 @@ def read_history(metrics: Path, evaluations: Path) -> RunHistory:
     """
     try:
         records = [msgspec.json.decode(line, type=EvaluationRecord) for line in _lines(evaluations)]
-        ages = [msgspec.json.decode(line, type=_Age).seconds for line in _lines(metrics)]
+        age = max((msgspec.json.decode(line, type=_Age).seconds for line in _lines(metrics)), default=0.0)
     except ValueError as error:
         raise RunDirectoryError(f"{metrics} or {evaluations.name} is not valid: {visible(str(error), 200)}") from error
-    ages += [record.run_seconds for record in records]
     reports = [_report(record) for record in records]
     return RunHistory(
-        seconds=max(ages, default=0.0),
+        seconds=max([age, *(record.run_seconds for record in records)]),
         evaluations=tuple(reports),
         before=next((report for report in reports if report.step == 0 and not report.final), None),
         after=next((report for report in reversed(reports) if report.final), None),
@@ -153,8 +152,11 @@ def evaluated_steps(evaluations: Path, *, until: int) -> tuple[int, ...]:
     return tuple(record.step for record in read_evaluations(evaluations) if record.step <= until)
 
 
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines() if path.exists() else []
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, one at a time: the metrics of a long run have hundreds of megabytes."""
+    if path.exists():
+        with path.open("rb") as file:
+            yield from file
 
 
 def measures(record: EvaluationRecord) -> HeldOutMeasures:

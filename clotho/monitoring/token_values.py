@@ -119,6 +119,7 @@ class TokenValueWriter:
         self._limit, self._texts = limit_bytes, texts
         self._pending: list[_Rows] = []
         self._pending_step = 0
+        self._sizes: dict[Path, int] | None = None  # oldest first; read once, because a long run has many files
 
     @property
     def pending(self) -> int:
@@ -134,10 +135,18 @@ class TokenValueWriter:
     def write(self) -> None:
         """Write the pending groups to the file of their step. Raises OSError if the disk refuses; they are lost."""
         rows, self._pending = self._pending, []
-        content = _encoded(rows, self._pending_step)
+        content, path = _encoded(rows, self._pending_step), token_file(self.path, self._pending_step)
         make_directory(self.path)
-        replace_file(token_file(self.path, self._pending_step), [content])
-        self._delete_oldest()
+        if self._sizes is None:
+            self._sizes = {file: file.stat().st_size for file in token_files(self.path).values()}
+            self._total = sum(self._sizes.values())
+        replace_file(path, [content])
+        self._total += len(content) - self._sizes.pop(path, 0)
+        self._sizes[path] = len(content)
+        while self._total > self._limit and len(self._sizes) > 1:
+            oldest = next(iter(self._sizes))
+            oldest.unlink(missing_ok=True)
+            self._total -= self._sizes.pop(oldest)
 
     def _drop_first(self) -> None:
         """Drop the first groups until the others fit into the limit."""
@@ -149,16 +158,6 @@ class TokenValueWriter:
         if kept:
             incomplete = self._pending[kept - 1].group
             self._pending = [rows for rows in self._pending[kept:] if rows.group != incomplete]
-
-    def _delete_oldest(self) -> None:
-        files = list(token_files(self.path).values())
-        sizes = [path.stat().st_size for path in files]
-        excess = sum(sizes) - self._limit
-        for path, size in zip(files, sizes, strict=True):
-            if excess <= 0:
-                break
-            path.unlink()
-            excess -= size
 
 
 def _rows(report: StepReport | GroupsEnded, texts: TokenTexts) -> Iterator[_Rows]:

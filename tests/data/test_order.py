@@ -83,3 +83,23 @@ def test_a_type_of_weight_zero_is_not_trained_on() -> None:
     for weights in ({"esay": 1.0}, {"easy": 0.0, "hard": 0.0}):
         with pytest.raises(DatasetError, match=r"data\.type_weights"):
             ProblemOrder(TYPES, weights=weights, seed=1, shuffle=True)
+
+
+def test_the_types_of_many_problems_are_read_once() -> None:
+    """A type that is an id or a free text makes as many types as problems."""
+    compared = 0
+
+    class Kind(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    kinds = [Kind(index) for index in range(500)]
+    order = ProblemOrder([*kinds, *kinds], weights={}, seed=0, shuffle=False)
+    assert [order.index(group_id) for group_id in range(1000)] == list(range(1000))
+    assert compared < 10 * len(kinds)

@@ -170,6 +170,24 @@ def test_the_oldest_files_are_deleted_above_the_limit(tmp_path: Path) -> None:
         read_group(tmp_path, 2, 2)
 
 
+def test_a_step_does_not_read_the_directory_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of a step is constant, however many files a long run has. The files of a resumed run count too."""
+    write(tmp_path, step(1, groups=(group(0),)))
+    size = token_file(tmp_path / "tokens", 1).stat().st_size
+    one, read = writer(tmp_path, limit_bytes=3 * size + size // 2), list[Path]()
+
+    def counted(directory: Path) -> dict[int, Path]:
+        read.append(directory)
+        return token_files(directory)
+
+    monkeypatch.setattr(token_values, "token_files", counted)
+    for number in (2, 3, 3, 4, 5):
+        one.add(step(number, groups=(group(number),)))
+        one.write()
+    assert read == [tmp_path / "tokens"]
+    assert list(token_files(tmp_path / "tokens")) == [3, 4, 5]
+
+
 def test_a_step_that_exceeds_the_limit_keeps_its_last_groups(tmp_path: Path) -> None:
     """No group is kept in part."""
     one = writer(tmp_path, limit_bytes=token_values.HEADER_BYTES + 1000)
