@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from clotho.cpu import computes_on_host
-from clotho.cpu.sampling import can_sample_on_cpu, sample_on_cpu
+from clotho.cpu.sampling import _choose_token, can_sample_on_cpu, sample_on_cpu
 from clotho.inference.sampling import row_parameters, sample, uniforms
 from protocols.sampling import Sampling
 
@@ -48,3 +48,13 @@ def test_only_what_the_host_knows_is_drawn_there() -> None:
         assert not can_sample_on_cpu(row_parameters([Sampling(), sampling], 10))
     for sampling in (Sampling(), Sampling(top_p=0.5), Sampling(logit_bias=((0, 1.0),))):
         assert can_sample_on_cpu(row_parameters([sampling], 10)) == computes_on_host()
+
+
+@pytest.mark.parametrize("vocabulary", [40, 1280])
+def test_a_token_of_weight_zero_is_never_drawn(vocabulary: int) -> None:
+    """Not by a uniform of 0 either, which lies at the beginning of the first tokens, all excluded here."""
+    weight_B_V = np.zeros((2, vocabulary), dtype=np.float32)
+    weight_B_V[:, [vocabulary - 3, vocabulary - 1]] = 1.0
+    found, total_B = _choose_token(weight_B_V, np.zeros((2, 2), dtype=np.float32))
+    assert found.tolist() == [vocabulary - 3] * 2
+    assert total_B.tolist() == [2.0] * 2

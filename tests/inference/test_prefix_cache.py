@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from protocols.sampling import Sampling
-from tests.inference.engine_helpers import SAMPLED, complete_alone, make_engine, make_prompt, run, submit_request
+from tests.inference.engine_helpers import (
+    SAMPLED,
+    complete_alone,
+    make_engine,
+    make_prompt,
+    run,
+    submit_request,
+    tick_until,
+)
 from tests.small_models import tiny_source
 
 
@@ -86,3 +94,21 @@ def test_a_capacity_of_zero_stores_nothing() -> None:
         submit_request(engine, make_prompt(9), reuse_prefix=True)
         run(engine)
     assert engine.stats().prefix_hits == 0
+
+
+def test_a_prompt_whose_weights_change_during_its_prefill_is_not_stored() -> None:
+    """Its keys and values are of two policies."""
+    source = tiny_source()
+    source.version = 5
+    engine = make_engine(source, prefill_chunk=4)
+    answer = submit_request(engine, make_prompt(21), reuse_prefix=True)
+    tick_until(engine, lambda: engine.stats().prefill_tokens >= 8)
+    assert engine.stats().prefill_tokens < 20
+    source.version = 6
+    engine.weights_changed("keep")
+    run(engine)
+    assert answer.completions
+    assert engine.stats().prefix_cache_tokens == 0
+    submit_request(engine, make_prompt(21), reuse_prefix=True)
+    run(engine)
+    assert (engine.stats().prefix_hits, engine.stats().prefix_cache_tokens) == (0, 20)

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -67,3 +68,15 @@ def test_the_text_is_that_of_transformers(
         outcome(lambda: template.render(conversation, variables, add_generation_prompt=add_generation_prompt))
         == expected
     )
+
+
+@pytest.mark.parametrize("name", ["_a", "__class__", "__init__"])
+def test_a_template_sets_no_name_with_an_underscore(name: str) -> None:
+    """A namespace is an object of the program. Other names are set, also those that end with an underscore."""
+    refused, accepted = (
+        ChatTemplate(f"{{% set ns = namespace() %}}{{% set ns.{chosen} = 1 %}}{{{{ ns.{chosen} }}}}")
+        for chosen in (name, "a_")
+    )
+    with pytest.raises(TemplateError, match="underscore"):
+        refused.render([], {}, add_generation_prompt=False)
+    assert accepted.render([], {}, add_generation_prompt=False) == "1"

@@ -310,3 +310,21 @@ def test_token_weights_changes_and_computes_nothing() -> None:
     token_weights(model, embeddings=True, head=False)
     assert mx.get_peak_memory() < held + model.model.wte.weight.nbytes
     assert {type(model.model.wte), type(model.model.wpe)} == {nn.Embedding}
+
+
+class TwoEnds(nn.Module):
+    """A model with two layers behind its blocks whose outputs are as wide as the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layers: list[nn.Module] = []
+        self.embed, self.mixer, self.head = nn.Embedding(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def __call__(self, tokens_B_T: mx.array) -> mx.array:
+        logits_B_T_V: mx.array = self.head(self.mixer(self.embed(tokens_B_T)))
+        return logits_B_T_V
+
+
+def test_the_head_is_the_last_layer_as_wide_as_the_vocabulary() -> None:
+    """Another layer of this width is not trained."""
+    assert set(token_weights(TwoEnds(), embeddings=True, head=True)) == {"embed", "head"}

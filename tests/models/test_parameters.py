@@ -91,3 +91,17 @@ def test_another_process_computes_the_same_fingerprint() -> None:
     here = fingerprint({"w": mx.arange(200_000).astype(mx.float32)})
     there = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, check=True)
     assert there.stdout.strip() == here
+
+
+@pytest.mark.parametrize("rest", [1, 5, BLOCK + 1, 2 * BLOCK - 1])
+def test_every_element_behind_the_last_whole_block_counts(rest: int) -> None:
+    """Whether the array has one block or several, and however long the rest is."""
+    for blocks in (1, 2):
+        whole = 2 * BLOCK * blocks  # a block has 8-byte words
+        values = np.arange(whole + rest, dtype=np.uint32)
+        seen = {fingerprint_of(values)}
+        for place in {whole, whole + rest // 2, whole + rest - 1}:
+            changed = values.copy()
+            changed[place] ^= np.uint32(1)
+            seen.add(fingerprint_of(changed))
+        assert len(seen) == 1 + len({whole, whole + rest // 2, whole + rest - 1})

@@ -6,8 +6,11 @@ import contextlib
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase
 
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import ModelError, RequestError
@@ -157,3 +160,36 @@ def test_threads_may_share_a_tokenizer() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_plain_text_begins_with_the_first_token_of_the_model() -> None:
+    """Unless the caller has rendered it already."""
+    tokenizer = byte_tokenizer()
+    tokenizer.hugging_face._tokenizer.post_processor = TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", 256)]
+    )
+    assert tokenizer.encode("AB") == (256, 65, 66)
+    assert tokenizer.encode("AB", add_special_tokens=False) == (65, 66)
+
+
+def test_one_thread_encodes_at_a_time_with_a_tokenizer_without_a_fast_form() -> None:
+    """Such a tokenizer changes its state while it encodes."""
+    fast, locks, is_held = byte_tokenizer().hugging_face, list[Any](), list[bool]()
+
+    class Slow:
+        is_fast, apply_chat_template = False, PreTrainedTokenizerBase.apply_chat_template
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(fast, name)
+
+        def __len__(self) -> int:
+            return len(fast)
+
+        def encode(self, *args: Any, **kwargs: Any) -> Any:
+            is_held.extend(lock.locked() for lock in locks)
+            return fast.encode(*args, **kwargs)
+
+    tokenizer = ChatTokenizer(Slow())
+    locks.append(tokenizer._lock)
+    assert tokenizer.encode("AB") == (65, 66)
+    assert is_held == [True]

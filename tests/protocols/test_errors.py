@@ -6,7 +6,14 @@ import unicodedata
 
 import pytest
 
+from protocols import errors
 from protocols.errors import INVISIBLE, JOINER, visible
+
+STATUS_1 = {
+    "ClothoError", "RequestError", "GenerationError", "ParityError", "RemoteError", "RankError", "DivergenceError",
+    "CollapseError", "AdapterError", "ActorError", "ExecutorStoppedError",
+}  # fmt: skip
+"""Failures of a run or of a request; all other errors are mistakes of the user."""
 
 
 @pytest.mark.parametrize(
@@ -50,3 +57,14 @@ def test_text_that_passes_two_outlets_is_escaped_once(text: str) -> None:
     once = visible(text, 120, keep_end=30)
     assert len(once) <= 120
     assert visible(once, 120, keep_end=30) == once
+
+
+def test_a_mistake_of_the_user_has_the_exit_status_2() -> None:
+    """Scripts tell it from the failure of a run, which has the exit status 1."""
+    classes, statuses = [errors.ClothoError], dict[str, int]()
+    while classes:
+        one = classes.pop()
+        statuses[one.__name__] = one.exit_status
+        classes += [child for child in one.__subclasses__() if child.__module__ == errors.__name__]
+    assert set(statuses.values()) == {1, 2}
+    assert {name for name, status in statuses.items() if status == 1} == STATUS_1

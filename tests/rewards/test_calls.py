@@ -127,3 +127,19 @@ def test_the_process_exits_while_reward_functions_hang() -> None:
     """Hanging calls run in daemon threads."""
     done = subprocess.run([sys.executable, "-c", HANGING], timeout=240, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (7, "")
+
+
+def test_a_call_that_has_ended_is_not_interrupted() -> None:
+    """Abandoning it changes nothing for the next call of the same thread."""
+    threads = WorkerThreads()
+    first = threads.start(threading.get_ident)
+    ident = first.future.result(timeout=10)
+    while first.alive:  # the thread becomes idle shortly after its result is set
+        pass
+    first.abandon()
+    for _ in range(20):
+        following = threads.start(threading.get_ident)
+        assert following.future.result(timeout=10) == ident
+        while following.alive:
+            pass
+    threads.close()

@@ -163,3 +163,12 @@ async def test_another_thread_may_read_a_cell_but_not_write_it() -> None:
     assert await to_thread.run_sync(lambda: cell.value) == 1
     with pytest.raises(RuntimeError, match="event loop's thread"):
         await to_thread.run_sync(cell.put, 2)
+
+
+async def test_only_the_thread_of_the_event_loop_waits_for_a_value() -> None:
+    """A wake-up of a waiter in another thread could be lost."""
+    cell: Latest[int] = Latest("weights")
+    cell.put(1)
+    for wait in (cell.wait_until(bool), cell.changed(after=0)):
+        with pytest.raises(RuntimeError, match="thread"):
+            await to_thread.run_sync(wait.send, None)

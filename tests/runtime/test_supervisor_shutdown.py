@@ -238,3 +238,10 @@ async def test_a_cancelled_supervisor_grants_the_grace_period_and_restarts_no_ch
             group.cancel_scope.cancel()
     assert (files.starts, recorded.states()) == (1, {"files": "failed", "disk": "stopped"})
     assert sorted(recorded.reported_failures()) == ["disk: its clean-up was cut off after 0.02 s", "files: disk full"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_a_grace_period_is_above_zero(seconds: float) -> None:
+    """Without one, every clean-up would be cancelled."""
+    with pytest.raises(ValueError, match="grace_seconds"):
+        Supervisor(on_failure=lambda name, error: None, grace_seconds=seconds)

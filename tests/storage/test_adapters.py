@@ -353,3 +353,11 @@ def test_a_file_is_not_an_adapter_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunDirectoryError, match=r"checkpoint\.adapter_path"):
         require_own_adapter(tmp_path / "file", "one")
+
+
+def test_fused_weights_name_their_base_model(tmp_path: Path) -> None:
+    """As an adapter does: mlx-lm and `merge` find the model by this name."""
+    policy = trained(save(tmp_path / "base", UNTIED), train_head=True)
+    _, config = policy.loadable(policy.trainable())
+    assert config.fine_tune_type == "full"
+    assert config.model == policy.adapter_config.model == str(tmp_path / "base")

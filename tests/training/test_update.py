@@ -13,6 +13,7 @@ import pytest
 from msgspec import json
 from msgspec.structs import replace
 
+from bench.graph_counts import GraphCounts, count
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
 from clotho.training import optimizer_steps as optimization
@@ -316,3 +317,11 @@ def test_the_policy_learns_to_say_what_is_rewarded() -> None:
         policy.publish(update.parameters, version=update.version, step=step, fingerprint=update.fingerprint)
     assert before < 0.1
     assert probabilities()[target] > 0.8
+
+
+def test_the_arrays_of_a_checkpoint_are_evaluated() -> None:
+    """Another thread writes them, and an array that it had to compute would need the stream of the compute thread."""
+    one = learner(tiny_policy())
+    assert count(list(one.state().values())) == GraphCounts(nodes=0, kernels=0)
+    finish(one.update(random_groups(32)))
+    assert count(list(one.state().values())) == GraphCounts(nodes=0, kernels=0)

@@ -169,3 +169,9 @@ def test_the_proximal_policy_has_no_gradient() -> None:
         lambda logp_N: mx.sum(interpolated_proximal(logp_N, BEHAVIOUR, mx.array([6, 5, 4]), 6.0, 6.5))
     )(CURRENT)
     assert np.array(gradient_N).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_ratio_that_equals_a_bound_is_no_outlier() -> None:
+    """The interval of the ratios is closed."""
+    log_ratio_N = float_array([math.log(0.5), math.log(2.0), 0.0, 0.0, 0.0])
+    assert np.array(without_outliers(log_ratio_N, SEEN, 0.5, 2.0)).tolist() == [1.0] * 5
