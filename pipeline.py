@@ -90,7 +90,7 @@ from protocols.evaluation import EvalReport
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
 from protocols.step import LearnerReport, PolicyUpdated
-from protocols.summary import RemoteGauges
+from protocols.summary import RemoteGauges, RunSummary
 
 log = structlog.get_logger(actor="pipeline")
 
@@ -419,6 +419,14 @@ def report_failure(name: str, error: Exception) -> None:
     log.warning("actor_failed", actor=name, error=describe_error(error))
 
 
+def has_failed(summary: RunSummary, lost: LostGroups, early_end: EarlyEnd) -> bool:
+    """Whether a run that came to its end trained nothing, lost groups, ended early, or did not count every group."""
+    if not summary.balance.holds:
+        hint = "an actor in the place of the prompter or the learner counts otherwise"
+        log.error("groups_not_counted", balance=str(summary.balance), hint=hint)
+    return bool(summary.is_untrained or lost.count or early_end.causes or not summary.balance.holds)
+
+
 async def train(profile: Profile, directory: RunDirectory, console: Console) -> int:
     """Run a profile to its end, and return the exit status.
 
@@ -487,5 +495,4 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         summary = wiring.monitor.summary(wiring.accounting, best=best, complete=complete)
         print_summary(console, summary)
         finish_computation(executor, signals)
-        failed = summary.is_untrained or wiring.lost.count or early_end.causes or not summary.balance.holds
-        return signals.exit_status or int(bool(failed))
+        return signals.exit_status or int(has_failed(summary, wiring.lost, early_end))

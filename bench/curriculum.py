@@ -138,7 +138,8 @@ def measure(
     arguments = [
         "--profile", PROFILE, "--data.curriculum", curriculum, "--seed", str(seed), "--steps", str(STEPS),
         "--async", "false", "--learner.schedule", "constant", "--eval.interval", str(INTERVAL),
-        "--learner.objective.dynamic-sampling-max-ratio", str(MAX_RATIO), "--checkpoint.interval", "0", *flags,
+        "--learner.objective.dynamic-sampling-max-ratio", str(MAX_RATIO), "--checkpoint.interval", "0",
+        "--learner.max-equal-batches", "0", *flags,
     ]  # fmt: skip
     heldout = load_profile(PROFILE).data.heldout  # a flag for data.train clears it
     record = run_until([*arguments, "--data.train", str(problems), "--data.heldout", heldout], accuracy=target)

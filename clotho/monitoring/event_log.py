@@ -53,8 +53,17 @@ def log_finding(finding: Finding, *, actor: str = "monitor") -> None:
     """Log a finding as a warning or an error. The terminal shows all its parts."""
     log = structlog.get_logger(actor=actor)
     report = log.error if finding.severity == "error" else log.warning
+    report(FINDING, **_parts(finding))
+
+
+def log_finding_over(finding: Finding, *, actor: str = "monitor") -> None:
+    """Log that a finding does not apply any more, with all its parts as they were last."""
+    structlog.get_logger(actor=actor).info("finding_over", **_parts(finding))
+
+
+def _parts(finding: Finding) -> dict[str, Any]:
     name, *fields = msgspec.to_builtins(finding).items()
-    report(FINDING, finding=name[1], **{key: value for key, value in fields if value})
+    return {"finding": name[1], **{key: value for key, value in fields if value}}
 
 
 @contextmanager

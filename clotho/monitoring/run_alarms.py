@@ -8,18 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from math import log2
 from statistics import fmean, median, stdev
 
-import structlog
 from msgspec.structs import replace
 
 from clotho.monitoring.collapse_detection import LOWER_RATE
-from clotho.monitoring.event_log import log_finding
+from clotho.monitoring.event_log import log_finding, log_finding_over
 from clotho.monitoring.training_signal import TrainingSignal
 from protocols.finding import CHECK, Change, Finding, Remedy
 from protocols.rollout import GroupOutcome, bounded
 from protocols.step import GroupsEnded, StepReport
 from protocols.summary import ResourceReading, RunGauges
-
-log = structlog.get_logger(actor="monitor")
 
 CALM_UPDATES = 4
 """Applied updates without a sign of collapse after which its finding ends."""
@@ -141,7 +138,7 @@ class RunAlarms:
             else:
                 log_finding(found[name])
         for name in self._active.keys() - found.keys():
-            log.info("finding_over", finding=name)
+            log_finding_over(self._active[name])
         self._active = found
 
 

@@ -147,8 +147,8 @@ class LostGroups:
             Finding(
                 name="groups_lost",
                 severity="error",
-                fact=f"{self.count} groups went into custom actors and did not come out: {losers}",
-                consequence="they are discarded as lost, and the run ends with exit status 1",
+                fact=f"groups went into a custom actor and did not come out: {losers}",
+                consequence=f"{self.count} discarded as lost, and the run ends with exit status 1",
                 advice="let the actor send on every group, or a Discarded with its prompt and a reason; then continue",
                 remedy=Remedy(action="resume"),
             )

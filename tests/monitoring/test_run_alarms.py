@@ -211,7 +211,9 @@ def test_a_rollback_ends_the_signs_of_collapse() -> None:
 
 
 def test_a_finding_is_logged_with_its_remedy_when_it_begins_and_when_it_ends() -> None:
-    """However long it lasts. A finding that the start has reported is not logged again."""
+    """However long it lasts. The record of its end has all its parts too. A finding that the start has reported is not
+    logged again.
+    """
     run, known = Run(), Run(reported=["on_battery"])
     with capture_logs() as events:
         for reading in (replace(HEALTHY, on_battery=True),) * 3 + (HEALTHY,):
@@ -219,7 +221,11 @@ def test_a_finding_is_logged_with_its_remedy_when_it_begins_and_when_it_ends() -
     first, second = events
     assert (first["event"], first["finding"], first["log_level"]) == ("finding", "on_battery", "warning")
     assert all(first[part] for part in ("fact", "consequence", "advice"))
-    assert (second["event"], second["finding"]) == ("finding_over", "on_battery")
+    assert (second["event"], second["log_level"]) == ("finding_over", "info")
+    others = ("event", "log_level")
+    assert {key: second[key] for key in second if key not in others} == {
+        key: first[key] for key in first if key not in others
+    }
     with capture_logs() as events:
         assert known.read(replace(HEALTHY, on_battery=True)) == {"on_battery"}
     assert events == []
