@@ -6,8 +6,11 @@ import asyncio
 import errno
 import resource
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 import anyio
@@ -16,6 +19,8 @@ from anyio.abc import TaskStatus
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
+from hypercorn.events import Event, Updated
+from hypercorn.typing import AppWrapper
 from hypercorn.utils import wrap_app
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -43,6 +48,15 @@ SOCKET_BUFFER_BYTES = 65_536
 
 BUFFER_BYTES = 32_768
 """Bytes of a connection that may wait for its client before the next write has to wait."""
+
+KEEP_ALIVE_SECONDS = 120.0
+"""Time for which an idle connection stays open. It is longer than clients keep theirs (node 5 s, httpx and with it
+OpenAI's client 5 s, aiohttp 15 s, Java 30 s, Go 90 s): a request that a client sends on an idle connection while the
+server closes it is lost, and clients do not repeat a POST. The headers of a request must arrive in the same time."""
+
+MAX_IDLE, FIRST_IDLE_SECONDS = 1024, 5.0
+"""Idle connections that stay open. If there are more, those that have been idle for `FIRST_IDLE_SECONDS` are closed,
+the oldest first; many clients that have just connected are not closed."""
 
 END_SECONDS = 3.0
 """Time in which connections may send what waits for their clients, when the server stops."""
@@ -199,6 +213,7 @@ class Connections:
         self._app, self._send_seconds = wrap_app(app, 0, "asgi"), send_seconds  # type: ignore[arg-type]
         self._config, self._context = _config(), WorkerContext(None)
         self._clients: dict[asyncio.Task[None], ClientWriter] = {}
+        self._idle: dict[ClientWriter, float] = {}  # since when, the longest first
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until it ends."""
@@ -207,14 +222,29 @@ class Connections:
         self._clients[task] = client = ClientWriter(reader, writer)
         try:
             with suppress(asyncio.CancelledError):  # by `end`; asyncio of Python 3.11 reports a cancelled handler
-                await TCPServer(self._app, asyncio.get_running_loop(), self._config, self._context, {}, reader, client)
+                await _Connection(self._app, self._config, self._context, reader, client, on_idle=self._mark)
         finally:
             del self._clients[task]
+            self._idle.pop(client, None)
+
+    def _mark(self, client: ClientWriter, *, idle: bool) -> None:
+        """Note that a connection waits for a request, or does not; close the oldest ones if too many wait."""
+        self._idle.pop(client, None)
+        if idle:
+            self._idle[client] = anyio.current_time()
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        surplus, latest = len(self._idle) - MAX_IDLE, anyio.current_time() - FIRST_IDLE_SECONDS
+        for client in [one for one, since in islice(self._idle.items(), max(0, surplus)) if since <= latest]:
+            del self._idle[client]
+            client.close()
 
     async def watch(self) -> None:
-        """Disconnect clients that do not read, until cancelled."""
+        """Disconnect clients that do not read, and idle ones if there are too many, until cancelled."""
         while True:
             await anyio.sleep(self._send_seconds / 4)
+            self._close_idle()
             for client in self._clients.values():
                 client.disconnect_if_idle(self._send_seconds)
 
@@ -228,6 +258,30 @@ class Connections:
             task.cancel()
         if self._clients:
             await asyncio.wait(self._clients)
+
+
+class _Connection(TCPServer):
+    """One connection, which tells when it begins and ends to wait for a request."""
+
+    def __init__(
+        self,
+        app: AppWrapper,
+        config: Config,
+        context: WorkerContext,
+        reader: asyncio.StreamReader,
+        client: ClientWriter,
+        *,
+        on_idle: Callable[..., None],
+    ) -> None:
+        super().__init__(app, asyncio.get_running_loop(), config, context, {}, reader, client)
+        self._on_idle = partial(on_idle, client)
+        self._on_idle(idle=True)
+
+    async def protocol_send(self, event: Event) -> None:
+        """Handle an event of the protocol."""
+        if isinstance(event, Updated):
+            self._on_idle(idle=event.idle)
+        await super().protocol_send(event)
 
 
 class ClientWriter(asyncio.StreamWriter):
@@ -266,6 +320,7 @@ def _config() -> Config:
 
     read_timeout stays unset because it also closes connections whose client waits for its response. `RequestBodies`
     limits the time for request bodies, and keep_alive_timeout limits the time for headers and idle connections.
+    keep_alive_max_requests is unlimited, because Hypercorn ends all requests of an HTTP/2 connection that reaches it.
     """
     config = Config()
     config.include_server_header = False
@@ -273,5 +328,6 @@ def _config() -> Config:
     config.errorlog = None
     config.h11_max_incomplete_size = 16 * 1024
     config.h2_max_concurrent_streams = 100
-    config.keep_alive_timeout = 5.0
+    config.keep_alive_timeout = KEEP_ALIVE_SECONDS
+    config.keep_alive_max_requests = sys.maxsize
     return config
