@@ -10,7 +10,6 @@ backend is off and its package `clotho/cpu` is not listed, so that the lists are
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import http.client
 import importlib
@@ -29,6 +28,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 from msgspec import Struct
+
+from tests.docs.pages import between, replace_between
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flow-modules.md"
@@ -283,23 +284,17 @@ def traced(process: str) -> dict[str, list[str]]:
 
 def listed(path: str) -> list[str]:
     """The modules of a path on the page."""
-    page = PAGE.read_text(encoding="utf-8")
-    section = page.partition(f"<!-- {path}:begin -->")[2].partition(f"<!-- {path}:end -->")[0]
-    return re.findall(r"^\| `([\w/]+\.py)` \|", section, re.MULTILINE)
+    lines = re.findall(r"^\* `([\w./]+)/`: (.+)$", between(PAGE, path), re.MULTILINE)
+    return [str(Path(package, name)) for package, names in lines for name in re.findall(r"`(\w+\.py)`", names)]
 
 
 def write(path: str, modules: list[str]) -> None:
-    """Replace the list of a path on the page: one row per module with the first sentence of its docstring."""
-    rows = [f"| `{module}` | {_subject(module)} |" for module in modules]
-    table = "\n".join([f"| module ({len(rows)}) | subject |", "|---|---|", *rows])
-    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(f"<!-- {path}:begin -->")
-    _, end, after = rest.partition(f"<!-- {path}:end -->")
-    PAGE.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
-
-
-def _subject(module: str) -> str:
-    docstring: Any = ast.get_docstring(ast.parse((ROOT / module).read_text(encoding="utf-8"))) or ""
-    return str(docstring.partition("\n")[0]).replace("|", "\\|")
+    """Replace the list of a path on the page: one line per package."""
+    packages: dict[Path, list[str]] = {}
+    for module in map(Path, modules):
+        packages.setdefault(module.parent, []).append(f"`{module.name}`")
+    lines = [f"* `{package}/`: {', '.join(names)}" for package, names in packages.items()]
+    replace_between(PAGE, path, "\n".join([f"{len(modules)} modules:", "", *lines]))
 
 
 if __name__ == "__main__":
