@@ -210,7 +210,12 @@ class AtroposApi:
         if self._unavailable_since is None:
             self._unavailable_since = time.monotonic()
             self._backoff.reset()
-            log.warning("atropos_server_unavailable", url=self._client.shown, reason=reason)
+            log.warning(
+                "atropos_server_unavailable",
+                url=self._client.shown,
+                reason=reason,
+                hint="start it with `run-api --host HOST --port PORT` of that address; the run waits for it",
+            )
         await anyio.sleep(self._backoff.next_seconds())
 
     def _mark_available(self) -> None:

@@ -379,9 +379,10 @@ class TrackerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One experiment tracker, which gets metrics, evaluations, completions and warnings."""
 
     name: Annotated[Literal["wandb", "trackio", "tensorboard"], about("The library that the run reports to.")]
-    mode: Annotated[Literal["online", "offline"], about("Offline stores files for a later upload; wandb only.")] = (
-        "online"
-    )
+    mode: Annotated[
+        Literal["auto", "online", "offline"],
+        about("Offline stores files for a later upload; auto is what WANDB_MODE says, or online; wandb only."),
+    ] = "auto"
     completions: Annotated[NonNegative, about("Completions in the table of a step; 0: no table.")] = 8
 
 

@@ -13,11 +13,13 @@ from itertools import count
 from threading import Lock
 
 import numpy as np
+import structlog
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from protocols.learnability import unlearnable
 from protocols.sampling import (
+    BASE,
     POLICY,
     Completion,
     FinishReason,
@@ -27,6 +29,8 @@ from protocols.sampling import (
     in_use,
     restricts_support,
 )
+
+log = structlog.get_logger(actor="server")
 
 TOKEN_BYTES, SUPPORT_BYTES, COMPLETION_BYTES = 8, 40, 256
 """Size in bytes of a token, and the overhead of a support and of a completion."""
@@ -114,11 +118,23 @@ class SampleLog:
         self._serial = count()
         self._cost = 0
         self._lock = Lock()
+        self._base_clients: set[str] = set()
         self._prompt: tuple[int, ...] = ()
         self._prompt_hash = _hash_prompt(())
 
     def remember(self, request: SampleRequest, completion: Completion, *, client_label: str) -> None:
-        """Store a finished completion of the policy, unless it was aborted or is larger than the log."""
+        """Store a finished completion of the policy, unless it was aborted or is larger than the log.
+
+        The first completion of the base model for each client is a warning in the event log.
+        """
+        if request.weights == BASE and client_label not in self._base_clients:
+            self._base_clients.add(client_label)
+            log.warning(
+                "base_model_requested",
+                client=client_label,
+                hint="the base model answers this name, without the adapter that is trained, and its completions are "
+                "not trained on: name the model `policy`, or no model",
+            )
         if completion.finish_reason == "abort" or request.weights != POLICY:
             return
         with self._lock:

@@ -98,7 +98,7 @@ class WandbBackend:
             id=run.id,
             resume="allow",
             dir=str(run.directory),
-            mode=section.mode,
+            mode=None if section.mode == "auto" else section.mode,
             config=dict(run.settings),
             settings=self._wandb.Settings(console="off", silent=True),
         )

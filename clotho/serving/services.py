@@ -358,7 +358,7 @@ class ClientSampler:
         ]
 
     def _remember(self, request: SampleRequest, completion: Completion) -> None:
-        if request.weights == POLICY and not request.background:
+        if not request.background:
             self._sample_log.remember(request, completion, client_label=self._client.label)
 
     async def stream_all(

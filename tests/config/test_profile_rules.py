@@ -27,7 +27,8 @@ REPLACE_EVALUATOR = TAP | {"mode": "replace", "at": "evaluator"}
         ({"policy": {"method": {"dropout": 0.1}, "grad_checkpoint": True}}, "policy.method.dropout"),
         ({"policy": {"method": {"scaling": "rank_stabilized"}}}, "policy.method.scaling"),
         ({"replay": {"type": "buffer", "capacity": 4, "groups": 5}}, "replay.groups"),
-        ({"checkpoint": {"interval": 100}}, "checkpoint.interval"),
+        ({"steps": 20, "learner": {"kl_penalty": {"reference": {"type": "snapshot", "interval": 20}}}},
+         "learner.kl_penalty.reference.interval"),
         ({"collapse_detection": {"type": "off", "window": 9}}, "collapse_detection.window"),
         ({"collapse_detection": {"type": "stop", "rollback_rate": 0.5}}, "collapse_detection.rollback_rate"),
         ({"collapse_detection": {"kl_high": 1.0}}, "collapse_detection.kl_high"),
@@ -45,7 +46,6 @@ REPLACE_EVALUATOR = TAP | {"mode": "replace", "at": "evaluator"}
         ({"parity": {"type": "off", "warn_nats": 0.1}}, "parity.warn_nats"),
         ({"checkpoint": {"interval": 0, "keep_last": 5}}, "checkpoint.keep_last"),
         ({"eval": {"type": "off", "interval": 5}}, "eval.interval"),
-        ({"steps": 20, "eval": {"interval": 20}}, "eval.interval"),
         ({"eval": {"problems_between": 5}}, "eval.problems_between"),
         ({"data": {"heldout": "h", "heldout_fraction": 0.2}}, "data.heldout_fraction"),
         ({"data": {"heldout_fraction": 0.0}}, "data.heldout_fraction"),
@@ -110,7 +110,7 @@ def test_a_contradiction_or_a_setting_without_effect_is_refused(sections: dict[s
                 "method": {"type": "dora", "alpha": 8.0, "scaling": "rank_stabilized", "ranks": ["mlp.up_proj=4"]}
             }
         },
-        {"eval": {"interval": 19}, "steps": 20},
+        {"eval": {"interval": 20}, "checkpoint": {"interval": 50}, "steps": 20},
         {"data": {"curriculum": {"type": "success_rate", "explore": 0.3, "sharpness": 5.0}}},
         {"server": {"host": "0.0.0.0", "api_key": "k"}},
         {"server": {"host": "::1"}},

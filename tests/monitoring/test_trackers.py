@@ -50,9 +50,9 @@ def tracked(directory: Path) -> TrackedRun:
     return TrackedRun(id="0123456789abcdef", name="run", directory=directory, settings={"steps": 2, "seed": 0})
 
 
-def written(name: Any, directory: Path) -> None:
+def written(name: Any, directory: Path, mode: Any = "offline") -> None:
     """Write one step, one evaluation and a warning with a real tracker, and close it."""
-    (tracker,) = open_trackers(TRACKING, [TrackerSection(name=name, mode="offline")], tracked(directory))
+    (tracker,) = open_trackers(TRACKING, [TrackerSection(name=name, mode=mode)], tracked(directory))
     for record in (*step_records(step(1), LINE, 2), evaluation_values(evaluation(1, 0.5)), Warned(step=1, text="w")):
         tracker.put(record)
     close_trackers([tracker])
@@ -124,6 +124,21 @@ def test_wandb_reads_the_numbers_back(tmp_path: Path, monkeypatch: pytest.Monkey
             assert (record.run.project, record.run.run_group, record.run.display_name) == ("proj", "g", "first")
     assert found["loss"] == "0.5"
     assert found["eval/accuracy"] == "0.5"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variable", "mode", "files"), [("offline", "auto", 1), ("disabled", "auto", 0), ("disabled", "offline", 1)]
+)
+def test_the_mode_of_wandb_is_that_of_the_environment(
+    variable: str, mode: str, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the profile states one. With the library itself, which writes a file in offline mode."""
+    importlib.import_module("wandb").teardown()  # it reads its variables once in a process
+    monkeypatch.setenv("WANDB_MODE", variable)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    written("wandb", tmp_path, mode)
+    assert len(list(tmp_path.rglob("run-*.wandb"))) == files
 
 
 @pytest.mark.slow
