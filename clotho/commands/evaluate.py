@@ -41,6 +41,7 @@ from clotho.rewards.accuracy import (
 )
 from clotho.rewards.runner import RewardRunner
 from clotho.run.prompts import Rendered, read_split, references, render
+from clotho.run.serving_state import read_chosen
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.struct_types import prepare_struct_types
 from clotho.scoring.reference_loss import reference_losses
@@ -175,7 +176,7 @@ def load(arguments: EvaluationArguments) -> tuple[BaseModel, DecodeEngine]:
     engine = DecodeEngine(base, profile.engine, store)
     for name, path in arguments.adapters.items():
         try:
-            engine.load_adapter(name, store.read(path), protected=arguments.adapters)
+            engine.load_adapter(name, read_chosen(path, profile.model.path, store), protected=arguments.adapters)
         except AdapterRequestError as error:
             raise ModelError(f"--adapter {path}: {error}") from error
     return base, engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 
 import anyio
 import structlog
@@ -27,7 +28,7 @@ from clotho.monitoring.event_log import event_log
 from clotho.monitoring.terminal_text import memory, relative_path, size
 from clotho.run.policy_receiver import SwappingReceiver
 from clotho.run.process_signals import finish_computation
-from clotho.run.serving_state import ServingState, names_of, served_adapters
+from clotho.run.serving_state import ServingState, names_of, read_chosen, served_adapters
 from clotho.run.startup import adapter_store, startup_watch
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
@@ -147,9 +148,11 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
             sampler=Sampler(executor.submit, engine),
             registry=state.registry(settings, [model]),
         )
+        assert engine.adapters is not None, "an engine behind a server has adapters"
+        read = partial(read_chosen, model=profile.model.path, store=engine.adapters)
         with watch.phase("adapters"):
             for name, path in arguments.adapters.items():
-                await serving.registry.load(name, path, keep=True)
+                await serving.registry.load(name, path, keep=True, read=read)
         address = base_url(listener)
         until_drained = UntilDrained(lambda: show(console, serving, address))
         children = [

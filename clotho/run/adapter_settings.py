@@ -38,23 +38,24 @@ BLOCK = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(?P<block>\d+)\.(?P<name>.+)"
 Values = dict[str, Any]
 
 
-def find_adapter(text: str) -> Path:
+def find_adapter(text: str, flag: str = KEY) -> Path:
     """Return the adapter that `policy.adapter` names: a directory, or a file of the format NPZ or GGUF.
 
+    flag: the setting with this value, for messages.
     text: an adapter of mlx-lm, PEFT, NPZ or GGUF, a checkpoint, RUN@STEP, or a run, whose final adapter is used, or its
     newest checkpoint if it has not ended. Raises an error with exit status 2 if there is none.
     """
     path, step = split_step(text)
     if step is not None or (path / MANIFEST).is_file():
-        return find_checkpoint(text, KEY)
+        return find_checkpoint(text, flag)
     if path.suffix in FILES or (path / CONFIG).is_file():
         return path
     if (path / "adapters" / CONFIG).is_file():
         return path / "adapters"
     if (path / "checkpoints").is_dir():
-        return find_checkpoint(text, KEY)
+        return find_checkpoint(text, flag)
     what = f"has no {CONFIG}" if path.exists() else "does not exist"
-    raise ProfileError(f"{KEY}: {visible(str(path), 200)} {what}: name an adapter, a checkpoint or a run")
+    raise ProfileError(f"{flag}: {visible(str(path), 200)} {what}: name an adapter, a checkpoint or a run")
 
 
 def exists(text: str) -> bool:

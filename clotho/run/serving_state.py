@@ -10,12 +10,16 @@ from pathlib import Path
 import structlog
 from msgspec import structs
 
+from clotho.artifacts.adapters import read_adapter_of
 from clotho.config.schema import EngineSection, HttpServer, MonitorSection
 from clotho.inference import DecodeEngine
 from clotho.memory.pressure import CHECK_SECONDS, MemoryReading, MemoryWatch, read_memory
+from clotho.models.adapter_files import AdapterContents
+from clotho.models.adapter_store import AdapterStore
 from clotho.models.machine import free_buffers
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.monitoring.terminal_text import relative_path
+from clotho.run.adapter_settings import find_adapter
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.supervisor import ChildState, ChildStatus
 from clotho.runtime.watchdog import EngineGuard, PeriodicCheck, Watchdog
@@ -24,6 +28,7 @@ from clotho.serving.adapters import AdapterRegistry
 from clotho.serving.control import EngineControl
 from clotho.serving.services import EngineSnapshot, HealthReport, ServedModel
 from protocols.adapter import AdapterInfo
+from protocols.errors import ProfileError, visible
 from protocols.sampling import PromptLogprobs
 from protocols.step import WeightsReady
 
@@ -158,6 +163,29 @@ class ServingState:
             turns={kind: times.seconds for kind, times in turns.items()},
             longest_turns={kind: times.longest for kind, times in turns.items()},
         )
+
+
+def read_chosen(path: Path, model: str, store: AdapterStore) -> AdapterContents:
+    """Read an adapter that the operator names, in any of the forms of `policy.adapter`, in any thread.
+
+    model: value of `model.path`. Raises an error with exit status 2, also for what cannot be served beside other
+    adapters: DoRA, weights in full, adapters of embeddings, and what exceeds the limits of the store.
+    """
+    flag = "--adapter"
+    found = read_adapter_of(find_adapter(str(path), flag), model)
+    if found.is_dora or found.weights:
+        what = "DoRA" if found.is_dora else "weights in full"
+        raise ProfileError(f"{flag}: {path} has {what}; only LoRA can be served beside other adapters")
+    if others := [module for module in found.ranks if module not in store.targets]:
+        raise ProfileError(f"{flag}: {path} adapts {visible(others[0], 100)}, which is not served with adapters")
+    rank = max(found.ranks.values())
+    contents = AdapterContents(
+        arrays=found.arrays, scales=found.scales, rank=rank, path=str(found.path), ranks=found.ranks
+    )
+    for key, value in (("max_rank", rank), ("max_bytes", contents.bytes)):
+        if value > (limit := getattr(store.limits, key)):
+            raise ProfileError(f"{flag}: {path} exceeds server.adapters.{key} = {limit}: it has {value}")
+    return contents
 
 
 def served_adapters(loaded: Iterable[AdapterInfo], base: str) -> tuple[ServedModel, ...]:

@@ -79,12 +79,20 @@ class AdapterRegistry:
         return await self.load(name, resolve_inside(self._root, given), replace=replace, owner=owner)
 
     async def load(
-        self, name: str, directory: Path, *, replace: bool = False, keep: bool = False, owner: str = ""
+        self,
+        name: str,
+        path: Path,
+        *,
+        replace: bool = False,
+        keep: bool = False,
+        owner: str = "",
+        read: Callable[[Path], Any] | None = None,
     ) -> AdapterInfo:
-        """Load an adapter from a directory that the operator chose. Raises AdapterRequestError.
+        """Load an adapter from a path that the operator chose. Raises AdapterRequestError.
 
-        replace: load a new version if the name is taken. keep: never evict or unload it. The files are read outside the
-        compute thread. A load evicts adapters of its owner only.
+        replace: load a new version if the name is taken. keep: never evict or unload it. read: reads the path, instead
+        of the reader for clients. The files are read outside the compute thread. A load evicts adapters of its owner
+        only.
         """
         if name in self._reserved:
             raise AdapterRequestError(f"{name} is the name of another model; choose another name", reason="invalid")
@@ -93,9 +101,9 @@ class AdapterRegistry:
             if name in self.loaded and not replace:
                 raise AdapterRequestError(f"the adapter {name} is already loaded; set load_inplace", reason="exists")
             try:
-                contents = await self._reader.run(partial(self._read, directory))
+                contents = await self._reader.run(partial(read or self._read, path))
             except (NoThreadError, OvertimeError):
-                message = f"{directory} could not be read in {READ_SECONDS:g} seconds"
+                message = f"{path} could not be read in {READ_SECONDS:g} seconds"
                 raise AdapterRequestError(message, reason="invalid") from None
             others = {one for one, holder in self._owners.items() if owner not in ("", holder)}
             protected = self._kept | others

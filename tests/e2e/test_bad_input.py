@@ -280,7 +280,7 @@ def test_a_dry_run_prints_the_resolved_profile_and_writes_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Flags included. The exit status is 0."""
-    status = main(["--dry-run", "--run-dir", str(tmp_path / "run"), "--steps", "7", "--lora-rank", "3"])
+    status = main(["--dry-run", "--run-dir", str(tmp_path / "run"), "--steps", "7", "--policy.method.rank", "3"])
     out, err = capfd.readouterr()
     assert (status, err) == (0, "")
     settings, _, estimate = out.partition("\nestimated memory")
