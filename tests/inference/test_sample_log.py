@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from clotho.inference.sample_log import MAX_EQUAL, SampleLog
 from protocols.sampling import BASE, Completion, SampleRequest, Sampling
@@ -215,3 +216,16 @@ def test_a_concurrent_reader_finds_only_whole_completions() -> None:
     done.set()
     reader.join()
     assert wrong == []
+
+
+def test_a_request_for_the_base_model_is_a_warning_once_for_each_client() -> None:
+    """Its completions are not those of the policy, so that its groups cannot be trained on."""
+    log = SampleLog()
+    with capture_logs() as logs:
+        for client in ("first", "first", "second"):
+            log.remember(replace(request(), weights=BASE), completion(3), client_label=client)
+        log.remember(replace(request(), weights="an-adapter"), completion(3), client_label="third")
+    assert [(line["event"], line["client"]) for line in logs] == [
+        ("base_model_requested", "first"), ("base_model_requested", "second"),
+    ]  # fmt: skip
+    assert log.find([*PROMPT, 3], 3, 4) is None
