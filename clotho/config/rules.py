@@ -62,6 +62,8 @@ NO_EFFECT = (
          "no atropos.python is set, which runs them", "atropos.type atropos.python"),
     Rule(f"queues.prompts queues.rollouts {MAX_RATIO} {OVERLONG}", lambda v, _: v["atropos.type"] != "off",
          "groups and their rewards come from environments (atropos)", "atropos.type"),
+    Rule("learner.max_failed_batches", lambda v, _: v["atropos.type"] != "off" and not custom_flow(v),
+         "the rewards of environments (atropos) do not fail in the run", "atropos.type actors"),
     Rule("learner.distillation_weight", lambda v, _: v["atropos.type"] == "off",
          "only environments (atropos) send a teacher's alternatives", "atropos.type"),
     Rule("generator.api_key", lambda v, _: v["generator.weights.type"] == "restart",

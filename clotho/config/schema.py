@@ -360,7 +360,9 @@ class MonitorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rollouts: Annotated[bool, about("Write every rollout to rollouts.jsonl.")] = True
     token_values_mb: Annotated[NonNegative, about("Limit of the per-token values in tokens/, in MiB; 0: none.")] = 64
     prevent_sleep: Annotated[bool, about("On macOS, prevent idle sleep during the run; the display may sleep.")] = True
-    watchdog_seconds: Annotated[PositiveFloat, about("Time until a stalled turn or a slow start is reported.")] = 120.0
+    watchdog_seconds: Annotated[
+        PositiveFloat, about("Time until a stalled turn, a slow start or a lost group is reported.")
+    ] = 120.0
     drain_seconds: Annotated[PositiveFloat, about("Longest time without a step while a run drains.")] = 600.0
     cache_limit_mb: Annotated[Positive, about("Limit of MLX's cache of freed buffers, in MiB.")] = 512
     wired_limit_mb: Annotated[NonNegative, about("Memory that macOS keeps resident on Metal, in MiB; 0: none.")] = 0

@@ -42,7 +42,7 @@ WHILE_DRAINING = 0.1
 
 @runtime_checkable
 class Working(Protocol):
-    """A built-in actor that says how many groups it works on."""
+    """An actor that says how many groups it works on, as the generator, the scorer and some custom actors do."""
 
     working_on: int
 
@@ -73,7 +73,7 @@ class Flow:
 
     @property
     def is_working(self) -> bool:
-        """Whether a built-in actor samples, scores or trains on a group."""
+        """Whether an actor says that it works on a group, or the learner trains."""
         return self._progress.updating or any(actor.working_on for actor in self._working)
 
 

@@ -48,6 +48,7 @@ REPLACE = TAP | {"mode": "replace"}
             {"atropos": MOCK, "learner": {"objective": {"overlong_penalty": {"type": "linear", "buffer": 8}}}},
             "learner.objective.overlong_penalty",
         ),
+        ({"atropos": MOCK, "learner": {"max_failed_batches": 5}}, "learner.max_failed_batches"),
         ({"atropos": MOCK, "queues": {"prompts": 4}}, "queues.prompts"),
         ({"atropos": MOCK, "queues": {"rollouts": 4}}, "queues.rollouts"),
         (

@@ -118,9 +118,9 @@ async def test_groups_inside_an_actor_are_lost_when_nothing_moves_for_the_limit(
     assert (lost.prompt.group_id, stage.custodian.lost, stage.drains) == (7, [7], 1)
 
 
-@pytest.mark.parametrize("what", ["a message", "a step", "a built-in actor works", "an update"])
+@pytest.mark.parametrize("what", ["a message", "a step", "an actor works", "an update"])
 async def test_what_moves_begins_the_limit_anew(what: str) -> None:
-    """And while a built-in actor works, it does not begin."""
+    """And while an actor says that it works on a group, it does not begin."""
     stage = Stage()
     await stage.receive(7)
     async with stage.waiting():
@@ -130,7 +130,7 @@ async def test_what_moves_begins_the_limit_anew(what: str) -> None:
                 await stage.outbox.send(prompt(8))
             case "a step":
                 stage.progress.step += 1
-            case "a built-in actor works":
+            case "an actor works":
                 stage.other.working_on = 1
             case "an update":
                 stage.progress.updating = True

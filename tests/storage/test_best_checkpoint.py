@@ -26,12 +26,14 @@ class Writer:
 
     def __init__(self, directory: Path) -> None:
         self.reports: list[EvalReport] = []
+        self.named_steps: set[int] = set()
         self.directory, self.marker = directory / "checkpoints", directory / "best.json"
         self.keeper = BestCheckpointKeeper(
             checkpoints=self.directory,
             marker=self.marker,
             reports=lambda: self.reports,
             is_evaluated=lambda step: step % 2 == 0,
+            named=lambda: self.named_steps,
         )
 
     def write(self, step: int, *, keep_last: int = 1) -> list[int]:
@@ -61,6 +63,16 @@ def test_the_best_checkpoint_is_never_pruned(writer: Writer) -> None:
     writer.reports.append(report(10, 0.9))
     assert writer.write(11) == [11, 10]
     assert writer.named() == 10
+
+
+def test_a_checkpoint_that_a_command_names_is_not_pruned(writer: Writer) -> None:
+    """As long as the command applies."""
+    for step in (1, 3):
+        writer.write(step)
+        writer.named_steps = {1}
+    assert writer.write(5) == [5, 1]
+    writer.named_steps = set()
+    assert writer.write(7) == [7]
 
 
 def test_the_initial_checkpoint_is_never_pruned(writer: Writer) -> None:
