@@ -32,7 +32,7 @@ PAGES: tuple[tuple[Any, str], ...] = (
     (remote, "remote.md"),
     (cluster, "cluster.md"),
     (publish, "cluster.md"),
-    (forecast, "doctor.md"),
+    (forecast, "benchmark-tables.md"),
 )
 """Benchmarks whose table stands between markers of their name on a page of the documentation."""
 

@@ -1,4 +1,4 @@
-"""The command `doctor`: all checks of a start in full, and a rehearsal of one step with a forecast of the run's end."""
+"""The command `doctor`: all checks of a start in full, and a rehearsal of the first steps with a forecast."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from rich.text import Text
 
 from clotho.__main__ import adjusted
 from clotho.commands.command_line import require_new_file
+from clotho.commands.progress import Work
 from clotho.config import keys
-from clotho.config.bounds import Off, about
+from clotho.config.bounds import Off, PositiveFloat, about
 from clotho.config.flags import COMMON, Arguments, help_topic, key_help, parse_flags
 from clotho.config.keys import flag_key
 from clotho.config.load import load_profile
 from clotho.config.program import program
 from clotho.config.schema import FullMethod, HttpServer, Profile
 from clotho.config.sections_generation import RemoteGeneration
+from clotho.config.sections_training import WarnOnCollapse
 from clotho.cpu import compute_path, load_blas
 from clotho.memory.estimate import estimate_memory
 from clotho.memory.report import describe_limit, too_large
@@ -37,7 +39,16 @@ from clotho.monitoring.event_log import event_log
 from clotho.monitoring.remedies import DoctorCommands
 from clotho.monitoring.run_alarms import LESS_MEMORY
 from clotho.monitoring.terminal_text import duration, memory, number, terminal_text
-from clotho.preflight.completions import GROUPS, completion_findings, draw, examples, reward_rows, stop_reasons
+from clotho.preflight.completions import (
+    completion_findings,
+    draw,
+    examples,
+    next_draw,
+    rehearsal_batches,
+    reward_rows,
+    stop_reasons,
+    trainable,
+)
 from clotho.preflight.machine import MachineState, machine_findings, read_machine
 from clotho.preflight.problems import problem_findings, unparsable_finding
 from clotho.preflight.rehearsal import (
@@ -46,7 +57,7 @@ from clotho.preflight.rehearsal import (
     decode_rate,
     forecast,
     parity_findings,
-    trainable,
+    rehearsed_steps,
     update_findings,
     update_time,
 )
@@ -65,13 +76,16 @@ from clotho.storage.jsonl import encode
 from clotho.storage.run_directory import open_run
 from protocols.errors import ClothoError, DatasetError, ProfileError, RecordsError, ServerError, visible
 from protocols.finding import CHECK, Change, Finding, FindingName, Remedy
-from protocols.rollout import RolloutGroup
+from protocols.rollout import GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.summary import MemoryEstimate
 
 USAGE = f"usage: {program()} doctor [--profile P] [--json] [--output FILE] [--KEY VALUE ...]"
 LINE_LIMIT = 4000
 TEXT_LIMIT = 160
 """Characters of a prompt and of a completion in the table."""
+
+SECONDS = 600.0
+"""Time for completions and rehearsals, after the model is loaded."""
 
 
 class DoctorFlags(Struct, frozen=True, kw_only=True):
@@ -80,6 +94,7 @@ class DoctorFlags(Struct, frozen=True, kw_only=True):
     profile: Annotated[str, about("Settings to check: a name or a .toml file.")] = "local-m3"
     json: Annotated[bool, about("Print JSON instead of a table.")] = False
     output: Annotated[str, about("JSON file for the results; it must not exist.")] = ""
+    seconds: Annotated[PositiveFloat, about("Time for completions and rehearsals; says what it cuts off.")] = SECONDS
 
 
 OWN = {name: key for name, key in keys.read_sections(DoctorFlags)[""].keys.items() if key.help}
@@ -165,7 +180,7 @@ def run(argv: Sequence[str], console: Console) -> int:
         require_new_file(output)
     arguments = Arguments(profile=flags.profile, overrides=values)
     load = partial(load_profile, arguments.profile, adjust=partial(adjusted, arguments))
-    diagnosis = anyio.run(diagnose, load(arguments.overrides), Console(stderr=True))
+    diagnosis = anyio.run(partial(diagnose, load(arguments.overrides), Console(stderr=True), seconds=flags.seconds))
     commands = DoctorCommands(arguments.profile, arguments.overrides, load)
     diagnosis.findings = [commands.complete(finding) for finding in diagnosis.findings]
     if output is not None:
@@ -177,25 +192,31 @@ def run(argv: Sequence[str], console: Console) -> int:
     return int(bool(diagnosis.findings))
 
 
-async def diagnose(profile: Profile, console: Console, *, machine: MachineState | None = None) -> Diagnosis:
-    """Make all checks of a profile. console: for events. machine: state of the machine; None reads it.
+async def diagnose(
+    profile: Profile, console: Console, *, machine: MachineState | None = None, seconds: float = SECONDS
+) -> Diagnosis:
+    """Make all checks of a profile. console: for events and progress. machine: its state; None reads it.
 
-    Nothing is written but a temporary run directory, which is deleted.
+    seconds: time for completions and rehearsals. Nothing is written but a temporary run directory, which is deleted.
     """
-    found = Diagnosis()
+    found, work = Diagnosis(), Work(console, seconds)
     with ExitStack() as stack:
         stack.enter_context(event_log(console))
+        stack.callback(work.stop)
         try:
+            work.phase("checking machine, settings and problems")
             estimate = check_without_model(found, profile, machine)
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="clotho-doctor-")))
             executor = ComputeExecutor(decode_share=profile.engine.decode_share)
             executor.start()
             stack.callback(executor.stop)
+            work.phase("loading the model, with a first update")
             with found.refused("model", "run_refused", "correct what the message names"):
                 context = await _context(profile, directory, executor)
             stack.callback(context.close)
             found.add("model", _model(context, estimate))
-            await _rehearse(found, context)
+            work.start()
+            await _rehearse(found, context, work)
         except Stopped:
             pass
     return found
@@ -268,8 +289,10 @@ def _system(state: MachineState, system: str) -> str:
 
 
 async def _context(profile: Profile, directory: Path, executor: ComputeExecutor) -> RunContext:
-    """Build the run without its server and trackers, in a temporary directory."""
+    """Build the run without its server and trackers, in a temporary directory. Updates are always measured."""
     own = replace(profile, trackers=(), run_dir=str(directory))
+    if isinstance(own.collapse_detection, Off):
+        own = replace(own, collapse_detection=WarnOnCollapse())
     run_directory = open_run(directory, resume=False, clean=False)
     try:
         return await build_context(own, run_directory, executor, slow_seconds=profile.monitor.watchdog_seconds)
@@ -283,43 +306,106 @@ def _model(context: RunContext, estimate: MemoryEstimate) -> str:
     return f"{policy.architecture}, {policy.layers} layers{quantized}, {policy.dtype}; fits"
 
 
-async def _rehearse(found: Diagnosis, context: RunContext) -> None:
-    """Check the template, draw completions, check parity, rehearse an update, and forecast the end."""
-    profile, executor, learner = context.profile, context.executor, context.policy_learner
+async def _rehearse(found: Diagnosis, context: RunContext, work: Work) -> None:
+    """Check the template, draw completions, check parity, rehearse updates, and forecast the end."""
+    profile, executor = context.profile, context.executor
     template = check_template(context.policy.tokenizer, template_use(profile, context.prompts.problems))
     for name, fact in template.facts.items():
         found.add(f"template: {name}", fact)
     found.findings += template.findings
-    prompts = [context.prompts.prompt(number) for number in range(GROUPS)]
-    groups = await draw(context.sampler, prompts, profile.sampling)
+    groups, outcomes = await _draw(context, work)
     completions = [completion for group in groups for completion in group.completions]
-    found.add("stop reasons", f"of {len(completions)} completions: {stop_reasons(completions)}")
-    outcomes = [await context.rewards.score(group) for group in groups] if isinstance(profile.atropos, Off) else []
+    found.add("stop reasons", f"of {len(completions)} completions: {stop_reasons(completions) or 'none was finished'}")
     if outcomes:
-        found.add("system message", profile.data.system or "none")
-        expected = expectations(profile.rewards)
-        for name, text in expected.items():
-            found.add(f"{name} expects", text)
-        for name, values in reward_rows(outcomes):
-            found.add(f"reward: {name}", values)
-        found.findings += completion_findings(outcomes, expected)
-        found.completions = [
-            Completed(prompt=prompt, completion=text, reward=reward, stop_reason=reason)
-            for prompt, text, reward, reason in examples(outcomes)
-        ]
+        _describe_rewards(found, profile, outcomes)
     compared = next((group for group in groups if any(completion.tokens for completion in group.completions)), None)
-    if compared is not None:
+    if compared is not None and work.reached("comparing the log-probabilities of sampler and learner"):
         steps = check_decoding(context.policy, context.engine, profile, compared)
         parity = await finish(executor.submit_steps(steps, kind="parity"))
         dtype = context.policy.description.dtype
         found.add("parity", f"mean KL {parity.mean_kl:.2g} nats", parity_findings(parity, profile, dtype))
-    if graded := trainable(outcomes):
-        update = learner.rehearse(graded, step=min(profile.learner.schedule.warmup_steps, profile.steps - 1))
-        metrics = await finish(executor.submit_steps(update, kind="update"))
-        kl = "not finite" if metrics is None else f"KL {number(metrics.update_kl, '.2g')} nats per token"
-        found.add("rehearsed update", f"{len(graded)} groups, {kl}", update_findings(metrics, profile))
-    if not isinstance(profile.generator, RemoteGeneration):
+    if trainable(outcomes):
+        await _rehearse_updates(found, context, work, outcomes)
+    own = bool(groups) and not isinstance(profile.generator, RemoteGeneration)
+    if own and work.reached("measuring decode rate and update time for the forecast"):
         await _forecast(found, context, groups)
+    if work.cut_off:
+        found.add("not reached", f"{'; '.join(work.cut_off)}: raise --seconds")
+
+
+async def _draw(context: RunContext, work: Work) -> tuple[list[RolloutGroup], list[GroupOutcome]]:
+    """Draw completions until they have a signal and fill a batch; score them, unless environments do."""
+    profile = context.profile
+    groups: list[RolloutGroup] = []
+    outcomes: list[GroupOutcome] = []
+    while (wanted := next_draw(profile, outcomes)) is not None:
+        count, size = wanted
+        if not work.reached(f"drawing {count * size} completions of at most {profile.sampling.max_tokens} tokens"):
+            break
+        prompts = [context.prompts.prompt(len(groups) + number) for number in range(count)]
+        drawn = await draw(
+            context.sampler,
+            prompts,
+            profile.sampling,
+            count=size,
+            seconds=work.left,
+            progress=lambda finished: work.note(f"{finished} are finished"),
+        )
+        groups += drawn
+        if not isinstance(profile.atropos, Off):
+            break
+        outcomes += [await context.rewards.score(group) for group in drawn]
+        if len(drawn) < count:
+            work.cut_off.append(f"{(count - len(drawn)) * size} of {count * size} completions")
+            break
+    return groups, outcomes
+
+
+def _describe_rewards(found: Diagnosis, profile: Profile, outcomes: Sequence[GroupOutcome]) -> None:
+    """Record what the rewards expect and gave, and the first completions."""
+    expected = expectations(profile.rewards)
+    found.add("system message", profile.data.system or "none")
+    for name, text in expected.items():
+        found.add(f"{name} expects", text)
+    for name, values in reward_rows(outcomes):
+        found.add(f"reward: {name}", values)
+    found.findings += completion_findings(outcomes, expected)
+    found.completions = [
+        Completed(prompt=prompt, completion=text, reward=reward, stop_reason=reason)
+        for prompt, text, reward, reason in examples(outcomes)
+    ]
+
+
+async def _rehearse_updates(
+    found: Diagnosis, context: RunContext, work: Work, outcomes: Sequence[GroupOutcome]
+) -> None:
+    """Rehearse the first updates of the run with the groups that were drawn."""
+    profile, steps = context.profile, rehearsed_steps(context.profile)
+    batches = [batch for batch in zip(steps, rehearsal_batches(profile, outcomes), strict=False) if batch[1]]
+    if not work.reached(f"rehearsing {len(batches)} updates"):
+        return
+
+    def in_time() -> Iterator[tuple[int, list[ScoredGroup]]]:
+        for position, batch in enumerate(batches, start=1):
+            if not work.left:
+                return
+            work.note(f"update {position}")
+            yield batch
+
+    rehearsed = await finish(context.executor.submit_steps(context.policy_learner.rehearse(in_time()), kind="update"))
+    if len(rehearsed) < len(batches) and None not in rehearsed:
+        work.cut_off.append(f"{len(batches) - len(rehearsed)} of {len(batches)} rehearsed updates")
+    moved = [
+        f"{number(one.update_kl, '.2g')} at the learning rate {one.learning_rate:g}" if one else "not finite"
+        for one in rehearsed
+    ]
+    groups = " and ".join(str(len(groups)) for _, groups in batches)
+    found.add(
+        "rehearsed updates",
+        f"{groups} groups with different rewards (learner.batch_size = {profile.learner.batch_size}); "
+        f"KL in nats per token: {', '.join(moved) or 'none'}",
+        update_findings(rehearsed, profile),
+    )
 
 
 async def _forecast(found: Diagnosis, context: RunContext, groups: Sequence[RolloutGroup]) -> None:

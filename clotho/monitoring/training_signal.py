@@ -71,11 +71,12 @@ class TrainingSignal:
     """Observes the groups of a run, and finds rewards without a signal.
 
     expected: what each reward function expects of a completion, by name, as far as that is known.
+    window: number of the latest scored groups that the checks see.
     """
 
-    def __init__(self, expected: Mapping[str, str]) -> None:
+    def __init__(self, expected: Mapping[str, str], *, window: int = WINDOW) -> None:
         self._expected = expected
-        self._groups: deque[Observed] = deque(maxlen=WINDOW)
+        self._groups: deque[Observed] = deque(maxlen=window)
         self._failed = 0
         self._error = ""
         self._silence = _Silence()

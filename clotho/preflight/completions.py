@@ -1,31 +1,93 @@
-"""A few completions before the first update: drawn, scored and checked for a learning signal."""
+"""The completions that `doctor` draws: how many, and what their rewards prove about a learning signal.
+
+A few completions cannot tell a reward that is never earned from one that is seldom earned: 0 of 16 is what a policy
+with 17 % success shows in one of twenty cases. Without a signal, `doctor` therefore draws on, and states the bound.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from math import inf
+from typing import Literal
 
-from clotho.monitoring.training_signal import TrainingSignal
+from anyio import move_on_after
+from msgspec.structs import replace
+
+from clotho.config.schema import Profile
+from clotho.monitoring.training_signal import MOSTLY, TrainingSignal
 from clotho.runtime.sampling_client import GroupSampler
 from protocols.errors import visible
-from protocols.finding import Finding
+from protocols.finding import Change, Finding, Remedy
 from protocols.prompt import Prompt
-from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
+from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion, SampleRequest, Sampling, completion_seeds
 
 GROUPS, COMPLETIONS = 4, 4
-"""Number of prompts, and of completions per prompt, that are drawn."""
+"""Number of prompts, and of completions per prompt, that are drawn first."""
+
+FOR_SIGNAL, MOST_COMPLETIONS, MOST_PER_GROUP = 128, 256, 16
+"""Completions that are drawn at most for a group with different rewards, and with it for two updates; and of one
+prompt."""
+
+CONFIDENCE = 0.95
+"""Confidence of the bound on the share of what was never seen."""
 
 MAX_SHOWN = 300
 """Characters of a completion that a finding shows."""
 
 
+def next_draw(profile: Profile, outcomes: Sequence[GroupOutcome]) -> tuple[int, int] | None:
+    """Return how many further prompts `doctor` draws, and how many completions of each; None if it needs no more.
+
+    After a first look, it draws the batches of two updates, or, while no group has different rewards, as many
+    completions as `FOR_SIGNAL` allows. A reward that fails for every group needs no more completions.
+    """
+    if not outcomes:
+        return GROUPS, COMPLETIONS
+    if all(isinstance(outcome, Discarded) and outcome.reason == "reward_error" for outcome in outcomes):
+        return None
+    size = min(profile.sampling.group_size, MOST_PER_GROUP)
+    sizes = [len(_group(outcome).completions) for outcome in outcomes]
+    if trainable(outcomes):
+        missing = 2 * profile.learner.batch_size - sizes.count(size)
+        count = min(missing, (MOST_COMPLETIONS - sum(sizes)) // size)
+    else:
+        count = (FOR_SIGNAL - sum(sizes)) // size
+    return (count, size) if count > 0 else None
+
+
+def trainable(outcomes: Sequence[GroupOutcome]) -> list[ScoredGroup]:
+    """Return the groups that an update trains on: those with different rewards."""
+    return [outcome for outcome in outcomes if isinstance(outcome, ScoredGroup)]
+
+
+def rehearsal_batches(
+    profile: Profile, outcomes: Sequence[GroupOutcome]
+) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
+    """Return the groups that two updates train on, none in both: of the largest groups, as many as two batches have."""
+    largest = sorted(outcomes, key=lambda outcome: -len(_group(outcome).completions))
+    graded = trainable(largest[: 2 * profile.learner.batch_size])
+    return graded[::2], graded[1::2]
+
+
+def _group(outcome: GroupOutcome) -> RolloutGroup | Discarded:
+    return outcome if isinstance(outcome, Discarded) else outcome.group
+
+
 async def draw(
-    sampler: GroupSampler, prompts: Sequence[Prompt], sampling: Sampling, *, count: int = COMPLETIONS
+    sampler: GroupSampler,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    count: int = COMPLETIONS,
+    seconds: float = inf,
+    progress: Callable[[int], None] = lambda drawn: None,
 ) -> list[RolloutGroup]:
     """Draw `count` completions of each prompt, with the sampling distribution of the rollouts.
 
-    Raises RequestError or GenerationError.
+    seconds: time after which unfinished groups are given up; the result has only finished groups.
+    progress: is called with the number of completions after each group. Raises RequestError or GenerationError.
     """
     requests = [
         SampleRequest(
@@ -38,19 +100,60 @@ async def draw(
         for prompt in prompts
     ]
     found: dict[int, RolloutGroup] = {}
-    async with aclosing(sampler.groups(requests)) as outcomes:
-        async for position, outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
-            found[position] = RolloutGroup(prompt=prompts[position], completions=tuple(outcome))
+    with move_on_after(seconds):
+        async with aclosing(sampler.groups(requests)) as outcomes:
+            async for position, outcome in outcomes:
+                if isinstance(outcome, Exception):
+                    raise outcome
+                found[position] = RolloutGroup(prompt=prompts[position], completions=tuple(outcome))
+                progress(count * len(found))
     return [found[position] for position in sorted(found)]
 
 
 def completion_findings(outcomes: Sequence[GroupOutcome], expected: Mapping[str, str]) -> Iterator[Finding]:
-    """Return the findings about scored groups. expected: what each reward function expects of a completion, by name."""
-    signal = TrainingSignal(expected)
+    """Yield the findings about scored groups. expected: what each reward function expects of a completion, by name.
+
+    Equal rewards are an error after `FOR_SIGNAL` completions. After fewer they are a warning, because the next
+    completion may earn another reward; both state the share that may. Truncation that leaves a signal is a finding only
+    if nearly all completions are truncated: a policy learns to end its answers, if some of them end.
+    """
+    signal = TrainingSignal(expected, window=max(1, len(outcomes)))
     signal.observe_groups(outcomes)
-    return signal.findings()
+    found = list(signal.findings())
+    scored = [outcome for outcome in outcomes if outcome.rewards]
+    drawn = sum(len(outcome.rewards) for outcome in scored)
+    all_drawn = drawn > FOR_SIGNAL - MOST_PER_GROUP  # no further group fits
+    severity: Literal["error", "warning"] = "error" if all_drawn else "warning"
+    for finding in found:
+        if finding.severity == "error" and finding.name != "rewards_fail":
+            fact = f"{finding.fact}; {_bound(drawn)} of completions earn another reward"
+            yield replace(finding, severity=severity, fact=fact)
+        elif finding.name != "truncated" or _truncated(scored) >= MOSTLY:
+            yield finding
+    if len(scored) >= GROUPS and not trainable(scored) and not any(finding.severity == "error" for finding in found):
+        yield Finding(
+            name="no_signal",
+            severity=severity,
+            fact=f"in each of {len(scored)} groups all completions have the same reward, although groups differ; "
+            f"{_bound(len(scored))} of groups have different rewards",
+            consequence="such groups have no advantages, so nothing is learned",
+            advice="raise sampling.temperature or sampling.group_size, or choose problems that are solved sometimes",
+            remedy=Remedy(
+                action="start",
+                changes=(Change(key="sampling.temperature", value="1"), Change(key="sampling.group_size", factor=2.0)),
+            ),
+        )
+
+
+def _truncated(outcomes: Sequence[GroupOutcome]) -> float:
+    """Return the share of completions that reached the token limit."""
+    reasons = [completion.finish_reason for outcome in outcomes for completion in _group(outcome).completions]
+    return reasons.count("length") / len(reasons)
+
+
+def _bound(trials: int) -> str:
+    """Return the bound of Clopper and Pearson on the share of a result that no trial had, in words."""
+    return f"at most {1 - (1 - CONFIDENCE) ** (1 / trials):.0%} ({CONFIDENCE:.0%} confidence)"
 
 
 def stop_reasons(completions: Sequence[Completion]) -> str:
@@ -83,7 +186,7 @@ def _range(values: Sequence[float]) -> str:
 def examples(outcomes: Sequence[GroupOutcome], *, limit: int = 16) -> Iterator[tuple[str, str, float | None, str]]:
     """Yield prompt, completion, reward and stop reason of the first completions."""
     for outcome in outcomes:
-        group = outcome if isinstance(outcome, Discarded) else outcome.group
+        group = _group(outcome)
         for index, completion in enumerate(group.completions):
             if limit <= 0:
                 return

@@ -1,18 +1,20 @@
-"""A rehearsal of one step: decode rate, one update whose result is discarded, parity, and the forecast of the run."""
+"""A rehearsal of the first steps: updates whose results are discarded, decode rate, parity, and the forecast."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from math import isnan
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from clotho.config.bounds import Off
 from clotho.config.schema import FullMethod, HeldOutEvaluation, Profile
+from clotho.config.sections_training import WarnOnCollapse
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy
-from clotho.monitoring.collapse_detection import LOWER_RATE
+from clotho.monitoring.collapse_detection import CERTAIN_FACTOR, LOWER_RATE
 from clotho.preflight.completions import draw
 from clotho.preflight.start import Forecast
 from clotho.runtime.sampling_client import GroupSampler
@@ -22,7 +24,7 @@ from clotho.training.update import PolicyLearner
 from clotho.training.warmup_step import dummy_batch_size, dummy_groups
 from protocols.finding import Change, Finding, Remedy
 from protocols.prompt import Prompt
-from protocols.rollout import RolloutGroup, ScoredGroup
+from protocols.rollout import RolloutGroup
 from protocols.sampling import Sampling
 from protocols.step import UpdateMetrics
 
@@ -30,9 +32,6 @@ RATE_TOKENS = 32
 """Length of the completions with which the decode rate is measured."""
 
 FLOAT32 = Change(key="model.dtype", value="float32")
-
-UPDATE_KL_HIGH = 0.1
-"""KL divergence of one update, in nats per token, that is a finding without collapse detection."""
 
 
 class Rehearsed(Struct, frozen=True, kw_only=True):
@@ -72,7 +71,7 @@ def update_time(
     size = dummy_batch_size(profile, context=context)
     groups = dummy_groups(profile, size)
     began = time.perf_counter()
-    yield from learner.rehearse(groups, step=0)
+    yield from learner.rehearse([(0, groups)])
     return (time.perf_counter() - began) * positions / (size.tokens * (size.completions + len(groups)))
 
 
@@ -102,33 +101,41 @@ def forecast(profile: Profile, rehearsed: Rehearsed, *, heldout: int) -> Forecas
     )
 
 
-def trainable(outcomes: Sequence[object]) -> list[ScoredGroup]:
-    """Return the groups with different rewards."""
-    return [outcome for outcome in outcomes if isinstance(outcome, ScoredGroup)]
+def rehearsed_steps(profile: Profile) -> tuple[int, ...]:
+    """Return the steps whose updates are rehearsed, one after the other: the first, and the first at the full rate."""
+    return tuple(step for step in (0, max(1, profile.learner.schedule.warmup_steps)) if step < profile.steps)
 
 
-def update_findings(metrics: UpdateMetrics | None, profile: Profile) -> Iterator[Finding]:
-    """Yield the findings about a rehearsed update. metrics: None if the update was not finite."""
-    if metrics is None:
+def update_findings(rehearsed: Sequence[UpdateMetrics | None], profile: Profile) -> Iterator[Finding]:
+    """Yield the findings about updates that were rehearsed one after another. None: an update that was not finite.
+
+    The thresholds are those of the collapse detection: all updates exceed its limit, or one exceeds it so far that no
+    second is needed as evidence. The first updates of Adam are the largest of a run, and single updates of healthy runs
+    exceed the limit.
+    """
+    updates = [metrics for metrics in rehearsed if metrics is not None]
+    if len(updates) < len(rehearsed):
         yield Finding(
             name="update_not_finite",
             severity="error",
-            fact="loss or gradient of the rehearsed update is not finite",
+            fact="loss or gradient of a rehearsed update is not finite",
             consequence="such updates are skipped, so nothing is learned",
             advice='set model.dtype = "float32" or "bfloat16", or lower learner.optimizer.learning_rate',
             remedy=Remedy(action="start", changes=(FLOAT32, *LOWER_RATE.changes)),
         )
         return
-    collapse = profile.collapse_detection
-    limit = UPDATE_KL_HIGH if isinstance(collapse, Off) else collapse.update_kl_high
-    if metrics.update_kl is not None and not metrics.update_kl <= limit:
-        rate = metrics.learning_rate
+    collapse = WarnOnCollapse() if isinstance(profile.collapse_detection, Off) else profile.collapse_detection
+    limit, moved = collapse.update_kl_high, [one.update_kl for one in updates if one.update_kl is not None]
+    certain = any(isnan(kl) or kl > CERTAIN_FACTOR * limit for kl in moved)
+    if certain or (len(moved) > 1 and min(moved) > limit):
+        rate = max(metrics.learning_rate for metrics in updates)
         yield Finding(
             name="update_too_large",
             severity="warning",
-            fact=f"one update with the learning rate {rate:g} moves the policy by {metrics.update_kl:.3g} nats per "
-            f"token (limit {limit:g})",
-            consequence="the policy collapses within a few updates",
+            fact=f"rehearsed updates with learning rates up to {rate:g} move the policy by "
+            f"{', '.join(f'{kl:.2g}' for kl in moved)} nats per token (limit {limit:g}, "
+            "collapse_detection.update_kl_high)",
+            consequence="the policy may collapse within a few updates",
             advice=f"--learner.optimizer.learning-rate {rate / 10:g}, or a lower policy.method.scale",
             remedy=Remedy(action="start", changes=LOWER_RATE.changes),
         )

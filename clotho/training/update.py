@@ -38,7 +38,7 @@ decode in between. At each yield the served weights are in the model. Closing th
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -182,20 +182,36 @@ class PolicyLearner:
 
     def compute_and_discard(self, groups: Sequence[ScoredGroup]) -> None:
         """Compute the first update from these groups, and discard it together with the random numbers that it used."""
-        for _ in self.rehearse(groups, step=0):
+        for _ in self.rehearse([(0, groups)]):
             pass
 
-    def rehearse(self, groups: Sequence[ScoredGroup], *, step: int) -> Generator[None, None, UpdateMetrics | None]:
-        """Compute the update of a step and return its metrics; None if it is not finite. Nothing changes.
+    def rehearse(
+        self, batches: Iterable[tuple[int, Sequence[ScoredGroup]]]
+    ) -> Generator[None, None, list[UpdateMetrics | None]]:
+        """Compute updates, each after the one before, and return their metrics. Nothing changes.
 
-        step: selects the learning rate. The random numbers that the update used are available again afterwards.
+        batches: of each update the step, which selects the learning rate, and the groups; an iterator is asked for the
+        next batch after each update. Groups of an earlier update give no valid `update_kl`, which takes them for
+        samples of the policy before its update. An update that is not finite has None, and is the last. The random
+        numbers that the updates used are available again afterwards.
         """
-        before = random_state()
+        found: list[UpdateMetrics | None] = []
+        before, random = (self._snapshot(), self.version, self.fingerprint, self._adapter_check), random_state()
+        computed: _Computed | None = None
+        self._adapter_check = AdapterCheck()
         try:
-            computed = yield from self._compute(groups, step, None)
+            for step, groups in batches:
+                if computed is not None and computed.progress is not None and computed.metrics.update_applied:
+                    self._apply(computed.progress, computed.metrics)
+                computed = yield from self._compute(groups, step, None)
+                found.append(computed.metrics if computed.progress is not None else None)
+                if computed.progress is None:
+                    break
         finally:
-            restore_random_state(before)
-        return computed.metrics if computed.progress is not None else None
+            restore_random_state(random)
+            (self.parameters, self._state, reference), self.version, self.fingerprint, self._adapter_check = before
+            self._reference.restore(reference)
+        return found
 
     def _compute(
         self, groups: Sequence[ScoredGroup], step: int, ranks: OtherRanks | None

@@ -147,7 +147,7 @@ def test_every_update_sends_its_weights_once() -> None:
     made, group = learner(2, SETTINGS[0])
     groups = random_groups(VOCAB, groups=1)
     finish(made.update(groups))
-    finish(made.rehearse(groups, step=1))
+    finish(made.rehearse([(1, groups)]))
     finish(made.update(groups))
     assert group.kinds == ["Weights", "GradientShare", "Add"] * 2
 

@@ -9,7 +9,10 @@ ROOT = Path(__file__).parents[2]
 DOCTOR = ROOT / "clotho" / "commands" / "doctor.py"
 SOURCES = [*(ROOT / "clotho" / "preflight").glob("*.py"), DOCTOR]
 NAMED = re.compile(r'Finding\(\s*name="([a-z_]+)"|_refusal\(error, "([a-z_]+)"|refused\("[a-z]+", "([a-z_]+)"')
-SHARED = {"no_reward", "always_rewarded", "rewards_fail", "all_truncated", "truncated", "low_power_mode", "on_battery"}
+SHARED = {
+    *("no_reward", "always_rewarded", "constant_reward_part", "rewards_fail", "all_truncated", "truncated"),
+    *("low_power_mode", "on_battery"),
+}
 """Findings that runs and `doctor` share: of completions and of power (`clotho/monitoring/`)."""
 
 

@@ -142,8 +142,8 @@ def of_the_start(path: Path) -> Iterator[Finding]:
 def of_the_rehearsal(path: Path) -> Iterator[Finding]:
     """An update that is too large, one that is not finite, and log-probabilities that differ."""
     profile = tiny_profile(path)
-    yield from update_findings(replace(METRICS, update_kl=3.0, learning_rate=0.1), profile)
-    yield from update_findings(None, profile)
+    yield from update_findings([replace(METRICS, update_kl=3.0, learning_rate=0.1)], profile)
+    yield from update_findings([None], profile)
     parity = ParityReport(rows=2, tokens=8, mean_kl=1.0, max_difference=0.0, served_kl=0.0)
     yield from parity_findings(parity, profile, "float32")
 
@@ -269,7 +269,7 @@ def test_the_command_of_every_finding_of_doctor_is_accepted(
     commands = DoctorCommands(str(ended.file), given, partial(load_profile, str(ended.file)))
     checked: list[Profile] = []
 
-    async def diagnose(profile: Profile, console: object) -> doctor.Diagnosis:
+    async def diagnose(profile: Profile, console: object, *, seconds: float) -> doctor.Diagnosis:
         checked.append(profile)
         return doctor.Diagnosis()
 

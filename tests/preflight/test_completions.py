@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from clotho.preflight.completions import completion_findings, examples, reward_rows, stop_reasons
+from pathlib import Path
+
+import pytest
+
+from clotho.preflight.completions import (
+    completion_findings,
+    examples,
+    next_draw,
+    rehearsal_batches,
+    reward_rows,
+    stop_reasons,
+)
 from protocols.finding import Finding
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import FinishReason
 from tests.monitoring.display_examples import completion, prompt
+from tests.run.built_context import tiny_profile
 
 EXPECTED = {"format": "<think>...</think>"}
 
@@ -41,11 +53,87 @@ def test_equal_rewards_are_a_finding_with_a_completion() -> None:
     assert "4 (0)" in none.example
 
 
+@pytest.mark.parametrize(("groups", "severity"), [(4, "warning"), (64, "error")])
+@pytest.mark.parametrize(
+    ("rewards", "finish", "name"),
+    [
+        ((0.0, 0.0), "stop", "no_reward"),
+        ((1.0, 1.0), "stop", "always_rewarded"),
+        ((0.0, 0.0), "length", "all_truncated"),
+    ],
+)
+def test_equal_rewards_of_a_few_completions_are_a_warning(
+    groups: int, severity: str, rewards: tuple[float, ...], finish: FinishReason, name: str
+) -> None:
+    """After 128 completions they are an error."""
+    (finding,) = findings(*[scored(rewards, finish=finish)] * groups)
+    assert (finding.name, finding.severity) == (name, severity)
+
+
+@pytest.mark.parametrize(("groups", "bound"), [(8, "17%"), (64, "2%")])
+def test_a_reward_that_was_never_earned_has_a_bound(groups: int, bound: str) -> None:
+    """The exact bound of a confidence of 95 %: 0 of 16 is what one in twenty policies with 17 % success shows."""
+    (finding,) = findings(*[scored((0.0, 0.0))] * groups)
+    assert bound in finding.fact
+    assert "95%" in finding.fact
+
+
+def test_equal_rewards_within_every_group_are_a_finding_although_groups_differ() -> None:
+    """As with a temperature near 0. The bound is that of the number of groups."""
+    (few,) = findings(*[scored((0.0, 0.0)), scored((1.0, 1.0))] * 4)
+    (many,) = findings(*[scored((0.0, 0.0)), scored((1.0, 1.0))] * 32)
+    assert (few.name, few.severity, many.name, many.severity) == ("no_signal", "warning", "no_signal", "error")
+    assert "31%" in few.fact
+    assert findings(*[scored((0.0, 0.0)), scored((1.0, 1.0))] * 4, scored((0.0, 1.0))) == []
+
+
+def test_a_reward_that_fails_for_every_group_is_an_error_at_once() -> None:
+    """No further completion can change it."""
+    failed = Discarded(prompt=prompt(), reason="reward_error", detail="KeyError", completions=(completion(),) * 4)
+    (finding,) = findings(*[failed] * 4)
+    assert (finding.name, finding.severity) == ("rewards_fail", "error")
+
+
+def test_completions_are_drawn_until_they_have_a_signal_and_fill_two_batches(tmp_path: Path) -> None:
+    """First 4 of each of 4 problems; then up to 128 without different rewards in a group, and up to 256 with them."""
+    profile = tiny_profile(tmp_path, learner={"batch_size": 6}, sampling={"group_size": 8})
+    look, equal, different = [scored((0.0,) * 4)] * 4, scored((0.0,) * 8), scored((0.0,) * 7 + (1.0,))
+    failed = Discarded(prompt=prompt(), reason="reward_error", detail="KeyError", completions=(completion(),) * 4)
+    assert next_draw(profile, []) == (4, 4)
+    assert next_draw(profile, look) == (14, 8)
+    assert next_draw(profile, [*look, *[equal] * 14]) is None
+    assert next_draw(profile, [*look, *[equal] * 4, different]) == (7, 8)
+    assert next_draw(profile, [*look, *[equal] * 11, different]) is None
+    assert next_draw(profile, [failed] * 4) is None
+
+
+def test_batches_that_are_too_large_are_drawn_in_part(tmp_path: Path) -> None:
+    """At most 16 completions of a problem, and 256 in all."""
+    profile = tiny_profile(tmp_path, learner={"batch_size": 64}, sampling={"group_size": 64})
+    assert next_draw(profile, [scored((0.0, 0.0, 1.0, 1.0))] * 4) == (15, 16)
+
+
+def test_two_updates_are_rehearsed_with_different_groups(tmp_path: Path) -> None:
+    """Of the largest groups, those with different rewards; no more than two batches have."""
+    profile = tiny_profile(tmp_path, learner={"batch_size": 2})
+    small, equal = scored((0.0, 1.0)), scored((0.0,) * 4)
+    first, second, third = (scored((0.0, 0.0, value, 1.0)) for value in (0.1, 0.2, 0.3))
+    assert rehearsal_batches(profile, [small, first, small, equal, second, third]) == ([first, third], [second])
+    assert rehearsal_batches(profile, [equal, first]) == ([first], [])
+
+
 def test_truncated_completions_are_a_finding_whatever_their_rewards() -> None:
     """Once, although several checks see the truncation."""
     (equal,) = findings(*[scored((0.0, 0.0), finish="length")] * 4)
     (different,) = findings(*[scored((0.0, 1.0), finish="length")] * 4)
     assert equal.name == different.name == "all_truncated"
+
+
+def test_truncation_with_a_signal_is_a_finding_if_nearly_all_are_truncated() -> None:
+    """A policy learns to end its answers, if some of them end."""
+    ended, cut = scored((0.0, 1.0)), scored((0.0, 0.0), finish="length")
+    assert findings(*[cut] * 3, *[ended] * 2) == []
+    assert [finding.name for finding in findings(*[cut] * 19, *[ended] * 2)] == ["truncated"]
 
 
 def test_the_table_has_the_range_of_every_reward_and_the_stop_reasons() -> None:

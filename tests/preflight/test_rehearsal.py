@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from clotho.preflight.rehearsal import Rehearsed, forecast, parity_findings, update_findings
+from clotho.preflight.rehearsal import Rehearsed, forecast, parity_findings, rehearsed_steps, update_findings
 from clotho.scoring.parity_check import ParityReport
 from tests.run.built_context import tiny_profile
 from tests.run.simulated_run import METRICS
@@ -41,20 +41,63 @@ def test_dynamic_sampling_makes_a_run_longer_than_the_forecast(tmp_path: Path) -
     assert found.seconds_most == pytest.approx(10 * (3 * 2.0 + 2.0))
 
 
-@pytest.mark.parametrize(("kl", "expected"), [(0.01, []), (None, []), (0.5, ["update_too_large"])])
-def test_a_rehearsed_update_that_moves_the_policy_far_is_a_finding(
-    kl: float | None, expected: list[str], tmp_path: Path
+def test_the_first_step_and_the_first_at_the_full_learning_rate_are_rehearsed(tmp_path: Path) -> None:
+    """As far as the run has them."""
+    schedule = {"schedule": {"type": "constant", "warmup_steps": 5}}
+    assert rehearsed_steps(tiny_profile(tmp_path, learner=schedule)) == (0, 5)
+    assert rehearsed_steps(tiny_profile(tmp_path, learner={"schedule": {"type": "constant"}})) == (0, 1)
+    assert rehearsed_steps(tiny_profile(tmp_path, steps=4, learner=schedule)) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("moved", "expected"),
+    [
+        ((0.01, 0.02), []),
+        ((None, None), []),
+        ((0.35, 0.09), []),
+        ((0.05, 0.4), []),
+        ((0.15, 0.2), ["update_too_large"]),
+        ((0.7, 0.01), ["update_too_large"]),
+        ((0.7,), ["update_too_large"]),
+        ((0.2,), []),
+        ((0.01, float("nan")), ["update_too_large"]),
+        ((), []),
+    ],
+    ids=[
+        "healthy",
+        "not measured",
+        "large first",
+        "large second",
+        "both large",
+        "certain",
+        "one, certain",
+        "one",
+        "NaN",
+        "none",
+    ],
+)
+def test_rehearsed_updates_that_move_the_policy_far_are_a_finding(
+    moved: tuple[float | None, ...], expected: list[str], tmp_path: Path
 ) -> None:
-    """The limit is that of the collapse detection; the advice is a lower learning rate."""
-    metrics = replace(METRICS, update_kl=kl, learning_rate=0.5)
-    found = list(update_findings(metrics, tiny_profile(tmp_path)))
+    """As in the collapse detection: two updates above its limit, 0.1, or one above five times it.
+
+    The advice is a lower learning rate.
+    """
+    rehearsed = [replace(METRICS, update_kl=kl, learning_rate=0.5) for kl in moved]
+    found = list(update_findings(rehearsed, tiny_profile(tmp_path)))
     assert [finding.name for finding in found] == expected
     assert all("--learner.optimizer.learning-rate 0.05" in finding.advice for finding in found)
 
 
+def test_the_limit_of_a_rehearsed_update_is_that_of_the_profile(tmp_path: Path) -> None:
+    """A profile whose healthy updates are large raises it."""
+    profile = tiny_profile(tmp_path, collapse_detection={"type": "warn", "update_kl_high": 0.5})
+    assert list(update_findings([replace(METRICS, update_kl=0.4)] * 2, profile)) == []
+
+
 def test_an_update_that_is_not_finite_is_a_finding(tmp_path: Path) -> None:
     """The advice names the type of computation."""
-    (finding,) = update_findings(None, tiny_profile(tmp_path))
+    (finding,) = update_findings([METRICS, None], tiny_profile(tmp_path))
     assert finding.name == "update_not_finite"
     assert "model.dtype" in finding.advice
 

@@ -61,6 +61,20 @@ def test_the_first_update_is_the_same_with_and_without_a_rehearsal() -> None:
     assert same_bits(flat(updates[0].parameters), flat(updates[1].parameters))
 
 
+def test_updates_that_are_rehearsed_in_a_row_have_the_metrics_of_a_run_that_takes_them() -> None:
+    """Each starts from the one before. Afterwards the learner is where it was, with its reference policy."""
+    profile, groups = a_profile(kl_beta=0.1, reference="average"), random_groups(VOCAB)
+    rehearsing, updating = (a_learner(profile, tiny_policy()) for _ in range(2))
+    served, state = rehearsing.parameters, rehearsing.state()
+    found = finish(rehearsing.rehearse((step, groups) for step in (0, 1, 4)))
+    taken = [finish(updating.update(groups, step=step)) for step in (0, 1, 4)]
+    assert found == [update.metrics for update in taken]
+    assert rehearsing.parameters is served
+    assert (rehearsing.version, updating.version) == (0, 3)
+    assert same_bits(rehearsing.state(), state)
+    assert finish(rehearsing.update(groups)).fingerprint == taken[0].fingerprint
+
+
 @pytest.mark.parametrize(
     ("settings", "size"),
     [
