@@ -2,10 +2,10 @@
 
     python -m tests.serving.mutated_requests [--requests 20000] [--seed 0]
 
-The campaign serves the embedded policy, whose vocabulary is a multiple of 32, with two adapters. Requests are sent in
-batches, so that the rows of several requests share their decode steps. A valid request follows every batch, and its
-completion must not change. Prints the number of responses by status and the memory of the server; the exit status is 1
-if a request failed in the server, and the bodies of such requests are printed.
+The campaign serves the embedded policy, whose vocabulary is a multiple of 32, with two adapters and a chat template
+that knows tools. Requests are sent in batches, so that the rows of several requests share their decode steps. A valid
+request follows every batch, and its completion must not change. Prints the number of responses by status and the memory
+of the server; the exit status is 1 if a request failed in the server, and the bodies of such requests are printed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import copy
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,10 @@ GOOD = {"prompt": "1 + 1 =", "max_tokens": 4, "temperature": 0, "return_token_id
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 LARK = 'start: "a" /[0-9]{1,4}/'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+STRICT = {"type": "function", "function": {"name": "sub", "parameters": SCHEMA, "strict": True}}
+TEMPLATE = "{%- if tools %}{{- '<tools>' + (tools | tojson) + '</tools>' }}{%- endif %}"
+"""Beginning of a chat template that knows tools."""
+
 TAG = {"structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}], "triggers": ["<a"]}
 MESSAGES = [{"role": "user", "content": "1 + 1 ="}]
 
@@ -110,11 +115,22 @@ CHAT = {
     **OPENAI,
     "logprobs": [True, False],
     "top_logprobs": [0, 5, 20],
-    "max_completion_tokens": [1, 4],
-    "tools": [[TOOL], []],
+    "tools": [[TOOL], [STRICT], [TOOL, STRICT], []],
     "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "add"}}],
     "parallel_tool_calls": [True, False],
-    "continue_final_message": [True],
+}
+FUNCTION = {"type": "function", "name": "add", "parameters": SCHEMA}
+BY_TOKEN = {"n", "max_tokens", "bad_words", "stop_token_ids", "allowed_token_ids", "logit_bias"}
+RESPONSES: dict[str, list[Any]] = {
+    **{name: values for name, values in NATIVE.items() if name not in BY_TOKEN},
+    "max_output_tokens": SAMPLING["max_tokens"],
+    "tools": [[FUNCTION], [{**FUNCTION, "strict": True}], []],
+    "tool_choice": ["auto", "none", "required", {"type": "function", "name": "add"}],
+    "text": [{"format": {"type": "json_object"}}, {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}],
+    "include": [["message.output_text.logprobs"]],
+    "top_logprobs": [0, 5, 20],
+    "stream": [True, False],
+    "request_id": ["one", "two"],
 }
 SGLANG = {
     **{name: SAMPLING[name] for name in SAMPLING if name not in {"max_tokens", "min_tokens"}},
@@ -134,9 +150,11 @@ ROLLOUT = {
 LIMITED = {"max_tokens": 8}
 FORMS = [
     Form("/v1/completions", {"prompt": "1 + 1 =", **LIMITED}, {**OPENAI, "logprobs": [0, 5, 20]}),
-    Form("/v1/completions", {"prompt": ["a", [1, 2, 383]], **LIMITED}, {**OPENAI, "logprobs": [0, 1]}),
+    Form("/v1/completions", {"prompt": [[1, 2, 383], [3]], **LIMITED}, {**OPENAI, "logprobs": [0, 1]}),
     Form("/v1/chat/completions", {"messages": MESSAGES, **LIMITED}, CHAT),
     Form("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL], **LIMITED}, CHAT),
+    Form("/v1/responses", {"input": "1 + 1 =", "max_output_tokens": 8}, RESPONSES),
+    Form("/v1/responses", {"input": MESSAGES, "tools": [FUNCTION], "max_output_tokens": 8}, RESPONSES),
     Form("/generate", {"prompt": "a", **LIMITED}, {**NATIVE, "logprobs": [0, 5], "prompt_logprobs": [0, 2]}),
     Form("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 8}}, SGLANG, "sampling_params"),
     Form("/v1/generate", {"prompts": ["a", [1, 2]], **LIMITED}, {**NATIVE, "structured_outputs_regex": ["[ab]+"]}),
@@ -164,6 +182,10 @@ VALUES: list[Any] = [
     {"a": {"a": []}},
 ]  # fmt: skip
 LITERALS = [b"NaN", b"1e999", b"9" * 5000, b'"\xff"', b"[" * 3000, b"}", b"\x00", b'"a":1,', b"", b"null"]
+
+
+SERVER_ERROR = re.compile('"(server_error|generation_failed|internal_error)"')
+STREAM_END = re.compile(r'(data: \[DONE\]|"type":"response\.(completed|incomplete|failed)".*)\n\n$')
 
 
 class Mutator:
@@ -248,7 +270,7 @@ async def send_all(http: httpx.AsyncClient, requests: int, seed: int) -> tuple[C
         statuses[str(answer.status_code)] += 1
         broken = answer.status_code >= 500 and answer.status_code != 503
         if "event-stream" in answer.headers.get("content-type", ""):
-            broken |= '"server_error"' in answer.text or not answer.text.endswith("data: [DONE]\n\n")
+            broken |= bool(SERVER_ERROR.search(answer.text)) or not STREAM_END.search(answer.text)
         if broken:
             failures.append(Failure(route, body, answer.text[-500:]))
 
@@ -262,15 +284,20 @@ async def send_all(http: httpx.AsyncClient, requests: int, seed: int) -> tuple[C
     return statuses, failures
 
 
-def write_adapters(directory: Path) -> None:
-    """Write `ADAPTERS` for the embedded policy."""
+def write_model(directory: Path) -> Path:
+    """Write the embedded policy with a chat template that knows tools, and `ADAPTERS` beside it; return the model."""
     from clotho.config.schema import ModelSection
     from clotho.models.loading import load_base
     from tests.inference.adapter_models import write_mlx_adapter
 
-    model = load_base(ModelSection(path=str(EMBEDDED)))[0]
+    policy = load_base(ModelSection(path=str(EMBEDDED)))[0]
     for seed, name in enumerate(ADAPTERS):
-        write_mlx_adapter(directory / name, model, seed=seed, size=0.05)
+        write_mlx_adapter(directory / name, policy, seed=seed, size=0.05)
+    model = Path(shutil.copytree(EMBEDDED, directory / "model"))
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["chat_template"] = TEMPLATE + config["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    return model
 
 
 def memory(process: int) -> dict[str, int]:
@@ -286,9 +313,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        write_adapters(Path(directory))
-        command = [sys.executable, "pipeline.py", "serve", "--model", str(EMBEDDED), "--server.port", "0"]
-        command += ["--server.adapters.root", directory, "--server.max-answer-seconds", "10"]
+        model = write_model(Path(directory))
+        command = [sys.executable, "pipeline.py", "serve", "--model", str(model), "--server.port", "0"]
+        command += ["--server.tool-parser", "hermes", "--server.max-answer-seconds", "10"]
+        command += ["--server.adapters.root", directory]
         command += [word for name in ADAPTERS for word in ("--adapter", f"{name}={directory}/{name}")]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
             try:
