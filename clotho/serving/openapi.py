@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -73,7 +73,7 @@ class Operation(NamedTuple):
 
     requests, responses: structs of the body, each one alternative; without responses, the response is text. streams:
     the response can be a stream of server-sent events. query: name of each query parameter -> its JSON schema. binary:
-    the body of the request is bytes.
+    the body of the request is bytes. access: which clients it is for; see `ACCESS`.
     """
 
     method: str
@@ -83,7 +83,15 @@ class Operation(NamedTuple):
     streams: bool = False
     query: dict[str, Any] = {}  # noqa: RUF012, never changed
     binary: bool = False
+    access: Literal["all", "own", "admin"] = "all"
 
+
+ACCESS = {
+    "own": "Concerns what belongs to the API key of the request; for an administrator, what belongs to any client.",
+    "admin": "For administrators: API keys with `admin = true`, `server.api_key`, and every client of a server "
+    "without keys. Others receive status 403.",
+}
+"""Descriptions of operations that are not the same for all clients."""
 
 MODE = {"type": "string", "enum": [*get_args(PauseMode)], "default": "abort"}
 PAUSE = {"mode": MODE, "clear_cache": {"type": "boolean", "default": True}}
@@ -109,30 +117,36 @@ OPERATIONS: dict[str, Operation] = {
         "post", "Convert text or a conversation to tokens", (TokenizeRequest, TokenizeChatRequest), (TokenizeResponse,)
     ),
     "/detokenize": Operation("post", "Convert tokens to text", (DetokenizeRequest,), (DetokenizeResponse,)),
-    "/pause": Operation("post", "Pause the decode engine (vLLM)", responses=(ControlStatus,), query=PAUSE),
-    "/resume": Operation("post", "Continue (vLLM)", responses=(ControlStatus,)),
+    "/pause": Operation(
+        "post", "Pause the decode engine (vLLM)", responses=(ControlStatus,), query=PAUSE, access="admin"
+    ),
+    "/resume": Operation("post", "Continue (vLLM)", responses=(ControlStatus,), access="admin"),
     "/is_paused": Operation("get", "Whether the engine is paused (vLLM)", responses=(Paused,)),
-    "/sleep": Operation("post", "Pause and free caches (vLLM)", responses=(ControlStatus,), query=LEVEL),
-    "/wake_up": Operation("post", "Continue after sleep (vLLM)", responses=(ControlStatus,)),
+    "/sleep": Operation(
+        "post", "Pause and free caches (vLLM)", responses=(ControlStatus,), query=LEVEL, access="admin"
+    ),
+    "/wake_up": Operation("post", "Continue after sleep (vLLM)", responses=(ControlStatus,), access="admin"),
     "/is_sleeping": Operation("get", "Whether the engine sleeps (vLLM)", responses=(Sleeping,)),
-    "/abort_requests": Operation("post", "Abort requests (vLLM)", (AbortRequests,), (ControlStatus,)),
-    "/abort_request": Operation("post", "Abort a request (SGLang)", (AbortRequest,), (ControlStatus,)),
-    "/pause_generation": Operation("post", "Pause (SGLang)", (PauseGeneration,), (ControlStatus,)),
-    "/continue_generation": Operation("post", "Continue (SGLang)", responses=(ControlStatus,)),
-    "/flush_cache": Operation("post", "Empty the prefix cache (SGLang)", responses=(ControlStatus,)),
-    "/v1/load_lora_adapter": Operation("post", "Load an adapter (vLLM)", (LoadAdapter,)),
-    "/v1/unload_lora_adapter": Operation("post", "Unload an adapter (vLLM)", (UnloadAdapter,)),
-    "/lora/load": Operation("post", "Load an adapter (Atropos)", (LoadByPath,), (LoadedByPath,)),
-    "/lora/unload": Operation("post", "Unload an adapter (Atropos)", (UnloadByName,), (AdapterStatus,)),
+    "/abort_requests": Operation("post", "Abort requests (vLLM)", (AbortRequests,), (ControlStatus,), access="own"),
+    "/abort_request": Operation("post", "Abort a request (SGLang)", (AbortRequest,), (ControlStatus,), access="own"),
+    "/pause_generation": Operation("post", "Pause (SGLang)", (PauseGeneration,), (ControlStatus,), access="admin"),
+    "/continue_generation": Operation("post", "Continue (SGLang)", responses=(ControlStatus,), access="admin"),
+    "/flush_cache": Operation("post", "Empty the prefix cache (SGLang)", responses=(ControlStatus,), access="admin"),
+    "/v1/load_lora_adapter": Operation("post", "Load an adapter (vLLM)", (LoadAdapter,), access="own"),
+    "/v1/unload_lora_adapter": Operation("post", "Unload an adapter (vLLM)", (UnloadAdapter,), access="own"),
+    "/lora/load": Operation("post", "Load an adapter (Atropos)", (LoadByPath,), (LoadedByPath,), access="own"),
+    "/lora/unload": Operation("post", "Unload an adapter (Atropos)", (UnloadByName,), (AdapterStatus,), access="own"),
     "/lora/status": Operation("get", "The loaded adapters (Atropos)", responses=(AdapterStatus,)),
     "/v1/rollouts": Operation("post", "Sample a group of a training run", (RolloutCall,), (RolloutAnswer,)),
     "/v1/policy": Operation(
         "get", "The policy that a training run of another process sends", responses=(ServedPolicy,)
     ),
-    "/v1/policy/weights": Operation("put", "Replace the weights of the policy", responses=(ServedPolicy,), binary=True),
+    "/v1/policy/weights": Operation(
+        "put", "Replace the weights of the policy", responses=(ServedPolicy,), binary=True, access="admin"
+    ),
     "/v1/models": Operation("get", "List the models that requests can name", responses=(ModelList,)),
     "/v1/models/{name}": Operation("get", "One model by its name", responses=(ModelCard,)),
-    "/health": Operation("get", "State of the server; status 503 unless it is ok", responses=(Health,)),
+    "/health": Operation("get", "State of the server; status 503 unless it is ok or paused", responses=(Health,)),
     "/version": Operation("get", "Version of Clotho", responses=(Version,)),
     "/metrics": Operation("get", "Metrics in the text format of Prometheus"),
 }
@@ -168,6 +182,7 @@ def _operation(path: str, one: Operation) -> dict[str, Any]:
     found: dict[str, Any] = {
         "operationId": re.sub("[{}]", "", path).strip("/").replace("/", "_").replace(".", "_"),
         "summary": one.summary,
+        **({"description": ACCESS[one.access]} if one.access in ACCESS else {}),
         "parameters": [
             *({"name": name, "in": "query", "required": False, "schema": schema} for name, schema in one.query.items()),
             *(
