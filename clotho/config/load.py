@@ -222,7 +222,7 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
 
     A path that starts with `./` or `../`, or that exists in `directory`, is relative to `directory`. Other data files
     and scripts are relative to the working directory; other models, and datasets in the form OWNER/NAME, are names of
-    repositories. Raises ProfileError for text that cannot be a path.
+    repositories; other chat templates can be names of shipped ones. Raises ProfileError for text that cannot be a path.
     """
 
     def checked(key: str, written: Any) -> Any:
@@ -239,6 +239,8 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
             return written
         if f"{written}/".startswith(("./", "../")) or os.path.isabs(found) or os.path.exists(here):
             return here
+        if key == "model.chat_template" and (shipped := PROFILES / "templates" / f"{written}.jinja").is_file():
+            return str(shipped)
         in_hub = key in MODELS or (key.startswith("data.") and is_hub_dataset(written))
         return written if in_hub and not os.path.exists(found) else os.path.abspath(found)
 

@@ -57,7 +57,7 @@ class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     path: Annotated[str, about("Model directory, GGUF file, package:NAME/FILE or hub repository.", min_length=1)]
     dtype: Annotated[Dtype, about("Type of computation; auto: float32 on the CPU, the checkpoint's on a GPU.")] = "auto"
-    chat_template: Annotated[str, about("File of a chat template; empty: the template of the model.")] = ""
+    chat_template: Annotated[str, about("File of a chat template, or tools-hermes; empty: that of the model.")] = ""
     chat_template_kwargs: Annotated[dict[str, Any], about("Variables of the chat template, in every prompt.")] = {}
     dequantize: Annotated[bool, about("Expand a quantized model: faster on the CPU, more memory.")] = False
     quantize: Annotated[Absent | QuantizeAtLoad, about("Quantization of a full-precision model.")] = Absent()

@@ -34,6 +34,7 @@ from clotho.serving.services import ServedModel, ServerContext, find_served
 from clotho.serving.structured_outputs import ConstraintFields, bad_words, requested_grammar
 from clotho.serving.tool_calls import NO_TOOLS, ToolUse, message_fields
 from clotho.serving.tool_grammars import use_tools
+from clotho.serving.tool_prompts import tools_as_text
 from protocols.constraints import Grammar
 from protocols.sampling import (
     PARAMETERS,
@@ -143,8 +144,8 @@ def validated_chat(fields: ChatRequest, context: ServerContext) -> ValidatedRequ
     if limit is not None and fields.max_tokens not in (None, limit):
         raise invalid_field("max_tokens", "differs from max_completion_tokens; set only one of the two")
     check_choices(fields.n, 1, "messages", context)
-    messages = text_messages(fields.messages, context)
     tools, variables = NO_TOOLS, {}
+    conversation = fields.messages
     if fields.tools or fields.tool_choice not in (None, "none", "auto"):
         tools = use_tools(
             fields.tools or [],
@@ -155,12 +156,15 @@ def validated_chat(fields: ChatRequest, context: ServerContext) -> ValidatedRequ
             encode=lambda mark: encode_plain(mark, "tools", context),
             output=fields.response_format,
         )
+        if tools.enforced and not tools.rendered:
+            conversation = tools_as_text(fields.messages, fields.tools or [])
         if tools.grammars and not tools.enforced:  # the grammar contains the format
             fields = structs.replace(fields, response_format=None)
     if fields.reasoning_effort is not None:
         variables = reasoning_variables(fields.reasoning_effort)
     if fields.chat_template_kwargs is not None:
         variables = {**variables, **fields.chat_template_kwargs}
+    messages = text_messages(conversation, context)
     prompt = render_prompt(
         messages,
         context,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NoReturn, Protocol
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from clotho.serving.errors import invalid_field
 from protocols.constraints import Grammar
@@ -23,6 +23,11 @@ ToolFormat = Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistra
     pythonic     a list of Python calls with keyword arguments: [f(x=1), g(y="a")] (Llama 3.2, Llama 4)
     mistral      [TOOL_CALLS] and a list of {"name": ..., "arguments": ...}, or [TOOL_CALLS]name[ARGS]{...} per call
 """
+
+NO_TEMPLATE = (
+    "the chat template of this model knows no tools; a model of the ChatML format can be served with "
+    "--model.chat-template tools-hermes"
+)
 
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -41,6 +46,12 @@ class Tool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     type: Literal["function"]
     function: Function
+
+
+def definition(tool: Tool) -> dict[str, Any]:
+    """Return the definition of a tool as chat templates read it, without absent fields."""
+    function = {name: value for name, value in structs.asdict(tool.function).items() if value is not None}
+    return {"type": tool.type, "function": function}
 
 
 class FunctionChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,7 +143,7 @@ def message_fields(message: CallingMessage, index: int, template: str) -> dict[s
     if message.tool_call_id and message.role != "tool":
         raise invalid_field("messages", f"message {index} has fields of the role tool")
     if (message.tool_calls or message.role == "tool") and not knows_tools(template):
-        raise invalid_field("messages", "the chat template of this model knows no tools")
+        raise invalid_field("messages", NO_TEMPLATE)
     found = {"tool_call_id": message.tool_call_id, "reasoning_content": message.reasoning_content}
     fields: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
     if message.role == "tool" and message.name is not None:

@@ -19,11 +19,13 @@ from clotho.serving.errors import invalid_field
 from clotho.serving.structured_outputs import OutputFormat, json_rule, output_schema
 from clotho.serving.tool_calls import (
     MAX_CALLS,
+    NO_TEMPLATE,
     NO_TOOLS,
     Tool,
     ToolChoice,
     ToolFormat,
     ToolUse,
+    definition,
     is_text_parameter,
     knows_tools,
 )
@@ -54,7 +56,7 @@ class Call(NamedTuple):
 def tool_format(template: str, setting: str) -> ToolFormat:
     """Return the format of a model's tool calls, from its chat template unless it is set. Raises ApiError."""
     if not knows_tools(template):
-        raise invalid_field("tools", "the chat template of this model knows no tools")
+        raise invalid_field("tools", NO_TEMPLATE)
     known: dict[str, ToolFormat] = {one: one for one in MARKS}
     if setting in known:
         return known[setting]
@@ -91,14 +93,16 @@ def use_tools(
         raise invalid_field("tools", "two functions have the same name")
     if choice == "none":
         return NO_TOOLS
-    found, has_args_mark = tool_format(template, setting), "[ARGS]" in template
+    enforced = choice == "required" or isinstance(choice, ToolChoice)
+    as_text = enforced and not knows_tools(template)  # see `tools_as_text`
+    found, has_args_mark = "hermes" if as_text else tool_format(template, setting), "[ARGS]" in template
     forced = list(tools)
     if isinstance(choice, ToolChoice):
         forced = [tool for tool in tools if tool.function.name == choice.function.name]
         if not forced:
             raise invalid_field("tool_choice", f"no tool has the name {choice.function.name[:64]!r}")
         parallel = False
-    enforced, grammars = choice == "required" or isinstance(choice, ToolChoice), tuple[Grammar, ...]()
+    grammars = tuple[Grammar, ...]()
     if enforced:
         grammars = (required_calls(forced, found, parallel=parallel, has_args_mark=has_args_mark, encode=encode),)
     elif any(tool.function.strict for tool in tools):
@@ -106,11 +110,8 @@ def use_tools(
         if output is not None and output.type == "structural_tag":
             raise invalid_field("response_format", "type structural_tag cannot be combined with strict tools")
         grammars = (strict_calls(tools, found, parallel=parallel, has_args_mark=has_args_mark, content=content),)
-    rendered = [msgspec.to_builtins(tool) for tool in tools]
-    for tool in rendered:
-        tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
     return ToolUse(
-        rendered=rendered,
+        rendered=[definition(tool) for tool in tools] if knows_tools(template) else [],
         format=found,
         grammars=grammars,
         enforced=enforced,

@@ -37,6 +37,15 @@ def test_a_model_has_a_name_of_its_own_only_if_it_is_set(tmp_path: Path) -> None
     assert load_serving(["--profile", str(profile)]).model_name == "from-profile"
 
 
+def test_a_shipped_chat_template_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be used from any directory; a file of the same name there has precedence."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--model", "m", "--model.chat-template", "tools-hermes"]
+    assert Path(load_serving(flags).profile.model.chat_template).read_text(encoding="utf-8").startswith("{#-")
+    (tmp_path / "tools-hermes").touch()
+    assert load_serving(flags).profile.model.chat_template == str(tmp_path / "tools-hermes")
+
+
 @pytest.mark.parametrize(
     "flag",
     ["--steps=3", "--data.train=x.jsonl", "--sampling.group-size=4", "--server=off", "--engine.kv-policy=drain",

@@ -175,11 +175,15 @@ async def test_a_call_that_max_tokens_cuts_is_left_out() -> None:
     async with serving(TEMPLATES["hermes"]) as (_, client):
         full = (await client.chat.completions.create(**limits, parallel_tool_calls=False)).usage
         assert full is not None
-        for cut in range(1, full.completion_tokens, 17):
+        calls = []
+        for cut in range(1, full.completion_tokens, 7):
             answer = await client.chat.completions.create(**{**limits, "max_tokens": cut}, parallel_tool_calls=False)
             (choice,) = answer.choices
             assert choice.finish_reason == "length"
-            assert choice.message.tool_calls is None
+            calls.append(choice.message.tool_calls)
+        assert calls[:8] == [None] * 8
+        for (call,) in filter(None, calls):
+            jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
 
 
 async def test_strict_functions_permit_text_and_a_format_of_the_content() -> None:
