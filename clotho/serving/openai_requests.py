@@ -158,7 +158,7 @@ def validated_chat(fields: ChatRequest, context: ServerContext) -> ValidatedRequ
         )
         if tools.enforced and not tools.rendered:
             conversation = tools_as_text(fields.messages, fields.tools or [])
-        if tools.grammars and not tools.enforced:  # the grammar contains the format
+        if tools.grammars:  # they contain the format of completions without calls
             fields = structs.replace(fields, response_format=None)
     if fields.reasoning_effort is not None:
         variables = reasoning_variables(fields.reasoning_effort)

@@ -102,18 +102,19 @@ def use_tools(
         if not forced:
             raise invalid_field("tool_choice", f"no tool has the name {choice.function.name[:64]!r}")
         parallel = False
-    grammars = tuple[Grammar, ...]()
+    content = output_schema(output) if output is not None else None
     if enforced:
-        grammars = (required_calls(forced, found, parallel=parallel, has_args_mark=has_args_mark, encode=encode),)
-    elif any(tool.function.strict for tool in tools):
-        content = output_schema(output) if output is not None else None
+        grammar = required_calls(forced, found, parallel=parallel, has_args_mark=has_args_mark, encode=encode)
+    elif content is not None or any(tool.function.strict for tool in tools):
         if output is not None and output.type == "structural_tag":
             raise invalid_field("response_format", "type structural_tag cannot be combined with strict tools")
-        grammars = (strict_calls(tools, found, parallel=parallel, has_args_mark=has_args_mark, content=content),)
+        grammar = strict_calls(tools, found, parallel=parallel, has_args_mark=has_args_mark, content=content)
+    else:
+        grammar = None
     return ToolUse(
         rendered=[definition(tool) for tool in tools] if knows_tools(template) else [],
         format=found,
-        grammars=grammars,
+        grammars=() if grammar is None else (grammar,),
         enforced=enforced,
         parallel=parallel,
         parameters={tool.function.name: _properties(tool) for tool in tools},

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import mlx.core as mx
@@ -21,6 +21,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from msgspec import Struct
 from openai import BaseModel
+from pydantic import ConfigDict, Field
 
 from clotho.__main__ import main
 from tests.e2e.pipeline_process import PATIENCE_SECONDS, REPOSITORY
@@ -198,6 +199,34 @@ def test_requests_name_adapters_that_the_server_loaded_at_its_start(with_adapter
             scores = extra(choice)["prompt_logprobs"]
             found = [next(iter(position.values()))["logprob"] for position in scores[1:]]
             assert found == pytest.approx(scored(path, prompt), abs=1e-3)
+
+
+class City(BaseModel):
+    """A schema, as users of the client write it."""
+
+    name: Annotated[str, Field(max_length=8)]
+    people: Annotated[int, Field(ge=0, le=999)]
+    model_config = ConfigDict(extra="forbid")
+
+
+def test_the_client_of_openai_uses_every_api_of_a_model_without_tools(with_adapters: AdapterServer) -> None:
+    """Text, streams, schemas and required calls, in chat completions and in responses; with an adapter too."""
+    city: Any = openai.pydantic_function_tool(City)
+    tools: dict[str, Any] = {"tools": [city], "tool_choice": "required", "parallel_tool_calls": False}
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 128, "temperature": 0}
+    item: dict[str, Any] = {"input": "2 + 3?", "max_output_tokens": 128, "temperature": 0}
+    with openai.OpenAI(base_url=with_adapters.server.url, api_key=KEY, max_retries=0) as client:
+        for model in ("base", "first"):
+            said: Any = client.chat.completions.create(model=model, **chat).choices[0].message.content
+            assert said == client.responses.create(model=model, **item).output_text
+            with client.responses.stream(model=model, **item) as stream:
+                assert said == "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+            assert client.chat.completions.parse(model=model, response_format=City, **chat).choices[0].message.parsed
+            assert client.responses.parse(model=model, text_format=City, **item).output_parsed
+            (call,) = client.chat.completions.parse(model=model, **tools, **chat).choices[0].message.tool_calls or []
+            same: Any = client.responses.parse(model=model, **tools, **item).output[0]
+            assert call.function.parsed_arguments == same.parsed_arguments
+            assert isinstance(call.function.parsed_arguments, City)
 
 
 def extra(answer: BaseModel) -> dict[str, Any]:

@@ -199,6 +199,21 @@ async def test_strict_functions_permit_text_and_a_format_of_the_content() -> Non
         jsonschema.validate(json.loads(whole.choices[0].message.content), SCHEMA)
 
 
+async def test_a_format_of_the_content_leaves_the_choice_of_a_call() -> None:
+    """It applies to completions without calls, of which there are none if a call is required."""
+    output = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    fields: dict[str, Any] = {**LIMITS, "tools": TOOLS[1:], "parallel_tool_calls": False, "response_format": output}
+    async with serving(TEMPLATES["hermes"]) as (_, client):
+        create: Any = client.chat.completions.create
+        required = (await create(**fields, tool_choice="required")).choices[0].message
+        assert [call.function.name for call in required.tool_calls] == ["no_arguments"]
+        free = (await create(**fields, extra_body={"logit_bias": {"60": -100}})).choices[0].message
+        jsonschema.validate(json.loads(free.content), SCHEMA)
+        fields["max_tokens"] = 12
+        begun = (await create(**fields, extra_body={"logit_bias": {"60": 100}})).choices[0].message
+        assert begun.content.startswith("<tool_call>")
+
+
 async def test_the_answer_of_a_tool_is_part_of_the_next_prompt() -> None:
     """Calls and answers are rendered by the chat template; without tools in it, they are refused."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"n": 41, "ok": true}'}}

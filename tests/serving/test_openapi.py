@@ -52,10 +52,11 @@ async def test_the_document_describes_every_route() -> None:
         assert described == routes - {("/openapi.json", "get")}
 
 
-@pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest", "TokensRequest", "VllmRequest"])
+@pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest", "CreateResponse", "TokensRequest", "VllmRequest"])
 async def test_a_request_is_described_by_the_struct_that_decodes_it(name: str) -> None:
     """The fields of the schema are those of the struct; unknown fields of the OpenAI endpoints are refused."""
+    strict = ("ChatRequest", "CompletionRequest", "CreateResponse")
     async with serving() as served:
         schema = (await document(served))["components"]["schemas"][name]
         assert "temperature" in schema["properties"] or name == "TokensRequest"
-        assert (schema.get("additionalProperties") is False) == (name in ("ChatRequest", "CompletionRequest"))
+        assert (schema.get("additionalProperties") is False) == (name in strict)
