@@ -2,9 +2,9 @@
 
     python -m bench dashboard_screenshots [-- ARGUMENTS OF THE RUN]
 
-Writes pictures to docs/images/: the overview after half of the steps, the overview of the finished run on a dark screen
-and on a phone, the timeline, the list of groups, a group whose rewards differ, with its per-token values, and the
-comparison with a second run of half the learning rate.
+Writes pictures to docs/images/: the overview after half of the steps, the overview of the finished run in dark colours,
+the timeline, the list of groups, a group whose rewards differ, with its per-token values, and the comparison with a
+second run of half the learning rate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 RUN, OTHER = "runs/pictures/local-m3", "runs/pictures/half-the-rate"
 HALF_THE_RATE = ("--learner.optimizer.learning-rate", "5e-4", "--learner.schedule.min-learning-rate", "5e-5")
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
-DESKTOP, TALL, PHONE = (1280, 860), (1280, 1240), (390, 844)
+DESKTOP, TALL = (1280, 860), (1280, 1240)
 CONTENTS = "main canvas, main article, main .row a"
 """Elements of a page whose data are loaded."""
 
@@ -135,5 +135,4 @@ def main(argv: Sequence[str]) -> int:
             picture(browser, f"{address}/#/groups", "groups")
             picture(browser, f"{address}/#/groups/{group}/0/{TOKEN}", "group", size=TALL)
             picture(browser, f"{address}/#/compare", "compare")
-            picture(browser, f"{address}/", "phone", size=PHONE)
     return 0

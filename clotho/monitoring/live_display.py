@@ -133,8 +133,8 @@ class Screen:
         yield "speed", self._speed()
         yield "update", self._update()
         yield "groups", self._groups()
-        yield "waiting", () if view.has_ended else (f"for {gauges.waiting_for}" if gauges.waiting_for else "-",)
-        full = [queue for queue in gauges.queues if queue.depth >= queue.capacity and queue.name != ALWAYS_FULL]
+        yield "waiting", () if view.has_ended else (f"for {gauges.waiting_for or 'nothing: an update is computed'}",)
+        full = [queue for queue in gauges.queues if queue.depth >= queue.capacity > 1 and queue.name != ALWAYS_FULL]
         yield "full", (f"queue {queue.name} ({queue.capacity})" for queue in full)
         for place, piece in enumerate(server_pieces(gauges.remote.servers, view.latest)):
             yield "" if place else "servers", (piece,)

@@ -40,7 +40,9 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     _print_lines(console, result_lines(summary))
     if summary.before is not None or summary.after is not None:
         console.print(accuracy_table(summary, ascii_only=console.options.ascii_only))
+    console.print()
     _print_lines(console, command_lines(summary))
+    console.print()
     _print_lines(console, figure_lines(summary))
 
 
@@ -55,7 +57,9 @@ class Line(NamedTuple):
 def _print_lines(console: Console, lines: Iterable[Line]) -> None:
     for label, text, is_command in lines:
         line = terminal_text(f"{label:<{LABEL_WIDTH}}{text}", LINE_LIMIT, ascii_only=console.options.ascii_only)
-        for part in [line] if is_command else wrapped(line, console.width, indent=LABEL_WIDTH):
+        first, *others = [line] if is_command else wrapped(line, console.width, indent=LABEL_WIDTH)
+        console.print(Text(first[:LABEL_WIDTH], "bold").append(first[LABEL_WIDTH:], "not bold"), soft_wrap=True)
+        for part in others:
             console.print(Text(part), soft_wrap=True)
 
 

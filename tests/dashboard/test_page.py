@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -185,6 +186,10 @@ def test_the_comparison_shows_every_run_and_the_settings_that_differ(browser: Br
         assert set(legend(visited, "reward/mean")) == {run.name for run in runs}
         assert visited.find("details:not([open]) table").count() == 1
         assert "seed" in visited.texts("main details th")
+        lines = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+        mean = fmean([line["entropy"] for line in lines if line["entropy"] is not None][-10:])
+        row = visited.page.get_by_role("row").filter(has=visited.page.get_by_role("rowheader", name="Entropy"))
+        assert float(row.locator("td").first.inner_text()) == pytest.approx(mean, rel=5e-3)
         assert not [
             text for text in visited.texts("main details th") if text == "run_dir" or text.startswith("server.")
         ]

@@ -68,7 +68,10 @@ def groups(run: Path) -> list[Group]:
 
 
 def test_a_group_shows_its_record(browser: Browser, address: str, groups: list[Group]) -> None:
-    """Prompt, answer, outcome and detail are complete; completions are in the order of their rewards, with parts."""
+    """Prompt, answer, outcome and detail are complete; completions are in the order of their rewards.
+
+    A part of the reward has a column if it applies to one of them.
+    """
     with visit(browser, address) as page:
         for group in (newest(groups), newest(groups, trained=False), groups[2]):
             open_group(page, str(group["group_id"]))
@@ -78,9 +81,11 @@ def test_a_group_shows_its_record(browser: Browser, address: str, groups: list[G
             assert page.texts(".error") == ([group["detail"]] if group["detail"] else [])
             order = sorted(range(4), key=lambda i: (-(group["completions"][i]["reward"] or 0.0), i))
             assert page.texts("article pre") == [group["completions"][i]["text"] for i in order]
+            parts = [part for one in group["completions"] for part, value in one["parts"].items() if value is not None]
+            applied = tuple(dict.fromkeys(parts))
             for i, row in zip(order, page.texts(".completions tbody tr"), strict=True):
                 one = group["completions"][i]
-                values = [one["reward"], *one["parts"].values(), one["advantage"]]
+                values = [one["reward"], *(one["parts"].get(part) for part in applied), one["advantage"]]
                 cells = [DASH if value is None else f"{value:.4g}" for value in values]
                 stop = "length: truncated" if one["finish_reason"] == "length" else one["finish_reason"]
                 first, last = one["first_version"], one["last_version"]

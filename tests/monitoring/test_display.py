@@ -165,7 +165,7 @@ def test_a_frame_with_findings_fits_24_lines() -> None:
 
 
 def test_only_full_queues_are_shown() -> None:
-    """A full queue names the slower of its two ends; prompts always wait."""
+    """A full queue names the slower of its two ends; prompts always wait, and one place is often taken."""
     full = replace(
         GAUGES, queues=tuple(replace(queue, depth=3, capacity=3 * (n + 1)) for n, queue in enumerate(GAUGES.queues))
     )

@@ -125,7 +125,7 @@ function state(name, seconds) {
 	};
 	connection.dataset.state = name;
 	connection.textContent = texts[name];
-	connection.title = name === "lost" ? "The run has ended or its server cannot be reached. After its end: pipeline.py view RUN" : "";
+	connection.title = name === "lost" ? "The run has ended or its server cannot be reached. After its end: clotho view RUN" : "";
 	if (name === "unauthorized") askForKey();
 }
 

@@ -69,7 +69,7 @@ export class Board {
 		this.reset = h("button.button", { hidden: true, onclick: () => this.zoom() }, "Reset zoom");
 		this.live = h("span.sr", { "aria-live": "polite" });
 		this.folds = true;
-		this.quiet = h("p.muted");
+		this.quiet = h("p.muted.quiet");
 		this.dark = matchMedia("(prefers-color-scheme: dark)");
 		this.dark.onchange = () => this.charts.forEach((chart) => chart.build());
 		this.keys = { j: () => this.move(1), k: () => this.move(-1) };

@@ -1,5 +1,5 @@
-// The comparison of runs: charts with one line per run, last values with differences, and the settings that differ.
-import { Board, CHART_HELP, last, lines, writer } from "./charts.js";
+// The comparison of runs: charts with one line per run, the settings that differ, and means with differences.
+import { Board, CHART_HELP, lines, writer } from "./charts.js";
 import { fill, filterField, h, later, problem, rowHead } from "./element.js";
 import { missing, MISSING } from "./format.js";
 import { flat } from "./settings.js";
@@ -57,9 +57,13 @@ export function show(container, parameters, { runs, source: { get, Columns } }) 
 			.filter(({ column, title }) => `${column} ${title}`.toLowerCase().includes(filter.value.trim().toLowerCase()));
 		for (const chart of metrics) (chart.lead ? leads : grid).append(board.add({ ...chart, span: true, hide: true, data: () => data(chart.table, chart.column) }));
 		board.refresh();
-		const ends = (chart, run) => last(run[chart.table].get(chart.column));
+		// A step says little about a run, so that the last ten are averaged.
+		const ends = (chart, run) => {
+			const known = run[chart.table].get(chart.column).filter((value) => !missing(value)).slice(chart.table === "metrics" ? -10 : -1);
+			return known.reduce((sum, value) => sum + value, 0) / known.length;
+		};
 		const change = (write, value, base) => (missing(value) || missing(base) || value === base ? "" : ` (${value < base ? "−" : "+"}${write(Math.abs(value - base))})`);
-		fill(values, h("h3", "Last values, with the difference to the first run"), h("table", null,
+		fill(values, h("h3", "Means of the last 10 steps, or the last evaluation, with the difference to the first run"), h("table", null,
 			h("thead", h("tr", h("th", "metric"), shown().map(({ name }) => h("th.num", name)))),
 			metrics.filter((chart) => shown().some((run) => !missing(ends(chart, run)))).map((chart) => {
 				const write = writer(chart.format);
@@ -72,7 +76,7 @@ export function show(container, parameters, { runs, source: { get, Columns } }) 
 			differing.map((key) => h("tr", rowHead(key), profiles.map((profile) => h("td", String(profile.get(key) ?? MISSING))))))) : h("p.muted", "None"));
 	}
 
-	fill(container, h("h1", "Compare"), runs.length < 2 && h("p.muted", "One run is open. Several: pipeline.py view RUN RUN …"),
+	fill(container, h("h1", "Compare"), runs.length < 2 && h("p.muted", "One run is open. Several: clotho view RUN RUN …"),
 		board.toolbar({ marks: false }, boxes, filter), leads, grid, board.quiet, settings, values);
 	load().catch((error) => fill(grid, problem(error.message)));
 	return {

@@ -119,7 +119,8 @@ export function show(container, parameters, context) {
 	}
 
 	function summary(order) {
-		const parts = [...new Set(record.completions.flatMap((one) => Object.keys(one.parts)))];
+		const applied = ({ parts: own }) => Object.keys(own).filter((part) => !missing(own[part]));
+		const parts = [...new Set(record.completions.flatMap(applied))];
 		const cells = (tag, scope, texts) => texts.map((text) => h(tag, { scope }, text));
 		const row = (i) => {
 			const { reward, parts: own, advantage, finish_reason, tokens, first_version, last_version } = record.completions[i];

@@ -126,7 +126,7 @@ export function show(container, parameters, { runId, overview, link, source: { g
 		others();
 		const always = ({ definition, series }) => !series.length && definition.series.every(({ column }) => !column.includes("*"));
 		const empty = board.charts.filter(always).map(({ definition }) => definition.title);
-		none.textContent = empty.length ? `No values yet: ${empty.join(", ")}` : "";
+		none.textContent = empty.length ? `No values${overview.live ? " yet" : ""}: ${empty.join(", ")}` : "";
 	});
 
 	async function load() {

@@ -44,7 +44,7 @@ async function request(address, headers, signal) {
 	const key = sessionStorage.getItem(KEY);
 	const all = key ? { ...headers, Authorization: `Bearer ${key}` } : headers;
 	const response = await fetch(address, { headers: all, signal, cache: "no-store" }).catch((error) => {
-		throw new SourceError(0, `${error.message}. If the run has ended, show it with: pipeline.py view RUN`);
+		throw new SourceError(0, `${error.message}. If the run has ended, show it with: clotho view RUN`);
 	});
 	if (response.ok) return response;
 	const body = await response.json().catch(() => ({}));
@@ -56,7 +56,7 @@ function fromExport(address) {
 	if (found?.error) throw new SourceError(404, found.error.message);
 	if (found) return found;
 	const search = address.match(/^(.*\/groups)\/search\?text=(.*)$/);
-	if (!search) throw new SourceError(404, "This file does not contain these data. See the run itself with: pipeline.py view RUN");
+	if (!search) throw new SourceError(404, "This file does not contain these data. See the run itself with: clotho view RUN");
 	const text = decodeURIComponent(search[2].replaceAll("+", " ")).toLowerCase();
 	const group_ids = [];
 	for (const [key, record] of Object.entries(exported.responses)) {
