@@ -183,6 +183,26 @@ async def test_a_format_is_a_json_object_or_has_a_usable_schema() -> None:
         assert answer.output_text.lstrip().startswith("{")
 
 
+async def test_a_response_can_be_aborted_by_its_id() -> None:
+    """It is incomplete, with the tokens so far."""
+    async with running_server.serving() as served:
+        served.engine.allow(2)
+        stream = await served.openai.responses.create(
+            model="policy", input="a", max_output_tokens=200, stream=True, extra_body={"ignore_eos": True}
+        )
+        last: Any = None
+        async for event in stream:
+            if last is None:
+                created: Any = event
+                aborted = await served.post("/abort_requests", request_ids=[created.response.id])
+                assert aborted.status_code == 200, aborted.text
+                served.engine.allow(100)
+            last = event
+        assert last.type == "response.incomplete"
+        assert last.response.incomplete_details.reason == "abort"
+        assert 0 < last.response.usage.output_tokens < 200
+
+
 async def test_an_error_during_a_stream_is_its_last_event() -> None:
     """The response failed; the message says why."""
     async with running_server.serving() as served:
