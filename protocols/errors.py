@@ -138,7 +138,7 @@ class ParityError(ClothoError, RuntimeError):
 
 
 class RemoteError(ClothoError, RuntimeError):
-    """No remote inference server can be used."""
+    """A server that the run needs cannot be used: none of the inference servers, or the Atropos API server."""
 
 
 class RankError(ClothoError, RuntimeError):

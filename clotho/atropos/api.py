@@ -21,13 +21,16 @@ from clotho.atropos.client import (
     Status,
 )
 from clotho.atropos.source import Backoff
-from protocols.errors import ProfileError
+from protocols.errors import ProfileError, RemoteError
 
 MAX_ENVIRONMENTS = 16
 UNREGISTERED = -1
 REGISTRATION_ATTEMPTS = 5
+MAX_LOST_REGISTRATIONS = 8
+"""Number of registrations that another trainer has replaced, or that the server never showed, until the run ends."""
+
 EMPTY_POLLS_PER_CHECK = 16
-"""Consecutive empty polls after which the trainer checks that the server still knows its registration."""
+"""Consecutive empty polls after which the trainer checks that the server still has its registration."""
 
 log = structlog.get_logger(actor="atropos_fetcher")
 
@@ -112,10 +115,13 @@ class AtroposApi:
         self._registration, self._reset = registration, reset
         self._backoff = Backoff(max_seconds=poll_seconds)
         self._unavailable_since: float | None = None
-        self._empty_polls = 0
+        self._empty_polls = self._lost_registrations = 0
 
     async def open(self, *, step: int) -> None:
-        """Register the trainer. Raises ProfileError if no Atropos API server responds, or if it has another trainer."""
+        """Register the trainer. Raises ProfileError if no Atropos API server responds, or if it has another trainer.
+
+        Raises RemoteError if the server does not keep the registration.
+        """
         while True:
             try:
                 await self._reset_if_registered()
@@ -134,7 +140,8 @@ class AtroposApi:
     async def batch(self, *, step: int) -> list[Raw] | None:
         """Return the next batch; None if there is none yet or it was too large. Waits while the server is unavailable.
 
-        Raises ProfileError if another trainer has registered and `reset` is false.
+        Raises ProfileError if another trainer has registered and `reset` is false, and RemoteError if the server does
+        not keep the registration: two trainers with `reset` would replace each other's without end.
         """
         while True:
             try:
@@ -167,7 +174,7 @@ class AtroposApi:
             self._empty_polls = 0
             return delivery.batch
         self._empty_polls += 1
-        if self._empty_polls % EMPTY_POLLS_PER_CHECK == 0 and (await self._client.info()).batch_size == UNREGISTERED:
+        if self._empty_polls % EMPTY_POLLS_PER_CHECK == 0 and not self._matches(await self._client.info()):
             raise ServerUnavailable("the server has lost the registration")
         return None
 
@@ -188,10 +195,26 @@ class AtroposApi:
             info = await self._client.info()
             if self._matches(info):
                 return
-            if info.batch_size != UNREGISTERED and not self._reset:
-                raise ProfileError(self._conflict(info))
+            if info.batch_size != UNREGISTERED:
+                if not self._reset:
+                    raise ProfileError(self._conflict(info))
+                self._count_lost(info)
             await self._client.reset()
+        self._count_lost(info)
         raise ServerUnavailable("the server does not accept the registration")
+
+    def _count_lost(self, info: Info) -> None:
+        """Count a registration that the server has not kept. info: what the server has instead."""
+        self._lost_registrations += 1
+        if self._lost_registrations < MAX_LOST_REGISTRATIONS:
+            return
+        other = "has no registration"
+        if info.batch_size != UNREGISTERED:
+            other = f"has batches of {info.batch_size} sequences with fewer than {info.max_token_len} tokens"
+        raise RemoteError(
+            f"the Atropos API server at {self._client.shown} has not kept {self._lost_registrations} registrations of "
+            f"this run, and {other}: another trainer may use it; start one server per run, and continue with --resume"
+        )
 
     def _matches(self, info: Info) -> bool:
         wanted = self._registration

@@ -14,9 +14,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from structlog.testing import capture_logs
 
 from clotho.atropos import client
-from clotho.atropos.api import EMPTY_POLLS_PER_CHECK, AtroposApi, explain_wait
+from clotho.atropos.api import (
+    EMPTY_POLLS_PER_CHECK,
+    MAX_LOST_REGISTRATIONS,
+    REGISTRATION_ATTEMPTS,
+    AtroposApi,
+    explain_wait,
+)
 from clotho.atropos.client import EnvironmentStatus, Registration, Status
-from protocols.errors import ProfileError
+from protocols.errors import ProfileError, RemoteError
 from tests.atropos.environment_groups import group
 from tests.atropos.fake_api import FakeApi, endless, truncated
 from tests.atropos.polling import wait_until
@@ -190,6 +196,16 @@ async def test_a_server_with_a_registration_is_reset_once() -> None:
     assert fake.asked.count("GET /reset_data") == 1
     assert len(logs) == 1
     assert logs[0]["event"] == "atropos_server_reset"
+
+
+async def test_a_server_that_never_shows_the_registration_ends_the_run() -> None:
+    """After a bounded number of attempts, with the address of the server."""
+    fake = FakeApi()
+    fake.instead["/info"] = [JSONResponse({"batch_size": -1, "max_token_len": -1}) for _ in range(1000)]
+    with anyio.fail_after(60), pytest.raises(RemoteError, match="has no registration") as caught:
+        await trainer(fake).open(step=0)
+    assert "http://atropos.example:8000" in str(caught.value)
+    assert len(fake.registered) == MAX_LOST_REGISTRATIONS * REGISTRATION_ATTEMPTS
 
 
 async def test_a_failed_request_does_not_reset_the_server() -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from protocols.errors import ProfileError
+from protocols.errors import ProfileError, RemoteError
 from protocols.rollout import Discarded, ScoredGroup
 from tests.atropos.api_servers import JSON, ApiServerUnderTest, api_server
 from tests.atropos.environment_groups import ReaderHarness, group
@@ -164,6 +164,32 @@ async def test_the_trainer_registers_again_after_a_reset_by_someone_else(server:
     assert (await server.get("/info"))["batch_size"] == 4
     assert (await server.get("/status"))["current_step"] == 2
     await api.close()
+
+
+async def test_two_trainers_of_one_server_do_not_replace_each_other_without_end(server: ApiServerUnderTest) -> None:
+    """One of them ends, and names the server and the registration of the other, which then trains."""
+    trainers = [server.api(batch_size=size) for size in (4, 6)]
+    errors: dict[int, RemoteError] = {}
+
+    async def train(number: int) -> None:
+        try:
+            await trainers[number].open(step=0)
+            while len(errors) == 0:
+                await trainers[number].batch(step=0)
+        except RemoteError as error:
+            errors[number] = error
+
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tasks:
+            for number in range(2):
+                tasks.start_soon(train, number)
+    [(lost, error)] = errors.items()
+    assert server.url in str(error)
+    assert f"batches of {(6, 4)[lost]} sequences" in str(error)
+    await server.post(*[numbered(number) for number in range((4, 6)[1 - lost] // 2)])
+    assert numbers(await trainers[1 - lost].batch(step=0)) == list(range((4, 6)[1 - lost] // 2))
+    for api in trainers:
+        await api.close()
 
 
 async def test_a_malformed_group_does_not_affect_the_others(server: ApiServerUnderTest) -> None:
