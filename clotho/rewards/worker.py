@@ -11,6 +11,7 @@ the life of the process.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import faulthandler
 import fcntl
 import os
@@ -45,6 +46,9 @@ LOWEST_DESCRIPTOR = 200
 """The socket has a high number, so that a file opened by the function does not take its place."""
 
 PARENT_POLL_SECONDS = 0.5
+
+PR_SET_CHILD_SUBREAPER = 36
+"""Option of `prctl`: Linux makes this process the parent of descendants whose parent has ended."""
 
 
 class WorkerSettings(Struct, frozen=True, kw_only=True):
@@ -171,6 +175,7 @@ def main(settings_json: str) -> None:
         asyncio.run(_serve_asynchronous(channel, reward, settings.options.timeout_seconds))
     else:
         _serve(channel, reward, settings.options.timeout_seconds)
+    end_descendants(process)
 
 
 def _limit(settings: WorkerSettings) -> None:
@@ -180,6 +185,7 @@ def _limit(settings: WorkerSettings) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         soft = settings.memory_bytes if hard == resource.RLIM_INFINITY else min(settings.memory_bytes, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")  # if memory runs out, Linux ends this process before the run
     faulthandler.enable()
@@ -191,7 +197,21 @@ def _limit(settings: WorkerSettings) -> None:
 def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
+    end_descendants(os.getpid())
     os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def end_descendants(process: int) -> None:
+    """Kill the processes that descend from a worker, in whatever session. On macOS, a detached one is not found."""
+    import psutil  # not needed before the end
+
+    with suppress(psutil.Error):
+        worker, killed = psutil.Process(process), set[psutil.Process]()
+        while found := set(worker.children(recursive=True)) - killed:
+            for child in found:
+                with suppress(psutil.Error):
+                    child.kill()
+            killed |= found
 
 
 def _exit_if_forked(process: int) -> None:

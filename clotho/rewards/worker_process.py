@@ -34,6 +34,7 @@ from clotho.rewards.worker import (
     Refused,
     WorkerMessage,
     WorkerSettings,
+    end_descendants,
     frame,
 )
 from protocols.errors import ProfileError
@@ -204,8 +205,11 @@ class WorkerProcess:
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
-        """Kill the process and the children that it left behind."""
+        """Kill the process, its group, and what descends from it. A stopped process starts no further ones."""
         with suppress(ProcessLookupError, PermissionError):  # no process is left; macOS: only zombies are left
+            os.killpg(self._process.pid, signal.SIGSTOP)
+            if self._process.returncode is None:
+                end_descendants(self._process.pid)
             os.killpg(self._process.pid, signal.SIGKILL)
         if self._output >= 0:
             if not self._loop.is_closed():

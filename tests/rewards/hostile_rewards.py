@@ -326,6 +326,25 @@ def forks_a_child_and_names_it(problem: Problem, completion: str) -> float:
     return float(len(completion))
 
 
+def detaches_a_process_and_names_it(problem: Problem, completion: str) -> float:
+    """Start a process as a daemon does, in a session of its own, and write its number into the file of the answer."""
+    if (child := os.fork()) == 0:
+        os.setsid()
+        if (detached := os.fork()) == 0:
+            time.sleep(FOREVER)
+        with open(problem.answer, "a") as file:
+            file.write(f"{detached}\n")
+        os._exit(0)
+    os.waitpid(child, 0)
+    return float(len(completion))
+
+
+def detaches_a_process_and_hangs(problem: Problem, completion: str) -> float:
+    detaches_a_process_and_names_it(problem, completion)
+    time.sleep(FOREVER)
+    return 0.0
+
+
 def names_itself_and_hangs(problem: Problem, completion: str) -> float:
     """Write the number of the process into the file of the answer."""
     with open(problem.answer, "w") as file:

@@ -384,6 +384,11 @@ async def test_a_worker_inherits_no_descriptors(tmp_path: Path) -> None:
     assert int(file.read_text()) <= 2, "the listing itself and an open file of the worker"
 
 
+DETACHED = pytest.param(
+    "detaches_a_process_and_hangs", marks=pytest.mark.needs_linux(reason="macOS does not find detached processes")
+)
+
+
 async def test_children_of_a_function_end_with_the_runner(tmp_path: Path) -> None:
     """No stray process is left."""
     file = tmp_path / "children"
@@ -393,13 +398,24 @@ async def test_children_of_a_function_end_with_the_runner(tmp_path: Path) -> Non
     assert wait_until_ended([int(number) for number in file.read_text().split()])
 
 
-async def test_a_cancelled_call_ends_its_process(tmp_path: Path) -> None:
+@pytest.mark.needs_linux(reason="macOS does not find detached processes")
+async def test_a_detached_process_ends_with_its_worker(tmp_path: Path) -> None:
+    """It was forked twice, and has a session of its own."""
+    file = tmp_path / "detached"
+    async with runner("misbehaves") as rewards:
+        text = "detaches_a_process_and_names_it 1"
+        assert isinstance(await rewards.score(group(text, "b", of=problem(str(file)))), ScoredGroup)
+    assert wait_until_ended([int(number) for number in file.read_text().split()])
+
+
+@pytest.mark.parametrize("name", ["names_itself_and_hangs", DETACHED])
+async def test_a_cancelled_call_ends_its_process(tmp_path: Path, name: str) -> None:
     """A run that is stopped does not wait for its reward functions; a later call uses a new process."""
     file = tmp_path / "process"
     os.mkfifo(file)
     async with runner("misbehaves") as rewards:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(rewards.score, group("names_itself_and_hangs 1", "b", of=problem(str(file))))
+            tasks.start_soon(rewards.score, group(f"{name} 1", "b", of=problem(str(file))))
             process = int(await anyio.to_thread.run_sync(file.read_text))
             tasks.cancel_scope.cancel()
         assert wait_until_ended([process])
@@ -424,6 +440,7 @@ anyio.run(main)
     ("name", "timeout_seconds"),
     [
         ("names_itself_and_hangs", 3600.0),
+        pytest.param("detaches_a_process_and_hangs", 3600.0, marks=DETACHED.marks),
         pytest.param("names_itself_and_keeps_the_gil", 1.0, marks=pytest.mark.slow),
     ],
 )
