@@ -111,7 +111,8 @@ def find_resume_point(directory: RunDirectory) -> ResumePoint:
     """Find the newest intact checkpoint of a resumed run.
 
     Raises CheckpointError if the run has written checkpoints and none is intact; the checkpoint of the initial weights
-    does not count. A run that ended before its first checkpoint starts over, with a warning if it had completed steps.
+    does not count. A run that ended before its first checkpoint starts over, with a warning if it had completed steps;
+    CheckpointError is raised if the run has groups, but no file of its steps.
     With `--resume-step`, the checkpoint of this step is used, and CheckpointError is raised if it is not intact.
     """
     if not directory.resumed:
@@ -189,10 +190,17 @@ def _no_checkpoint(directory: RunDirectory, newest: int | None, damage: Sequence
 
 
 def _starts_over(directory: RunDirectory) -> tuple[str, ...]:
+    """Return what a run that starts over drops. Raises CheckpointError if more of it is gone than its checkpoints."""
     steps, groups = (
         scan(directory.metrics, -1, MetricsRecord).later,
         scan(directory.rollouts, -1, RolloutRecord).later,
     )
+    if groups and not directory.metrics.exists():  # a run creates this file first
+        raise CheckpointError(
+            f"{directory.path} has {_counted(groups, 'group')} in {directory.rollouts.name}, and neither "
+            f"{directory.metrics.name} nor a checkpoint: restore them from a copy, or start over with --clean, which "
+            "deletes the run"
+        )
     if not steps and not groups:
         return ()
     dropped = f"the records of {_counted(steps, 'step')} and {_counted(groups, 'group')} are dropped"

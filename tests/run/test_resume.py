@@ -109,8 +109,17 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_over_with_a_warning
     assert found.path is None
     assert ["10 steps" in warning and "1 group " in warning for warning in found.warnings] == [True]
     directory.metrics.unlink()
-    assert len(find_resume_point(directory).warnings) == 1
     directory.rollouts.unlink()
+    assert find_resume_point(directory).warnings == ()
+
+
+def test_a_run_of_which_only_the_groups_are_left_is_refused(tmp_path: Path) -> None:
+    """Checkpoints, the record of the newest one, and the file of the steps are gone, which no kill can cause."""
+    directory = checkpointed(tmp_path)
+    write_lines(directory.rollouts, [{"group_id": 0, "step": 1}])
+    directory.metrics.unlink()
+    assert "1 group " in str(refusal(directory))
+    write_lines(directory.rollouts, [])
     assert find_resume_point(directory).warnings == ()
 
 
