@@ -5,6 +5,7 @@ Run directories can come from outside, so that a path can be a link, a pipe, or 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -99,6 +100,8 @@ class GrowingFile:
         is_same = status.st_ino == self._inode and status.st_size >= self._offset
         if not is_same or os.pread(descriptor, len(self._before), start) != self._before:
             self._begin(status.st_ino)
+        if self._in_long_line:
+            self._skip_hole(descriptor, status.st_size)
         if status.st_size == self._offset:
             return [], False
         block = os.pread(descriptor, BLOCK_BYTES, self._offset)
@@ -118,6 +121,15 @@ class GrowingFile:
             lines = lines[1:]
         self._move(block[:end])
         return lines, True
+
+    def _skip_hole(self, descriptor: int, size: int) -> None:
+        """Continue a long line after a part of the file that no block of the disk has: it has no end of a line."""
+        try:
+            data = os.lseek(descriptor, self._offset, os.SEEK_DATA)
+        except OSError as error:  # ENXIO: the hole is the rest of the file
+            data = size if error.errno == errno.ENXIO else self._offset
+        if data - self._offset >= COMPARED_BYTES:
+            self._offset, self._before = min(data, size), bytes(COMPARED_BYTES)
 
     def _lines(self, block: bytes) -> Iterator[Line]:
         offset = self._offset

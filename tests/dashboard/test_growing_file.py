@@ -96,6 +96,19 @@ def test_a_line_that_is_too_long_is_skipped_and_counted(tmp_path: Path) -> None:
     assert file.skipped == 1
 
 
+def test_a_file_of_holes_is_read_in_a_few_blocks(tmp_path: Path) -> None:
+    """A damaged or hostile file can have terabytes that are on no disk. What was written after them is read."""
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\n")
+    os.truncate(path, 2**42)
+    file = GrowingFile(path)
+    assert read(file) == [b"one"]
+    with path.open("ab") as growing:
+        growing.write(b"\nlast\n")
+    assert read(file) == [b"last"]
+    assert file.skipped == 1
+
+
 PARTS = st.lists(st.one_of(st.binary(max_size=20), st.sampled_from([b"\n", b"\n\n", b"x" * 40])), max_size=30)
 
 
