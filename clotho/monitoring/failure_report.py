@@ -14,6 +14,11 @@ from protocols.errors import ClothoError, error_text, visible
 COMPLAINT_LIMIT = 1000
 """Maximum number of characters of a line on stderr."""
 
+OUT_OF_MEMORY = (
+    "the system refused to give this process more memory: raise its limit (ulimit -v), end other programs, or choose "
+    "smaller settings (--dry-run prints the memory estimate)"
+)
+
 TRACEBACK_LIMIT = 200_000
 """Maximum number of characters of a traceback; the end is kept."""
 
@@ -32,6 +37,8 @@ def report(error: BaseException, *, log: Path | None = None) -> int:
             complain(message, *notes)
             return status
         unexpected = cause
+    elif isinstance(error, MemoryError):
+        message = f"{OUT_OF_MEMORY}{f' ({message})' if message else ''}"
     else:
         message = f"internal error: {type(error).__name__}: {message}"
     trace = "".join(traceback.format_exception(unexpected))[-TRACEBACK_LIMIT:]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.monitoring.failure_report import COMPLAINT_LIMIT, report
+from clotho.monitoring.failure_report import COMPLAINT_LIMIT, OUT_OF_MEMORY, report
 from protocols.errors import ActorError, ClothoError, ProfileError
 
 
@@ -51,6 +51,19 @@ def test_the_traceback_of_an_unexpected_error_is_appended_to_the_event_log(
     assert (event["level"], event["event"]) == ("critical", "run_failed")
     for part in ("Traceback", "KeyError: 'cause'", "OSError: first cause", __file__):
         assert part in event["exception"]
+
+
+@pytest.mark.parametrize("text", ["", "Unable to allocate 8 GiB"])
+def test_memory_that_the_system_refuses_is_no_internal_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    """The line says what can be done, with the text of the error if it has one."""
+    log = tmp_path / "log.jsonl"
+    log.touch()
+    assert report(raised(MemoryError(text)), log=log) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"clotho: {OUT_OF_MEMORY}")
+    assert text in line
 
 
 @pytest.mark.parametrize(
