@@ -35,7 +35,7 @@ LINE_LIMIT = 4000
 def print_summary(console: Console, summary: RunSummary) -> None:
     """Print what was learned, the accuracy table, the next commands, and the figures of the run.
 
-    Prose is wrapped at words. Commands are not wrapped, so that they can be copied.
+    Prose is wrapped at words; commands and the balance of the groups are not.
     """
     _print_lines(console, result_lines(summary))
     if summary.before is not None or summary.after is not None:
@@ -47,17 +47,17 @@ def print_summary(console: Console, summary: RunSummary) -> None:
 
 
 class Line(NamedTuple):
-    """One line below or above the table. is_command: it is not wrapped."""
+    """One line of the summary. is_whole: it is not wrapped, so that it can be copied or searched."""
 
     label: str
     text: str
-    is_command: bool = False
+    is_whole: bool = False
 
 
 def _print_lines(console: Console, lines: Iterable[Line]) -> None:
-    for label, text, is_command in lines:
+    for label, text, is_whole in lines:
         line = terminal_text(f"{label:<{LABEL_WIDTH}}{text}", LINE_LIMIT, ascii_only=console.options.ascii_only)
-        first, *others = [line] if is_command else wrapped(line, console.width, indent=LABEL_WIDTH)
+        first, *others = [line] if is_whole else wrapped(line, console.width, indent=LABEL_WIDTH)
         console.print(Text(first[:LABEL_WIDTH], "bold").append(first[LABEL_WIDTH:], "not bold"), soft_wrap=True)
         for part in others:
             console.print(Text(part), soft_wrap=True)
@@ -103,7 +103,7 @@ def result_lines(summary: RunSummary) -> Iterator[Line]:
     for finding in summary.findings:
         yield Line(finding.severity, f"{finding.fact}; {finding.consequence}; {finding.advice}")
         if finding.command:
-            yield Line(finding.use, finding.command, is_command=True)
+            yield Line(finding.use, finding.command, is_whole=True)
     if equal := summary.balance.by_reason.get("zero_variance", 0):
         ended = summary.balance.trained + summary.balance.discarded
         yield Line("no signal", f"{equal} of {ended} groups had equal rewards and therefore no training signal")
@@ -127,14 +127,15 @@ def figure_lines(summary: RunSummary) -> Iterator[Line]:
 
 def _group_lines(summary: RunSummary) -> Iterator[Line]:
     """Yield how the groups of the run ended."""
-    yield Line("groups", str(summary.balance))
+    yield Line("groups", str(summary.balance), is_whole=True)
     if summary.balance.by_reason:
         yield Line("discarded", _reasons(summary.balance))
     for gap in summary.history_gaps:
         yield Line("records", _gap(gap, summary))
     for environment, balance in summary.balance.sources.items():
-        discarded = f" ({_reasons(balance)})" if balance.by_reason else ""
-        yield Line("environment", f"{environment}: {balance.in_words('received')}{discarded}")
+        yield Line("environment", f"{environment}: {balance.in_words('received')}", is_whole=True)
+        if balance.by_reason:
+            yield Line("", f"discarded: {_reasons(balance)}")
 
 
 def _speed_lines(summary: RunSummary) -> Iterator[Line]:
@@ -186,33 +187,33 @@ def _learned(summary: RunSummary) -> str:
 def command_lines(summary: RunSummary) -> Iterator[Line]:
     """Yield the commands that a user needs next."""
     if summary.steps < summary.planned_steps:
-        yield Line("continue it", summary.resume_command, is_command=True)
+        yield Line("continue it", summary.resume_command, is_whole=True)
     model, adapter = shlex.quote(summary.base_model), shlex.quote(summary.adapter)
     if summary.base_model.lower().endswith(".gguf"):  # mlx-lm reads models from directories only
-        yield Line("convert it", f"{program()} convert {model} base --to mlx", is_command=True)
+        yield Line("convert it", f"{program()} convert {model} base --to mlx", is_whole=True)
         model = "base"
-    yield Line("load it", f"mlx_lm.chat --model {model} --adapter-path {adapter}", is_command=True)
+    yield Line("load it", f"mlx_lm.chat --model {model} --adapter-path {adapter}", is_whole=True)
     run, profile = shlex.quote(summary.run_dir), shlex.quote(summary.profile)
-    yield Line("look at it", f"{program()} view {run}", is_command=True)
+    yield Line("look at it", f"{program()} view {run}", is_whole=True)
     if summary.is_untrained:
-        yield Line("find out", f"{program()} doctor --profile {profile}", is_command=True)
+        yield Line("find out", f"{program()} doctor --profile {profile}", is_whole=True)
         return
     if not summary.is_adapter:  # `eval` and `serve` read such weights as a model
         trained = shlex.quote(f"{summary.run_dir}-model")
         yield Line(
-            "export it", f"mlx_lm.fuse --model {model} --adapter-path {adapter} --save-path {trained}", is_command=True
+            "export it", f"mlx_lm.fuse --model {model} --adapter-path {adapter} --save-path {trained}", is_whole=True
         )
-        yield Line("evaluate it", f"{program()} eval --profile {profile} --model {trained}", is_command=True)
-        yield Line("serve it", f"{program()} serve --model {trained}", is_command=True)
+        yield Line("evaluate it", f"{program()} eval --profile {profile} --model {trained}", is_whole=True)
+        yield Line("serve it", f"{program()} serve --model {trained}", is_whole=True)
         return
-    yield Line("evaluate it", f"{program()} eval --profile {profile} --adapter {adapter}", is_command=True)
+    yield Line("evaluate it", f"{program()} eval --profile {profile} --adapter {adapter}", is_whole=True)
     yield Line(
         "serve it",
         f"{program()} serve --model {shlex.quote(summary.base_model)} --adapter policy={adapter}",
-        is_command=True,
+        is_whole=True,
     )
     yield Line(
-        "export it", f"{program()} convert {run} {shlex.quote(f'{summary.run_dir}.gguf')} --to gguf", is_command=True
+        "export it", f"{program()} convert {run} {shlex.quote(f'{summary.run_dir}.gguf')} --to gguf", is_whole=True
     )
 
 

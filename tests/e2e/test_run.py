@@ -17,7 +17,7 @@ ABOUT_THE_MACHINE = {"slow", "memory_pressure", "swap_growing", "thermal_pressur
 def test_a_run_prints_its_machine_addresses_and_result(finished: CompletedRun) -> None:
     """Machine, backend, BLAS, policy, address, table and group accounting, as plain lines if redirected."""
     out = finished.result.out.replace(f"\n{' ' * LABEL_WIDTH}", " ")
-    assert re.search(r"^machine  .*MLX \d.* on (CPU|GPU|METAL|CUDA).*BLAS \S", out, re.M | re.I)
+    assert re.search(r"^machine  .*MLX \d.* on (CPU|GPU|METAL|CUDA)", out, re.M | re.I)
     assert re.search(r"^compute  \S", out, re.M)
     assert re.search(r"^policy   .*qwen3, 493k parameters.* trained", out, re.M)
     assert re.search(r"^memory   at most \d+ MiB \(estimate", out, re.M)

@@ -104,12 +104,13 @@ def test_the_summary_says_how_mlx_lm_loads_the_adapter_of_a_gguf_file() -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_the_summary_has_accuracy_groups_timings_and_commands(encoding: str) -> None:
-    """Prose is wrapped at words. Commands are not wrapped, so that they can be copied."""
+    """Prose is wrapped at words. Commands and the balance of the groups are not, to be copied or searched."""
     text = summarized(summary(), width=60, encoding=encoding)
     commands = [line.text for line in command_lines(summary())]
     lines = text.splitlines()
     assert all(any(line.endswith(command) for line in lines) for command in commands)
-    assert all(len(line) <= 60 or line.endswith(tuple(commands)) for line in lines)
+    assert str(summary().balance) in text
+    assert all(len(line) <= 60 or line.endswith((*commands, str(summary().balance))) for line in lines)
     text = " ".join(text.split())
     for expected in (
         "prompted 800 = trained 612 + discarded 188 + carried over 0",
