@@ -246,7 +246,9 @@ def _check_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseCh
             fact=f"the KL divergence to the reference policy is {batch.kl:.2g} nats per token",
             consequence="the policy loses abilities of the base model",
             advice="raise learner.kl_penalty.coef, or lower learner.optimizer.learning_rate",
-            remedy=Remedy(action="fork", changes=(Change(key="learner.kl_penalty.coef", factor=2.0),)),
+            remedy=Remedy(
+                action="fork", changes=(Change(key="learner.kl_penalty.coef", factor=2.0), *LOWER_RATE.changes)
+            ),
         )
 
 

@@ -92,15 +92,14 @@ def _opened(tokenizer: ChatTokenizer, use: TemplateUse) -> tuple[str, list[Findi
                     consequence=f"{_listed(rewards)} 0 for every completion, because completions must contain {tag}",
                     advice=f"{switch}name a template that does not open {tag} in model.chat_template, or replace the "
                     f"rewards in [[rewards]]: {', '.join(rewards)}",
-                    remedy=Remedy(
-                        action="start",
-                        changes=tuple(
-                            Change(key="model.chat_template_kwargs", value=_inline(found)) for found in closed[:1]
-                        ),
-                    ),
+                    remedy=_with_variables(closed[0]) if closed else CHECK,
                 )
             )
     return f"the generation prompt opens {', '.join(opened) or 'no tag'}", found
+
+
+def _with_variables(variables: Mapping[str, Any]) -> Remedy:
+    return Remedy(action="start", changes=(Change(key="model.chat_template_kwargs", value=_inline(variables)),))
 
 
 def _ended(tokenizer: ChatTokenizer, use: TemplateUse) -> tuple[str, list[Finding]]:

@@ -192,7 +192,7 @@ FAULTS: dict[str, Fault] = {
     "wrong LoRA scale": Fault(
         inject=flags("--policy.method.scale", "1000"),
         finding="lora_scale_unusual",
-        advice=("--policy.method.scale",),
+        advice=("policy.method.scale",),
     ),
     "too little memory": Fault(inject=too_little_memory, advice=("memory", "change")),
     "swap in use": Fault(
