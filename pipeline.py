@@ -22,6 +22,7 @@ if __name__ == "__main__":  # before the imports below, which take a second
 import gc
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from actors.learner import Learner
 from actors.monitor import Monitor
 from actors.prompter import Prompter
 from actors.scorer import Scorer
+from clotho.config.load import resolved_toml
 from clotho.config.schema import (
     AtroposSource,
     FullMethod,
@@ -81,6 +83,7 @@ from clotho.runtime.supervisor import (
     transient,
 )
 from clotho.serving.server import base_url, listen, while_loading
+from clotho.storage.checkpoints import records_of
 from clotho.storage.jsonl import JsonlWriter
 from clotho.storage.run_directory import RunDirectory
 from clotho.training.replay import ReplayBuffer
@@ -292,6 +295,7 @@ def wire_training(
         logged=context.logged,
         parameters=context.policy_learner.parameters,
         loadable=lambda parameters: finish(context.executor.submit(lambda: policy.loadable(parameters))),
+        records=partial(records_of, resolved_toml(profile, mask_secrets=True), context.directory.metrics),
     )
     evaluators = []
     if isinstance(profile.eval, HeldOutEvaluation):

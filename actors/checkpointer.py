@@ -55,19 +55,21 @@ class Checkpointer:
         logged: Latest[int],
         parameters: Any,
         loadable: Callable[[Any], Awaitable[tuple[Any, AdapterConfig]]],
+        records: Callable[[int], dict[str, bytes]],
     ) -> None:
         """newest: file that records the step of the newest checkpoint. histories: the log files.
 
         best: decides which checkpoints are never pruned.
         state: builds the part of a checkpoint that is not tensors. logged: last step in the log files.
         parameters: the weights at the start. loadable: converts parameters to those that mlx-lm loads.
+        records: the files for readers in the checkpoint of a step, in any thread.
         """
         self._inbox = inbox
         self._directory, self._newest, self._histories = directory, newest, histories
         self._adapter_directories = adapter_directories
         self._adapter_config, self._settings, self._state = adapter_config, settings, state
         self._run_id, self._logged, self._best = run_id, logged, best
-        self._parameters, self._loadable = parameters, loadable
+        self._parameters, self._loadable, self._records = parameters, loadable, records
 
     async def run(self) -> None:
         """Write checkpoints until the updates end, then a last checkpoint if needed, then the adapter."""
@@ -97,6 +99,7 @@ class Checkpointer:
             state=state,
             adapter_config=self._adapter_config,
             replay=update.replay,
+            records=await run_sync(self._records, update.report.step),
         )
         path = await run_sync(
             partial(

@@ -22,7 +22,16 @@ from clotho.models.loading import GGUF, PACKAGE, find_model
 from clotho.models.model_files import TensorHeader, read_config, read_model_headers, read_tensor_headers, require_file
 from clotho.run.starting_point import read_origin
 from clotho.storage.best_checkpoint import read_best
-from clotho.storage.checkpoints import MANIFEST, STATE, checkpoint_path, checkpoint_steps, find_damage, read_state
+from clotho.storage.checkpoints import (
+    MANIFEST,
+    PROFILE,
+    STATE,
+    checkpoint_path,
+    checkpoint_steps,
+    find_damage,
+    read_state,
+)
+from clotho.storage.checkpoints import METRICS as METRICS_RECORD
 from clotho.storage.run_directory import BEST, LINEAGE, read_run_id
 from clotho.storage.run_paths import find_checkpoint, run_of, split_step
 from protocols.checkpoint import RunState
@@ -83,6 +92,7 @@ def describe(text: str) -> Description:
             (any((path / name).exists() for name in ("profile.toml", "checkpoints", "metrics.jsonl")), describe_run),
             ((path / CONFIG).exists(), describe_adapter),
             ((path / "config.json").exists(), describe_model),
+            (bool(checkpoint_steps(path)), describe_checkpoints),
             (path.is_file() and path.suffix.lower() == GGUF, describe_gguf),
         )
         found = next((describe_kind for applies, describe_kind in kinds if applies), None)
@@ -124,23 +134,32 @@ def describe_run(path: Path) -> Description:
             "last": _evaluation(evaluations[-1] if evaluations else None),
             "best": None if best is None else {"step": best.step, "accuracy": best.accuracy, "problems": best.problems},
         },
-        "checkpoints": {
-            "steps": sorted(steps)[-LISTED:],
-            "incomplete": [
-                step
-                for step in sorted(steps)
-                if find_damage(checkpoint_path(checkpoints, step), sizes_only=True) is not None
-            ],
-            "bytes": _size(checkpoints),
-        },
+        "checkpoints": _checkpoints(checkpoints),
         "adapter": _adapter_or_none(path / "adapters"),
         "lineage": _lineage(path),
         "bytes": _size(path),
     }
 
 
+def describe_checkpoints(path: Path) -> Description:
+    """Describe a directory of checkpoints, with its newest checkpoint that is complete."""
+    found = _checkpoints(path)
+    complete = [step for step in found["steps"] if step not in found["incomplete"]]
+    newest = describe_checkpoint(checkpoint_path(path, complete[-1])) if complete else None
+    return {"kind": "checkpoints", "path": str(path), **found, "newest": newest}
+
+
+def _checkpoints(path: Path) -> Description:
+    steps = sorted(checkpoint_steps(path))
+    damaged = [step for step in steps if find_damage(checkpoint_path(path, step), sizes_only=True) is not None]
+    return {"steps": steps[-LISTED:], "incomplete": damaged, "bytes": _size(path)}
+
+
 def describe_checkpoint(path: Path) -> Description:
-    """Describe a checkpoint; the sizes of its files are compared with its manifest, not their contents."""
+    """Describe a checkpoint; the sizes of its files are compared with its manifest, not their contents.
+
+    Outside of a run, its own records have the settings and the metrics of the step.
+    """
     state = read_state(path)
     run = run_of(path)
     ledger = state.ledger
@@ -162,7 +181,8 @@ def describe_checkpoint(path: Path) -> Description:
         "rollbacks": state.rollbacks,
         "inputs": dict(sorted(state.inputs.items())),
         "adapter": _adapter_or_none(path),
-        "metrics": _metrics_of(run, state) if run else {},
+        **_settings(_profile(path / PROFILE)),
+        "metrics": _metrics_of(run / "metrics.jsonl" if run else path / METRICS_RECORD, state),
         "evaluation": _evaluation_of(run, state) if run else None,
         "is_best": (best.step == state.step if (best := read_best(run / BEST)) else None) if run else None,
         "lineage": _lineage(run) if run else None,
@@ -295,8 +315,8 @@ def _adapter_or_none(path: Path) -> Description | None:
     return {key: value for key, value in describe_adapter(path).items() if key not in ("kind", "path")}
 
 
-def _metrics_of(run: Path, state: RunState) -> Description:
-    line = next((line for line in _lines(run / "metrics.jsonl") if line.get("step") == state.step), {})
+def _metrics_of(path: Path, state: RunState) -> Description:
+    line = next((line for line in _lines(path) if line.get("step") == state.step), {})
     return {key: line[key] for key in METRICS if key in line}
 
 

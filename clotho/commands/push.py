@@ -21,6 +21,7 @@ from clotho.config.load import HUB_REPOSITORY, load_profile, resolved_toml
 from clotho.monitoring.display import print_line
 from clotho.monitoring.model_card import CURVES, card_head, curves, model_card, read_run, usage
 from clotho.monitoring.terminal_text import size
+from clotho.storage.checkpoints import MANIFEST
 from protocols.errors import ClothoError, ProfileError, visible
 
 CARD, PROFILE = "README.md", "profile.toml"
@@ -88,7 +89,7 @@ def uploads_of(path: Path, name: str, base_model: str) -> Iterator[Upload]:
     """The files to upload for a run directory, an adapter directory or a model directory. Raises ProfileError."""
     if not path.is_dir():
         raise ProfileError(f"{visible(str(path), 200)} is not a directory with a run, an adapter or a model")
-    if (path / PROFILE).is_file():
+    if (path / PROFILE).is_file() and not (path / MANIFEST).is_file():  # a checkpoint is an adapter
         yield from _run_uploads(path, name, base_model)
     elif (path / "adapter_config.json").is_file():
         base = base_model or _base_of(path / "adapter_config.json")

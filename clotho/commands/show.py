@@ -23,8 +23,8 @@ def parser() -> CommandParser:
     """Return the parser of the command line."""
     found = CommandParser(
         "show",
-        "Describe a run directory, RUN@STEP, a checkpoint, an adapter, a model directory or a GGUF file; with two "
-        "paths, the values that differ. Only small files, headers of tensors and the ends of histories are read.",
+        "Describe a run, RUN@STEP, a checkpoint, a directory of checkpoints, an adapter, a model or a GGUF file; with "
+        "two paths, the values that differ. Only small files, headers of tensors and the ends of histories are read.",
     )
     found.add_argument("path", metavar="PATH", help="what to describe")
     found.add_argument("other", metavar="PATH", nargs="?", default="", help="what to compare it with")

@@ -30,6 +30,7 @@ from clotho.serving.auth import ClientMiddleware, Clients, LocalOriginMiddleware
 from clotho.serving.errors import EXCEPTION_HANDLERS
 from clotho.serving.limits import UnreadBodyMiddleware
 from clotho.serving.server import BACKLOG, Connections, base_url, listen
+from clotho.storage.checkpoints import MANIFEST
 from clotho.storage.run_directory import LINES
 from protocols.errors import ProfileError, RunDirectoryError, ServerError, did_you_mean, visible
 
@@ -87,7 +88,8 @@ def written(groups: Sequence[tuple[int, int]], path: Path) -> str:
 def require_run(path: Path) -> Path:
     """Return the path of a run directory. Raises RunDirectoryError for any other path, with the most similar run."""
     try:
-        if any((path / name).is_file() for name in ("profile.toml", *sorted(LINES))):
+        own = () if (path / MANIFEST).is_file() else ("profile.toml", *sorted(LINES))  # a checkpoint is no run
+        if any((path / name).is_file() for name in own):
             return path
         beside = list(path.parent.iterdir()) if path.parent.is_dir() else []
         exists = path.exists()

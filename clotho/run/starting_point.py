@@ -14,7 +14,7 @@ from anyio.to_thread import run_sync
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.config.load import load_profile
+from clotho.config.load import load_profile, resolved_toml
 from clotho.config.schema import FullMethod, Profile
 from clotho.models.machine import random_state, restore_random_state
 from clotho.models.policy import Policy
@@ -31,7 +31,14 @@ from clotho.run.resume_compatibility import differences, refuse_if_incompatible
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.storage.adapters import TENSORS, read_adapter_config
 from clotho.storage.atomic_files import digest_file, replace_file
-from clotho.storage.checkpoints import Checkpoint, Snapshot, read_checkpoint, record_newest, write_checkpoint
+from clotho.storage.checkpoints import (
+    Checkpoint,
+    Snapshot,
+    read_checkpoint,
+    record_newest,
+    records_of,
+    write_checkpoint,
+)
 from clotho.storage.jsonl import copy_until
 from clotho.storage.run_directory import RunDirectory, read_run_id
 from clotho.storage.run_paths import run_of
@@ -132,7 +139,7 @@ async def begin(
         snapshot = await finish(executor.submit(lambda: _snapshot(policy, learner, None, inputs)))
         if origin is not None:
             await run_sync(write_origin, directory.lineage, origin)
-        await run_sync(lambda: _write_first(directory, snapshot, keep_last=profile.checkpoint.keep_last))
+        await run_sync(lambda: _write_first(directory, snapshot, profile))
     if directory.resume_step is not None:
         warnings += await run_sync(set_aside, directory, directory.resume_step)
     restored = restore_histories(directory, state, profile)
@@ -211,8 +218,10 @@ def _snapshot(
     )
 
 
-def _write_first(directory: RunDirectory, snapshot: Snapshot, *, keep_last: int) -> None:
-    write_checkpoint(directory.checkpoints, snapshot, keep_last=keep_last)
+def _write_first(directory: RunDirectory, snapshot: Snapshot, profile: Profile) -> None:
+    records = records_of(resolved_toml(profile, mask_secrets=True), directory.metrics, snapshot.state.step)
+    snapshot = replace(snapshot, records=records)
+    write_checkpoint(directory.checkpoints, snapshot, keep_last=profile.checkpoint.keep_last)
     record_newest(directory.newest_checkpoint, snapshot.state.step)
 
 
@@ -226,7 +235,7 @@ def _write_fork(directory: RunDirectory, snapshot: Snapshot, origin: Origin, pro
         if profile.monitor.rollouts:
             copy_until(run / directory.rollouts.name, directory.rollouts, step, RolloutRecord)
     write_origin(directory.lineage, origin)
-    _write_first(directory, snapshot, keep_last=profile.checkpoint.keep_last)
+    _write_first(directory, snapshot, profile)
 
 
 def _fork_origin(checkpoint: Path, profile: Profile, state: RunState, inputs: tuple[str, ...]) -> Origin:

@@ -26,6 +26,7 @@ from clotho.storage.atomic_files import (
     replace_file,
     write_file,
 )
+from clotho.storage.jsonl import line_of_step
 from clotho.storage.tensors import named_arrays, read_tensors, write_tensors
 from protocols.checkpoint import AdapterConfig, RunState
 from protocols.errors import CheckpointError, RunDirectoryError, visible
@@ -35,6 +36,8 @@ MANIFEST = "MANIFEST.json"
 OPTIMIZER = "optimizer.safetensors"
 REPLAY = "replay.msgpack"
 STATE = "state.json"
+PROFILE = "profile.toml"
+METRICS = "metrics.json"
 REQUIRED = (TENSORS, CONFIG, OPTIMIZER, STATE)
 """The files that every manifest lists."""
 
@@ -62,7 +65,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """Contents of a checkpoint to be written.
 
     parameters, optimizer: trees of evaluated arrays, nested or flat, never modified. replay: groups in the replay
-    buffer; without groups no file is written.
+    buffer; without groups no file is written. records: files for readers, by name, which no run reads.
     """
 
     parameters: Any
@@ -70,6 +73,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     state: RunState
     adapter_config: AdapterConfig
     replay: tuple[ReplayGroup, ...] = ()
+    records: dict[str, bytes] = {}
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
@@ -106,6 +110,7 @@ def write_checkpoint(
             files.append(write_file(unfinished / STATE, [msgspec.json.encode(snapshot.state)]))
             if snapshot.replay:
                 files.append(write_file(unfinished / REPLAY, [msgspec.msgpack.encode(snapshot.replay)]))
+            files += [write_file(unfinished / name, [contents]) for name, contents in snapshot.records.items()]
             _write_manifest(unfinished, files)
         prune(directory, keep_last, kept=kept())
     except OSError as error:
@@ -113,6 +118,12 @@ def write_checkpoint(
             f"checkpoint {path} cannot be written: {error.strerror or error}; earlier checkpoints are unchanged"
         ) from error
     return path
+
+
+def records_of(profile: str, metrics: Path, step: int) -> dict[str, bytes]:
+    """The records of a checkpoint: the profile, and the line of the step in the metrics if there is one."""
+    line = line_of_step(metrics, step)
+    return {PROFILE: profile.encode(), **({METRICS: line + b"\n"} if line else {})}
 
 
 def latest_checkpoint(directory: Path) -> LatestCheckpoint:

@@ -111,6 +111,10 @@ def _without_surrogates(value: Any) -> Any:
             return value
 
 
+class _Step(Struct, frozen=True, kw_only=True):
+    step: int
+
+
 class Record(Protocol):
     """The keys of a line that a reader needs; a struct with any other keys."""
 
@@ -187,6 +191,17 @@ def scan(path: Path, step: int, record: type[T]) -> Scan[T]:
         invalid=tuple(invalid),
         unterminated=unterminated,
     )
+
+
+def line_of_step(path: Path, step: int) -> bytes:
+    """The last line of a step, without its end; empty if the end of the file has none, or cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return b""
+    return next((line for line in reversed(lines) if (found := _decode(line, _Step)) and found.step == step), b"")
 
 
 def rewrite(found: Scan[T], step: int, record: type[T]) -> None:

@@ -12,6 +12,7 @@ from clotho.config.schema import CheckpointSection
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.storage.best_checkpoint import BestCheckpointKeeper
+from clotho.storage.checkpoints import records_of
 from protocols.checkpoint import AdapterConfig
 from protocols.step import PolicyUpdated, ReplayGroup
 from tests.actors.actor_helpers import policy_updated
@@ -64,6 +65,7 @@ def checkpointer_of(
         logged=cell,
         parameters=parameters(0.0),
         loadable=as_they_are,
+        records=lambda step: records_of("steps = 9", directory / "metrics.jsonl", step),
     )
 
 

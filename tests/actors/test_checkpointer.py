@@ -13,7 +13,7 @@ import structlog
 
 from actors import checkpointer as module
 from clotho.storage.adapters import read_adapter
-from clotho.storage.checkpoints import read_checkpoint, recorded_newest
+from clotho.storage.checkpoints import find_damage, read_checkpoint, recorded_newest
 from protocols.errors import RunDirectoryError
 from protocols.queues import QueueClosed
 from tests.actors.actor_helpers import filled_queue
@@ -47,6 +47,22 @@ async def test_due_and_final_checkpoints_are_written(
     for directory in ("adapters", "elsewhere"):
         adapter = read_adapter(tmp_path / directory, parameters(), ADAPTER)
         assert same_bits(adapter, parameters(float(steps))), "of a run without updates: as it was found"
+
+
+async def test_a_checkpoint_has_the_profile_and_the_metrics_of_its_step(tmp_path: Path) -> None:
+    """As files of the manifest, for a reader of a checkpoint that was copied; a step without metrics has none."""
+    lines = [f'{{"step": {step}, "loss": 0.{step}}}' for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4', ""]))
+    updates = filled_queue("updates", [update(step) for step in (2, 4)])
+    await checkpointer_of(tmp_path, updates, interval=2).run()
+    first, second = (tmp_path / "checkpoints" / name for name in ("step-000002", "step-000004"))
+    assert (first / "metrics.json").read_text() == '{"step": 2, "loss": 0.2}\n'
+    assert not (second / "metrics.json").exists()
+    for path in (first, second):
+        assert (path / "profile.toml").read_text() == "steps = 9"
+        assert find_damage(path) is None
+    (first / "profile.toml").write_text("steps = 8")
+    assert find_damage(first) == "profile.toml does not match MANIFEST.json"
 
 
 async def test_a_checkpoint_waits_for_the_logs_of_its_step(tmp_path: Path) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from msgspec.structs import replace
 
 from clotho.__main__ import main
 from clotho.config.load import write_profile
-from clotho.storage.checkpoints import write_checkpoint
+from clotho.storage.checkpoints import records_of, write_checkpoint
 from tests.run.built_context import tiny_profile
 from tests.saved_models import save
 from tests.storage.made_checkpoints import snapshot
@@ -174,3 +176,32 @@ def test_a_wrong_command_line_gives_one_line_and_status_2(words: list[str], caps
     """No path, too many, an unknown flag, a path that does not exist or has nothing to describe."""
     assert main(["show", *words]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_directory_of_checkpoints_is_listed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With its newest complete checkpoint; the directory need not be in a run."""
+    found = shown(capsys, str(place / "run" / "checkpoints"))
+    assert (found["kind"], found["steps"], found["incomplete"], found["newest"]["step"]) == (
+        "checkpoints",
+        [4, 8],
+        [],
+        8,
+    )
+    copied = place / "copied"
+    shutil.copytree(place / "run" / "checkpoints" / "step-000004", copied / "step-000004")
+    (copied / "step-000006").mkdir()
+    found = shown(capsys, str(copied))
+    assert (found["steps"], found["incomplete"], found["newest"]["step"]) == ([4, 6], [6], 4)
+
+
+def test_a_copied_checkpoint_has_the_settings_and_metrics_of_its_step(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From its own records. An older checkpoint without records is described without them."""
+    run = place / "run"
+    records = records_of((run / "profile.toml").read_text(), run / "metrics.jsonl", 4)
+    for number, contents in enumerate((records, {})):
+        path = write_checkpoint(tmp_path / str(number), replace(snapshot(4), records=contents), keep_last=9)
+        found = shown(capsys, str(path))
+        assert found["metrics"] == ({"loss": 0.5} if contents else {})
+        assert found.get("learner", {}).get("batch_size") == (2 if contents else None)

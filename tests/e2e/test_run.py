@@ -83,7 +83,7 @@ def test_a_run_leaves_profile_log_checkpoints_and_adapter(finished: CompletedRun
     for step in (2, 4, 6):
         names = {entry.name for entry in (run_dir / "checkpoints" / f"step-{step:06d}").iterdir()}
         assert names >= {"adapters.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"}
-        assert "MANIFEST.json" in names
+        assert {"MANIFEST.json", "profile.toml", "metrics.json"} <= names
     assert json.loads((run_dir / "adapters" / "adapter_config.json").read_text())["fine_tune_type"] == "lora"
     final = (run_dir / "checkpoints" / "step-000006" / "adapters.safetensors").read_bytes()
     assert (run_dir / "adapters" / "adapters.safetensors").read_bytes() == final
