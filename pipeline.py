@@ -22,7 +22,6 @@ if __name__ == "__main__":  # before the imports below, which take a second
 import gc
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ from actors.learner import Learner
 from actors.monitor import Monitor
 from actors.prompter import Prompter
 from actors.scorer import Scorer
-from clotho.config.load import resolved_toml
 from clotho.config.schema import (
     AtroposSource,
     FullMethod,
@@ -67,6 +65,7 @@ from clotho.run.process_signals import finish_computation
 from clotho.run.remote_sampling import remote_sampler
 from clotho.run.run_monitor import RunMonitor, loading_page, token_value_writer
 from clotho.run.services import wire_atropos, wire_services
+from clotho.run.starting_point import checkpoint_records
 from clotho.run.startup import build_context
 from clotho.run.timeline import timeline_recorder
 from clotho.runtime.compute_thread import ComputeExecutor, finish
@@ -83,7 +82,6 @@ from clotho.runtime.supervisor import (
     transient,
 )
 from clotho.serving.server import base_url, listen, while_loading
-from clotho.storage.checkpoints import records_of
 from clotho.storage.jsonl import JsonlWriter
 from clotho.storage.run_directory import RunDirectory
 from clotho.training.replay import ReplayBuffer
@@ -295,7 +293,7 @@ def wire_training(
         logged=context.logged,
         parameters=context.policy_learner.parameters,
         loadable=lambda parameters: finish(context.executor.submit(lambda: policy.loadable(parameters))),
-        records=partial(records_of, resolved_toml(profile, mask_secrets=True), context.directory.metrics),
+        records=checkpoint_records(profile, context.directory),
     )
     evaluators = []
     if isinstance(profile.eval, HeldOutEvaluation):

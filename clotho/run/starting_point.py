@@ -5,6 +5,7 @@ A run that trains an adapter, and a fork, write their initial state as their fir
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -218,9 +219,13 @@ def _snapshot(
     )
 
 
+def checkpoint_records(profile: Profile, directory: RunDirectory) -> Callable[[int], dict[str, bytes]]:
+    """Return the function of a step that gives the records of its checkpoint: the profile without API keys, metrics."""
+    return partial(records_of, resolved_toml(profile, mask_secrets=True), directory.metrics)
+
+
 def _write_first(directory: RunDirectory, snapshot: Snapshot, profile: Profile) -> None:
-    records = records_of(resolved_toml(profile, mask_secrets=True), directory.metrics, snapshot.state.step)
-    snapshot = replace(snapshot, records=records)
+    snapshot = replace(snapshot, records=checkpoint_records(profile, directory)(snapshot.state.step))
     write_checkpoint(directory.checkpoints, snapshot, keep_last=profile.checkpoint.keep_last)
     record_newest(directory.newest_checkpoint, snapshot.state.step)
 
