@@ -282,7 +282,9 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
 
         require_positions(profile)
     if arguments.dry_run:
-        return dry_run(profile, console)
+        from clotho.commands.dry_run import dry_run
+
+        return dry_run(profile, console, shown="full" if arguments.dry_run == "full" else "changed")
     path = Path(os.path.expanduser(profile.run_dir))
     if fork is not None:
         refuse_same_run(path, fork)
@@ -351,24 +353,6 @@ def refuse_missing_run(path: Path) -> None:
     hint = did_you_mean(str(path), runs) or "; start a new run without --resume"
     what = "contains no run" if path.is_dir() else "does not exist"
     raise RunDirectoryError(f"--resume: run directory {path} {what}{hint}")
-
-
-def dry_run(profile: Profile, console: Console) -> int:
-    """Print the resolved profile, the memory of its run and the contents of its dataset; write nothing."""
-    from clotho.config.load import resolved_toml
-    from clotho.memory.estimate import estimate_memory, local_files
-    from clotho.memory.report import describe, describe_limit
-    from clotho.models.machine import memory_limit
-    from clotho.monitoring.summary import print_dataset, print_estimate
-    from clotho.run.prompts import inspect_dataset
-
-    estimate = estimate_memory(profile.model, profile)
-    dataset, prompts = inspect_dataset(profile, local_files(profile.model.path))
-    limit = memory_limit()
-    console.print(resolved_toml(profile, mask_secrets=True), markup=False, highlight=False, soft_wrap=True)
-    print_estimate(console, estimate, describe(estimate), limit.bytes, describe_limit(limit))
-    print_dataset(console, dataset, prompts)
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from textwrap import fill
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Struct, inspect
@@ -35,7 +35,10 @@ class Arguments(Struct, frozen=True, kw_only=True):
         str, about("Start from the state of another run: RUN or RUN@STEP; its profile applies without --profile.")
     ] = ""
     clean: Annotated[bool, about("Delete the earlier run in the run directory.")] = False
-    dry_run: Annotated[bool, about("Print the resolved profile and a memory estimate, and exit.")] = False
+    dry_run: Annotated[
+        bool | Literal["full"],
+        about("Check and print changed settings, memory and dataset, and exit; full: all settings."),
+    ] = False
     overrides: dict[str, Any] = {}
     help: str | None = None
 
@@ -199,7 +202,7 @@ def _value(key: Key, text: str, flag: str) -> Any:
     first, *optional = members_of(key.shape)
     items = getattr(first, "item_type", None)
     value: Any = text
-    if text == "none" and optional:
+    if text == "none" and any(isinstance(member, inspect.NoneType) for member in optional):
         return None
     if key.path == "rewards" and not text.startswith(("[", "{")):
         return [{"name": name, "correct": name != "format"} for name in text.split(",")]
@@ -228,15 +231,10 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
             continue
         plain = msgspec.to_builtins(value)
         if keys.array_items(SETTABLE[path].shape):
-            plain = [{name: row[name] for name in row if not _is_default(f"{path}.{name}", row[name])} for row in plain]
+            plain = keys.changed_rows(path, plain)
         text = plain if isinstance(plain, str) else "none" if plain is None else json.dumps(plain, ensure_ascii=False)
         words += [flag_of(path), text]
     return words
-
-
-def _is_default(path: str, value: Any) -> bool:
-    default = KEYS[path].variants[0].default
-    return default is not REQUIRED and msgspec.to_builtins(value) == msgspec.to_builtins(default)
 
 
 def help_text(topic: str = "", width: int = WIDTH) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -95,6 +95,17 @@ def read_sections(root: type[Struct]) -> dict[str, Section]:
 
     visit(inspect.type_info(root), "", {}, None)
     return tables
+
+
+def is_default(default: Any, value: Any) -> bool:
+    """Whether a value is the default of its key. Either may be a struct or a tuple, or their plain counterpart."""
+    return default is not REQUIRED and msgspec.json.encode(value) == msgspec.json.encode(default)
+
+
+def changed_rows(path: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tables of an array without the keys that have their default."""
+    defaults = {name: KEYS[f"{path}.{name}"].variants[0].default for row in rows for name in row}
+    return [{name: row[name] for name in row if not is_default(defaults[name], row[name])} for row in rows]
 
 
 def flag_key(name: str) -> Key | None:

@@ -343,15 +343,44 @@ def types_first(paths: Iterable[str]) -> list[str]:
 def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:
     """The resolved profile as TOML; loading it gives an equal profile. mask_secrets: hide the API keys."""
     tree = _without_none(msgspec.to_builtins(profile))
-    for table in _tables_with_secrets(tree) if mask_secrets else ():
-        table["api_key"] = MASK
-    return tomli_w.dumps(tree)
+    return tomli_w.dumps(_masked(tree) if mask_secrets else tree)
+
+
+def changed_toml(profile: Profile) -> str:
+    """The settings that differ from the defaults as TOML, with hidden API keys; loading it gives an equal profile."""
+    tree = _masked(_without_none(msgspec.to_builtins(profile)))
+    chosen = chosen_types({path: value for path in CHOICES if (value := _at(tree, path)) is not None})
+    changed: dict[str, Any] = {}
+    for path, key in SETTABLE.items():
+        variant, value = key.variant(chosen), _at(tree, path)
+        if variant is None or value is None or keys.is_default(variant.default, value):
+            continue
+        if keys.array_items(key.shape):
+            value = keys.changed_rows(path, value)
+        *tables, name = path.split(".")
+        reduce(lambda table, part: table.setdefault(part, {}), tables, changed)[name] = value
+    return tomli_w.dumps(changed)
+
+
+def _at(tree: Mapping[str, Any], path: str) -> Any:
+    """Return the value of a key in nested tables; None without one."""
+    value: Any = tree
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write the resolved profile atomically. Only its owner can read it if it contains an API key."""
     secret = _tables_with_secrets(msgspec.to_builtins(profile))
     replace_file(path, [resolved_toml(profile).encode()], mode=0o600 if secret else 0o666)
+
+
+def _masked(tree: dict[str, Any]) -> dict[str, Any]:
+    """Hide the API keys of a tree, in place, and return it."""
+    for table in _tables_with_secrets(tree):
+        table["api_key"] = MASK
+    return tree
 
 
 def _tables_with_secrets(tree: dict[str, Any]) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ import anyio
 import structlog
 from msgspec import Struct
 
-from clotho.config.schema import RewardSection
+from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
+from clotho.config.schema import Profile, RewardSection
 from clotho.rewards.calls import Caller, WorkerLoop, WorkerThreads
 from clotho.rewards.overlong import OVERLONG, Overlong
 from clotho.rewards.registry import (
@@ -357,6 +358,21 @@ class _Occupancy:
         self._before = self.full_seconds
         self._since = time.monotonic()
         self._count -= 1
+
+
+def rewards_of(profile: Profile, *, cluster: NewWorker | None = None) -> RewardRunner:
+    """Return the rewards of a profile. cluster: as of `RewardRunner`, whose errors it raises."""
+    objective, overlong = profile.learner.objective, None
+    if isinstance(penalty := objective.overlong_penalty, LinearOverlongPenalty):
+        overlong = Overlong(max_tokens=profile.sampling.max_tokens, buffer=penalty.buffer, penalty=penalty.max_penalty)
+    within_group = not isinstance(objective.advantage, BatchAdvantage | EnvironmentAdvantage)
+    return RewardRunner(
+        profile.rewards,
+        overlong=overlong,
+        keep_zero_variance=not within_group,
+        max_steps=profile.steps,
+        cluster=cluster,
+    )
 
 
 def _seen(problem: Problem, completions: Sequence[Completion]) -> Completions:

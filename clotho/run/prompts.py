@@ -106,12 +106,14 @@ def load_prompts(profile: Profile, tokenizer: ChatTokenizer, grade: GradeComplet
     )
 
 
-def inspect_dataset(profile: Profile, model: Path | None) -> tuple[DatasetReport, PromptReport | None]:
-    """Read the problems of a profile; render and filter them if the files of the model are on this machine.
+def inspect_dataset(
+    profile: Profile, model: Path | None, *, split: HeldOutSplit | None = None
+) -> tuple[DatasetReport, PromptReport | None]:
+    """Describe the problems of a profile; render and filter them if the files of the model are on this machine.
 
-    Raises the errors of `load_prompts`.
+    split: the problems; None reads them. Raises the errors of `load_prompts`.
     """
-    split = read_split(profile)
+    split = split or read_split(profile)
     dataset = _dataset_report(split)
     ProblemOrder([p.type for p in split.train], weights=profile.data.type_weights, seed=0, shuffle=False)
     if model is None:

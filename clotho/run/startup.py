@@ -12,14 +12,11 @@ from msgspec.structs import replace
 
 from actors.broadcaster import SwapTimes
 from actors.learner import LearnerProgress
-from clotho.atropos.client import require_address
-from clotho.atropos.commands import require_environments
 from clotho.cluster.connection import RayConnection
 from clotho.cluster.reward_worker import ClusterRewards
 from clotho.config.bounds import Off
 from clotho.config.load import resolved_toml, write_profile
-from clotho.config.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
-from clotho.config.schema import HeldOutEvaluation, Profile, RunningServer, ServerSection, SuccessRateCurriculum
+from clotho.config.schema import HeldOutEvaluation, Profile, ServerSection, SuccessRateCurriculum
 from clotho.config.sections_generation import RayCluster, RemoteGeneration
 from clotho.config.sections_training import BaseReference, DistributedSection, RollBackOnCollapse
 from clotho.data.curriculum import Curriculum
@@ -38,15 +35,14 @@ from clotho.monitoring.remedies import RunCommands
 from clotho.monitoring.run_alarms import RunAlarms
 from clotho.monitoring.trackers import TrackedRun, open_trackers
 from clotho.preflight.start import PreflightReport, start_findings, write_report
-from clotho.rewards.overlong import Overlong
 from clotho.rewards.registry import expectations
-from clotho.rewards.runner import RewardRunner
+from clotho.rewards.runner import RewardRunner, rewards_of
 from clotho.run.context import RunContext
-from clotho.run.custom_actors import load_factory
 from clotho.run.initial_adapter import publish_first_checkpoint, publish_initial, read_initial
 from clotho.run.process_signals import process_signals
 from clotho.run.prompts import MAX_LISTED_TYPES, LoadedPrompts, PromptBuilder, dataset_warnings, load_prompts
 from clotho.run.starting_point import Fork, begin, publish_fork, restore_learner
+from clotho.run.user_code import require_importable
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
@@ -90,9 +86,9 @@ async def build_context(
     watch = startup_watch(slow_seconds)
     ranks = await run_sync(_join_ranks, profile.distributed) if is_rank() else None
     with watch.phase("custom actors, environments and rewards"):
-        _require_importable(profile)
+        require_importable(profile)
         cluster = RayConnection(profile.cluster) if isinstance(profile.cluster, RayCluster) else None
-        rewards = _build_rewards(profile, cluster)
+        rewards = rewards_of(profile, cluster=ClusterRewards(cluster) if cluster is not None else None)
     prepare_struct_types()
     try:
         context = await _build_context(profile, directory, executor, rewards, watch, ranks, address=address)
@@ -279,15 +275,6 @@ def _sample_log_tokens(profile: Profile) -> int:
     return max(2**20, 2 * (profile.rollouts.max_batches_ahead + 3) * completions * completion_tokens)
 
 
-def _require_importable(profile: Profile) -> None:
-    """Check the factories of custom actors, and the interpreter and scripts of environments."""
-    for section in profile.actors:
-        load_factory(section)
-    require_environments(profile)
-    if isinstance(profile.atropos, RunningServer):
-        require_address(profile.atropos.url)
-
-
 class LoadedCompute(NamedTuple):
     """What the compute thread loads. fork: the checkpoint of another run with which the run starts.
 
@@ -344,21 +331,6 @@ def adapter_store(policy: Policy, server: ServerSection) -> AdapterStore | None:
     if isinstance(server, Off):
         return None
     return AdapterStore(policy.model, server.adapters, adapted=policy.adapted, base_is_served=policy.keeps_base)
-
-
-def _build_rewards(profile: Profile, cluster: RayConnection | None) -> RewardRunner:
-    objective, overlong = profile.learner.objective, None
-    if isinstance(penalty := objective.overlong_penalty, LinearOverlongPenalty):
-        overlong = Overlong(max_tokens=profile.sampling.max_tokens, buffer=penalty.buffer, penalty=penalty.max_penalty)
-    within_group = not isinstance(objective.advantage, BatchAdvantage | EnvironmentAdvantage)
-    return RewardRunner(
-        profile.rewards,
-        concurrency=profile.rollouts.scoring,
-        overlong=overlong,
-        keep_zero_variance=not within_group,
-        max_steps=profile.steps,
-        cluster=ClusterRewards(cluster) if cluster is not None else None,
-    )
 
 
 def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> LoadedPrompts:

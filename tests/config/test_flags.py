@@ -133,6 +133,29 @@ def test_the_top_flags_are_read() -> None:
     assert parse_arguments([]) == Arguments(profile="local-m3")
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--dry-run"], True),
+        (["--dry-run", "--steps", "3"], True),
+        (["--dry-run", "full"], "full"),
+        (["--dry-run=full"], "full"),
+        (["--dry-run", "false"], False),
+        ([], False),
+    ],
+)
+def test_a_dry_run_is_a_switch_that_also_takes_full(words: list[str], expected: bool | str) -> None:
+    """Without a value it prints the settings that differ from the defaults."""
+    assert parse_arguments(words).dry_run == expected
+
+
+@pytest.mark.parametrize("value", ["ful", "none"])
+def test_another_value_of_a_dry_run_is_refused(value: str) -> None:
+    """With the allowed values."""
+    with pytest.raises(ProfileError, match="full"):
+        parse_arguments(["--dry-run", value])
+
+
 def test_lists_are_repeated_or_written_as_toml_or_json() -> None:
     """Arrays of tables in the one form that is short enough for a shell."""
     expected = {"sampling.stop": ("a,b", "c")}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clotho.config.load import PROFILES, load_profile, resolved_toml, write_profile
+from clotho.config.load import PROFILES, changed_toml, load_profile, resolved_toml, write_profile
 from clotho.config.objectives import (
     Custom,
     DrGrpo,
@@ -46,6 +46,16 @@ def written(directory: Path, text: str, name: str = "x.toml") -> str:
     """A profile file, as it is given on the command line."""
     (directory / name).write_text(text, encoding="utf-8")
     return f"./{name}"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_settings_that_differ_from_the_defaults_are_a_profile(path: Path, here: Path) -> None:
+    """It loads to an equal profile, and has none of the defaults, in arrays of tables neither."""
+    profile = load_profile(path.stem)
+    changed = changed_toml(profile)
+    assert load_profile(written(here, changed)) == profile
+    assert len(changed.splitlines()) < 80 < len(resolved_toml(profile).splitlines())
+    assert "timeout_seconds" not in changed
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -212,6 +222,7 @@ def test_every_switch_works_on_top_of_every_shipped_profile(path: Path, override
         return
     profile = load_profile(path.stem, overrides)
     assert load_profile(written(here, resolved_toml(profile))) == profile
+    assert load_profile(written(here, changed_toml(profile))) == profile
 
 
 def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> None:
@@ -337,7 +348,7 @@ def test_an_api_key_is_kept_from_other_eyes(here: Path, settings: dict[str, Any]
     write_profile(profile, here / "profile.toml")
     assert stat.S_IMODE((here / "profile.toml").stat().st_mode) == 0o600
     assert load_profile("./profile.toml") == profile
-    assert "s3cret" not in resolved_toml(profile, mask_secrets=True)
+    assert "s3cret" not in resolved_toml(profile, mask_secrets=True) + changed_toml(profile)
     assert [path.name for path in here.iterdir()] == ["profile.toml"]
 
 
@@ -350,3 +361,4 @@ def test_options_of_own_actors_return_from_toml(here: Path) -> None:
     profile = load_profile(written(here, text))
     assert profile.actors[0].options["deep"]["list"] == [1, 2.5, "x"]
     assert load_profile(written(here, resolved_toml(profile))) == profile
+    assert load_profile(written(here, changed_toml(profile))) == profile

@@ -20,8 +20,8 @@ INTRODUCTION = """\
 
 A profile is a TOML file that describes a run. `clotho --profile local-m3` uses `profiles/local-m3.toml`;
 `--profile path/to/mine.toml` uses your own file. Every key is also a flag, such as `--learner.batch-size 8`, and a flag
-overrides the profile. `--dry-run` checks a profile without a run, `--help SECTION` prints the flags of one section, and
-`--help-all` prints all flags.
+overrides the profile. `--dry-run` checks a profile without a run and prints the settings that differ from the defaults,
+`--dry-run full` prints all. `--help SECTION` prints the flags of one section, and `--help-all` prints all flags.
 
 ## The twelve keys that you will change
 """

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from clotho.__main__ import PreparedRun, main, prepare
+from clotho.config.flags import parse_arguments
+from clotho.config.load import load_profile
 from clotho.monitoring.failure_report import COMPLAINT_LIMIT
 from clotho.storage.run_directory import open_run
 from protocols.errors import visible
@@ -43,7 +45,7 @@ def error_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
         before = contents(tmp_path)
         status = main(["--run-dir", str(tmp_path / run_dir), "--server.port", str(port), *flags])
         out, err = capfd.readouterr()
-        assert (status, out) == (2, ""), err
+        assert (status, out.startswith("loading ") * out) == (2, out), err
         assert err.startswith("clotho: ")
         assert err.count("\n") == 1, err
         assert visible(err.removesuffix("\n"), COMPLAINT_LIMIT) + "\n" == err
@@ -269,23 +271,71 @@ def test_an_unreachable_hub_names_an_offline_profile(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert (result.returncode, result.stdout) == (2, "")
+    assert (result.returncode, result.stdout) == (2, "loading  some/repo ...\n")
     assert result.stderr.count("\n") == 1
     for part in ("some/repo", "could not be reached", "local-m3"):
         assert part in result.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_prints_the_resolved_profile_and_writes_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("shown", [[], ["full"]], ids=["changed", "full"])
+def test_a_dry_run_prints_settings_that_load_to_the_same_profile(
+    shown: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Flags included. The exit status is 0."""
-    status = main(["--dry-run", "--run-dir", str(tmp_path / "run"), "--steps", "7", "--policy.method.rank", "3"])
+    """Flags included: the settings that differ from the defaults, or with `full` all of them. Nothing is written."""
+    flags = ["--run-dir", str(tmp_path / "run"), "--steps", "7", "--policy.method.rank", "3"]
+    status = main([*flags, "--dry-run", *shown])
     out, err = capfd.readouterr()
     assert (status, err) == (0, "")
     settings, _, estimate = out.partition("\nestimated memory")
-    resolved = tomllib.loads(settings)
-    assert (resolved["steps"], resolved["policy"]["method"]["rank"]) == (7, 3)
-    assert resolved["run_dir"] == str(tmp_path / "run")
     assert "total" in estimate
     assert not list(tmp_path.iterdir())
+    resolved = tomllib.loads(settings)
+    assert (resolved["steps"], resolved["policy"]["method"]["rank"]) == (7, 3)
+    assert ("dropout" in resolved["policy"]["method"]) == bool(shown)
+    (tmp_path / "again.toml").write_text(settings)
+    assert load_profile(str(tmp_path / "again.toml")) == load_profile("local-m3", parse_arguments(flags).overrides)
+
+
+USER_CODE = """
+def excited(completions, excitement, **kwargs):
+    return [1.0 for _ in completions]
+
+def broken(logp_N):
+    return logp_N
+
+NOT_A_FUNCTION = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (["--rewards", "nope"], "nope"),
+        (["--rewards", "CODE:excitd"], "excitd"),
+        (["--rewards", "missing_rewards.py:f"], "missing_rewards.py"),
+        (["--rewards", "CODE:excited"], "excitement"),
+        (["--learner.objective", "user_code:nothing"], "nothing"),
+        (["--learner.objective", "user_code:broken"], "broken"),
+        (["--actors", "[{name = 'a', factory = 'user_code:Nothing', mode = 'add'}]"], "Nothing"),
+        (["--actors", "[{name = 'a', factory = 'user_code:NOT_A_FUNCTION', mode = 'add'}]"], "NOT_A_FUNCTION"),
+    ],
+    ids=["reward", "function", "file", "column", "objective", "signature", "actor", "no class"],
+)
+def test_a_dry_run_refuses_the_users_code_as_the_start_does(
+    flags: list[str], names: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same line, with the same exit status, before anything is printed."""
+    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "user_code.py"
+    code.write_text(USER_CODE)
+    words = [word.replace("CODE", str(code)) for word in flags]
+    words += ["--run-dir", str(tmp_path / "run"), "--server.port", "0"]
+    assert main([*words, "--dry-run"]) == 2
+    out, refused = capfd.readouterr()
+    assert out == ""
+    assert names in refused
+    assert refused.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+    assert main(words) == 2
+    assert capfd.readouterr().err == refused

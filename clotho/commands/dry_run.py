@@ -1,0 +1,52 @@
+"""The switch `--dry-run`: checks and prints what needs neither weights nor a run directory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import anyio
+from rich.console import Console
+
+from clotho.config.bounds import Off
+from clotho.config.load import changed_toml, resolved_toml
+from clotho.config.schema import Profile
+from clotho.data.order import HeldOutSplit
+from clotho.memory.estimate import estimate_memory, local_files
+from clotho.memory.report import describe, describe_limit
+from clotho.models.machine import memory_limit
+from clotho.monitoring.summary import print_dataset, print_estimate
+from clotho.rewards.runner import rewards_of
+from clotho.run.prompts import inspect_dataset, read_split
+from clotho.run.user_code import require_importable
+
+CHANGED = "# settings that differ from the defaults; --dry-run full prints all"
+
+
+def dry_run(profile: Profile, console: Console, *, shown: Literal["changed", "full"]) -> int:
+    """Print the settings of a profile, the memory of its run and the contents of its dataset; write nothing.
+
+    shown: the settings that differ from the defaults, or all. What a start imports is imported, and its refusals are
+    raised before anything is printed.
+    """
+    require_importable(profile)
+    estimate = estimate_memory(profile.model, profile)
+    split = read_split(profile)
+    if isinstance(profile.atropos, Off):
+        anyio.run(_require_rewards, profile, split)
+    dataset, prompts = inspect_dataset(profile, local_files(profile.model.path), split=split)
+    limit = memory_limit()
+    settings = resolved_toml(profile, mask_secrets=True) if shown == "full" else f"{CHANGED}\n{changed_toml(profile)}"
+    console.print(settings, markup=False, highlight=False, soft_wrap=True)
+    print_estimate(console, estimate, describe(estimate), limit.bytes, describe_limit(limit))
+    print_dataset(console, dataset, prompts)
+    return 0
+
+
+async def _require_rewards(profile: Profile, split: HeldOutSplit) -> None:
+    """Load the rewards, in their worker processes too, and check that the dataset has their columns."""
+    rewards = rewards_of(profile)
+    try:
+        await rewards.start()
+        rewards.require_columns([*split.train, *split.heldout])
+    finally:
+        rewards.close()

@@ -1,0 +1,26 @@
+"""The code of the user that a run imports besides its rewards: custom actors, environments, and a custom objective."""
+
+from __future__ import annotations
+
+from clotho.atropos.commands import require_environments
+from clotho.config.objectives import Custom
+from clotho.config.schema import Profile, RunningServer
+from clotho.run.custom_actors import load_factory
+
+
+def require_importable(profile: Profile) -> None:
+    """Import custom actors and a custom objective; check interpreter, scripts and API server of environments.
+
+    Raises ProfileError.
+    """
+    for section in profile.actors:
+        load_factory(section)
+    require_environments(profile)
+    if isinstance(profile.atropos, RunningServer):
+        from clotho.atropos.client import require_address  # imports an HTTP client
+
+        require_address(profile.atropos.url)
+    if isinstance(profile.learner.objective, Custom):
+        from clotho.training.objectives.registry import objective  # imports MLX
+
+        objective(profile.learner.objective)
