@@ -176,12 +176,13 @@ export class Columns {
 		const names = Object.keys(columns);
 		const count = names.length ? columns[names[0]].length : 0;
 		for (const name of names) this.columns[name] ??= Array(before).fill(null);
+		const targets = Object.entries(this.columns).map(([name, values]) => [values, columns[name]]);
 		for (let row = 0; row < count; row += 1) {
 			const key = this.key.map((name) => columns[name]?.[row]).join("/");
 			if (this.known.has(key)) continue;
 			this.known.add(key);
 			this.length += 1;
-			for (const name of Object.keys(this.columns)) this.columns[name].push(columns[name]?.[row] ?? null);
+			for (const [values, added] of targets) values.push(added?.[row] ?? null);
 		}
 		return this.length - before;
 	}
