@@ -166,7 +166,7 @@ class ServingState:
 
 
 def read_chosen(path: Path, model: str, store: AdapterStore) -> AdapterContents:
-    """Read an adapter that the operator names, in any of the forms of `policy.adapter`, in any thread.
+    """Read an adapter that the operator names, in any of the forms of `policy.adapter`, in the compute thread.
 
     model: value of `model.path`. Raises an error with exit status 2, also for what cannot be served beside other
     adapters: DoRA, weights in full, adapters of embeddings, and what exceeds the limits of the store.

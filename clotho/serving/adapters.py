@@ -90,8 +90,8 @@ class AdapterRegistry:
     ) -> AdapterInfo:
         """Load an adapter from a path that the operator chose. Raises AdapterRequestError.
 
-        replace: load a new version if the name is taken. keep: never evict or unload it. read: reads the path, instead
-        of the reader for clients. The files are read outside the compute thread. A load evicts adapters of its owner
+        replace: load a new version if the name is taken. keep: never evict or unload it. read: reads the path in the
+        compute thread, instead of the reader for clients, which works outside it. A load evicts adapters of its owner
         only.
         """
         if name in self._reserved:
@@ -101,7 +101,10 @@ class AdapterRegistry:
             if name in self.loaded and not replace:
                 raise AdapterRequestError(f"the adapter {name} is already loaded; set load_inplace", reason="exists")
             try:
-                contents = await self._reader.run(partial(read or self._read, path))
+                if read is not None:
+                    contents = await finish(self._submit(partial(read, path)))
+                else:
+                    contents = await self._reader.run(partial(self._read, path))
             except (NoThreadError, OvertimeError):
                 message = f"{path} could not be read in {READ_SECONDS:g} seconds"
                 raise AdapterRequestError(message, reason="invalid") from None
