@@ -125,7 +125,8 @@ def test_results_are_printed_as_json(capfd: pytest.CaptureFixture[str]) -> None:
     ids=" ".join,
 )
 def test_input_that_cannot_be_used_is_one_line(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    """The exit status is 2, and nothing is printed on standard output."""
+    """The exit status is 2. Nothing is printed on standard output; a line before says what is being loaded."""
     assert main([*GIVEN, *words]) == 2
     out, err = capfd.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
+    loading, complaint = err.splitlines()
+    assert (out, loading.startswith("loading "), complaint.startswith("clotho: ")) == ("", True, True)
