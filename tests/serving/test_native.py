@@ -46,7 +46,7 @@ VLLM: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "hot"}, "temperature"),
     ({"top_k": -2}, "top_k"),
     ({"top_p": 0}, "top_p"),
-    ({"seed": -1}, "seed"),
+    ({"seed": -2}, "seed"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop_token_ids": [VOCABULARY]}, "stop_token_ids"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
