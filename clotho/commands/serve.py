@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 
 import anyio
 import structlog
@@ -18,7 +18,6 @@ from clotho.cpu import compute_path, load_blas
 from clotho.inference import DecodeEngine
 from clotho.memory.estimate import serving_memory
 from clotho.memory.report import limit_memory
-from clotho.models.adapter_files import AdapterContents
 from clotho.models.adapter_store import AdapterStore
 from clotho.models.base_model import BaseModel
 from clotho.models.loading import find_model
@@ -149,12 +148,8 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
             sampler=Sampler(executor.submit, engine),
             registry=state.registry(settings, [model]),
         )
-        store = engine.adapters
-        assert store is not None, "an engine behind a server has adapters"
-
-        def read(path: Path) -> AdapterContents:  # in the compute thread: MLX ends the streams of no other thread
-            return executor.submit(lambda: read_chosen(path, profile.model.path, store)).result()
-
+        assert engine.adapters is not None, "an engine behind a server has adapters"
+        read = partial(read_chosen, model=profile.model.path, store=engine.adapters)
         with watch.phase("adapters"):
             for name, path in arguments.adapters.items():
                 await serving.registry.load(name, path, keep=True, read=read)
