@@ -196,12 +196,16 @@ def served_weights(arguments: ServeArguments, base: BaseModel | Policy) -> Lates
 
 
 def served_base(arguments: ServeArguments, base: BaseModel | Policy, weights: Latest[WeightsReady]) -> ServedModel:
-    """Return the base model, or the policy, as requests name it."""
+    """Return the base model, or the policy, as requests name it.
+
+    Without a name of its own it is also `policy`, as in a run, unless an adapter has this name.
+    """
     path = arguments.profile.model.path
     files = base.files or find_model(path)
     root = relative_path(path)
     name = arguments.model_name or root
-    aliases = names_of(path, files) | {root, arguments.profile.server.model_name}
+    usual = {arguments.profile.server.model_name} - arguments.adapters.keys()
+    aliases = names_of(path, files) | {root} | usual
     return ServedModel(id=name, aliases=aliases - {name}, root=root, weights=lambda: weights.value)
 
 
