@@ -109,8 +109,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker in item.iter_markers("needs_extra"):
             if not is_installed(marker.args[0]):
                 item.add_marker(pytest.mark.skip(reason=f"{marker.args[0]} is not installed"))
-        if sys.platform != "linux" and (marker := item.get_closest_marker("needs_linux")):
-            item.add_marker(pytest.mark.skip(reason=f"Linux only: {marker.kwargs['reason']}"))
+        if sys.platform != "linux" and (linux := item.get_closest_marker("needs_linux")):
+            item.add_marker(pytest.mark.skip(reason=f"Linux only: {linux.kwargs['reason']}"))
 
 
 def _computes(item: pytest.Item) -> bool:

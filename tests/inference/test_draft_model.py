@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from clotho.inference import DecodeEngine
 from protocols.errors import ModelError
 from protocols.sampling import Completion, Sampling
 from tests.inference.engine_helpers import make_engine, make_prompt, run, submit_request, tick_until
-from tests.small_models import ATTENTION, FixedSource, tiny, tiny_source
+from tests.small_models import FixedSource, tiny, tiny_source
 
 SAMPLINGS = (
     Sampling(max_tokens=15, ignore_eos=True),
@@ -43,9 +44,9 @@ def sample(engine: DecodeEngine) -> list[Completion]:
 
 def with_draft_model(source: FixedSource, directory: Path, *, seed: int) -> DecodeEngine:
     """Return an engine whose draft model is that of `source` (seed 0) or another one."""
-    config = {"model_type": "qwen3", **ATTENTION, "vocab_size": 257}
-    save_model(directory, tiny("qwen3", vocab_size=257, seed=seed))
-    save_config(config, directory / "config.json")
+    model = tiny("qwen3", vocab_size=257, seed=seed)
+    save_model(directory, model)
+    save_config(asdict(model.args), directory / "config.json")
     return make_engine(source, speculation=ModelDrafts(path=str(directory), max_draft=3, always=True))
 
 

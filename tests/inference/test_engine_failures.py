@@ -152,7 +152,7 @@ def test_a_failed_detokenization_fails_only_its_own_request() -> None:
     assert len(good.completions[0].tokens) == 12
 
 
-@pytest.fixture(params=[HostKVCache, BatchKVCache])
+@pytest.fixture(params=[pytest.param(HostKVCache, marks=pytest.mark.needs_cpu_path), BatchKVCache])
 def cache_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[HostKVCache | BatchKVCache]:
     """Decode with each of the two KV caches."""
     if request.param is BatchKVCache:

@@ -100,7 +100,7 @@ def test_a_step_builds_one_contiguous_mask(unequal: bool, monkeypatch: pytest.Mo
     assert first is second
     assert (first is not None) == unequal
     if first is not None:
-        assert first.shape == (2, 4, 1, 9)
+        assert first.shape == (2, layout.model.args.num_attention_heads, 1, 9)
         assert np.array(first, copy=False).flags.c_contiguous
 
 

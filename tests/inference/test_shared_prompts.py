@@ -139,14 +139,18 @@ def test_a_prompt_that_is_not_finite_affects_only_its_own_rows() -> None:
     rows.check_step()
 
 
-TOKEN_BYTES = 2 * 2 * 8 * 4
-"""Keys and values of two heads of size 8 in float32."""
+def heads_and_size() -> tuple[int, int]:
+    """Return the number of key heads of the tiny model, and their size; the lane chooses both."""
+    arguments: Any = tiny_source("qwen3").model.args
+    return arguments.num_key_value_heads, arguments.head_dim
 
 
 def test_prompts_are_shared_from_a_number_of_saved_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows beyond the first x tokens x bytes of a token."""
-    monkeypatch.setattr(THRESHOLD, {"cpu": 2 * 30 * TOKEN_BYTES, "gpu": 2 * 30 * TOKEN_BYTES})
     rows = device_rows("qwen3", 3)
+    heads, size = heads_and_size()
+    threshold = 2 * 30 * 2 * heads * size * 4  # two rows; keys and values in float32
+    monkeypatch.setattr(THRESHOLD, {"cpu": threshold, "gpu": threshold})
     rows.enter([0, 1, 2], make_prompt(30))
     assert rows.cache.prompts is None
     rows.enter([0, 1, 2], make_prompt(31))
@@ -230,4 +234,4 @@ def test_the_step_of_a_group_reads_no_copies(monkeypatch: pytest.MonkeyPatch) ->
     rows.step()
     monkeypatch.setattr(mx, "addmm", recorded)
     rows.step()
-    assert [shape for shape in products if shape[-1] == 30] == 2 * [(2, 2, 8, 30)]
+    assert [shape for shape in products if shape[-1] == 30] == 2 * [(2, *heads_and_size(), 30)]
