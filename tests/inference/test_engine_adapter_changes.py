@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import mlx.core as mx
@@ -86,6 +87,7 @@ def test_replaced_versions_leave_no_memory(tmp_path: Path) -> None:
             submit_request(engine, PROMPT, GREEDY, weights="a")
             submit_request(engine, PROMPT, GREEDY, weights=BASE)
             run(engine)
+        gc.collect()  # requests and their answers refer to each other
         return mx.get_active_memory()
 
     before = reload_and_sample(3)
