@@ -7,7 +7,7 @@ one thread creates it, submits requests to it, and calls `tick()` while `has_wor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Literal
@@ -234,15 +234,16 @@ class DecodeEngine:
     def _remove_ended(self) -> None:
         """Free the rows of requests that were aborted, exceeded a limit on their time, or were closed by a failure."""
         aborted, self._aborted = self._aborted, []
-        for request_id in aborted:
-            active = self._sender.requests.get(request_id)
-            if active is not None:
-                for row in self._withdraw(active, clear=False):
-                    self._sender.done(row, "abort")
+        requests = self._sender.requests
+        self._end({requests[number] for number in aborted if number in requests}, "abort")
         self._end_overdue()
         closed, self._sender.closed = self._sender.closed, []
-        for active in closed:
-            self._withdraw(active, clear=True)
+        self._withdraw(set(closed), clear=True)
+
+    def _end(self, ended: Set[ActiveRequest], reason: Literal["abort", "length"]) -> None:
+        """Finish all open completions of some requests."""
+        for row in self._withdraw(ended, clear=False):
+            self._sender.done(row, reason)
 
     def _end_overdue(self) -> None:
         """Refuse requests that waited too long for admission, and end those that have been answered for too long."""
@@ -250,25 +251,23 @@ class DecodeEngine:
         if now < self._limits_checked + LIMIT_CHECK_SECONDS:
             return
         self._limits_checked = now
-        for active in [active for active in self._sender.requests.values() if active.deadline <= now]:
-            self._timed_out["answer" if active.admitted else "queue"] += 1
+        overdue = [active for active in self._sender.requests.values() if active.deadline <= now]
+        self._timed_out.update("answer" if active.admitted else "queue" for active in overdue)
+        for active in overdue:
             if not active.admitted:
                 waited = f"waited {active.request.wait_seconds:.0f} seconds for admission"
                 self._sender.fail(active, f"the request {waited}; try again later", param="queue")
-                continue
-            for row in self._withdraw(active, clear=False):
-                self._sender.done(row, "length")
+        self._end({active for active in overdue if active.admitted}, "length")
 
-    def _withdraw(self, active: ActiveRequest, *, clear: bool) -> list[Row]:
-        """Remove all rows of a request from the batch and the queue; return them in order of their index."""
-        withdrawn = [row for job in self._scheduler.pending if job.active is active for row in job.rows]
-        self._scheduler.forget(active)
-        for slot, row in enumerate(self._batch.table.rows):
-            if row is not None and row.active is active:
-                withdrawn.append(self._batch.leave(slot))
-                if clear:
-                    self._batch.clear(slot)
-        return sorted(withdrawn, key=lambda row: row.index)
+    def _withdraw(self, ended: Set[ActiveRequest], *, clear: bool) -> list[Row]:
+        """Remove all rows of some requests from the batch and the queue; return them in order."""
+        if not ended:
+            return []
+        slots = [slot for slot, row in enumerate(self._batch.table.rows) if row and row.active in ended]
+        withdrawn = [*self._scheduler.forget(ended), *(self._batch.leave(slot) for slot in slots)]
+        for slot in slots if clear else ():
+            self._batch.clear(slot)
+        return sorted(withdrawn, key=lambda row: row.serial)
 
     def _fill(self) -> None:
         table = self._batch.table

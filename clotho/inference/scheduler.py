@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -161,6 +161,7 @@ class Scheduler:
         self._kv_cache_tokens, self._rollout_share = kv_cache_tokens, rollout_share
         self._first: deque[PrefillJob] = deque()
         self._clients = FairQueue[PrefillJob]()
+        self._queued_rows = 0  # of the jobs in `_clients`
         self._rollouts: deque[PrefillJob] = deque()
 
     @property
@@ -188,6 +189,7 @@ class Scheduler:
             self._first.append(job)
         else:
             job.active.account = self._clients.put(request.client, job, request.most_tokens)
+            self._queued_rows += len(job.rows)
 
     def requeue(self, jobs: Sequence[PrefillJob]) -> None:
         """Return admitted jobs to the head of the queue, in their order."""
@@ -217,10 +219,9 @@ class Scheduler:
 
     def check(self, rows: int) -> None:
         """Raise RequestError if `rows` more rows of a client exceed the limit on waiting rows or requests."""
-        queued = self._clients if self._clients.length else ()
-        jobs = [*self._first, *queued, *(job for job in self.entering if not job.active.request.background)]
-        waiting = sum(len(job.rows) for job in jobs)
-        if len(jobs) >= MAX_WAITING_REQUESTS or waiting + rows > MAX_WAITING_ROWS:
+        jobs = [*self._first, *(job for job in self.entering if not job.active.request.background)]
+        waiting = self._queued_rows + sum(len(job.rows) for job in jobs)
+        if self._clients.length + len(jobs) >= MAX_WAITING_REQUESTS or waiting + rows > MAX_WAITING_ROWS:
             raise RequestError(f"{waiting} completions are waiting; try again later", param="queue")
 
     def admit(self, running: int, longest: int, background: int = 0) -> list[PrefillJob]:
@@ -263,7 +264,7 @@ class Scheduler:
         elif self._first:
             self._first.popleft()
         else:
-            self._clients.take()
+            self._queued_rows -= len(self._clients.take().rows)
 
     def entered(self, job: PrefillJob) -> None:
         """Remove a job whose admitted rows are in the batch; its other rows return to the head of the queue."""
@@ -274,17 +275,19 @@ class Scheduler:
         if job.rows:
             self.requeue([job])
 
-    def forget(self, active: ActiveRequest) -> None:
-        """Drop all rows of a request that are not in the batch."""
+    def forget(self, ended: Set[ActiveRequest]) -> list[Row]:
+        """Drop and return all rows of some requests that are not in the batch, in one pass over the waiting jobs."""
+        dropped: list[Row] = []
         for job in self.pending:
-            if job.active is active:
+            if job.active in ended:
+                dropped += job.rows
                 job.rows, job.admitted = [], 0
-        if active.request.background:
-            self._rollouts = deque(job for job in self._rollouts if job.rows)
-        else:
-            self._first = deque(job for job in self._first if job.rows)
-            if self._clients.length:
-                self._clients.remove(lambda job: not job.rows)
+        self._rollouts = deque(job for job in self._rollouts if job.rows)
+        self._first = deque(job for job in self._first if job.rows)
+        if self._clients.length:
+            self._clients.remove(lambda job: not job.rows)
+            self._queued_rows = sum(len(job.rows) for job in self._clients)
+        return dropped
 
     def clear(self) -> None:
         """Drop all jobs."""
@@ -292,6 +295,7 @@ class Scheduler:
         self._first.clear()
         self._rollouts.clear()
         self._clients.clear()
+        self._queued_rows = 0
 
     def restart(self, jobs: Sequence[PrefillJob]) -> None:
         """Return the admitted ones of `jobs` to the head of the queue, and discard the prefilled states of `jobs`."""

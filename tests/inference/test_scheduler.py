@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from clotho.inference.scheduler import ActiveRequest, PrefillJob, Row, Scheduler, client_rows
+from clotho.runtime.fair_queue import FairQueue
+from protocols.errors import RequestError
 from protocols.sampling import SampleFailed, SampleRequest, Sampling
 from tests.inference.engine_helpers import make_engine, make_prompt, submit_request, tick_until
 
@@ -101,7 +104,7 @@ def test_a_request_that_never_started_gets_no_refund() -> None:
     scheduler.add(aborted)
     assert [finish_one(scheduler) for _ in range(3)] == [1, 2, 3]
     scheduler.add(job(5, 1, client="b", tokens=100))
-    scheduler.forget(aborted.active)
+    scheduler.forget({aborted.active})
     scheduler.refund(aborted.active, 1000)
     scheduler.add(job(6, 1, client="a", tokens=100))
     assert [finish_one(scheduler), finish_one(scheduler)] == [5, 6]
@@ -168,6 +171,58 @@ def test_a_request_that_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatc
     assert len(running.completions[0].tokens) == 20
     assert len(patient.completions) == 1
     assert engine.stats().timed_out == {"queue": 1}
+
+
+def passes_over_the_queue(requests: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often an engine reads its waiting requests while they are submitted, and then all ended at once."""
+    passes = 0
+
+    def counted(queue: FairQueue[PrefillJob]) -> Iterator[PrefillJob]:
+        nonlocal passes
+        passes += 1
+        return items(queue)
+
+    items = FairQueue.__iter__
+    engine = make_engine(max_num_seqs=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(FairQueue, "__iter__", counted)
+        answers = [submit_request(engine, make_prompt(5), client=f"client {number}") for number in range(requests)]
+        engine.abort_clients(None)
+        engine.tick()
+    assert {one.finish_reason for answer in answers for one in answer.completions} == {"abort"}
+    assert len(answers) == sum(len(answer.completions) for answer in answers)
+    assert not engine.has_work
+    return passes
+
+
+def test_a_request_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its submission nor its end reads all waiting requests."""
+    assert passes_over_the_queue(64, monkeypatch) == passes_over_the_queue(4, monkeypatch)
+
+
+def test_waiting_rows_of_clients_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows count until they are in the batch or dropped; those of rollouts never count."""
+    monkeypatch.setattr("clotho.inference.scheduler.MAX_WAITING_ROWS", 8)
+    scheduler = Scheduler(max_num_seqs=2, kv_cache_tokens=10_000)
+    jobs = [job(1, 2, client="a"), job(2, 2, client="a"), job(3, 2, client="b"), job(4, 50, background=True)]
+    dropped = [*jobs[1].rows, *jobs[3].rows]
+    for one in jobs:
+        scheduler.add(one)
+    scheduler.check(2)
+    with pytest.raises(RequestError):
+        scheduler.check(3)
+    assert admitted(scheduler) == [1]
+    with pytest.raises(RequestError):
+        scheduler.check(3)
+    scheduler.entered(jobs[0])
+    scheduler.check(4)
+    assert scheduler.forget({jobs[1].active, jobs[3].active}) == dropped
+    scheduler.check(6)
+    with pytest.raises(RequestError):
+        scheduler.check(7)
+    assert admitted(scheduler) == [3]
+    scheduler.clear()
+    scheduler.check(8)
 
 
 def test_an_answer_that_takes_too_long_ends_with_its_tokens_so_far() -> None:
