@@ -165,12 +165,15 @@ class AdapterStore:
             if adapter.version not in busy and other not in protected:
                 evicted.append(other)
                 total -= adapter.bytes
-        if total > self.limits.max_bytes or len(others) - len(evicted) >= self.limits.max_loaded:
-            raise AdapterRequestError(
-                f"no space for {size} bytes: {len(others)} adapters are loaded, and {total - size} bytes in use, of "
-                f"at most {self.limits.max_loaded} with {self.limits.max_bytes} bytes, and no more can be evicted",
-                reason="full",
+        limits, remedy = self.limits, "all have requests or are kept; raise it, or unload an adapter"
+        if len(others) - len(evicted) >= limits.max_loaded:
+            full = f"{len(others)} adapters are loaded, as many as server.adapters.max_loaded permits"
+            raise AdapterRequestError(f"{full}, and {remedy}", reason="full")
+        if total > limits.max_bytes:
+            full = (
+                f"no space for {size} bytes: {total - size} of server.adapters.max_bytes = {limits.max_bytes} are used"
             )
+            raise AdapterRequestError(f"{full}, and {remedy}", reason="full")
         return evicted
 
     def unload(self, name: str) -> LoadedAdapter:

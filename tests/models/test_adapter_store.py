@@ -58,6 +58,18 @@ def test_an_adapter_with_requests_is_never_evicted(directory: Path) -> None:
     assert names(store) == ["a", "c"]
 
 
+def test_a_full_store_names_the_setting_that_is_exceeded(directory: Path) -> None:
+    """In one line: the number of adapters, or their bytes."""
+    contents = make_store().read(directory)
+    for limits, key in (({"count": 1}, "max_loaded"), ({"max_bytes": contents.bytes}, "max_bytes")):
+        store = make_store(**limits)
+        store.load("a", contents)
+        with pytest.raises(AdapterRequestError, match=f"server.adapters.{key}") as refusal:
+            store.load("b", contents, protected={"a"})
+        assert refusal.value.reason == "full"
+        assert "\n" not in str(refusal.value)
+
+
 def test_a_protected_adapter_is_not_evicted(directory: Path) -> None:
     """An operator's own adapters stay, whatever clients load."""
     store, contents = make_store(), make_store().read(directory)
