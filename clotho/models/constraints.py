@@ -3,13 +3,14 @@
 The library intersects the vocabulary with an Earley parser, so that every token keeps the completion a prefix of a
 sentence of the grammar. Its work per token is limited (`LIMITS`): a grammar whose parser or lexer grows too much ends
 its own request. Compilation is not limited by the library, and a thread cannot be ended: a grammar is compiled in a
-process of its own first, which is killed after `CHECK_SECONDS`.
+process of its own first, which is killed when it has computed for `CHECK_SECONDS`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -49,15 +50,21 @@ LIMITS: dict[str, Any] = {
 FIRST_SECONDS, TOKEN_SECONDS = 0.25, 0.002
 """CPU time of a completion in the library: an allowance, and what each token adds. Common grammars need 0.05 ms."""
 
-CHECK_SECONDS = 5.0
+CHECK_SECONDS = 5
+"""CPU time in which a grammar must compile, in whole seconds. On a busy machine this takes longer."""
+
+WAIT_SECONDS = 120.0
+"""Time after which a compilation is ended that does not use its CPU time."""
 
 CHECK = """
 import contextlib, json, resource, sys
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-with contextlib.suppress(ValueError, OSError):
-    resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
 body = json.load(sys.stdin)
+limits = (resource.RLIMIT_AS, 2**32), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, body["seconds"])
+for kind, most in limits:
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
 limits = LLParserLimits(**body["limits"])
 matcher = LLMatcher(LLTokenizer("byte"), body["definition"], log_level=0, limits=limits)
 matcher.compute_bitmask()
@@ -179,12 +186,14 @@ def _check(definition: str) -> None:
     The process uses a vocabulary of bytes: a larger one adds only work that `LIMITS` covers. Its first token stands for
     every token that the grammar names by its number.
     """
-    body = json.dumps({"definition": TOKEN.sub("<[0]>", definition), "limits": LIMITS})
+    body = json.dumps({"definition": TOKEN.sub("<[0]>", definition), "limits": LIMITS, "seconds": CHECK_SECONDS})
     command = [sys.executable, "-P", "-c", CHECK]
     try:
-        done = subprocess.run(command, input=body, capture_output=True, text=True, timeout=CHECK_SECONDS, check=False)
+        done = subprocess.run(command, input=body, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f"it takes longer than {CHECK_SECONDS:g} seconds to compile") from error
+        raise ValueError(f"it is not compiled after {WAIT_SECONDS:g} seconds") from error
+    if done.returncode == -signal.SIGXCPU:
+        raise ValueError(f"it takes more than {CHECK_SECONDS} seconds of CPU time to compile")
     if done.returncode:
         raise ValueError("it needs too much memory to compile")
     if message := json.loads(done.stdout.splitlines()[-1]):
