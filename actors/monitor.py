@@ -88,7 +88,7 @@ class Monitor:
         self.logged, self._alarms, self._trackers = logged, alarms, trackers
         self._step, self._forecast = first_step, forecast
         self._seconds_before, self._clock, self._started_at = seconds_before, clock, clock()
-        self._last = Measurement(seconds=seconds_before, gauges=gauges())
+        self._last = Measurement(seconds=seconds_before, gauges=replace(gauges(), findings=()))
         self._failed_writes: Counter[str] = Counter()
         self._trained, self._discarded = 0, Counter[str]()
         self._discarded_between, self._failures_between = Counter[tuple[str, str]](), Counter[str]()
@@ -165,7 +165,8 @@ class Monitor:
         self._track(report.step)
         if self._rollouts_file is not None:
             await self._write(self._rollouts_file, rollout_records(report))
-        await self._write(self._metrics_file, [metrics])
+        if not await self._write(self._metrics_file, [metrics]):
+            self._last = replace(now, gauges=replace(gauges, findings=()))
         self.logged.put(report.step)
         await self._add_tokens(report)
         await self._write_tokens()
@@ -199,14 +200,14 @@ class Monitor:
             tracker.put(evaluation_values(report))
         await self._write(self._evaluations_file, [evaluation_record(report, run_seconds=self._age())])
 
-    async def _write(self, file: JsonlWriter, records: Iterable[Any]) -> None:
-        """Append records to a file."""
+    async def _write(self, file: JsonlWriter, records: Iterable[Any]) -> bool:
+        """Append records to a file. Returns whether it has all of them."""
 
         def append() -> None:
             for record in records:
                 file.append(record)
 
-        await self._attempt(file.path.name, append)
+        return await self._attempt(file.path.name, append)
 
     async def _add_tokens(self, report: StepReport | GroupsEnded) -> None:
         if self._tokens is not None:
@@ -216,17 +217,18 @@ class Monitor:
         if self._tokens is not None and self._tokens.pending:
             await self._attempt(self._tokens.path.name, self._tokens.write)
 
-    async def _attempt(self, name: str, write: Callable[[], None]) -> None:
-        """Write in a worker thread. If writing fails, the data are lost and the run continues."""
+    async def _attempt(self, name: str, write: Callable[[], None]) -> bool:
+        """Write in a worker thread. Returns whether it succeeded; if not, the data are lost and the run continues."""
         try:
             await to_thread.run_sync(write)
         except OSError as error:
             self._failed_writes[name] += 1
             if self._failed_writes[name] == 1:
                 log.warning("write_failed", file=name, error=error.strerror or str(error))
-        else:
-            if failed := self._failed_writes.pop(name, 0):
-                log.warning("write_recovered", file=name, failed_writes=failed)
+            return False
+        if failed := self._failed_writes.pop(name, 0):
+            log.warning("write_recovered", file=name, failed_writes=failed)
+        return True
 
     def _age(self) -> float:
         return self._seconds_before + self._clock() - self._started_at

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -132,13 +132,22 @@ class History:
         self.latest = {}
 
 
+class _Known(NamedTuple):
+    """A finding with all fields, and the first and the last step of the last time at which it applied."""
+
+    fields: dict[str, Any]
+    first: Any
+    last: Any
+
+
 class Metrics(History):
     """metrics.jsonl. Marks are the steps at which a finding began, or the training was rolled back."""
 
     def ended_findings(self) -> list[dict[str, Any]]:
         """Return the findings that the latest line does not have, the newest first, with `first` and `last` step."""
         now = names_of_findings(self.latest)
-        return [found for name, found in reversed(self._findings.items()) if name not in now]
+        ended = (found for name, found in reversed(self._findings.items()) if name not in now)
+        return [found.fields | {"first": found.first, "last": found.last} for found in ended]
 
     def body(self, start: int = 0, end: int | None = None) -> dict[str, Any]:
         """Return the columns and the marks."""
@@ -152,23 +161,29 @@ class Metrics(History):
         if row is not None:
             self._marks += ((self.end, mark) for mark in marks_of(self.latest, before))
             del self._marks[:-MAX_MARKS]
-            self._keep_findings(before)
+            self._complete_findings(before)
         return row
 
-    def _keep_findings(self, before: Collection[str]) -> None:
-        """Keep the findings of the latest line by name, the newest last. before: names in the line before it."""
-        step = self.latest.get("step")
-        for found in _objects(self.latest.get("findings")):
-            name = str(found.get("name"))
-            known = self._findings.pop(name, {})
-            self._findings[name] = found | {"first": known.get("first") if name in before else step, "last": step}
+    def _complete_findings(self, before: Collection[str]) -> None:
+        """Add to the findings of the latest line what earlier lines have about them. before: names in the line before.
+
+        Findings are kept by name, the newest last.
+        """
+        step, completed = self.latest.get("step"), list[dict[str, Any]]()
+        for changes in _objects(self.latest.get("findings")):
+            name = str(changes.get("name"))
+            known = self._findings.pop(name, None) or _Known({}, step, step)
+            found = _Known(known.fields | changes, known.first if name in before else step, step)
+            self._findings[name] = found
+            completed.append(found.fields)
+        self.latest["findings"] = completed
         while len(self._findings) > MAX_FINDINGS:
             del self._findings[next(iter(self._findings))]
 
     def _clear(self) -> None:
         super()._clear()
         self._marks: list[tuple[int, dict[str, Any]]] = []
-        self._findings: dict[str, dict[str, Any]] = {}
+        self._findings: dict[str, _Known] = {}
 
 
 class Evaluations(History):

@@ -72,7 +72,6 @@ def overview(files: RunFiles, name: str, *, is_live: bool) -> dict[str, Any]:
     latest, now = files.metrics.latest, files.timeline.latest
     planned = _integer(settings.profile.get("steps"))
     seconds = max(_seconds(now.get("t")), _seconds(latest.get("time/run")))
-    findings = latest.get("findings")
     return {
         "name": name,
         "live": is_live,
@@ -86,7 +85,7 @@ def overview(files: RunFiles, name: str, *, is_live: bool) -> dict[str, Any]:
         "profile_changes": settings.changes,
         "facts": _object(files.directory / FACTS),
         "preflight": _object(files.directory / PREFLIGHT),
-        "findings": findings if isinstance(findings, list) else [],
+        "findings": latest.get("findings", []),
         "ended_findings": files.metrics.ended_findings(),
         "outcomes": _outcomes(files),
         "in_flight": _in_flight(now) if is_live else None,

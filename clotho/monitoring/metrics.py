@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from protocols.curriculum import CurriculumReport
+from protocols.finding import Finding
 from protocols.rollout import ScoredGroup, bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport, UpdateMetrics
@@ -81,8 +82,8 @@ METRICS = {
     "resources/available_bytes": "Memory of the machine that is available without swap.",
     "resources/gpu_share": "Fraction of the time in which the GPU works.",
     "resources/power_watts": "Power of the GPU (NVIDIA), or of the whole machine (Mac with a battery).",
-    "findings": "Findings that apply at the step, each with `name`, `severity`, `fact`, `consequence`, `advice`, "
-    "`remedy`, `command` and `example`.",
+    "findings": "Findings that apply at the step, by `name`. `severity`, `fact`, `consequence`, `advice`, `remedy`, "
+    "`command` and `example` are in the line in which the finding begins, and later in the lines in which they change.",
     "rolled_back": "Whether the weights are those of an earlier version again.",
     "environments": "Metrics of each Atropos environment, by name.",
     "remote_servers": "State of each remote inference server, by address; totals since the last start.",
@@ -131,7 +132,7 @@ RANK_METRICS = {
 
 
 class Measurement(Struct, frozen=True, kw_only=True):
-    """Age of the run and values of the gauges when a line is written."""
+    """Age of the run, and values of the gauges. The findings are those of the line that was written then."""
 
     seconds: float
     gauges: RunGauges
@@ -181,7 +182,7 @@ def step_metrics(
         "time/weight_swap": now.gauges.swap_seconds_last,
         "peak_memory_bytes": now.gauges.peak_memory_bytes,
         **{f"resources/{key}": getattr(now.gauges.resources, key) for key in RESOURCES},
-        "findings": now.gauges.findings,
+        "findings": _finding_changes(now.gauges.findings, before.gauges.findings),
         "rolled_back": report.rolled_back,
         "environments": environment_metrics([group.scored for group in report.trained], discarded),
         "remote_servers": _remote_metrics(now.gauges.remote, before.gauges.remote, seconds),
@@ -190,6 +191,17 @@ def step_metrics(
         if now.gauges.learner_ranks.ranks
         else None,
     }
+
+
+def _finding_changes(now: Iterable[Finding], before: Iterable[Finding]) -> list[dict[str, Any]]:
+    """Return the name of each finding with the fields that differ from the line before; all fields if it begins."""
+    known = {finding.name: msgspec.structs.asdict(finding) for finding in before}
+    changes = []
+    for finding in now:
+        earlier = known.get(finding.name, {})
+        fields = msgspec.structs.asdict(finding).items()
+        changes.append({key: value for key, value in fields if key == "name" or earlier.get(key) != value})
+    return changes
 
 
 def _remote_metrics(now: RemoteGauges, before: RemoteGauges, seconds: float) -> dict[str, MetricsLine]:

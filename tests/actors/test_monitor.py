@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import temporary, transient
 from clotho.storage.jsonl import JsonlWriter
 from protocols.evaluation import EvalReport
+from protocols.finding import Finding
 from protocols.queues import EndOfStream, Outbox
 from protocols.step import FirstBatch, GroupsEnded, StepReport
 from protocols.summary import RunGauges
@@ -153,6 +155,25 @@ async def test_a_full_disk_is_reported_once(tmp_path: Path, monkeypatch: pytest.
     assert logs[1]["failed_writes"] == 4
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [5, 6, 7]
     assert len(lines(tmp_path / "rollouts.jsonl")) == 7
+
+
+async def test_the_text_of_a_finding_is_repeated_after_a_line_that_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every finding of the file has its text in the first line that names it."""
+    append, attempts = JsonlWriter.append, Counter[str]()
+
+    def fail(self: JsonlWriter, record: Any) -> None:
+        attempts[self.path.name] += 1
+        if self.path.name == "metrics.jsonl" and attempts[self.path.name] == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(self, record)
+
+    monkeypatch.setattr(JsonlWriter, "append", fail)
+    dropped = tuple(discarded(number) for number in range(4))
+    await observe(tmp_path, *(step(number, groups=(), discarded=dropped, update=None) for number in (1, 2, 3)))
+    named = [[list(finding) for finding in line["findings"]] for line in lines(tmp_path / "metrics.jsonl")]
+    assert named == [[list(Finding.__struct_fields__)], [["name", "fact"]]]
 
 
 async def test_per_token_values_that_cannot_be_written_are_reported_once(tmp_path: Path) -> None:

@@ -78,6 +78,23 @@ def test_findings_that_have_ended_keep_their_texts(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("is_repeated", [False, True], ids=["written once", "written in every line"])
+def test_a_finding_that_goes_on_keeps_the_fields_that_its_later_lines_lack(tmp_path: Path, is_repeated: bool) -> None:
+    """Later lines have its name and what changes. Lines with all fields have the same meaning."""
+    begins = {"name": "slow", "severity": "warning", "fact": "12 s", "advice": "wait"}
+    entries = [begins, {"name": "slow"}, {"name": "slow", "fact": "13 s"}, {"name": "slow"}]
+    if is_repeated:
+        entries = [begins, begins, begins | entries[2], begins | entries[2]]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(lines([{"step": step, "findings": [entry]} for step, entry in enumerate(entries, start=1)]))
+    history = Metrics(path)
+    history.read_all()
+    assert history.latest["findings"] == [begins | {"fact": "13 s"}]
+    path.write_bytes(path.read_bytes() + lines([{"step": 5, "findings": []}]))
+    history.read_all()
+    assert history.ended_findings() == [begins | {"fact": "13 s", "first": 1, "last": 4}]
+
+
 def test_the_timeline_lists_the_swaps_of_all_lines(run: Path) -> None:
     """Texts of what the learner waits for are a column."""
     body = read(Timeline(run / "timeline.jsonl"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +114,31 @@ def test_a_line_has_the_findings_and_the_resources_of_the_gauges() -> None:
     """A finding with all its parts, in the order of its fields. Unknown resources are null."""
     finding = Finding(name="slow", severity="warning", fact="f", consequence="c", advice="a", remedy=CHECK)
     resources = ResourceReading(resident_bytes=5, cpu_share=1.5, swap_change_bytes=-3)
+    before = Measurement(seconds=0.5, gauges=RunGauges())
     now = Measurement(seconds=1.0, gauges=RunGauges(findings=(finding,), resources=resources))
-    found = json.loads(msgspec.json.encode(step_metrics(EMPTY, now=now, before=now)))
+    found = json.loads(msgspec.json.encode(step_metrics(EMPTY, now=now, before=before)))
     (written,) = found["findings"]
     assert list(written) == list(Finding.__struct_fields__)
     assert [found[f"resources/{name}"] for name in ("resident_bytes", "cpu_share", "swap_change_bytes")] == [5, 1.5, -3]
     assert found["resources/gpu_share"] is None
+
+
+def test_the_text_of_a_finding_is_written_when_it_begins_or_changes() -> None:
+    """Other lines have its name. A finding that comes back begins again."""
+    slow = Finding(name="slow", severity="warning", fact="12 s", consequence="c", advice="a", remedy=CHECK)
+    slower = msgspec.structs.replace(slow, fact="13 s")
+    full = Finding(name="scorer_full", severity="warning", fact="f", consequence="c", advice="a", remedy=CHECK)
+    every = [(), (slow,), (slow,), (slower, full), (full,), (slower, full)]
+    moments = [Measurement(seconds=1.0, gauges=RunGauges(findings=findings)) for findings in every]
+    written = [step_metrics(EMPTY, now=now, before=before)["findings"] for before, now in pairwise(moments)]
+    all_of = {finding.fact: msgspec.structs.asdict(finding) for finding in (slow, slower, full)}
+    assert written == [
+        [all_of["12 s"]],
+        [{"name": "slow"}],
+        [{"name": "slow", "fact": "13 s"}, all_of["f"]],
+        [{"name": "scorer_full"}],
+        [all_of["13 s"], {"name": "scorer_full"}],
+    ]
 
 
 def test_values_that_an_update_did_not_compute_are_null() -> None:
