@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 import clotho.cpu
@@ -24,6 +25,13 @@ from tests.extras import is_installed
 load_blas()
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile all modules
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # float32 products of recent GPUs have 11 significant bits otherwise
+
+structlog.configure(  # by default, an exception is shown with all local variables, which takes half a second
+    processors=[
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
 settings.register_profile(
     "repeatable",
