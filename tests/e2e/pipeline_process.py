@@ -25,8 +25,11 @@ from tests import lanes
 
 REPOSITORY = Path(__file__).parents[2]
 BATCH = 4
+PROBLEMS = Path(__file__).parent / "problems"
+FEW_PROBLEMS = ("--data.train", str(PROBLEMS / "train.jsonl"), "--data.heldout", str(PROBLEMS / "heldout.jsonl"))
+"""The first problems of the embedded dataset: to render all of them takes as long as the rest of the start."""
 SMALL = (
-    "--server.port", "0", "--learner.batch-size", str(BATCH), "--sampling.group-size", "4",
+    "--server.port", "0", *FEW_PROBLEMS, "--learner.batch-size", str(BATCH), "--sampling.group-size", "4",
     "--learner.micro-batch-tokens", "1024", "--eval.problems", "16",
 )  # fmt: skip
 PRINTED_STEPS = """

@@ -21,7 +21,7 @@ from clotho.monitoring.failure_report import COMPLAINT_LIMIT
 from clotho.storage.run_directory import open_run
 from protocols.errors import visible
 from tests.e2e.conftest import CompletedRun
-from tests.e2e.pipeline_process import REPOSITORY, SMALL, run
+from tests.e2e.pipeline_process import FEW_PROBLEMS, PROBLEMS, REPOSITORY, SMALL, run
 
 TRAIN = REPOSITORY / "profiles" / "embedded" / "train.jsonl"
 
@@ -43,7 +43,8 @@ def error_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Complaint:
 
     def error_line_fixture(*flags: str, port: int = 0, run_dir: str = "run") -> str:
         before = contents(tmp_path)
-        status = main(["--run-dir", str(tmp_path / run_dir), "--server.port", str(port), *flags])
+        problems = () if any(flag.startswith(("--data", "--profile", "--resume")) for flag in flags) else FEW_PROBLEMS
+        status = main(["--run-dir", str(tmp_path / run_dir), "--server.port", str(port), *problems, *flags])
         out, err = capfd.readouterr()
         assert (status, out.startswith("loading ") * out) == (2, out), err
         assert err.startswith("clotho: ")
@@ -199,8 +200,9 @@ def test_a_run_resumes_only_with_the_same_rank_model_and_dataset(
     assert "model.path: " in line
     assert f" -> {model}" in line
     dataset = tmp_path / "mine.jsonl"
-    dataset.write_bytes(TRAIN.read_bytes())
-    assert f"-> {dataset}" in error_line(*resume, "--data.train", str(dataset))
+    shutil.copy(PROBLEMS / "train.jsonl", dataset)
+    other = [str(dataset) if flag == str(PROBLEMS / "train.jsonl") else flag for flag in resume]
+    assert f"-> {dataset}" in error_line(*other)
 
 
 def test_a_resumed_run_prints_its_step(tmp_path: Path, finished: CompletedRun) -> None:
@@ -258,7 +260,7 @@ def test_a_run_with_a_changed_dataset_is_not_resumed(
     dataset = tmp_path / "mine.jsonl"
     dataset.write_text("".join(TRAIN.read_text().splitlines(keepends=True)[:1000]))
     profile = tmp_path / "run" / "profile.toml"
-    profile.write_text(profile.read_text().replace(str(TRAIN), str(dataset)))
+    profile.write_text(profile.read_text().replace(str(PROBLEMS / "train.jsonl"), str(dataset)))
     assert "changed since the start of the run: dataset" in error_line("--resume", "--profile", str(profile))
 
 
@@ -283,7 +285,7 @@ def test_a_dry_run_prints_settings_that_load_to_the_same_profile(
     shown: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Flags included: the settings that differ from the defaults, or with `full` all of them. Nothing is written."""
-    flags = ["--run-dir", str(tmp_path / "run"), "--steps", "7", "--policy.method.rank", "3"]
+    flags = ["--run-dir", str(tmp_path / "run"), "--steps", "7", "--policy.method.rank", "3", *FEW_PROBLEMS]
     status = main([*flags, "--dry-run", *shown])
     out, err = capfd.readouterr()
     assert (status, err) == (0, "")
@@ -330,7 +332,7 @@ def test_a_dry_run_refuses_the_users_code_as_the_start_does(
     code = tmp_path / "user_code.py"
     code.write_text(USER_CODE)
     words = [word.replace("CODE", str(code)) for word in flags]
-    words += ["--run-dir", str(tmp_path / "run"), "--server.port", "0"]
+    words += ["--run-dir", str(tmp_path / "run"), "--server.port", "0", *FEW_PROBLEMS]
     assert main([*words, "--dry-run"]) == 2
     out, refused = capfd.readouterr()
     assert out == ""
