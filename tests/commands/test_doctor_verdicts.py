@@ -15,9 +15,12 @@ from rich.console import Console
 
 from clotho.commands import doctor
 from protocols.errors import ProfileError
+from tests.e2e.pipeline_process import PROBLEMS
 from tests.preflight import simulated_mac, templates
 
 SMALL = {
+    "--data.train": str(PROBLEMS / "train.jsonl"),
+    "--data.heldout": str(PROBLEMS / "heldout.jsonl"),
     "--learner.batch-size": "4",
     "--sampling.group-size": "4",
     "--sampling.max-tokens": "48",
@@ -25,7 +28,7 @@ SMALL = {
     "--server": "off",
     "--engine.max-num-seqs": "32",
 }
-"""Settings with which the checks of the embedded policy take two seconds."""
+"""Settings with which the checks of the embedded policy take half a second."""
 
 REWARDS = """
 def zero(problem, completion):
@@ -112,7 +115,7 @@ def dataset(**record: str) -> Write:
     def write(directory: Path) -> Mapping[str, str]:
         lines = [json.dumps({**record, "prompt": f"{number}. {record['prompt']}"}) for number in range(16)]
         (directory / "problems.jsonl").write_text("\n".join(lines))
-        return {"--dataset": str(directory / "problems.jsonl")}
+        return {"--data.train": str(directory / "problems.jsonl")}
 
     return write
 
@@ -140,7 +143,7 @@ FAILING: dict[str, Failing] = {
         findings=frozenset({"constant_reward_part"}),
     ),
     "no end": Failing(flags=setting("--sampling.ignore-eos", "true"), findings=frozenset({"all_truncated"})),
-    "temperature near 0": Failing(flags=setting("--sampling.temperature", "0.01"), findings=frozenset({"no_signal"})),
+    "temperature near 0": Failing(flags=setting("--sampling.temperature", "0.001"), findings=frozenset({"no_signal"})),
     "reward always 0": Failing(flags=reward("zero"), findings=frozenset({"no_reward"})),
     "reward always 1": Failing(flags=reward("one"), findings=frozenset({"always_rewarded"})),
     "reward raises": Failing(flags=reward("raises"), findings=frozenset({"rewards_fail"})),
