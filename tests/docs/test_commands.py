@@ -3,8 +3,9 @@
 A page's commands run in order in one directory that contains links to the checkout. Blocks of Python and TOML whose
 first line is a file name (`# name.py`) are written to that directory first. `pip install` is left out, because the
 package is installed already; a page whose commands need an extra is skipped without that extra. The program is
-`clotho` or `python pipeline.py`. Blocks that only run the program, a script of the page or mlx-lm run in this process,
-which has loaded the modules, except those of README.md. HTML comments above a block control it:
+`clotho` or `python pipeline.py`; a run of the profile local-m3 reads the first problems of its dataset. The program,
+the scripts of a page and mlx-lm run in this process, which has loaded the modules, except in README.md and beside other
+shell commands than `cp` and `cat`. HTML comments above a block control it:
 
     not executed: REASON            flags and profile are checked, nothing runs
     executed with: FLAGS            the flags are added to every command of the program
@@ -35,6 +36,7 @@ from clotho.config.flags import parse_arguments
 from clotho.config.load import load_profile
 from clotho.config.serving import load_serving, serve_help
 from tests.docs.pages import DOCS, ROOT, Block, blocks
+from tests.e2e.pipeline_process import FEW_PROBLEMS
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 COMMANDS = {page: [block for block in blocks(page) if block.language == "shell"] for page in PAGES}
@@ -52,6 +54,9 @@ PARSED = ("show", "convert", "merge", "push", "view")
 PROGRAM = r"(?:python pipeline\.py|clotho)"
 PLAIN = re.compile(rf"(?:{PROGRAM} |python (?:\w+\.py|-m mlx_lm ))[^|&;<>$`~*]*")
 """A command that needs no shell."""
+
+FILES = re.compile(r"cp [^|&;<>$`~*\n]*|cat > \S+ <<'END'\n.*?\nEND$", re.DOTALL | re.MULTILINE)
+"""A shell command that writes a file."""
 
 COMMAND = re.compile(rf"^{PROGRAM}\b[^\n&|#]*", re.MULTILINE)
 INSTALLED = '#!/bin/sh\nexec python -m clotho "$@"\n'
@@ -88,10 +93,13 @@ def test_the_commands_of_a_page_work(page: Path, tmp_path: Path, monkeypatch: py
             run_beside(block, following, tmp_path, port)
         else:
             text = script(block, port)
-            if page.stem != "README" and all(map(PLAIN.fullmatch, text.strip().splitlines())):
-                run_here(text, tmp_path, monkeypatch)
+            commands_here = FILES.sub("", text).strip()
+            if page.stem != "README" and all(map(PLAIN.fullmatch, commands_here.splitlines())):
+                if files := "\n".join(FILES.findall(text)):
+                    run(files, tmp_path)
+                run_here(commands_here, tmp_path, monkeypatch)
             else:
-                run(text, tmp_path, port)
+                run(text, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -137,13 +145,21 @@ def script(block: Block, port: int) -> str:
     """The block as a script; the server listens on `port` instead of 8000."""
     added = block.comment.removeprefix(ADDED) if block.comment.startswith(ADDED) else ""
     text = re.sub(r"\\\n\s*", "", INSTALLATION.sub("", block.text)).replace("127.0.0.1:8000", f"127.0.0.1:{port}")
-    return COMMAND.sub(lambda match: f"{match[0].rstrip()} {added} {server_flag(match[0], port)} ", text)
+    return COMMAND.sub(
+        lambda match: f"{match[0].rstrip()} {added} {server_flag(match[0], port)} {problem_flags(match[0])} ", text
+    )
 
 
 def server_flag(command: str, port: int) -> str:
     """The flag that sets the port, if the command starts a server: a run, or `serve`."""
     other = re.match(rf"{PROGRAM} (?!serve\b)[a-z]", command)
     return "" if other or "--help" in command or "--server." in command else f"--server.port {port}"
+
+
+def problem_flags(command: str) -> str:
+    """The flags that shorten the dataset of the profile local-m3, if the command uses it."""
+    uses = re.match(rf"{PROGRAM} --profile local-m3(?! .*--data)", command)
+    return shlex.join(FEW_PROBLEMS) if uses else ""
 
 
 def environment(directory: Path) -> dict[str, str]:
@@ -155,7 +171,7 @@ def environment(directory: Path) -> dict[str, str]:
     }
 
 
-def run(text: str, directory: Path, port: int) -> None:
+def run(text: str, directory: Path) -> None:
     """Run a script and show its output if it fails."""
     command = ["bash", "-euo", "pipefail", "-c", text]
     result = subprocess.run(command, cwd=directory, env=environment(directory), capture_output=True, text=True)
@@ -191,7 +207,7 @@ def run_beside(block: Block, during: Block, directory: Path, port: int) -> None:
         while not is_ready(port):
             assert background.poll() is None, Path(log.name).read_text(encoding="utf-8")[-3000:]
             time.sleep(0.05)
-        run(script(during, port), directory, port)
+        run(script(during, port), directory)
     finally:
         background.send_signal(signal.SIGINT)
         background.wait()

@@ -30,6 +30,7 @@ from typing import Any
 from msgspec import Struct
 
 from tests.docs.pages import between, replace_between
+from tests.e2e.pipeline_process import FEW_PROBLEMS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flow-modules.md"
@@ -43,7 +44,7 @@ FLAG, VALUE = "--rollouts.max-batches-ahead", 37
 """The traced flag, with a value that occurs nowhere else."""
 RUN = (
     "--profile", "local-m3", "--steps", "1", "--learner.batch-size", "4", "--sampling.group-size", "4",
-    "--sampling.max-tokens", "64", "--eval", "off",
+    "--sampling.max-tokens", "64", "--eval", "off", *FEW_PROBLEMS,
     "--server", "off", "--monitor.display", "none", "--rewards", '[{name = "exact", correct = true}]',
 )  # fmt: skip
 PERIODIC = ("resource watch", "startup watch")
