@@ -7,14 +7,15 @@ possible.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from threading import get_ident
+from types import ModuleType
 from typing import NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import activations, base
+from mlx_lm import models
+from mlx_lm.models import activations
 from mlx_lm.tuner.lora import LoRALinear
 
 from clotho.cpu import computes_on_host
@@ -267,9 +268,9 @@ def install_cpu_layers(model: nn.Module) -> None:
     """
     if not computes_on_host():
         return
-    for name, module in list(sys.modules.items()):
-        if name.startswith(f"{base.__package__}.") and vars(module).get("swiglu") is original_swiglu:
-            vars(module)["swiglu"] = swiglu
+    for loaded in model_modules():
+        if vars(loaded).get("swiglu") is original_swiglu:
+            vars(loaded)["swiglu"] = swiglu
     for module in model.modules():
         if type(module) is nn.RMSNorm:
             module.__class__ = ClosedFormRMSNorm
@@ -280,6 +281,11 @@ def install_cpu_layers(model: nn.Module) -> None:
         elif type(module) is nn.Linear and not module.trainable_parameters():
             module.weight = input_major(module.weight)
             mx.eval(module.weight)
+
+
+def model_modules() -> list[ModuleType]:
+    """The modules of mlx-lm's models that are loaded."""
+    return [module for module in list(vars(models).values()) if isinstance(module, ModuleType)]
 
 
 def input_major(weight: mx.array) -> mx.array:

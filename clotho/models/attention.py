@@ -8,7 +8,6 @@ which tokens attend to which, at which positions, and how attention is computed.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -19,7 +18,7 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import create_attention_mask
 
 from clotho.cpu import computes_on_host
-from clotho.cpu.layers import attend
+from clotho.cpu.layers import attend, model_modules
 
 NAME = "scaled_dot_product_attention"
 original = base.scaled_dot_product_attention
@@ -50,8 +49,7 @@ def attention(
 
 def install_cache_attention() -> list[ModuleType]:
     """Replace mlx-lm's function by `attention` in all of its model modules that are loaded; return those changed."""
-    loaded = list(sys.modules.items())
-    changed = [m for name, m in loaded if name.startswith("mlx_lm.models.") and vars(m).get(NAME) is original]
+    changed = [module for module in model_modules() if vars(module).get(NAME) is original]
     for module in changed:
         setattr(module, NAME, attention)
     return changed
