@@ -229,8 +229,7 @@ def wire_training(
     early_end: EarlyEnd,
 ) -> list[Child]:
     """The learner, and the receivers of its updates."""
-    profile, policy = context.profile, context.policy
-    state, settings = context.state, context.profile.checkpoint
+    profile, policy, state = context.profile, context.policy, context.state
     learner = custom.actor(
         "learner",
         Learner,
@@ -276,7 +275,7 @@ def wire_training(
         max_num_seqs=profile.engine.max_num_seqs,
         turns=context.policy_learner.turns,
     )
-    adapter_path = [Path(settings.adapter_path).expanduser()] if settings.adapter_path else []
+    path = profile.checkpoint.adapter_path
     checkpointer = custom.actor(
         "checkpointer",
         Checkpointer,
@@ -284,16 +283,17 @@ def wire_training(
         directory=context.directory.checkpoints,
         newest=context.directory.newest_checkpoint,
         histories=context.directory.histories,
-        adapter_directories=[context.directory.adapters, *adapter_path],
+        adapter_directories=[context.directory.adapters, *([Path(path).expanduser()] if path else [])],
         adapter_config=policy.adapter_config,
         run_id=context.directory.run_id,
-        settings=settings,
+        settings=profile.checkpoint,
         best=context.best,
         state=accounting.run_state,
         logged=context.logged,
         parameters=context.policy_learner.parameters,
         loadable=lambda parameters: finish(context.executor.submit(lambda: policy.loadable(parameters))),
         records=checkpoint_records(profile, context.directory),
+        outcomes=context.curriculum.outcomes if context.curriculum is not None else None,
     )
     evaluators = []
     if isinstance(profile.eval, HeldOutEvaluation):
@@ -346,8 +346,7 @@ def wire_rollouts(
     prompts: Channel[Prompt | Discarded] = custom.channel("prompts", profile.queues.prompts)
     rollouts: Channel[RolloutGroup | Discarded] = custom.channel("rollouts", profile.queues.rollouts)
     limit, curriculum = context.replaced_groups_limit, context.curriculum
-    rule = context.staleness_rule
-    rewards = context.rewards
+    rule, rewards = context.staleness_rule, context.rewards
     scorer = custom.actor(
         "scorer",
         Scorer,

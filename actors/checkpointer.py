@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from anyio.to_thread import run_sync
 from msgspec.structs import replace
 
 from clotho.config.schema import CheckpointSection
+from clotho.data.group_outcomes import GroupOutcomes
 from clotho.runtime.latest import Latest, reached
 from clotho.storage.adapters import write_adapter
 from clotho.storage.best_checkpoint import BestCheckpointKeeper
@@ -35,6 +37,9 @@ class Checkpointer:
     Before a checkpoint is written, its step must be in the log files (metrics.jsonl, rollouts.jsonl), and these files
     are synced to disk. After a kill or a power failure, a run then resumes with complete log files. The wait ends when
     the monitor ends, or after a timeout.
+
+    A curriculum's evidence on all problems would make every update large. The checkpointer has a copy of its own, in
+    which it counts the groups of every update as the learner does.
     """
 
     name = "checkpointer"
@@ -56,6 +61,7 @@ class Checkpointer:
         parameters: Any,
         loadable: Callable[[Any], Awaitable[tuple[Any, AdapterConfig]]],
         records: Callable[[int], dict[str, bytes]],
+        outcomes: GroupOutcomes | None = None,
     ) -> None:
         """newest: file that records the step of the newest checkpoint. histories: the log files.
 
@@ -63,6 +69,7 @@ class Checkpointer:
         state: builds the part of a checkpoint that is not tensors. logged: last step in the log files.
         parameters: the weights at the start. loadable: converts parameters to those that mlx-lm loads.
         records: the files for readers in the checkpoint of a step, in any thread.
+        outcomes: the evidence of the curriculum at the start, which is copied; None without a curriculum.
         """
         self._inbox = inbox
         self._directory, self._newest, self._histories = directory, newest, histories
@@ -70,6 +77,7 @@ class Checkpointer:
         self._adapter_config, self._settings, self._state = adapter_config, settings, state
         self._run_id, self._logged, self._best = run_id, logged, best
         self._parameters, self._loadable, self._records = parameters, loadable, records
+        self._outcomes = deepcopy(outcomes)
 
     async def run(self) -> None:
         """Write checkpoints until the updates end, then a last checkpoint if needed, then the adapter."""
@@ -77,6 +85,8 @@ class Checkpointer:
         async with self._inbox:
             async for update in self._inbox:
                 self._parameters = update.parameters
+                if self._outcomes is not None and update.curriculum is not None:
+                    self._outcomes.end_step(update.curriculum.groups)
                 unwritten = update
                 if self._settings.interval and update.report.step % self._settings.interval == 0:
                     await self._write(update)
@@ -99,6 +109,7 @@ class Checkpointer:
             state=state,
             adapter_config=self._adapter_config,
             replay=update.replay,
+            evidence=await run_sync(self._outcomes.evidence) if self._outcomes is not None else None,
             records=await run_sync(self._records, update.report.step),
         )
         path = await run_sync(

@@ -314,7 +314,7 @@ class Learner:
             replay=self._replay.groups(),
             collapse=self._collapse.state(),
             rollbacks=self._collapse.rollbacks,
-            curriculum=self._curriculum.state() if self._curriculum else None,
+            curriculum=self._curriculum.update() if self._curriculum else None,
         )
         for outbox in self._updates:
             await outbox.send(update)

@@ -28,7 +28,7 @@ class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     received: number of groups received from each environment.
     in_flight: environment of each received group that has not ended, by group id.
     evaluated: step of each line of evaluations.jsonl up to `step`.
-    curriculum: success rates of the problems; None without a curriculum.
+    curriculum: of which problems the curriculum has evidence; None without a curriculum.
     """
 
     step: Count

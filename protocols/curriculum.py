@@ -1,32 +1,61 @@
-"""The curriculum by success rate: its report for each step, and its state in a checkpoint."""
+"""The curriculum by success rate: its report for each step, and its parts of a checkpoint."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
 
-class CurriculumState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Learner -> checkpoint. The evidence on all problems after one batch.
+class CurriculumState(Struct, frozen=True, kw_only=True):
+    """The small part of a curriculum in a checkpoint, beside its `CurriculumEvidence`.
 
-    dataset: fingerprint of the problems; a state of other problems is not used.
-    problems: index of each problem with a group, as little-endian int64, ascending. statuses, steps: status after its
-    last group, and the step of this group relative to the present one; successes, completions: of this group; all as
-    little-endian int64. groups, gradients: weight of all groups and of those with a gradient by type, status and age,
-    as little-endian float64. lowest, highest: rewards of the run; None before the first group.
+    dataset: fingerprint of the problems; evidence on other problems is not used. lowest, highest: rewards of the run;
+    None before the first group.
     """
 
     dataset: str
-    problems: bytes = b""
-    statuses: bytes = b""
-    steps: bytes = b""
-    successes: bytes = b""
-    completions: bytes = b""
-    groups: bytes = b""
-    gradients: bytes = b""
     lowest: float | None = None
     highest: float | None = None
+
+
+class CountedGroup(NamedTuple):
+    """A group that the curriculum counted. problem: index of its problem."""
+
+    problem: int
+    successes: int
+    completions: int
+
+
+class CurriculumUpdate(Struct, frozen=True, kw_only=True):
+    """Learner -> checkpointer, which counts the groups too. groups: those of one batch, in order."""
+
+    state: CurriculumState
+    groups: tuple[CountedGroup, ...]
+
+
+class CurriculumEvidence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`curriculum.msgpack` of a checkpoint: the last group of each problem, and how often groups had a gradient.
+
+    Columns of little-endian numbers. problems: index of each problem with a group, ascending, uint32. statuses, ages:
+    status after its last group, and the age of this group in steps, uint8; the greatest age stands for greater ones.
+    successes, completions: of this group, uint16.
+    cells: places in the table of types, statuses and ages that have groups, uint32. cell_ages: steps since a cell last
+    changed, uint32. cell_groups, cell_gradients: weight of its groups, and of those with a gradient, at that time.
+    groups, gradients: the same for all types together, by status and age, now. Weights are float64.
+    """
+
+    problems: bytes
+    statuses: bytes
+    ages: bytes
+    successes: bytes
+    completions: bytes
+    cells: bytes
+    cell_ages: bytes
+    cell_groups: bytes
+    cell_gradients: bytes
+    groups: bytes
+    gradients: bytes
 
 
 class CurriculumReport(Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from protocols.accounting import LedgerState
 from protocols.collapse import CollapseState
-from protocols.curriculum import CurriculumReport, CurriculumState
+from protocols.curriculum import CurriculumReport, CurriculumUpdate
 from protocols.finding import Finding
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 
@@ -213,7 +213,7 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     train_seconds, trained_tokens: totals since the run began.
     replay: groups in the replay buffer, oldest first.
     rollbacks: number of rollbacks since the run began.
-    curriculum: success rates of the problems; None without a curriculum.
+    curriculum: the groups that the curriculum counted; None without a curriculum.
     """
 
     report: StepReport
@@ -227,7 +227,7 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     replay: tuple[ReplayGroup, ...] = ()
     collapse: CollapseState = CollapseState()
     rollbacks: int = 0
-    curriculum: CurriculumState | None = None
+    curriculum: CurriculumUpdate | None = None
 
 
 class WeightsReady(Struct, frozen=True, kw_only=True, tag=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
@@ -11,17 +10,21 @@ import numpy as np
 import structlog
 
 from clotho.config.schema import RewardSection, SuccessRateCurriculum
-from clotho.data.group_outcomes import AGES, PRIOR, Floats, GroupOutcomes, Indices, OutcomeRecords
+from clotho.data.group_outcomes import INTERVALS, Floats, GroupOutcomes, Indices
 from clotho.data.order import ProblemOrder
-from protocols.curriculum import CurriculumReport, CurriculumState
+from protocols.curriculum import (
+    CountedGroup,
+    CurriculumEvidence,
+    CurriculumReport,
+    CurriculumState,
+    CurriculumUpdate,
+)
+from protocols.errors import CheckpointError
 from protocols.prompt import Problem
 from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, bounded
 from protocols.sampling import derive
 
 log = structlog.get_logger(__name__)
-
-RATES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-"""Edges of the intervals in which problems are counted by their estimated success rate."""
 
 
 class Choice(NamedTuple):
@@ -66,20 +69,25 @@ class Curriculum:
         seed: int,
         dataset: str,
         state: CurriculumState | None = None,
+        evidence: CurriculumEvidence | None = None,
     ) -> None:
-        """types, order: of the problems. dataset: fingerprint of the problems. state: of a checkpoint."""
+        """types, order: of the problems. dataset: fingerprint of the problems. state, evidence: of a checkpoint.
+
+        Raises CheckpointError if the evidence is damaged.
+        """
         self._order, self._settings = order, settings
         self._correct = [section for section in rewards if section.correct]
         self._seed, self._dataset = seed, dataset
         self._candidates = min(settings.candidates, order.epoch_length)
-        self._outcomes = GroupOutcomes(types)
+        self.outcomes = GroupOutcomes(types)
         self._chosen: dict[int, Choice] = {}
         self._ended: list[int] = []
         self._scored: list[Scored] = []
         self._lowest: float | None = None
         self._highest: float | None = None
+        self._counted: tuple[CountedGroup, ...] = ()
         if state is not None:
-            self._restore(state)
+            self._restore(state, evidence)
 
     def choose(self, group_id: int) -> int:
         """Return the index of the problem of a group, and remember it until the group has ended."""
@@ -88,9 +96,9 @@ class Curriculum:
         places = [self._order.index(place) for place in range(start, start + self._candidates)]
         taken = {choice.problem for choice in self._chosen.values()}
         candidates: Indices = np.array([index for index in places if index not in taken] or places, dtype=np.int64)
-        gradient = self._outcomes.gradient_probability(candidates)
+        gradient = self.outcomes.gradient_probability(candidates)
         explores = random.random() < self._settings.explore
-        weights = gradient**self._settings.sharpness * self._outcomes.failure_rates(candidates)
+        weights = gradient**self._settings.sharpness * self.outcomes.failure_rates(candidates)
         position = _draw(random, np.ones(len(candidates)) if explores else weights)
         self._chosen[group_id] = Choice(int(candidates[position]), 1 - float(gradient[position]))
         return int(candidates[position])
@@ -110,58 +118,35 @@ class Curriculum:
         for group in scored:
             self._lowest = min(*group.rewards, *(() if self._lowest is None else (self._lowest,)))
             self._highest = max(*group.rewards, *(() if self._highest is None else (self._highest,)))
-        self._outcomes.end_step(
-            [
-                (
-                    self._chosen[group.group_id].problem,
-                    sum(map(self._succeeds, group.rewards, group.correct)),
-                    len(group.rewards),
-                )
-                for group in scored
-            ]
+        self._counted = tuple(
+            CountedGroup(
+                problem=self._chosen[group.group_id].problem,
+                successes=sum(map(self._succeeds, group.rewards, group.correct)),
+                completions=len(group.rewards),
+            )
+            for group in scored
         )
+        self.outcomes.end_step(self._counted)
         report = self._report(scored)
         for group_id in self._ended:
             self._chosen.pop(group_id, None)
         self._ended, self._scored = [], []
         return report
 
-    def state(self) -> CurriculumState:
-        """Snapshot for a checkpoint, at the end of a step."""
-        records = self._outcomes.records()
-        return CurriculumState(
-            dataset=self._dataset,
-            problems=records.problems_P.astype("<i8").tobytes(),
-            statuses=records.statuses_P.astype("<i8").tobytes(),
-            steps=records.steps_P.astype("<i8").tobytes(),
-            successes=records.successes_P.astype("<i8").tobytes(),
-            completions=records.completions_P.astype("<i8").tobytes(),
-            groups=records.groups_T_S_A.astype("<f8").tobytes(),
-            gradients=records.gradients_T_S_A.astype("<f8").tobytes(),
-            lowest=self._lowest,
-            highest=self._highest,
-        )
+    def update(self) -> CurriculumUpdate:
+        """What the last step changed, for the checkpointer, at the end of the step."""
+        state = CurriculumState(dataset=self._dataset, lowest=self._lowest, highest=self._highest)
+        return CurriculumUpdate(state=state, groups=self._counted)
 
-    def _restore(self, state: CurriculumState) -> None:
-        if state.dataset != self._dataset:
-            log.warning("curriculum_starts_anew", reason="the checkpoint is of other problems")
+    def _restore(self, state: CurriculumState, evidence: CurriculumEvidence | None) -> None:
+        if state.dataset != self._dataset or evidence is None:
+            reason = "is of other problems" if state.dataset != self._dataset else "has no evidence"
+            log.warning("curriculum_starts_anew", reason=f"the checkpoint {reason}")
             return
-        shape = len(self._outcomes.names), len(PRIOR), AGES
-        parts = state.problems, state.statuses, state.steps, state.successes, state.completions
-        problems_P, statuses_P, steps_P, successes_P, completions_P = (
-            np.frombuffer(part, "<i8").astype(np.int64) for part in parts
-        )
-        self._outcomes.restore(
-            OutcomeRecords(
-                problems_P=problems_P,
-                statuses_P=statuses_P,
-                steps_P=steps_P,
-                successes_P=successes_P,
-                completions_P=completions_P,
-                groups_T_S_A=np.frombuffer(state.groups, "<f8").reshape(shape),
-                gradients_T_S_A=np.frombuffer(state.gradients, "<f8").reshape(shape),
-            )
-        )
+        try:
+            self.outcomes.restore(evidence)
+        except ValueError as error:
+            raise CheckpointError(f"the curriculum of the checkpoint cannot be used: {error}") from error
         self._lowest, self._highest = state.lowest, state.highest
 
     def _judge(
@@ -178,16 +163,14 @@ class Curriculum:
         return reward > (self._lowest + self._highest) / 2
 
     def _report(self, scored: Sequence[Scored]) -> CurriculumReport:
-        rate_N = self._outcomes.success_rates()
-        counts, _ = np.histogram(rate_N, bins=RATES)
-        intervals = [f"{low:.1f}-{high:.1f}" for low, high in pairwise(RATES)]
+        intervals = [f"{i / INTERVALS:.1f}-{(i + 1) / INTERVALS:.1f}" for i in range(INTERVALS)]
         equal = [max(group.rewards) - min(group.rewards) <= ZERO_VARIANCE_THRESHOLD for group in scored]
         expected = [self._chosen[group.group_id].zero_variance for group in scored]
         return CurriculumReport(
             zero_variance_expected=fmean(expected) if expected else None,
             zero_variance_observed=fmean(equal) if equal else None,
-            success_rate=float(rate_N.mean()),
-            problems=dict(zip(intervals, counts.tolist(), strict=True)),
+            success_rate=self.outcomes.success_rate(),
+            problems=dict(zip(intervals, self.outcomes.problems_by_rate(), strict=True)),
         )
 
 

@@ -23,6 +23,7 @@ from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.storage.atomic_files import copy_file, make_directory, new_directory, sync_directory
 from clotho.storage.best_checkpoint import INITIAL
 from clotho.storage.checkpoints import (
+    Checkpoint,
     checkpoint_path,
     checkpoint_steps,
     find_damage,
@@ -39,7 +40,6 @@ from clotho.storage.run_paths import chosen_checkpoint
 from clotho.training.update import PolicyLearner
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, RunDirectoryError
-from protocols.step import ReplayGroup
 from protocols.summary import HistoryGap
 
 T = TypeVar("T", bound=Record)
@@ -209,18 +209,17 @@ def _starts_over(directory: RunDirectory) -> tuple[str, ...]:
 
 async def restore(
     path: Path, executor: ComputeExecutor, policy: Policy, learner: PolicyLearner, inputs: dict[str, str]
-) -> tuple[RunState, tuple[ReplayGroup, ...]]:
-    """Restore policy, learner and random state from a checkpoint.
+) -> Checkpoint:
+    """Read a checkpoint, and restore policy, learner and random state from it.
 
     inputs: fingerprints of the inputs of this process. Raises CheckpointError if they differ, or if the checkpoint
     belongs to another policy.
     """
-    state = read_state(path)
-    require_same_inputs(state, inputs)
-    return state, await finish(executor.submit(lambda: _restore(path, policy, learner)))
+    require_same_inputs(read_state(path), inputs)
+    return await finish(executor.submit(lambda: _restore(path, policy, learner)))
 
 
-def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> tuple[ReplayGroup, ...]:
+def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> Checkpoint:
     checkpoint = read_checkpoint(path, expected=policy.trainable(), adapter_config=policy.adapter_config)
     state = checkpoint.state
     policy.publish(checkpoint.parameters, version=state.version, step=state.step, fingerprint=state.fingerprint)
@@ -229,7 +228,7 @@ def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> tuple[Replay
     except ValueError as error:
         raise CheckpointError(f"cannot resume from {path}: {error}") from error
     restore_random_state(state.random_state)
-    return checkpoint.replay
+    return checkpoint
 
 
 def restore_histories(directory: RunDirectory, state: RunState | None, profile: Profile) -> RestoredHistories:

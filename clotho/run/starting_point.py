@@ -46,6 +46,7 @@ from clotho.storage.run_paths import run_of
 from clotho.training.update import PolicyLearner
 from protocols.accounting import LedgerState
 from protocols.checkpoint import AdapterConfig, Origin, RunState
+from protocols.curriculum import CurriculumEvidence
 from protocols.errors import CheckpointError, ClothoError, RunDirectoryError
 from protocols.step import ReplayGroup
 from protocols.summary import HistoryGap
@@ -55,12 +56,14 @@ class StartingPoint(Struct, frozen=True, kw_only=True, eq=False):
     """Where a run starts.
 
     state: the checkpoint; None at step 0 of a new run. replay: groups of its replay buffer.
+    evidence: of its curriculum; None without one.
     initial: parameters at step 0, as far as the process knows them. origin: what the run started from; None if it
     started from the base model alone. gaps: records that the checkpoint covers and the histories lack.
     """
 
     state: RunState | None
     replay: tuple[ReplayGroup, ...] = ()
+    evidence: CurriculumEvidence | None = None
     initial: Any | None = None
     origin: Origin | None = None
     gaps: tuple[HistoryGap, ...] = ()
@@ -133,9 +136,11 @@ async def begin(
     found = find_resume_point(directory)
     state: RunState | None = None
     replay: tuple[ReplayGroup, ...] = ()
+    evidence: CurriculumEvidence | None = None
     warnings = found.warnings
     if found.path is not None:
-        state, replay = await restore(found.path, executor, policy, learner, inputs)
+        checkpoint = await restore(found.path, executor, policy, learner, inputs)
+        state, replay, evidence = checkpoint.state, checkpoint.replay, checkpoint.evidence
     elif origin is not None or not isinstance(profile.policy.method, FullMethod):
         snapshot = await finish(executor.submit(lambda: _snapshot(policy, learner, None, inputs)))
         if origin is not None:
@@ -147,6 +152,7 @@ async def begin(
     return StartingPoint(
         state=state,
         replay=replay,
+        evidence=evidence,
         initial=initial,
         origin=origin if found.path is None else None,
         gaps=restored.gaps,
@@ -170,11 +176,11 @@ async def _begin_fork(
     changed = tuple(sorted(name for name in inputs if before.inputs.get(name) != inputs[name]))
     origin = await run_sync(lambda: _fork_origin(source, profile, before, changed))
     state = replace(before, inputs=inputs)
-    replay = fork.checkpoint.replay
+    replay, evidence = fork.checkpoint.replay, fork.checkpoint.evidence
 
     def snapshot() -> Snapshot:
         restore_random_state(state.random_state)
-        return _snapshot(policy, learner, state, inputs, replay)
+        return replace(_snapshot(policy, learner, state, inputs), replay=replay, evidence=evidence)
 
     written = await finish(executor.submit(snapshot))
     await run_sync(partial(_write_fork, directory, written, origin, profile))
@@ -183,6 +189,7 @@ async def _begin_fork(
     return StartingPoint(
         state=state,
         replay=replay,
+        evidence=evidence,
         origin=origin,
         gaps=restored.gaps,
         warnings=(*fork.warnings, *warned, *restored.warnings),
@@ -194,7 +201,6 @@ def _snapshot(
     learner: PolicyLearner,
     state: RunState | None,
     inputs: dict[str, str],
-    replay: tuple[ReplayGroup, ...] = (),
 ) -> Snapshot:
     """Return the checkpoint of the weights that are served now, in the compute thread. state: None at step 0."""
     return Snapshot(
@@ -215,7 +221,6 @@ def _snapshot(
             inputs=inputs,
         ),
         adapter_config=policy.adapter_config,
-        replay=replay,
     )
 
 

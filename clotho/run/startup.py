@@ -41,7 +41,7 @@ from clotho.run.context import RunContext
 from clotho.run.initial_adapter import publish_first_checkpoint, publish_initial, read_initial
 from clotho.run.process_signals import process_signals
 from clotho.run.prompts import MAX_LISTED_TYPES, LoadedPrompts, PromptBuilder, dataset_warnings, load_prompts
-from clotho.run.starting_point import Fork, begin, publish_fork, restore_learner
+from clotho.run.starting_point import Fork, StartingPoint, begin, publish_fork, restore_learner
 from clotho.run.user_code import require_importable
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
@@ -185,7 +185,7 @@ async def _build_context(
         engine_failure=engine_failure,
         policy_learner=policy_learner,
         prompts=prompts,
-        curriculum=_curriculum(profile, prompts, state),
+        curriculum=_curriculum(profile, prompts, start),
         held_out=held_out,
         rewards=rewards,
         inputs=inputs,
@@ -243,7 +243,7 @@ def _best_checkpoint(
     )
 
 
-def _curriculum(profile: Profile, prompts: PromptBuilder, state: RunState | None) -> Curriculum | None:
+def _curriculum(profile: Profile, prompts: PromptBuilder, start: StartingPoint) -> Curriculum | None:
     settings = profile.data.curriculum
     if not isinstance(settings, SuccessRateCurriculum):
         return None
@@ -254,7 +254,8 @@ def _curriculum(profile: Profile, prompts: PromptBuilder, state: RunState | None
         rewards=profile.rewards,
         seed=profile.seed,
         dataset=problems_fingerprint(prompts.problems),
-        state=state.curriculum if state else None,
+        state=start.state.curriculum if start.state else None,
+        evidence=start.evidence,
     )
 
 

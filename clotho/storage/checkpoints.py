@@ -11,7 +11,7 @@ import shutil
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import msgspec
@@ -29,20 +29,27 @@ from clotho.storage.atomic_files import (
 from clotho.storage.jsonl import line_of_step
 from clotho.storage.tensors import named_arrays, read_tensors, write_tensors
 from protocols.checkpoint import AdapterConfig, RunState
+from protocols.curriculum import CurriculumEvidence
 from protocols.errors import CheckpointError, RunDirectoryError, visible
 from protocols.step import ReplayGroup
+
+T = TypeVar("T")
 
 MANIFEST = "MANIFEST.json"
 OPTIMIZER = "optimizer.safetensors"
 REPLAY = "replay.msgpack"
+CURRICULUM = "curriculum.msgpack"
 STATE = "state.json"
 PROFILE = "profile.toml"
 METRICS = "metrics.json"
 REQUIRED = (TENSORS, CONFIG, OPTIMIZER, STATE)
 """The files that every manifest lists."""
 
+OPTIONAL = (REPLAY, CURRICULUM)
+"""Files that a manifest lists if they exist."""
+
 JSON_LIMIT = 1 << 26
-"""Largest size of a manifest or a state, in bytes. Larger files are damaged."""
+"""Largest size of a manifest or a state, in bytes. Larger files are damaged, and are never written."""
 
 MESSAGE_LIMIT = 300
 """Largest number of characters of an error in a message."""
@@ -65,7 +72,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """Contents of a checkpoint to be written.
 
     parameters, optimizer: trees of evaluated arrays, nested or flat, never modified. replay: groups in the replay
-    buffer; without groups no file is written. records: files for readers, by name, which no run reads.
+    buffer; without groups no file is written. evidence: of the curriculum; None without one. records: files for
+    readers, by name, which no run reads.
     """
 
     parameters: Any
@@ -73,6 +81,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     state: RunState
     adapter_config: AdapterConfig
     replay: tuple[ReplayGroup, ...] = ()
+    evidence: CurriculumEvidence | None = None
     records: dict[str, bytes] = {}
 
 
@@ -83,6 +92,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     parameters: Any
     optimizer: dict[str, mx.array]
     replay: tuple[ReplayGroup, ...]
+    evidence: CurriculumEvidence | None
 
 
 class LatestCheckpoint(Struct, frozen=True, kw_only=True):
@@ -99,17 +109,26 @@ def write_checkpoint(
 
     kept: returns the steps of checkpoints that stay in any case; called after the checkpoint is written.
     A kill at any time leaves the earlier checkpoints, with or without the complete new one. Raises RunDirectoryError if
-    a write fails; the earlier checkpoints are then unchanged.
+    a write fails, or CheckpointError if the state is larger than `read_state` accepts; the earlier checkpoints are then
+    unchanged.
     """
     path = directory / _name(snapshot.state.step)
+    state = msgspec.json.encode(snapshot.state)
+    if len(state) > JSON_LIMIT:
+        raise CheckpointError(
+            f"checkpoint {path} cannot be written: {STATE} would have {len(state)} bytes, and the limit is "
+            f"{JSON_LIMIT >> 20} MiB; earlier checkpoints are unchanged"
+        )
     try:
         make_directory(directory)
         with new_directory(path) as unfinished:
             files = fill_adapter(unfinished, snapshot.parameters, snapshot.adapter_config)
             files.append(write_tensors(unfinished / OPTIMIZER, named_arrays(snapshot.optimizer)))
-            files.append(write_file(unfinished / STATE, [msgspec.json.encode(snapshot.state)]))
+            files.append(write_file(unfinished / STATE, [state]))
             if snapshot.replay:
                 files.append(write_file(unfinished / REPLAY, [msgspec.msgpack.encode(snapshot.replay)]))
+            if snapshot.evidence is not None:
+                files.append(write_file(unfinished / CURRICULUM, [msgspec.msgpack.encode(snapshot.evidence)]))
             files += [write_file(unfinished / name, [contents]) for name, contents in snapshot.records.items()]
             _write_manifest(unfinished, files)
         prune(directory, keep_last, kept=kept())
@@ -189,7 +208,8 @@ def read_checkpoint(path: Path, *, expected: Any, adapter_config: AdapterConfig)
         state=read_state(path),
         parameters=read_adapter(path, expected, adapter_config),
         optimizer=read_tensors(path / OPTIMIZER),
-        replay=_read_replay(path / REPLAY),
+        replay=_read_message(path / REPLAY, tuple[ReplayGroup, ...]) or (),
+        evidence=_read_message(path / CURRICULUM, CurriculumEvidence),
     )
 
 
@@ -228,7 +248,7 @@ def _listing_problem(directory: Path, names: Sequence[str]) -> str | None:
     for name in names:
         if not FILE_NAME.fullmatch(name):
             return f"{MANIFEST} lists '{visible(name, 80)}', which is not a file of the checkpoint"
-    read = (*REQUIRED, REPLAY) if (directory / REPLAY).exists() else REQUIRED
+    read = (*REQUIRED, *(name for name in OPTIONAL if (directory / name).exists()))
     missing = [name for name in read if name not in names]
     return f"{MANIFEST} does not list {', '.join(missing)}" if missing else None
 
@@ -310,11 +330,11 @@ def _write_manifest(directory: Path, files: list[FileDigest]) -> None:
     write_file(directory / MANIFEST, [msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"])
 
 
-def _read_replay(path: Path) -> tuple[ReplayGroup, ...]:
+def _read_message(path: Path, kind: type[T]) -> T | None:
     if not path.exists():
-        return ()
+        return None
     try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=tuple[ReplayGroup, ...])
+        return msgspec.msgpack.decode(path.read_bytes(), type=kind)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be used: {visible(str(error), MESSAGE_LIMIT)}") from error
 

@@ -9,11 +9,13 @@ import mlx.core as mx
 
 from actors.checkpointer import Checkpointer
 from clotho.config.schema import CheckpointSection
+from clotho.data.group_outcomes import GroupOutcomes
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.storage.best_checkpoint import BestCheckpointKeeper
 from clotho.storage.checkpoints import records_of
 from protocols.checkpoint import AdapterConfig
+from protocols.curriculum import CountedGroup, CurriculumState, CurriculumUpdate
 from protocols.step import PolicyUpdated, ReplayGroup
 from tests.actors.actor_helpers import policy_updated
 from tests.storage.made_checkpoints import ADAPTER, state
@@ -32,16 +34,27 @@ def replay(step: int) -> tuple[ReplayGroup, ...]:
     return (ReplayGroup(scored=scored_group([[1]], [1.0], group_id=step), advantage=0.5, version=step),)
 
 
+def counted(step: int) -> CurriculumUpdate:
+    """Return what a curriculum of eight problems counted in this step."""
+    group = CountedGroup(problem=step % 8, successes=step % 3, completions=2)
+    return CurriculumUpdate(state=CurriculumState(dataset="d"), groups=(group,))
+
+
 def update(step: int) -> PolicyUpdated:
     """Return the update of a step. Every parameter equals `step`."""
     return policy_updated(
         parameters(float(step)), step=step, version=step, optimizer=parameters(-float(step)), random_state=(1, 2),
-        replay=replay(step),
+        replay=replay(step), curriculum=counted(step),
     )  # fmt: skip
 
 
 def checkpointer_of(
-    directory: Path, updates: Queue[PolicyUpdated], *, logged: int = 1000, **settings: Any
+    directory: Path,
+    updates: Queue[PolicyUpdated],
+    *,
+    logged: int = 1000,
+    outcomes: GroupOutcomes | None = None,
+    **settings: Any,
 ) -> Checkpointer:
     """Return a checkpointer whose logs are written up to step `logged`."""
     cell = Latest[int]("logged")
@@ -66,6 +79,7 @@ def checkpointer_of(
         parameters=parameters(0.0),
         loadable=as_they_are,
         records=lambda step: records_of("steps = 9", directory / "metrics.jsonl", step),
+        outcomes=outcomes,
     )
 
 

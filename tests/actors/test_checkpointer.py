@@ -12,12 +12,13 @@ import pytest
 import structlog
 
 from actors import checkpointer as module
+from clotho.data.group_outcomes import GroupOutcomes
 from clotho.storage.adapters import read_adapter
 from clotho.storage.checkpoints import find_damage, read_checkpoint, recorded_newest
 from protocols.errors import RunDirectoryError
 from protocols.queues import QueueClosed
 from tests.actors.actor_helpers import filled_queue
-from tests.actors.checkpointer_harness import checkpointer_of, parameters, replay, update
+from tests.actors.checkpointer_harness import checkpointer_of, counted, parameters, replay, update
 from tests.storage.made_checkpoints import ADAPTER, names, state
 from tests.training.policies_and_groups import same_bits
 
@@ -47,6 +48,21 @@ async def test_due_and_final_checkpoints_are_written(
     for directory in ("adapters", "elsewhere"):
         adapter = read_adapter(tmp_path / directory, parameters(), ADAPTER)
         assert same_bits(adapter, parameters(float(steps))), "of a run without updates: as it was found"
+
+
+async def test_a_checkpoint_has_the_evidence_of_all_groups_that_the_curriculum_counted(tmp_path: Path) -> None:
+    """Those of steps without a checkpoint too. The evidence of the learner is not touched."""
+    learners = GroupOutcomes(["a"] * 8)
+    before = learners.evidence()
+    updates = filled_queue("updates", [update(step) for step in range(1, 6)])
+    await checkpointer_of(tmp_path, updates, outcomes=learners, interval=3).run()
+    assert learners.evidence() == before
+    for step in range(1, 6):
+        learners.end_step(counted(step).groups)
+        path = tmp_path / "checkpoints" / f"step-{step:06d}"
+        if step in (3, 5):
+            checkpoint = read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER)
+            assert checkpoint.evidence == learners.evidence()
 
 
 async def test_a_checkpoint_has_the_profile_and_the_metrics_of_its_step(tmp_path: Path) -> None:

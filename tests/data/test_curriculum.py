@@ -14,7 +14,7 @@ from msgspec import structs
 from clotho.config.schema import RewardSection, SuccessRateCurriculum
 from clotho.data.curriculum import Curriculum
 from clotho.data.order import ProblemOrder
-from protocols.curriculum import CurriculumReport, CurriculumState
+from protocols.curriculum import CountedGroup, CurriculumEvidence, CurriculumReport, CurriculumState
 from protocols.prompt import Problem
 from protocols.rollout import Discarded, GroupOutcome
 from tests.actors.actor_helpers import prompt
@@ -27,19 +27,29 @@ RATES = {"solved": 1.0, "hard": 0.0, "useful": 0.5}
 CORRECT = (RewardSection(name="exact", correct=True), RewardSection(name="format", weight=0.2))
 
 
+Checkpoint = tuple[CurriculumState, CurriculumEvidence]
+"""The parts of a curriculum in a checkpoint."""
+
+
+def checkpoint(subject: Curriculum) -> Checkpoint:
+    """Return what a checkpoint keeps."""
+    return subject.update().state, subject.outcomes.evidence()
+
+
 def curriculum(
     types: Sequence[str] = TYPES,
     *,
-    state: CurriculumState | None = None,
+    after: Checkpoint | None = None,
     weights: Mapping[str, float] | None = None,
     rewards: Sequence[RewardSection] = CORRECT,
     dataset: str = "d",
     **settings: Any,
 ) -> Curriculum:
     """Return a curriculum of problems of these types."""
+    state, evidence = after or (None, None)
     order = ProblemOrder(types, weights=weights or {}, seed=3, shuffle=True)
     chosen = SuccessRateCurriculum(**settings)
-    return Curriculum(types, order, chosen, rewards=rewards, seed=3, dataset=dataset, state=state)
+    return Curriculum(types, order, chosen, rewards=rewards, seed=3, dataset=dataset, state=state, evidence=evidence)
 
 
 def outcome(group_id: int, correct: Sequence[float | None], rewards: Sequence[float], kind: str = "t") -> GroupOutcome:
@@ -154,13 +164,13 @@ def test_a_restored_curriculum_continues_bit_for_bit() -> None:
     """From the state after any step, whatever had been chosen since; groups may be recorded in any order."""
     whole = curriculum()
     before, _ = train(whole, range(10))
-    state = whole.state()
+    kept = checkpoint(whole)
     chosen, reports = train(whole, range(10, 20))
-    resumed = curriculum(state=state)
+    resumed = curriculum(after=kept)
     assert train(resumed, range(10, 20)) == (chosen, reports)
-    assert resumed.state() == whole.state()
+    assert checkpoint(resumed) == checkpoint(whole)
     assert train(curriculum(), range(10))[0] == before
-    backwards = curriculum(state=state)
+    backwards = curriculum(after=kept)
     indices = [backwards.choose(group_id) for group_id in range(40, 44)]
     for group_id, index in reversed([*zip(range(40, 44), indices, strict=True)]):
         backwards.record([sampled(group_id, RATES[TYPES[index]])])
@@ -173,9 +183,9 @@ def test_a_state_of_other_problems_is_not_used() -> None:
     subject = curriculum()
     train(subject, range(5))
     with structlog.testing.capture_logs() as logs:
-        other = curriculum(state=subject.state(), dataset="other")
+        other = curriculum(after=checkpoint(subject), dataset="other")
     assert [line["log_level"] for line in logs] == ["warning"]
-    assert other.state() == curriculum(dataset="other").state()
+    assert checkpoint(other) == checkpoint(curriculum(dataset="other"))
 
 
 @pytest.mark.parametrize(
@@ -197,9 +207,8 @@ def test_success_is_a_correct_answer_or_a_reward_above_the_middle(
     subject.choose(0)
     subject.record([outcome(0, correct, rewards)])
     subject.end_step()
-    state = subject.state()
-    found = [np.frombuffer(part, np.int64).tolist() for part in (state.successes, state.completions)]
-    assert found == [[successes], [len(rewards)]]
+    state, groups = subject.update().state, subject.update().groups
+    assert groups == (CountedGroup(problem=0, successes=successes, completions=len(rewards)),)
     assert (state.lowest, state.highest) == (min(rewards), max(rewards))
 
 
@@ -211,4 +220,4 @@ def test_groups_without_rewards_only_end() -> None:
     report = subject.end_step()
     assert (report.zero_variance_expected, report.zero_variance_observed) == (None, None)
     assert (report.success_rate, report.problems["0.4-0.6"]) == (0.5, 1)
-    assert subject.state().problems == b""
+    assert subject.outcomes.evidence().problems == b""

@@ -132,9 +132,12 @@ def test_a_killed_synchronous_run_with_a_curriculum_chooses_the_same_problems(
         for name in ("run", "whole")
     ]
     assert groups[0] == groups[1]
-    states = [read_state(tmp_path / name / "checkpoints/step-000024") for name in ("run", "whole")]
+    checkpoints = [tmp_path / name / "checkpoints" / "step-000024" for name in ("run", "whole")]
+    states = [read_state(path) for path in checkpoints]
     assert states[0].curriculum is not None
     assert states[0].curriculum == states[1].curriculum
+    evidence = [(path / "curriculum.msgpack").read_bytes() for path in checkpoints]
+    assert evidence[0] == evidence[1]
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(25, marks=pytest.mark.slow)])

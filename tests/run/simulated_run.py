@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from copy import deepcopy
 from typing import Any, cast
 
 import anyio
@@ -25,7 +26,7 @@ from clotho.training.ledger import Ledger
 from clotho.training.replay import ReplayBuffer
 from clotho.training.update import Update
 from protocols.collapse import CollapseState
-from protocols.curriculum import CurriculumState
+from protocols.curriculum import CurriculumEvidence, CurriculumState
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import SampleRequest, Sampling
@@ -77,7 +78,7 @@ PROBLEMS = tuple(
 class SimulationSettings(Struct, frozen=True, kw_only=True):
     """Settings of a simulated run. `zero_variance` and `discarded_early` select groups by id.
 
-    curriculum: makes a curriculum over `PROBLEMS` from its state in a checkpoint. The problem then decides the rewards.
+    curriculum: makes a curriculum over `PROBLEMS` from its parts of a checkpoint. The problem then decides the rewards.
     """
 
     zero_variance: Callable[[int], bool]
@@ -87,7 +88,7 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
     ahead: int = 0
     limit: float = 4.0
     dynamic: bool = True
-    curriculum: Callable[[CurriculumState | None], Curriculum] | None = None
+    curriculum: Callable[[CurriculumState | None, CurriculumEvidence | None], Curriculum] | None = None
 
 
 class RecordingSampler(Sampler):
@@ -105,7 +106,7 @@ class RecordingSampler(Sampler):
 class SimulatedRun:
     """A run from its start or from a checkpoint, with queues of capacity 1.
 
-    `updates` are all updates of the learner.
+    `updates` are all updates of the learner; `evidence` is that of the curriculum after each of them.
     """
 
     def __init__(
@@ -114,9 +115,10 @@ class SimulatedRun:
         simulation: SimulationSettings,
         *,
         after: PolicyUpdated | None = None,
+        evidence: CurriculumEvidence | None = None,
         prompted_until: int = 0,
     ) -> None:
-        """prompted_until: as the checkpoint says, which has the rest from `after`."""
+        """prompted_until, evidence: as the checkpoint says, which has the rest from `after`."""
         self.simulation, self.engine = simulation, FakeEngine()
         self.ledger, self.progress = Ledger(), LearnerProgress()
         if after is not None:
@@ -127,8 +129,10 @@ class SimulatedRun:
         self._serve(self.policy_learner.version, self.progress.step)
         self.sampler = RecordingSampler(self.engine)
         self.updates: list[PolicyUpdated] = []
-        make, state = simulation.curriculum, after.curriculum if after else None
-        self.curriculum = make(state) if make is not None else None
+        self.evidence: list[CurriculumEvidence] = []
+        make, update = simulation.curriculum, after.curriculum if after else None
+        self.curriculum = make(update.state if update else None, evidence) if make is not None else None
+        self._counted = deepcopy(self.curriculum.outcomes) if self.curriculum is not None else None
         self.chosen: list[tuple[int, Problem]] = []
         self._questions = Queue[Prompt]("questions", capacity=1)
         self._prompts = Queue[Prompt | Discarded]("prompts", capacity=1)
@@ -232,6 +236,9 @@ class SimulatedRun:
     async def _broadcast(self, watch: Callable[[PolicyUpdated], None]) -> None:
         async for update in self._updates.inbox():
             self.updates.append(update)
+            if self._counted is not None and update.curriculum is not None:
+                self._counted.end_step(update.curriculum.groups)
+                self.evidence.append(self._counted.evidence())
             watch(update)
             self._serve(update.report.version, update.report.step)
 

@@ -51,10 +51,16 @@ async def write_step(profile: Profile, *, step: int = 3, measured: bool = True) 
                 step=step, version=step - 1, fingerprint="kept", ledger=LEDGER, prompted=11,
                 random_state=random_state(),
                 bad_steps=1, train_seconds=2.5, sampled_tokens=100, trained_tokens=50, inputs=parts.inputs,
-                curriculum=parts.curriculum.state() if parts.curriculum else None,
+                curriculum=parts.curriculum.update().state if parts.curriculum else None,
             )  # fmt: skip
             config = parts.policy.adapter_config
-            snapshot = Snapshot(parameters=parameters, optimizer=optimizer, state=state, adapter_config=config)
+            snapshot = Snapshot(
+                parameters=parameters,
+                optimizer=optimizer,
+                state=state,
+                evidence=parts.curriculum.outcomes.evidence() if parts.curriculum else None,
+                adapter_config=config,
+            )
             write_checkpoint(parts.directory.checkpoints, snapshot, keep_last=3)
             return state
 
@@ -223,10 +229,11 @@ async def test_a_resumed_run_continues_with_the_success_rates_of_its_checkpoint(
     profile = tiny_profile(tmp_path, data={"curriculum": "success_rate"})
     written = (await write_step(profile)).curriculum
     assert written is not None
-    assert (len(written.problems), written.highest) == (8, 1.0)
+    assert written.highest == 1.0
     async with open_context(profile, resume=True) as parts:
         assert parts.curriculum is not None
-        assert parts.curriculum.state() == written
+        assert parts.curriculum.update().state == written
+        assert len(parts.curriculum.outcomes.evidence().completions) == 2
         assert parts.choose_prompt(5).problem in parts.prompts.problems
         custom = CustomActors((), parts.services(), lost_groups())
         rollouts = wire_rollouts(parts, custom, custom.channel("scored", 1), parts.sampler)
@@ -237,7 +244,7 @@ async def test_a_resumed_run_continues_with_the_success_rates_of_its_checkpoint(
     other = tiny_profile(tmp_path, run_dir=str(tmp_path / "fork"), data=data)
     async with open_context(other, fork=tmp_path / "run" / "checkpoints" / "step-000003") as parts:
         assert parts.curriculum is not None
-        assert parts.curriculum.state().problems == b""
+        assert parts.curriculum.outcomes.evidence().problems == b""
 
 
 async def test_a_resumed_run_requires_the_same_dataset_and_settings(tmp_path: Path) -> None:

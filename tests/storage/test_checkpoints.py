@@ -13,9 +13,12 @@ from typing import Any
 
 import mlx.core as mx
 import msgspec
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from clotho.storage import atomic_files
+from clotho.data.group_outcomes import GroupOutcomes
+from clotho.storage import atomic_files, checkpoints
 from clotho.storage.checkpoints import (
     SAMPLE_BYTES,
     find_damage,
@@ -63,7 +66,7 @@ def test_a_checkpoint_keeps_the_replay_buffer(tmp_path: Path) -> None:
     """Exactly; a run without a buffer has no such file."""
     first, second = (
         ReplayGroup(
-            scored=msgspec.structs.replace(
+            scored=replace(
                 scored_group([[1, 2], [3]], [0.1 + 0.2, -1e-300], logprob=-1 / 3, version=7, group_id=group_id),
                 parts={"exact": (None, 1.0)},
                 token_advantages=((0.1, 1e308), (5e-324,)),
@@ -73,10 +76,10 @@ def test_a_checkpoint_keeps_the_replay_buffer(tmp_path: Path) -> None:
         )
         for group_id in (4, 11)
     )
-    supported = msgspec.structs.replace(first.scored.group.completions[0], supports=(b"\x00\xff\x00\x00", b""))
-    group = msgspec.structs.replace(first.scored.group, completions=(supported, first.scored.group.completions[1]))
-    first = msgspec.structs.replace(first, scored=msgspec.structs.replace(first.scored, group=group))
-    path = write_checkpoint(tmp_path, msgspec.structs.replace(snapshot(1), replay=(first, second)), keep_last=3)
+    supported = replace(first.scored.group.completions[0], supports=(b"\x00\xff\x00\x00", b""))
+    group = replace(first.scored.group, completions=(supported, first.scored.group.completions[1]))
+    first = replace(first, scored=replace(first.scored, group=group))
+    path = write_checkpoint(tmp_path, replace(snapshot(1), replay=(first, second)), keep_last=3)
     found = read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER)
     assert found.replay == (first, second)
     corrupt(path / "replay.msgpack")
@@ -84,6 +87,36 @@ def test_a_checkpoint_keeps_the_replay_buffer(tmp_path: Path) -> None:
         read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER)
     plain = write_checkpoint(tmp_path, snapshot(2), keep_last=3)
     assert read_checkpoint(plain, expected=parameters(), adapter_config=ADAPTER).replay == ()
+
+
+def test_a_checkpoint_keeps_the_evidence_of_a_curriculum_on_a_million_problems(tmp_path: Path) -> None:
+    """In a file of its own, with ten bytes for a problem."""
+    count = 1_300_000
+    evidence = replace(
+        GroupOutcomes(["a"]).evidence(),
+        problems=np.arange(count, dtype="<u4").tobytes(),
+        statuses=bytes(count),
+        ages=bytes(count),
+        successes=bytes(2 * count),
+        completions=bytes(2 * count),
+    )
+    path = write_checkpoint(tmp_path, replace(snapshot(50), evidence=evidence), keep_last=3)
+    assert latest_checkpoint(tmp_path).path == path
+    assert read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER).evidence == evidence
+    assert (path / "curriculum.msgpack").stat().st_size < 10.01 * count
+    plain = write_checkpoint(tmp_path, snapshot(60), keep_last=3)
+    assert read_checkpoint(plain, expected=parameters(), adapter_config=ADAPTER).evidence is None
+
+
+def test_a_state_that_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The earlier checkpoint stays the newest one."""
+    first = write_checkpoint(tmp_path, snapshot(50), keep_last=3)
+    monkeypatch.setattr(checkpoints, "JSON_LIMIT", 10_000)
+    longer = replace(snapshot(60), state=state(60, in_flight=dict.fromkeys(range(1000), "environment")))
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        write_checkpoint(tmp_path, longer, keep_last=3)
+    assert names(tmp_path) == ["step-000050"]
+    assert latest_checkpoint(tmp_path).path == first
 
 
 def test_the_newest_checkpoint_is_found_and_the_oldest_are_removed(tmp_path: Path) -> None:
@@ -147,11 +180,12 @@ def test_a_manifest_cannot_name_a_file_outside_its_directory(tmp_path: Path, nam
     assert damage.isprintable()
 
 
-@pytest.mark.parametrize("file", ["state.json", "adapters.safetensors", "replay.msgpack"])
+@pytest.mark.parametrize("file", ["state.json", "adapters.safetensors", "replay.msgpack", "curriculum.msgpack"])
 def test_a_manifest_lists_every_file_that_is_read(tmp_path: Path, file: str) -> None:
     """A file without a digest could be damaged unnoticed."""
     group = ReplayGroup(scored=scored_group([[1]], [1.0]), advantage=1.0, version=1)
-    path = write_checkpoint(tmp_path, msgspec.structs.replace(snapshot(20), replay=(group,)), keep_last=3)
+    evidence = GroupOutcomes(["a"]).evidence()
+    path = write_checkpoint(tmp_path, replace(snapshot(20), replay=(group,), evidence=evidence), keep_last=3)
     manifest = msgspec.json.decode((path / "MANIFEST.json").read_bytes())
     manifest["files"] = [entry for entry in manifest["files"] if entry["name"] != file]
     (path / "MANIFEST.json").write_bytes(msgspec.json.encode(manifest))
@@ -174,7 +208,7 @@ def test_special_files_in_a_checkpoint_are_damage(tmp_path: Path, file: str) -> 
 def test_the_group_accounting_of_a_state_adds_up(tmp_path: Path) -> None:
     """Each group that has ended was trained on or discarded."""
     ledger = LedgerState(all_ended_below=7, ended_above=(9,), trained=6, discarded={"stale": 3})
-    write_checkpoint(tmp_path, msgspec.structs.replace(snapshot(20), state=state(20, ledger=ledger)), keep_last=3)
+    write_checkpoint(tmp_path, replace(snapshot(20), state=state(20, ledger=ledger)), keep_last=3)
     with pytest.raises(CheckpointError, match="does not add up"):
         read_state(tmp_path / "step-000020")
 
@@ -287,7 +321,7 @@ def test_a_checkpoint_of_another_policy_is_refused(tmp_path: Path) -> None:
     """The message names the different rank or tensor."""
     path = write_checkpoint(tmp_path, snapshot(20), keep_last=3)
     assert ADAPTER.lora_parameters is not None
-    other = msgspec.structs.replace(ADAPTER, lora_parameters=msgspec.structs.replace(ADAPTER.lora_parameters, rank=9))
+    other = replace(ADAPTER, lora_parameters=replace(ADAPTER.lora_parameters, rank=9))
     with pytest.raises(CheckpointError, match="rank is 2, not 9"):
         read_checkpoint(path, expected=parameters(), adapter_config=other)
     with pytest.raises(CheckpointError, match=r"layers\.2\.w is missing"):

@@ -12,7 +12,7 @@ from clotho.config.schema import SuccessRateCurriculum
 from clotho.data.curriculum import Curriculum
 from clotho.data.order import ProblemOrder
 from clotho.runtime.compute_thread import ComputeExecutor
-from protocols.curriculum import CurriculumState
+from protocols.curriculum import CurriculumEvidence, CurriculumState
 from tests.actors.actor_helpers import compute_thread
 from tests.run.simulated_run import PROBLEMS, SimulatedRun, SimulationSettings, random_groups, report_groups
 
@@ -107,12 +107,12 @@ async def test_a_synchronous_run_resumed_from_any_batch_repeats_the_rest(executo
         assert resumed.replacements.value == whole.replacements.value
 
 
-def curriculum(state: CurriculumState | None) -> Curriculum:
+def curriculum(state: CurriculumState | None, evidence: CurriculumEvidence | None) -> Curriculum:
     """Return a curriculum over the simulated problems."""
     kinds = [problem.type for problem in PROBLEMS]
     order = ProblemOrder(kinds, weights={}, seed=1, shuffle=True)
     settings = SuccessRateCurriculum()
-    return Curriculum(kinds, order, settings, rewards=(), seed=1, dataset="", state=state)
+    return Curriculum(kinds, order, settings, rewards=(), seed=1, dataset="", state=state, evidence=evidence)
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -126,13 +126,14 @@ async def test_a_synchronous_run_with_a_curriculum_resumed_from_any_batch_choose
     whole = SimulatedRun(executor, settings)
     await whole.run()
     assert len({problem.prompt for _, problem in whole.chosen}) > 8
-    for after in whole.updates:
+    for after, evidence in zip(whole.updates, whole.evidence, strict=True):
         prompted = after.ledger.all_ended_below
-        resumed = SimulatedRun(executor, settings, after=after, prompted_until=prompted + 2)
+        resumed = SimulatedRun(executor, settings, after=after, evidence=evidence, prompted_until=prompted + 2)
         again = await resumed.run()
         assert resumed.chosen == [(group_id, problem) for group_id, problem in whole.chosen if group_id >= prompted]
         if again:
             assert resumed.updates[-1].curriculum == whole.updates[-1].curriculum
+            assert resumed.evidence[-1] == whole.evidence[-1]
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
