@@ -87,11 +87,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect without garbage collections, and exclude the collected tests from later ones: they stay in use."""
+    """Collect without garbage collections, and exclude the collected tests from later ones: they stay in use.
+
+    mlx-lm does not import wandb meanwhile, which takes a second; the program hides it too.
+    """
     gc.disable()
+    modules: dict[str, object] = sys.modules  # type: ignore[assignment]
+    modules["wandb"] = None
     try:
         return (yield)
     finally:
+        del modules["wandb"]
         gc.enable()
         gc.freeze()
 

@@ -12,7 +12,8 @@ DEVICE_PATH = "def test_this_module_computes_on_the_device_path("
 
 def marks(path: Path) -> Iterator[str]:
     """Yield the value of every assignment to `pytestmark`."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    text = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text if "pytestmark" in text else "")):
         if isinstance(node, ast.Assign) and "pytestmark" in map(ast.unparse, node.targets):
             yield ast.unparse(node.value)
 

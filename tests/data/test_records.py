@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pytest
 from pyarrow import feather, ipc, parquet
@@ -17,6 +17,12 @@ from protocols.errors import DatasetError
 from tests.damaged_files import read_damaged
 
 ROWS = [{"prompt": "1+1?", "answer": "2", "level": 1}, {"prompt": 'a,b\n"c"', "answer": "é", "level": 2}]
+
+
+@pytest.fixture
+def datasets() -> Any:
+    """The library, which takes a second to import."""
+    return importlib.import_module("datasets")
 
 
 def rows(path: Path, **source: str) -> list[Any]:
@@ -138,7 +144,7 @@ def test_a_directory_has_a_file_for_every_split(tmp_path: Path) -> None:
     assert "data.train_split" in refusal(tmp_path)
 
 
-def test_datasets_that_the_library_saved_are_read(tmp_path: Path) -> None:
+def test_datasets_that_the_library_saved_are_read(tmp_path: Path, datasets: Any) -> None:
     """Of `save_to_disk`: one dataset, or one for every split."""
     one = datasets.Dataset.from_list(ROWS)
     one.save_to_disk(str(tmp_path / "one"))
@@ -148,11 +154,11 @@ def test_datasets_that_the_library_saved_are_read(tmp_path: Path) -> None:
     assert "cannot be loaded" in refusal(tmp_path / "two", split="validation")
 
 
-def test_a_dataset_of_the_hub_is_loaded_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_of_the_hub_is_loaded_by_name(monkeypatch: pytest.MonkeyPatch, datasets: Any) -> None:
     """With configuration and split; an error of the hub is one line."""
     calls: list[tuple[str, str | None, str]] = []
 
-    def load(path: str, name: str | None, split: str) -> datasets.Dataset:
+    def load(path: str, name: str | None, split: str) -> Any:
         calls.append((path, name, split))
         if split == "missing":
             raise ValueError("Unknown split\n'missing'")
