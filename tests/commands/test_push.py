@@ -91,7 +91,7 @@ class Hub:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The client of the hub is the real one; its server is local."""
     local = Hub()
-    thread = threading.Thread(target=local.server.serve_forever)
+    thread = threading.Thread(target=local.server.serve_forever, args=(0.01,))
     thread.start()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", local.address)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)

@@ -17,8 +17,16 @@ from tests.inference.adapter_models import ATTENTION_ONLY, engine_with_adapters,
 from tests.inference.engine_helpers import GREEDY, SAMPLED, make_prompt, run, submit_request
 from tests.small_models import FixedSource, byte_tokenizer, tiny, tiny_source
 
-ARCHITECTURES = ["qwen3", "llama", "gemma3_text", "qwen3_moe", "lfm2"]
-"""Two dense transformers that the CPU backend decodes, a sliding window, a mixture of experts, a convolution."""
+PAIRS = pytest.mark.parametrize(
+    ("path", "architecture"),
+    [
+        ("host", "qwen3"),
+        ("host", "llama"),
+        *(("device", name) for name in ("qwen3", "gemma3_text", "qwen3_moe", "lfm2")),
+    ],
+    indirect=["path"],
+)
+"""Dense transformers, which the CPU backend decodes, a sliding window, a mixture of experts, a convolution."""
 
 
 @pytest.fixture(params=["host", "device"])
@@ -39,7 +47,7 @@ def directories(root: Path, architecture: str, **overrides: Any) -> dict[str, Pa
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@PAIRS
 def test_every_row_of_a_mixed_batch_equals_mlx_lm_with_its_adapter(architecture: str, tmp_path: Path) -> None:
     """Greedy tokens equal those of mlx-lm's own generation with the adapter loaded by mlx-lm, token by token."""
     adapters = directories(tmp_path, architecture)
@@ -62,7 +70,7 @@ def test_every_row_of_a_mixed_batch_equals_mlx_lm_with_its_adapter(architecture:
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@PAIRS
 def test_log_probabilities_equal_those_of_serving_the_adapter_alone(architecture: str, tmp_path: Path) -> None:
     """Other adapters in the batch change no row beyond rounding."""
     adapters = directories(tmp_path, architecture)
@@ -73,8 +81,8 @@ def test_log_probabilities_equal_those_of_serving_the_adapter_alone(architecture
         for salt, name in enumerate(names)
     }
     run(mixed)
+    alone, _ = engine_with_adapters(tiny_source(architecture), adapters)
     for salt, name in enumerate(names):
-        alone, _ = engine_with_adapters(tiny_source(architecture), adapters)
         answer = submit_request(alone, make_prompt(8, salt), SAMPLED, seeds=(salt, 9), weights=name)
         run(alone)
         for one, other in zip(answer.completions, together[name].completions, strict=True):

@@ -16,7 +16,7 @@ from protocols.errors import RequestError
 from tests.models.tokenizer_families import CHATML, FAMILIES, family
 from tests.small_models import byte_tokenizer
 
-FAST, SLOW = settings(max_examples=60), settings.get_profile("many")
+FAST, SLOW = settings(max_examples=15), settings.get_profile("many")
 
 
 def user(*contents: Any) -> list[dict[str, Any]]:

@@ -258,7 +258,7 @@ def mutate_and_load(saved: Path, target: Path, data: st.DataObject) -> None:
         assert len(message) < 1000
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_damaged_directories_load_or_are_refused(
     saved: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

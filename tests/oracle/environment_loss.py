@@ -5,7 +5,7 @@ What the policy did not draw is read, as the token before the next one, and is i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -140,20 +140,24 @@ def judged(groups: Sequence[ScoredGroup], found: list[Example], run: Run) -> lis
     return result
 
 
-def environment_loss(weights: Weights, still: Weights, groups: Sequence[ScoredGroup], run: Run) -> float:
-    """The loss at `weights` of an update that begins at `still`, its first step; only the former is to be varied."""
-    moved, frozen = scores(weights, groups, run), scores(still, groups, run)
+def environment_loss(still: Weights, groups: Sequence[ScoredGroup], run: Run) -> Callable[[Weights], float]:
+    """The loss of an update that begins at the weights `still`, its first step, by the weights that it moves."""
+    frozen = scores(still, groups, run)
     batch = examples(groups, frozen, run)
-    total = loss(
-        batch,
-        moved.logp,
-        frozen.logp,
-        moved.entropy,
-        settings=run.settings,
-        max_tokens=run.max_tokens,
-        several_steps=False,
-    )
-    for e, cross_entropy in zip(batch, moved.cross_entropy, strict=True):
-        weight = run.settings.distillation_weight * share(e, batch, short_names(run.settings), run.max_tokens)
-        total += weight * sum(cross_entropy)
-    return total
+    names = short_names(run.settings)
+    shares = [names.distillation_weight * share(e, batch, names, run.max_tokens) for e in batch]
+
+    def at(weights: Weights) -> float:
+        moved = scores(weights, groups, run)
+        total = loss(
+            batch,
+            moved.logp,
+            frozen.logp,
+            moved.entropy,
+            settings=run.settings,
+            max_tokens=run.max_tokens,
+            several_steps=False,
+        )
+        return total + sum(weight * sum(row) for weight, row in zip(shares, moved.cross_entropy, strict=True))
+
+    return at
