@@ -6,12 +6,14 @@ in every run; a failure prints the example and a `@reproduce_failure` line.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import structlog
@@ -46,6 +48,12 @@ settings.register_profile(
     "many", settings.get_profile("repeatable"), max_examples=20_000, derandomize=False, print_blob=True
 )
 
+LIMIT_SECONDS = 600.0
+"""How long a fast test may take. No test depends on it: a test that hangs is named instead of stopping the suite."""
+
+STANDARD_ERROR = pytest.StashKey[TextIO]()
+"""Standard error of the process, which pytest replaces while a test runs."""
+
 
 @pytest.fixture
 def anyio_backend() -> str:
@@ -75,6 +83,7 @@ def signals_are_not_ignored() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Enter the lane of `--lane`, also for fixtures that several tests share."""
+    config.stash[STANDARD_ERROR] = os.fdopen(os.dup(2), "w")
     if name := config.getoption("--lane"):
         lanes.choose(lanes.LANES[name])
 
@@ -83,6 +92,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Repeat the tests marked `lanes` in every lane, without `--lane`."""
     if not metafunc.config.getoption("--lane") and metafunc.definition.get_closest_marker("lanes"):
         metafunc.parametrize("lane", list(lanes.LANES), indirect=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the process of a fast test that takes longer than its limit, with the stacks of all threads."""
+    if item.get_closest_marker("slow") is None:
+        faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=item.config.stash[STANDARD_ERROR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -36,7 +36,7 @@ NAMES = ("constructor", "toString", "__proto__", "hasOwnProperty")
 PAGES = ("#/", "#/timeline", "#/compare", "#/settings")
 
 
-FORBIDDEN = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|cssText"
+FORBIDDEN = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|\.cssText"
 """Names in JavaScript that interpret text as markup or as a program."""
 
 
@@ -221,16 +221,14 @@ def test_settings_show_the_profile_and_mark_changes(browser: Browser, address: s
 
 
 @pytest.mark.slow
-def test_a_page_of_ten_thousand_steps_is_drawn_in_time(browser: Browser, tmp_path: Path) -> None:
-    """All charts of a long run are drawn; the time is printed, not asserted."""
+def test_a_page_of_ten_thousand_steps_is_drawn(browser: Browser, tmp_path: Path) -> None:
+    """At least half of the charts have values in this run."""
     run = write_run(
         tmp_path / "long", RunShape(groups=10_000, steps=10_000, planned_steps=10_000, token_steps=0, group_size=2)
     )
     with viewing(run) as found, visit(browser, found) as visited:
-        began = time.monotonic()
         opened(visited)
         until(visited, "(count) => document.querySelectorAll('[data-chart] canvas').length >= count", len(CHARTS) // 2)
-        print(f"drawn after {time.monotonic() - began:.2f} s")  # noqa: T201
 
 
 def rewritten(run: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
@@ -424,7 +422,4 @@ def cielab(colour: str) -> tuple[float, float, float]:
 def test_modules_create_no_markup_from_text() -> None:
     """No module assigns markup, evaluates text, or sets an attribute `style`, which the policy of the page blocks."""
     for path in PAGE.glob("*.js"):
-        found = re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|\.cssText", path.read_text()
-        )
-        assert found is None, path.name
+        assert re.search(FORBIDDEN, path.read_text()) is None, path.name

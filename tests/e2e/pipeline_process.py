@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import io
 import json
 import os
@@ -158,12 +157,8 @@ def run(
         with Run(run_dir, *flags, environment=environment, small=small) as running:
             return running.finish()
     out, err = io.StringIO(), io.StringIO()
-    faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
-    try:
-        with redirect_stdout(out), redirect_stderr(err):
-            status = main(["--run-dir", str(run_dir), *lane_flags(flags), *small, *flags])
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main(["--run-dir", str(run_dir), *lane_flags(flags), *small, *flags])
     return RunResult(status=status, out=out.getvalue(), err=err.getvalue())
 
 
