@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import mlx.core as mx
 import numpy as np
@@ -56,7 +57,7 @@ class ColumnState:
         self.min_saved = min_saved_scores(layout.token_bytes) if window is None else sys.maxsize
         self.capacity = 0
         self.column = 0
-        self.caches: list[LayerKVCache] = []
+        self.caches = WeakSet[LayerKVCache]()  # in a cycle, buffers would stay until the next garbage collection
         self.first = 0
         self.runs: list[RowRun] = []
         self.offset_B = mx.array([0])
@@ -190,7 +191,7 @@ class LayerKVCache:
         self._leaf = leaf
         self.keys = mx.zeros((rows, key_heads, 0, key_size), leaf.dtype)
         self.values = mx.zeros((rows, value_heads, 0, value_size), leaf.dtype)
-        columns.caches.append(self)
+        columns.caches.add(self)
 
     def share(self, prompts: SharedPrompts | None) -> None:
         """Hold shared prompts from now on, or none."""
