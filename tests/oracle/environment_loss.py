@@ -149,7 +149,7 @@ def environment_loss(still: Weights, groups: Sequence[ScoredGroup], run: Run) ->
 
     def at(weights: Weights) -> float:
         moved = scores(weights, groups, run)
-        total = loss(
+        total: float = loss(
             batch,
             moved.logp,
             frozen.logp,
@@ -158,6 +158,8 @@ def environment_loss(still: Weights, groups: Sequence[ScoredGroup], run: Run) ->
             max_tokens=run.max_tokens,
             several_steps=False,
         )
-        return total + sum(weight * sum(row) for weight, row in zip(shares, moved.cross_entropy, strict=True))
+        for weight, row in zip(shares, moved.cross_entropy, strict=True):
+            total += weight * sum(row)
+        return total
 
     return at

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import anyio
 import anyio.lowlevel
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from clotho.serving.metrics import TIMINGS
@@ -212,80 +211,82 @@ async def test_metrics_have_exactly_these_names_and_types() -> None:
         assert {name: kind for name, kind in families.items() if name not in created} == METRICS
 
 
-@pytest.mark.parametrize(
-    ("name", "labels", "value"),
-    [
-        ("vllm:num_requests_running", {}, 5),
-        ("vllm:num_requests_waiting", {}, 2),
-        ("vllm:kv_cache_usage_perc", {}, 0.25),
-        ("vllm:prefix_cache_queries_total", {}, 100),
-        ("vllm:prefix_cache_hits_total", {}, 40),
-        ("vllm:num_preemptions_total", {}, 6),
-        ("vllm:spec_decode_num_drafts_total", {}, 20),
-        ("vllm:spec_decode_num_draft_tokens_total", {}, 70),
-        ("vllm:spec_decode_num_accepted_tokens_total", {}, 24),
-        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", {"position": "1"}, 9),
-        ("vllm:inter_token_latency_seconds_bucket", {"le": "0.1"}, 2),
-        ("vllm:inter_token_latency_seconds_bucket", {"le": "1.0"}, 5),
-        ("vllm:inter_token_latency_seconds_bucket", {"le": "+Inf"}, 9),
-        ("vllm:inter_token_latency_seconds_count", {}, 9),
-        ("vllm:inter_token_latency_seconds_sum", {}, 12.5),
-        ("clotho_sequences_limit", {}, 32),
-        ("clotho_prefix_cache_tokens", {}, 900),
-        ("clotho_prefill_tokens_total", {}, 7000),
-        ("clotho_decode_steps_total", {}, 300),
-        ("clotho_sampled_tokens_total", {}, 1200),
-        ("clotho_completions_total", {"finish_reason": "stop"}, 8),
-        ("clotho_engine_failed_requests_total", {}, 1),
-        ("clotho_engine_listener_errors_total", {}, 2),
-        ("clotho_log_events_lost_total", {}, 4),
-        ("clotho_turn_seconds_bucket", {"kind": "parity", "le": "1.0"}, 11),
-        ("clotho_turn_seconds_sum", {"kind": "parity"}, 8.5),
-        ("clotho_longest_turn_seconds", {"kind": "parity"}, 2.25),
-        ("clotho_step", {}, 9),
-        ("clotho_weights_version", {}, 7),
-        ("clotho_reward_mean", {}, 0.5),
-        ("clotho_swap_seconds", {}, 0.0005),
-        ("clotho_learner_turn_seconds", {}, 0.25),
-        ("clotho_staleness_mean", {}, 1.5),
-        ("clotho_staleness_max", {}, 2),
-        ("clotho_groups_trained_total", {}, 11),
-        ("clotho_groups_discarded_total", {"reason": "zero_variance"}, 3),
-        ("clotho_environment_groups_trained_total", {"environment": "game"}, 7),
-        ("clotho_environment_groups_discarded_total", {"environment": "game"}, 2),
-        ("clotho_queue_depth", {"queue": "prompts"}, 4),
-        ("clotho_queue_capacity", {"queue": "prompts"}, 16),
-        ("clotho_queue_sent_messages_total", {"queue": "prompts"}, 20),
-        ("clotho_queue_received_messages_total", {"queue": "prompts"}, 16),
-        ("clotho_queue_send_wait_seconds_total", {"queue": "prompts"}, 1.25),
-        ("clotho_queue_receive_wait_seconds_total", {"queue": "prompts"}, 0.5),
-        ("clotho_child_restarts_total", {"child": "server"}, 1),
-        ("clotho_remote_server_state", {"server": "http://a:1", "clotho_remote_server_state": "ready"}, 1),
-        ("clotho_remote_server_state", {"server": "http://a:1", "clotho_remote_server_state": "failed"}, 0),
-        ("clotho_remote_server_weights_version", {"server": "http://a:1"}, 6),
-        ("clotho_remote_server_lag_versions", {"server": "http://a:1"}, 1),
-        ("clotho_remote_server_rows", {"server": "http://a:1"}, 8),
-        ("clotho_remote_server_groups_total", {"server": "http://a:1"}, 21),
-        ("clotho_remote_server_tokens_total", {"server": "http://a:1"}, 900),
-        ("clotho_remote_server_failures_total", {"server": "http://a:1"}, 14),
-        ("clotho_remote_server_restarts_total", {"server": "http://a:1"}, 2),
-        ("clotho_remote_server_sent_bytes_total", {"server": "http://a:1"}, 5000),
-        ("clotho_remote_server_received_bytes_total", {"server": "http://a:1"}, 700),
-        ("clotho_remote_groups_requested_again_total", {}, 13),
-        ("clotho_remote_server_push_seconds_bucket", {"server": "http://a:1", "le": "0.05"}, 9),
-        ("clotho_remote_server_push_seconds_sum", {"server": "http://a:1"}, 1.75),
-        ("clotho_learner_rank_positions_total", {"rank": "1"}, 4096),
-        ("clotho_learner_rank_seconds_total", {"rank": "1"}, 2.25),
-        ("clotho_learner_rank_sent_bytes_total", {"rank": "1"}, 80),
-        ("clotho_learner_ranks_wait_seconds_total", {}, 0.125),
-    ],
-)
-async def test_a_scrape_shows_the_current_state_of_the_run(name: str, labels: dict[str, str], value: float) -> None:
+VALUES: list[tuple[str, dict[str, str], float]] = [
+    ("vllm:num_requests_running", {}, 5),
+    ("vllm:num_requests_waiting", {}, 2),
+    ("vllm:kv_cache_usage_perc", {}, 0.25),
+    ("vllm:prefix_cache_queries_total", {}, 100),
+    ("vllm:prefix_cache_hits_total", {}, 40),
+    ("vllm:num_preemptions_total", {}, 6),
+    ("vllm:spec_decode_num_drafts_total", {}, 20),
+    ("vllm:spec_decode_num_draft_tokens_total", {}, 70),
+    ("vllm:spec_decode_num_accepted_tokens_total", {}, 24),
+    ("vllm:spec_decode_num_accepted_tokens_per_pos_total", {"position": "1"}, 9),
+    ("vllm:inter_token_latency_seconds_bucket", {"le": "0.1"}, 2),
+    ("vllm:inter_token_latency_seconds_bucket", {"le": "1.0"}, 5),
+    ("vllm:inter_token_latency_seconds_bucket", {"le": "+Inf"}, 9),
+    ("vllm:inter_token_latency_seconds_count", {}, 9),
+    ("vllm:inter_token_latency_seconds_sum", {}, 12.5),
+    ("clotho_sequences_limit", {}, 32),
+    ("clotho_prefix_cache_tokens", {}, 900),
+    ("clotho_prefill_tokens_total", {}, 7000),
+    ("clotho_decode_steps_total", {}, 300),
+    ("clotho_sampled_tokens_total", {}, 1200),
+    ("clotho_completions_total", {"finish_reason": "stop"}, 8),
+    ("clotho_engine_failed_requests_total", {}, 1),
+    ("clotho_engine_listener_errors_total", {}, 2),
+    ("clotho_log_events_lost_total", {}, 4),
+    ("clotho_turn_seconds_bucket", {"kind": "parity", "le": "1.0"}, 11),
+    ("clotho_turn_seconds_sum", {"kind": "parity"}, 8.5),
+    ("clotho_longest_turn_seconds", {"kind": "parity"}, 2.25),
+    ("clotho_step", {}, 9),
+    ("clotho_weights_version", {}, 7),
+    ("clotho_reward_mean", {}, 0.5),
+    ("clotho_swap_seconds", {}, 0.0005),
+    ("clotho_learner_turn_seconds", {}, 0.25),
+    ("clotho_staleness_mean", {}, 1.5),
+    ("clotho_staleness_max", {}, 2),
+    ("clotho_groups_trained_total", {}, 11),
+    ("clotho_groups_discarded_total", {"reason": "zero_variance"}, 3),
+    ("clotho_environment_groups_trained_total", {"environment": "game"}, 7),
+    ("clotho_environment_groups_discarded_total", {"environment": "game"}, 2),
+    ("clotho_queue_depth", {"queue": "prompts"}, 4),
+    ("clotho_queue_capacity", {"queue": "prompts"}, 16),
+    ("clotho_queue_sent_messages_total", {"queue": "prompts"}, 20),
+    ("clotho_queue_received_messages_total", {"queue": "prompts"}, 16),
+    ("clotho_queue_send_wait_seconds_total", {"queue": "prompts"}, 1.25),
+    ("clotho_queue_receive_wait_seconds_total", {"queue": "prompts"}, 0.5),
+    ("clotho_child_restarts_total", {"child": "server"}, 1),
+    ("clotho_remote_server_state", {"server": "http://a:1", "clotho_remote_server_state": "ready"}, 1),
+    ("clotho_remote_server_state", {"server": "http://a:1", "clotho_remote_server_state": "failed"}, 0),
+    ("clotho_remote_server_weights_version", {"server": "http://a:1"}, 6),
+    ("clotho_remote_server_lag_versions", {"server": "http://a:1"}, 1),
+    ("clotho_remote_server_rows", {"server": "http://a:1"}, 8),
+    ("clotho_remote_server_groups_total", {"server": "http://a:1"}, 21),
+    ("clotho_remote_server_tokens_total", {"server": "http://a:1"}, 900),
+    ("clotho_remote_server_failures_total", {"server": "http://a:1"}, 14),
+    ("clotho_remote_server_restarts_total", {"server": "http://a:1"}, 2),
+    ("clotho_remote_server_sent_bytes_total", {"server": "http://a:1"}, 5000),
+    ("clotho_remote_server_received_bytes_total", {"server": "http://a:1"}, 700),
+    ("clotho_remote_groups_requested_again_total", {}, 13),
+    ("clotho_remote_server_push_seconds_bucket", {"server": "http://a:1", "le": "0.05"}, 9),
+    ("clotho_remote_server_push_seconds_sum", {"server": "http://a:1"}, 1.75),
+    ("clotho_learner_rank_positions_total", {"rank": "1"}, 4096),
+    ("clotho_learner_rank_seconds_total", {"rank": "1"}, 2.25),
+    ("clotho_learner_rank_sent_bytes_total", {"rank": "1"}, 80),
+    ("clotho_learner_ranks_wait_seconds_total", {}, 0.125),
+]
+
+
+async def test_a_scrape_shows_the_current_state_of_the_run() -> None:
     """Each metric shows its own field of the snapshot."""
     async with serving() as served:
         served.weights = WeightsReady(version=7, step=9, fingerprint="f7")
         served.snapshot = SNAPSHOT
-        assert (await scrape(served))[name, tuple(sorted(labels.items()))] == value
+        seen = await scrape(served)
+    expected = {(name, tuple(sorted(labels.items()))): value for name, labels, value in VALUES}
+    assert len(expected) == len(VALUES)
+    assert {key: seen.get(key) for key in expected} == expected
 
 
 async def test_a_value_that_has_not_been_measured_is_absent() -> None:
