@@ -48,7 +48,7 @@ class Chart(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 HIDDEN = (
     "step", "policy_version", "time/run", "reward/std", "update_applied", "rolled_back",
-    "rewards/*/std", "rewards/*/count",
+    "rewards/*/std", "rewards/*/count", "lines",
 )  # fmt: skip
 """Columns without a chart: the axes, counters of other charts, and what the page shows as marks."""
 

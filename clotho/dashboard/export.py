@@ -56,7 +56,7 @@ def export(runs: Sequence[Path], path: Path, *, limit_bytes: int) -> list[tuple[
         groups = dict(chosen_groups(files, number, limit_bytes // len(runs)))
         responses |= run_responses(files, number) | groups
         included = sum(not address.endswith("/tokens") for address in groups)
-        counts.append((included, len(files.groups.column("group_id"))))
+        counts.append((included, files.groups.end))
         listed.append(
             {
                 "id": str(number),

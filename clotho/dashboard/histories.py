@@ -1,39 +1,48 @@
 """The histories of a run in columns: metrics, evaluations, timeline, and the index of groups.
 
-A history keeps the newest rows, within a limit on its cells. The index of groups has the offsets of their records. A
-record is read from the file when it is requested.
+The numbers of a long history are thinned (`thinning`); all lines of a range are read from the file when they are
+requested. The index has the newest groups, within a limit on its cells, and the offsets of their records. Numbers of
+events are counted over all lines.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
 from clotho.dashboard.growing_file import GrowingFile, Line, read_part
+from clotho.dashboard.thinning import MAX_ROWS, Table
 
 Row = dict[str, Any]
 """The values of one line by column."""
 
 MAX_CELLS = 2_000_000
-"""Number of cells of a history; beyond it, the oldest tenth of the rows is dropped."""
+"""Number of cells of the index of groups; beyond it, the oldest tenth of the rows is dropped."""
 
-MAX_COLUMNS, MAX_DEPTH, MAX_NAME = 1000, 4, 200
-"""Number of columns of a history, levels of nested objects in a line, and characters of a column's name."""
+MAX_DEPTH, MAX_NAME = 4, 200
+"""Levels of nested objects in a line, and characters of a column's name."""
 
-MAX_SWAPS = 64
-"""Number of weight swaps in a line of the timeline."""
+MAX_DETAIL_BYTES = 1 << 26
+"""Bytes of a file that are read again for a range; a larger range stays thinned."""
 
-MAX_MARKS, MAX_MARKS_OF_STEP = 2000, 20
-"""Number of marks in all metrics, and in one line."""
+MAX_OUTCOMES = 100
+"""Number of outcomes that are counted by name."""
+
+MAX_MARKS, MAX_MARKS_OF_LINE = 20_000, 1000
+"""Number of the newest marks in all lines of a file, and of the first ones in one line."""
 
 MAX_FINDINGS = 50
 """Number of findings whose texts are kept after they have ended."""
+
+PLACES = ("offset", "size")
+"""Columns of the index of groups with the places of the records."""
 
 PROMPT_CHARACTERS, NAME_CHARACTERS = 80, 60
 """Characters of a prompt, and of a type or an environment, in the index of groups."""
@@ -43,17 +52,20 @@ Integer = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 Float = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 
-class History:
-    """A JSON Lines file, and its rows in columns. A line that is not a record is counted and skipped.
+class History(ABC):
+    """A JSON Lines file that is read as it grows. A line that is not a record is counted and skipped.
 
-    first: number of rows before the first one that is kept. latest: the newest record. damaged: number of lines without
-    a record.
+    end: number of lines with a record so far. first: number of these that are not kept. latest: the newest record.
+    damaged: number of lines without a record.
     """
 
-    def __init__(self, path: Path, *, max_cells: int = MAX_CELLS) -> None:
+    end: int
+    first: int
+    damaged: int
+    latest: dict[str, Any]
+
+    def __init__(self, path: Path) -> None:
         self.file = GrowingFile(path)
-        self._max_cells = max_cells
-        self.latest: dict[str, Any] = {}
         self._clear()
 
     @property
@@ -61,23 +73,17 @@ class History:
         """Differs after the file was replaced: all rows are then new."""
         return self._identity
 
-    @property
-    def end(self) -> int:
-        """Number of rows so far, dropped rows included."""
-        return self.first + self._rows
-
     def advance(self) -> bool:
         """Read the next block of the file. Returns whether there can be more."""
         lines, more = self.file.read()
         if self.file.identity != self._identity:
             self._clear()
         for line in lines:
-            row = self._decode(line)  # before the row has its number
-            if row is None:
-                self.damaged += bool(line.data.strip())
+            if self._add(line):
+                self.end += 1
             else:
-                self._append(row)
-        self._drop()
+                self.damaged += bool(line.data.strip())
+            self._end_offset = line.offset + len(line.data) + 1
         return more
 
     def read_all(self) -> None:
@@ -85,51 +91,108 @@ class History:
         while self.advance():
             pass
 
-    def columns(self, start: int = 0, end: int | None = None) -> dict[str, list[Any]]:
-        """Return the columns of the rows from `start` to `end`; in a part, columns without values are missing."""
-        begin, stop = max(0, start - self.first), self._rows if end is None else max(0, end - self.first)
-        if begin == 0 and stop == self._rows:
-            return dict(self._columns)
-        parts = {name: values[begin:stop] for name, values in self._columns.items()}
-        return {name: values for name, values in parts.items() if any(value is not None for value in values)}
-
     def body(self, start: int = 0, end: int | None = None) -> dict[str, Any]:
-        """Return the part of an API response that has these rows."""
-        return {"columns": self.columns(start, end), "damaged": self.damaged + self.file.skipped, "dropped": self.first}
+        """Return the API response with the rows after the line number `start`, up to the line number `end`."""
+        rows = self._part(start, self.end if end is None else end)
+        return {**rows, "damaged": self.damaged + self.file.skipped}
 
-    def column(self, name: str) -> list[Any]:
-        """Return one column; empty if there is none."""
-        return self._columns.get(name, [])
+    @abstractmethod
+    def _add(self, line: Line) -> bool:
+        """Append the row of a line. Returns False if the line is not a record."""
 
-    def _decode(self, line: Line) -> Row | None:
-        record = decoded(line.data)
-        if record is None:
-            return None
-        self.latest = record
-        return dict(flat(record))
-
-    def _append(self, row: Row) -> None:
-        for name, values in self._columns.items():
-            values.append(row.pop(name, None))
-        for name, value in row.items():
-            if len(self._columns) < MAX_COLUMNS:
-                self._columns[name] = [None] * self._rows + [value]
-        self._rows += 1
-
-    def _drop(self) -> None:
-        """Drop the oldest rows if there are too many cells."""
-        while self._rows * len(self._columns) > self._max_cells:
-            count = max(1, self._rows // 10)
-            for values in self._columns.values():
-                del values[:count]
-            self._rows -= count
-            self.first += count
+    @abstractmethod
+    def _part(self, start: int, end: int) -> dict[str, Any]:
+        """Return the rows from `start` to `end`, and what belongs to them."""
 
     def _clear(self) -> None:
         self._identity = self.file.identity
-        self._columns: dict[str, list[Any]] = {}
-        self._rows = self.first = self.damaged = 0
+        self.end = self.first = self.damaged = self._end_offset = 0
         self.latest = {}
+
+
+class Series(History):
+    """A file of numbers over `axis`, an ascending column. A long one is thinned.
+
+    Marks are what lines have beside numbers, each with the number of its line.
+    """
+
+    axis: ClassVar[str] = "step"
+    latest_of: ClassVar[Collection[str]] = ("step", "policy_version", "time/run", "final")
+    sums_of: ClassVar[Collection[str]] = ()
+
+    def __init__(self, path: Path, *, max_rows: int = MAX_ROWS) -> None:
+        self._max_rows = max_rows
+        super().__init__(path)
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the columns of numbers."""
+        return self._table.names
+
+    def newest(self, name: str, count: int) -> list[float | None]:
+        """Return the newest numbers of a column, one per line; empty if there is no such column."""
+        return self._table.newest(name, count)
+
+    def detail(self, low: float, high: float) -> dict[str, Any]:
+        """Return the API response with the lines from `low` to `high` on the axis, read from the file again.
+
+        They are thinned as the whole file is, and less, because they are fewer. A range of more than `MAX_DETAIL_BYTES`
+        has the rows of the whole file.
+        """
+        rows = self._table.rows_between(self.axis, low, high)
+        if not rows:
+            return self.body(self.end)
+        ends, offsets = self._table.ends, self._table.offsets
+        start = ends[rows.start - 1] if rows.start else 0
+        offset = offsets[rows.start]
+        size = (offsets[rows.stop] if rows.stop < len(offsets) else self._end_offset) - offset
+        data = read_part(self.file.path, offset, size) if size <= MAX_DETAIL_BYTES else None
+        if data is None:
+            return self.body(start, ends[rows.stop - 1])
+        table = self._new_table()
+        for line in data.split(b"\n"):
+            record = decoded(line)
+            if record is not None and (row := self._row(record)) is not None:
+                table.append(row, self._texts(record), 0)
+        return {**table.part(0, len(table.ends) and table.ends[-1]), "damaged": 0}
+
+    def _add(self, line: Line) -> bool:
+        record = decoded(line.data)
+        row = None if record is None else self._row(record)
+        if record is None or row is None:
+            return False
+        marks = self._observe(record)
+        self._marks += ((self.end, mark) for mark in marks[:MAX_MARKS_OF_LINE])
+        self._lost_marks += max(0, len(marks) - MAX_MARKS_OF_LINE) + max(0, len(self._marks) - MAX_MARKS)
+        del self._marks[:-MAX_MARKS]
+        self.latest = record
+        self._table.append(row, self._texts(record), line.offset)
+        return True
+
+    def _part(self, start: int, end: int) -> dict[str, Any]:
+        marks = [mark for row, mark in self._marks if start <= row < end]
+        return {**self._table.part(start, end), "marks": marks, "lost_marks": self._lost_marks}
+
+    def _row(self, record: Mapping[str, Any]) -> Row | None:
+        """Return the numbers of a record by column; None if it is not a record of this file."""
+        return dict(flat(record))
+
+    def _texts(self, record: Mapping[str, Any]) -> dict[str, str]:
+        """Return the columns of texts."""
+        return {}
+
+    def _observe(self, record: dict[str, Any]) -> list[Any]:
+        """Take the next record into account, and return its marks. `latest` is the record before."""
+        return []
+
+    def _new_table(self) -> Table:
+        return Table(max_rows=self._max_rows, latest=self.latest_of, sums=self.sums_of)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._table = self._new_table()
+        self._marks: list[tuple[int, Any]] = []
+        self._lost_marks = 0
 
 
 class _Known(NamedTuple):
@@ -140,8 +203,11 @@ class _Known(NamedTuple):
     last: Any
 
 
-class Metrics(History):
-    """metrics.jsonl. Marks are the steps at which a finding began, or the training was rolled back."""
+class Metrics(Series):
+    """metrics.jsonl. Marks are the steps at which a finding began, or the training was rolled back.
+
+    outcomes: number of ended groups by outcome.
+    """
 
     def ended_findings(self) -> list[dict[str, Any]]:
         """Return the findings that the latest line does not have, the newest first, with `first` and `last` step."""
@@ -149,74 +215,78 @@ class Metrics(History):
         ended = (found for name, found in reversed(self._findings.items()) if name not in now)
         return [found.fields | {"first": found.first, "last": found.last} for found in ended]
 
-    def body(self, start: int = 0, end: int | None = None) -> dict[str, Any]:
-        """Return the columns and the marks."""
-        stop = self.end if end is None else end
-        marks = [mark for row, mark in self._marks if start <= row < stop]
-        return {**super().body(start, end), "marks": marks}
-
-    def _decode(self, line: Line) -> Row | None:
+    def _observe(self, record: dict[str, Any]) -> list[Any]:
+        discarded = record.get("groups/discarded_by_reason")
+        reasons = discarded.items() if isinstance(discarded, dict) else ()
+        for name, value in (("trained", record.get("groups/trained")), *reasons):
+            if isinstance(value, int):
+                count(self.outcomes, name, value)
         before = names_of_findings(self.latest)
-        row = super()._decode(line)
-        if row is not None:
-            self._marks += ((self.end, mark) for mark in marks_of(self.latest, before))
-            del self._marks[:-MAX_MARKS]
-            self._complete_findings(before)
-        return row
+        marks = marks_of(record, before)
+        self._complete_findings(record, before)
+        return marks
 
-    def _complete_findings(self, before: Collection[str]) -> None:
-        """Add to the findings of the latest line what earlier lines have about them. before: names in the line before.
+    def _complete_findings(self, record: dict[str, Any], before: Collection[str]) -> None:
+        """Add to the findings of a record what earlier ones have about them. before: names in the record before.
 
         Findings are kept by name, the newest last.
         """
-        step, completed = self.latest.get("step"), list[dict[str, Any]]()
-        for changes in _objects(self.latest.get("findings")):
+        step, completed = record.get("step"), list[dict[str, Any]]()
+        for changes in _objects(record.get("findings")):
             name = str(changes.get("name"))
             known = self._findings.pop(name, None) or _Known({}, step, step)
             found = _Known(known.fields | changes, known.first if name in before else step, step)
             self._findings[name] = found
             completed.append(found.fields)
-        self.latest["findings"] = completed
+        record["findings"] = completed
         while len(self._findings) > MAX_FINDINGS:
             del self._findings[next(iter(self._findings))]
 
     def _clear(self) -> None:
         super()._clear()
-        self._marks: list[tuple[int, dict[str, Any]]] = []
+        self.outcomes = Counter[str]()
         self._findings: dict[str, _Known] = {}
 
 
-class Evaluations(History):
-    """evaluations.jsonl. The two ends of the interval of the accuracy are columns."""
+class Evaluations(Series):
+    """evaluations.jsonl. The two ends of the interval of the accuracy are columns. earliest: the first record."""
 
-    def _decode(self, line: Line) -> Row | None:
-        row = super()._decode(line)
-        interval = self.latest.get("accuracy_interval")
-        if row is not None and isinstance(interval, list):
+    earliest: dict[str, Any]
+
+    def _row(self, record: Mapping[str, Any]) -> Row:
+        row, interval = dict(flat(record)), record.get("accuracy_interval")
+        if isinstance(interval, list):
             ends = zip(("low", "high"), interval, strict=False)
             row |= {f"accuracy_interval/{end}": number(value) for end, value in ends if isinstance(value, int | float)}
         return row
 
+    def _observe(self, record: dict[str, Any]) -> list[Any]:
+        self.earliest = self.earliest or record
+        return []
 
-class Timeline(History):
-    """timeline.jsonl. Rows also have the times of weight swaps, which a response lists once for all rows."""
+    def _clear(self) -> None:
+        super()._clear()
+        self.earliest = {}
 
-    def body(self, start: int = 0, end: int | None = None) -> dict[str, Any]:
-        """Return the columns, and the times of the swaps."""
-        found = super().body(start, end)
-        times = found["columns"].pop("swaps", ())
-        return {**found, "swaps": list(chain.from_iterable(listed for listed in times if listed))}
 
-    def _decode(self, line: Line) -> Row | None:
-        row = super()._decode(line)
-        if row is None or not isinstance(row.get("t"), int | float):
-            return None
-        swaps = self.latest.get("swaps")
-        times = swaps[:MAX_SWAPS] if isinstance(swaps, list) else ()
-        row["swaps"] = [number(time) for time in times if isinstance(time, int | float)]
-        waiting = self.latest.get("waiting")
-        row["waiting"] = waiting[:MAX_NAME] if isinstance(waiting, str) else ""
-        return row
+class Timeline(Series):
+    """timeline.jsonl. Marks are the times of weight swaps."""
+
+    axis = "t"
+    latest_of = ("t", "step", "version")
+    sums_of = ("decode", "learn", "other")
+
+    def _row(self, record: Mapping[str, Any]) -> Row | None:
+        row = dict(flat(record))
+        return row if isinstance(row.get("t"), int | float) else None
+
+    def _texts(self, record: Mapping[str, Any]) -> dict[str, str]:
+        waiting = record.get("waiting")
+        return {"waiting": waiting[:MAX_NAME] if isinstance(waiting, str) else ""}
+
+    def _observe(self, record: dict[str, Any]) -> list[Any]:
+        swaps = record.get("swaps")
+        return [number(time) for time in swaps if isinstance(time, int | float)] if isinstance(swaps, list) else []
 
 
 class _Completion(Struct, frozen=True):
@@ -243,18 +313,29 @@ class _Group(Struct, frozen=True):
 
 
 class Groups(History):
-    """rollouts.jsonl: a row per group, and the place of its record in the file."""
+    """rollouts.jsonl: a row per group, and the place of its record in the file.
+
+    outcomes: number of all groups by outcome.
+    """
+
+    _columns: dict[str, list[Any]]
+    _row_of: dict[int, int]
 
     def __init__(self, path: Path, *, max_cells: int = MAX_CELLS) -> None:
-        super().__init__(path, max_cells=max_cells)
+        self._max_cells = max_cells
         self._decoder = msgspec.json.Decoder(_Group)
+        super().__init__(path)
 
-    def body(self, start: int = 0, end: int | None = None) -> dict[str, Any]:
-        """Return the columns without the places of the records."""
-        found = super().body(start, end)
-        for name in ("offset", "size"):
-            found["columns"].pop(name, None)
-        return found
+    def advance(self) -> bool:
+        """Read the next block of the file, and drop the oldest groups if there are too many."""
+        more = super().advance()
+        if self.end - self.first and (self.end - self.first) * len(self._columns) > self._max_cells:
+            self._drop()
+        return more
+
+    def column(self, name: str) -> list[Any]:
+        """Return one column; empty if there is none."""
+        return self._columns.get(name, [])
 
     def record(self, group_id: int) -> bytes | None:
         """Return the line of a group; None if there is none, or if the file has changed meanwhile."""
@@ -265,13 +346,25 @@ class Groups(History):
         record = None if line is None else decoded(line)
         return line if record is not None and record.get("group_id") == group_id else None
 
-    def _decode(self, line: Line) -> Row | None:
+    def _part(self, start: int, end: int) -> dict[str, Any]:
+        """Return the columns without the places of the records, and the number of groups that are not kept."""
+        begin, stop = max(0, start - self.first), max(0, end - self.first)
+        columns = {name: values[begin:stop] for name, values in self._columns.items() if name not in PLACES}
+        return {"columns": columns, "dropped": self.first}
+
+    def _add(self, line: Line) -> bool:
         try:
             line.data.decode()  # texts are not decoded otherwise
             record = self._decoder.decode(line.data)
         except (ValueError, RecursionError):
-            return None
+            return False
         self._row_of[record.group_id] = self.end
+        for name, value in self._row(record, line).items():
+            self._columns.setdefault(name, []).append(value)
+        count(self.outcomes, self._columns["outcome"][-1], 1)
+        return True
+
+    def _row(self, record: _Group, line: Line) -> Row:
         completions = record.completions
         rewards = [completion.reward for completion in completions if completion.reward is not None]
         versions = [
@@ -298,15 +391,23 @@ class Groups(History):
             "size": len(line.data),
         }
 
+    def _drop(self) -> None:
+        """Drop the oldest groups until there are few enough."""
+        kept = min(self._max_cells // len(self._columns), 9 * (self.end - self.first) // 10)
+        self.first = self.end - kept
+        for values in self._columns.values():
+            del values[: len(values) - kept]
+        self._row_of = {group: row for group, row in self._row_of.items() if row >= self.first}
+
     def _clear(self) -> None:
         super()._clear()
-        self._row_of: dict[int, int] = {}
+        self._columns, self._row_of = {}, {}
+        self.outcomes = Counter[str]()
 
-    def _drop(self) -> None:
-        before = self.first
-        super()._drop()
-        if self.first > before:
-            self._row_of = {group: row for group, row in self._row_of.items() if row >= self.first}
+
+def count(outcomes: Counter[str], name: str, value: int) -> None:
+    """Add to the number of an outcome. The number of names is limited: those beyond it are `other`."""
+    outcomes[name if name in outcomes or len(outcomes) < MAX_OUTCOMES else "other"] += value
 
 
 def decoded(line: bytes) -> dict[str, Any] | None:
@@ -332,7 +433,7 @@ def marks_of(record: Mapping[str, Any], before: Collection[str]) -> list[dict[st
     ]
     if record.get("rolled_back") is True:
         marks.append({"step": step, "kind": "rollback", "name": ""})
-    return marks[:MAX_MARKS_OF_STEP]
+    return marks
 
 
 def _objects(values: object) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -99,28 +98,21 @@ def constants() -> dict[str, Any]:
 
 def _outcomes(files: RunFiles) -> dict[str, int]:
     """Return the number of ended groups by outcome. Without rollouts.jsonl, they follow from the metrics."""
-    if files.groups.end and not files.groups.first:
-        return dict(Counter(files.groups.column("outcome")))
-    prefix = "groups/discarded_by_reason/"
-    columns = files.metrics.columns()
-    found = {name.removeprefix(prefix): columns[name] for name in columns if name.startswith(prefix)}
-    counts = {"trained": columns.get("groups/trained", []), **found}
-    return {name: sum(_integer(value) or 0 for value in values) for name, values in counts.items() if values}
+    return dict(files.groups.outcomes if files.groups.end else files.metrics.outcomes)
 
 
 def _seconds_left(files: RunFiles, profile: Mapping[str, Any], seconds: float) -> float | None:
     """Estimate the remaining time as the display does; None before the first step."""
-    lines = files.metrics.columns()
-    step, steps = _integer(files.metrics.latest.get("step")), _integer(profile.get("steps"))
-    if step is None or steps is None or not lines.keys() >= set(STEP_METRICS.values()):
+    lines, steps = files.metrics, _integer(profile.get("steps"))
+    step = _integer(lines.latest.get("step"))
+    if step is None or steps is None or not set(lines.names) >= set(STEP_METRICS.values()):
         return None
-    values = [[_seconds(value) for value in lines[key][-WINDOW:]] for key in STEP_METRICS.values()]
+    values = [[_seconds(value) for value in lines.newest(key, WINDOW)] for key in STEP_METRICS.values()]
     times = [StepTime(*row) for row in zip(*values, strict=True)]
-    first = None
-    evaluated = files.evaluations.columns()
-    if (counts := evaluated.get("problems")) and not evaluated.get("step", [0])[0]:
-        duration = _seconds(evaluated.get("time/evaluation", [0.0])[0])
-        first = EvaluationTime(problems=_integer(counts[0]) or 0, seconds=duration)
+    first, earliest = None, files.evaluations.earliest
+    if earliest.get("problems") and _integer(earliest.get("step")) == 0:
+        duration = _seconds(earliest.get("time/evaluation"))
+        first = EvaluationTime(problems=_integer(earliest["problems"]) or 0, seconds=duration)
     left = seconds_left(_plan(profile, steps), step, times, first)
     return None if left is None else max(0.0, left - max(0.0, seconds - times[-1].end))
 

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from clotho.dashboard.events import Cursor, EventReader, Position, event, position
-from clotho.dashboard.histories import decoded
+from clotho.dashboard.histories import Series, decoded
 from clotho.dashboard.overview import constants, overview
 from clotho.dashboard.page_files import page_routes
 from clotho.dashboard.run_files import KINDS, RunFiles, is_live
@@ -151,8 +151,19 @@ class Dashboard:
         return answer({**await self._run(http).overview(), **constants()})
 
     async def _table(self, http: Request, *, kind: str) -> Response:
-        run = self._run(http)
-        return raw(await run.call(lambda files: encode(files.histories[kind].body()), reading=[kind]))
+        run, ends = self._run(http), [http.query_params.get(name) for name in ("from", "to")]
+        try:
+            low, high = (None if end is None else float(end) for end in ends)
+        except ValueError:
+            raise ApiError(400, "from, to: must be numbers", param="from") from None
+
+        def read(files: RunFiles) -> bytes:
+            history = files.histories[kind]
+            if low is None or high is None or not isinstance(history, Series):
+                return encode(history.body())
+            return encode(history.detail(low, high))
+
+        return raw(await run.call(read, reading=[kind]))
 
     async def _group(self, http: Request) -> Response:
         group_id = http.path_params["group"]

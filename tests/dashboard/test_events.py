@@ -12,7 +12,7 @@ import pytest
 
 from clotho.dashboard import routes
 from clotho.dashboard.events import MAX_ROWS, Cursor, EventReader
-from clotho.dashboard.histories import History
+from clotho.dashboard.histories import Series
 from tests.dashboard.synthetic_run import RunShape, write_run
 from tests.dashboard.viewed_runs import EVENTS, following, lines, read_until, viewing
 
@@ -138,7 +138,7 @@ async def test_a_quiet_stream_has_heartbeats(run: Path, monkeypatch: pytest.Monk
 def test_many_new_rows_are_divided_into_events(tmp_path: Path) -> None:
     """Memory of a stream is bounded; together the events have every row once."""
     path = tmp_path / "lines"
-    history = History(path)
+    history = Series(path, max_rows=3 * MAX_ROWS)
     path.write_bytes(b"")
     history.read_all()
     reader = EventReader({"metrics": history}, Cursor.at_end({"metrics": history}))

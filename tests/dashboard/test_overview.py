@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clotho.dashboard import run_files
+from clotho.dashboard.histories import Groups, Metrics
 from clotho.dashboard.overview import OUTCOMES, overview
 from clotho.dashboard.run_files import RunFiles
 from clotho.monitoring.forecast import STEP_METRICS
@@ -53,6 +56,24 @@ def test_without_rollouts_the_outcomes_follow_from_the_metrics(tmp_path: Path) -
     outcomes = read(run)["outcomes"]
     (run / "rollouts.jsonl").unlink()
     assert read(run)["outcomes"] == outcomes
+
+
+def test_outcomes_and_progress_of_a_long_run_are_those_of_all_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the metrics are thinned, and the oldest groups are not listed."""
+    run = write_run(tmp_path, RunShape(groups=180, steps=90, token_steps=0))
+    whole = read(run)
+    monkeypatch.setattr(run_files, "Metrics", partial(Metrics, max_rows=70))
+    monkeypatch.setattr(run_files, "Groups", partial(Groups, max_cells=15 * 40))
+    limited = RunFiles(run)
+    for history in limited.histories.values():
+        history.read_all()
+    assert len(limited.metrics.body()["columns"]["step"]) < 90
+    assert limited.groups.first > 100
+    assert read(run) == whole
+    assert sum(whole["outcomes"].values()) == 180
+    assert whole["seconds_left"] is not None
 
 
 @settings(max_examples=30)

@@ -231,6 +231,29 @@ def test_a_page_of_ten_thousand_steps_is_drawn(browser: Browser, tmp_path: Path)
         until(visited, "(count) => document.querySelectorAll('[data-chart] canvas').length >= count", len(CHARTS) // 2)
 
 
+@pytest.mark.slow
+def test_a_zoom_into_a_long_run_shows_every_step(browser: Browser, tmp_path: Path) -> None:
+    """The page says how many steps a point of the whole run stands for."""
+    run = write_run(tmp_path / "long", RunShape(groups=90, steps=9000, planned_steps=9000, token_steps=0, group_size=2))
+    with viewing(run) as found, visit(browser, found) as visited:
+        opened(visited)
+        until(visited, "document.querySelector('.thinned').textContent.includes('up to 4 lines')")
+        visited.find("[data-chart='entropy']").focus()
+        pressed(visited, "Home", "ArrowRight")
+        assert "step 8 " in visited.texts("[aria-live='polite']")[0]
+        pressed(visited, "Home", *"++++")
+        end = time.monotonic() + 20
+        while "step 5 " not in visited.texts("[aria-live='polite']")[0]:
+            assert time.monotonic() < end
+            pressed(visited, "Home", "ArrowRight")
+
+
+def pressed(visited: Visit, *keys: str) -> None:
+    """Press keys, one after the other."""
+    for key in keys:
+        visited.page.keyboard.press(key)
+
+
 def rewritten(run: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
     """Change every line of metrics.jsonl."""
     metrics = run / "metrics.jsonl"

@@ -78,6 +78,14 @@ async def test_metrics_evaluations_and_timeline_are_columns(run: Path) -> None:
         assert len((await viewed.get("timeline"))["columns"]["t"]) == 12
 
 
+async def test_a_range_of_the_metrics_or_the_timeline_can_be_requested(run: Path) -> None:
+    """By step, or by the age of the run. Ends that are no numbers are refused."""
+    async with viewing(run) as viewed:
+        assert (await viewed.get("metrics?from=2&to=3"))["columns"]["step"] == [2, 3]
+        assert len((await viewed.get("timeline?from=3&to=7.5"))["columns"]["t"]) == 6
+        assert (await viewed.http.get(f"{API}/0/metrics?from=x&to=3")).status_code == 400
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -1,6 +1,7 @@
 // Charts over a common horizontal axis, drawn by uPlot: synchronized cursors, zoom, smoothing, legends with values, marks.
 import { fill, h } from "./element.js";
 import { bytes, duration, missing, number, percent } from "./format.js";
+import { exported, get } from "./source.js";
 
 export const LANE = 0.9; // height of a lane whose distance to the next is 1
 const FONT = "11px system-ui, sans-serif";
@@ -54,7 +55,7 @@ export function lines(series, table) {
 			const star = name.slice(start.length, name.length - (end?.length ?? 0));
 			const width = values(spread?.replace("*", star));
 			const edge = (sign) => width && values(name)?.map((value, row) => (missing(value) || missing(width[row]) ? null : value + sign * width[row]));
-			return { column: name, label: label.replace("*", star), dash, values: table.get(name), low: values(low?.replace("*", star)) ?? edge(-1), high: values(high?.replace("*", star)) ?? edge(1) };
+			return { column: name, label: label.replace("*", star), dash, values: table.get(name), low: values(low?.replace("*", star)) ?? edge(-1) ?? table.minima?.[name], high: values(high?.replace("*", star)) ?? edge(1) ?? table.maxima?.[name] };
 		});
 	});
 }
@@ -68,6 +69,8 @@ export class Board {
 		this.readout = h("span.readout");
 		this.reset = h("button.button", { hidden: true, onclick: () => this.zoom() }, "Reset zoom");
 		this.live = h("span.sr", { "aria-live": "polite" });
+		this.note = h("p.muted.thinned");
+		this.asked = new Map();
 		this.folds = true;
 		this.quiet = h("p.muted.quiet");
 		this.dark = matchMedia("(prefers-color-scheme: dark)");
@@ -83,7 +86,7 @@ export class Board {
 			smoothing && choose("Smoothing", ["0", "0.5", "0.8", "0.9", "0.95"], (value) => { this.smoothing = Number(value); }),
 			marks && h("label", h("input", { type: "checkbox", checked: true, onchange: ({ target }) => { this.marked = target.checked; this.refresh(); } }), "Marks",
 				h("span.mark", "| weight swap"), axis && [h("span.mark.eval", "evaluation"), h("span.mark.find", "finding")]),
-			more, this.reset, this.readout, this.live);
+			more, this.reset, this.readout, this.live, this.note);
 	}
 
 	add(definition) {
@@ -117,6 +120,31 @@ export class Board {
 		this.reset.hidden = !this.range;
 		this.charts.forEach((chart) => chart.plot?.setData(chart.rows()));
 		this.zoomed?.();
+	}
+
+	// The lines of the zoomed range take the place of its merged rows. along(table): the values of the horizontal axis.
+	async sharpen(table, path, along) {
+		if (exported || !this.range || !table.length) return;
+		const [x, axis, [low, high]] = [along(table), table.get(table.key[0]), this.range];
+		const first = Math.max(0, x.findIndex((at) => at >= low));
+		const end = x.findIndex((at) => at >= high);
+		const stop = end < 0 ? x.length - 1 : end;
+		const address = `${path}?from=${axis[first]}&to=${axis[stop]}`;
+		if (this.asked.get(path) === address || table.thinning(first, stop + 1) === 1) return;
+		this.asked.set(path, address);
+		try {
+			table.replace(await get(address));
+			this.refresh();
+		} catch (error) {
+			this.readout.textContent = error.message;
+		}
+	}
+
+	// Say what the charts do not show. lost: number of the oldest marks that the server has dropped.
+	explain(tables, lost = 0) {
+		const lines = Math.max(...tables.map((table) => table.thinning()));
+		fill(this.note, lines > 1 && `A point stands for up to ${number(lines)} lines: it is their mean, and the band reaches from the least to the largest value. ${exported ? "The run has every line: clotho view RUN. " : "A zoom shows every line. "}`,
+			lost > 0 && `The first ${number(lost)} marks are not shown.`);
 	}
 
 	hover(x) {
@@ -264,6 +292,7 @@ class Chart {
 		const ratio = devicePixelRatio;
 		const seen = board.found.filter(({ x }) => x >= min && x <= max);
 		const crowded = seen.length > plot.width / 3;
+		const drawn = new Set();
 		ctx.save();
 		ctx.textAlign = "center";
 		ctx.font = `${11 * ratio}px sans-serif`;
@@ -271,6 +300,8 @@ class Chart {
 			if (kind === "swap" && crowded) continue;
 			const [glyph, name] = MARKS[kind] ?? MARKS[severity] ?? (kind === "swap" ? ["", "muted"] : MARKS.error);
 			const at = Math.round(plot.valToPos(x, "x", true));
+			if (drawn.has(`${at} ${glyph} ${name}`)) continue;
+			drawn.add(`${at} ${glyph} ${name}`);
 			ctx.strokeStyle = ctx.fillStyle = colour(name);
 			ctx.globalAlpha = glyph ? 1 : 0.6;
 			ctx.fillText(glyph, at, top - 2 * ratio);

@@ -20,14 +20,17 @@ export function show(container, parameters, { runs, source: { get, Columns } }) 
 	}), name));
 	const refresh = later(1000, () => board.refresh());
 
+	const along = (table) => table.get(board.axis === "step" ? "step" : "time/run");
+	board.zoomed = () => shown().forEach((run) => board.sharpen(run.metrics, `runs/${run.id}/metrics`, along));
+
 	const shown = () => [...chosen].sort((a, b) => a - b).map((id) => loaded.get(id)).filter(Boolean);
 
 	async function load() {
 		await Promise.all([...chosen].filter((id) => !loaded.has(id)).map(async (id) => {
 			const [overview, metrics, evaluations] = await Promise.all(["overview", "metrics", "evaluations"].map((name) => get(`runs/${id}/${name}`)));
 			const run = { id, name: runs.find((one) => one.id === id).name, overview, metrics: new Columns("step"), evaluations: new Columns("step", "final") };
-			run.metrics.load(metrics.columns);
-			run.evaluations.load(evaluations.columns);
+			run.metrics.load(metrics);
+			run.evaluations.load(evaluations);
 			loaded.set(id, run);
 		}));
 		draw();
@@ -35,7 +38,7 @@ export function show(container, parameters, { runs, source: { get, Columns } }) 
 
 	// The lines of all runs on one axis, with null where a run has no value.
 	function data(table, column) {
-		const found = shown().map((run) => ({ x: run[table].get(board.axis === "step" ? "step" : "time/run"), values: run[table].get(column), label: run.name }));
+		const found = shown().map((run) => ({ x: along(run[table]), values: run[table].get(column), label: run.name }));
 		const x = [...new Set(found.flatMap((run) => run.x))].filter((at) => !missing(at)).sort((a, b) => a - b);
 		return {
 			x,
@@ -57,6 +60,7 @@ export function show(container, parameters, { runs, source: { get, Columns } }) 
 			.filter(({ column, title }) => `${column} ${title}`.toLowerCase().includes(filter.value.trim().toLowerCase()));
 		for (const chart of metrics) (chart.lead ? leads : grid).append(board.add({ ...chart, span: true, hide: true, data: () => data(chart.table, chart.column) }));
 		board.refresh();
+		board.explain(shown().map((run) => run.metrics));
 		// A step says little about a run, so that the last ten are averaged.
 		const ends = (chart, run) => {
 			const known = run[chart.table].get(chart.column).filter((value) => !missing(value)).slice(chart.table === "metrics" ? -10 : -1);
@@ -82,7 +86,7 @@ export function show(container, parameters, { runs, source: { get, Columns } }) 
 	return {
 		update(kind, data) {
 			const run = loaded.get(runs.find(({ live }) => live)?.id);
-			if (run?.[kind] instanceof Columns && run[kind].add(data.columns)) refresh();
+			if (run?.[kind] instanceof Columns && run[kind].add(data)) refresh();
 		},
 		close() {
 			refresh.cancel();

@@ -60,7 +60,10 @@ export class GroupIndex {
 		this.api = (path) => source.get(`runs/${runId}/groups${path}`);
 		this.groups = new Columns("group_id");
 		const none = Object.fromEntries(["version_max", ...Object.keys(COLUMNS)].map((name) => [name, []]));
-		this.ready = this.api("").then(({ columns }) => this.groups.load({ group_id: [], ...none, ...columns }));
+		this.ready = this.api("").then((found) => {
+			this.dropped = found.dropped;
+			this.groups.load({ columns: { group_id: [], ...none, ...found.columns } });
+		});
 	}
 
 	async select(query) {

@@ -247,7 +247,7 @@ export function show(container, parameters, context) {
 	return {
 		update(kind, data) {
 			if (kind !== "groups") return;
-			index.groups.add(data.columns);
+			index.groups.add(data);
 			neighbours();
 		},
 		route,

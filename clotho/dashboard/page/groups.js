@@ -41,7 +41,7 @@ export function show(container, { query }, context) {
 		const found = await index.select(query).catch((error) => ({ rows: [], error: error.message }));
 		if (search !== searches) return;
 		const { length, columns } = index.groups;
-		[added, counted] = [0, found.error ?? `${found.rows.length < length ? `${number(found.rows.length)} of ` : ""}${number(length)} groups`];
+		[added, counted] = [0, found.error ?? `${found.rows.length < length ? `${number(found.rows.length)} of ` : ""}${number(length)} groups${index.dropped ? `; the first ${number(index.dropped)} groups are in rollouts.jsonl only` : ""}`];
 		status.textContent = counted;
 		if (found.counts) choose(found.counts);
 		list.set(columns, found.rows, query.get("sort") ?? "-group_id");
@@ -76,7 +76,7 @@ export function show(container, { query }, context) {
 		// A list that is scrolled does not move when groups are added. Its next change includes them.
 		update(kind, data) {
 			if (kind !== "groups") return;
-			added += index.groups.add(data.columns);
+			added += index.groups.add(data);
 			index.text = undefined;
 			if (list.element.getBoundingClientRect().top > 0) refresh();
 			else if (added) status.textContent = `${counted} (${number(added)} new)`;

@@ -19,18 +19,22 @@ export function show(container, parameters, { runId, overview, link, source: { g
 	const drawn = new Map();
 	const none = h("p.muted");
 	let descriptions = new Map();
+	let lost = 0;
 
 	const along = (table) => table.get(board.axis === "step" ? "step" : "time/run");
 
 	function marksOn() {
 		const [steps, versions, accuracy] = [metrics.get("step"), metrics.get("policy_version"), evaluations.get("accuracy")];
 		const x = along(metrics);
+		const at = (step) => (board.axis === "step" ? step : x[steps.findIndex((one) => one >= step)]);
 		return [
-			...x.flatMap((at, row) => (row && versions[row] !== versions[row - 1] ? [{ x: at, kind: "swap", text: `weight swap to version ${versions[row]}` }] : [])),
-			...along(evaluations).map((at, row) => ({ x: at, kind: "evaluation", text: `evaluation ${percent(accuracy[row])}` })),
-			...marks.map((mark) => ({ ...mark, x: x[steps.indexOf(mark.step)], text: `${mark.kind} ${mark.name}` })),
+			...x.flatMap((where, row) => (row && versions[row] !== versions[row - 1] ? [{ x: where, kind: "swap", text: `weight swap to version ${versions[row]}` }] : [])),
+			...along(evaluations).map((where, row) => ({ x: where, kind: "evaluation", text: `evaluation ${percent(accuracy[row])}` })),
+			...marks.map((mark) => ({ ...mark, x: at(mark.step), text: `${mark.kind} ${mark.name}` })),
 		];
 	}
+
+	board.zoomed = () => Object.entries(tables).forEach(([kind, table]) => board.sharpen(table, `runs/${runId}/${kind}`, along));
 
 	function add(chart, host) {
 		const table = tables[chart.table ?? "metrics"];
@@ -115,14 +119,15 @@ export function show(container, parameters, { runId, overview, link, source: { g
 
 	// Tokens per second of the last steps.
 	function mean(steps) {
-		const [tokens, rates] = ["completion_length/total", "tokens_per_second"].map((name) => metrics.get(name).slice(-steps));
-		const seconds = rates.map((rate, row) => (rate > 0 ? tokens[row] / rate : 0));
-		return sum(tokens) / sum(seconds);
+		const [tokens, rates, lines, ages] = ["completion_length/total", "tokens_per_second", "lines", "time/run"].map((name) => metrics.get(name).slice(-steps));
+		const seconds = rates.map((rate, row) => (lines[row] > 1 ? ages[row] - (ages[row - 1] ?? 0) : rate > 0 ? tokens[row] / rate : 0));
+		return sum(tokens.map((count, row) => count * (lines[row] ?? 1))) / sum(seconds);
 	}
 
 	const changed = later(250, () => {
 		header();
 		board.refresh();
+		board.explain([metrics, evaluations], lost);
 		others();
 		const always = ({ definition, series }) => !series.length && definition.series.every(({ column }) => !column.includes("*"));
 		const empty = board.charts.filter(always).map(({ definition }) => definition.title);
@@ -133,9 +138,10 @@ export function show(container, parameters, { runId, overview, link, source: { g
 		const [found, lines, tests] = await Promise.all(["overview", "metrics", "evaluations"].map((name) => get(`runs/${runId}/${name}`)));
 		overview = found;
 		descriptions = new Map(Object.entries(found.descriptions));
-		metrics.load(lines.columns);
-		evaluations.load(tests.columns);
-		marks.push(...(lines.marks ?? []));
+		metrics.load(lines);
+		evaluations.load(tests);
+		marks.push(...lines.marks);
+		lost = lines.lost_marks;
 		build();
 		changed();
 	}
@@ -145,7 +151,7 @@ export function show(container, parameters, { runId, overview, link, source: { g
 	return {
 		update(kind, data) {
 			if (kind === "overview") overview = { ...overview, ...data };
-			if (tables[kind]?.add(data.columns) && data.marks) marks.push(...data.marks);
+			if (tables[kind]?.add(data)) marks.push(...data.marks);
 			if (leads.firstChild) changed();
 		},
 		close() {

@@ -141,8 +141,11 @@ async function events(body, dispatch, alive) {
 	}
 }
 
+const PARTS = ["columns", "minima", "maxima"]; // numbers, and of merged rows the least and the largest ones
+
 // Rows as columns; new rows whose key is known are dropped. Rows that arrive before `load` are kept until then. Names
-// come from the files of a run, so that the columns inherit nothing.
+// come from the files of a run, so that the columns inherit nothing. The column `lines` has the number of lines of the
+// file that a row stands for; without it, every row is one line.
 export class Columns {
 	constructor(...key) {
 		this.key = key;
@@ -152,31 +155,50 @@ export class Columns {
 	}
 
 	clear() {
-		this.columns = Object.create(null);
+		for (const part of PARTS) this[part] = Object.create(null);
 		this.length = 0;
 		this.known = new Set();
 	}
 
-	load(columns) {
+	// found: a response with columns.
+	load(found) {
 		this.clear();
 		this.loaded = true;
-		this.append(columns);
+		this.append(found);
 		this.early.splice(0).forEach((early) => this.append(early));
 	}
 
-	add(columns) {
-		if (this.loaded) return this.append(columns);
-		this.early.push(columns);
+	add(found) {
+		if (this.loaded) return this.append(found);
+		this.early.push(found);
 		return 0;
 	}
 
+	// Put the rows of a response in the place of those of their range.
+	replace(found) {
+		const [axis, own] = [found.columns[this.key[0]] ?? [], this.get(this.key[0])];
+		const cut = (start, stop) => Object.fromEntries(PARTS.map((part) =>
+			[part, Object.fromEntries(Object.entries(this[part]).map(([name, values]) => [name, values.slice(start, stop)]))]));
+		const parts = [cut(0, own.filter((x) => x < axis[0]).length), found, cut(own.filter((x) => x <= axis.at(-1)).length)];
+		this.clear();
+		parts.forEach((part) => this.append(part));
+	}
+
+	// The largest number of lines of a row.
+	thinning(start, stop) {
+		return this.get("lines").slice(start, stop).reduce((most, lines) => Math.max(most, lines ?? 1), 1);
+	}
+
 	// Returns the number of new rows.
-	append(columns) {
+	append(found) {
 		const before = this.length;
+		const { columns } = found;
 		const names = Object.keys(columns);
 		const count = names.length ? columns[names[0]].length : 0;
-		for (const name of names) this.columns[name] ??= Array(before).fill(null);
-		const targets = Object.entries(this.columns).map(([name, values]) => [values, columns[name]]);
+		const targets = PARTS.flatMap((part) => {
+			for (const name of Object.keys(found[part] ?? {})) this[part][name] ??= Array(before).fill(null);
+			return Object.entries(this[part]).map(([name, values]) => [values, found[part]?.[name]]);
+		});
 		for (let row = 0; row < count; row += 1) {
 			const key = this.key.map((name) => columns[name]?.[row]).join("/");
 			if (this.known.has(key)) continue;

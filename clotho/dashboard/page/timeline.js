@@ -14,8 +14,12 @@ const TEXTS = {
 export function show(container, parameters, { runId, source: { get, Columns } }) {
 	const table = new Columns("t");
 	const swaps = new Set();
+	let lost = 0;
 	const board = new Board("time", () => [...swaps].map((x) => ({ x, kind: "swap", text: "weight swap" })));
-	const changed = later(250, () => board.refresh());
+	const changed = later(250, () => {
+		board.refresh();
+		board.explain([table], lost);
+	});
 	const waits = h("section.card.where");
 
 	// The share of each kind of work between two lines.
@@ -43,21 +47,25 @@ export function show(container, parameters, { runId, source: { get, Columns } })
 	}
 
 	const chart = (id, title, series) => board.add({ id, title, description: TEXTS[id], empty: "No timeline: the run wrote no timeline.jsonl", data: () => ({ x: table.get("t"), series: lines(series, table) }) });
-	board.zoomed = waiting;
+	board.zoomed = () => {
+		waiting();
+		board.sharpen(table, `runs/${runId}/timeline`, () => table.get("t"));
+	};
 	fill(container, h("h1", "Timeline"), board.toolbar({ axis: false, smoothing: false }),
 		board.add({ id: "lanes", title: "Compute thread", description: TEXTS.lanes, empty: "No timeline: the run wrote no timeline.jsonl", lanes: LANES, range: [0, 3], format: "percent", data: lanes }),
 		h("div.grid.below", chart("rows", "Rows in flight", [{ label: "rows", column: "rows" }]), chart("queues", "Depth of the queues", [{ label: "*", column: "queues/*" }]),
 			chart("version", "Policy version", [{ label: "version", column: "version" }])), waits);
 	get(`runs/${runId}/timeline`).then((found) => {
-		table.load(found.columns);
-		found.swaps.forEach((t) => swaps.add(t));
+		table.load(found);
+		found.marks.forEach((t) => swaps.add(t));
+		lost = found.lost_marks;
 		changed();
 	}, (error) => container.append(problem(error.message)));
 	return {
 		update(kind, data) {
 			if (kind !== "timeline") return;
-			data.swaps.forEach((t) => swaps.add(t));
-			if (table.add(data.columns)) changed();
+			data.marks.forEach((t) => swaps.add(t));
+			if (table.add(data)) changed();
 		},
 		close() {
 			changed.cancel();
