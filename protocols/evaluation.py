@@ -46,11 +46,6 @@ class HeldOut(Struct, frozen=True, kw_only=True):
     references: Sequence[tuple[int, ...]]
     grade: GradeCompletions
 
-    @property
-    def longest_prompt(self) -> int:
-        """Length of the longest prompt in tokens; 0 if there are no held-out problems."""
-        return max(map(len, self.prompts), default=0)
-
 
 class Estimate(Struct, frozen=True, kw_only=True):
     """A mean over held-out problems with its confidence interval of 95 %. problems: number of problems with a value."""

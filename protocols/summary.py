@@ -298,13 +298,15 @@ class DatasetReport(Struct, frozen=True, kw_only=True):
 class PromptReport(Struct, frozen=True, kw_only=True):
     """The rendered prompts of a run.
 
-    shortest, median, longest: lengths of the prompts for training, in tokens. removed, removed_heldout: problems that
+    shortest, median, longest: lengths of prompts for training, in tokens. measured: number of these prompts; those of a
+    large dataset are rendered when they are needed. removed, removed_heldout: problems that
     `data.max_prompt_tokens` removed. first: the first prompt as the model receives it.
     """
 
     shortest: int
     median: float
     longest: int
+    measured: int
     removed: int
     removed_heldout: int
     first: str

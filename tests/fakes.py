@@ -63,6 +63,10 @@ class CharacterTokenizer:
             return self.encode(text.removesuffix("\n"))
         return self.encode(text + ("assistant: " if add_generation_prompt else ""))
 
+    def render_chats(self, chats: Sequence[Any], /) -> list[tuple[int, ...]]:
+        """Render each."""
+        return [self.render_chat(chat.messages, tools=chat.tools) for chat in chats]
+
     def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool = True) -> str:
         """Return the characters."""
         return "".join(self.token_text(token) for token in tokens if token != END or not skip_special_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import anyio
@@ -14,6 +15,7 @@ from clotho.data.order import HeldOutSplit
 from clotho.memory.estimate import estimate_memory, local_files
 from clotho.memory.report import describe, describe_limit
 from clotho.models.machine import memory_limit
+from clotho.monitoring.display import print_line
 from clotho.monitoring.summary import print_dataset, print_estimate
 from clotho.rewards.runner import rewards_of
 from clotho.run.prompts import inspect_dataset, read_split
@@ -33,7 +35,8 @@ def dry_run(profile: Profile, console: Console, *, shown: Literal["changed", "fu
     split = read_split(profile)
     if isinstance(profile.atropos, Off):
         anyio.run(_require_rewards, profile, split)
-    dataset, prompts = inspect_dataset(profile, local_files(profile.model.path), split=split)
+    say = partial(print_line, console)
+    dataset, prompts = inspect_dataset(profile, local_files(profile.model.path), split=split, say=say)
     limit = memory_limit()
     settings = resolved_toml(profile, mask_secrets=True) if shown == "full" else f"{CHANGED}\n{changed_toml(profile)}"
     console.print(settings, markup=False, highlight=False, soft_wrap=True)

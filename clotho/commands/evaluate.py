@@ -40,7 +40,8 @@ from clotho.rewards.accuracy import (
     powers_of_two,
 )
 from clotho.rewards.runner import RewardRunner
-from clotho.run.prompts import Rendered, read_split, references, render
+from clotho.run.prompts import read_split
+from clotho.run.rendering import Rendered, Renderer
 from clotho.run.serving_state import read_chosen
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.struct_types import prepare_struct_types
@@ -133,14 +134,13 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
         stack.callback(executor.stop)
         await rewards.start()
         base, engine = await finish(executor.submit(lambda: load(arguments)))
-        rendered = problems_of(arguments, base)
+        rendered, references = problems_of(arguments, base)
         require_graded(rendered, rewards)
-        rewards.require_columns(rendered.problems)
         rewards.require_columns(rendered.problems)
         outcomes: dict[str, list[Outcome]] = {}
         for name in (*([BASE_NAME] if flags.base else []), *arguments.adapters):
             log.info("evaluating", policy=name, problems=len(rendered.problems))
-            completions, losses = await completions_of(arguments, name, rendered, base, engine, executor)
+            completions, losses = await completions_of(arguments, name, rendered, references, base, engine, executor)
             outcomes[name] = await graded(rendered.problems, completions, rewards.grade, losses=losses)
     results = {name: result_of(name, found, outcomes.get(BASE_NAME)) for name, found in outcomes.items()}
     found = Evaluation(
@@ -182,22 +182,26 @@ def load(arguments: EvaluationArguments) -> tuple[BaseModel, DecodeEngine]:
     return base, engine
 
 
-def problems_of(arguments: EvaluationArguments, base: BaseModel) -> Rendered:
-    """The problems to evaluate with their prompts. Raises DatasetError, ModelError, and ProfileError if one is long."""
+def problems_of(arguments: EvaluationArguments, base: BaseModel) -> tuple[Rendered, Sequence[tuple[int, ...]]]:
+    """The problems to evaluate with their prompts, and their reference completions.
+
+    Raises DatasetError, ModelError, and ProfileError if a prompt is long.
+    """
     flags, profile = arguments.flags, arguments.profile
     split = read_split(profile)
     chosen = {"heldout": split.heldout, "train": split.train, "all": (*split.train, *split.heldout)}[flags.part]
     if not chosen:
         raise ProfileError("no problems are held out: set data.heldout_fraction, or evaluate --part all")
-    rendered = render(chosen[: flags.limit or None], profile.data, base.tokenizer)
-    longest = max(map(len, rendered.prompts)) + profile.sampling.max_tokens
+    renderer = Renderer(profile.data, base.tokenizer, log.info if flags.json else log.warning)
+    rendered = renderer.render(chosen[: flags.limit or None])
+    longest = max(rendered.lengths) + profile.sampling.max_tokens
     limit = min(base.context_length, profile.engine.kv_cache_tokens)
     if longest > limit:
         raise ProfileError(
             f"the longest prompt and sampling.max_tokens together have {longest} tokens, more than the {limit} of the "
             "context and of engine.kv_cache_tokens: set data.max_prompt_tokens or lower sampling.max_tokens"
         )
-    return rendered
+    return rendered, renderer.references(rendered)
 
 
 def require_graded(rendered: Rendered, rewards: RewardRunner) -> None:
@@ -211,6 +215,7 @@ async def completions_of(
     arguments: EvaluationArguments,
     name: str,
     rendered: Rendered,
+    references: Sequence[tuple[int, ...]],
     base: BaseModel,
     engine: DecodeEngine,
     executor: ComputeExecutor,
@@ -223,14 +228,13 @@ async def completions_of(
     )
     steps = _decode(engine, requests, profile.engine.max_num_seqs)
     completions = by_problem(await finish(executor.submit_steps(steps, kind="evaluation")), len(prompts))
-    found = references(rendered, profile.data, base.tokenizer)
-    if not any(found):
+    if not any(references):
         return completions, []
     _, computing = await finish(executor.submit(lambda: engine.computing_as(weights)))
     scoring = reference_losses(
         base,
         prompts,
-        found,
+        references,
         context_length=base.context_length,
         chunk=profile.engine.prefill_chunk,
         computing=computing,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -34,6 +34,20 @@ SAMPLE_CONVERSATION = (
 
 
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+
+
+class Chat(NamedTuple):
+    """A conversation, with the definitions of functions in the format of the OpenAI API."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+class Written(NamedTuple):
+    """A rendered conversation. originals: as in `Disarmed`."""
+
+    text: str
+    originals: Mapping[str, str]
 
 
 class ChatTokenizer:
@@ -150,26 +164,54 @@ class ChatTokenizer:
         Raises RequestError (param `messages`) if there is no template, or the template raises or does too much work for
         these messages.
         """
+        with self._lock, _template_errors():
+            chat = Chat(messages, tools)
+            return self._encoded([self._written(chat, add_generation_prompt, variables or {}, continue_final_message)])[
+                0
+            ]
+
+    def render_chats(self, chats: Sequence[Chat]) -> list[tuple[int, ...]]:
+        """Return the tokens of conversations with a generation prompt, encoded together by several threads if possible.
+
+        Raises RequestError as `render_chat`.
+        """
+        with self._lock, _template_errors():
+            return self._encoded([self._written(chat, True, NO_VARIABLES, False) for chat in chats])
+
+    def _written(
+        self, chat: Chat, add_generation_prompt: bool, variables: Mapping[str, Any], continue_final_message: bool
+    ) -> Written:
+        messages, tools = chat
         if not messages:
             raise RequestError("a conversation needs at least one message", param="messages")
         if not self.has_chat_template:
             raise RequestError("this model has no chat template; request a plain completion", param="messages")
-        try:
-            with self._lock:
-                control = self._control_tokens()
-                found = control.disarm([*messages, *tools, variables or {}])
-                plain, plain_tools = found.messages[: len(messages)], found.messages[len(messages) : -1]
-                text = self._render(plain, add_generation_prompt, plain_tools, found.messages[-1])
-                if continue_final_message:
-                    text = _until_content(text, str(plain[-1]["content"]))
-                if found.originals:
-                    return control.encode(text, found.originals)
-                return tuple(int(t) for t in self._wrapper.encode(text, add_special_tokens=False, verbose=False))
-        except RequestError:
-            raise
-        except Exception as error:
-            message = f"the chat template raised for these messages: {type(error).__name__}: {one_line(error)}"
-            raise RequestError(message, param="messages") from error
+        found = self._control_tokens().disarm([*messages, *tools, variables])
+        plain, plain_tools = found.messages[: len(messages)], found.messages[len(messages) : -1]
+        text = self._render(plain, add_generation_prompt, plain_tools, found.messages[-1])
+        if continue_final_message:
+            text = _until_content(text, str(plain[-1]["content"]))
+        return Written(text, found.originals)
+
+    def _encoded(self, written: Sequence[Written]) -> list[tuple[int, ...]]:
+        control, plain = self._control_tokens(), [text for text, originals in written if not originals]
+        tokenizer: Any = self._wrapper._tokenizer
+        if len(plain) > 1 and self._encodes_batches:
+            tokens = tokenizer(plain, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        else:
+            tokens = [self._wrapper.encode(text, add_special_tokens=False, verbose=False) for text in plain]
+        remaining = iter(tokens)
+        return [
+            control.encode(text, originals) if originals else tuple(map(int, next(remaining)))
+            for text, originals in written
+        ]
+
+    @cached_property
+    def _encodes_batches(self) -> bool:
+        """Whether the library encodes many texts as it encodes each of them."""
+        tokenizer, base = self._wrapper._tokenizer, PreTrainedTokenizerBase
+        own_code = type(tokenizer).encode is not base.encode or type(tokenizer).__call__ is not base.__call__
+        return tokenizer.is_fast and not own_code and not tokenizer.split_special_tokens
 
     @property
     def _renders_itself(self) -> bool:
@@ -247,6 +289,18 @@ class ChatTokenizer:
     def token_text(self, token: int) -> str:
         """Return one token as text, special tokens by name; an incomplete character becomes U+FFFD."""
         return str(self._wrapper.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """Raise RequestError for any exception of a chat template or its tokenizer."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except Exception as error:
+        message = f"the chat template raised for these messages: {type(error).__name__}: {one_line(error)}"
+        raise RequestError(message, param="messages") from error
 
 
 def _library(tokenizer: Any) -> Any:

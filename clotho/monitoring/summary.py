@@ -267,9 +267,11 @@ def print_dataset(console: Console, dataset: DatasetReport, prompts: PromptRepor
         ("repeated", f"{dataset.duplicates} prompts for training, {dataset.overlap} held-out prompts in training"),
     ]
     if prompts is not None:
+        problems = sum(dataset.problems.values()) - prompts.removed
+        of = f" ({prompts.measured} of {problems} were rendered)" if prompts.measured < problems else ""
         lines += [
             ("removed", f"{prompts.removed} problems for training, {prompts.removed_heldout} held-out problems"),
-            ("prompts", f"{prompts.shortest} to {prompts.longest} tokens, median {prompts.median:g}"),
+            ("prompts", f"{prompts.shortest} to {prompts.longest} tokens, median {prompts.median:g}{of}"),
             ("first prompt", prompts.first),
         ]
     for label, text in lines:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
+from clotho.config.bounds import Off
 from clotho.config.evaluation import EvaluationProfile
 from clotho.config.load import is_gym_dataset
-from clotho.config.schema import DataSection, Profile
+from clotho.config.schema import Profile
 from clotho.data.order import HeldOutSplit, ProblemOrder, split_heldout
 from clotho.data.problems import Columns, conversation, load_problems, problems_fingerprint
 from clotho.data.reasoning_gym import GymProcesses, epoch_weights, gym_problems
 from clotho.data.records import Source
 from clotho.models.tokenizer import ChatTokenizer
-from protocols.errors import DatasetError, ModelError, ProfileError, RequestError
+from clotho.run.rendering import CHECKED, Rendered, Renderer, Say
+from protocols.errors import DatasetError, ProfileError
 from protocols.evaluation import GradeCompletions, HeldOut
 from protocols.prompt import Problem, Prompt, group_seed
 from protocols.summary import DatasetReport, PromptReport
@@ -53,13 +54,11 @@ class PromptBuilder:
         """The problems for training, without those that were removed."""
         return self._problems
 
-    @property
-    def longest_prompt(self) -> int:
-        """Number of tokens of the longest prompt."""
-        return max(map(len, self._prompts))
-
     def prompt(self, group_id: int, problem: int | None = None) -> Prompt:
-        """The prompt of a group. problem: index of its problem; None for that of the order of problems."""
+        """The prompt of a group. problem: index of its problem; None for that of the order of problems.
+
+        Raises ModelError if the chat template cannot render the problem.
+        """
         index = self.order.index(group_id) if problem is None else problem
         return Prompt(
             group_id=group_id,
@@ -70,23 +69,28 @@ class PromptBuilder:
 
 
 class LoadedPrompts(Struct, frozen=True, kw_only=True, eq=False):
-    """The prompts of a run, with what the dataset contains."""
+    """The prompts of a run, with what the dataset contains. longest: tokens of the longest prompt of those measured."""
 
     builder: PromptBuilder
     held_out: HeldOut
     dataset: DatasetReport
     prompts: PromptReport
+    longest: int
 
 
-def load_prompts(profile: Profile, tokenizer: ChatTokenizer, grade: GradeCompletions) -> LoadedPrompts:
-    """Read, split, render and filter the problems of a profile.
+def load_prompts(
+    profile: Profile, tokenizer: ChatTokenizer, grade: GradeCompletions, *, longest: int, say: Say
+) -> LoadedPrompts:
+    """Read, split and filter the problems of a profile, and render those that are needed at the start.
 
+    longest: number of tokens above which a prompt is measured in any case. say: shows how far the rendering is.
     Raises DatasetError; ModelError if the chat template cannot render a problem; ProfileError for a reward that applies
     to no problem.
     """
     data, split = profile.data, read_split(profile)
-    train = render(split.train, data, tokenizer)
-    held_out = render(split.heldout, data, tokenizer)
+    renderer, evaluated = Renderer(data, tokenizer, say), _evaluated(profile)
+    train = renderer.render_for_training(split.train, longest=longest)
+    held_out = renderer.render(split.heldout, first=evaluated)
     return LoadedPrompts(
         builder=PromptBuilder(
             train.problems,
@@ -98,20 +102,28 @@ def load_prompts(profile: Profile, tokenizer: ChatTokenizer, grade: GradeComplet
         held_out=HeldOut(
             problems=held_out.problems,
             prompts=held_out.prompts,
-            references=references(held_out, data, tokenizer),
+            references=renderer.references(held_out, first=evaluated),
             grade=grade,
         ),
         dataset=_dataset_report(split),
         prompts=_prompt_report(split, train, held_out, tokenizer),
+        longest=max((*train.lengths, *held_out.lengths)),
     )
 
 
-def inspect_dataset(
-    profile: Profile, model: Path | None, *, split: HeldOutSplit | None = None
-) -> tuple[DatasetReport, PromptReport | None]:
-    """Describe the problems of a profile; render and filter them if the files of the model are on this machine.
+def _evaluated(profile: Profile) -> int | None:
+    """Number of held-out problems that are evaluated; None for all."""
+    if isinstance(profile.eval, Off):
+        return 0
+    return max(profile.eval.problems, profile.eval.problems_between) if profile.eval.problems else None
 
-    split: the problems; None reads them. Raises the errors of `load_prompts`.
+
+def inspect_dataset(
+    profile: Profile, model: Path | None, *, split: HeldOutSplit | None = None, say: Say = lambda line: None
+) -> tuple[DatasetReport, PromptReport | None]:
+    """Describe the problems of a profile, and their prompts if the files of the model are on this machine.
+
+    split: the problems; None reads them. say: as in `load_prompts`. Raises the errors of `load_prompts`.
     """
     split = split or read_split(profile)
     dataset = _dataset_report(split)
@@ -119,7 +131,9 @@ def inspect_dataset(
     if model is None:
         return dataset, None
     tokenizer = ChatTokenizer.of_model(model, profile.model)
-    train, held_out = (render(problems, profile.data, tokenizer) for problems in (split.train, split.heldout))
+    renderer = Renderer(profile.data, tokenizer, say)
+    train = renderer.render_for_training(split.train, longest=sys.maxsize)
+    held_out = renderer.render(split.heldout, first=CHECKED)
     return dataset, _prompt_report(split, train, held_out, tokenizer)
 
 
@@ -191,53 +205,6 @@ def _require_no_split(source: Source) -> None:
         raise DatasetError(f"{source.path} has no subsets and no splits: remove data.subset and the names of splits")
 
 
-class Rendered(NamedTuple):
-    """Problems with their prompts, index by index, after the removal of long prompts."""
-
-    problems: list[Problem]
-    prompts: list[tuple[int, ...]]
-
-
-def render(problems: Sequence[Problem], data: DataSection, tokenizer: ChatTokenizer) -> Rendered:
-    """Render problems as prompts and remove long ones. Raises ModelError; DatasetError if no problem remains."""
-    kept, limit = Rendered([], []), data.max_prompt_tokens
-    for problem in problems:
-        try:
-            prompt = tokenizer.render_chat(conversation(problem, data.system), tools=problem.tools)
-        except RequestError as error:
-            raise ModelError(f"the model's chat template cannot render the problems: {error}") from error
-        if not limit or len(prompt) <= limit:
-            kept.problems.append(problem)
-            kept.prompts.append(prompt)
-    if problems and not kept.problems:
-        raise DatasetError(f"every prompt of a dataset has more than data.max_prompt_tokens = {limit} tokens")
-    return kept
-
-
-def references(rendered: Rendered, data: DataSection, tokenizer: ChatTokenizer) -> list[tuple[int, ...]]:
-    """Return the tokens of each reference completion after its prompt, in the form in which the policy writes it.
-
-    The chat template renders it as the next message, up to the first token that ends a completion. Empty without a
-    reference completion, and if the rendered conversation does not begin with the prompt.
-    """
-    found: list[tuple[int, ...]] = []
-    for problem, prompt in zip(rendered.problems, rendered.prompts, strict=True):
-        tokens: tuple[int, ...] = ()
-        if problem.completion:
-            messages = [*conversation(problem, data.system), {"role": "assistant", "content": problem.completion}]
-            with suppress(RequestError):  # a template may refuse a message that it could render as text
-                tokens = tokenizer.render_chat(messages, add_generation_prompt=False, tools=problem.tools)
-        rest = tokens[len(prompt) :] if tokens[: len(prompt)] == prompt else ()
-        end = next((i + 1 for i, token in enumerate(rest) if token in tokenizer.eos_ids), len(rest))
-        found.append(rest[:end])
-    return found
-
-
-def _identity(problem: Problem) -> bytes:
-    """The conversation and its tools; problems with equal ones have the same prompt."""
-    return msgspec.json.encode((conversation(problem, ""), problem.tools))
-
-
 def _dataset_report(split: HeldOutSplit) -> DatasetReport:
     train, held_out = (
         [msgspec.json.encode(conversation(p, "")) for p in part] for part in (split.train, split.heldout)
@@ -253,11 +220,12 @@ def _dataset_report(split: HeldOutSplit) -> DatasetReport:
 
 
 def _prompt_report(split: HeldOutSplit, train: Rendered, held_out: Rendered, tokenizer: ChatTokenizer) -> PromptReport:
-    lengths = sorted(map(len, train.prompts))
+    lengths = sorted(train.lengths)
     return PromptReport(
         shortest=lengths[0],
         median=median(lengths),
         longest=lengths[-1],
+        measured=len(lengths),
         removed=len(split.train) - len(train.problems),
         removed_heldout=len(split.heldout) - len(held_out.problems),
         first=tokenizer.decode(train.prompts[0], skip_special_tokens=False),

@@ -336,13 +336,13 @@ def adapter_store(policy: Policy, server: ServerSection) -> AdapterStore | None:
 
 def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> LoadedPrompts:
     """The prompts of the run, checked against the context length and the engine's limits."""
-    loaded = load_prompts(profile, policy.tokenizer, rewards.grade)
+    sure = min(policy.context_length, profile.engine.kv_cache_tokens) - profile.sampling.max_tokens
+    loaded = load_prompts(profile, policy.tokenizer, rewards.grade, longest=sure, say=log.warning)
     held_out = loaded.held_out
     if isinstance(profile.atropos, Off):
         rewards.require_columns([*loaded.builder.problems, *held_out.problems])
-    longest = max(loaded.builder.longest_prompt, held_out.longest_prompt)
-    _require_short_prompts(longest, policy.context_length, profile)
-    _require_valid_requests(longest, policy, profile)
+    _require_short_prompts(loaded.longest, policy.context_length, profile)
+    _require_valid_requests(loaded.longest, policy, profile)
     if isinstance(profile.eval, HeldOutEvaluation) and profile.eval.problems > len(held_out.problems):
         log.warning(
             "fewer_heldout_problems_than_requested",

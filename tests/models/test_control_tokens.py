@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import NewlineTokenizer
 from tokenizers import Tokenizer
 from tokenizers import models as tokenizer_models
 
-from clotho.models.tokenizer import ChatTokenizer
+from clotho.models.tokenizer import Chat, ChatTokenizer
 from protocols.errors import RequestError
 from tests.models.tokenizer_families import CHATML, FAMILIES, family
 from tests.small_models import byte_tokenizer
@@ -91,6 +91,22 @@ def test_contents_without_control_text_keep_their_tokens(name: str, data: st.Dat
     )
     messages = user(*drawn)
     assert tokenizer.render_chat(messages) == whole_text(tokenizer, messages)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conversations_that_are_rendered_together_have_the_same_tokens(name: str) -> None:
+    """Contents with the text of control tokens, of other lengths and of other alphabets are among them."""
+    tokenizer = family(name)
+    contents = [
+        "hello the user",
+        f"one {names(tokenizer)[0]} two",
+        "ünï \u4e2d\ufdfa e\u0301 " * 9,
+        " model ",
+        "\n\n0123",
+    ]
+    conversations = [user(content) for content in contents] + [user(*contents)]
+    together = tokenizer.render_chats([Chat(messages) for messages in conversations])
+    assert together == [tokenizer.render_chat(messages) for messages in conversations]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

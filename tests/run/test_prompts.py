@@ -13,7 +13,7 @@ from msgspec import convert
 
 from clotho.config.schema import Profile
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.run.prompts import PromptBuilder, dataset_warnings, inspect_dataset, load_prompts
+from clotho.run.prompts import LoadedPrompts, PromptBuilder, dataset_warnings, inspect_dataset, load_prompts
 from protocols.errors import DatasetError, ModelError
 from protocols.evaluation import Grade, HeldOut
 from protocols.prompt import Problem, group_seed
@@ -46,8 +46,14 @@ def load(
     lines = [json.dumps({"prompt": f"1 + {i}?", "answer": str(1 + i), "type": "sum"}) for i in range(count)]
     path.write_text("\n".join(lines))
     profile = profile_of(directory, seed=seed, **data)
-    loaded = load_prompts(profile, tokenizer or cast(ChatTokenizer, CharacterTokenizer()), grade)
+    loaded = loaded_prompts(profile, tokenizer)
     return loaded.builder, loaded.held_out
+
+
+def loaded_prompts(profile: Profile, tokenizer: ChatTokenizer | None = None) -> LoadedPrompts:
+    """Load the prompts of a profile, by default with one token per character."""
+    used = tokenizer or cast(ChatTokenizer, CharacterTokenizer())
+    return load_prompts(profile, used, grade, longest=1000, say=lambda line: None)
 
 
 def test_a_prompt_depends_only_on_seed_and_group_id(tmp_path: Path) -> None:
@@ -82,10 +88,8 @@ def test_problems_are_rendered_as_conversations(tmp_path: Path) -> None:
     assert tokenizer.decode(prompt.tokens) == f"system: Be brief.\nuser: {prompt.problem.prompt}\nassistant: "
     for problem, tokens in zip(held_out.problems, held_out.prompts, strict=True):
         assert tokenizer.decode(tokens) == f"system: Be brief.\nuser: {problem.prompt}\nassistant: "
-    plain, plain_held_out = load(tmp_path, shuffle=False)
+    plain, _ = load(tmp_path, shuffle=False)
     assert tokenizer.decode(plain.prompt(0).tokens) == f"user: {prompt.problem.prompt}\nassistant: "
-    assert plain.longest_prompt == max(len(plain.prompt(n).tokens) for n in range(18))
-    assert plain_held_out.longest_prompt == max(map(len, plain_held_out.prompts))
 
 
 def test_reference_completions_are_rendered_as_the_policy_writes_them(tmp_path: Path) -> None:
@@ -96,10 +100,10 @@ def test_reference_completions_are_rendered_as_the_policy_writes_them(tmp_path: 
     turns = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<|end|>\n{% endfor %}"
     template = turns + "{% if add_generation_prompt %}a:{% endif %}"
     _, held_out = load(tmp_path, heldout=str(path), tokenizer=byte_tokenizer(chat_template=template))
-    assert held_out.references == [(*b"It is b.", 256), ()]
+    assert list(held_out.references) == [(*b"It is b.", 256), ()]
     numbered = "{{ messages | length }}" + template
     _, held_out = load(tmp_path, heldout=str(path), tokenizer=byte_tokenizer(chat_template=numbered))
-    assert held_out.references == [(), ()]
+    assert list(held_out.references) == [(), ()]
     _, held_out = load(tmp_path, heldout=str(path))
     assert CharacterTokenizer().decode(held_out.references[0]) == "It is b.\n"
 
@@ -137,13 +141,13 @@ def test_long_prompts_are_removed_and_counted(tmp_path: Path) -> None:
     for name, records in (("train", [short, long, short]), ("heldout", [long, short])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
     profile = profile_of(tmp_path, heldout=str(tmp_path / "heldout.jsonl"), max_prompt_tokens=100)
-    loaded = load_prompts(profile, cast(ChatTokenizer, CharacterTokenizer()), grade)
+    loaded = loaded_prompts(profile)
     assert (loaded.prompts.removed, loaded.prompts.removed_heldout, loaded.prompts.longest) == (1, 1, 24)
     assert (loaded.dataset.duplicates, loaded.dataset.overlap) == (1, 2)
     assert len(dataset_warnings(loaded)) == 2
     assert {loaded.builder.prompt(group).problem.prompt for group in range(4)} == {"1 + 1?"}
     with pytest.raises(DatasetError, match="max_prompt_tokens"):
-        load_prompts(profile_of(tmp_path, max_prompt_tokens=1), cast(ChatTokenizer, CharacterTokenizer()), grade)
+        loaded_prompts(profile_of(tmp_path, max_prompt_tokens=1))
 
 
 def test_weights_of_types_determine_the_prompts(tmp_path: Path) -> None:
@@ -151,7 +155,7 @@ def test_weights_of_types_determine_the_prompts(tmp_path: Path) -> None:
     records = [{"prompt": f"{kind} {n}", "answer": "", "type": kind} for kind in ("easy", "hard") for n in range(3)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
     profile = profile_of(tmp_path, heldout_fraction=0.0, type_weights={"easy": 0.0})
-    builder = load_prompts(profile, cast(ChatTokenizer, CharacterTokenizer()), grade).builder
+    builder = loaded_prompts(profile).builder
     assert {builder.prompt(group).problem.type for group in range(9)} == {"hard"}
     with pytest.raises(DatasetError, match=r"data\.type_weights"):
         inspect_dataset(profile_of(tmp_path, type_weights={"esay": 2.0}), None)
