@@ -6,10 +6,8 @@ checkpoint covers is lost without a message, and a run whose checkpoints are all
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -34,18 +32,14 @@ from clotho.storage.checkpoints import (
     recorded_newest,
     require_same_inputs,
 )
-from clotho.storage.jsonl import Record, Scan, rewrite, scan
+from clotho.storage.integer_set import IntegerSet
+from clotho.storage.jsonl import Scan, rewrite, scan
 from clotho.storage.run_directory import RunDirectory
 from clotho.storage.run_paths import chosen_checkpoint
 from clotho.training.update import PolicyLearner
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, RunDirectoryError
 from protocols.summary import HistoryGap
-
-T = TypeVar("T", bound=Record)
-
-MAX_RANGES = 5
-"""Number of ranges of steps or groups that a message lists."""
 
 
 class ResumePoint(Struct, frozen=True, kw_only=True):
@@ -83,28 +77,38 @@ class RolloutRecord(Struct, frozen=True, kw_only=True):
 
 
 class Difference:
-    """A history compared with a checkpoint. unit: what one line records. covered: what the checkpoint covers."""
+    """A history compared with a checkpoint. unit: what one line records. covered: what the checkpoint covers.
 
-    def __init__(self, found: Scan[T], unit: str, *, recorded: Counter[int], covered: Counter[int]) -> None:
-        self._name, self._exists, self._unit = found.path.name, found.exists, unit
-        self._recorded, self._covered = recorded, covered
-        self.missing = covered - recorded
+    may_have_more: further records are no fault.
+    """
+
+    def __init__(self, found: Scan, unit: str, covered: IntegerSet, *, may_have_more: bool = False) -> None:
+        self._found, self._unit, self._covered = found, unit, covered
+        self.missing = covered - found.recorded
+        self._further = (
+            ()
+            if may_have_more
+            else (
+                ("more than once", found.repeated),
+                ("unknown to the checkpoint", found.recorded - covered),
+            )
+        )
 
     @property
     def gap(self) -> HistoryGap:
         """The number of missing records."""
-        return HistoryGap(file=self._name, unit=f"{self._unit}s", missing=self.missing.total())
+        return HistoryGap(file=self._found.path.name, unit=f"{self._unit}s", missing=len(self.missing))
 
     def messages(self) -> Iterator[str]:
         """Yield what the history lacks, has more than once, or has beyond the checkpoint."""
+        name = self._found.path.name
         if self.missing:
-            lacks = f"{self._name} lacks" if self._exists else f"{self._name} is gone, and with it"
-            total = _counted(self._covered.total(), self._unit)
-            yield f"{lacks} {self.missing.total()} of {total} that the checkpoint covers: {_ranges(self.missing)}"
-        if repeated := self._recorded - Counter(set(self._recorded)):
-            yield f"{self._name} has {_counted(len(repeated), self._unit)} more than once: {_ranges(repeated)}"
-        if unknown := set(self._recorded) - set(self._covered):
-            yield f"{self._name} has {_counted(len(unknown), self._unit)} unknown to the checkpoint: {_ranges(unknown)}"
+            lacks = f"{name} lacks" if self._found.exists else f"{name} is gone, and with it"
+            total = _counted(len(self._covered), self._unit)
+            yield f"{lacks} {len(self.missing)} of {total} that the checkpoint covers: {self.missing}"
+        for what, numbers in self._further:
+            if numbers:
+                yield f"{name} has {_counted(len(numbers), self._unit)} {what}: {numbers}"
 
 
 def find_resume_point(directory: RunDirectory) -> ResumePoint:
@@ -173,7 +177,7 @@ def set_aside(directory: RunDirectory, step: int) -> tuple[str, ...]:
         raise RunDirectoryError(
             f"what is later than step {step} cannot be moved to {directory.superseded}: {error.strerror or error}"
         ) from error
-    moved_steps = f" ({_ranges(later)})" if later else ""
+    moved_steps = f" ({IntegerSet(later)})" if later else ""
     return (
         f"the run continues from step {step}: {_counted(len(later), 'later checkpoint')}{moved_steps} and a copy of "
         f"the histories, with {_counted(lines, 'later line')}, are in {place}",
@@ -244,7 +248,7 @@ def restore_histories(directory: RunDirectory, state: RunState | None, profile: 
     step = state.step if state else -1
     metrics = scan(directory.metrics, step, MetricsRecord)
     evaluations = scan(directory.evaluations, step, EvaluationRecord)
-    rollouts = scan(directory.rollouts, step, RolloutRecord)
+    rollouts = scan(directory.rollouts, step, RolloutRecord, lambda line: line.group_id)
     rewrite(metrics, step, MetricsRecord)
     rewrite(evaluations, step, EvaluationRecord)
     rewrite(rollouts, step, RolloutRecord)
@@ -252,15 +256,15 @@ def restore_histories(directory: RunDirectory, state: RunState | None, profile: 
     warnings = [*_repairs(metrics), *_repairs(evaluations), *_repairs(rollouts)]
     if state is None or _replaces_monitor(profile):
         return RestoredHistories(warnings=tuple(warnings))
-    evaluated = Counter(state.evaluated)
+    steps, evaluated = IntegerSet(ranges=[range(1, step + 1)] if step > 0 else ()), IntegerSet(state.evaluated)
     differences = [
-        Difference(metrics, "step", recorded=_steps(metrics), covered=Counter(range(1, step + 1))),
-        Difference(evaluations, "evaluation", recorded=_steps(evaluations) & evaluated, covered=evaluated),
+        Difference(metrics, "step", steps),
+        Difference(evaluations, "evaluation", evaluated, may_have_more=True),
     ]
     if profile.monitor.rollouts:
-        ended = Counter((*range(state.ledger.all_ended_below), *state.ledger.ended_above))
-        groups = Counter(line.group_id for line in rollouts.records)
-        differences.append(Difference(rollouts, "group", recorded=groups, covered=ended))
+        below = state.ledger.all_ended_below
+        ended = IntegerSet(state.ledger.ended_above, ranges=[range(below)] if below else ())
+        differences.append(Difference(rollouts, "group", ended))
     return RestoredHistories(
         warnings=(*warnings, *(line for difference in differences for line in difference.messages())),
         gaps=tuple(difference.gap for difference in differences if difference.missing),
@@ -276,43 +280,21 @@ def _delete_token_values(directory: RunDirectory, step: int) -> None:
         raise RunDirectoryError(f"{directory.tokens} cannot be changed: {error.strerror or error}") from error
 
 
-def _steps(found: Scan[T]) -> Counter[int]:
-    return Counter(line.step for line in found.records)
-
-
 def _replaces_monitor(profile: Profile) -> bool:
     """Whether a custom actor writes the histories, in a form of its own."""
     return any(section.mode == "replace" and section.at == "monitor" for section in profile.actors)
 
 
-def _repairs(found: Scan[T]) -> list[str]:
+def _repairs(found: Scan) -> list[str]:
     """One message for each kind of damage that `rewrite` removed from a file."""
     name, messages = found.path.name, []
     if found.padding:
         messages.append(f"{name}: {found.padding} NUL bytes, which a power failure left, were removed")
     if found.invalid:
-        size = sum(line.size for line in found.invalid)
-        messages.append(
-            f"{name}: {_counted(len(found.invalid), 'incomplete or invalid line')} ({size} bytes) dropped: "
-            f"line {_ranges(line.number for line in found.invalid)}"
-        )
+        count = _counted(len(found.invalid), "incomplete or invalid line")
+        messages.append(f"{name}: {count} ({found.invalid_bytes} bytes) dropped: line {found.invalid}")
     return messages
 
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Format integers as at most `MAX_RANGES` ranges: `1, 3-7 and 12 more`."""
-    ranges: list[tuple[int, int]] = []
-    ordered = sorted(set(numbers))
-    for number in ordered:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1] = ranges[-1][0], number
-        else:
-            ranges.append((number, number))
-    shown = ranges[:MAX_RANGES]
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in shown)
-    rest = len(ordered) - sum(last - first + 1 for first, last in shown)
-    return f"{text} and {rest} more" if rest else text

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from clotho.storage.atomic_files import replace_file, sync, sync_directory
+from clotho.storage.integer_set import IntegerSet
 from protocols.errors import RunDirectoryError, escape_invisible
 
 TAIL_BYTES = 1 << 20
@@ -126,27 +127,23 @@ class Record(Protocol):
 T = TypeVar("T", bound=Record)
 
 
-class InvalidLine(Struct, frozen=True, kw_only=True):
-    """A line that is not a record. number: counted from 1. size: in bytes."""
+class Scan(Struct, frozen=True, kw_only=True):
+    """What a file holds up to a step. A long history is not held in memory.
 
-    number: int
-    size: int
-
-
-class Scan(Struct, Generic[T], frozen=True, kw_only=True):
-    """What a file holds up to a step.
-
-    exists: whether there is a file. records: the lines up to the step. later: number of lines after the step.
-    padding: number of NUL bytes, which a power failure leaves where data did not reach the disk.
-    unterminated: the last line is complete but lacks its newline.
+    exists: whether there is a file. recorded: the numbers of its records; repeated: those that more than one has.
+    later: number of records after the step. padding: number of NUL bytes, which a power failure leaves where data did
+    not reach the disk. invalid: the numbers of the lines that are not records, counted from 1; invalid_bytes: their
+    size. unterminated: the last line is complete but lacks its newline.
     """
 
     path: Path
     exists: bool
-    records: tuple[T, ...] = ()
+    recorded: IntegerSet = msgspec.field(default_factory=IntegerSet)
+    repeated: IntegerSet = msgspec.field(default_factory=IntegerSet)
     later: int = 0
     padding: int = 0
-    invalid: tuple[InvalidLine, ...] = ()
+    invalid: IntegerSet = msgspec.field(default_factory=IntegerSet)
+    invalid_bytes: int = 0
     unterminated: bool = False
 
     @property
@@ -155,8 +152,8 @@ class Scan(Struct, Generic[T], frozen=True, kw_only=True):
         return bool(self.later or self.padding or self.invalid or self.unterminated)
 
 
-def scan(path: Path, step: int, record: type[T]) -> Scan[T]:
-    """Read a file and change nothing. record: the keys that every line must have.
+def scan(path: Path, step: int, record: type[T], number: Callable[[T], int] = lambda found: found.step) -> Scan:
+    """Read a file and change nothing. record: the keys that every line must have. number: returns that of a record.
 
     Raises RunDirectoryError if the path is not a regular file, or if the file cannot be read.
     """
@@ -164,31 +161,34 @@ def scan(path: Path, step: int, record: type[T]) -> Scan[T]:
         return Scan(path=path, exists=False)
     if not path.is_file():
         raise RunDirectoryError(f"{path} is not a regular file: move it away")
-    records: list[T] = []
-    invalid: list[InvalidLine] = []
-    later = padding = 0
+    recorded, repeated, invalid = IntegerSet(), IntegerSet(), IntegerSet()
+    later = padding = invalid_bytes = 0
     unterminated = False
     try:
-        for number, raw in enumerate(_raw_lines(path), start=1):
+        for line_number, raw in enumerate(_raw_lines(path), start=1):
             padding += raw.count(0)
             for line in _parts(raw):
                 found = _decode(line, record)
                 if found is None:
-                    invalid.append(InvalidLine(number=number, size=len(line)))
+                    invalid.add(line_number)
+                    invalid_bytes += len(line)
                 elif found.step > step:
                     later += 1
                 else:
-                    records.append(found)
+                    if not recorded.add(number(found)):
+                        repeated.add(number(found))
                     unterminated = not raw.endswith(b"\n")
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be read: {error.strerror or error}") from error
     return Scan(
         path=path,
         exists=True,
-        records=tuple(records),
+        recorded=recorded,
+        repeated=repeated,
         later=later,
         padding=padding,
-        invalid=tuple(invalid),
+        invalid=invalid,
+        invalid_bytes=invalid_bytes,
         unterminated=unterminated,
     )
 
@@ -204,7 +204,7 @@ def line_of_step(path: Path, step: int) -> bytes:
     return next((line for line in reversed(lines) if (found := _decode(line, _Step)) and found.step == step), b"")
 
 
-def rewrite(found: Scan[T], step: int, record: type[T]) -> None:
+def rewrite(found: Scan, step: int, record: type[T]) -> None:
     """Reduce a scanned file to its records up to the step, in one atomic replacement. A missing file stays missing.
 
     record: as for `scan`. Raises RunDirectoryError if the file cannot be written.

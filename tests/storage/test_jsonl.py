@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -116,7 +117,7 @@ class Line(Struct):
     step: int
 
 
-def repaired(path: Path, step: int) -> tuple[Scan[Line], list[Any]]:
+def repaired(path: Path, step: int) -> tuple[Scan, list[Any]]:
     """Truncate a file. Return the scan, and the lines that are left."""
     found = scan(path, step, Line)
     rewrite(found, step, Line)
@@ -128,7 +129,7 @@ def test_truncation_removes_the_lines_of_later_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"z": 1, "step": 0}\n{"step": 5}\n{"step": 6}\n{"step": 5, "b": [1]}\n')
     found, _ = repaired(path, 5)
-    assert ([line.step for line in found.records], found.later, found.invalid) == ([0, 5, 5], 1, ())
+    assert (list(found.recorded), list(found.repeated), found.later, len(found.invalid)) == ([0, 5], [5], 1, 0)
     assert path.read_text() == '{"z": 1, "step": 0}\n{"step": 5}\n{"step": 5, "b": [1]}\n'
     assert repaired(path, -1)[1] == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -156,11 +157,23 @@ def test_damage_is_repaired_and_counted(
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(damaged)
     found, left = repaired(path, 9)
-    assert [line.step for line in found.records] == steps == [line["step"] for line in left]
-    assert (found.padding, [line.number for line in found.invalid]) == (padding, invalid)
+    assert list(found.recorded) == steps == [line["step"] for line in left]
+    assert (found.padding, list(found.invalid)) == (padding, invalid)
     assert path.read_bytes().endswith(b"\n")
     again = scan(path, 9, Line)
-    assert (again.padding, again.invalid, again.unterminated) == (0, (), False)
+    assert (again.padding, len(again.invalid), again.unterminated) == (0, 0, False)
+
+
+def test_the_memory_of_a_scan_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """A record is not kept; numbers that follow each other are one range."""
+    path, peaks = tmp_path / "metrics.jsonl", list[int]()
+    for steps in (1_000, 20_000):
+        path.write_bytes(b"".join(b'{"step":%d}\n' % step for step in range(steps)))
+        tracemalloc.start()
+        assert len(scan(path, steps, Line).recorded) == steps
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 2 * peaks[0]
 
 
 def test_a_scan_changes_nothing_and_an_intact_file_is_not_rewritten(tmp_path: Path) -> None:
