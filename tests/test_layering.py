@@ -81,7 +81,7 @@ MAY_IMPORT = {
 """Packages, each with those that it may import besides itself. `run` and `pipeline` may import everything."""
 
 WIRING = {"run", "commands", "pipeline", "clotho"}
-LONGEST_MODULE, LONGEST_FUNCTION = 500, 80
+LONGEST_MODULE, LONGEST_FUNCTION = 700, 80
 
 
 def files(*places: str) -> list[Path]:

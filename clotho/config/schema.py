@@ -313,7 +313,9 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefix_cache_tokens: Annotated[NonNegative, about("Capacity of the prefix cache, in tokens.")] = 16_384
     prefill_chunk: Annotated[Positive, about("Maximum number of prompt tokens per prefill step.")] = 2048
     decode_share: Annotated[float, about("Share of compute time for decoding during updates.", ge=0.05, le=0.95)] = 0.5
-    rollout_share: Annotated[float, about("Share of rows that clients leave to waiting rollouts.", ge=0, le=1)] = 0.5
+    rollout_share: Annotated[
+        float, about("Share of rows and KV cache that clients leave to waiting rollouts.", ge=0, le=1)
+    ] = 0.5
     kv_policy: Annotated[KvPolicy, about("KV cache at a weight swap: keep, recompute, or drain sequences.")] = "keep"
     speculation: Speculation = Off()
 

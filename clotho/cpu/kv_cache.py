@@ -10,6 +10,7 @@ lags behind the column that is written next. The columns are aligned again when 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from clotho.cpu.blas import Floats
 from clotho.cpu.decoder import AttentionRun, DecodeAttention, HostDecoder, LayerCaches, SharedPrompt, VerifyAttention
 from clotho.cpu.decoder_layers import as_numpy
-from clotho.cpu.interface import DraftedTokens, PrefilledPrompt, spare_columns
+from clotho.cpu.interface import DraftedTokens, PrefilledPrompt, PromptState, spare_columns
 from clotho.cpu.layers import MASKED_SCORE
 from clotho.cpu.row_runs import RowRun, even_runs, longest_first, wasted
 
@@ -47,6 +48,7 @@ class HostKVCache:
 
     def __init__(self, decoder: HostDecoder, rows: int) -> None:
         self.rows = self._room = rows
+        self.limit = sys.maxsize
         self._lag_B = np.zeros(rows, dtype=np.int64)
         self.column = self.capacity = 0
         self.prompt_B = np.full(rows, NOT_SHARED, dtype=np.int64)
@@ -92,13 +94,27 @@ class HostKVCache:
             keys[:, list(slots), before] = new_keys[:, None]
             values[:, list(slots), before] = new_values[:, None]
 
+    def state(self, slot: int, tokens: int) -> PromptState:
+        """Return a copy of the KV cache of a row of `tokens` tokens, as prefill returns it."""
+        end, key = self.column - int(self._lag_B[slot]), int(self.prompt_B[slot])
+        prompts = self._prompts.get(key, [])
+        held = tokens - (_tokens(prompts) if prompts else 0)
+        layers = []
+        for n, layer in enumerate(self._columns):
+            own = [columns[:, slot, end - held : end] for columns in layer]
+            whole = [np.concatenate(parts, axis=1) for parts in zip(prompts[n], own, strict=True)] if prompts else own
+            layers.append(tuple(mx.array(np.ascontiguousarray(one)[None]) for one in whole))
+        mx.eval(layers)
+        return tuple(layers)
+
     def take(self, slots: Sequence[int], positions_N: NDArray[np.int32]) -> None:
         """Keep only these slots, in this order, with `positions_N` tokens, and free unused columns."""
         self.prompt_B = self.prompt_B[list(slots)]
         self.rows = len(slots)
         self._drop_unused_prompts()
         longest = int(self._held(positions_N).max(initial=0))
-        is_full = self.rows * (longest + spare_columns(longest)) >= MIN_FULL * self._room * self.capacity
+        tokens = self._room * self.capacity
+        is_full = self.rows * (longest + spare_columns(longest)) >= MIN_FULL * tokens and tokens <= self.limit
         if is_full and not self.is_lagging:
             self._move_rows(slots, slice(self.column - longest, self.column))
         else:

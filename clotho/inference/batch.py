@@ -7,16 +7,27 @@ is never reported. On the CPU most steps are sampled on the host, and no sample 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.cpu.interface import PADDING, PrefilledPrompt, RowParameters, SampledRows, Supports, TokenMasks
+from clotho.cpu.interface import (
+    PADDING,
+    PrefilledPrompt,
+    PromptState,
+    RowParameters,
+    SampledRows,
+    Supports,
+    TokenMasks,
+)
 from clotho.cpu.sampling import can_sample_on_cpu, sample_on_cpu
 from clotho.inference.cache_layout import Logits, RowCaches
+from clotho.inference.kv_budget import MARGIN, Load
 from clotho.inference.prefill import Computing
 from clotho.inference.sampling import row_parameters, sample, uniforms
 from clotho.inference.scheduler import PrefillJob, Row
@@ -32,7 +43,8 @@ class SlotTable:
 
     positions: tokens in the row's KV cache after all launched steps. launched, sampled: tokens launched, and read.
     limit: maximum length. stops_at_eos: whether the model's end tokens end the row. needs_processing: see `Row`.
-    adapter: version of the row's adapter, -1: base model, 0: policy. reserved: maximum tokens of prompt and completion.
+    adapter: version of the row's adapter, -1: base model, 0: policy. most: maximum tokens of prompt and completion.
+    admitted: tokens that were reserved on admission. client: whether a row of a client is in the slot.
     """
 
     def __init__(self, end_tokens: frozenset[int], vocabulary: int) -> None:
@@ -48,7 +60,9 @@ class SlotTable:
         self.limit = np.zeros(0, dtype=np.int64)
         self.stops_at_eos = np.zeros(0, dtype=np.bool_)
         self.needs_processing = np.zeros(0, dtype=np.bool_)
-        self.reserved = np.zeros(0, dtype=np.int64)
+        self.most = np.zeros(0, dtype=np.int64)
+        self.admitted = np.zeros(0, dtype=np.int64)
+        self.client = np.zeros(0, dtype=np.bool_)
         self.adapter = np.zeros(0, dtype=np.int64)
         self._token = np.zeros((0, INITIAL_COLUMNS), dtype=np.int32)
         self._logprob = np.zeros((0, INITIAL_COLUMNS), dtype=np.float32)
@@ -65,9 +79,34 @@ class SlotTable:
         return int(np.count_nonzero(self.serial))
 
     @property
-    def longest_reserved(self) -> int:
-        """Largest reserved length of any row."""
-        return int(self.reserved.max(initial=0, where=self.live))
+    def reserved(self) -> NDArray[np.int64]:
+        """Tokens that each row reserves: those of its admission, then those that it has and a margin; free slots, 0."""
+        reserved_B: NDArray[np.int64] = np.maximum(self.admitted, np.minimum(self.most, self.positions + MARGIN))
+        return reserved_B
+
+    @property
+    def outgrown(self) -> NDArray[np.bool_]:
+        """Which rows of clients have used up what was reserved on their admission."""
+        outgrown_B: NDArray[np.bool_] = self.client & (self.reserved > self.admitted)
+        return outgrown_B
+
+    def longest_of_clients(self) -> int:
+        """Return the slot of the client's row for which most tokens are reserved."""
+        return int((self.reserved * self.client).argmax())
+
+    def newest_outgrown(self) -> int:
+        """Return the slot of the row that was submitted last, of those that have used up what was reserved."""
+        return int((self.serial * self.outgrown).argmax())
+
+    def load(self, *, movable: Literal["clients", "outgrown"]) -> Load:
+        """Return what the rows reserve. movable: which rows can leave the batch."""
+        rows = self.running
+        if not self.client.any():
+            longest = int(self.admitted.max(initial=0))
+            return Load(rows, longest, background=rows, most=longest)
+        reserved_B, leaving_B = self.reserved, self.client if movable == "clients" else self.outgrown
+        background = rows - int(np.count_nonzero(self.client))
+        return Load(rows, int(reserved_B.max()), background, int(self.most.max()), int((reserved_B * leaving_B).max()))
 
     def grow(self, rows: int) -> None:
         """Append empty slots."""
@@ -84,14 +123,18 @@ class SlotTable:
 
     def _arrays(self) -> tuple[str, ...]:
         names = ("serial", "seed", "positions", "launched", "sampled", "limit", "stops_at_eos", "needs_processing")
-        return (*names, "reserved", "adapter", "_token", "_logprob", "_version")
+        return (*names, "most", "admitted", "client", "adapter", "_token", "_logprob", "_version")
 
-    def enter(self, slot: int, row: Row, tokens: int) -> None:
-        """Put a row with `tokens` tokens in its KV cache into a free slot; it keeps tokens sampled before."""
+    def enter(self, slot: int, row: Row, tokens: int, reserved: int) -> None:
+        """Put a row with `tokens` tokens in its KV cache into a free slot; it keeps tokens sampled before.
+
+        reserved: tokens that are reserved for it.
+        """
         request, before = row.active.request, len(row.tokens)
         self.rows[slot], self._rows_changed = row, True
         self.serial[slot], self.seed[slot] = row.serial, request.seeds[row.index]
-        self.positions[slot], self.reserved[slot] = tokens, row.active.reserved
+        self.positions[slot], self.most[slot], self.admitted[slot] = tokens, row.active.reserved, reserved
+        self.client[slot] = not request.background
         self.launched[slot] = self.sampled[slot] = before
         self.limit[slot], self.stops_at_eos[slot] = row.active.limit, not request.sampling.ignore_eos
         self.needs_processing[slot], self.adapter[slot] = row.needs_processing, row.active.weights_version
@@ -108,6 +151,7 @@ class SlotTable:
         row.logprobs = self._logprob[slot, :sampled].tolist()
         row.versions = self._version[slot, :sampled].tolist()
         self.rows[slot], self.serial[slot], self.positions[slot], self.adapter[slot] = None, 0, 0, 0
+        self.most[slot], self.admitted[slot], self.client[slot] = 0, 0, False
         self._rows_changed = True
         return row
 
@@ -259,6 +303,7 @@ class Batch:
         self._masked: MaskedRows | None = None
         self.failed: list[tuple[Row, Exception]] = []
         self._waste = 0.0
+        self._limit = sys.maxsize
 
     @property
     def slots(self) -> int:
@@ -280,7 +325,7 @@ class Batch:
         if self._cache is None or not self.table.running:
             self._restart(wanted)
         assert self._cache is not None
-        prompts = [PrefilledPrompt(job.admitted, len(job.tokens) - 1, job.state, job.active.reserved) for job in jobs]
+        prompts = [PrefilledPrompt(job.admitted, len(job.tokens) - 1, job.state, job.reserved) for job in jobs]
         if not self._cache.has_room(prompts):
             self._compact()  # the limit on the KV cache counts no free slots, so free them before columns grow
         self._grow(wanted - (self.slots - self.table.running))
@@ -301,7 +346,7 @@ class Batch:
         assert self._cache is not None
         self._cache.enter(slots, prompt)
         for slot, row in zip(slots, job.rows, strict=False):
-            self.table.enter(slot, row, len(job.tokens) - 1)
+            self.table.enter(slot, row, len(job.tokens) - 1, job.reserved)
             self._first_input[slot] = job.tokens[-1]
 
     def _vacate(self, slots: Sequence[int]) -> None:
@@ -316,6 +361,7 @@ class Batch:
         self.table = SlotTable(self._end_tokens, self.vocabulary)
         self.table.grow(rows)
         self._cache, self._input, self._first_input, self._seen = self._make_caches(rows), None, {}, None
+        self._cache.limit = self._limit
         self._parameters, self._counts, self._masked = None, None, None
         self._waste = 0.0
 
@@ -333,6 +379,17 @@ class Batch:
         row = self.table.leave(slot)
         self._first_input.pop(slot, None)
         return row
+
+    def limit_cache(self, tokens: int) -> None:
+        """Set the number of tokens of all rows that the buffers may have room for."""
+        self._limit = tokens
+        if self._cache is not None:
+            self._cache.limit = tokens
+
+    def state(self, slot: int) -> PromptState | None:
+        """Return a copy of the KV cache of a row; None if it is empty."""
+        tokens = int(self.table.positions[slot])
+        return self._cache.state(slot, tokens) if self._cache is not None and tokens else None
 
     def clear(self, slot: int) -> None:
         """Zero the KV cache of a slot whose values were not finite."""

@@ -204,7 +204,11 @@ class RowCaches(Protocol):
     """KV caches of the slots of a batch, and the decode step that reads and writes them.
 
     `BatchKVCache` implements it in MLX, `clotho.cpu.kv_cache.HostKVCache` in NumPy.
+    limit: number of tokens of all rows that buffers may have room for beyond what the rows need, if anything else can
+    be done.
     """
+
+    limit: int
 
     @property
     def tokens(self) -> int:
@@ -228,6 +232,10 @@ class RowCaches(Protocol):
 
     def enter(self, slots: Sequence[int], prompt: PrefilledPrompt) -> None:
         """Store a prompt, for which there is room, in slots."""
+        ...
+
+    def state(self, slot: int, tokens: int) -> PromptState:
+        """Return an evaluated copy of the KV cache of a row of `tokens` tokens, as prefill returns it."""
         ...
 
     def take(self, slots: Sequence[int], positions_N: NDArray[np.int32]) -> None:

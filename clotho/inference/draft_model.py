@@ -16,6 +16,7 @@ from clotho.cpu.interface import DraftedTokens, PrefilledPrompt, PromptState, Ro
 from clotho.cpu.sampling import can_sample_on_cpu, sample_on_cpu
 from clotho.inference.cache_layout import CacheLayout, Logits, VerifyingCaches
 from clotho.inference.drafts import Drafted
+from clotho.inference.kv_budget import MARGIN
 from clotho.inference.sampling import row_parameters, sample, uniforms
 from clotho.inference.scheduler import Row
 
@@ -47,6 +48,10 @@ class ModelDrafter:
 
     def finished(self, row: Row) -> None:
         """The draft model does not learn."""
+
+    def beside(self) -> ModelDrafter:
+        """Return a drafter with the same model and a KV cache of its own."""
+        return ModelDrafter(self._layout, self._make_caches, vocabulary=self._vocabulary, max_draft=self._max_draft)
 
     def propose(self, rows: Sequence[Drafted]) -> dict[int, Sequence[int]]:
         """Sample the drafts. Rows that are not among `rows` have to be prefilled again when they return."""
@@ -128,7 +133,8 @@ class ModelDrafter:
             key = tuple(before)
             if key not in states:
                 states[key] = self._layout.prefilled(key)
-            self._enter(one.row, PrefilledPrompt(1, len(key), states[key], one.row.active.reserved + self._max_draft))
+            most = min(one.row.active.reserved, len(key) + MARGIN) + self._max_draft
+            self._enter(one.row, PrefilledPrompt(1, len(key), states[key], most))
             waiting[one.row.serial] = [last]
         return waiting
 

@@ -41,6 +41,10 @@ class Drafter(Protocol):
         """Observe a finished completion."""
         ...
 
+    def beside(self) -> Drafter:
+        """Return the drafter of a second batch, which knows the same completions."""
+        ...
+
 
 END = -1
 """Follows the last token of a stored completion; never a token identifier."""
@@ -206,6 +210,10 @@ class HistoryDrafter:
         if request.background:
             self.store.add(request.weights, request.prompt, row.tokens)
 
+    def beside(self) -> HistoryDrafter:
+        """Return this drafter: it knows rows by their serial numbers."""
+        return self
+
 
 NGRAM_SIZES = (4, 3, 2)
 """Sizes of the n-grams that prompt lookup searches, in this order."""
@@ -265,3 +273,7 @@ class PromptLookupDrafter:
 
     def finished(self, row: Row) -> None:
         """Other rows do not use the completion."""
+
+    def beside(self) -> PromptLookupDrafter:
+        """Return this drafter: it knows rows by their serial numbers."""
+        return self

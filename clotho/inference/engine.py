@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
+from itertools import chain
 from time import perf_counter
 from typing import Literal
 
@@ -22,12 +23,14 @@ from clotho.cpu.decoder import HostDecoder
 from clotho.cpu.interface import PrefilledPrompt
 from clotho.cpu.kv_cache import HostKVCache
 from clotho.cpu.supported import make_host_decoder
-from clotho.inference.batch import Batch, Step
+from clotho.inference.batch import Batch
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout, RowCaches
+from clotho.inference.decoding import Decoding, LongTurns
 from clotho.inference.interface import EngineStats, ServedModel
+from clotho.inference.kv_budget import KVBudget, Loads, short_tokens
 from clotho.inference.kv_cache import BatchKVCache
-from clotho.inference.outputs import EventSender, OutputProcessor
+from clotho.inference.outputs import EventSender
 from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill, pass_context
 from clotho.inference.sampling import validate
 from clotho.inference.scheduler import ActiveRequest, Listener, PrefillJob, Row, Scheduler
@@ -54,6 +57,7 @@ class DecodeEngine:
 
     A completion is a function of (weights, prompt, sampling, seed): other rows do not change it, up to the rounding of
     matrix products whose shape depends on the batch. The same requests in the same order form the same batches.
+    Short rows and the long rows of clients are decoded in two batches (`clotho.inference.kv_budget`).
     Rows of one step may use the policy, the base model and different adapters. A request keeps the version of its
     adapter until it ends, also if the name is loaded again or unloaded; with `engine.kv_policy = "recompute"`, a reload
     moves running rows to the new version.
@@ -84,24 +88,33 @@ class DecodeEngine:
         self._adapters, self._adapter_rows = adapters, LazyAdapterRows(adapters)
         decoder = make_host_decoder(source.model)
         self._computing = self._adapter_rows.computing if decoder is None else decoder.computing
-        end_tokens, vocabulary, speculation = source.tokenizer.eos_ids, source.vocab_size, settings.speculation
-        self._speculative: SpeculativeBatch | None = None
-        if isinstance(speculation, Off):
-            self._make_caches = _cache_factory(layout, decoder, settings.kv_cache_tokens)
-            self._batch = Batch(self._make_caches, end_tokens, vocabulary, self._computing)
-        else:
-            make_caches = verifying_caches(layout, decoder, settings.kv_cache_tokens)
-            batch = SpeculativeBatch(make_caches, end_tokens, vocabulary, self._computing, settings=settings)
-            self._make_caches, self._batch, self._speculative = make_caches, batch, batch
-        self._scheduler = Scheduler(settings.max_num_seqs, settings.kv_cache_tokens, settings.rollout_share)
+        short = short_tokens(source.model, layout)
+        tokens, share = settings.kv_cache_tokens, settings.rollout_share
+        self._budget = KVBudget(tokens, share, settings.max_num_seqs, short=short)
+        self._scheduler = Scheduler(settings.max_num_seqs, self._budget, share)
         self._prefill = Prefill(layout, settings, self._adapter_rows.computing, turns)
         self._sender = EventSender(source.tokenizer, self._scheduler.refund)
-        self._sender.completed = None if self._speculative is None else self._speculative.drafter.finished
-        self._outputs = OutputProcessor(self._batch, self._sender)
+        self._speculative: SpeculativeBatch | None = None
+        batches = self._make_batches(decoder)
+        self._short, self._long = self._decodings = [Decoding(batch, self._sender) for batch in batches]
+        self._long_turns = LongTurns()
         self._aborted: list[int] = []
         self._limits_checked = 0.0
         self._timed_out: Counter[str] = Counter()
-        self._requests = self._rows = self._tokens_sampled = self._decode_steps = self._preempted = 0
+        self._requests = self._rows = 0
+
+    def _make_batches(self, decoder: HostDecoder | None) -> tuple[Batch, Batch]:
+        """Return empty batches for short and for long rows. decoder: decodes the model on the host, if it can."""
+        layout, settings = self._layout, self._settings
+        common = self._source.tokenizer.eos_ids, self._source.vocab_size, self._computing
+        if isinstance(settings.speculation, Off):
+            self._make_caches = make_caches = _cache_factory(layout, decoder, settings.kv_cache_tokens)
+            return Batch(make_caches, *common), Batch(make_caches, *common)
+        self._make_caches = make_verifying = verifying_caches(layout, decoder, settings.kv_cache_tokens)
+        short = SpeculativeBatch(make_verifying, *common, settings=settings)
+        self._sender.completed = short.drafter.finished
+        self._speculative = SpeculativeBatch(make_verifying, *common, settings=settings, beside=short)
+        return short, self._speculative
 
     def submit(self, request: SampleRequest, listener: Listener) -> int:
         """Accept a request and return its id. Later steps call `listener`, which must return at once.
@@ -110,10 +123,8 @@ class DecodeEngine:
         Raises RequestError, which names the field, for an invalid request, or if too many rows of clients are waiting.
         """
         source = self._source
-        cache_tokens = self._settings.kv_cache_tokens
-        limit = validate(
-            request, vocabulary=source.vocab_size, context=source.context_length, cache_tokens=cache_tokens
-        )
+        tokens = self._settings.kv_cache_tokens if request.background else self._budget.largest
+        limit = validate(request, vocabulary=source.vocab_size, context=source.context_length, cache_tokens=tokens)
         if not request.background:
             self._scheduler.check(len(request.seeds))
         adapter = self._adapter(request.weights)
@@ -161,8 +172,9 @@ class DecodeEngine:
         """Empty the prefix cache, and return unused memory to the system. Running rows keep their KV caches."""
         self._prefill.forget_prefixes(ALL_KINDS)
         if not self.running:
-            self._batch.inflight = None
-            self._batch.drop()
+            for decoding in self._decodings:
+                decoding.batch.inflight = None
+                decoding.batch.drop()
         free_buffers()
 
     def limit_rows(self, rows: int) -> None:
@@ -186,12 +198,13 @@ class DecodeEngine:
     @property
     def running(self) -> int:
         """Number of rows in the batch."""
-        return self._batch.table.running
+        return self._short.running + self._long.running
 
     @property
     def policy_rows(self) -> int:
         """Number of rows in the batch that a weight swap of the policy concerns."""
-        return sum(row is not None and self._uses_policy(row.active) for row in self._batch.table.rows)
+        rows = chain.from_iterable(decoding.batch.table.rows for decoding in self._decodings)
+        return sum(row is not None and self._uses_policy(row.active) for row in rows)
 
     @property
     def has_work(self) -> bool:
@@ -199,18 +212,16 @@ class DecodeEngine:
         ended = self._aborted or self._sender.closed
         if self.held == "everything":
             return bool(ended)
-        busy = self.running or self._batch.inflight or ended
+        busy = ended or any(decoding.is_busy for decoding in self._decodings)
         return bool(busy or (self._admits and self._scheduler.has_waiting))
 
     @property
     def is_urgent(self) -> bool:
         """Whether a client waits for the first token of a completion."""
-        sampled = self._batch.table.sampled
-        return self._admits and (self._scheduler.client_waits or not all(sampled[slot] for slot in self._clients()))
-
-    def _clients(self) -> list[int]:
-        """Return the slots of rows that are not background work."""
-        return [slot for slot, row in enumerate(self._batch.table.rows) if row and not row.active.request.background]
+        tables = [decoding.batch.table for decoding in self._decodings]
+        return self._admits and (
+            self._scheduler.client_waits or any((table.client & (table.sampled == 0)).any() for table in tables)
+        )
 
     @property
     def _admits(self) -> bool:
@@ -225,11 +236,13 @@ class DecodeEngine:
         self._remove_ended()
         if self.held == "everything":
             return 0
+        loads = self._make_room()
         if self._admits:
-            self._fill()
-            if self._prefill.is_interrupted and not self._clients():
+            self._fill(loads)
+            if self._prefill.is_interrupted and not any(one.batch.table.client.any() for one in self._decodings):
                 return 0
-        return self._decode()
+        entering = any(not job.is_long for job in self._scheduler.entering)
+        return self._long_turns.decode(self._short, self._long, self._source.version, entering=entering)
 
     def _remove_ended(self) -> None:
         """Free the rows of requests that were aborted, exceeded a limit on their time, or were closed by a failure."""
@@ -263,18 +276,46 @@ class DecodeEngine:
         """Remove all rows of some requests from the batch and the queue; return them in order."""
         if not ended:
             return []
-        slots = [slot for slot, row in enumerate(self._batch.table.rows) if row and row.active in ended]
-        withdrawn = [*self._scheduler.forget(ended), *(self._batch.leave(slot) for slot in slots)]
-        for slot in slots if clear else ():
-            self._batch.clear(slot)
-        return sorted(withdrawn, key=lambda row: row.serial)
+        running = chain.from_iterable(decoding.withdraw(ended, clear=clear) for decoding in self._decodings)
+        return sorted([*self._scheduler.forget(ended), *running], key=lambda row: row.serial)
 
-    def _fill(self) -> None:
-        table = self._batch.table
-        background = table.running - len(self._clients())
-        admitted = self._scheduler.admit(table.running, table.longest_reserved, background)
+    def _loads(self) -> Loads:
+        """Return what short rows and long rows reserve."""
+        short, long = self._short.batch.table, self._long.batch.table
+        return Loads(short.load(movable="clients"), long.load(movable="outgrown"))
+
+    def _make_room(self) -> Loads:
+        """Move rows of clients that have become long, and return rows to the queue for which no columns are left.
+
+        Returns what the remaining rows reserve.
+        """
+        loads, moved = self._loads(), list[PrefillJob]()
+        while (crowded := self._scheduler.row_must_leave(loads)) is not None:
+            decoding = self._long if crowded == "long" else self._short
+            table = decoding.batch.table
+            if decoding.batch.inflight is not None:
+                decoding.read_inflight()  # the row can end
+            elif crowded == "long":
+                self._scheduler.postpone(decoding.take_out(table.newest_outgrown()))
+            else:
+                slot = table.longest_of_clients()
+                if self._scheduler.has_room_for_long(int(table.reserved[slot]), loads):
+                    moved.append(decoding.take_out(slot, with_state=True))
+                    self._scheduler.continues(moved[-1])
+                else:
+                    self._scheduler.postpone(decoding.take_out(slot))
+            loads = self._loads()
+        if moved:
+            self._join(moved)
+            loads = self._loads()
+        for decoding, limit in zip(self._decodings, self._budget.limits(loads), strict=True):
+            decoding.batch.limit_cache(limit)
+        return loads
+
+    def _fill(self, loads: Loads) -> None:
+        admitted = self._scheduler.admit(loads)
         self._prefill.add(admitted, self._source.version)
-        ready = self._prefill.advance(self._source.version, idle=not table.running, fail=self._sender.fail)
+        ready = self._prefill.advance(self._source.version, idle=not self.running, fail=self._sender.fail)
         self._join(ready)
 
     def _join(self, ready: list[PrefillJob]) -> None:
@@ -283,69 +324,35 @@ class DecodeEngine:
         If making room fails, the running rows return to the queue, because their KV caches can be incomplete, and the
         prompts join the empty batch one after the other.
         """
-        jobs = [job for job in ready if job.admitted]
-        if jobs:
+        for decoding in self._decodings:
+            jobs = [job for job in ready if job.admitted and job.is_long == (decoding is self._long)]
+            if not jobs:
+                continue
             try:
-                self._join_together(jobs)
+                self._join_together(decoding, jobs)
             except Exception:
                 log.exception("join_failed")
-                self._scheduler.requeue(self._interrupt(lambda _: True))
+                self._scheduler.requeue(decoding.interrupt(lambda _: True))
                 for job in jobs:
-                    self._join_alone(job)
+                    self._join_alone(decoding, job)
         for job in ready:
             self._scheduler.entered(job)
 
-    def _join_together(self, jobs: list[PrefillJob]) -> None:
-        for job, error in self._batch.join(jobs):
+    def _join_together(self, decoding: Decoding, jobs: list[PrefillJob]) -> None:
+        for job, error in decoding.batch.join(jobs):
             log.error("prompt_cannot_join", request_id=job.active.request_id, exc_info=error)
             self._refuse(job, error)
 
-    def _join_alone(self, job: PrefillJob) -> None:
+    def _join_alone(self, decoding: Decoding, job: PrefillJob) -> None:
         try:
-            self._join_together([job])
+            self._join_together(decoding, [job])
         except Exception as error:
-            self._scheduler.requeue(self._interrupt(lambda _: True))
+            self._scheduler.requeue(decoding.interrupt(lambda _: True))
             self._refuse(job, error)
 
     def _refuse(self, job: PrefillJob, error: Exception) -> None:
         job.rows, job.admitted = [], 0
         self._sender.fail(job.active, f"the prompt could not join the batch: {error}")
-
-    def _decode(self) -> int:
-        batch, began = self._batch, perf_counter()
-        sampled = 0
-        try:
-            batch.compact()
-            if batch.inflight is not None and batch.needs_tokens:
-                sampled = self._read_inflight()
-            previous, step = batch.inflight, batch.launch(self._source.version)
-            batch.inflight = step
-            self._outputs.fail_unprepared()
-            self._decode_steps += step is not None
-            if previous is not None:
-                sampled += self._process(previous)
-            if step is not None and step.known:
-                sampled += self._read_inflight()
-            if self._speculative is not None:
-                self._speculative.observe(perf_counter() - began, sampled)
-        except Exception as error:
-            log.exception("decode_step_failed")
-            self._fail_running(f"a decode step failed: {error}")
-        if batch.slots and batch.inflight is None and not self.running:
-            batch.drop()
-        return sampled
-
-    def _read_inflight(self) -> int:
-        step, self._batch.inflight = self._batch.inflight, None
-        return self._process(step) if step is not None else 0
-
-    def _process(self, step: Step) -> int:
-        outputs = map(self._batch.read, (step, *step.more))  # one after the other: rows that end have no more tokens
-        tokens = [self._outputs.process(output) for output in outputs if output is not None]
-        if tokens:
-            self._sender.timings.step(tokens[0], sum(tokens), more=self.running > 0)
-        self._tokens_sampled += sum(tokens)
-        return sum(tokens)
 
     def fail_all(self, reason: str) -> None:
         """Fail every request and free all rows. For an engine whose `tick` raised: its next tick starts afresh."""
@@ -356,12 +363,8 @@ class DecodeEngine:
         self._scheduler.clear()
         self._prefill.restart_all()
         self._prefill.forget_prefixes(ALL_KINDS)
-        self._batch.drop()
-
-    def _fail_running(self, reason: str) -> None:
-        for slot in np.flatnonzero(self._batch.table.live):
-            self._sender.fail(self._batch.leave(int(slot)).active, reason)
-        self._batch.drop()
+        for decoding in self._decodings:
+            decoding.batch.drop()
 
     def teacher_forced_logits(
         self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int, weights: str = POLICY
@@ -410,22 +413,11 @@ class DecodeEngine:
 
     def _restart(self, concerns: Callable[[ActiveRequest], bool], *, interrupt: bool) -> None:
         """Discard prefilled prompts of requests that `concerns` names. interrupt: also KV caches of running rows."""
-        interrupted = self._interrupt(concerns) if interrupt else []
+        interrupted = [job for one in self._decodings if interrupt for job in one.interrupt(concerns)]
         jobs = [job for job in self._scheduler.pending if concerns(job.active)]
         self._prefill.restart(jobs)
         self._scheduler.restart(jobs)
         self._scheduler.requeue(interrupted)
-
-    def _interrupt(self, concerns: Callable[[ActiveRequest], bool]) -> list[PrefillJob]:
-        """Remove running rows from the batch, with the tokens they have sampled."""
-        batch = self._batch
-        self._read_inflight()
-        slots = [slot for slot, row in enumerate(batch.table.rows) if row is not None and concerns(row.active)]
-        rows = [batch.leave(slot) for slot in slots]
-        self._preempted += len(rows)
-        if not self.running:
-            batch.drop()
-        return [PrefillJob(row.active, (*row.active.request.prompt, *row.tokens), [row]) for row in rows]
 
     def load_adapter(
         self, name: str, contents: AdapterContents, *, replace: bool = False, protected: Collection[str] = ()
@@ -475,17 +467,17 @@ class DecodeEngine:
             waiting_rows=self._scheduler.rows,
             waiting_clients=self._scheduler.waiting_clients,
             rows_limit=self._scheduler.max_num_seqs,
-            cache_tokens=self._batch.cache_tokens,
+            cache_tokens=sum(decoding.batch.cache_tokens for decoding in self._decodings),
             prefix_cache_tokens=self._prefill.prefixes.tokens,
-            tokens_sampled=self._tokens_sampled,
+            tokens_sampled=sum(decoding.tokens for decoding in self._decodings),
             prefill_tokens=self._prefill.computed_tokens,
             prefix_hits=self._prefill.hits,
             prefix_misses=self._prefill.misses,
-            decode_steps=self._decode_steps,
+            decode_steps=sum(decoding.steps for decoding in self._decodings),
             finished=dict(self._sender.finished),
             failed=self._sender.failed,
             listener_errors=self._sender.listener_errors,
-            preempted=self._preempted,
+            preempted=sum(decoding.preempted for decoding in self._decodings),
             timed_out=dict(self._timed_out),
             timings=self._sender.timings.distributions(),
             speculation=SpeculationCounts() if self._speculative is None else self._speculative.counts,

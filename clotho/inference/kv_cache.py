@@ -23,7 +23,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache
 from numpy.typing import NDArray
 
-from clotho.cpu.interface import PrefilledPrompt, spare_columns
+from clotho.cpu.interface import PrefilledPrompt, PromptState, spare_columns
 from clotho.cpu.row_runs import RowRun, even_runs, longest_first, min_saved_scores, wasted
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf, evaluation_mode, set_state
 from clotho.inference.shared_prompts import PromptArrays, SharedPrompts, grouped_attention
@@ -168,6 +168,10 @@ class ColumnState:
         """Finish the step: the current column is written."""
         self.column += 1
 
+    def own(self, slot: int, tokens: int) -> slice:
+        """Return the columns of a row of which `tokens` are in columns."""
+        return slice(self.column - self.visible(tokens), self.column)
+
 
 def _moved(x: mx.array, start: int, stop: int, column: int, capacity: int, index_N: mx.array | None) -> mx.array:
     kept = x[:, :, start:stop] if index_N is None else x[:, :, start:stop][index_N]
@@ -253,6 +257,18 @@ class LayerKVCache:
         self.keys[slots, :, column - tokens : column] = keys
         self.values[slots, :, column - tokens : column] = values
 
+    def read(self, slot: int, tokens: int) -> tuple[mx.array, mx.array]:
+        """Return the keys and values of a row of `tokens` tokens, (1, heads, tokens, size), with a shared prompt."""
+        shared, arrays = self.columns.prompts, self.prompts
+        prompt = int(shared.tokens_B[slot]) if shared is not None else 0
+        row, columns = slice(slot, slot + 1), self.columns.own(slot, tokens - prompt)
+        keys, values = self.keys[row, :, columns], self.values[row, :, columns]
+        if shared is None or arrays is None or not prompt:
+            return keys, values
+        number = slice(int(shared.prompt_B[slot]), int(shared.prompt_B[slot]) + 1)
+        before = arrays.keys[number, :, :prompt], arrays.values[number, :, :prompt]
+        return mx.concatenate([before[0], keys], axis=2), mx.concatenate([before[1], values], axis=2)
+
     def grow(self, rows: int) -> None:
         """Append `rows` empty slots."""
         self.keys, self.values = _grown(self.keys, rows), _grown(self.values, rows)
@@ -275,7 +291,8 @@ def _grown(x: mx.array, rows: int) -> mx.array:
 class BatchKVCache:
     """KV caches of `rows` slots in MLX. nested: the caches in the structure that the model expects.
 
-    reserved_B: maximum number of tokens of each row, prompt and completion. prompts: None if no prompt is shared.
+    reserved_B: number of tokens that are reserved for each row, prompt and completion. prompts: None if no prompt is
+    shared.
     """
 
     columns_type = ColumnState
@@ -291,7 +308,7 @@ class BatchKVCache:
         self.columns: dict[int | None, ColumnState] = {}
         self.leaves: list[Any] = [self._make(leaf, layer_type) for leaf in layout.leaves]
         self.nested = layout.nest(self.leaves)
-        self._limit = limit
+        self.limit = limit
         self._shares = self._divides = False
 
     def _make(self, leaf: AttentionLeaf | StateLeaf, layer_type: type[LayerKVCache]) -> Any:
@@ -345,7 +362,7 @@ class BatchKVCache:
             longest, number = max(longest, self.prompts.room), number + len(self.prompts.tokens_F)
             own_B = own_B - self.prompts.tokens_B
         joining = max(prompt.reserved - prompt.tokens * _can_be_shared(prompt) for prompt in prompts)
-        return max(int(own_B.max(initial=0)), joining) * self.rows + longest * number <= self._limit
+        return max(int(own_B.max(initial=0)), joining) * self.rows + longest * number <= self.limit
 
     def _shared(self) -> SharedPrompts:
         """Return the shared prompts, which are empty at first."""
@@ -371,9 +388,12 @@ class BatchKVCache:
 
     def _ahead(self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_], steps: int = 0) -> Ahead:
         """steps: number of tokens that rows which join can sample."""
-        present = int((self.reserved_B - positions_B).max(initial=0, where=live_B))
+        left_B = self.reserved_B - positions_B
+        outgrown_B = live_B & (left_B <= 0)
+        more = spare_columns(int(positions_B.max(where=outgrown_B, initial=0))) if outgrown_B.any() else 0
+        present = max(more, int(left_B.max(initial=0, where=live_B)))
         shared = self.prompts.tokens if self.prompts is not None else 0
-        return Ahead(max(steps, present), (self._limit - shared) // max(1, self.rows))
+        return Ahead(max(steps, present), (self.limit - shared) // max(1, self.rows))
 
     def enter(self, slots: Sequence[int], prompt: PrefilledPrompt) -> None:
         """Store a prompt for slots: one shared copy, if `make_room` found that it saves enough, or one copy per slot.
@@ -395,6 +415,18 @@ class BatchKVCache:
                     _write(leaf, run, state)
         if shared is not None and number:
             shared.evaluate()
+
+    def state(self, slot: int, tokens: int) -> PromptState:
+        """Return an evaluated copy of the KV cache of a row of `tokens` tokens, as prefill returns it."""
+        read = [leaf.read(slot, tokens) if isinstance(leaf, LayerKVCache) else leaf.cache for leaf in self.leaves]
+        copied = tuple(
+            tuple(
+                mx.contiguous(array if isinstance(leaf, LayerKVCache) else array[slot : slot + 1]) for array in arrays
+            )
+            for leaf, arrays in zip(self.leaves, read, strict=True)
+        )
+        mx.eval(copied)
+        return copied
 
     def take(self, slots: Sequence[int], positions_N: NDArray[np.int32]) -> None:
         """Keep only these slots, in this order, with `positions_N` tokens, and free unused columns."""

@@ -39,15 +39,17 @@ class Timings:
     def __init__(self) -> None:
         self._counts = {name: [0] * (len(bounds) + 1) for name, bounds in BOUNDS.items()}
         self._totals = dict.fromkeys(BOUNDS, 0.0)
-        self._last_step = 0.0
+        self._last_step: dict[object, float] = {}
 
-    def step(self, rows: int, tokens: int, *, more: bool) -> None:
-        """Record a decode step. more: rows remain in the batch, so that the next step follows this one."""
+    def step(self, batch: object, rows: int, tokens: int, *, more: bool) -> None:
+        """Record a decode step of a batch. more: rows remain in it, so that the next step follows this one."""
         now = perf_counter()
         self._observe("iteration_tokens_total", tokens)
-        if self._last_step:
-            self._observe("inter_token_latency_seconds", now - self._last_step, rows)
-        self._last_step = now if more else 0.0
+        last = self._last_step.pop(batch, None)
+        if last is not None:
+            self._observe("inter_token_latency_seconds", now - last, rows)
+        if more:
+            self._last_step[batch] = now
 
     def finished(self, active: ActiveRequest) -> None:
         """Record a request whose completions have all ended."""

@@ -326,6 +326,8 @@ MAX_COMPLETIONS = 4096
 def validate(request: SampleRequest, *, vocabulary: int, context: int, cache_tokens: int) -> int:
     """Check a request and return the maximum length of its completions: `max_tokens`, limited by the context length.
 
+    cache_tokens: how many of `engine.kv_cache_tokens` a prompt and one completion can have.
+
     Raises RequestError, which names the field, for an empty prompt, tokens outside the vocabulary, a prompt that fills
     the context, a completion that the KV cache cannot hold, seeds outside [0, 2**64), sampling parameters out of range,
     and a request to record supports without a `top_k` that limits their size.
@@ -344,7 +346,8 @@ def validate(request: SampleRequest, *, vocabulary: int, context: int, cache_tok
     limit = min(request.sampling.max_tokens, context - len(request.prompt))
     if len(request.prompt) + limit > cache_tokens:
         message = (
-            f"prompt and completion need up to {len(request.prompt) + limit} tokens; the KV cache holds {cache_tokens}"
+            f"prompt and completion need up to {len(request.prompt) + limit} tokens; engine.kv_cache_tokens allows "
+            f"{cache_tokens} of them"
         )
         raise RequestError(message, param="max_tokens")
     return limit

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from time import perf_counter
+from typing import Literal
 
 from clotho.cpu.interface import PromptState
+from clotho.inference.kv_budget import MARGIN, OUTLIER, KVBudget, Load, Loads, Waiting
 from clotho.inference.stop_strings import IncrementalDetokenizer
 from clotho.models.adapter_store import LoadedAdapter
-from clotho.runtime.fair_queue import Account, FairQueue
+from clotho.runtime.fair_queue import FairQueue
 from protocols.constraints import ConstraintState
 from protocols.errors import RequestError
 from protocols.sampling import SampleEvent, SampleRequest, excludes_tokens
@@ -25,8 +28,8 @@ class ActiveRequest:
 
     limit: maximum length of a completion, given the context. open: unfinished completions. adapter: the adapter that
     samples; None for the policy. submitted, admitted, started: time of submission, of the first admission, and of the
-    entry of the first row into the batch, in seconds of `perf_counter`; 0 if that has not happened. account: of the
-    client in the fair queue; None for rollouts.
+    entry of the first row into the batch, in seconds of `perf_counter`; 0 if that has not happened. refund: credits the
+    client in the fair queue with tokens; None if it was not charged.
     """
 
     request_id: int
@@ -38,7 +41,7 @@ class ActiveRequest:
     submitted: float = field(default_factory=perf_counter)
     admitted: float = 0.0
     started: float = 0.0
-    account: Account[PrefillJob] | None = None
+    refund: Callable[[int], None] | None = None
 
     @property
     def weights_version(self) -> int:
@@ -107,6 +110,8 @@ class PrefillJob:
 
     tokens: prefill computes all but the last into `state`; the last is the first input of every row.
     state_tokens: number of tokens that `state` covers so far. admitted: number of `rows` that may join the batch now.
+    further: number of tokens beyond these that are reserved for a row of a client, if that is more than `MARGIN`.
+    is_long: whether the rows join the batch of long rows.
     """
 
     active: ActiveRequest
@@ -116,6 +121,15 @@ class PrefillJob:
     computed: bool = False
     state: PromptState | None = None
     state_tokens: int = 0
+    further: int = 0
+    is_long: bool = False
+
+    @property
+    def reserved(self) -> int:
+        """Number of tokens that are reserved for each row: all that a rollout can have, and what a client's needs."""
+        if self.active.request.background:
+            return self.active.reserved
+        return min(self.active.reserved, len(self.tokens) + max(self.further, MARGIN))
 
 
 MAX_WAITING_ROWS = 65_536
@@ -133,73 +147,148 @@ def client_rows(max_num_seqs: int) -> int:
     return max_num_seqs // CLIENT_ROWS
 
 
+class ClientLine:
+    """Waiting jobs of clients that join the same batch.
+
+    Order: jobs that were admitted before, in part or until an interruption; then a `FairQueue` of requests, whose cost
+    is `SampleRequest.most_tokens`. A request that arrives while none waits is next, and its client is not charged.
+    """
+
+    def __init__(self) -> None:
+        self._first: deque[PrefillJob] = deque()
+        self._queue = FairQueue[PrefillJob]()
+        self._queued_rows = 0  # of the jobs in `_queue`
+
+    def __len__(self) -> int:
+        return len(self._first) + self._queue.length
+
+    def __iter__(self) -> Iterator[PrefillJob]:
+        """Yield the jobs, client by client."""
+        yield from self._first
+        if self._queue.length:
+            yield from self._queue
+
+    @property
+    def rows(self) -> int:
+        """Number of waiting rows."""
+        return self._queued_rows + sum(len(job.rows) for job in self._first)
+
+    @property
+    def head(self) -> PrefillJob | None:
+        """The job that is next; None if none waits."""
+        return self._first[0] if self._first else self._queue.peek() if self._queue.length else None
+
+    def add(self, job: PrefillJob) -> None:
+        """Add a new job."""
+        if not len(self):
+            self._first.append(job)
+            return
+        account = self._queue.put(job.active.request.client, job, job.active.request.most_tokens)
+        job.active.refund = partial(self._queue.refund, account)
+        self._queued_rows += len(job.rows)
+
+    def take(self) -> PrefillJob:
+        """Remove and return the head."""
+        if self._first:
+            return self._first.popleft()
+        taken = self._queue.take()
+        self._queued_rows -= len(taken.rows)
+        return taken
+
+    def put_first(self, job: PrefillJob) -> None:
+        """Return an admitted job to the head."""
+        self._first.appendleft(job)
+
+    def put_behind(self, job: PrefillJob) -> None:
+        """Let an interrupted job wait behind those that wait to continue."""
+        self._first.append(job)
+
+    def remove_empty(self) -> None:
+        """Remove the jobs without rows."""
+        self._first = deque(job for job in self._first if job.rows)
+        if self._queue.length:
+            self._queue.remove(lambda job: not job.rows)
+            self._queued_rows = sum(len(job.rows) for job in self._queue)
+
+    def clear(self) -> None:
+        """Drop all jobs."""
+        self._first.clear()
+        self._queue.clear()
+        self._queued_rows = 0
+
+
 class Scheduler:
     """The waiting jobs in order, and the admitted jobs that are being prefilled.
 
-    Rows are admitted while rows x longest reserved length <= kv_cache_tokens, because every row's cache is as long as
-    the longest. The full length (prompt and maximum completion) is reserved on admission, so a row that has started can
-    always finish. When the batch is full, rows are admitted in waves: as soon as an eighth of max_num_seqs is free,
-    because each admission costs a prefill pass. The job that is next in order is never overtaken.
+    Short rows and long rows are decoded in two batches, whose KV caches `KVBudget` limits: rows x longest reserved
+    length of both is at most kv_cache_tokens. A rollout is always short, and its full length (prompt and maximum
+    completion) is reserved on admission, so a rollout that has started can always finish. For a row of a client, what
+    it has is reserved, and a margin. A row that becomes long joins the long rows; if these need more than their part of
+    the KV cache, the row that was submitted last returns to the queue, keeps its tokens, and reserves twice as many
+    when it continues. Every admission of a row therefore either completes it or doubles it, and every row ends.
 
-    Order between clients: a `FairQueue` of requests, whose cost is `SampleRequest.most_tokens`. When a request ends,
-    the tokens that it did not use are refunded. A request that arrives while no request of a client waits is next, and
-    its client is not charged.
+    When a batch is full, rows are admitted in waves: as soon as an eighth of max_num_seqs is free, because each
+    admission costs a prefill pass. The job that is next in order is not overtaken by jobs of the same batch.
+
+    Order between clients: a `ClientLine` for each batch, in turn. When a request ends, the tokens that it did not use
+    are refunded.
     Order between clients and rollouts (background jobs): requests of clients are admitted before waiting rollouts.
     Beside rollouts, clients may use `client_rows` more rows than max_num_seqs, so that they need not wait until a
-    rollout ends. While rollouts wait, no further request of a client is admitted once clients hold the rows that
-    `rollout_share` leaves them, so that requests of clients cannot stop a training run.
+    rollout ends. While rollouts wait, no further request of a client is admitted once clients hold the rows, or the
+    part of the KV cache, that `rollout_share` leaves them. Long rows hold no more than this part, and are decoded less
+    often (`clotho.inference.decoding`): requests of clients cannot stop a training run.
     Jobs that were admitted before, in part or until an interruption, continue before other jobs of their kind.
     """
 
-    def __init__(self, max_num_seqs: int, kv_cache_tokens: int, rollout_share: float = 0.5) -> None:
+    def __init__(self, max_num_seqs: int, budget: KVBudget, rollout_share: float = 0.5) -> None:
         """max_num_seqs: can be changed later; running rows above a lower value finish.
 
         rollout_share: share of the rows that waiting rollouts keep from clients.
         """
         self.entering: list[PrefillJob] = []
         self.max_num_seqs = max_num_seqs
-        self._kv_cache_tokens, self._rollout_share = kv_cache_tokens, rollout_share
-        self._first: deque[PrefillJob] = deque()
-        self._clients = FairQueue[PrefillJob]()
-        self._queued_rows = 0  # of the jobs in `_clients`
+        self._budget, self._rollout_share = budget, rollout_share
+        self._blocked, self._long_was_last = 0, False
+        self._short, self._long = self._lines = ClientLine(), ClientLine()
         self._rollouts: deque[PrefillJob] = deque()
 
     @property
     def waiting(self) -> list[PrefillJob]:
         """The jobs that are not admitted: those of clients, client by client, then rollouts."""
-        return [*self._first, *(self._clients if self._clients.length else ()), *self._rollouts]
+        return [*self._short, *self._long, *self._rollouts]
 
     @property
     def has_waiting(self) -> bool:
         """Whether a job is not in the batch yet."""
-        return bool(self.entering or self._first or self._rollouts or self._clients.length)
+        return bool(self.entering or self._rollouts or any(map(len, self._lines)))
 
     @property
     def waiting_clients(self) -> int:
         """Number of clients with requests that have not been admitted."""
-        queued = self._clients if self._clients.length else ()
-        return len({job.active.request.client for job in (*self._first, *queued)})
+        return len({job.active.request.client for job in (*self._short, *self._long)})
 
     def add(self, job: PrefillJob) -> None:
         """Add a new job to the queue."""
-        request = job.active.request
-        if request.background:
+        if job.active.request.background:
+            self._budget.short = max(self._budget.short, job.reserved)
             self._rollouts.append(job)
-        elif not self._first and not self._clients.length:
-            self._first.append(job)
-        else:
-            job.active.account = self._clients.put(request.client, job, request.most_tokens)
-            self._queued_rows += len(job.rows)
+            return
+        job.is_long = job.reserved > self._budget.short
+        self._lines[job.is_long].add(job)
 
     def requeue(self, jobs: Sequence[PrefillJob]) -> None:
         """Return admitted jobs to the head of the queue, in their order."""
         for job in reversed(jobs):
-            (self._rollouts if job.active.request.background else self._first).appendleft(job)
+            if job.active.request.background:
+                self._rollouts.appendleft(job)
+            else:
+                job.is_long = job.is_long or job.reserved > self._budget.short
+                self._lines[job.is_long].put_first(job)
 
     def refund(self, active: ActiveRequest, tokens: int) -> None:
         """Credit the client of an admitted request with tokens that the request did not use."""
-        if active.account is not None and active.admitted:
-            self._clients.refund(active.account, tokens)
+        if active.refund is not None and active.admitted:
+            active.refund(tokens)
 
     @property
     def rows(self) -> int:
@@ -208,9 +297,8 @@ class Scheduler:
 
     @property
     def client_waits(self) -> bool:
-        """Whether a row of a client is not in the batch yet."""
-        waits = self._first or self._clients.length
-        return bool(waits) or any(not job.active.request.background for job in self.entering)
+        """Whether a client waits for a row, other than for a place among the long rows."""
+        return len(self._short) > 0 or any(not job.active.request.background for job in self.entering)
 
     @property
     def pending(self) -> list[PrefillJob]:
@@ -219,52 +307,81 @@ class Scheduler:
 
     def check(self, rows: int) -> None:
         """Raise RequestError if `rows` more rows of a client exceed the limit on waiting rows or requests."""
-        jobs = [*self._first, *(job for job in self.entering if not job.active.request.background)]
-        waiting = self._queued_rows + sum(len(job.rows) for job in jobs)
-        if self._clients.length + len(jobs) >= MAX_WAITING_REQUESTS or waiting + rows > MAX_WAITING_ROWS:
+        entering = [job for job in self.entering if not job.active.request.background]
+        jobs = len(entering) + sum(map(len, self._lines))
+        waiting = sum(len(job.rows) for job in entering) + sum(line.rows for line in self._lines)
+        if jobs >= MAX_WAITING_REQUESTS or waiting + rows > MAX_WAITING_ROWS:
             raise RequestError(f"{waiting} completions are waiting; try again later", param="queue")
 
-    def admit(self, running: int, longest: int, background: int = 0) -> list[PrefillJob]:
-        """Admit jobs whose rows fit beside `running` rows of at most `longest` tokens; set their `admitted`.
-
-        background: how many of the running rows belong to background requests.
-        """
-        admitted, wave = [], max(1, self.max_num_seqs // 8)
-        for job in self.entering:
-            running, longest = running + job.admitted, max(longest, job.active.reserved)
-            background += job.admitted if job.active.request.background else 0
-        while (following := self._next(running - background)) is not None:
-            job = following
-            length = max(longest, job.active.reserved)
-            more = 0 if job.active.request.background else min(background, client_rows(self.max_num_seqs))
-            room = min(self.max_num_seqs + more, self._kv_cache_tokens // length) - running
-            if room < min(len(job.rows), wave) and (running or room < 1):
-                break
+    def admit(self, loads: Loads) -> list[PrefillJob]:
+        """Admit jobs whose rows fit beside the running rows; set their `admitted`."""
+        loads, admitted, wave = self._with_entering(loads), list[PrefillJob](), max(1, self.max_num_seqs // 8)
+        blocked, self._blocked = set[bool](), 0
+        while (job := self._next(loads, blocked)) is not None:
+            free, fitting = self._free_rows(job, loads), self._fitting_rows(job, loads)
+            room, load = min(free, fitting), loads.of(is_long=job.is_long)
+            if room < min(len(job.rows), wave) and (load.rows or room < 1):
+                if free < min(len(job.rows), wave):
+                    break
+                if self._becomes_long(job, load):
+                    continue
+                blocked.add(job.is_long)
+                self._blocked = self._blocked if job.is_long else job.reserved
+                continue
             self._take(job)
             job.admitted = min(len(job.rows), room)
             job.active.admitted = job.active.admitted or perf_counter()
             self.entering.append(job)
             admitted.append(job)
-            running, longest = running + job.admitted, length
-            background += job.admitted if job.active.request.background else 0
+            loads = _with_job(loads, job)
         return admitted
 
-    def _next(self, held: int) -> PrefillJob | None:
-        """Return the job that is next in order. held: number of rows that clients hold."""
-        client = self._first[0] if self._first else self._clients.peek() if self._clients.length else None
+    def _with_entering(self, loads: Loads) -> Loads:
+        """Return the loads with the rows that have been admitted and are not in their batch yet."""
+        return reduce(_with_job, self.entering, loads)
+
+    def _free_rows(self, job: PrefillJob, loads: Loads) -> int:
+        """Return how many rows of a job the limits on rows allow."""
+        background = loads.short.background
+        more = 0 if job.active.request.background else min(background, client_rows(self.max_num_seqs))
+        return self.max_num_seqs + more - sum(load.rows for load in loads)
+
+    def _fitting_rows(self, job: PrefillJob, loads: Loads) -> int:
+        """Return how many rows of a job the KV cache has room for."""
+        return self._budget.room(job.reserved, loads, self._first_waiting(), is_long=job.is_long)
+
+    def _first_waiting(self) -> Waiting:
+        """Return what the first waiting jobs reserve."""
+        short, long = self._short.head or (self._rollouts[0] if self._rollouts else None), self._long.head
+        return Waiting(short.reserved if short else 0, long.reserved if long else 0)
+
+    def _becomes_long(self, job: PrefillJob, short: Load) -> bool:
+        """Let the head of the short requests wait for a place among long rows, if short rows are much shorter."""
+        if job.is_long or job.active.request.background or not short.rows or job.reserved <= OUTLIER * short.longest:
+            return False
+        self.postpone(self._short.take())
+        return True
+
+    def _next(self, loads: Loads, blocked: Set[bool]) -> PrefillJob | None:
+        """Return the job that is next in order, of those that join a batch with room."""
+        heads = [line.head for line in self._lines]
+        open_heads = [head for head in heads if head is not None and head.is_long not in blocked]
+        client = min(open_heads, key=lambda job: job.is_long is self._long_was_last, default=None)
+        held = sum(load.rows - load.background for load in loads)
         most = max(1, self.max_num_seqs - int(self.max_num_seqs * self._rollout_share))
-        if self._rollouts and (client is None or (held >= most and not client.active.admitted)):
-            return self._rollouts[0]
+        full = held >= most or loads.of_clients >= self._budget.clients
+        if self._rollouts and (client is None or (full and not client.active.admitted)):
+            return self._rollouts[0] if False not in blocked else None
         return client
 
     def _take(self, job: PrefillJob) -> None:
         """Remove the job that `_next` returned."""
+        self._budget.admitted(is_long=job.is_long)
         if job.active.request.background:
             self._rollouts.popleft()
-        elif self._first:
-            self._first.popleft()
         else:
-            self._queued_rows -= len(self._clients.take().rows)
+            self._lines[job.is_long].take()
+            self._long_was_last = job.is_long
 
     def entered(self, job: PrefillJob) -> None:
         """Remove a job whose admitted rows are in the batch; its other rows return to the head of the queue."""
@@ -275,6 +392,30 @@ class Scheduler:
         if job.rows:
             self.requeue([job])
 
+    def row_must_leave(self, loads: Loads) -> Literal["short", "long"] | None:
+        """Return the batch of which a row of a client must leave, because it is too long or needs too many columns."""
+        if not loads.short.movable and not loads.long.movable:
+            return None
+        loads = self._with_entering(loads)
+        if self._budget.short_must_leave(loads, self._blocked):
+            return "short"
+        return "long" if self._budget.long_must_leave(loads, self._first_waiting()) else None
+
+    def has_room_for_long(self, reserved: int, loads: Loads) -> bool:
+        """Whether a row can join the long rows at once: none waits, and the KV cache has room for `reserved` tokens."""
+        loads, waiting = self._with_entering(loads), self._first_waiting()
+        return not len(self._long) and self._budget.room(reserved, loads, waiting, is_long=True) >= 1
+
+    def continues(self, job: PrefillJob) -> None:
+        """Let a row that has left the short rows join the long rows at once."""
+        job.is_long, job.admitted = True, 1
+        self.entering.append(job)
+
+    def postpone(self, job: PrefillJob) -> None:
+        """Let a job wait for a place among the long rows, behind those that wait to continue."""
+        job.is_long = True
+        self._long.put_behind(job)
+
     def forget(self, ended: Set[ActiveRequest]) -> list[Row]:
         """Drop and return all rows of some requests that are not in the batch, in one pass over the waiting jobs."""
         dropped: list[Row] = []
@@ -283,19 +424,16 @@ class Scheduler:
                 dropped += job.rows
                 job.rows, job.admitted = [], 0
         self._rollouts = deque(job for job in self._rollouts if job.rows)
-        self._first = deque(job for job in self._first if job.rows)
-        if self._clients.length:
-            self._clients.remove(lambda job: not job.rows)
-            self._queued_rows = sum(len(job.rows) for job in self._clients)
+        for line in self._lines:
+            line.remove_empty()
         return dropped
 
     def clear(self) -> None:
         """Drop all jobs."""
         self.entering.clear()
-        self._first.clear()
         self._rollouts.clear()
-        self._clients.clear()
-        self._queued_rows = 0
+        for line in self._lines:
+            line.clear()
 
     def restart(self, jobs: Sequence[PrefillJob]) -> None:
         """Return the admitted ones of `jobs` to the head of the queue, and discard the prefilled states of `jobs`."""
@@ -304,3 +442,9 @@ class Scheduler:
         self.entering = [job for job in self.entering if id(job) not in concerned]
         for job in jobs:
             job.admitted, job.computed, job.state, job.state_tokens = 0, False, None, 0
+
+
+def _with_job(loads: Loads, job: PrefillJob) -> Loads:
+    """Return the loads with the admitted rows of a job."""
+    background = job.active.request.background
+    return loads.plus(job.admitted, job.reserved, job.active.reserved, is_long=job.is_long, background=background)

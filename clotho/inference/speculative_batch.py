@@ -60,8 +60,9 @@ class SpeculativeBatch(Batch):
         computing: Computing,
         *,
         settings: EngineSection,
+        beside: SpeculativeBatch | None = None,
     ) -> None:
-        """Arguments are those of `Batch`. settings: with a source of drafts.
+        """Arguments are those of `Batch`. settings: with a source of drafts. beside: shares its drafts with this one.
 
         Raises ModelError for a draft model that cannot be loaded or has another vocabulary.
         """
@@ -69,7 +70,10 @@ class SpeculativeBatch(Batch):
         drafts = settings.speculation
         if isinstance(drafts, Off):
             raise ValueError("speculation is off")
-        self.drafter = make_drafter(drafts, vocabulary, settings.kv_cache_tokens)
+        self._beside = beside
+        self.drafter: Drafter = (
+            make_drafter(drafts, vocabulary, settings.kv_cache_tokens) if beside is None else beside.drafter.beside()
+        )
         self._payoff, self._max_draft = Payoff(always=drafts.always), drafts.max_draft
         self._passes = self._drafts = self._draft_tokens = 0
         self._accepted = np.zeros(drafts.max_draft, dtype=np.int64)
@@ -78,12 +82,13 @@ class SpeculativeBatch(Batch):
 
     @property
     def counts(self) -> SpeculationCounts:
-        """Drafts and their tokens since the engine was created."""
+        """Drafts and their tokens since the engine was created, with those of the batch beside this one."""
+        batches = [self] if self._beside is None else [self, self._beside]
         return SpeculationCounts(
-            passes=self._passes,
-            drafts=self._drafts,
-            draft_tokens=self._draft_tokens,
-            accepted_by_position=tuple(self._accepted.tolist()),
+            passes=sum(batch._passes for batch in batches),
+            drafts=sum(batch._drafts for batch in batches),
+            draft_tokens=sum(batch._draft_tokens for batch in batches),
+            accepted_by_position=tuple(np.sum([batch._accepted for batch in batches], axis=0).tolist()),
         )
 
     def leave(self, slot: int) -> Row:

@@ -70,6 +70,7 @@ class VerifyingColumns(ColumnState):
         """Prepare a verification. Rows that are not due write behind the foremost row, and keep nothing."""
         held_B, width = np.where(due_B, self.held(positions_B), 0), tokens.width
         if self.column + width > self.capacity:
+            ahead = ahead._replace(steps=max(ahead.steps, width))  # a row can use more than is reserved for it so far
             self.move(int(held_B.max()), int(held_B.max()), ahead)
         lag_B = np.zeros(len(held_B), dtype=np.int64) if self.lag_B is None else np.where(due_B, self.lag_B, 0)
         self._start_B, self.width = self.column - lag_B, width
@@ -130,6 +131,11 @@ class VerifyingColumns(ColumnState):
         self.column = int(end_B[count_B > 0].max())
         lag_B = np.where(count_B > 0, self.column - end_B, 0)
         self.lag_B = lag_B if lag_B.any() else None
+
+    def own(self, slot: int, tokens: int) -> slice:
+        """Return the columns of a row of which `tokens` are in columns."""
+        lag = 0 if self.lag_B is None else int(self.lag_B[slot])
+        return slice(self.column - lag - tokens, self.column - lag)
 
     def entered(self, slots: Sequence[int]) -> None:
         """Prepare slots for new rows, whose tokens end at the column that is written next."""

@@ -153,8 +153,8 @@ def test_rows_are_admitted_while_their_kv_cache_fits() -> None:
     loads = []
     while engine.has_work:
         engine.tick()
-        table = engine._batch.table
-        loads.append(table.running * table.longest_reserved)
+        table = engine._short.batch.table
+        loads.append(table.load(movable="clients").tokens)
     assert max(loads) == 100
     assert (len(small.completions), len(large.completions)) == (9, 2)
 
@@ -252,7 +252,7 @@ def test_unused_slots_are_removed_when_they_cost_more_than_a_copy() -> None:
     answer = submit_request(engine, make_prompt(7), long, seeds=(5,))
     submit_request(engine, make_prompt(9), Sampling(max_tokens=4, ignore_eos=True), seeds=range(11))
     tick_until(engine, lambda: engine.running == 12)
-    tick_until(engine, lambda: engine._batch.slots == 1)
+    tick_until(engine, lambda: engine._short.batch.slots == 1)
     assert engine.running == 1
     run(engine)
     assert answer.completions[0].tokens == complete_alone(source, make_prompt(7), long, 5).tokens

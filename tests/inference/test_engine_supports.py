@@ -173,7 +173,7 @@ def test_supports_move_with_their_rows_between_slots() -> None:
     submit_request(engine, make_prompt(9), replace(SAMPLED, max_tokens=4), seeds=range(11))
     long = replace(NUCLEUS, max_tokens=40)
     answer = submit_request(engine, make_prompt(6), long, record_support=True)
-    tick_until(engine, lambda: engine._batch.slots == 1)
+    tick_until(engine, lambda: engine._short.batch.slots == 1)
     assert engine.running == 1
     run(engine)
     check_supports(source.model, make_prompt(6), answer.completions[0], long)

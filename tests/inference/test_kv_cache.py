@@ -34,7 +34,7 @@ def test_columns_are_written_in_place(architecture: str) -> None:
     for _ in range(6):
         engine.tick()
         mx.synchronize()
-        cache: Any = engine._batch._cache
+        cache: Any = engine._short.batch._cache
         keys = cache._columns[0][0] if isinstance(cache, HostKVCache) else np.array(cache.leaves[0].keys, copy=False)
         buffers.add(keys.__array_interface__["data"][0])
     assert len(buffers) == 1
@@ -42,17 +42,17 @@ def test_columns_are_written_in_place(architecture: str) -> None:
 
 def buffers(engine: DecodeEngine) -> int:
     """Return the number of columns that the buffers of the running rows have."""
-    cache = engine._batch._cache
+    cache = engine._short.batch._cache
     assert isinstance(cache, BatchKVCache)
     columns: int = cache.leaves[0].keys.shape[2]
     return columns
 
 
 def test_buffers_are_allocated_for_whole_completions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffers of a batch have as many columns as its rows can use and are never moved."""
+    """The buffers of a batch of rollouts have as many columns as its rows can use and are never moved."""
     monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
     engine = make_engine()
-    submit_request(engine, make_prompt(8), Sampling(max_tokens=200, ignore_eos=True), (1, 2))
+    submit_request(engine, make_prompt(8), Sampling(max_tokens=200, ignore_eos=True), (1, 2), background=True)
     tick_until(engine, lambda: engine.running == 2)
     monkeypatch.delattr(ColumnState, "move")
     columns = set()
@@ -131,7 +131,7 @@ def test_a_shared_prompt_keeps_no_larger_buffer_alive() -> None:
     engine = make_engine()
     submit_request(engine, make_prompt(150), LONG, range(8))
     tick_until(engine, lambda: engine.running == 8)
-    cache = engine._batch._cache
+    cache = engine._short.batch._cache
     assert isinstance(cache, HostKVCache)
     (layers,) = cache._prompts.values()
     assert all(array.flags.c_contiguous for pair in layers for array in pair)

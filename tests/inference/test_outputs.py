@@ -35,9 +35,9 @@ def test_every_token_is_measured_once() -> None:
 
 def test_a_pause_without_rows_is_no_latency() -> None:
     """The first step after an idle engine follows no other. A row counts once per step, whatever tokens it samples."""
-    timings = Timings()
-    timings.step(2, 2, more=True)
-    timings.step(2, 6, more=False)
-    timings.step(5, 5, more=True)
+    timings, batch = Timings(), object()
+    timings.step(batch, 2, 2, more=True)
+    timings.step(batch, 2, 6, more=False)
+    timings.step(batch, 5, 5, more=True)
     assert sum(timings.distributions()["inter_token_latency_seconds"].counts) == 2
     assert timings.distributions()["iteration_tokens_total"].total == 13

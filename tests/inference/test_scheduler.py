@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from clotho.inference.kv_budget import KVBudget, Load, Loads
 from clotho.inference.scheduler import ActiveRequest, PrefillJob, Row, Scheduler, client_rows
 from clotho.runtime.fair_queue import FairQueue
 from protocols.errors import RequestError
@@ -27,15 +28,20 @@ def job(name: int, rows: int, *, background: bool = False, tokens: int = 10, cli
     return PrefillJob(active, (1,), [Row(active, index, serial=index + 1) for index in range(rows)])
 
 
-def admitted(scheduler: Scheduler, **running: int) -> list[int]:
-    """Names of the jobs that are admitted beside the running rows."""
-    jobs = scheduler.admit(**{"running": 0, "longest": 0, **running})
+def make_scheduler(max_num_seqs: int, kv_cache_tokens: int = 10_000, rollout_share: float = 0.5) -> Scheduler:
+    """A scheduler with the limits of an engine."""
+    return Scheduler(max_num_seqs, KVBudget(kv_cache_tokens, rollout_share, max_num_seqs), rollout_share)
+
+
+def admitted(scheduler: Scheduler, running: int = 0, longest: int = 0, background: int = 0) -> list[int]:
+    """Names of the jobs that are admitted beside the running rows, all of which are short."""
+    jobs = scheduler.admit(Loads(Load(running, longest, background)))
     return [one.active.request_id for one in jobs]
 
 
 def test_requests_of_clients_are_admitted_before_waiting_rollouts() -> None:
     """In order of arrival among themselves; rollouts keep their order too."""
-    scheduler = Scheduler(max_num_seqs=64, kv_cache_tokens=10_000)
+    scheduler = make_scheduler(max_num_seqs=64)
     for name, background in ((1, True), (2, True), (3, False), (4, True), (5, False)):
         scheduler.add(job(name, 4, background=background))
     assert admitted(scheduler) == [3, 5, 1, 2, 4]
@@ -43,7 +49,7 @@ def test_requests_of_clients_are_admitted_before_waiting_rollouts() -> None:
 
 def test_a_client_gets_a_row_while_rollouts_use_all_rows() -> None:
     """An eighth of the rows is added for clients; a further rollout waits, and so do further clients."""
-    scheduler = Scheduler(max_num_seqs=16, kv_cache_tokens=10_000)
+    scheduler = make_scheduler(max_num_seqs=16)
     assert client_rows(16) == 2
     scheduler.add(job(1, 1, background=True))
     for name in (2, 3, 4):
@@ -53,17 +59,17 @@ def test_a_client_gets_a_row_while_rollouts_use_all_rows() -> None:
 
 def test_rows_for_clients_are_added_beside_rollouts_only() -> None:
     """Clients alone have `max_num_seqs` rows, and the KV cache limits every row."""
-    scheduler = Scheduler(max_num_seqs=16, kv_cache_tokens=10_000)
+    scheduler = make_scheduler(max_num_seqs=16)
     scheduler.add(job(1, 1, background=False))
     assert admitted(scheduler, running=16, longest=10) == []
-    scheduler = Scheduler(max_num_seqs=16, kv_cache_tokens=160)
+    scheduler = make_scheduler(max_num_seqs=16, kv_cache_tokens=160)
     scheduler.add(job(1, 1, background=False))
     assert admitted(scheduler, running=16, longest=10, background=16) == []
 
 
 def test_the_rest_of_a_split_rollout_waits_behind_clients() -> None:
     """A rollout that was admitted in part returns to the head of the rollouts, not of the queue."""
-    scheduler = Scheduler(max_num_seqs=4, kv_cache_tokens=10_000)
+    scheduler = make_scheduler(max_num_seqs=4)
     first = job(1, 6, background=True)
     scheduler.add(first)
     scheduler.add(job(2, 1, background=True))
@@ -75,7 +81,7 @@ def test_the_rest_of_a_split_rollout_waits_behind_clients() -> None:
 
 def test_clients_are_admitted_in_turn_by_the_tokens_that_they_request() -> None:
     """The requests of one client wait behind each other: a new client waits for one of them, not for all."""
-    scheduler = Scheduler(max_num_seqs=1, kv_cache_tokens=10_000)
+    scheduler = make_scheduler(max_num_seqs=1)
     for name in (1, 2, 3, 4):
         scheduler.add(job(name, 1, client="many", tokens=200))
     assert scheduler.waiting_clients == 1
@@ -89,14 +95,14 @@ def test_clients_are_admitted_in_turn_by_the_tokens_that_they_request() -> None:
 
 def finish_one(scheduler: Scheduler) -> int:
     """Admit the next request, let it enter and leave the batch, and return its name."""
-    (first,) = scheduler.admit(0, 0)
+    (first,) = scheduler.admit(Loads())
     scheduler.entered(first)
     return first.active.request_id
 
 
 def test_a_request_that_never_started_gets_no_refund() -> None:
     """A client cannot gain a turn by requests that it aborts while they wait."""
-    scheduler = Scheduler(max_num_seqs=1, kv_cache_tokens=10_000)
+    scheduler = make_scheduler(max_num_seqs=1)
     for name in (1, 2):
         scheduler.add(job(name, 1, client="a", tokens=100))
     scheduler.add(job(3, 1, client="b", tokens=100))
@@ -113,7 +119,7 @@ def test_a_request_that_never_started_gets_no_refund() -> None:
 
 def test_waiting_rollouts_keep_their_share_of_the_rows_from_clients() -> None:
     """Clients have all rows while no rollout waits; then they get no further row beyond their share."""
-    scheduler = Scheduler(max_num_seqs=8, kv_cache_tokens=10_000, rollout_share=0.5)
+    scheduler = make_scheduler(max_num_seqs=8, rollout_share=0.5)
     for name in range(12):
         scheduler.add(job(name, 1, client=f"client {name}"))
     assert len(admitted(scheduler)) == 8
@@ -123,7 +129,7 @@ def test_waiting_rollouts_keep_their_share_of_the_rows_from_clients() -> None:
         scheduler.add(job(name, 2, background=True))
     assert admitted(scheduler, running=6, longest=10) == [20]
     assert admitted(scheduler, running=3, longest=10) == [8, 21]
-    scheduler = Scheduler(max_num_seqs=8, kv_cache_tokens=10_000, rollout_share=0.5)
+    scheduler = make_scheduler(max_num_seqs=8, rollout_share=0.5)
     scheduler.add(job(20, 1, background=True))
     scheduler.add(job(30, 1))
     assert admitted(scheduler, running=7, longest=10) == [20, 30]
@@ -132,7 +138,7 @@ def test_waiting_rollouts_keep_their_share_of_the_rows_from_clients() -> None:
 def test_a_share_of_0_prefers_clients_always() -> None:
     """A share of 1 leaves clients one row."""
     for share, expected in ((0.0, [1, 2, 3, 4]), (1.0, [1, 9, 2, 3])):
-        scheduler = Scheduler(max_num_seqs=4, kv_cache_tokens=10_000, rollout_share=share)
+        scheduler = make_scheduler(max_num_seqs=4, rollout_share=share)
         for name in (1, 2, 3, 4):
             scheduler.add(job(name, 1))
         scheduler.add(job(9, 1, background=True))
@@ -203,7 +209,7 @@ def test_a_request_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPa
 def test_waiting_rows_of_clients_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows count until they are in the batch or dropped; those of rollouts never count."""
     monkeypatch.setattr("clotho.inference.scheduler.MAX_WAITING_ROWS", 8)
-    scheduler = Scheduler(max_num_seqs=2, kv_cache_tokens=10_000)
+    scheduler = make_scheduler(max_num_seqs=2)
     jobs = [job(1, 2, client="a"), job(2, 2, client="a"), job(3, 2, client="b"), job(4, 50, background=True)]
     dropped = [*jobs[1].rows, *jobs[3].rows]
     for one in jobs:

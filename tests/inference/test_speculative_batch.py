@@ -82,6 +82,10 @@ class OtherDrafts:
     def finished(self, row: Row) -> None:
         """Nothing is learnt."""
 
+    def beside(self) -> OtherDrafts:
+        """Long rows have the same drafts."""
+        return self
+
 
 SAMPLINGS = (
     Sampling(temperature=0.8, top_p=0.7, max_tokens=14, ignore_eos=True),

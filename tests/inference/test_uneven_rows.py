@@ -92,7 +92,7 @@ def test_a_step_on_the_host_reads_the_columns_of_each_run(monkeypatch: pytest.Mo
 
 def positions(engine: DecodeEngine) -> list[int]:
     """Number of tokens of each slot."""
-    return [int(tokens) for tokens in engine._batch.table.positions]
+    return [int(tokens) for tokens in engine._short.batch.table.positions]
 
 
 @pytest.mark.usefixtures("read_mode")
@@ -101,6 +101,7 @@ def test_rows_are_ordered_by_length_while_they_run(monkeypatch: pytest.MonkeyPat
     scores = 3 * LONG_PROMPT  # of the short rows between two long ones, a run saves less; of all short rows, more
     monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SAVED_SCORES", scores)
     monkeypatch.setattr("clotho.inference.kv_cache.min_saved_scores", lambda token_bytes: scores)
+    monkeypatch.setattr("clotho.inference.engine.short_tokens", lambda *_: 2 * LONG_PROMPT)  # one batch
     source = tiny_source()
     engine = make_engine(source, max_num_seqs=12)
     sampling = Sampling(max_tokens=40, ignore_eos=True)

@@ -1,0 +1,354 @@
+"""Long requests of clients: they are decoded beside the short rows, and neither stop nor change them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Literal
+
+import numpy as np
+import pytest
+
+import clotho.cpu
+from clotho.config.schema import HistoryDrafts, PromptDrafts
+from clotho.inference import DecodeEngine
+from clotho.inference.decoding import LONG_TIME, LongTurns
+from clotho.inference.speculative_batch import SpeculativeBatch
+from protocols.errors import RequestError
+from protocols.sampling import CompletionDone, SampleEvent, SampleFailed, SampleRequest, Sampling
+from tests import lanes
+from tests.inference.engine_helpers import (
+    RecordedEvents,
+    make_engine,
+    make_prompt,
+    reference_logprobs,
+    run,
+    submit_request,
+    tick_until,
+)
+from tests.small_models import ARCHITECTURES, FixedSource, tiny_source
+
+SHORT, MARGIN = 24, 8
+ROLLOUT = Sampling(max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def short_rows_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rows become long early."""
+    set_short(monkeypatch, SHORT)
+    for module in ("batch", "scheduler"):
+        monkeypatch.setattr(f"clotho.inference.{module}.MARGIN", MARGIN)
+
+
+def set_short(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Set the number of tokens that are reserved for a short row at most."""
+    monkeypatch.setattr("clotho.inference.engine.short_tokens", lambda *_: tokens)
+
+
+@pytest.fixture(params=["host", "MLX", "MLX, sampled on the device"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode on the host and as on a GPU."""
+    if request.param != "host":
+        monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+    if request.param == "MLX, sampled on the device":
+        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda parameters: False)
+
+
+def long_request(engine: DecodeEngine, tokens: int, salt: int = 0, **options: object) -> RecordedEvents:
+    """Submit a request of a client for so many tokens."""
+    sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+    return submit_request(engine, make_prompt(4, salt), sampling, (salt,), **options)
+
+
+def count_steps_as_time(engine: DecodeEngine) -> None:
+    """Let every decode step take a second, of short and of long rows."""
+    engine._long_turns = LongTurns(lambda: float(engine.stats().decode_steps))
+
+
+def held(engine: DecodeEngine) -> int:
+    """Return the tokens that the rows of both batches hold, each as many as the longest of its batch."""
+    tables = [decoding.batch.table for decoding in engine._decodings]
+    return sum(table.running * int(table.positions.max(initial=0)) for table in tables)
+
+
+class Rollouts:
+    """Groups of rollouts, as many at a time as a run keeps in progress. completed: completions that have ended."""
+
+    def __init__(self, engine: DecodeEngine, *, group: int, groups: int) -> None:
+        self.completed = 0
+        self._engine, self._group, self._most = engine, group, group * groups
+        self._submitted = 0
+
+    def tick(self) -> None:
+        """Replace the groups that have ended, and decode."""
+        while self._submitted - self.completed <= self._most - self._group:
+            prompt, seeds = make_prompt(6, self._submitted % 11), tuple(range(self._group))
+            self._engine.submit(
+                SampleRequest(prompt=prompt, sampling=ROLLOUT, seeds=seeds, background=True), self._hear
+            )
+            self._submitted += self._group
+        self._engine.tick()
+
+    def _hear(self, event: SampleEvent) -> None:
+        assert isinstance(event, CompletionDone)
+        self.completed += 1
+
+
+def rollouts_beside(clients: int, tokens: int, *, group: int, steps: int = 400) -> float:
+    """Return the rollouts per decode step beside so many requests, whose rows become long before it is counted."""
+    engine = make_engine(kv_cache_tokens=3200, max_num_seqs=256)
+    count_steps_as_time(engine)
+    rollouts = Rollouts(engine, group=group, groups=2)
+    answers = [long_request(engine, tokens, salt) for salt in range(clients)]
+    for _ in range(SHORT):
+        rollouts.tick()
+    completed, decoded = rollouts.completed, engine.stats().decode_steps
+    while engine.stats().decode_steps < decoded + steps:
+        rollouts.tick()
+        assert held(engine) <= 3200
+    assert not any(answer.failures for answer in answers)
+    return (rollouts.completed - completed) / steps
+
+
+@pytest.mark.parametrize("group", [8, 32])
+@pytest.mark.parametrize(("clients", "tokens"), [(1, 100), (1, 500), (8, 500), (24, 500)])
+def test_rollouts_continue_beside_long_requests(group: int, clients: int, tokens: int) -> None:
+    """At 0.8 of their rate at least, also if the requests could fill the KV cache several times."""
+    assert rollouts_beside(clients, tokens, group=group) >= 0.8 * rollouts_beside(0, 0, group=group)
+
+
+def test_short_requests_continue_beside_long_ones() -> None:
+    """As rollouts do: each of 40 short requests ends while 30 long ones run or wait."""
+    engine = make_engine(kv_cache_tokens=800, max_num_seqs=32)
+    count_steps_as_time(engine)
+    long = [long_request(engine, 500, salt) for salt in range(30)]
+    for _ in range(3 * SHORT):
+        engine.tick()
+    answers = []
+    for salt in range(40):
+        answers.append(submit_request(engine, make_prompt(5, salt), ROLLOUT, client="short"))
+        for _ in range(4):
+            engine.tick()
+    tick_until(engine, lambda: all(answer.completions for answer in answers), most=3 * 12)
+    assert not any(answer.completions for answer in long)
+
+
+SAMPLINGS = (
+    Sampling(temperature=0.8, top_p=0.7, max_tokens=60, ignore_eos=True),
+    Sampling(temperature=0.0, repetition_penalty=1.7, max_tokens=60, ignore_eos=True),
+    Sampling(frequency_penalty=0.6, presence_penalty=0.3, top_logprobs=2, max_tokens=60, ignore_eos=True),
+    Sampling(bad_words=((80,), (3, 5)), min_tokens=50, max_tokens=60),
+)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.needs_batch_invariance
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "lfm2", "falcon_h1"])
+def test_rows_that_become_long_and_their_neighbours_do_not_change(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, streams and alternatives are those of one batch; log-probabilities are those without a cache."""
+    assert architecture in ARCHITECTURES
+    source = tiny_source(architecture)
+    answers = []
+    for short in (SHORT, 10_000):
+        set_short(monkeypatch, short)
+        engine = make_engine(source, prefix_cache_tokens=0)
+        answers.append(submit_beside_rollouts(engine))
+        assert (engine._long.steps > 0) == (short == SHORT)
+    for divided, together in zip(*answers, strict=True):
+        for one, other in zip(divided.completions, together.completions, strict=True):
+            assert (one.tokens, one.versions, one.text) == (other.tokens, other.versions, other.text)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=lanes.atol(1e-4))
+        assert [event.token for event in divided.streamed()] == [event.token for event in together.streamed()]
+    sampled = answers[0][0].completions[0]
+    reference = reference_logprobs(source.model, make_prompt(5), sampled, SAMPLINGS[0])
+    np.testing.assert_allclose(sampled.logprobs, reference, atol=lanes.atol(1e-4))
+
+
+def submit_beside_rollouts(engine: DecodeEngine) -> list[RecordedEvents]:
+    """Complete two long completions with each of `SAMPLINGS`, and groups of rollouts that join meanwhile."""
+    answers = [
+        submit_request(engine, make_prompt(5 + 4 * i, i), sampling, (i, i + 7), stream=True)
+        for i, sampling in enumerate(SAMPLINGS)
+    ]
+    for salt in range(8):
+        answers.append(submit_request(engine, make_prompt(9, salt), ROLLOUT, (0, 1, 2), background=True))
+        for _ in range(3):
+            engine.tick()
+    run(engine)
+    return answers
+
+
+@pytest.mark.parametrize("speculation", [HistoryDrafts(always=True), PromptDrafts(always=True)])
+@pytest.mark.usefixtures("path")
+@pytest.mark.needs_batch_invariance
+def test_long_rows_have_drafts_too(speculation: HistoryDrafts | PromptDrafts) -> None:
+    """From completions that have ended among short rows, or their own. They move while their columns lag."""
+    greedy = Sampling(temperature=0.0, max_tokens=70, ignore_eos=True)
+    engine = make_engine(speculation=speculation)
+    short = [submit_request(engine, make_prompt(5, salt), greedy, background=True) for salt in range(3)]
+    run(engine)
+    engine._budget.short = SHORT
+    long = [submit_request(engine, make_prompt(5, salt), greedy) for salt in range(3)]
+    run(engine)
+    assert [one.completions[0].tokens for one in long] == [one.completions[0].tokens for one in short]
+    assert isinstance(engine._long.batch, SpeculativeBatch)
+    assert engine._long.batch._drafts > 0
+    assert engine.stats().speculation.drafts > engine._long.batch._drafts
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.needs_batch_invariance
+def test_rows_without_columns_continue_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all their tokens. A row can be interrupted only after it has doubled."""
+    source = tiny_source()
+    engine = make_engine(source, kv_cache_tokens=400, max_num_seqs=16)
+    answers = [long_request(engine, 150, salt, stream=True) for salt in range(6)]
+    while engine.has_work:
+        engine.tick()
+        assert held(engine) <= 400
+    assert 1 <= engine.stats().preempted <= 6 * 5  # 8 tokens and a margin, 32, 64, 128
+    set_short(monkeypatch, 10_000)
+    whole = make_engine(source)
+    expected = [long_request(whole, 150, salt) for salt in range(6)]
+    run(whole)
+    for answer, other in zip(answers, expected, strict=True):
+        assert answer.completions[0].tokens == other.completions[0].tokens
+        assert answer.completions[0].tokens == tuple(event.token for event in answer.streamed())
+        assert answer.completions[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_request_ends(seed: int) -> None:
+    """Whatever arrives and is aborted: rollouts, short and long requests, in a KV cache with room for few of them."""
+    choose = random.Random(seed)
+    limit = choose.choice((120, 300, 1000))
+    engine = make_engine(kv_cache_tokens=limit, max_num_seqs=choose.choice((1, 4, 16)), prefill_chunk=16)
+    count_steps_as_time(engine)
+    open_requests, events = dict[int, int](), Counter[str]()
+
+    def submit() -> None:
+        rows, background = choose.randint(1, 4), choose.random() < 0.5
+        prompt = make_prompt(choose.randint(1, 40), choose.randint(0, 5))
+        most = min(limit * 7 // 8, 500) - len(prompt)
+        tokens = choose.randint(1, 20) if choose.random() < 0.6 else choose.randint(1, most)
+        sampling = Sampling(max_tokens=tokens, ignore_eos=choose.random() < 0.9)
+        request = SampleRequest(prompt=prompt, sampling=sampling, seeds=tuple(range(rows)), background=background)
+
+        def hear(event: SampleEvent) -> None:
+            assert not isinstance(event, SampleFailed), event.reason
+            if isinstance(event, CompletionDone):
+                events[event.completion.finish_reason] += 1
+                open_requests[number] -= 1
+                assert event.completion.finish_reason != "length" or len(event.completion.tokens) == tokens
+
+        number = engine.submit(request, hear)
+        open_requests[number] = rows
+
+    submitted = 0
+    for _ in range(20_000):
+        if submitted < 40 and choose.random() < 0.1:
+            submit()
+            submitted += 1
+        if choose.random() < 0.005 and open_requests:
+            engine.abort(choose.choice(list(open_requests)))
+        engine.tick()
+        assert held(engine) <= limit
+        assert engine.running <= 18
+        if submitted == 40 and not engine.has_work:
+            break
+    assert not any(open_requests.values())
+    assert not engine.has_work
+    stats = engine.stats()
+    assert (stats.running_rows, stats.waiting_rows, stats.cache_tokens) == (0, 0, 0)
+    assert sum(events.values()) == sum(stats.finished.values())
+
+
+@pytest.mark.parametrize("max_num_seqs", [4, 16])
+def test_rollouts_and_long_requests_that_exclude_each_other_take_turns(max_num_seqs: int) -> None:
+    """If they do not fit into the KV cache at the same time, neither waits for the end of all others."""
+    engine = make_engine(kv_cache_tokens=100, max_num_seqs=max_num_seqs)
+    ended: list[str] = []
+
+    def submit(name: str, prompt: int, tokens: int, *, background: bool) -> None:
+        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+        request = SampleRequest(prompt=make_prompt(prompt), sampling=sampling, seeds=(0,), background=background)
+        engine.submit(request, lambda event: ended.append(name))
+
+    for _ in range(6):
+        submit("long", 60, 20, background=False)
+        submit("rollout", 12, 30, background=True)
+    run(engine)
+    assert sorted(ended) == ["long"] * 6 + ["rollout"] * 6
+    for name in ("long", "rollout"):
+        assert all(name in ended[first : first + 4] for first in range(7))
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_request_beyond_its_part_of_the_kv_cache_is_refused(*, background: bool) -> None:
+    """The error names the field and the setting. A request of a client leaves an eighth; a rollout can use all."""
+    engine = make_engine(kv_cache_tokens=400)
+    request = SampleRequest(prompt=make_prompt(4), sampling=Sampling(max_tokens=360), seeds=(0,), background=background)
+    if background:
+        engine.submit(request, lambda event: None)
+        return
+    with pytest.raises(RequestError, match=r"engine\.kv_cache_tokens") as error:
+        engine.submit(request, lambda event: None)
+    assert error.value.param == "max_tokens"
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_a_swap_concerns_long_rows(policy: Literal["keep", "recompute"]) -> None:
+    """`keep`: a row has tokens of both versions, also if it moves afterwards. `recompute`: its KV cache is new."""
+    source = tiny_source()
+    engine = make_engine(source)
+    answers = [long_request(engine, 80, salt) for salt in range(2)]
+    tick_until(engine, lambda: engine._long.tokens >= 10)
+    answers.append(long_request(engine, 80, 3))
+    tick_until(engine, lambda: engine.policy_rows == 3)
+    publish_scaled(source)
+    engine.weights_changed(policy)
+    assert engine.stats().preempted == (3 if policy == "recompute" else 0)
+    run(engine)
+    for answer in answers:
+        versions = answer.completions[0].versions
+        assert sorted(versions) == list(versions)
+        assert (len(versions), set(versions)) == (80, {0, 1})
+
+
+def publish_scaled(source: FixedSource) -> None:
+    """Publish other weights as the next version."""
+    source.model.update(lanes.scaled(source.model.parameters(), 1.3))
+    source.version += 1
+
+
+def test_a_drain_waits_for_long_rows() -> None:
+    """Rows that become long meanwhile join the long rows."""
+    source = tiny_source()
+    engine = make_engine(source)
+    answer = long_request(engine, 60)
+    tick_until(engine, lambda: engine.running == 1)
+    engine.admission_paused = True
+    tick_until(engine, lambda: not engine.policy_rows)
+    assert set(answer.completions[0].versions) == {0}
+    assert engine._long.steps > 0
+
+
+def test_long_rows_have_an_eighth_of_the_time() -> None:
+    """Beside short rows; alone, they take every step."""
+    engine = make_engine(kv_cache_tokens=2000)
+    count_steps_as_time(engine)
+    long = long_request(engine, 400)
+    tick_until(engine, lambda: engine._long.steps > 20)
+    before = engine._long.steps
+    engine.tick()
+    assert engine._long.steps == before + 1
+    rollouts = Rollouts(engine, group=2, groups=2)
+    short, before = engine._short.steps, engine._long.steps
+    for _ in range(160):
+        rollouts.tick()
+    share = (engine._long.steps - before) / (engine._short.steps - short + engine._long.steps - before)
+    assert 0.9 * LONG_TIME < share <= LONG_TIME + 0.01
+    assert not long.completions
