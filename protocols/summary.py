@@ -327,6 +327,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     activations, logits: backward pass of one micro-batch, in the blocks and in the head.
     update: one optimizer step: a gradient, and new weights and optimizer state beside the old.
     decode: temporary arrays of one decode step. margin: allowance for other temporary arrays.
+    freed: buffers of freed arrays that MLX keeps for reuse; not in `total`, because MLX returns them near the limit.
     one_sequence: part of `caches` for one sequence of maximum length.
     shipped_shape: the model is known only by a configuration that ships with the project.
     """
@@ -349,6 +350,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     update: int
     decode: int
     margin: int = 0
+    freed: int = 0
     one_sequence: int = 0
     shipped_shape: bool = False
 

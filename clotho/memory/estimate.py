@@ -147,8 +147,8 @@ def estimate_memory(
     learner has several ranks.
 
     For transformers `total` is 1 to 1.4 times the peak of a run that fills its caches; `clotho.memory.activations` says
-    where it is rougher. Not counted: freed buffers that MLX keeps for reuse (at most `monitor.cache_limit_mb`), and the
-    memory of the process besides arrays.
+    where it is rougher. Not counted in it: the freed buffers that MLX keeps for reuse, because MLX returns them to the
+    system when memory is short, and the memory of the process besides arrays.
 
     Call it before `load_policy`, because both seed the random state of the calling thread. Raises ModelError if the
     model cannot be found, read or trained with these settings. Nothing is downloaded.
@@ -185,6 +185,7 @@ def estimate_memory(
         update=learning.update,
         decode=_draw_copies(profile.sampling) * rows * _tokens_of_step(profile.engine) * vocabulary * FLOAT32,
         adapters=adapters,
+        freed=profile.monitor.cache_limit_mb * 2**20,
         one_sequence=_caches(layout, 1, length),
         shipped_shape=shipped,
     )

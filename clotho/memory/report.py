@@ -52,6 +52,7 @@ PARTS = (
     ("update", "optimizer step", f"{ADAPTER}; learner.optimizer = adafactor, lion or sgd"),
     ("decode", "decode step", "engine.max_num_seqs"),
     ("margin", "temporary arrays", "learner.micro_batch_tokens, or engine.max_num_seqs"),
+    ("freed", "freed buffers", "monitor.cache_limit_mb"),
 )
 """Field of `MemoryEstimate`, its displayed name, and the settings that make it smaller."""
 
@@ -62,7 +63,8 @@ ALWAYS_HELD = ("base", "trained", "optimizer", "reference", "rollback", "publish
 def describe(estimate: MemoryEstimate) -> list[MemoryPart]:
     """Return every part that is not empty, in the order of the fields.
 
-    The parts may add up to more than `estimate.total`, because backward pass, optimizer step and decode step alternate.
+    The parts may add up to more than `estimate.total`, because backward pass, optimizer step and decode step alternate,
+    and because freed buffers are not part of it.
     """
     return [
         MemoryPart(component=component, bytes=getattr(estimate, name), change=change)

@@ -252,6 +252,11 @@ def print_estimate(
     console.print(table)
     console.print(Text(f"total        {memory(estimate.total)} of {memory(limit_bytes)}: {limit}"), soft_wrap=True)
     console.print(Text(f"minimum      {memory(estimate.minimum)}, with the KV cache of one sequence"), soft_wrap=True)
+    if estimate.freed:
+        kept = (
+            f"{memory(estimate.freed)} at most, which MLX keeps for reuse beside the total, and returns near the limit"
+        )
+        console.print(Text(f"freed        {kept}"), soft_wrap=True)
     note = "the sum of the parts may be larger, because backward pass, optimizer step and decoding alternate"
     console.print(Text(note), style="dim", soft_wrap=True)
     if estimate.shipped_shape:

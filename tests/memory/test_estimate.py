@@ -20,6 +20,7 @@ from clotho.config.schema import (
     HttpServer,
     ModelDrafts,
     ModelSection,
+    MonitorSection,
     PolicySection,
     Profile,
     RewardSection,
@@ -334,6 +335,8 @@ def test_settings_move_the_parts_they_are_named_for(tmp_path: Path) -> None:
     last = estimate_memory(profile.model, changed(policy=policy_settings(rank=8, num_layers=1)))
     assert last.trained * 4 == usual.trained
     assert last.activations < usual.activations
+    kept = estimate_memory(profile.model, changed(monitor=MonitorSection(cache_limit_mb=7)))
+    assert (kept.freed, kept.total) == (7 * 2**20, usual.total)
 
 
 def test_a_model_of_the_hub_that_is_not_here_is_refused_without_the_network(
