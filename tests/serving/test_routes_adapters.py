@@ -80,14 +80,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize(("route", "body", "status"), REFUSED.values(), ids=REFUSED)
-async def test_a_refused_request_changes_nothing(server: Server, route: str, body: dict[str, Any], status: int) -> None:
+async def test_a_refused_request_changes_nothing(server: Server) -> None:
     """The body of the response is an error object, and the next request succeeds."""
     served, http = server
-    response = await http.post(route, json=body)
-    assert response.status_code == status
-    assert response.json()["error"]["message"]
-    assert served.registry.loaded == {}
+    found = {}
+    for case, (route, body, _) in REFUSED.items():
+        response = await http.post(route, json=body)
+        found[case] = response.status_code
+        assert response.json()["error"]["message"], case
+        assert served.registry.loaded == {}, case
+    assert found == {case: status for case, (_, _, status) in REFUSED.items()}
     assert (await http.post(LOAD, json={"lora_name": "math", "lora_path": "a"})).status_code == 200
 
 
