@@ -137,13 +137,13 @@ def test_every_row_says_what_to_do() -> None:
     assert {one.system for one in table().program} == set(EARLIER) < SYSTEMS.keys()
 
 
-@pytest.mark.parametrize("name", sorted(by_name()))
-def test_a_name_has_one_row_for_a_value(name: str) -> None:
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_name_has_one_row_for_a_value(system: str) -> None:
     """Two rows of a name for one system differ in their condition: command, program or value."""
-    for system in SYSTEMS:
-        rows = [row for row in by_name()[name] if name in row.names(system)]
+    for name, named in by_name().items():
+        rows = [row for row in named if name in row.names(system)]
         conditions = [(row.command, row.program, row.value) for row in rows]
-        assert len(set(conditions)) == len(conditions)
+        assert len(set(conditions)) == len(conditions), name
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,14 @@ def test_at_the_limit_it_is_taken_as_it_stands(rounds: bool, asked: list[int]) -
 
 
 @pytest.mark.parametrize("rounds", [False, True])
-@pytest.mark.parametrize("seed", range(50))
-def test_whatever_happens_it_completes_with_all_it_asked(rounds: bool, seed: int) -> None:
+def test_whatever_happens_it_completes_with_all_it_asked(rounds: bool) -> None:
     """With as many as it wanted to learn from, or with the limit reached, and never a group beyond."""
-    chance = random.Random(seed)
+    for seed in range(50):
+        complete_by_chance(random.Random(seed), rounds=rounds)
+
+
+def complete_by_chance(chance: random.Random, *, rounds: bool) -> None:
+    """Complete a batch of random size, limit and losses, and check its counts."""
     size, loss = chance.randint(1, 6), chance.random()
     limit = size + chance.randint(0, 12)
     batch = BatchCollector(size=size, limit=limit, rounds=rounds)
