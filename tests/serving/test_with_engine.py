@@ -12,7 +12,7 @@ import httpx
 import mlx.core as mx
 import numpy as np
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from clotho.config.schema import EngineSection, HttpServer
 from clotho.inference import DecodeEngine
@@ -83,7 +83,10 @@ async def serving(template: str = TEMPLATE) -> AsyncIterator[tuple[Stack, AsyncO
     try:
         async with anyio.create_task_group() as tasks:
             url = await tasks.start(ApiServer(services).run)
-            async with AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=30) as client:
+            http = DefaultAsyncHttpxClient(verify=False)  # certificates take as long to load as the server to start
+            async with AsyncOpenAI(
+                base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=30, http_client=http
+            ) as client:
                 yield stack, client
             tasks.cancel_scope.cancel()
     finally:
