@@ -40,7 +40,7 @@ TEMPLATES = {
     "qwen3_coder": "{% if tools %}<tool_call><function={% endif %}" + PLAIN,
     "pythonic": "{% if tools %}[f(x=1)]{% endif %}" + PLAIN,
 }
-LIMITS: dict[str, Any] = {"model": "policy", "messages": USER, "max_tokens": 400, "temperature": 0.7, "seed": 3}
+LIMITS: dict[str, Any] = {"model": "policy", "messages": USER, "max_tokens": 120, "temperature": 0.7, "seed": 3}
 
 
 async def test_completions_follow_their_schema_whole_and_streamed() -> None:
