@@ -50,6 +50,7 @@ FindingName = Literal[
     "template_rewrites_history",
     "thermal_pressure",
     "too_little_memory",
+    "tools_not_shown",
     "truncated",
     "truncation_growth",
     "update_not_finite",

@@ -95,14 +95,18 @@ def needs_of(profile: Profile, estimate: MemoryEstimate) -> RunNeeds:
     )
 
 
-def template_use(profile: Profile, problems: Iterable[Problem]) -> TemplateUse:
+def template_use(profile: Profile, problems: Sequence[Problem]) -> TemplateUse:
     """Return how the run of a profile uses the chat template."""
     environments = not isinstance(profile.atropos, Off)
     answered = any(message.get("role") == "assistant" for problem in problems for message in problem.messages)
+    tools = [] if environments else [problem.tools for problem in problems if problem.tools]
     return TemplateUse(
         rewards=() if environments else tuple(reward.name for reward in profile.rewards if expects_tag(reward)),
         several_turns=environments or answered,
         stop_token_ids=profile.sampling.stop_token_ids,
+        tools=tools[0] if tools else (),
+        problems=len(problems),
+        with_tools=len(tools),
     )
 
 

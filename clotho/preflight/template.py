@@ -1,4 +1,4 @@
-"""The chat template: tags that it opens, the token that ends a turn, and whether earlier turns stay as they were.
+"""The chat template: tags that it opens, the token that ends a turn, whether earlier turns stay, and tools are shown.
 
 The checks render short conversations and compare tokens. What is only wrong for conversations of several turns is a
 finding only for runs that have any.
@@ -34,6 +34,9 @@ EXPECTS: Mapping[str, frozenset[str]] = {
 }
 """Built-in rewards that are 0 for every completion that lacks an opening tag."""
 
+HERMES, TURN_OF_CHATML = "tools-hermes", "<|im_start|>"
+"""The shipped template that shows tools, and what the templates of the models contain that it suits."""
+
 CLOSING = {THINK: THINK_END, ANSWER: ANSWER_END}
 
 
@@ -48,18 +51,23 @@ class TemplateUse(Struct, frozen=True, kw_only=True):
     """How a run uses the template. rewards: names of its rewards that expect tags.
 
     several_turns: whether conversations have any. stop_token_ids: `sampling.stop_token_ids`.
+    tools: those of a problem; empty if no problem has any. problems, with_tools: number of problems, and of those with
+    tools.
     """
 
     rewards: tuple[str, ...]
     several_turns: bool
     stop_token_ids: tuple[int, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    problems: int = 0
+    with_tools: int = 0
 
 
 def check_template(tokenizer: ChatTokenizer, use: TemplateUse) -> TemplateReport:
     """Check the chat template of a tokenizer. A conversation that the template refuses leaves its checks out."""
     findings: list[Finding] = []
     facts: dict[str, str] = {}
-    for name, check in (("opened tags", _opened), ("end token", _ended), ("earlier turns", _kept)):
+    for name, check in CHECKS:
         try:
             fact, found = check(tokenizer, use)
         except RequestError as error:
@@ -169,6 +177,29 @@ def _kept(tokenizer: ChatTokenizer, use: TemplateUse) -> tuple[str, list[Finding
     relevant = "" if use.several_turns else " (without effect: no conversation has several turns)"
     extension = "turn k+1 extends turn k" if extends else "turn k+1 does not extend turn k"
     return f"{extension}; the template {thinking}{relevant}", found
+
+
+def _shown(tokenizer: ChatTokenizer, use: TemplateUse) -> tuple[str, list[Finding]]:
+    """Compare a prompt with the tools of a problem and the same prompt without them."""
+    if not use.tools:
+        return "no problem has any", []
+    if tokenizer.render_chat([QUESTION], tools=use.tools) != tokenizer.render_chat([QUESTION]):
+        return f"shown in the prompts of {use.with_tools} problems", []
+    is_chatml = TURN_OF_CHATML in tokenizer.chat_template
+    change = Remedy(action="start", changes=(Change(key="model.chat_template", value=HERMES),))
+    finding = Finding(
+        name="tools_not_shown",
+        severity="error" if use.with_tools == use.problems else "warning",
+        fact=f"{use.with_tools} of {use.problems} problems have tools, and the chat template does not show them",
+        consequence="the policy does not know the functions that it shall call",
+        advice=f"set model.chat_template = {HERMES}, which suits models of the ChatML format, or name a template that "
+        "renders tools",
+        remedy=change if is_chatml else CHECK,
+    )
+    return "not shown", [finding]
+
+
+CHECKS = (("opened tags", _opened), ("end token", _ended), ("earlier turns", _kept), ("tools", _shown))
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:

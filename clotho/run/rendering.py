@@ -102,6 +102,8 @@ class Renderer:
         if measured and not kept:
             raise DatasetError(f"every prompt of a dataset has more than data.max_prompt_tokens = {self._limit} tokens")
         remaining = kept if self._limit else problems
+        if len(prompts) == len(remaining):
+            return Rendered(remaining, prompts, lengths)
         return Rendered(remaining, OnDemand(prompts, len(remaining), lambda i: self._one(remaining[i])), lengths)
 
     def render_for_training(self, problems: Sequence[Problem], *, longest: int) -> Rendered:

@@ -137,6 +137,8 @@ def of_the_start(path: Path) -> Iterator[Finding]:
     several = TemplateUse(rewards=(), several_turns=True)
     for text in (templates.DROPS_THINKING, templates.REWRITES):
         yield from check_template(templates.tokenizer(text, eos="<|im_end|>"), several).findings
+    tools = TemplateUse(rewards=(), several_turns=False, tools=({"type": "function"},), problems=1, with_tools=1)
+    yield from check_template(templates.tokenizer(), tools).findings
     yield from problem_findings(problems(1) * 100, REWARDS, batch_size=16)
     yield from problem_findings(problems(20), [replace(reward, types=("x",)) for reward in REWARDS], batch_size=8)
     unanswerable = [replace(problem, answer="") for problem in problems(20)]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
+from clotho.config.schema import DataSection, MockSource, ModelSection, Profile, RewardSection
+from clotho.preflight.start import template_use
 from clotho.preflight.template import TemplateUse, check_template, opened_tags
+from protocols.prompt import Problem
 from tests.preflight import templates
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 SINGLE = TemplateUse(rewards=("format", "math_eval"), several_turns=False)
 SEVERAL = TemplateUse(rewards=("format",), several_turns=True)
 
@@ -17,10 +22,10 @@ def names(template: str, use: TemplateUse, *, eos: str = "<|im_end|>") -> list[s
 
 
 def test_a_template_that_keeps_turns_and_opens_no_tag_has_no_finding() -> None:
-    """Three checks were made."""
+    """Four checks were made."""
     report = check_template(templates.tokenizer(), SEVERAL)
     assert report.findings == ()
-    assert list(report.facts) == ["opened tags", "end token", "earlier turns"]
+    assert list(report.facts) == ["opened tags", "end token", "earlier turns", "tools"]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +69,32 @@ def test_changed_turns_matter_to_conversations_of_several_turns(template: str, e
 
 def test_a_template_that_refuses_a_conversation_leaves_checks_out() -> None:
     """The start is not refused by a check."""
-    report = check_template(templates.tokenizer("{{ raise_exception('no') }}"), SEVERAL)
+    use = replace(SEVERAL, tools=(TOOL,), problems=1, with_tools=1)
+    report = check_template(templates.tokenizer("{{ raise_exception('no') }}"), use)
     assert report.findings == ()
     assert all(fact.startswith("not checked") for fact in report.facts.values())
+
+
+@pytest.mark.parametrize(("with_tools", "severity"), [(3, "error"), (2, "warning")])
+def test_tools_that_the_template_does_not_show_are_a_finding(with_tools: int, severity: str) -> None:
+    """Of a model of the ChatML format, the shipped template shows them."""
+    use = TemplateUse(rewards=(), several_turns=False, tools=(TOOL,), problems=3, with_tools=with_tools)
+    (finding,) = check_template(templates.tokenizer(), use).findings
+    assert (finding.name, finding.severity, finding.remedy.action) == ("tools_not_shown", severity, "start")
+    assert [(change.key, change.value) for change in finding.remedy.changes] == [
+        ("model.chat_template", "tools-hermes")
+    ]
+    shown = templates.HEALTHY + "{% if tools %}{{ tools }}{% endif %}"
+    assert names(shown, use) == []
+    assert names(templates.HEALTHY, SINGLE) == []
+
+
+def test_the_tools_of_a_run_are_those_of_its_problems() -> None:
+    """Environments send prompts of their own."""
+    plain = Problem(prompt="a", answer="", type="t")
+    problems = [plain, Problem(prompt="b", answer="", type="t", tools=(TOOL,))]
+    own = Profile(model=ModelSection(path="base"), data=DataSection(train=""), rewards=(RewardSection(name="exact"),))
+    environments = replace(own, atropos=MockSource())
+    use = template_use(own, problems)
+    assert (use.tools, use.problems, use.with_tools) == ((TOOL,), 2, 1)
+    assert template_use(environments, problems).tools == ()
