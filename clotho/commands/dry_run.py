@@ -18,8 +18,8 @@ from clotho.models.machine import memory_limit
 from clotho.monitoring.display import print_line
 from clotho.monitoring.summary import print_dataset, print_estimate
 from clotho.rewards.runner import rewards_of
+from clotho.run.importable import require_importable
 from clotho.run.prompts import inspect_dataset, read_split
-from clotho.run.user_code import require_importable
 
 CHANGED = "# settings that differ from the defaults; --dry-run full prints all"
 

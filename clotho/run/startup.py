@@ -38,11 +38,11 @@ from clotho.preflight.start import PreflightReport, start_findings, write_report
 from clotho.rewards.registry import expectations
 from clotho.rewards.runner import RewardRunner, rewards_of
 from clotho.run.context import RunContext
+from clotho.run.importable import require_importable
 from clotho.run.initial_adapter import publish_first_checkpoint, publish_initial, read_initial
 from clotho.run.process_signals import process_signals
 from clotho.run.prompts import MAX_LISTED_TYPES, LoadedPrompts, PromptBuilder, dataset_warnings, load_prompts
 from clotho.run.starting_point import Fork, StartingPoint, begin, publish_fork, restore_learner
-from clotho.run.user_code import require_importable
 from clotho.runtime.compute_thread import ComputeExecutor, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler

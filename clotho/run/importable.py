@@ -1,4 +1,4 @@
-"""The code of the user that a run imports besides its rewards: custom actors, environments, and a custom objective."""
+"""What a profile names besides its rewards is imported: custom actors, environments, and a custom objective."""
 
 from __future__ import annotations
 
