@@ -207,6 +207,7 @@ async def returns(one: Trainer, shared: Path, repeats: int) -> list[float]:
         start=start_weights,
         layout=layout(parameters),
         vocab_size=one.policy.vocab_size,
+        decode=one.policy.tokenizer.decode,
         run_id="bench",
         sync_interval=1,
         probe_prompt=PROMPT,

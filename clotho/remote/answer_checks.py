@@ -6,7 +6,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -24,8 +24,11 @@ from protocols.sampling import (
     truncates,
 )
 
+Decode = Callable[[Sequence[int]], str]
+"""Returns the text of tokens, without special tokens."""
 
-def check_answer(answer: RolloutAnswer, request: SampleRequest, *, vocab_size: int) -> None:
+
+def check_answer(answer: RolloutAnswer, request: SampleRequest, *, vocab_size: int, decode: Decode) -> None:
     """Raise RemoteFailure if the data cannot be the completions of a request to the policy."""
     if len(answer.completions) != len(request.seeds):
         raise RemoteFailure(f"returned {len(answer.completions)} completions for {len(request.seeds)} seeds")
@@ -36,6 +39,8 @@ def check_answer(answer: RolloutAnswer, request: SampleRequest, *, vocab_size: i
         _check_ending(completion, request.sampling)
         _check_alternatives(completion, request.sampling, vocab_size)
         _check_supports(completion, request, vocab_size)
+        if not request.special_tokens:
+            _check_text(completion, request, decode)
 
 
 def _check_tokens(completion: Completion, sampling: Sampling, vocab_size: int) -> None:
@@ -71,6 +76,27 @@ def _check_versions(completion: Completion, fingerprints: Mapping[int, str]) -> 
 def _check_ending(completion: Completion, sampling: Sampling) -> None:
     if completion.stop_reason not in (None, completion.tokens[-1], *sampling.stop):
         raise RemoteFailure("returned a stop reason that the request does not have")
+
+
+def _check_text(completion: Completion, request: SampleRequest, decode: Decode) -> None:
+    """Require the text of the tokens, without the stop string and what follows it, because rewards read it.
+
+    Decoders differ in white space and in incomplete characters, which are not compared.
+    """
+    text, whole = _comparable(completion.text), _comparable(decode(completion.tokens))
+    stop = completion.stop_reason
+    if isinstance(stop, str):
+        stop = _comparable(stop)
+        possible = whole.startswith(text if request.include_stop and text.endswith(stop) else text + stop)
+    else:
+        ended = completion.finish_reason == "stop" and text == _comparable(decode(completion.tokens[:-1]))
+        possible = ended or text == whole
+    if not possible:
+        raise RemoteFailure("returned a text that is not that of its tokens: start it with the tokenizer of this run")
+
+
+def _comparable(text: str) -> str:
+    return "".join(text.replace("\ufffd", "").split())
 
 
 def _check_alternatives(completion: Completion, sampling: Sampling, vocab_size: int) -> None:

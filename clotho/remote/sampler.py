@@ -18,7 +18,7 @@ import structlog
 from anyio.abc import TaskGroup
 from msgspec import structs
 
-from clotho.remote.answer_checks import check_answer
+from clotho.remote.answer_checks import Decode, check_answer
 from clotho.remote.comparison import ServerComparison
 from clotho.remote.place import InferenceServer, Place, freest
 from clotho.remote.server import RemoteFailure
@@ -88,6 +88,7 @@ class RemoteSampler:
         start: Weights,
         layout: str,
         vocab_size: int,
+        decode: Decode,
         run_id: str,
         sync_interval: int,
         probe_prompt: tuple[int, ...],
@@ -98,13 +99,14 @@ class RemoteSampler:
     ) -> None:
         """weights: served by this process. start: the weights at the start. layout, vocab_size: as in `ServedPolicy`.
 
+        decode: returns the text of tokens in the tokenizer of the run.
         sync_interval: weights are sent after every so many versions. probe_prompt: tokens of the probe.
         patience_seconds: the run fails if no server can be used for this time. source: of servers that join later.
         """
         self._places = [Place(server, 1.0) for server in servers]
         self._source = source
         self._updates, self._weights = updates, weights
-        self._layout, self._vocab_size, self._run_id = layout, vocab_size, run_id
+        self._layout, self._vocab_size, self._decode, self._run_id = layout, vocab_size, decode, run_id
         self._sync_interval, self._patience_seconds = sync_interval, patience_seconds
         self._probe_prompt, self._recompute = probe_prompt, recompute
         self._probe_sampling = Sampling(
@@ -276,7 +278,7 @@ class RemoteSampler:
     async def _answer(self, place: Place, request: SampleRequest) -> RolloutAnswer:
         """Return the completions of a server, checked, with versions of this run."""
         answer = await place.server.sample(request)
-        check_answer(answer, request, vocab_size=self._vocab_size)
+        check_answer(answer, request, vocab_size=self._vocab_size, decode=self._decode)
         for version, fingerprint in answer.fingerprints.items():
             if self.fingerprints.get(version) != fingerprint:
                 raise RemoteFailure(f"sampled with weights that are not version {version} of this run")

@@ -43,6 +43,7 @@ def remote_sampler(context: RunContext, updates: dict[str, Queue[PolicyUpdated]]
         start=Weights(ready=context.weights.value, parameters=parameters),
         layout=layout(parameters),
         vocab_size=context.policy.vocab_size,
+        decode=context.policy.tokenizer.decode,
         run_id=context.directory.run_id,
         sync_interval=settings.sync_interval,
         probe_prompt=context.prompts.prompt(0).tokens,

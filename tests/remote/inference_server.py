@@ -149,6 +149,7 @@ class TrainingRun:
             "start": Weights(ready=self.weights.value, parameters=parameters),
             "layout": layout(parameters),
             "vocab_size": self.local.policy.vocab_size,
+            "decode": self.local.policy.tokenizer.decode,
             "run_id": "run",
             "sync_interval": 1,
             "probe_prompt": PROMPT,

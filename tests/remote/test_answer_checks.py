@@ -6,10 +6,13 @@ MLX does not check the indices of a gather: a token outside the vocabulary would
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from clotho.remote.answer_checks import check_answer
 from clotho.remote.server import RemoteFailure
@@ -29,6 +32,19 @@ COMPLETION: dict[str, Any] = {
 }  # fmt: skip
 
 
+TEXTS = {3: "a", 4: "\ufffd", 9: " bend"}
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """Return the text of tokens; token 4 is an incomplete character."""
+    return "".join(TEXTS.get(token, "x") for token in tokens)
+
+
+def check(answer: RolloutAnswer, request: SampleRequest) -> None:
+    """Check an answer of a model with ten tokens."""
+    check_answer(answer, request, vocab_size=VOCABULARY, decode=decode)
+
+
 def support(*tokens: int) -> bytes:
     """Return a support as it is transferred."""
     return b"".join(token.to_bytes(4, "little") for token in tokens)
@@ -46,9 +62,9 @@ def answer(request: SampleRequest = REQUEST, /, **changes: Any) -> RolloutAnswer
 
 def test_a_possible_answer_is_accepted() -> None:
     """The wrong answers below differ from it in one place."""
-    check_answer(answer(), REQUEST, vocab_size=VOCABULARY)
+    check(answer(), REQUEST)
     unfiltered = group(rows=1, sampling=REQUEST.sampling)
-    check_answer(answer(unfiltered, stop_reason=9), unfiltered, vocab_size=VOCABULARY)
+    check(answer(unfiltered, stop_reason=9, text="a"), unfiltered)
 
 
 @pytest.mark.parametrize(
@@ -96,20 +112,51 @@ def test_a_possible_answer_is_accepted() -> None:
 def test_an_impossible_completion_is_a_failure_of_the_server(changes: dict[str, Any]) -> None:
     """The other completion of the group is valid."""
     with pytest.raises(RemoteFailure):
-        check_answer(answer(**changes), REQUEST, vocab_size=VOCABULARY)
+        check(answer(**changes), REQUEST)
 
 
 @pytest.mark.parametrize("changes", [{"supports": SUPPORTS}, {"top_logprobs": [[[3, -0.5]], [[9, -1.5]]]}], ids=str)
 def test_what_was_not_requested_is_a_failure_of_the_server(changes: dict[str, Any]) -> None:
     """The learner would replay a support that it has not asked for."""
     plain = group(rows=1, sampling=Sampling(max_tokens=6, stop=("end",)))
-    check_answer(answer(plain, top_logprobs=[]), plain, vocab_size=VOCABULARY)
+    check(answer(plain, top_logprobs=[]), plain)
     with pytest.raises(RemoteFailure):
-        check_answer(answer(plain, **({"top_logprobs": []} | changes)), plain, vocab_size=VOCABULARY)
+        check(answer(plain, **({"top_logprobs": []} | changes)), plain)
 
 
 def test_a_missing_completion_is_a_failure_of_the_server() -> None:
     """A group has one completion per seed."""
     one = group(rows=1, sampling=REQUEST.sampling, record_support=True)
     with pytest.raises(RemoteFailure):
-        check_answer(answer(one), REQUEST, vocab_size=VOCABULARY)
+        check(answer(one), REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("changes", "accepted"),
+    [
+        ({}, True),
+        ({"text": "a b"}, True),
+        ({"text": "abend"}, False),
+        ({"text": "ax"}, False),
+        ({"text": ""}, False),
+        ({"text": "a bend", "stop_reason": None, "finish_reason": "length"}, True),
+        ({"text": "a", "stop_reason": None, "finish_reason": "length"}, False),
+        ({"text": "other", "stop_reason": None, "finish_reason": "length"}, False),
+        ({"text": "a", "stop_reason": 9}, True),
+        ({"text": "b", "stop_reason": 9}, False),
+        ({"text": "a", "tokens": [3, 4], "stop_reason": None, "finish_reason": "length"}, True),
+        ({"text": "a\ufffd", "tokens": [3, 4], "stop_reason": None, "finish_reason": "length"}, True),
+    ],
+    ids=str,
+)
+def test_a_text_is_that_of_its_tokens(changes: dict[str, Any], accepted: bool) -> None:
+    """Without the stop string or the end token. White space and incomplete characters are not compared."""
+    plain = group(rows=1, sampling=Sampling(max_tokens=6, stop=("end",)))
+    with nullcontext() if accepted else pytest.raises(RemoteFailure, match="text"):
+        check(answer(plain, **({"top_logprobs": []} | changes)), plain)
+
+
+def test_a_text_can_end_with_its_stop_string() -> None:
+    """If the request asks for it."""
+    plain = replace(group(rows=1, sampling=Sampling(max_tokens=6, stop=("end",))), include_stop=True)
+    check(answer(plain, top_logprobs=[], text="a bend"), plain)
