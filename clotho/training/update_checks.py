@@ -29,6 +29,17 @@ COMPLETIONS = 32
 """Number of completions to score; with half as many, a destructive update can go unnoticed."""
 
 
+def limited_k3(d_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return exp(d) - 1 - d, and above d = 1 its tangent, for d = log(probability after / before). (N,) nats.
+
+    The update was trained on the tokens that it is measured on. A rare one that it made probable has a large ratio,
+    exp(d), and few of these would exceed all other tokens: the mean of k3 has a heavy tail. An update that destroys the
+    policy makes its tokens improbable; there d is negative, and the value is that of k3.
+    """
+    bounded_N = np.minimum(d_N, 1.0)
+    return np.expm1(bounded_N) - bounded_N + (np.e - 1.0) * (d_N - bounded_N)
+
+
 class _Sampled(NamedTuple):
     """A completion, and the log-probabilities of its sampled tokens before the update."""
 
@@ -48,7 +59,7 @@ def update_kl(
     micro_batch_tokens: int,
     turns: TurnBudget,
 ) -> Generator[None, None, float]:
-    """Estimate KL(policy before || policy after) in nats per token, by k3 on some completions of a minibatch.
+    """Estimate KL(policy before || policy after) in nats per token, by `limited_k3` on completions of a minibatch.
 
     before: log-probabilities of the tokens of its micro-batches at the weights before the update (with dropout, if
     there is any). after: parameters. The completions are spread evenly over the groups of the minibatch; their tokens
@@ -66,7 +77,7 @@ def update_kl(
         yield from turns.pause()
         before_N = np.concatenate([sampled[member].before_T for member in micro.members])
         d_N = np.clip(after_N[: len(before_N)] - before_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        total += float(np.sum(np.expm1(d_N) - d_N))
+        total += float(np.sum(limited_k3(d_N)))
         tokens += len(before_N)
     return total / tokens
 

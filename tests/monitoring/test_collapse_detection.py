@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from clotho.config.sections_training import CollapseChecks, WarnOnCollapse
 from clotho.monitoring.collapse_detection import CollapseDetector, batch_statistics, group_statistics
+from clotho.training.update_checks import limited_k3
 from protocols.collapse import BatchStatistics, CollapseState
 from protocols.rollout import ScoredGroup
 from protocols.step import StepReport
@@ -62,6 +66,43 @@ def test_a_recorded_healthy_run_never_trips() -> None:
     """40 updates with the default profile."""
     assert first_trip(HEALTHY) is None
     assert max(line.update_kl for line in HEALTHY) < DEFAULTS.update_kl_high / 10
+
+
+def measured(log_ratios: Iterable[NDArray[np.float64]]) -> list[float]:
+    """Return the KL of updates that changed the log-probabilities of their tokens by these values."""
+    return [float(limited_k3(d_N).mean()) for d_N in log_ratios]
+
+
+def healthy_updates(count: int) -> Iterator[NDArray[np.float64]]:
+    """Yield small updates of 1,000 tokens that make one token in 250 up to 1,000 times as probable: it was rewarded."""
+    source = np.random.default_rng(0)
+    for _ in range(count):
+        d_N = source.normal(-0.01, 0.15, 1000)
+        rare = source.integers(1000, size=source.poisson(4))
+        d_N[rare] = source.uniform(0.0, np.log(1000), len(rare))
+        yield d_N
+
+
+def test_healthy_updates_of_few_groups_are_not_too_large() -> None:
+    """Few tokens that were rare before an update would exceed the limit in the plain estimate, even by five times."""
+    detector = CollapseDetector(DEFAULTS)
+    assert not any(
+        detector.observe(batch(GOOD._replace(update_kl=kl))).findings for kl in measured(healthy_updates(200))
+    )
+    plain = [float(np.mean(np.expm1(d_N) - d_N)) for d_N in healthy_updates(200)]
+    assert sum(kl > DEFAULTS.update_kl_high for kl in plain) > 100
+    assert max(plain) > 5 * DEFAULTS.update_kl_high
+
+
+@pytest.mark.parametrize("spread", [0.55, 0.8, 1.2])
+def test_an_update_that_moves_all_tokens_too_far_is_found(spread: float) -> None:
+    """The log-probabilities change by a normal distribution whose KL divergence is half its variance: 0.15 to 0.72."""
+    source = np.random.default_rng(0)
+    updates = (source.normal(-(spread**2) / 2, spread, 1000) for _ in range(20))
+    for kl in measured(updates):
+        assert kl == pytest.approx(spread**2 / 2, rel=0.3)
+        verdict = CollapseDetector(DEFAULTS).observe(batch(GOOD._replace(update_kl=kl)))
+        assert [finding.name for finding in verdict.findings] == ["update_too_large"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Checks of an update: k3 on a few completions, in passes as small as those of a gradient, and unmoved adapters."""
+"""Checks of an update: its KL on a few completions, in passes as small as those of a gradient, and unmoved adapters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from clotho.models.parameters import Arrays, Parameters
 from clotho.models.policy import Policy
 from clotho.training.optimizers import apply_step, initial_state
-from clotho.training.update_checks import COMPLETIONS, AdapterCheck
+from clotho.training.update_checks import COMPLETIONS, AdapterCheck, limited_k3
 from protocols.errors import AdapterError
 from protocols.rollout import ScoredGroup
 from tests import lanes
@@ -31,7 +31,7 @@ def scores(policy: Policy, parameters: Parameters, group: ScoredGroup, i: int) -
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 @pytest.mark.parametrize("budget", [1, 24, 8192])
-def test_it_is_k3_over_completions_of_the_batch(budget: int, layout: str) -> None:
+def test_it_is_the_mean_over_completions_of_the_batch(budget: int, layout: str) -> None:
     """Of eight completions each is looked at; neither the budget of a pass nor the layout changes anything."""
     policy = tiny_policy()
     groups = random_groups(32, groups=COMPLETIONS // 4)
@@ -44,9 +44,18 @@ def test_it_is_k3_over_completions_of_the_batch(budget: int, layout: str) -> Non
             for i in range(4)
         ]
     )
-    assert update.metrics.update_kl == pytest.approx(np.mean(np.exp(ratio_N) - 1.0 - ratio_N), rel=lanes.rtol(1e-3))
+    assert update.metrics.update_kl == pytest.approx(limited_k3(ratio_N).mean(), rel=lanes.rtol(1e-3))
     assert update.metrics.update_kl is not None
     assert update.metrics.update_kl > 1e-4
+
+
+def test_tokens_that_an_update_made_probable_count_linearly() -> None:
+    """Below a ratio of e, it is k3; from there it goes on with the same slope."""
+    d_N = np.linspace(-20, 1, 100)
+    np.testing.assert_allclose(limited_k3(d_N), np.exp(d_N) - 1 - d_N, atol=1e-12)
+    d_N = np.linspace(1, 20, 100)
+    np.testing.assert_allclose(limited_k3(d_N), np.e - 2 + (np.e - 1) * (d_N - 1))
+    assert np.isnan(limited_k3(np.array([np.nan]))).all()
 
 
 def test_a_few_completions_speak_for_a_large_batch() -> None:
@@ -61,7 +70,7 @@ def test_a_few_completions_speak_for_a_large_batch() -> None:
             for i in range(4)
         ]
     )
-    whole = np.mean(np.exp(ratio_N) - 1.0 - ratio_N)
+    whole = limited_k3(ratio_N).mean()
     assert update.metrics.update_kl is not None
     assert 0.5 < update.metrics.update_kl / whole < 2.0
     assert update.metrics.update_kl != pytest.approx(whole, rel=1e-6)
