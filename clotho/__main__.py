@@ -166,13 +166,20 @@ def _before_mlx() -> None:
 
 
 def _import_mlx_lm() -> None:
-    """Import mlx-lm without its callback for wandb, which would import wandb. A tracker imports wandb itself."""
+    """Import mlx-lm without its callback for wandb, which would import wandb. A tracker imports wandb itself.
+
+    Modules stay in use: garbage collections during the import would take a quarter of its time.
+    """
     hidden = {"wandb": None} if "wandb" not in sys.modules else {}
     modules: dict[str, Any] = sys.modules
     modules |= hidden
+    collects = gc.isenabled()
+    gc.disable()
     try:
         importlib.import_module("mlx_lm.tuner")
     finally:
+        if collects:
+            gc.enable()
         for name in hidden:
             del modules[name]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.__main__ import main
+from clotho.__main__ import _import_mlx_lm, main
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"mlx_lm", "transformers", "starlette", "clotho.run.startup"}
@@ -83,6 +84,15 @@ def test_garbage_collection_is_off_only_during_the_imports(tmp_path: Path, capsy
     assert main(["--model", "/no/such/model", "--run-dir", str(tmp_path / "run"), "--server.port", "0"]) == 2
     assert "/no/such/model" in capsys.readouterr().err
     assert gc.isenabled()
+
+
+def test_mlx_lm_is_imported_without_garbage_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the commands that start no run. They are on again afterwards."""
+    collects = []
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib, "import_module", lambda name: collects.append(gc.isenabled()))
+        _import_mlx_lm()
+    assert (collects, gc.isenabled()) == ([False], True)
 
 
 @pytest.mark.parametrize(("display", "line"), [("plain", "loading  profiles/embedded ...\n"), ("none", "")])
