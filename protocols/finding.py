@@ -23,6 +23,7 @@ FindingName = Literal[
     "format_without_content",
     "groups_lost",
     "kernel_panic",
+    "kv_cache_full",
     "length_growth",
     "lora_scale_unusual",
     "low_effective_sample_size",

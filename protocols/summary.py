@@ -145,6 +145,7 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     speculation: drafts of the decode engine.
     rows_running: number of sequences that are being decoded. rows_limit: how many are decoded at once at most;
     memory pressure lowers it. api_requests: number of requests of HTTP clients.
+    cache_holders: requests of clients whose long completions use the KV cache while others wait for it.
     groups_scored_at_once: limit of groups whose rewards are computed at the same time. scorer_full_seconds: total of
     the time in which it was reached.
     swaps: number of weight swaps; swap_seconds_*: duration of the last, median and longest swap.
@@ -164,6 +165,7 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     rows_running: int = 0
     rows_limit: int = 0
     api_requests: int = 0
+    cache_holders: tuple[str, ...] = ()
     groups_scored_at_once: int = 0
     scorer_full_seconds: float = 0.0
     swaps: int = 0

@@ -14,6 +14,7 @@ import numpy as np
 import structlog
 
 from clotho.inference.batch import Batch, Step
+from clotho.inference.interface import MAX_HOLDERS
 from clotho.inference.outputs import EventSender, OutputProcessor
 from clotho.inference.scheduler import ActiveRequest, PrefillJob, Row
 from clotho.inference.speculative_batch import SpeculativeBatch
@@ -69,6 +70,13 @@ class Decoding:
     def is_busy(self) -> bool:
         """Whether a row runs, or the tokens of a step have not been read."""
         return bool(self.running or self.batch.inflight)
+
+    def longest_requests(self) -> tuple[str, ...]:
+        """Return the identifiers of the requests with the longest rows; of a request without one, its number."""
+        rows, positions_B = self.batch.table.rows, self.batch.table.positions
+        running = [rows[slot] for slot in np.argsort(-positions_B, kind="stable").tolist()]
+        names = (row.active.request.request_id or str(row.active.request_id) for row in running if row is not None)
+        return tuple(dict.fromkeys(names))[:MAX_HOLDERS]
 
     def step(self, version: int, *, waits: bool = False) -> int:
         """Start to sample one token for every row, and report the tokens that are known; return their number.

@@ -468,6 +468,7 @@ class DecodeEngine:
             waiting_clients=self._scheduler.waiting_clients,
             rows_limit=self._scheduler.max_num_seqs,
             cache_tokens=sum(decoding.batch.cache_tokens for decoding in self._decodings),
+            cache_holders=self._long.longest_requests() if self._scheduler.waits_for_cache else (),
             prefix_cache_tokens=self._prefill.prefixes.tokens,
             tokens_sampled=sum(decoding.tokens for decoding in self._decodings),
             prefill_tokens=self._prefill.computed_tokens,

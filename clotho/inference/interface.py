@@ -10,15 +10,19 @@ from msgspec import Struct
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.summary import Distribution, SpeculationCounts
 
+MAX_HOLDERS = 4
+"""Number of requests that `EngineStats.cache_holders` names at most."""
+
 
 class EngineStats(Struct, frozen=True, kw_only=True):
     """Current gauges, and counters since the engine was created.
 
     running_rows, waiting_rows: completions that are decoded, and completions that wait. waiting_clients: clients with
     requests that wait for admission. rows_limit: how many completions are decoded at once at most.
-    cache_tokens: tokens that the KV cache of running rows holds memory for. prefix_cache_tokens: tokens in the prefix
-    cache. tokens_sampled: tokens reported, without wasted samples. prefill_tokens: prompt tokens computed, with
-    padding.
+    cache_tokens: tokens that the KV cache of running rows holds memory for. cache_holders: while a row waits because
+    the KV cache has no room for it, the requests of clients whose rows are long, the longest first.
+    prefix_cache_tokens: tokens in the prefix cache. tokens_sampled: tokens reported, without wasted samples.
+    prefill_tokens: prompt tokens computed, with padding.
     prefix_hits, prefix_misses: prompts found and not found in the prefix cache. decode_steps: number of decode steps.
     finished: completions by finish reason. failed: requests that failed. listener_errors: requests that were closed
     because their listener raised. preempted: rows that left the batch and will continue. timed_out: requests that
@@ -31,6 +35,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     waiting_clients: int
     rows_limit: int
     cache_tokens: int
+    cache_holders: tuple[str, ...]
     prefix_cache_tokens: int
     tokens_sampled: int
     prefill_tokens: int

@@ -220,6 +220,8 @@ class ClientLine:
 class Scheduler:
     """The waiting jobs in order, and the admitted jobs that are being prefilled.
 
+    waits_for_cache: whether a job waits because the KV cache has no room for it.
+
     Short rows and long rows are decoded in two batches, whose KV caches `KVBudget` limits: rows x longest reserved
     length of both is at most kv_cache_tokens. A rollout is always short, and its full length (prompt and maximum
     completion) is reserved on admission, so a rollout that has started can always finish. For a row of a client, what
@@ -249,6 +251,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self._budget, self._rollout_share = budget, rollout_share
         self._blocked, self._long_was_last = 0, False
+        self.waits_for_cache = False
         self._short, self._long = self._lines = ClientLine(), ClientLine()
         self._rollouts: deque[PrefillJob] = deque()
 
@@ -334,6 +337,7 @@ class Scheduler:
             self.entering.append(job)
             admitted.append(job)
             loads = _with_job(loads, job)
+        self.waits_for_cache = bool(blocked)
         return admitted
 
     def _with_entering(self, loads: Loads) -> Loads:

@@ -55,6 +55,9 @@ SCORING_SHARE, SCORING_REPORTS = 0.5, 3
 that are scored at once is a finding.
 """
 
+CACHE_REPORTS = 3
+"""Reports in a row with completions that wait for the KV cache that are a finding."""
+
 PRESSURE_READINGS = 2
 """Readings in a row with memory pressure that are a finding."""
 
@@ -80,6 +83,7 @@ class RunAlarms:
         self._expected = expected
         self._signal, self._collapse = TrainingSignal(expected), CollapseAlarms()
         self._throughput, self._scoring, self._machine = ThroughputAlarm(clock), ScoringAlarm(clock), MachineAlarms()
+        self._cache = CacheAlarm()
         self._reported, self._complete = set(reported), complete
         self._active: dict[str, Finding] = {}
         self._previewed: tuple[Finding, ...] = ()
@@ -104,6 +108,7 @@ class RunAlarms:
             self._collapse.observe(report)
             self._throughput.observe(report, gauges)
             self._scoring.observe(report, gauges)
+            self._cache.observe(gauges)
         self._refresh()
 
     def preview(self, groups: Iterable[GroupOutcome]) -> None:
@@ -125,7 +130,7 @@ class RunAlarms:
 
     def _refresh(self) -> None:
         """Log the findings that begin or end now."""
-        checks = (self._signal, self._collapse, self._throughput, self._scoring, self._machine)
+        checks = (self._signal, self._collapse, self._throughput, self._scoring, self._cache, self._machine)
         now = (
             *self._permanent.values(),
             *self._previewed,
@@ -310,6 +315,31 @@ class ScoringAlarm:
                 advice="raise rollouts.scoring, and the max_workers of rewards in processes, if the machine or the "
                 "service behind the rewards can do more at once",
                 remedy=Remedy(action="resume", changes=(Change(key="rollouts.scoring", value=str(2 * self._limit)),)),
+            )
+
+
+class CacheAlarm:
+    """Observes whether long requests of clients use the KV cache while others wait for it."""
+
+    def __init__(self) -> None:
+        self._reports, self._holders = 0, tuple[str, ...]()
+
+    def observe(self, gauges: RunGauges) -> None:
+        """Take the state at a report into account."""
+        self._holders = gauges.cache_holders
+        self._reports = self._reports + 1 if self._holders else 0
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the finding if it applies now."""
+        if self._reports >= CACHE_REPORTS:
+            yield Finding(
+                name="kv_cache_full",
+                severity="warning",
+                fact=f"long requests of clients use the KV cache ({', '.join(self._holders)}), and others wait for it",
+                consequence="fewer rollouts are decoded at once, and long completions are interrupted and continued",
+                advice="raise engine.kv_cache_tokens if the memory allows it, abort these requests, or let clients ask "
+                "for smaller max_tokens",
+                remedy=Remedy(action="resume", changes=(Change(key="engine.kv_cache_tokens", factor=2.0),)),
             )
 
 

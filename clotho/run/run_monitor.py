@@ -117,6 +117,7 @@ class RunMonitor:
             rows_running=stats.running_rows,
             rows_limit=stats.rows_limit,
             api_requests=self._api_requests,
+            cache_holders=stats.cache_holders,
             groups_scored_at_once=context.rewards.concurrency,
             scorer_full_seconds=context.rewards.full_seconds,
             swaps=swaps.count,

@@ -117,6 +117,19 @@ def test_rollouts_continue_beside_long_requests(group: int, clients: int, tokens
     assert rollouts_beside(clients, tokens, group=group) >= 0.8 * rollouts_beside(0, 0, group=group)
 
 
+def test_requests_that_hold_the_kv_cache_are_named_while_others_wait_for_it() -> None:
+    """By the identifier of the request; nobody is named while all rows have room."""
+    engine = make_engine(kv_cache_tokens=400)
+    answers = [long_request(engine, 150, salt, request_id=f"request {salt}") for salt in range(3)]
+    tick_until(engine, lambda: engine._long.running == 3)
+    assert engine.stats().cache_holders == ()
+    tick_until(engine, lambda: bool(engine.stats().cache_holders))
+    assert engine.stats().cache_holders == ("request 0", "request 1")
+    run(engine)
+    assert [len(answer.completions[0].tokens) for answer in answers] == [150, 150, 150]
+    assert engine.stats().cache_holders == ()
+
+
 def test_short_requests_continue_beside_long_ones() -> None:
     """As rollouts do: each of 40 short requests ends while 30 long ones run or wait."""
     engine = make_engine(kv_cache_tokens=800, max_num_seqs=32)

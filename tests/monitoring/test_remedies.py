@@ -91,6 +91,15 @@ def of_the_scorer() -> Iterator[Finding]:
     yield from run.alarms.findings
 
 
+def of_the_kv_cache() -> Iterator[Finding]:
+    """Rows wait for the long requests of clients."""
+    run = alarms.Run()
+    run.gauges = replace(run.gauges, cache_holders=("chatcmpl-1",))
+    for number in range(1, 4):
+        run.step(step(number, groups=alarms.groups(1.0)))
+    yield from run.alarms.findings
+
+
 def of_a_collapsed_run() -> Iterator[Finding]:
     """The reward falls at step 5 of a run; the best mean is that of the first four steps."""
     run = alarms.Run()
@@ -222,6 +231,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
             of_the_machine_during_a_run(),
             of_a_collapsed_run(),
             of_the_scorer(),
+            of_the_kv_cache(),
             of_the_rewards(),
             of_the_start(path),
             of_the_rehearsal(path),

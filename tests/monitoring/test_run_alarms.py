@@ -98,6 +98,22 @@ def test_a_rate_far_below_the_best_of_the_run_is_a_finding_until_it_rises() -> N
     assert found == set()
 
 
+def test_long_requests_that_fill_the_kv_cache_are_a_finding_that_names_them() -> None:
+    """At the third report in a row at which others wait for the KV cache."""
+    run = Run()
+    run.gauges = replace(run.gauges, cache_holders=("chatcmpl-1", "chatcmpl-2"))
+    for number in range(1, 4):
+        assert run.names == set()
+        run.step(step(number, groups=groups(1.0)))
+    assert run.names == {"kv_cache_full"}
+    (finding,) = run.alarms.findings
+    assert "chatcmpl-1, chatcmpl-2" in finding.fact
+    assert "engine.kv_cache_tokens" in finding.advice
+    run.gauges = replace(run.gauges, cache_holders=())
+    run.step(step(4, groups=groups(1.0)))
+    assert run.names == set()
+
+
 @pytest.mark.parametrize(
     ("waited", "full", "found"), [(8.0, 7.0, {"scorer_full"}), (8.0, 3.0, set()), (4.0, 4.0, set())]
 )
