@@ -1,13 +1,14 @@
 """The forecast of a run's end, from its metrics and evaluations.
 
-One compute thread decodes and learns, so that the time of a step is the sum of both costs and of the rest:
+Decoding and updates take turns in some runs, and overlap in others. The time of a step is taken to be in proportion to
+the sum of both costs:
 
-    seconds per step = a * sampled tokens + b * trained tokens + rest
+    seconds per step = mean seconds per step * (a * sampled tokens + b * trained tokens) / mean of the same sum
 
-a is the mean decode time per sampled token, b the mean time of an update per trained token, without the decoding beside
-it. Both are measured. The numbers of tokens change while the policy learns: completions become longer, and more groups
-have no variance. Each is extrapolated by exponential smoothing with a damped trend (Gardner and McKenzie, 1985), which
-follows a change and does not continue it for ever. Evaluations to come are added, at the speed of the first one.
+a is the mean decode time per sampled token, b the mean time of an update per trained token. Both are measured. The
+numbers of tokens change while the policy learns: completions become longer, and more groups have no variance. Each is
+extrapolated by exponential smoothing with a damped trend (Gardner and McKenzie, 1985), which follows a change and does
+not continue it for ever. Evaluations to come are added, at the speed of the first one.
 """
 
 from __future__ import annotations
@@ -30,13 +31,12 @@ WINDOW = 64
 class StepTime(Struct, frozen=True):
     """The measurements of one step. end: age of the run in seconds. sampled, trained: tokens. groups: trained groups.
 
-    decode, update, wait: seconds of decoding, of the update (with the decoding beside it), and of waiting for groups.
+    decode, update: seconds of decoding and of the update; where they take turns, the latter includes the former.
     """
 
     end: float
     decode: float
     update: float
-    wait: float
     sampled: float
     trained: float
     groups: float
@@ -65,7 +65,6 @@ STEP_METRICS = {
     "end": "time/run",
     "decode": "time/decode",
     "update": "time/update",
-    "wait": "time/wait_for_rollouts",
     "sampled": "completion_length/total",
     "trained": "trained_tokens",
     "groups": "groups/trained",
@@ -99,27 +98,19 @@ def _per_step(
     if len(steps) == 1:
         return max(0.0, steps[0].end - began - (first_evaluation.seconds if first_evaluation else 0.0))
     later = steps[1:]
-    durations = [step.end - before.end for before, step in zip(steps, later, strict=False)]
-    updates = [
-        max(0.0, min(step.update - max(0.0, step.decode - step.wait), duration - step.decode))
-        for duration, step in zip(durations, later, strict=True)
-    ]
-    rest = [
-        max(0.0, duration - step.decode - update)
-        for duration, step, update in zip(durations, later, updates, strict=True)
-    ]
+    duration = (later[-1].end - steps[0].end) / len(later)
+    decoding, learning = sum(step.decode for step in later), sum(step.update for step in later)
     trained, groups = sum(step.trained for step in later), sum(step.groups for step in later)
     sampled = sum(step.sampled for step in later)
-    recent = later[-5:]
-    tokens_per_group = sum(step.trained for step in recent) / max(1, sum(step.groups for step in recent))
-    learning = sum(updates) / len(updates)
-    if trained and groups:
-        expected = _expected([step.groups for step in steps], remaining) * tokens_per_group
-        learning = sum(updates) / trained * expected
-    decoding = sum(step.decode for step in later) / len(later)
+    expected = decoding + learning
     if sampled:
-        decoding = decoding * len(later) / sampled * _expected([step.sampled for step in steps], remaining)
-    return decoding + learning + sum(rest) / len(rest)
+        expected += decoding * (len(later) * _expected([step.sampled for step in steps], remaining) / sampled - 1)
+    if trained and groups:
+        recent = later[-5:]
+        tokens_per_group = sum(step.trained for step in recent) / max(1, sum(step.groups for step in recent))
+        tokens = len(later) * tokens_per_group * _expected([step.groups for step in steps], remaining)
+        expected += learning * (tokens / trained - 1)
+    return duration * expected / (decoding + learning) if decoding + learning else duration
 
 
 def _expected(values: Sequence[float], ahead: int) -> float:

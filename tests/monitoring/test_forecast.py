@@ -18,7 +18,7 @@ NO_EVALUATION = Plan(steps=100, evaluates=False)
 def steps(*durations: float, groups: int = 8) -> list[StepTime]:
     """Steps with these durations, of which half is decoding and half learning."""
     return [
-        StepTime(end=end, decode=d / 2, update=d, wait=0.0, sampled=1000, trained=100 * groups, groups=groups)
+        StepTime(end=end, decode=d / 2, update=d, sampled=1000, trained=100 * groups, groups=groups)
         for d, end in zip(durations, accumulate(durations), strict=True)
     ]
 
@@ -46,7 +46,7 @@ def test_evaluations_to_come_are_added() -> None:
 def test_a_falling_number_of_trained_groups_shortens_the_steps_to_come() -> None:
     """The trend is damped: it ends before no group is left."""
     falling = [
-        StepTime(end=float(i), decode=0.1, update=0.9, wait=0.0, sampled=1000, trained=100 * g, groups=g)
+        StepTime(end=float(i), decode=0.1, update=0.9, sampled=1000, trained=100 * g, groups=g)
         for i, g in enumerate([16, 16, 16, 14, 13, 12, 10])
     ]
     left = seconds_left(NO_EVALUATION, 7, falling, None)
@@ -56,9 +56,7 @@ def test_a_falling_number_of_trained_groups_shortens_the_steps_to_come() -> None
 
 def test_steps_without_any_trained_group_have_a_forecast() -> None:
     """Zero tokens are no divisor."""
-    idle = [
-        StepTime(end=float(i), decode=0.0, update=0.0, wait=1.0, sampled=0, trained=0, groups=0) for i in range(1, 9)
-    ]
+    idle = [StepTime(end=float(i), decode=0.0, update=0.0, sampled=0, trained=0, groups=0) for i in range(1, 9)]
     assert seconds_left(NO_EVALUATION, 8, idle, None) == pytest.approx(92.0)
 
 
