@@ -46,6 +46,7 @@ from clotho.config.schema import (
     Profile,
 )
 from clotho.cpu import load_blas
+from clotho.models.machine import compute_slots
 from clotho.monitoring.collapse_detection import CollapseMonitor
 from clotho.monitoring.display import RunFacts
 from clotho.monitoring.event_log import EventSink, event_log
@@ -68,7 +69,7 @@ from clotho.run.services import wire_atropos, wire_services
 from clotho.run.starting_point import checkpoint_records
 from clotho.run.startup import build_context
 from clotho.run.timeline import timeline_recorder
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.compute_thread import Compute, finish
 from clotho.runtime.queues import Queue
 from clotho.runtime.sampling_client import GroupSampler
 from clotho.runtime.signals import handle_signals
@@ -236,7 +237,7 @@ def wire_training(
         inbox=scored.inbox(),
         updates=[queue.outbox() for queue in updates.values()],
         reports=reports.outbox(),
-        executor=context.executor,
+        compute=context.compute,
         policy_learner=context.policy_learner,
         settings=structs.replace(profile.learner, max_staleness=profile.max_staleness),
         ledger=context.ledger,
@@ -262,18 +263,16 @@ def wire_training(
         Broadcaster,
         inbox=updates["broadcaster"].inbox(),
         weights=context.weights,
-        executor=context.executor,
+        compute=context.compute,
         policy=policy,
         engine=context.engine,
         settings=profile.parity,
-        kv_policy=profile.engine.kv_policy,
+        engine_settings=profile.engine,
         temperature=profile.sampling.temperature,
         parity_prompt=context.prompts.prompt(0).tokens,
         swap_times=context.swap_times,
-        layout=profile.learner.layout,
+        learner=profile.learner,
         dropout=0.0 if isinstance(profile.policy.method, FullMethod) else profile.policy.method.dropout,
-        max_num_seqs=profile.engine.max_num_seqs,
-        turns=context.policy_learner.turns,
     )
     path = profile.checkpoint.adapter_path
     checkpointer = custom.actor(
@@ -291,7 +290,7 @@ def wire_training(
         state=accounting.run_state,
         logged=context.logged,
         parameters=context.policy_learner.parameters,
-        loadable=lambda parameters: finish(context.executor.submit(lambda: policy.loadable(parameters))),
+        loadable=lambda parameters: finish(context.compute.learner.submit(lambda: policy.loadable(parameters))),
         records=checkpoint_records(profile, context.directory),
         outcomes=context.curriculum.outcomes if context.curriculum is not None else None,
     )
@@ -323,14 +322,14 @@ def wire_evaluator(
         Evaluator,
         inbox=updates.inbox(),
         outbox=reports.outbox(),
-        executor=context.executor,
+        thread=context.compute.evaluation,
         policy=context.policy,
         held_out=context.held_out,
         sampling=profile.sampling,
         seed=profile.seed,
         settings=settings,
         engine=profile.engine,
-        turns=trained.turns,
+        turn_seconds=profile.learner.max_turn_ms / 1000.0,
         base=start if step == 0 and context.history.before is None else base,
         start=start,
         steps=profile.steps,
@@ -438,12 +437,12 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         events = stack.enter_context(event_log(console))
         server = profile.server
         listener = stack.enter_context(listen(server)) if isinstance(server, HttpServer) else None
-        executor = ComputeExecutor(decode_share=profile.engine.decode_share)
-        executor.start()
-        stack.callback(executor.stop)
+        compute = Compute(decode_share=profile.engine.decode_share, slots=compute_slots())
+        compute.start()
+        stack.callback(compute.stop)
         address = base_url(listener) if listener else ""
         slow_seconds = profile.monitor.watchdog_seconds
-        loading = build_context(profile, directory, executor, address=address, slow_seconds=slow_seconds)
+        loading = build_context(profile, directory, compute, address=address, slow_seconds=slow_seconds)
         context = await while_loading(listener, server, loading, page=loading_page(server))
         stack.callback(context.close)
         stack.callback(close_trackers, context.trackers)
@@ -495,5 +494,5 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         complete = finished and not early_end.causes
         summary = wiring.monitor.summary(wiring.accounting, best=best, complete=complete)
         print_summary(console, summary)
-        finish_computation(executor, signals)
+        finish_computation(compute, signals)
         return signals.exit_status or int(has_failed(summary, wiring.lost, early_end))

@@ -5,29 +5,27 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Generator
 
 import anyio
 import structlog
 from anyio.abc import TaskStatus
 
-from clotho.config.schema import KvPolicy, ParityCheck, ParitySection
+from clotho.config.schema import EngineSection, KvPolicy, ParityCheck, ParitySection
+from clotho.config.sections_training import LearnerSection
 from clotho.inference import DecodeEngine
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy
-from clotho.models.turns import TurnBudget
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.compute_thread import Compute, ComputeThread, finish
 from clotho.runtime.latest import Latest
 from clotho.scoring.parity_check import (
     LIMITS,
     SERVED_KL,
+    ParityChecker,
     ParityLimits,
     ParityReport,
     ParitySample,
-    check_parity,
     parity_sample,
 )
-from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.errors import ParityError
 from protocols.queues import Inbox
 from protocols.step import PolicyUpdated, StepReport, WeightsReady
@@ -74,34 +72,39 @@ class SwapTimes:
         return max(self._seconds, default=None)
 
 
-def swap_weights(
-    policy: Policy, engine: DecodeEngine, kv_policy: KvPolicy, parameters: Parameters, ready: WeightsReady
-) -> Generator[None, None, float]:
-    """Serve `parameters` from now on, as a job of the compute thread; return the duration of the swap in seconds.
+async def swap_weights(
+    decode: ComputeThread,
+    policy: Policy,
+    engine: DecodeEngine,
+    kv_policy: KvPolicy,
+    parameters: Parameters,
+    ready: WeightsReady,
+) -> float:
+    """Serve `parameters`, which are evaluated, from now on; return the duration of the swap in seconds.
 
     With the KV policy `drain`, running rows finish first. Raises ValueError if the parameters are not the policy's.
     """
-    if kv_policy == "drain":
-        engine.admission_paused = True
-        try:
-            while engine.policy_rows:
-                engine.tick()
-                yield
-        finally:
-            engine.admission_paused = False
-    seconds = policy.publish(parameters, version=ready.version, step=ready.step, fingerprint=ready.fingerprint)
-    engine.weights_changed(kv_policy)
-    return seconds
+
+    def publish() -> float:
+        return policy.publish(parameters, version=ready.version, step=ready.step, fingerprint=ready.fingerprint)
+
+    return await finish(await finish(decode.submit(lambda: engine.swap(publish, kv_policy))))
 
 
 class Broadcaster:
     """Swaps the served weights between decode steps, then announces the version.
 
-    A swap copies nothing: the served parameters become references to the learner's arrays. After each swap, a parity
-    check compares sampler and learner on a few tokens (`clotho.scoring.parity_check`). A mean KL divergence above
-    `parity.stop_kl` raises ParityError. So does the `mismatch_kl` of an update whose log-probabilities were recorded
-    under the weights of the update: this compares also the prompts. The largest difference of one log-probability is
-    logged if it is above `parity.warn_nats` and at least twice the difference that was logged before.
+    A swap copies nothing: the served parameters become references to the learner's arrays. Three checks compare sampler
+    and learner, and raise ParityError:
+
+    * before each swap, whether the served model still refers to the arrays of the swap before, which costs nothing;
+    * for each update whose log-probabilities were recorded under the weights of the update, its `mismatch_kl`, which is
+      a by-product of the update and compares also the prompts;
+    * at the start, and after a swap while all checks together take at most `parity.budget` of the time of training, the
+      distributions at a few tokens (`clotho.scoring.parity_check`).
+
+    A mean KL divergence may be at most `parity.stop_kl`. The largest difference of one log-probability is logged if it
+    is above `parity.warn_nats` and at least twice the difference that was logged before.
 
     largest_drift: largest difference of one log-probability so far, in nats.
     """
@@ -113,40 +116,38 @@ class Broadcaster:
         *,
         inbox: Inbox[PolicyUpdated],
         weights: Latest[WeightsReady],
-        executor: ComputeExecutor,
+        compute: Compute,
         policy: Policy,
         engine: DecodeEngine,
         settings: ParitySection,
-        kv_policy: KvPolicy,
+        engine_settings: EngineSection,
         temperature: float,
         parity_prompt: tuple[int, ...],
         swap_times: SwapTimes,
-        layout: str,
+        learner: LearnerSection,
         dropout: float,
-        max_num_seqs: int,
-        turns: TurnBudget,
     ) -> None:
         """parity_prompt: tokens for parity checks before the first group has been trained on.
 
-        layout, dropout, turns: of the learner. max_num_seqs: of the engine, the number of rows of a check while no row
-        is running.
+        dropout: of the adapter.
         """
         self._inbox, self._weights = inbox, weights
-        self._executor, self._policy, self._engine = executor, policy, engine
-        self._settings, self._kv_policy, self._temperature = settings, kv_policy, temperature
-        self._layout, self._dropout, self._max_num_seqs, self._turns = layout, dropout, max_num_seqs, turns
+        self._compute, self._policy, self._engine = compute, policy, engine
+        self._settings, self._engine_settings, self._temperature = settings, engine_settings, temperature
+        self._learner, self._dropout = learner, dropout
         self._limits = _limits(settings, policy.description.dtype)
         self._sample = _split(parity_prompt, settings.tokens if isinstance(settings, ParityCheck) else 0)
         self._swap_times = swap_times
-        self._forcing: TeacherForcing | None = None
-        self._parameters: Parameters | None = None
-        self._warned = 0.0
+        self._checker: ParityChecker | None = None
+        self._parameters = policy.trainable()
+        self._warned = self._began = self._check_seconds = self._last_check_seconds = 0.0
         self.largest_drift = 0.0
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Check parity once, signal readiness, then swap for every update that changed the policy."""
         async with self._inbox:
             await self._check_parity()
+            self._began, self._check_seconds = time.monotonic(), 0.0
             task_status.started()
             async for update in self._inbox:
                 await self._broadcast(update)
@@ -155,13 +156,15 @@ class Broadcaster:
         report = update.report
         self._check_recorded(report)
         if report.version != self._policy.version:
+            await self._check_references()
             ready = WeightsReady(version=report.version, step=report.step, fingerprint=report.fingerprint)
-            swap = swap_weights(self._policy, self._engine, self._kv_policy, update.parameters, ready)
-            self._swap_times.add(await finish(self._executor.submit_steps(swap, kind="swap")))
+            kv_policy = self._engine_settings.kv_policy
+            swap = swap_weights(self._compute.decode, self._policy, self._engine, kv_policy, update.parameters, ready)
+            self._swap_times.add(await swap)
             self._parameters = update.parameters
             self._choose_sample(report)
         self._weights.put(WeightsReady(version=report.version, step=report.step, fingerprint=report.fingerprint))
-        if report.trained:
+        if report.trained and self._budget_allows_check():
             await self._check_parity()
 
     def _choose_sample(self, report: StepReport) -> None:
@@ -178,7 +181,7 @@ class Broadcaster:
         """
         if self._limits is None or report.update is None or report.replayed or any(report.staleness) or self._dropout:
             return
-        if self._kv_policy == "keep" and self._swap_times.count:
+        if self._engine_settings.kv_policy == "keep" and self._swap_times.count:
             return
         if any(trained.scored.group.prompt.source for trained in report.trained):
             return
@@ -188,11 +191,29 @@ class Broadcaster:
             f"of the completions of step {report.step} differ: prompts or weights of the sampler are not the learner's",
         )
 
+    async def _check_references(self) -> None:
+        if self._limits is None:
+            return
+        if not await finish(self._compute.decode.submit(lambda: self._policy.serves(self._parameters))):
+            raise ParityError(
+                f"the served model no longer refers to the weights of version {self._policy.version}: something else "
+                "has changed it"
+            )
+
+    def _budget_allows_check(self) -> bool:
+        """Whether one more check keeps the checks since the first one within their share of the time."""
+        if not isinstance(self._settings, ParityCheck):
+            return False
+        share = (self._check_seconds + self._last_check_seconds) / (time.monotonic() - self._began)
+        return self._settings.budget == 1.0 or share <= self._settings.budget
+
     async def _check_parity(self) -> None:
-        sample, limits = self._sample, self._limits
+        sample, limits, began = self._sample, self._limits, time.monotonic()
         if not sample.steps or limits is None:
             return
-        parity: ParityReport = await finish(self._executor.submit_steps(self._compare(sample), kind="parity"))
+        parity = await finish(self._compute.parity.submit(lambda: self._compare(sample)))
+        self._last_check_seconds = time.monotonic() - began
+        self._check_seconds += self._last_check_seconds
         self.largest_drift = max(self.largest_drift, parity.max_difference)
         differ = f"differ at version {self._policy.version}: the served weights are not the trained weights"
         self._stop_above(limits.stop_kl, parity.mean_kl, differ)
@@ -208,23 +229,18 @@ class Broadcaster:
                 f"(mean KL divergence {kl:.3g} nats, limit {limit:g}; parity.stop_kl)"
             )
 
-    def _compare(self, sample: ParitySample) -> Generator[None, None, ParityReport]:
-        """Run the parity check in the compute thread."""
-        policy = self._policy
-        self._forcing = self._forcing or TeacherForcing(policy.model, policy.vocab_size, layout=self._layout)
-        yield
-        return (
-            yield from check_parity(
-                policy,
+    def _compare(self, sample: ParitySample) -> ParityReport:
+        """Run the parity check in its thread."""
+        if self._checker is None:
+            self._checker = ParityChecker(
+                self._policy,
                 self._engine,
-                sample,
-                temperature=self._temperature,
-                rows=self._engine.running or self._max_num_seqs,
-                forcing=self._forcing,
-                parameters=self._parameters,
-                turns=self._turns,
+                settings=self._engine_settings,
+                learner=self._learner,
+                decode=self._compute.decode.submit,
+                lane=self._compute.parity.lane,
             )
-        )
+        return self._checker.check(sample, self._parameters, temperature=self._temperature)
 
 
 def _limits(settings: ParitySection, dtype: str) -> ParityLimits | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,16 +13,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from clotho.config.schema import EngineSection, HeldOutEvaluation
-from clotho.inference.held_out import by_problem, held_out_requests, pinned_completions
+from clotho.inference.held_out import PinnedSampler, by_problem, held_out_requests
 from clotho.models.policy import Policy
 from clotho.models.turns import TurnBudget
 from clotho.rewards.accuracy import Outcome, accuracy, graded, measures
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.compute_thread import ComputeThread, finish
 from clotho.runtime.queues import Queue
-from clotho.scoring.reference_loss import PinnedPolicy, reference_losses
+from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.scoring.reference_loss import reference_losses
 from protocols.evaluation import EvalReport, HeldOut, ReferenceLoss
 from protocols.queues import Inbox, Outbox, QueueClosed
-from protocols.sampling import Completion, Sampling
+from protocols.sampling import Completion, SampleRequest, Sampling
 from protocols.step import PolicyUpdated
 
 
@@ -48,14 +50,14 @@ class Evaluator:
         *,
         inbox: Inbox[PolicyUpdated],
         outbox: Outbox[EvalReport],
-        executor: ComputeExecutor,
+        thread: ComputeThread,
         policy: Policy,
         held_out: HeldOut,
         sampling: Sampling,
         seed: int,
         settings: HeldOutEvaluation,
         engine: EngineSection,
-        turns: TurnBudget,
+        turn_seconds: float,
         base: Pinned | None,
         start: Pinned,
         steps: int,
@@ -64,13 +66,17 @@ class Evaluator:
         """base: the policy before its first update; None if it was evaluated before a resume.
 
         sampling: of training; greedy completions have temperature 0 and no filters. seed: of sampled completions.
-        turns: limits the duration of prefill, and of the loss of reference completions, in one turn.
+        thread: computes, with a model and an engine of its own. turn_seconds: limits the duration of prefill, and of
+        the loss of reference completions, in one turn.
         start: the weights at the start; `final` if the last evaluation before a resume evaluated these weights.
         reports: every report is appended to this list.
         """
         self._inbox, self._outbox = inbox, outbox
-        self._executor, self._policy, self._held_out = executor, policy, held_out
-        self._sampling, self._seed, self._settings, self._engine, self._turns = sampling, seed, settings, engine, turns
+        self._thread, self._policy, self._held_out = thread, policy, held_out
+        self._sampling, self._seed, self._settings, self._engine = sampling, seed, settings, engine
+        self._turns = TurnBudget(turn_seconds, thread.lane)
+        self._sampler: PinnedSampler | None = None
+        self._scorer: PromptScorer | None = None
         self._base, self._newest, self._steps = base, start, steps
         self._reports = reports
 
@@ -137,25 +143,29 @@ class Evaluator:
         """Sample, score and grade the first `count` problems."""
         held_out, prompts = self._held_out, self._held_out.prompts[:count]
         requests = held_out_requests(prompts, self._sampling, samples=self._settings.samples, seed=self._seed)
-        decoding = pinned_completions(
-            self._policy,
-            pinned.parameters,
-            version=pinned.version,
-            requests=requests,
-            settings=self._engine,
-            turns=self._turns,
-        )
-        completions: list[list[Completion]] = await finish(self._executor.submit_steps(decoding, kind="evaluation"))
+        completions = await finish(self._thread.submit(lambda: self._complete(pinned, requests)))
         losses: list[ReferenceLoss | None] = []
         if any(references := held_out.references[:count]):
-            steps = reference_losses(
-                PinnedPolicy(self._policy, pinned.parameters, pinned.version),
-                prompts,
-                references,
-                context_length=self._policy.context_length,
-                chunk=self._engine.prefill_chunk,
-                turns=self._turns,
-            )
-            losses = await finish(self._executor.submit_steps(steps, kind="evaluation"))
+            losses = await finish(self._thread.submit(lambda: self._losses(pinned, prompts, references)))
         found = by_problem(completions, count)
         return await graded(held_out.problems[:count], found, held_out.grade, losses=losses)
+
+    def _complete(self, pinned: Pinned, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
+        """Decode, in the thread of evaluations."""
+        if self._sampler is None:
+            self._sampler = PinnedSampler(self._policy, self._engine, self._turns)
+        return self._sampler.completions(pinned.parameters, requests, version=pinned.version)
+
+    def _losses(
+        self, pinned: Pinned, prompts: Sequence[tuple[int, ...]], references: Sequence[tuple[int, ...]]
+    ) -> list[ReferenceLoss | None]:
+        """Score reference completions, in the thread of evaluations."""
+        scorer = self._scorer = self._scorer or PromptScorer(
+            self._policy.copy_model(), chunk=self._engine.prefill_chunk, turns=self._turns
+        )
+        return reference_losses(
+            lambda tokens: scorer.score(pinned.parameters, tokens, version=pinned.version),
+            prompts,
+            references,
+            context_length=self._policy.context_length,
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from math import inf
 
@@ -16,7 +16,7 @@ from clotho.config.sections_training import LearnerSection
 from clotho.data.curriculum import Curriculum
 from clotho.models.machine import random_state
 from clotho.monitoring.collapse_detection import CollapseMonitor, CollapseResponse
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.compute_thread import Compute, finish
 from clotho.runtime.latest import Latest, reached
 from clotho.training.batch_collector import BatchCollector, discard, discard_unusable
 from clotho.training.fruitless import FruitlessBatches
@@ -27,6 +27,7 @@ from protocols.errors import ClothoError, DivergenceError
 from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 from protocols.step import FirstBatch, GroupsEnded, LearnerReport, PolicyUpdated, StepReport, TrainedGroup
+from protocols.summary import ComputeTotals
 
 log = structlog.get_logger(actor="learner")
 
@@ -41,7 +42,8 @@ class LearnerProgress(Struct, kw_only=True):
     step: number of batches consumed. bad_steps: consecutive updates that were not finite.
     train_seconds, trained_tokens: totals since the run began.
     last_report: report of the last batch since the last start. began, last_update: monotonic seconds. updating: the
-    update of a batch is being computed.
+    update of a batch is being computed. computed_before: totals of the compute threads at `began`. computing: what they
+    did from then until `last_update`.
     """
 
     step: int = 0
@@ -52,6 +54,8 @@ class LearnerProgress(Struct, kw_only=True):
     began: float = 0.0
     last_update: float = 0.0
     updating: bool = False
+    computed_before: ComputeTotals = ComputeTotals()
+    computing: ComputeTotals = ComputeTotals()
 
 
 class Learner:
@@ -77,7 +81,7 @@ class Learner:
         inbox: Inbox[GroupOutcome],
         updates: Sequence[Outbox[PolicyUpdated]],
         reports: Outbox[LearnerReport],
-        executor: ComputeExecutor,
+        compute: Compute,
         policy_learner: PolicyLearner,
         settings: LearnerSection,
         ledger: Ledger,
@@ -107,7 +111,7 @@ class Learner:
         stop_sampling: ends the inbox for a cause, because batch after batch has no learning signal.
         """
         self._inbox, self._updates, self._reports = inbox, updates, reports
-        self._executor, self._policy_learner = executor, policy_learner
+        self._compute, self._policy_learner = compute, policy_learner
         self._settings, self._ledger, self._progress = settings, ledger, progress
         self._replacements, self._logged = replacements, logged
         self._replay, self._steps = replay, steps
@@ -125,6 +129,7 @@ class Learner:
     async def run(self) -> None:
         """Train until the inbox ends; the remaining groups are a last, smaller batch."""
         self._progress.began = self._progress.last_update = time.monotonic()
+        self._progress.computed_before = self._compute.arbiter.totals()
         try:
             async with self._inbox:
                 await self._train()
@@ -212,7 +217,7 @@ class Learner:
         fresh = sorted(batch.fresh, key=_group_id)
         replayed = self._replay.sample(version=version, step=step) if fresh else ()
         self._progress.updating = True
-        update, state = await finish(self._executor.submit_steps(self._update(fresh, replayed), kind="update"))
+        update, state = await finish(self._compute.learner.submit(lambda: self._update(fresh, replayed)))
         self._progress.updating = False
         trained, refused = _ends(fresh, update)
         discarded = [*sorted(batch.discarded, key=_group_id), *refused]
@@ -228,7 +233,7 @@ class Learner:
             staleness=tuple(version - group.scored.group.oldest_version for group in trained),
             update=update.metrics if update else None,
             train_seconds=time.monotonic() - began,
-            longest_turn_seconds=self._executor.take_longest_learner_turn(),
+            longest_turn_seconds=self._compute.arbiter.take_longest_update_turn(),
             wait_seconds=wait_seconds,
             replaced=batch.replaced,
             replayed=len(replayed),
@@ -241,6 +246,7 @@ class Learner:
         elif update is not None and update.applied:
             self._policy_learner.observe_health(healthy=not response.findings)
         self._progress.last_report, self._progress.last_update = report, time.monotonic()
+        self._progress.computing = self._compute.arbiter.totals().since(self._progress.computed_before)
         await self._send(report, state)
         groups: list[GroupOutcome] = [*fresh, *batch.discarded]
         if not self._from_environments and (cause := self._fruitless.add(groups)):
@@ -264,7 +270,8 @@ class Learner:
 
     async def _roll_back(self, report: StepReport) -> StepReport:
         """Restore the last good policy. Groups that were sampled by a bad one are neither trained on nor replayed."""
-        await finish(self._executor.submit(lambda: self._policy_learner.roll_back(rate=self._collapse.rollback_rate)))
+        rate = self._collapse.rollback_rate
+        await finish(self._compute.learner.submit(lambda: self._policy_learner.roll_back(rate=rate)))
         self._replay.clear()
         self._progress.bad_steps = 0
         self._rolled_back_at = self._policy_learner.version
@@ -278,11 +285,11 @@ class Learner:
 
     def _update(
         self, groups: Sequence[ScoredGroup], replayed: Sequence[ScoredGroup]
-    ) -> Generator[None, None, tuple[Update | None, tuple[int, ...]]]:
-        """Compute the update, and read the random state after it, in the compute thread."""
+    ) -> tuple[Update | None, tuple[int, ...]]:
+        """Compute the update, and read the random state after it, in the learner's thread."""
         update = None
         if groups:
-            update = yield from self._policy_learner.update(groups, step=self._progress.step, replayed=replayed)
+            update = self._policy_learner.update(groups, step=self._progress.step, replayed=replayed)
         return update, random_state()
 
     def _record(self, trained: list[TrainedGroup], discarded: list[Discarded]) -> None:
@@ -305,7 +312,7 @@ class Learner:
         update = PolicyUpdated(
             report=report,
             parameters=self._policy_learner.parameters,
-            optimizer=await finish(self._executor.submit(self._policy_learner.state)),
+            optimizer=await finish(self._compute.learner.submit(self._policy_learner.state)),
             random_state=state,
             ledger=self._ledger.state(),
             bad_steps=self._progress.bad_steps,

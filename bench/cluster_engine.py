@@ -42,7 +42,7 @@ class Rate(Protocol):
 
 
 class LearnerDevice:
-    """The compute thread of the run: jobs share it equally, and with the run's engine by `decode_share`."""
+    """A device that computes one job at a time; jobs share it equally, and with the run's engine by `decode_share`."""
 
     def __init__(self, machine: SharedRate, decode_share: float) -> None:
         self._machine, self._share = machine, decode_share

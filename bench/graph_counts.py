@@ -149,13 +149,14 @@ def micro_batch(policy: Policy, *, sequences: int, prompt: int, completion: int)
     """
     group = [scored_only(tuple(range(prompt)), tuple(range(completion))) for _ in range(sequences)]
     (micro,) = build_micro_batches(group, layout="shared", budget=sequences * (prompt + completion))
-    forcing = TeacherForcing(policy.model, policy.vocab_size, layout="shared")
+    model = policy.copy_model()
+    forcing = TeacherForcing(model.model, model.vocab_size, layout="shared")
 
     def loss(traced: Parameters) -> mx.array:
-        with policy.using(traced):
-            return mx.sum(forcing(micro, distribution=SamplingDistribution(1.0), logp_only=True).logp_N)
+        model.use(traced)
+        return mx.sum(forcing(micro, distribution=SamplingDistribution(1.0), logp_only=True).logp_N)
 
     own = nested(flat(policy.trainable()))
-    with fused_operations(), policy.using(policy.trainable()), policy.training_mode():
+    with fused_operations(), model.training_mode():
         value, gradient = mx.value_and_grad(loss)(own)
         return count([value, *(array.astype(mx.float32) for array in flat(gradient).values())])

@@ -4,12 +4,13 @@ Measures the decode rate while the learner computes an update, and what the obse
 
     python -m bench overlap [--repeats 3] [--only updates|observation] [--out bench/results/overlap.jsonl]
 
-Decoding and training alternate in one thread; decoding receives the fraction `decode_share` of its time while both have
-work. `kept` is the decode rate during updates divided by the decode rate alone; the target is at least one half. The
-worst case is measured in a separate process: 128 sequences always decode (completions of 96 tokens, 8 per prompt),
-three seconds without and at least three seconds with updates of 128 completions of 96 tokens that follow each other
-without a pause. In runs of the default profile, one per seed, the two rates come from the last line of the metrics;
-there the learner often waits and fewer sequences run. `decode_share` is 0.7 in the profile and 0.5 by default.
+Decoding and training compute in threads of their own: at the same time on a CPU of several cores, and in turns on a GPU
+or a single core, where decoding receives the fraction `decode_share` of the time while both have work. `kept` is the
+decode rate during updates divided by the decode rate alone; the target is at least one half. The worst case is measured
+in a separate process: 128 sequences always decode (completions of 96 tokens, 8 per prompt), three seconds without and
+at least three seconds with updates of 128 completions of 96 tokens that follow each other without a pause. In runs of
+the default profile, one per seed, the two rates come from the last line of the metrics; there the learner often waits
+and fewer sequences run. `decode_share` is 0.7 in the profile and 0.5 by default.
 
 `rate` compares runs of the default profile with and without everything that observes them; the target is a ratio of at
 least 0.98. With `async = false` both runs compute the same, bit for bit. Runs alternate, after one run for warmup.

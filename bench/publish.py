@@ -27,7 +27,7 @@ import mlx.core as mx
 
 from bench import measurement
 from bench.benchmark import Benchmark, run_benchmark
-from bench.contenders.clotho_learn import finished, groups
+from bench.contenders.clotho_learn import groups
 from bench.fingerprint import fingerprint as machine
 from bench.measurement import Measurement, results_path
 from bench.remote import GROUP, METHOD, MODEL, PROMPT, Trainer, trainer
@@ -173,7 +173,7 @@ def patches(path: str, updates: int) -> Iterator[tuple[float, float, float]]:
     batch = groups(BATCH | {"vocabulary": policy.vocab_size})
     before = stored(learner.parameters)
     for number in range(updates):
-        if not finished(learner, batch).applied:
+        if not learner.update(batch).applied:
             raise RuntimeError("the update was not applied")
         after, began = stored(learner.parameters), time.perf_counter()
         patch = make_patch(before, after, base_fingerprint=str(number), fingerprint=str(number + 1))

@@ -39,16 +39,17 @@ from bench.measurement import Measurement, results_path
 from bench.tables import closing as conditions
 from bench.tables import markdown
 from clotho.config.schema import Lora, ModelSection, PolicySection
+from clotho.models.machine import compute_slots
 from clotho.models.parameters import fingerprint, layout
 from clotho.models.policy import Policy, load_policy
 from clotho.remote.mlx_server import MlxServer
 from clotho.remote.sampler import RemoteSampler
 from clotho.remote.server import RemoteFailure, RemoteServer
 from clotho.remote.weights import Delivery, OverHttp, SharedDirectory, Weights
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.compute_thread import Compute, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
-from clotho.scoring.prompt_logprobs import prompt_logprobs
+from clotho.scoring.prompt_logprobs import PromptScorer
 from protocols.checkpoint import AdapterConfig
 from protocols.remote import ServedPolicy
 from protocols.sampling import PromptLogprobs, SampleRequest, Sampling, completion_seeds
@@ -69,8 +70,9 @@ SEMANTICS = "Seconds from the call until the server samples with the weights, th
 class Trainer(Struct, frozen=True, kw_only=True):
     """The side of the training run. versions: two sets of weights with their fingerprints, which alternate."""
 
-    executor: ComputeExecutor
+    compute: Compute
     policy: Policy
+    scorer: PromptScorer
     versions: tuple[tuple[Any, str], ...]
 
     def weights(self, version: int) -> Weights:
@@ -80,26 +82,28 @@ class Trainer(Struct, frozen=True, kw_only=True):
 
     async def score(self, tokens: tuple[int, ...], _: float) -> PromptLogprobs:
         """Log-probabilities of tokens under the policy."""
-        steps = prompt_logprobs(self.policy, tokens, top=0, chunk=256)
-        return await finish(self.executor.submit_steps(steps, kind="scoring"))
+        parameters, version = self.policy.served()
+        return await finish(self.compute.scoring.submit(lambda: self.scorer.score(parameters, tokens, version=version)))
 
 
 @contextmanager
 def trainer() -> Iterator[Trainer]:
     """Load the policy of local-m3 in a compute thread."""
-    executor = ComputeExecutor(decode_share=0.5)
-    executor.start()
+    compute = Compute(decode_share=0.5, slots=compute_slots())
+    compute.start()
 
     def load() -> Trainer:
         policy = load_policy(ModelSection(path=str(MODEL)), PolicySection(method=METHOD), seed=0, keep_reference=False)
         versions = [policy.trainable(), tree_map(lambda array: array + 0.001, policy.trainable())]
         mx.eval(versions)
-        return Trainer(executor=executor, policy=policy, versions=tuple((tree, fingerprint(tree)) for tree in versions))
+        scorer = PromptScorer(policy.copy_model(), chunk=256)
+        known = tuple((tree, fingerprint(tree)) for tree in versions)
+        return Trainer(compute=compute, policy=policy, scorer=scorer, versions=known)
 
     try:
-        yield executor.submit(load).result()
+        yield compute.learner.submit(load).result()
     finally:
-        executor.stop()
+        compute.stop()
 
 
 def free_port() -> int:
@@ -167,7 +171,7 @@ async def restarts(one: Trainer, directory: Path, repeats: int) -> list[float]:
     """Seconds from the end of one `mlx_lm.server` to the first token of the next one."""
 
     async def loadable(parameters: Any) -> tuple[object, AdapterConfig]:
-        return await finish(one.executor.submit(lambda: one.policy.loadable(parameters)))
+        return await finish(one.compute.learner.submit(lambda: one.policy.loadable(parameters)))
 
     none = ServedPolicy(version=-1, step=-1, fingerprint="", run_id="", layout="", vocab_size=0, context_length=0)
     server = MlxServer(

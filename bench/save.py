@@ -2,7 +2,7 @@
 
     python -m bench save [--repeats 5] [--out bench/results/save.jsonl]
 
-The checkpointer writes files in a thread of its own while the compute thread decodes. In a separate process, an engine
+The checkpointer writes files in a thread of its own while the decode thread decodes. In a separate process, an engine
 decodes eight sequences, first alone, then while five checkpoints of all weights with the moments of AdamW are saved
 (300 MB for the model of 25 million weights). The target is at most 100 milliseconds for the longest delay of a decode
 step.

@@ -2,7 +2,7 @@
 
     python -m bench swap [--repeats 5] [--out bench/results/swap.jsonl]
 
-A weight swap is what the compute thread does between two decode steps to serve a new policy version. It is measured in
+A weight swap is what the decode thread does between two decode steps to serve a new policy version. It is measured in
 two ways. First, in a separate process, fifty swaps per repeat, for the embedded policy and for random Qwen3 shapes (see
 `python -m bench decode`), with an adapter of rank 8 and with all weights trained. Second, in runs of the default
 profile with seeds 0, 1, ...: the metric of the run covers the exchange of the arrays and nothing else. The target is

@@ -20,7 +20,7 @@ class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version, fingerprint: of the weights.
     ledger: how each group ended. A resumed run prompts the other groups again.
     prompted: number of groups prompted since the run began.
-    random_state: of the compute thread, as 32-bit integers.
+    random_state: of the learner's thread, as 32-bit integers.
     bad_steps: consecutive updates that were not finite.
     train_seconds, sampled_tokens, trained_tokens: totals since the run began.
     inputs: fingerprints of `model`, `tokenizer` and `dataset`. A resumed run must have the same.

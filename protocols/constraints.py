@@ -61,7 +61,7 @@ class Grammar(Struct, frozen=True, kw_only=True):
 
 
 class ConstraintState(Protocol):
-    """The state of one completion: which tokens may follow. Used in the compute thread only."""
+    """The state of one completion: which tokens may follow. Used in the decode thread only."""
 
     def allowed(self) -> bytes:
         """Return the tokens that may follow: bit i of byte b stands for token 8 b + i. At least one is set.

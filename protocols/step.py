@@ -208,7 +208,7 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
 
     parameters, optimizer: trees of evaluated arrays, shared with the learner. Arrays are immutable, so that no copy is
         needed.
-    random_state: state of the compute thread's random number generator.
+    random_state: state of the learner's random number generator.
     bad_steps: consecutive updates that were not finite.
     train_seconds, trained_tokens: totals since the run began.
     replay: groups in the replay buffer, oldest first.

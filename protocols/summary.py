@@ -192,13 +192,42 @@ class HistoryGap(Struct, frozen=True, kw_only=True):
     missing: int
 
 
+class ComputeTotals(Struct, frozen=True, kw_only=True):
+    """What the compute threads did in some time, in seconds.
+
+    decode, update, other: turns of decoding, of updates, and of everything else (evaluations, parity checks, scoring,
+    calls). overlap: time in which two threads computed. processor: time of all cores that the process used.
+    """
+
+    decode: float = 0.0
+    update: float = 0.0
+    other: float = 0.0
+    overlap: float = 0.0
+    processor: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        """Time in which at least one thread computed, if at most two do."""
+        return self.decode + self.update + self.other - self.overlap
+
+    def since(self, before: ComputeTotals) -> ComputeTotals:
+        """Return the totals from `before` until these."""
+        return ComputeTotals(
+            decode=self.decode - before.decode,
+            update=self.update - before.update,
+            other=self.other - before.other,
+            overlap=self.overlap - before.overlap,
+            processor=self.processor - before.processor,
+        )
+
+
 class RunSummary(Struct, frozen=True, kw_only=True):
     """Result of a run. before, after: evaluations before and after training; None if not evaluated.
 
     steps: number of batches consumed. planned_steps: number of batches of the complete run.
-    training_seconds: time from the first prompt to the last update. update_seconds: total time of updates since the run
-    began. evaluation_seconds: total time of the evaluations between updates; other_evaluation_seconds: of those before
-    and after training. total_seconds: duration of this process.
+    training_seconds: time from the first prompt to the last update. computing: what the compute threads did in it.
+    cores: that the process may use. evaluation_seconds: total time of the evaluations between updates;
+    other_evaluation_seconds: of those before and after training. total_seconds: duration of this process.
     base_model: directory or repository. adapter: the adapter directory, which mlx-lm loads.
     best: the checkpoint with the highest held-out accuracy; None without evaluations. best_path: its directory.
     resume_command: command line that continues the run.
@@ -215,7 +244,8 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     balance: Balance
     gauges: RunGauges
     training_seconds: float
-    update_seconds: float
+    computing: ComputeTotals
+    cores: int
     evaluation_seconds: float
     other_evaluation_seconds: float
     total_seconds: float
@@ -358,7 +388,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 
     @property
     def held(self) -> int:
-        """Bytes of arrays that are held between two turns of the compute thread."""
+        """Bytes of arrays that are held between two turns of the compute threads."""
         learning = self.trained + self.optimizer + self.reference + self.rollback + self.published + self.midway
         return self.base + learning + self.caches + self.prefixes + self.evaluation + self.adapters
 

@@ -90,7 +90,7 @@ class _Row:
 
 
 class FakeEngine:
-    """An engine with its compute thread. `submit_call` stands for the executor's `submit`."""
+    """An engine with its compute thread. `submit_call` stands for the compute thread's `submit`."""
 
     def __init__(self, tokenizer: CharacterTokenizer | None = None) -> None:
         self.tokenizer = tokenizer or CharacterTokenizer()
@@ -106,7 +106,7 @@ class FakeEngine:
         self.held: Literal["nothing", "admission", "everything"] = "nothing"
 
     def submit_call(self, work: Callable[[], T], /) -> Future[T]:
-        """Run in the compute thread, or raise ExecutorStoppedError as the executor does."""
+        """Run in the compute thread, or raise ExecutorStoppedError as a compute thread does."""
         try:
             return self._pool.submit(work)
         except RuntimeError as error:

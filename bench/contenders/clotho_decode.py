@@ -1,4 +1,4 @@
-"""Clotho's decode engine on groups of completions, one decode step at a time, as the compute thread runs it."""
+"""Clotho's decode engine on groups of completions, one decode step at a time, as the decode thread runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clotho's policy update on groups of random completions, one step at a time, as the compute thread runs it."""
+"""Clotho's policy update on groups of random completions, one step at a time, as the learner's thread runs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.shapes import make_policy
 from clotho.config.schema import PolicySection, SamplingSection
 from clotho.config.sections_training import LearnerSection
-from clotho.training.update import PolicyLearner, Update
+from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
@@ -31,7 +31,7 @@ def prepare(case: Case) -> MeasureOnce:
 
     def once() -> Metrics:
         began = time.perf_counter()
-        update = finished(learner, batch)
+        update = learner.update(batch)
         seconds = time.perf_counter() - began
         if not update.applied:
             raise RuntimeError("the update was not applied")
@@ -45,17 +45,6 @@ def groups(case: Case) -> list[ScoredGroup]:
     size, length, vocabulary = case["group"], case["completion_tokens"], case["vocabulary"]
     prompts = random_prompts(case["prompts"], case["prompt_tokens"], vocabulary)
     return [_group(number, prompt, size, length, vocabulary) for number, prompt in enumerate(prompts)]
-
-
-def finished(learner: PolicyLearner, batch: list[ScoredGroup]) -> Update:
-    """Run an update to its end without a pause."""
-    passes = learner.update(batch)
-    while True:
-        try:
-            next(passes)
-        except StopIteration as end:
-            update: Update = end.value
-            return update
 
 
 def _group(number: int, prompt: list[int], size: int, length: int, vocabulary: int) -> ScoredGroup:

@@ -9,7 +9,8 @@ from functools import partial
 
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.worker import Case, MeasureOnce, serve
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.models.machine import compute_slots
+from clotho.runtime.compute_thread import Compute, finish
 from clotho.runtime.queues import Queue
 from clotho.runtime.supervisor import Supervisor, transient
 from protocols.queues import Inbox, Outbox
@@ -80,26 +81,26 @@ async def through_an_actor(messages: int, capacity: int) -> None:
     _check(drain.received, messages)
 
 
-def through_the_compute_thread(executor: ComputeExecutor) -> Callable[[int, int], Awaitable[None]]:
+def through_the_compute_thread(compute: Compute) -> Callable[[int, int], Awaitable[None]]:
     """Calls in sequence, each awaited on the event loop before the next."""
 
     async def calls(messages: int, capacity: int) -> None:
         for number in range(messages):
-            _check(await finish(executor.submit(partial(abs, number))), number)
+            _check(await finish(compute.decode.submit(partial(abs, number))), number)
 
     return calls
 
 
 def prepare(case: Case) -> MeasureOnce:
     """Select the path of the case."""
-    executor = ComputeExecutor(decode_share=0.5)
+    compute = Compute(decode_share=0.5, slots=compute_slots())
     paths: dict[str, Callable[[int, int], Awaitable[None]]] = {
         "mailbox": through_a_queue,
         "actor": through_an_actor,
-        "compute thread": through_the_compute_thread(executor),
+        "compute thread": through_the_compute_thread(compute),
     }
     if case["path"] == "compute thread":
-        executor.start()
+        compute.start()
     path = paths[case["path"]]
 
     async def timed() -> float:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Generator
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from bench.contenders.clotho_learn import groups
+from bench.contenders.measured_turns import MeasuredTurns
 from bench.contenders.metal_model import (
     RANK,
     SCALE,
@@ -31,9 +33,8 @@ from clotho.config.sections_training import LearnerSection
 from clotho.inference import DecodeEngine
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy
-from clotho.scoring.parity_check import ParityReport, check_parity, parity_sample
-from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.training.update import PolicyLearner, Update
+from clotho.scoring.parity_check import ParityChecker, parity_sample
+from clotho.training.update import PolicyLearner
 from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleRequest, Sampling
 
 SECTION = PolicySection(method=Lora(rank=RANK, scale=SCALE), grad_checkpoint=True)
@@ -88,29 +89,6 @@ def graph(case: Case) -> Metrics:
     return {"nodes": counts.nodes, "kernels": counts.kernels}
 
 
-class _Turns(NamedTuple):
-    """A sequence of turns. ended: their result; None if the time was over before the last one."""
-
-    number: int
-    longest: float
-    seconds: float
-    ended: Update | None
-
-
-def _turns(steps: Generator[None, None, Update], *, seconds: float) -> _Turns:
-    began = before = time.perf_counter()
-    count, longest, ended = 0, 0.0, None
-    while ended is None and before - began < seconds:
-        try:
-            next(steps)
-        except StopIteration as end:
-            ended = end.value
-        now = time.perf_counter()
-        count, longest, before = count + 1, max(longest, now - before), now
-    steps.close()
-    return _Turns(count, longest, before - began, ended)
-
-
 def update(case: Case) -> Metrics:
     """The same update twice, from the same weights. The first one measures how long parts of a turn take.
 
@@ -120,23 +98,22 @@ def update(case: Case) -> Metrics:
     sampling = SamplingSection(max_tokens=case["completion_tokens"])
     settings = LearnerSection(micro_batch_tokens=case["micro_batch_tokens"])
     batch = groups(case | {"vocabulary": policy.vocab_size})
-    learner = PolicyLearner(policy, settings, sampling, steps=1)
+    turns = MeasuredTurns()
+    learner = PolicyLearner(policy, settings, sampling, steps=1, lane=turns)
     initial = learner.state()
     mx.reset_peak_memory()
-    first = _turns(learner.update(batch), seconds=case["seconds"] / 2)
-    last, equal = first, dict[str, float]()
-    if first.ended is not None:
+    first = last = turns.run(lambda: learner.update(batch), limit=case["seconds"] / 2)
+    if first is not None:
         learner.restore(initial)
         mx.reset_peak_memory()
-        last = _turns(learner.update(batch), seconds=case["seconds"] - first.seconds)
-        if last.ended is not None:
-            equal = {"updates_equal": float(first.ended.fingerprint == last.ended.fingerprint)}
+        last = turns.run(lambda: learner.update(batch), limit=case["seconds"] - turns.seconds)
+    equal = {} if first is None or last is None else {"updates_equal": float(first.fingerprint == last.fingerprint)}
     return {
-        "seconds": last.seconds,
-        "turns": last.number,
-        "longest_turn_seconds": last.longest,
+        "seconds": turns.seconds,
+        "turns": turns.number,
+        "longest_turn_seconds": turns.longest,
         "peak_bytes": mx.get_peak_memory(),
-        "partial": float(last is first or last.ended is None),
+        "partial": float(last is None),
         **equal,
     }
 
@@ -168,20 +145,29 @@ def swap(case: Case) -> Metrics:
 def parity(case: Case) -> Metrics:
     """The parity check of a run with this number of rows, on tokens of the policy. RuntimeError if the time is over."""
     policy = _policy(case["model"])
-    limit = time.perf_counter() + case["seconds"]
     prompt, completions = _sampled(case["model"], case["prompt_tokens"], case["tokens"])
     sample = parity_sample(prompt, completions[: case["rows"]], tokens=case["tokens"])
-    forcing = TeacherForcing(policy.model, policy.vocab_size, layout=LearnerSection().layout)
-    engine = _engine(policy, rows=case["rows"])
-    steps = check_parity(policy, engine, sample, 1.0, rows=case["rows"], forcing=forcing)
-    while time.perf_counter() < limit:
-        try:
-            next(steps)
-        except StopIteration as end:
-            report: ParityReport = end.value
-            return {"mean_kl": report.mean_kl, "largest_nats": report.max_difference, "served_kl": report.served_kl}
-    steps.close()
-    raise RuntimeError(f"no parity check within {case['seconds']:.0f} s")
+    lane, settings = MeasuredTurns(), EngineSection(max_num_seqs=case["rows"], prefix_cache_tokens=0)
+    checker = ParityChecker(
+        policy,
+        DecodeEngine(policy, settings),
+        settings=settings,
+        learner=LearnerSection(),
+        decode=_at_once,
+        lane=lane,
+    )
+    parameters = policy.trainable()
+    report = lane.run(lambda: checker.check(sample, parameters, temperature=1.0), limit=case["seconds"])
+    if report is None:
+        raise RuntimeError(f"no parity check within {case['seconds']:.0f} s")
+    return {"mean_kl": report.mean_kl, "largest_nats": report.max_difference, "served_kl": report.served_kl}
+
+
+def _at_once(call: Callable[[], Any]) -> Future[Any]:
+    """Run a call in this thread, which is also that of the engine."""
+    future: Future[Any] = Future()
+    future.set_result(call())
+    return future
 
 
 def _sample(policy: Policy, requests: list[SampleRequest]) -> list[Completion]:

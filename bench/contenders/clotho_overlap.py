@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Generator
 
 import numpy as np
 
@@ -16,7 +15,9 @@ from bench.shapes import make_policy
 from clotho.config.schema import EngineSection, Lora, PolicySection, SamplingSection
 from clotho.config.sections_training import LearnerSection
 from clotho.inference import DecodeEngine
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.models.machine import compute_slots
+from clotho.models.policy import Policy
+from clotho.runtime.compute_thread import Compute
 from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup, ScoredGroup
@@ -30,24 +31,26 @@ UNENDING = Sampling(max_tokens=TOKENS, ignore_eos=True)
 
 
 class ComputeThreadLoad:
-    """The compute thread with its policy, decode engine and learner."""
+    """Compute threads with a policy, its decode engine and its learner."""
 
     def __init__(self, case: Case) -> None:
-        self.executor = ComputeExecutor(decode_share=case["decode_share"])
-        self.executor.start()
-        self.executor.submit(lambda: self._load(case["model"])).result()
-        self.executor.attach(self.engine)
+        self.compute = Compute(decode_share=case["decode_share"], slots=compute_slots())
+        self.compute.start()
+        policy = self.compute.learner.submit(lambda: self._load(case["model"])).result()
+        self.engine = self.compute.decode.submit(lambda: DecodeEngine(policy, EngineSection())).result()
+        self.compute.decode.attach(self.engine)
         for number in range(case["rows"] // GROUP):
             self._ask(number)
 
-    def _load(self, name: str) -> None:
+    def _load(self, name: str) -> Policy:
         model, config = named_model(name)
         policy = make_policy(model, config, section=PolicySection(method=Lora(rank=16)))
-        self.engine = DecodeEngine(policy, EngineSection())
         settings = LearnerSection(micro_batch_tokens=4096)
-        self._learner = PolicyLearner(policy, settings, SamplingSection(max_tokens=TOKENS), steps=1_000_000)
+        sampling, lane = SamplingSection(max_tokens=TOKENS), self.compute.learner.lane
+        self._learner = PolicyLearner(policy, settings, sampling, steps=1_000_000, lane=lane)
         self._prompt = tuple(random_prompts(1, PROMPT, policy.vocab_size)[0])
         self._groups = [_group(number, policy.vocab_size) for number in range(UPDATE_GROUPS)]
+        return policy
 
     def _ask(self, number: int) -> None:
         """Have a group of completions sampled, and another one when it is complete."""
@@ -58,7 +61,7 @@ class ComputeThreadLoad:
                 self._ask(number + 1)
 
         request = SampleRequest(prompt=self._prompt, sampling=UNENDING, seeds=tuple(range(number, number + GROUP)))
-        self.executor.submit(lambda: self.engine.submit(request, heard))
+        self.compute.decode.submit(lambda: self.engine.submit(request, heard))
 
     def idle(self) -> float:
         """Tokens per second without updates."""
@@ -70,23 +73,23 @@ class ComputeThreadLoad:
         """Tokens per second from the start of one update to the end of another, without pauses between updates."""
         over = threading.Event()
 
-        def updates() -> Generator[None, None, None]:
+        def updates() -> None:
             while not over.is_set():
-                yield from self._learner.update(self._groups)
+                self._learner.update(self._groups)
 
         began, before = time.perf_counter(), self._sampled()
-        work = self.executor.submit_steps(updates(), kind="update")
+        work = self.compute.learner.submit(updates)
         time.sleep(SECONDS)
         over.set()
         work.result()
         return (self._sampled() - before) / (time.perf_counter() - began)
 
     def _sampled(self) -> int:
-        return self.executor.submit(lambda: self.engine.stats().tokens_sampled).result()
+        return self.compute.decode.submit(lambda: self.engine.stats().tokens_sampled).result()
 
 
 def prepare(case: Case) -> MeasureOnce:
-    """Start a compute thread for this case after stopping the previous one."""
+    """Start compute threads for this case after stopping the previous ones."""
     close()
     _open.append(load := ComputeThreadLoad(case))
 
@@ -101,9 +104,9 @@ _open: list[ComputeThreadLoad] = []
 
 
 def close() -> None:
-    """Stop the compute thread if one is running; a process must not exit while it works."""
+    """Stop the compute threads if some are running; a process must not exit while they work."""
     while _open:
-        _open.pop().executor.stop()
+        _open.pop().compute.stop()
 
 
 def _group(number: int, vocabulary: int) -> ScoredGroup:

@@ -1,11 +1,11 @@
-"""Clotho's policy update, one turn at a time, as the compute thread runs it."""
+"""Clotho's policy update, one turn at a time, as the learner's thread runs it."""
 
 from __future__ import annotations
 
 import os
-import time
 
 from bench.contenders.clotho_learn import groups
+from bench.contenders.measured_turns import MeasuredTurns
 from bench.contenders.rollouts import RANK, RATE, SCALE, measured, rollouts
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model
@@ -33,27 +33,19 @@ def prepare(case: Case) -> MeasureOnce:
         micro_batch_tokens=case.get("micro_batch_tokens", defaults.micro_batch_tokens),
         max_turn_ms=float(os.environ.get(MAX_TURN_MS, defaults.max_turn_ms)),
     )
-    learner = PolicyLearner(policy, settings, SamplingSection(max_tokens=case["completion_tokens"]), steps=1)
+    turns = MeasuredTurns()
+    sampling = SamplingSection(max_tokens=case["completion_tokens"])
+    learner = PolicyLearner(policy, settings, sampling, steps=1, lane=turns)
     batch, tokens = groups(case), rollouts(case).tokens
-    longest = 0.0
 
     def update() -> None:
-        nonlocal longest
-        turns, longest = learner.update(batch), 0.0
-        while True:
-            began = time.perf_counter()
-            try:
-                next(turns)
-            except StopIteration as end:
-                if not end.value.applied:
-                    raise RuntimeError("the update was not applied") from None
-                return
-            finally:
-                longest = max(longest, time.perf_counter() - began)
+        ended = turns.run(lambda: learner.update(batch))
+        if ended is None or not ended.applied:
+            raise RuntimeError("the update was not applied")
 
     def once() -> Metrics:
         metrics = measured(update, tokens)
-        return {**metrics, "longest_turn_seconds": longest}
+        return {**metrics, "longest_turn_seconds": turns.longest}
 
     return once
 

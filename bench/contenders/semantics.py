@@ -55,7 +55,7 @@ SEMANTICS = {
         "without prefill; completions of a group share a prompt. build_seconds: CPU time of the calling thread until "
         "the graph of a step is given to MLX; host_seconds: until the step is over, waiting excluded. nodes, kernels: "
         "operations of a decode step, and those that start a kernel on Metal. update: an update after one equal "
-        "update, with checkpointed blocks; a turn is the time for which it keeps the compute thread. peak_bytes: with "
+        "update, with checkpointed blocks; a turn is the time for which it keeps its thread. peak_bytes: with "
         "weights. swap_seconds: with the rest of the decode step that runs at the time. mean_kl, largest_nats, "
         "served_kl: the parity check of a run, between sampler and learner and between decode steps with the same "
         "weights. samples_equal: fraction of the completions that are equal, bit for bit, when they are sampled again "
@@ -67,7 +67,7 @@ SEMANTICS = {
         "steps of all rows, without prefill; log-probabilities are computed and not read."
     ),
     "clotho_swap": (
-        "Everything that the broadcaster runs in the compute thread for one update: the served parameters become "
+        "Everything that the broadcaster runs in the decode thread for one update: the served parameters become "
         "the new arrays, which the learner has already computed, the prefix cache is emptied, and the running "
         "sequences continue. Median and longest swap of a repeat."
     ),
@@ -91,7 +91,7 @@ SEMANTICS = {
     ),
     "runs_swap": ("As the run measures it: the exchange of the arrays, median and longest of all updates of a run."),
     "clotho_overlap": (
-        "Engine and learner alternate in the compute thread by `decode_share`. Sampled tokens per second of wall "
+        "Engine and learner compute in a thread each. Sampled tokens per second of wall "
         "time, without other work, and during updates that follow each other without a pause."
     ),
     "runs_overlap": ("As a run measures it, over its seconds of decoding with and without an update in progress."),
@@ -105,7 +105,7 @@ SEMANTICS = {
     ),
     "clotho_messages": (
         "Bounded queues that measure waiting times and close in order; actors supervised and started one by one; "
-        "calls through the compute thread's call queue."
+        "calls through the call queue of a compute thread."
     ),
     "asyncio_messages": (
         "Plain `asyncio.Queue`s between plain tasks, ended by a sentinel message, without supervision and without "

@@ -33,7 +33,7 @@ from clotho.config.sections_training import WarnOnCollapse
 from clotho.cpu import compute_path, load_blas
 from clotho.memory.estimate import estimate_memory
 from clotho.memory.report import describe_limit, too_large
-from clotho.models.machine import describe_machine, memory_limit
+from clotho.models.machine import compute_slots, describe_machine, memory_limit
 from clotho.monitoring.display import print_line
 from clotho.monitoring.event_log import event_log
 from clotho.monitoring.remedies import DoctorCommands
@@ -69,7 +69,7 @@ from clotho.rewards.registry import expectations
 from clotho.run.context import RunContext
 from clotho.run.prompts import read_split
 from clotho.run.startup import build_context
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.compute_thread import Compute, finish
 from clotho.serving.server import listen
 from clotho.storage.atomic_files import replace_file
 from clotho.storage.jsonl import encode
@@ -207,12 +207,12 @@ async def diagnose(
             work.phase("checking machine, settings and problems")
             estimate = check_without_model(found, profile, machine)
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="clotho-doctor-")))
-            executor = ComputeExecutor(decode_share=profile.engine.decode_share)
-            executor.start()
-            stack.callback(executor.stop)
+            compute = Compute(decode_share=profile.engine.decode_share, slots=compute_slots())
+            compute.start()
+            stack.callback(compute.stop)
             work.phase("loading the model, with a first update")
             with found.refused("model", "run_refused", "correct what the message names"):
-                context = await _context(profile, directory, executor)
+                context = await _context(profile, directory, compute)
             stack.callback(context.close)
             found.add("model", _model(context, estimate))
             work.start()
@@ -288,14 +288,14 @@ def _system(state: MachineState, system: str) -> str:
     return ", ".join(parts)
 
 
-async def _context(profile: Profile, directory: Path, executor: ComputeExecutor) -> RunContext:
+async def _context(profile: Profile, directory: Path, compute: Compute) -> RunContext:
     """Build the run without its server and trackers, in a temporary directory. Updates are always measured."""
     own = replace(profile, trackers=(), run_dir=str(directory))
     if isinstance(own.collapse_detection, Off):
         own = replace(own, collapse_detection=WarnOnCollapse())
     run_directory = open_run(directory, resume=False, clean=False)
     try:
-        return await build_context(own, run_directory, executor, slow_seconds=profile.monitor.watchdog_seconds)
+        return await build_context(own, run_directory, compute, slow_seconds=profile.monitor.watchdog_seconds)
     finally:
         run_directory.close()
 
@@ -308,7 +308,7 @@ def _model(context: RunContext, estimate: MemoryEstimate) -> str:
 
 async def _rehearse(found: Diagnosis, context: RunContext, work: Work) -> None:
     """Check the template, draw completions, check parity, rehearse updates, and forecast the end."""
-    profile, executor = context.profile, context.executor
+    profile, compute = context.profile, context.compute
     template = check_template(context.policy.tokenizer, template_use(profile, context.prompts.problems))
     for name, fact in template.facts.items():
         found.add(f"template: {name}", fact)
@@ -320,8 +320,8 @@ async def _rehearse(found: Diagnosis, context: RunContext, work: Work) -> None:
         _describe_rewards(found, profile, outcomes)
     compared = next((group for group in groups if any(completion.tokens for completion in group.completions)), None)
     if compared is not None and work.reached("comparing the log-probabilities of sampler and learner"):
-        steps = check_decoding(context.policy, context.engine, profile, compared)
-        parity = await finish(executor.submit_steps(steps, kind="parity"))
+        check = partial(check_decoding, compute, context.policy, context.engine, profile, compared)
+        parity = await finish(compute.parity.submit(check))
         dtype = context.policy.description.dtype
         found.add("parity", f"mean KL {parity.mean_kl:.2g} nats", parity_findings(parity, profile, dtype))
     if trainable(outcomes):
@@ -392,7 +392,7 @@ async def _rehearse_updates(
             work.note(f"update {position}")
             yield batch
 
-    rehearsed = await finish(context.executor.submit_steps(context.policy_learner.rehearse(in_time()), kind="update"))
+    rehearsed = await finish(context.compute.learner.submit(lambda: context.policy_learner.rehearse(in_time())))
     if len(rehearsed) < len(batches) and None not in rehearsed:
         work.cut_off.append(f"{len(batches) - len(rehearsed)} of {len(batches)} rehearsed updates")
     moved = [
@@ -409,20 +409,21 @@ async def _rehearse_updates(
 
 
 async def _forecast(found: Diagnosis, context: RunContext, groups: Sequence[RolloutGroup]) -> None:
-    profile, executor = context.profile, context.executor
+    profile, compute = context.profile, context.compute
     completions = [completion for group in groups for completion in group.completions]
     length = sum(completion.length for completion in completions) / len(completions)
     prompt = sum(len(group.prompt.tokens) for group in groups) / len(groups)
     rate = await decode_rate(context.sampler, context.prompts.prompt, profile, clock=time.perf_counter)
-    executor.take_longest_learner_turn()
+    compute.arbiter.take_longest_update_turn()
     positions = profile.learner.batch_size * (profile.sampling.group_size * length + prompt)
-    timed = update_time(context.policy_learner, profile, context=context.policy.context_length, positions=positions)
-    seconds = await finish(executor.submit_steps(timed, kind="update"))
+    length_limit = context.policy.context_length
+    timed = partial(update_time, context.policy_learner, profile, context=length_limit, positions=positions)
+    seconds = await finish(compute.learner.submit(timed))
     rehearsed = Rehearsed(
         completion_tokens=length,
         decode_tokens_per_second=rate,
         update_seconds=seconds,
-        longest_turn_seconds=executor.take_longest_learner_turn(),
+        longest_turn_seconds=compute.arbiter.take_longest_update_turn(),
     )
     found.forecast = estimated = forecast(profile, rehearsed, heldout=len(context.held_out.problems))
     found.add("decoding", f"{rate:.0f} tokens/s, {length:.0f} tokens per completion")

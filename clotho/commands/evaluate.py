@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from clotho.memory.report import limit_memory
 from clotho.models.adapter_store import AdapterStore
 from clotho.models.base_model import BaseModel
 from clotho.models.loading import find_model
+from clotho.models.machine import compute_slots
+from clotho.models.turns import TurnBudget
 from clotho.monitoring.event_log import event_log
 from clotho.monitoring.terminal_text import number, percent, terminal_text
 from clotho.rewards.accuracy import (
@@ -43,8 +45,9 @@ from clotho.rewards.runner import RewardRunner
 from clotho.run.prompts import read_split
 from clotho.run.rendering import Rendered, Renderer
 from clotho.run.serving_state import read_chosen
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.compute_thread import Compute, ComputeThread, finish
 from clotho.runtime.struct_types import prepare_struct_types
+from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.scoring.reference_loss import reference_losses
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import AdapterRequestError, ModelError, ProfileError, RequestError
@@ -129,18 +132,20 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
         rewards = RewardRunner(profile.rewards, overlong=None, keep_zero_variance=True)
         stack.callback(rewards.close)
         prepare_struct_types()
-        executor = ComputeExecutor(decode_share=profile.engine.decode_share)
-        executor.start()
-        stack.callback(executor.stop)
+        compute = Compute(decode_share=profile.engine.decode_share, slots=compute_slots())
+        compute.start()
+        stack.callback(compute.stop)
         await rewards.start()
-        base, engine = await finish(executor.submit(lambda: load(arguments)))
+        base, engine = await finish(compute.decode.submit(lambda: load(arguments)))
         rendered, references = problems_of(arguments, base)
         require_graded(rendered, rewards)
         rewards.require_columns(rendered.problems)
         outcomes: dict[str, list[Outcome]] = {}
         for name in (*([BASE_NAME] if flags.base else []), *arguments.adapters):
             log.info("evaluating", policy=name, problems=len(rendered.problems))
-            completions, losses = await completions_of(arguments, name, rendered, references, base, engine, executor)
+            completions, losses = await completions_of(
+                arguments, name, rendered, references, base, engine, compute.decode
+            )
             outcomes[name] = await graded(rendered.problems, completions, rewards.grade, losses=losses)
     results = {name: result_of(name, found, outcomes.get(BASE_NAME)) for name, found in outcomes.items()}
     found = Evaluation(
@@ -167,7 +172,7 @@ def new_file(name: str) -> Path:
 
 
 def load(arguments: EvaluationArguments) -> tuple[BaseModel, DecodeEngine]:
-    """Load the base model and all adapters, in the compute thread. Raises ModelError."""
+    """Load the base model and all adapters, in a compute thread. Raises ModelError."""
     profile = arguments.profile
     find_model(profile.model.path)
     limit_memory(serving_memory(profile.model, profile.engine, profile.sampling), profile.monitor)
@@ -218,7 +223,7 @@ async def completions_of(
     references: Sequence[tuple[int, ...]],
     base: BaseModel,
     engine: DecodeEngine,
-    executor: ComputeExecutor,
+    thread: ComputeThread,
 ) -> tuple[list[list[Completion]], list[ReferenceLoss | None]]:
     """Return the completions of each problem by one policy, and the losses of the reference completions."""
     profile, prompts = arguments.profile, rendered.prompts
@@ -226,27 +231,35 @@ async def completions_of(
     requests = held_out_requests(
         prompts, profile.sampling, samples=arguments.flags.samples, seed=profile.seed, weights=weights
     )
-    steps = _decode(engine, requests, profile.engine.max_num_seqs)
-    completions = by_problem(await finish(executor.submit_steps(steps, kind="evaluation")), len(prompts))
+    rows, pause = profile.engine.max_num_seqs, thread.lane.pause
+    decoded = await finish(thread.submit(lambda: _decode(engine, requests, rows, pause)))
+    completions = by_problem(decoded, len(prompts))
     if not any(references):
         return completions, []
-    _, computing = await finish(executor.submit(lambda: engine.computing_as(weights)))
-    scoring = reference_losses(
-        base,
-        prompts,
-        references,
-        context_length=base.context_length,
-        chunk=profile.engine.prefill_chunk,
-        computing=computing,
-    )
-    return completions, await finish(executor.submit_steps(scoring, kind="evaluation"))
+
+    def losses() -> list[ReferenceLoss | None]:
+        adapter, parameters = engine.adapter(weights), base.served()[0]
+        scorer = PromptScorer(
+            base.copy_model(),
+            chunk=profile.engine.prefill_chunk,
+            adapters=engine.adapters,
+            turns=TurnBudget(0.0, thread.lane),
+        )
+        return reference_losses(
+            lambda tokens: scorer.score(parameters, tokens, version=0, adapter=adapter),
+            prompts,
+            references,
+            context_length=base.context_length,
+        )
+
+    return completions, await finish(thread.submit(losses))
 
 
 def _decode(
-    engine: DecodeEngine, requests: Sequence[SampleRequest], rows: int
-) -> Generator[None, None, list[list[Completion]]]:
+    engine: DecodeEngine, requests: Sequence[SampleRequest], rows: int, pause: Callable[[], None]
+) -> list[list[Completion]]:
     try:
-        return (yield from complete_all(engine, requests, engine.tick, rows=rows))
+        return complete_all(engine, requests, rows=rows, pause=pause)
     except RequestError as error:
         raise ProfileError(f"sampling.{error.param}: {error}") from error
 

@@ -21,21 +21,23 @@ from clotho.memory.report import limit_memory
 from clotho.models.adapter_store import AdapterStore
 from clotho.models.base_model import BaseModel
 from clotho.models.loading import find_model
-from clotho.models.machine import describe_machine
+from clotho.models.machine import compute_slots, describe_machine
 from clotho.models.policy import Policy, load_policy
+from clotho.models.turns import TurnBudget
 from clotho.monitoring.display import machine_lines, print_line
 from clotho.monitoring.event_log import event_log
 from clotho.monitoring.terminal_text import memory, relative_path, size
 from clotho.run.policy_receiver import SwappingReceiver
 from clotho.run.process_signals import finish_computation
 from clotho.run.serving_state import ServingState, names_of, read_chosen, served_adapters
-from clotho.run.startup import adapter_store, startup_watch
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.run.startup import adapter_store, attach, startup_watch
+from clotho.runtime.compute_thread import Compute, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
 from clotho.runtime.signals import handle_signals
 from clotho.runtime.supervisor import RestartPolicy, Supervisor, describe_error, permanent, transient
 from clotho.runtime.watchdog import ENGINE_RESTARTS, EngineGuard
+from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.serving.adapters import AdapterRegistry
 from clotho.serving.server import ApiServer, base_url, listen, while_loading
 from clotho.serving.services import NullPolicyReceiver, PolicyReceiver, RunSnapshot, ServedModel, ServerContext
@@ -55,7 +57,7 @@ class Serving(Struct, frozen=True, kw_only=True, eq=False):
     """
 
     arguments: ServeArguments
-    executor: ComputeExecutor
+    compute: Compute
     base: BaseModel | Policy
     model: ServedModel
     weights: Latest[WeightsReady]
@@ -93,7 +95,7 @@ class Serving(Struct, frozen=True, kw_only=True, eq=False):
         if not isinstance(self.base, Policy):
             return NullPolicyReceiver()
         root = self.arguments.profile.server.weights_root
-        return SwappingReceiver(self.base, self.engine, self.executor, self.weights, kv_policy="keep", root=root)
+        return SwappingReceiver(self.base, self.engine, self.compute, self.weights, kv_policy="keep", root=root)
 
 
 class UntilDrained:
@@ -126,26 +128,39 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
     with ExitStack() as stack:
         stack.enter_context(event_log(console))
         listener = stack.enter_context(listen(settings))
-        executor = ComputeExecutor(decode_share=profile.engine.decode_share)
-        executor.start()
-        stack.callback(executor.stop)
+        compute = Compute(decode_share=profile.engine.decode_share, slots=compute_slots())
+        compute.start()
+        stack.callback(compute.stop)
         watch = startup_watch(profile.monitor.watchdog_seconds)
         with watch.phase("model and tokenizer"):
-            loading = finish(executor.submit(lambda: load(arguments)))
+            loading = finish(compute.decode.submit(lambda: load(arguments)))
             base, engine = await while_loading(listener, settings, loading)
         weights = served_weights(arguments, base)
         supervisor = Supervisor(on_failure=_report_failure, grace_seconds=settings.shutdown_seconds + 5.0)
-        state = ServingState(executor, engine, policy=base, settings=profile.engine, children=supervisor.status)
+        scorer = PromptScorer(
+            base.copy_model(),
+            chunk=profile.engine.prefill_chunk,
+            adapters=engine.adapters,
+            turns=TurnBudget(0.0, compute.scoring.lane),
+        )
+        state = ServingState(
+            compute,
+            engine,
+            served=base.served,
+            scorer=scorer,
+            settings=profile.engine,
+            children=supervisor.status,
+        )
         model = served_base(arguments, base, weights)
         serving = Serving(
             arguments=arguments,
-            executor=executor,
+            compute=compute,
             base=base,
             model=model,
             weights=weights,
             engine=engine,
-            engine_failure=executor.attach(engine),
-            sampler=Sampler(executor.submit, engine),
+            engine_failure=attach(compute, base.description, engine),
+            sampler=Sampler(compute.decode.submit, engine),
             registry=state.registry(settings, [model]),
         )
         assert engine.adapters is not None, "an engine behind a server has adapters"
@@ -169,12 +184,12 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
 
         async with handle_signals(supervisor) as signals:
             await supervisor.run(children, on_drain=drain)
-        finish_computation(executor, signals)
+        finish_computation(compute, signals)
         return signals.exit_status
 
 
 def load(arguments: ServeArguments) -> tuple[BaseModel | Policy, DecodeEngine]:
-    """Load the model and create its engine, in the compute thread. Raises ModelError or ProfileError."""
+    """Load the model and create its engine, in the decode thread. Raises ModelError or ProfileError."""
     profile = arguments.profile
     find_model(profile.model.path)
     adapters = profile.server.adapters if arguments.adapters or profile.server.adapters.root else None
@@ -232,9 +247,9 @@ def screen(serving: Serving, address: str) -> Iterator[str]:
 def _guard(serving: Serving) -> EngineGuard:
     return EngineGuard(
         serving.engine_failure,
-        submit=serving.executor.submit,
+        submit=serving.compute.decode.submit,
         fail_requests=serving.engine.fail_all,
-        attach=lambda: serving.executor.attach(serving.engine),
+        attach=lambda: serving.compute.decode.attach(serving.engine),
     )
 
 

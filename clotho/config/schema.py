@@ -9,6 +9,7 @@ from msgspec import Meta, Struct, field
 
 from clotho.config.bounds import (
     Absent,
+    Fraction,
     FractionBelowOne,
     ModuleName,
     NonNegative,
@@ -204,11 +205,14 @@ ReasoningParser = Literal["auto", "off"]
 
 
 class ParityCheck(Variant, frozen=True, kw_only=True, tag="check"):
-    """The log-probabilities are compared at the start and after every weight swap."""
+    """The log-probabilities are compared at the start, and after a weight swap as often as the budget allows."""
 
     tokens: Annotated[Positive, about("Number of tokens that a parity check compares.")] = 32
     warn_nats: Annotated[PositiveFloat | None, about("Log a larger difference of one token; none: by type.")] = None
     stop_kl: Annotated[PositiveFloat | None, about("A larger mean KL divergence ends the run; none: by type.")] = None
+    budget: Annotated[
+        Fraction, about("Largest share of the training time for parity checks; 0: at the start only; 1: every swap.")
+    ] = 0.01
 
 
 ParitySection = Annotated[Off | ParityCheck, about("Comparison of sampler and learner log-probabilities.")]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -40,6 +40,7 @@ from clotho.distributed.messages import (
     part,
 )
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat, layout
+from clotho.models.turns import TurnBudget
 from clotho.scoring.layouts.micro_batches import positions
 from clotho.scoring.sequences import MicroBatch
 from clotho.storage.tensors import tensor_bytes
@@ -52,8 +53,8 @@ T = TypeVar("T")
 
 log = structlog.get_logger(actor="learner")
 
-TURN_SECONDS = 0.001
-"""How long a turn of the compute thread waits for other ranks; decode steps and requests run between two turns."""
+LOOK_SECONDS = 1.0
+"""How long the learner waits for other ranks before it looks whether the update was cancelled."""
 
 MESSAGE_BYTES = 256 << 20
 """Arrays of weights are sent together up to this size."""
@@ -252,20 +253,18 @@ class LearnerRanks:
 
         return self._deal(micro_batches, parts, share)
 
-    def add_gradients(self, own: Gradient) -> Generator[None, None, tuple[Gradient, dict[int, Gradient]]]:
+    def add_gradients(self, own: Gradient, turns: TurnBudget) -> tuple[Gradient, dict[int, Gradient]]:
         """See `OtherRanks`. Raises RankError if a rank fails, or has computed with other weights."""
         number = self._number
-        computed = yield from self._collect()
+        computed = self._collect(turns)
         began = time.monotonic()
         for rank in self._others:
             self._tell(rank, encode(Add(number=number)))
-        adding = self._submit(lambda: self._group.add(own.arrays))
-        while not adding.done():
-            _wait(adding, TURN_SECONDS)
-            yield
+        with turns.outside():
+            added = self._submit(lambda: self._group.add(own.arrays)).result()
         self._sums += 1
         self._waited_seconds += time.monotonic() - began
-        arrays = {name: mx.array(array) for name, array in adding.result().items()}
+        arrays = {name: mx.array(array) for name, array in added.items()}
         metrics = {name: np.array(sums, dtype=np.float32) for name, sums in own.metrics.items()}
         loss = float(own.loss)
         for answer in computed:
@@ -297,9 +296,9 @@ class LearnerRanks:
 
         return self._deal(micro_batches, parts, share)
 
-    def collect_logprobs(self) -> Generator[None, None, dict[int, mx.array]]:
+    def collect_logprobs(self, turns: TurnBudget) -> dict[int, mx.array]:
         """See `OtherRanks`."""
-        computed = yield from self._collect()
+        computed = self._collect(turns)
         return {result.index: mx.array(result.logp_N) for answer in computed for result in answer.results}
 
     def _deal(
@@ -318,7 +317,7 @@ class LearnerRanks:
         self._dealt_at = time.monotonic()
         return shares[0]
 
-    def _collect(self) -> Generator[None, None, list[Computed]]:
+    def _collect(self, turns: TurnBudget) -> list[Computed]:
         """Wait for the answers of all other ranks to the newest shares. Answers to abandoned shares are dropped."""
         found: dict[int, Computed] = {}
         limit, began = self._share_seconds, time.monotonic()
@@ -326,12 +325,13 @@ class LearnerRanks:
         due = began + limit
         while len(found) < self.count - 1:
             try:
-                rank, answer = self._answers.get(timeout=TURN_SECONDS)
+                with turns.outside():
+                    rank, answer = self._answers.get(timeout=max(0.0, min(LOOK_SECONDS, due - time.monotonic())))
             except Empty:
-                if time.monotonic() > due:
+                if time.monotonic() >= due:
                     late = next(rank for rank in self._others if rank not in found)
                     self._group.lose(late, f"did not compute its share within {limit:g} s")
-                yield
+                turns.pause()
                 continue
             if isinstance(answer, Failed):
                 raise _error(rank, answer)

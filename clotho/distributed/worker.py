@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -50,8 +50,6 @@ from clotho.training.gradient import add_gradients as add
 from clotho.training.objectives.registry import objective
 from clotho.training.reference_policy import ReferencePolicy
 from protocols.errors import ClothoError, ModelError, error_text
-
-T = TypeVar("T")
 
 log = structlog.get_logger(actor="rank")
 
@@ -130,9 +128,9 @@ class ShareComputer:
 
     def __init__(self, policy: TrainablePolicy, learner: LearnerSection, sampling: SamplingSection) -> None:
         """Raises ProfileError if the objective cannot be imported."""
-        self._policy, self._settings, self._objective = policy, learner, objective(learner.objective)
+        self._policy, self._settings, self._objective = policy.copy_model(), learner, objective(learner.objective)
         self._distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
-        self._forcing = TeacherForcing(policy.model, policy.vocab_size, layout=learner.layout)
+        self._forcing = TeacherForcing(self._policy.model, self._policy.vocab_size, layout=learner.layout)
         self._reference = ReferencePolicy(policy, learner)
         self._parameters = policy.trainable()
         self._fingerprint = ""
@@ -175,18 +173,16 @@ class ShareComputer:
                 None if part.reference_N is None else mx.array(part.reference_N),
                 None if part.proximal_N is None else mx.array(part.proximal_N),
             )
-            found = _finish(
-                micro_batch_gradient(
-                    self._policy,
-                    self._forcing,
-                    self._parameters,
-                    part.micro_batch(),
-                    fixed,
-                    loss_config=config,
-                    position=share.position,
-                    turns=UNDIVIDED,
-                    token_gradients=share.token_gradients,
-                )
+            found = micro_batch_gradient(
+                self._policy,
+                self._forcing,
+                self._parameters,
+                part.micro_batch(),
+                fixed,
+                loss_config=config,
+                position=share.position,
+                turns=UNDIVIDED,
+                token_gradients=share.token_gradients,
             )
             self._gradient = add(self._gradient, found)
             results.append(_result(part.index, found))
@@ -212,18 +208,13 @@ class ShareComputer:
     def compute_logprobs(self, share: LogprobsShare) -> Computed:
         """Compute the log-probabilities of a share."""
         results = []
+        if share.reference:
+            self._reference.use(self._policy)
+        else:
+            self._policy.use(self._parameters)
         for part in share.parts:
-            computing = self._reference.computing() if share.reference else self._policy.using(self._parameters)
-            logp_N = _finish(
-                compute_logprobs(
-                    self._policy,
-                    self._forcing,
-                    part.micro_batch(),
-                    self._distribution,
-                    computing=computing,
-                    turns=UNDIVIDED,
-                )
-            )
+            micro = part.micro_batch()
+            logp_N = compute_logprobs(self._policy, self._forcing, micro, self._distribution, turns=UNDIVIDED)
             results.append(MicroBatchResult(index=part.index, logp_N=np.array(logp_N)))
         return Computed(number=share.number, fingerprint=self._fingerprint, results=tuple(results))
 
@@ -233,13 +224,3 @@ def _result(index: int, found: Gradient) -> MicroBatchResult:
     for tokens in found.tokens:
         slope_N, cut_N = np.array(tokens.slope_N), np.array(tokens.cut_N)
     return MicroBatchResult(index=index, logp_N=np.array(found.logp_N), slope_N=slope_N, cut_N=cut_N)
-
-
-def _finish(steps: Generator[None, None, T]) -> T:
-    """Run a cooperative computation at once."""
-    try:
-        while True:
-            next(steps)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result

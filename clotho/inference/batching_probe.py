@@ -11,7 +11,7 @@ import numpy as np
 from clotho.cpu.interface import PrefilledPrompt
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout
 from clotho.inference.kv_cache import BatchKVCache, ColumnState, LayerKVCache
-from clotho.models.attention import cache_attention
+from clotho.models.attention import install_cache_attention
 from protocols.errors import ModelError
 
 MASK_AXES = (4, 5)
@@ -59,10 +59,10 @@ def probe_batching(layout: CacheLayout) -> None:
     """
     heads = max((leaf.key_shape[0] for leaf in layout.leaves if isinstance(leaf, AttentionLeaf)), default=1)
     reason: Exception | None = None
+    install_cache_attention()
     for layout.mask_axes in MASK_AXES:
         try:
-            with cache_attention():
-                cache, shape = _probe(layout, rows=heads + 1)  # as many rows as heads would hide a wrong axis
+            cache, shape = _probe(layout, rows=heads + 1)  # as many rows as heads would hide a wrong axis
         except ValueError as error:
             reason = error
             continue

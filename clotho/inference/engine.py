@@ -8,30 +8,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from contextlib import AbstractContextManager
+from concurrent.futures import Future
 from itertools import chain
 from time import perf_counter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 import structlog
 
 from clotho.config.bounds import Off
-from clotho.config.schema import EngineSection
+from clotho.config.schema import EngineSection, KvPolicy
 from clotho.cpu.decoder import HostDecoder
-from clotho.cpu.interface import PrefilledPrompt
-from clotho.cpu.kv_cache import HostKVCache
 from clotho.cpu.supported import make_host_decoder
 from clotho.inference.batch import Batch
 from clotho.inference.batching_probe import probe_batching
-from clotho.inference.cache_layout import CacheLayout, RowCaches
+from clotho.inference.cache_layout import CacheLayout
 from clotho.inference.decoding import Decoding, LongTurns
+from clotho.inference.forced_decoder import ForcedDecoder, MakeCaches, row_caches
 from clotho.inference.interface import EngineStats, ServedModel
 from clotho.inference.kv_budget import KVBudget, Loads, short_tokens
-from clotho.inference.kv_cache import BatchKVCache
 from clotho.inference.outputs import EventSender
-from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill, pass_context
+from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill
 from clotho.inference.sampling import validate
 from clotho.inference.scheduler import ActiveRequest, Listener, PrefillJob, Row, Scheduler
 from clotho.inference.speculative_batch import SpeculativeBatch, verifying_caches
@@ -50,6 +47,14 @@ log = structlog.get_logger(__name__)
 
 LIMIT_CHECK_SECONDS = 0.05
 """Time between two checks for requests that have exceeded a limit on their time."""
+
+
+class _Swap(NamedTuple):
+    """A change of the policy's weights that waits for its rows."""
+
+    publish: Callable[[], float]
+    kv_policy: KvPolicy
+    future: Future[float]
 
 
 class DecodeEngine:
@@ -98,6 +103,7 @@ class DecodeEngine:
         batches = self._make_batches(decoder)
         self._short, self._long = self._decodings = [Decoding(batch, self._sender) for batch in batches]
         self._long_turns = LongTurns()
+        self._swap: _Swap | None = None
         self._aborted: list[int] = []
         self._limits_checked = 0.0
         self._timed_out: Counter[str] = Counter()
@@ -108,13 +114,17 @@ class DecodeEngine:
         layout, settings = self._layout, self._settings
         common = self._source.tokenizer.eos_ids, self._source.vocab_size, self._computing
         if isinstance(settings.speculation, Off):
-            self._make_caches = make_caches = _cache_factory(layout, decoder, settings.kv_cache_tokens)
-            return Batch(make_caches, *common), Batch(make_caches, *common)
-        self._make_caches = make_verifying = verifying_caches(layout, decoder, settings.kv_cache_tokens)
-        short = SpeculativeBatch(make_verifying, *common, settings=settings)
-        self._sender.completed = short.drafter.finished
-        self._speculative = SpeculativeBatch(make_verifying, *common, settings=settings, beside=short)
-        return short, self._speculative
+            make_caches: MakeCaches = row_caches(layout, decoder, settings.kv_cache_tokens)
+            batches = Batch(make_caches, *common), Batch(make_caches, *common)
+        else:
+            make_caches = verifying = verifying_caches(layout, decoder, settings.kv_cache_tokens)
+            short = SpeculativeBatch(verifying, *common, settings=settings)
+            self._sender.completed = short.drafter.finished
+            self._speculative = SpeculativeBatch(verifying, *common, settings=settings, beside=short)
+            batches = short, self._speculative
+        rows = self._adapter_rows.computing
+        self._forced = ForcedDecoder(layout, make_caches, prefill=rows, steps=self._computing)
+        return batches
 
     def submit(self, request: SampleRequest, listener: Listener) -> int:
         """Accept a request and return its id. Later steps call `listener`, which must return at once.
@@ -127,24 +137,13 @@ class DecodeEngine:
         limit = validate(request, vocabulary=source.vocab_size, context=source.context_length, cache_tokens=tokens)
         if not request.background:
             self._scheduler.check(len(request.seeds))
-        adapter = self._adapter(request.weights)
+        adapter = self.adapter(request.weights)
         self._requests += 1
         active = ActiveRequest(self._requests, request, listener, limit, open=len(request.seeds), adapter=adapter)
         rows = [self._row(active, index) for index in range(len(request.seeds))]
         self._sender.requests[active.request_id] = active
         self._scheduler.add(PrefillJob(active, request.prompt, rows))
         return active.request_id
-
-    def _adapter(self, weights: str) -> LoadedAdapter | None:
-        if weights == POLICY:
-            return None
-        if self._adapters is None:
-            raise RequestError("this engine samples from the policy only", param="model")
-        try:
-            self._adapter_rows.prepare()
-            return self._adapters.use(weights)
-        except AdapterRequestError as error:
-            raise RequestError(str(error), param="model") from error
 
     def _row(self, active: ActiveRequest, index: int) -> Row:
         self._rows += 1
@@ -186,14 +185,20 @@ class DecodeEngine:
         """The adapters that requests can use; None if all requests use the policy."""
         return self._adapters
 
-    def computing_as(self, weights: str) -> tuple[int | None, Callable[[], AbstractContextManager[None]]]:
-        """Return the version of an adapter, and a context in which one row of the model computes as the adapter.
+    def adapter(self, weights: str) -> LoadedAdapter | None:
+        """Return the adapter, or the base model, that a request names; None for the policy.
 
-        weights: as in `SampleRequest`; the version of the policy is None. Raises RequestError for an unknown adapter.
+        weights: as in `SampleRequest`. Raises RequestError for an unknown adapter.
         """
-        adapter = self._adapter(weights)
-        version = None if adapter is None else adapter.version
-        return version, lambda: pass_context(self._adapter_rows.computing, [adapter])
+        if weights == POLICY:
+            return None
+        if self._adapters is None:
+            raise RequestError("this engine samples from the policy only", param="model")
+        try:
+            self._adapter_rows.prepare()
+            return self._adapters.use(weights)
+        except AdapterRequestError as error:
+            raise RequestError(str(error), param="model") from error
 
     @property
     def running(self) -> int:
@@ -212,7 +217,7 @@ class DecodeEngine:
         ended = self._aborted or self._sender.closed
         if self.held == "everything":
             return bool(ended)
-        busy = ended or any(decoding.is_busy for decoding in self._decodings)
+        busy = ended or self._swap is not None or any(decoding.is_busy for decoding in self._decodings)
         return bool(busy or (self._admits and self._scheduler.has_waiting))
 
     @property
@@ -236,6 +241,7 @@ class DecodeEngine:
         self._remove_ended()
         if self.held == "everything":
             return 0
+        self._swap_if_drained()
         loads = self._make_room()
         if self._admits:
             self._fill(loads)
@@ -369,36 +375,47 @@ class DecodeEngine:
     def teacher_forced_logits(
         self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int, weights: str = POLICY
     ) -> Iterator[mx.array]:
-        """Yield the logits before each token, (rows, V), evaluated, from decode steps of `rows` rows.
+        """Yield the logits before each token from decode steps; see `ForcedDecoder`. Running rows are not affected.
 
-        completions: of equal lengths; row i has completion i modulo their number. Uses a batch of its own; running rows
-        are not affected. weights: as in `SampleRequest`.
+        weights: as in `SampleRequest`.
         """
-        adapter_B = [self._adapter(weights)] * rows
-        *before, last = prompt
-        caches = self._make_caches(rows)
-        positions_B, all_B = np.full(rows, len(before), dtype=np.int32), np.ones(rows, dtype=np.bool_)
-        with pass_context(self._adapter_rows.computing, adapter_B[:1]):
-            state = self._layout.prefilled(before)
-        token_B_T = np.asarray(completions, dtype=np.int32)[np.arange(rows) % len(completions)]
-        prefilled = PrefilledPrompt(rows, len(before), state, reserved=len(prompt) + token_B_T.shape[1])
-        caches.make_room(positions_B, ~all_B, [prefilled])
-        caches.enter(range(rows), prefilled)
-        for step in range(token_B_T.shape[1]):
-            token_B = token_B_T[:, step - 1] if step else np.full(rows, last, dtype=np.int32)
-            with pass_context(self._computing, adapter_B):
-                logits_B_V = mx.array(caches.logits(token_B, positions_B, all_B))
-            mx.eval(logits_B_V, *caches.arrays)
-            yield logits_B_V
-            positions_B = positions_B + 1
+        return self._forced.teacher_forced_logits(prompt, completions, rows=rows, adapter=self.adapter(weights))
 
-    def weights_changed(self, kv_policy: Literal["keep", "recompute", "drain"]) -> None:
+    def swap(self, publish: Callable[[], float], kv_policy: KvPolicy) -> Future[float]:
+        """Change the weights of the policy with `publish`, between two steps; then `weights_changed`.
+
+        drain: `policy_rows` finish first, and no waiting row is admitted meanwhile. The future gets the result of
+        `publish`, or its exception, and then nothing has changed. Cancelling it ends the wait.
+        """
+        future: Future[float] = Future()
+        if self._swap is not None:
+            self._swap.future.cancel()
+        self._swap = _Swap(publish, kv_policy, future)
+        self.admission_paused = kv_policy == "drain"
+        self._swap_if_drained()
+        return future
+
+    def _swap_if_drained(self) -> None:
+        swap = self._swap
+        if swap is None or (swap.kv_policy == "drain" and self.policy_rows and not swap.future.cancelled()):
+            return
+        self._swap, self.admission_paused = None, False
+        if not swap.future.set_running_or_notify_cancel():
+            return
+        try:
+            seconds = swap.publish()
+            self.weights_changed(swap.kv_policy)
+        except Exception as error:
+            swap.future.set_exception(error)
+        else:
+            swap.future.set_result(seconds)
+
+    def weights_changed(self, kv_policy: KvPolicy) -> None:
         """Handle a weight swap of the policy that just happened. Its prefixes leave the prefix cache.
 
         keep: KV caches stay as the old weights computed them. recompute: running rows return to the head of the queue
-        and continue after their KV caches are recomputed. drain: the caller let `policy_rows` finish under
-        `admission_paused`; prompts prefilled for rows that have not started are discarded. Rows of adapters and of the
-        base model are not affected, unless the policy trains the base weights.
+        and continue after their KV caches are recomputed. drain: prompts prefilled for rows that have not started are
+        discarded. Rows of adapters and of the base model are not affected, unless the policy trains the base weights.
         """
         self._prefill.forget_prefixes((POLICY_KIND,) if self._keeps_base else ALL_KINDS)
         if kv_policy != "keep":
@@ -483,9 +500,3 @@ class DecodeEngine:
             timings=self._sender.timings.distributions(),
             speculation=SpeculationCounts() if self._speculative is None else self._speculative.counts,
         )
-
-
-def _cache_factory(layout: CacheLayout, decoder: HostDecoder | None, limit: int) -> Callable[[int], RowCaches]:
-    if decoder is None:
-        return lambda rows: BatchKVCache(layout, rows, limit)
-    return lambda rows: HostKVCache(decoder, rows)

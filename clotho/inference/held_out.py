@@ -1,8 +1,8 @@
-"""Completions of held-out problems by one pinned policy version, computed in turns with everything else."""
+"""Completions of held-out problems by one pinned policy version."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Parameters, Policy
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.models.turns import TurnBudget
+from clotho.models.turns import UNDIVIDED, TurnBudget
 from protocols.sampling import (
     PARAMETERS,
     POLICY,
@@ -33,14 +33,25 @@ NEUTRAL_FILTERS: dict[str, Any] = {
 
 
 class PinnedWeights:
-    """The model that an engine serves, with a fixed policy version."""
+    """What an engine samples from if it does not serve: a model of its own, with the weights that `use` chooses."""
 
-    def __init__(self, policy: Policy, version: int) -> None:
-        self.version = version
-        self.model: nn.Module = policy.model
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy.copy_model()
+        self.version = policy.version
+        self.model: nn.Module = self._policy.model
         self.tokenizer: ChatTokenizer = policy.tokenizer
         self.vocab_size = policy.vocab_size
         self.context_length = policy.context_length
+
+    def use(self, parameters: Parameters, version: int) -> None:
+        """Compute with these parameters from now on."""
+        self._policy.use(parameters)
+        self._policy.fold()
+        self.version = version
+
+    def release(self) -> None:
+        """Refer to no parameters until the next `use`."""
+        self._policy.release()
 
 
 def greedy(sampling: Sampling) -> Sampling:
@@ -68,11 +79,11 @@ def held_out_requests(
 
 
 def complete_all(
-    engine: DecodeEngine, requests: Sequence[SampleRequest], tick: Callable[[], object], *, rows: int
-) -> Generator[None, None, list[list[Completion]]]:
-    """Decode requests with an engine, one decode step per turn.
+    engine: DecodeEngine, requests: Sequence[SampleRequest], *, rows: int, pause: Callable[[], None] = lambda: None
+) -> list[list[Completion]]:
+    """Decode requests with an engine.
 
-    tick: computes a decode step. rows: `engine.max_num_seqs`; twice as many completions are requested ahead.
+    rows: `engine.max_num_seqs`; twice as many completions are requested ahead. pause: called after each decode step.
     Returns the completions of each request, in the order of its seeds. Raises RequestError if a prompt does not fit,
     and RuntimeError if a request fails.
     """
@@ -96,10 +107,10 @@ def complete_all(
             request = requests[submitted]
             engine.submit(replace(request, background=True), partial(receive, submitted))
             submitted, started = submitted + 1, started + len(request.seeds)
-        tick()
+        engine.tick()
         if failures:
             raise RuntimeError(f"evaluation failed: {failures[0]}")
-        yield
+        pause()
     return [[answers[index][i] for i in range(len(request.seeds))] for index, request in enumerate(requests)]
 
 
@@ -109,25 +120,25 @@ def by_problem(completions: Sequence[Sequence[Completion]], problems: int) -> li
     return [[*first, *others] for first, others in zip(completions[:problems], sampled, strict=True)]
 
 
-def pinned_completions(
-    policy: Policy,
-    parameters: Parameters,
-    *,
-    version: int,
-    requests: Sequence[SampleRequest],
-    settings: EngineSection,
-    turns: TurnBudget | None = None,
-) -> Generator[None, None, list[list[Completion]]]:
-    """Decode requests with `parameters`, independent of the served weights; one decode step per turn.
+class PinnedSampler:
+    """Decodes requests with given weights, in one thread, independent of the served ones.
 
-    Uses an engine of its own over the same base weights, so its KV caches and batches are separate from the served
-    ones. turns: limits the duration of prefill in one turn. Returns the completions of each request. Raises the errors
-    of `complete_all`.
+    It has a model and an engine of its own over the same base weights.
     """
-    engine = DecodeEngine(PinnedWeights(policy, version), replace(settings, speculation=Off()), turns=turns)
 
-    def tick() -> None:
-        with policy.using(parameters):
-            engine.tick()
+    def __init__(self, policy: Policy, settings: EngineSection, turns: TurnBudget = UNDIVIDED) -> None:
+        """turns: limits the duration of prefill in one turn. Call this in the thread that decodes."""
+        self._weights, self._turns, self._rows = PinnedWeights(policy), turns, settings.max_num_seqs
+        self._engine = DecodeEngine(self._weights, replace(settings, speculation=Off()), turns=turns)
 
-    return (yield from complete_all(engine, requests, tick, rows=settings.max_num_seqs))
+    def completions(
+        self, parameters: Parameters, requests: Sequence[SampleRequest], *, version: int
+    ) -> list[list[Completion]]:
+        """Return the completions of each request. Raises the errors of `complete_all`."""
+        self._weights.use(parameters, version)
+        self._engine.weights_changed("recompute")
+        try:
+            return complete_all(self._engine, requests, rows=self._rows, pause=self._turns.pause)
+        finally:
+            self._engine.fail_all("the evaluation has ended")
+            self._weights.release()

@@ -129,7 +129,7 @@ class PrefillBatch:
             with turns.recorded(model, gradients=False) as stages:
                 model(chunk, cache=self._cache)
         blocks = [stage._replace(kind="prefill") for stage in stages.take()[:-1]]  # nothing reads the last output
-        self._parts = turns.evaluate(blocks, [c.state for c in self._cache])
+        self._parts = turns.parts(blocks, [c.state for c in self._cache])
 
     def finish(self) -> None:
         """Wait for the evaluation and set the state of each job. Raises what the evaluation raised."""

@@ -365,7 +365,7 @@ def _listed(items: list[str]) -> str:
 
 
 def as_arrays(contents: AdapterContents) -> dict[str, mx.array]:
-    """Return the arrays of an adapter in MLX, evaluated; in the compute thread."""
+    """Return the arrays of an adapter in MLX, evaluated; in a compute thread."""
     arrays = {name: mx.array(values) for name, values in contents.arrays.items()}
     mx.eval(arrays)
     return arrays

@@ -8,7 +8,7 @@ a pass are joined once, in a bank, and banks are kept between passes.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from clotho.models.adapter_files import AdapterContents
 from clotho.models.adapter_store import AdapterStore, LoadedAdapter
-from clotho.models.lora import watched_calls
+from clotho.models.lora import AdaptedModule, watched_calls
 from clotho.models.mixed_layers import Columns, Group, Layer, Mixed, MixedLinear, MixedSwitchLinear, Routed
 from clotho.models.parameters import locate
 from protocols.errors import AdapterRequestError
@@ -66,21 +66,24 @@ class Route(NamedTuple):
 
 
 class AdapterRows:
-    """Computes rows with different adapters in one pass of the model. Belongs to the compute thread."""
+    """Computes rows with different adapters in one pass of the model, and belongs to the thread of the model."""
 
-    def __init__(self, store: AdapterStore) -> None:
-        """Find the layers that read the same input by one call of the model, which is not evaluated."""
-        adapted = {module.name: module for module in store.adapted}
+    def __init__(self, model: nn.Module, adapted_modules: Sequence[AdaptedModule], targets: Iterable[str]) -> None:
+        """Find the layers that read the same input by one call of the model, which is not evaluated.
+
+        adapted_modules: modules of `model` that hold the policy's adapter. targets: names of layers with adapters.
+        """
+        adapted = {module.name: module for module in adapted_modules}
         layers, modules = {}, []
-        for name in store.targets:
-            parent, key = locate(store.model, name)
+        for name in targets:
+            parent, key = locate(model, name)
             base = adapted[name].base if name in adapted else parent[key]
             layers[name] = Layer(name, parent, key, base, adapted[name].adapted if name in adapted else None)
             modules.append(parent[key])
         by_module = {id(module): layer for module, layer in zip(modules, layers.values(), strict=True)}
         with watched_calls(modules) as calls:
-            store.model(mx.zeros((1, 2), dtype=mx.int32))
-        self._experts = _experts(store.model)
+            model(mx.zeros((1, 2), dtype=mx.int32))
+        self._experts = _experts(model)
         together: dict[tuple[int, bool], list[Layer]] = {}
         inputs: dict[tuple[int, bool], Any] = {}
         for call in calls:
@@ -258,7 +261,7 @@ class LazyAdapterRows:
         """Examine the model. Raises AdapterRequestError if its rows can only use the policy."""
         if self._rows is None:
             assert self._adapters is not None
-            self._rows = AdapterRows(self._adapters)
+            self._rows = AdapterRows(self._adapters.model, self._adapters.adapted, self._adapters.targets)
         return self._rows
 
     def computing(self, adapter_B: Sequence[LoadedAdapter | None]) -> AbstractContextManager[None]:

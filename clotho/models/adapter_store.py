@@ -1,6 +1,6 @@
 """The adapters that are served beside the policy: loaded by name, limited in number and size, replaced as a whole.
 
-A store belongs to the compute thread. `read` may run in any thread, so that a large file delays no decode step.
+A store belongs to the decode thread. `read` may run in any thread, so that a large file delays no decode step.
 """
 
 from __future__ import annotations

@@ -8,9 +8,6 @@ which tokens attend to which, at which positions, and how attention is computed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
@@ -47,23 +44,14 @@ def attention(
     return usual
 
 
-def install_cache_attention() -> list[ModuleType]:
-    """Replace mlx-lm's function by `attention` in all of its model modules that are loaded; return those changed."""
-    changed = [module for module in model_modules() if vars(module).get(NAME) is original]
-    for module in changed:
-        setattr(module, NAME, attention)
-    return changed
+def install_cache_attention() -> None:
+    """Replace mlx-lm's function by `attention` in all of its model modules that are loaded, for good.
 
-
-@contextmanager
-def cache_attention() -> Iterator[None]:
-    """Replace mlx-lm's function by `attention` inside the context."""
-    changed = install_cache_attention()
-    try:
-        yield
-    finally:
-        for module in changed:
-            setattr(module, NAME, original)
+    Threads share these modules, so none may undo what another relies on.
+    """
+    for module in model_modules():
+        if vars(module).get(NAME) is original:
+            setattr(module, NAME, attention)
 
 
 KeysAndValues = tuple[mx.array, ...]

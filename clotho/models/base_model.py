@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import mlx.nn as nn
 
 from clotho.config.schema import ModelSection
 from clotho.cpu.layers import install_cpu_layers
+from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.loading import context_length, describe_model, load_base
 from clotho.models.model_files import one_line
 from clotho.models.parameters import Parameters
+from clotho.models.policy_model import PolicyModel
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import ClothoError, ModelError
 
@@ -24,7 +24,7 @@ class BaseModel:
     version = 0
 
     def __init__(self, section: ModelSection) -> None:
-        """Load model and tokenizer, in the compute thread. Raises ModelError."""
+        """Load model and tokenizer, in a compute thread. Raises ModelError."""
         model, config, files = load_base(section)
         self.tokenizer = ChatTokenizer.of_model(files, section)
         try:
@@ -39,14 +39,23 @@ class BaseModel:
                 f"model {section.path} cannot be used: {type(error).__name__}: {one_line(error)}"
             ) from error
         self.model: nn.Module = model
+        self._template = PolicyModel(
+            model,
+            vocab_size=self.description.vocab_size,
+            adapted=(),
+            initial={},
+            in_full=(),
+            grad_checkpoint=False,
+            folded=FoldedAdapter(model),
+        ).copy()
         self.files = files
         self.vocab_size = self.description.vocab_size
         self.context_length = context_length(config)
 
-    def trainable(self) -> Parameters:
-        """Return an empty tree."""
-        return {}
+    def served(self) -> tuple[Parameters, int]:
+        """Return an empty tree, because nothing is trained, and the version."""
+        return {}, self.version
 
-    def using(self, _: Parameters) -> AbstractContextManager[None]:
-        """Return a context without effect."""
-        return nullcontext()
+    def copy_model(self) -> PolicyModel:
+        """Return a model of its own over the same arrays. Any thread may call this."""
+        return self._template.copy()

@@ -64,8 +64,8 @@ class LayerGroup:
         b = tuple(self._b(index, array, self.dtype) for index, array in enumerate(lora_b))
         return FoldedWeights(self.dtype, lora_a, lora_b, self._a(lora_a, self.dtype), b)
 
-    def serve(self, folded: FoldedWeights) -> None:
-        """Use `folded` whenever the layers hold the weights that it was computed from."""
+    def serve(self, folded: FoldedWeights | None) -> None:
+        """Use `folded` whenever the layers hold the weights that it was computed from; None: convert in every call."""
         self._folded = folded
         self._input, self._low_rank, self._waiting = (), None, set()
 
@@ -256,11 +256,16 @@ class FoldedAdapter:
         self.groups.append(group)
 
     def serve(self, arrays: Mapping[str, mx.array]) -> None:
-        """Convert the weights of a policy version, by parameter name, and start their evaluation."""
+        """Convert the weights of a policy version, by parameter name; evaluated, for all threads."""
         folded = [group.fold(arrays) for group in self.groups]
-        mx.async_eval([(one.a, one.b) for one in folded])
+        mx.eval([(one.a, one.b) for one in folded])
         for group, one in zip(self.groups, folded, strict=True):
             group.serve(one)
+
+    def forget(self) -> None:
+        """Release the converted weights."""
+        for group in self.groups:
+            group.serve(None)
 
 
 def _are_same(some: Iterable[Any], others: Sequence[Any]) -> bool:

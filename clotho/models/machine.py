@@ -13,6 +13,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
+from clotho.cpu import DIVIDED_PARAMETERS, usable_cores
 from protocols.errors import ProfileError
 from protocols.summary import MachineDescription, MemoryLimit
 
@@ -37,6 +38,16 @@ def describe_machine(*, blas: str) -> MachineDescription:
         blas=blas,
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
     )
+
+
+def divides_products(parameters: int) -> bool:
+    """Whether a model of so many parameters computes faster if idle cores take part in its products."""
+    return mx.default_device() == mx.Device(mx.cpu) and parameters >= DIVIDED_PARAMETERS
+
+
+def compute_slots() -> int:
+    """Return how many threads compute at once: one on a GPU; on the CPU two, or one with a single core."""
+    return min(2, usable_cores()) if mx.default_device() == mx.Device(mx.cpu) else 1
 
 
 def physical_memory() -> int:

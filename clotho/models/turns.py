@@ -1,16 +1,15 @@
 """Turns: the evaluation of a graph, divided into parts that take at most a given time.
 
-Updates, parity checks and prefill beside a learner are divided. Between two turns, the compute thread runs decode
-steps, requests and weight swaps. They see the served weights, because a graph is complete before its first part is
-evaluated, and refers to its own arrays.
+Updates, scoring and prefill beside a learner are divided. Where components share a device, others compute between two
+turns (`clotho.runtime.arbiter`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,6 +26,30 @@ LARGEST_CORRECTION = 4.0
 """Limit on the ratio of measured to expected time: a machine that was busy for a moment is not slow."""
 
 
+class Turns(Protocol):
+    """The right to compute of one thread: a `clotho.runtime.arbiter.Lane`."""
+
+    def pause(self) -> None:
+        """End the turn, and begin the next one as soon as it is this thread's. Raises WorkCancelled to end the work."""
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Return a context in which this thread waits for something else, without a turn."""
+
+
+class _Unshared:
+    """Turns of a thread that computes alone."""
+
+    def pause(self) -> None:
+        """Go on."""
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Return a context without effect."""
+        return nullcontext()
+
+
+UNSHARED: Turns = _Unshared()
+
+
 class TurnBudget:
     """Divides evaluations into turns of at most `seconds`; a stage that takes longer has a turn of its own.
 
@@ -35,9 +58,11 @@ class TurnBudget:
     into turns changes no result.
     """
 
-    def __init__(self, seconds: float, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """seconds: 0 means that evaluations are not divided."""
-        self._seconds = seconds
+    def __init__(
+        self, seconds: float, lane: Turns = UNSHARED, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """seconds: 0 means that evaluations are not divided. lane: gives the turns."""
+        self._seconds, self._lane = seconds, lane
         self._clock = clock
         self._rates: dict[str, float] = {}
         self._began = clock()
@@ -63,13 +88,24 @@ class TurnBudget:
         """Begin a turn."""
         self._began = self._clock()
 
-    def pause(self) -> Generator[None, None, None]:
+    def pause(self) -> None:
         """End the turn and, after other work, begin the next one."""
-        yield
+        self._lane.pause()
         self.begin()
 
-    def evaluate(self, stages: list[Stage], results: Any) -> Generator[None, None, None]:
-        """Evaluate `results`; yields between turns. If all of it fits into the turn, this is one evaluation.
+    def outside(self) -> AbstractContextManager[None]:
+        """Return a context in which the thread waits for something else, without a turn."""
+        return self._lane.outside()
+
+    def evaluate(self, stages: list[Stage], results: Any) -> None:
+        """Evaluate `results` in as many turns as it takes. Arguments are those of `parts`."""
+        for _ in self.parts(stages, results):
+            self._lane.pause()
+
+    def parts(self, stages: list[Stage], results: Any) -> Generator[None, None, None]:
+        """Evaluate `results`; yields where a turn ends, and the caller then begins the next one.
+
+        If all of it fits into the turn, this is one evaluation.
 
         stages: parts of the graph of `results`, in the order of the computation; empty afterwards, because arrays that
         nobody refers to are freed. results: a tree of arrays.
@@ -82,7 +118,8 @@ class TurnBudget:
             part = self._next_part(stages, fresh=fresh)
             fresh = not part
             if fresh:
-                yield from self.pause()
+                yield
+                self.begin()
                 continue
             work = [(stage.kind, stage.work) for stage in part]
             before = self._clock()

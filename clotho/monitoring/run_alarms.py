@@ -230,7 +230,7 @@ class ThroughputAlarm:
     """Compares the decode rate with the best of the run on comparable work.
 
     Work is comparable if the sequences per decode step and the mean length of the completions agree within a factor of
-    about 1.4. The rate is that of the time in which the compute thread decodes, so that updates do not change it.
+    about 1.4. The rate is that of the time of decode steps alone, so that updates do not change it.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

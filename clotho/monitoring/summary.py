@@ -20,13 +20,22 @@ from clotho.monitoring.terminal_text import (
     number,
     percent,
     relative_path,
+    share,
     size,
     terminal_text,
     wrapped,
 )
 from protocols.accounting import Balance
 from protocols.evaluation import EvalReport
-from protocols.summary import DatasetReport, HistoryGap, MemoryEstimate, MemoryPart, PromptReport, RunSummary
+from protocols.summary import (
+    ComputeTotals,
+    DatasetReport,
+    HistoryGap,
+    MemoryEstimate,
+    MemoryPart,
+    PromptReport,
+    RunSummary,
+)
 
 LABEL_WIDTH = 13
 LINE_LIMIT = 4000
@@ -141,14 +150,14 @@ def _group_lines(summary: RunSummary) -> Iterator[Line]:
 def _speed_lines(summary: RunSummary) -> Iterator[Line]:
     """Yield times, rates and memory."""
     gauges, evaluation = summary.gauges, summary.evaluation_seconds
-    beside = f", evaluation {duration(evaluation)} beside them (these times overlap)" if evaluation else ""
+    beside = f", evaluation {duration(evaluation)} beside it" if evaluation else ""
     yield Line(
         "time",
-        f"total {duration(summary.total_seconds)}: training {duration(summary.training_seconds)}, evaluation before "
-        f"and after {duration(summary.other_evaluation_seconds)}; in the training: decoding "
-        f"{duration(gauges.decode_seconds)}, updates {duration(summary.update_seconds)} with decoding between their "
-        f"turns{beside}",
+        f"total {duration(summary.total_seconds)}: training {duration(summary.training_seconds)}{beside}, evaluation "
+        f"before and after {duration(summary.other_evaluation_seconds)}",
     )
+    if summary.training_seconds > 0:
+        yield Line("computing", _computing(summary.computing, summary.training_seconds, summary.cores))
     rate = gauges.tokens_sampled / summary.total_seconds if summary.total_seconds > 0 else None
     alone, during = (number(one, ".0f") for one in (gauges.decode_rate_idle, gauges.decode_rate_learning))
     yield Line(
@@ -162,6 +171,18 @@ def _speed_lines(summary: RunSummary) -> Iterator[Line]:
         f"{milliseconds(gauges.swap_seconds_max)}",
     )
     yield Line("memory", f"peak {memory(gauges.peak_memory_bytes)}")
+
+
+def _computing(totals: ComputeTotals, seconds: float, cores: int) -> str:
+    """What the compute threads did in the training; what is near 100 % limits the run."""
+    decode, update, other, overlap = (
+        share(min(1.0, part / seconds)) for part in (totals.decode, totals.update, totals.other, totals.overlap)
+    )
+    idle = share(max(0.0, 1.0 - totals.busy / seconds))
+    return (
+        f"{totals.processor / seconds:.2f} of {cores} cores in the training; decoding {decode} of the time, updates "
+        f"{update}, other work {other}, two at once {overlap}, none {idle}"
+    )
 
 
 def _learned(summary: RunSummary) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import isnan
 
 from msgspec import Struct
@@ -17,9 +17,9 @@ from clotho.models.policy import Policy
 from clotho.monitoring.collapse_detection import CERTAIN_FACTOR, LOWER_RATE
 from clotho.preflight.completions import draw
 from clotho.preflight.start import Forecast
+from clotho.runtime.compute_thread import Compute
 from clotho.runtime.sampling_client import GroupSampler
-from clotho.scoring.parity_check import LIMITS, ParityReport, check_parity, parity_sample
-from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.parity_check import LIMITS, ParityChecker, ParityReport, parity_sample
 from clotho.training.update import PolicyLearner
 from clotho.training.warmup_step import dummy_batch_size, dummy_groups
 from protocols.finding import Change, Finding, Remedy
@@ -61,9 +61,7 @@ async def decode_rate(
     return sum(completion.length for group in groups for completion in group.completions) / (clock() - began)
 
 
-def update_time(
-    learner: PolicyLearner, profile: Profile, *, context: int, positions: float
-) -> Generator[None, None, float]:
+def update_time(learner: PolicyLearner, profile: Profile, *, context: int, positions: float) -> float:
     """Measure an update of made-up completions, and return the expected time of an update of `positions` tokens.
 
     positions: tokens of all completions, and of one prompt per group, because the completions of a group share it.
@@ -71,7 +69,7 @@ def update_time(
     size = dummy_batch_size(profile, context=context)
     groups = dummy_groups(profile, size)
     began = time.perf_counter()
-    yield from learner.rehearse([(0, groups)])
+    learner.rehearse([(0, groups)])
     return (time.perf_counter() - began) * positions / (size.tokens * (size.completions + len(groups)))
 
 
@@ -142,20 +140,21 @@ def update_findings(rehearsed: Sequence[UpdateMetrics | None], profile: Profile)
 
 
 def check_decoding(
-    policy: Policy, engine: DecodeEngine, profile: Profile, group: RolloutGroup
-) -> Generator[None, None, ParityReport]:
-    """Compare the log-probabilities of sampler and learner on a group, in the compute thread."""
+    compute: Compute, policy: Policy, engine: DecodeEngine, profile: Profile, group: RolloutGroup
+) -> ParityReport:
+    """Compare the log-probabilities of sampler and learner on a group, in the thread of parity checks."""
     tokens = 64 if isinstance(profile.parity, Off) else profile.parity.tokens
-    return (
-        yield from check_parity(
-            policy,
-            engine,
-            parity_sample(group.prompt.tokens, [completion.tokens for completion in group.completions], tokens=tokens),
-            temperature=profile.sampling.temperature,
-            rows=profile.engine.max_num_seqs,
-            forcing=TeacherForcing(policy.model, policy.vocab_size, layout=profile.learner.layout),
-        )
+    checker = ParityChecker(
+        policy,
+        engine,
+        settings=profile.engine,
+        learner=profile.learner,
+        decode=compute.decode.submit,
+        lane=compute.parity.lane,
     )
+    completions = [completion.tokens for completion in group.completions]
+    sample = parity_sample(group.prompt.tokens, completions, tokens=tokens)
+    return checker.check(sample, policy.trainable(), temperature=profile.sampling.temperature)
 
 
 def parity_findings(report: ParityReport, profile: Profile, dtype: str) -> Iterator[Finding]:

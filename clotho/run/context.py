@@ -29,11 +29,11 @@ from clotho.rewards.registry import expected
 from clotho.rewards.runner import RewardRunner
 from clotho.run.custom_actors import Services
 from clotho.run.prompts import PromptBuilder
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.compute_thread import Compute, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
 from clotho.runtime.watchdog import EngineGuard
-from clotho.scoring.prompt_logprobs import prompt_logprobs
+from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.storage.best_checkpoint import BestCheckpointKeeper
 from clotho.storage.run_directory import RunDirectory
@@ -76,7 +76,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
 
     profile: Profile
     directory: RunDirectory
-    executor: ComputeExecutor
+    compute: Compute
     policy: Policy
     engine: DecodeEngine
     engine_failure: Future[None]
@@ -99,6 +99,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     preflight: tuple[Finding, ...]
     address: str
     sampler: Sampler
+    scorer: PromptScorer
     ledger: Ledger
     progress: LearnerProgress
     weights: Latest[WeightsReady]
@@ -165,18 +166,20 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     async def recompute_logprobs(self, tokens: tuple[int, ...], temperature: float) -> PromptLogprobs:
         """Log-probabilities of tokens under the run's sampling distribution at a temperature."""
         distribution = SamplingDistribution(temperature, self.profile.sampling.logit_bias)
-        chunk = self.profile.engine.prefill_chunk
-        turns = self.policy_learner.turns
-        steps = prompt_logprobs(self.policy, tokens, top=0, chunk=chunk, distribution=distribution, turns=turns)
-        return await finish(self.executor.submit_steps(steps, kind="scoring"))
+        parameters, version = await finish(self.compute.decode.submit(self.policy.served))
+        return await finish(
+            self.compute.scoring.submit(
+                lambda: self.scorer.score(parameters, tokens, version=version, distribution=distribution)
+            )
+        )
 
     def engine_guard(self) -> EngineGuard:
         """Return the actor that restarts the decode engine if it fails."""
         return EngineGuard(
             self.engine_failure,
-            submit=self.executor.submit,
+            submit=self.compute.decode.submit,
             fail_requests=self.engine.fail_all,
-            attach=lambda: self.executor.attach(self.engine),
+            attach=lambda: self.compute.decode.attach(self.engine),
         )
 
     def services(self) -> Services:

@@ -70,7 +70,7 @@ def _run_id(path: Path) -> str:
 
 
 def publish_initial(policy: Policy, initial: InitialAdapter) -> None:
-    """Serve the weights of an adapter as version 0, in the compute thread.
+    """Serve the weights of an adapter as version 0, in a compute thread.
 
     Scales that differ between modules are folded into B: the policy computes the same, and trains with one scale.
     Raises ModelError if the adapter has other modules or shapes than the policy.
@@ -91,7 +91,7 @@ def publish_initial(policy: Policy, initial: InitialAdapter) -> None:
 
 
 def publish_first_checkpoint(policy: Policy, path: Path) -> None:
-    """Serve the weights of the checkpoint of step 0 as version 0, in the compute thread. Raises CheckpointError."""
+    """Serve the weights of the checkpoint of step 0 as version 0, in a compute thread. Raises CheckpointError."""
     tree = read_own_adapter(path, policy.trainable(), policy.adapter_config)
     policy.publish(tree, version=0, step=0, fingerprint=fingerprint(tree))
 

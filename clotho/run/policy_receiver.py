@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
@@ -15,9 +15,9 @@ from anyio.to_thread import run_sync
 from actors.broadcaster import swap_weights
 from clotho.config.schema import KvPolicy
 from clotho.inference import DecodeEngine
-from clotho.models.parameters import Arrays, fingerprint, flat, layout, nested
+from clotho.models.parameters import Arrays, Parameters, fingerprint, flat, layout, nested
 from clotho.models.policy import Policy
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.compute_thread import Compute, finish
 from clotho.runtime.latest import Latest
 from clotho.storage.adapters import tensor_problems
 from clotho.storage.tensors import as_array, as_stored, named_arrays, parse_tensors
@@ -28,9 +28,6 @@ from protocols.step import WeightsReady
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.safetensors")
 """Names of files that a training run shares by path; a name never leads out of the directory."""
-
-ONE_TURN_BYTES = 16 * 2**20
-"""Larger weights are verified in a turn of the compute thread of their own, before the turn of the swap."""
 
 HEADER_BYTES = 1_048_576
 """Size of a safetensors header and of padding, in addition to the weights."""
@@ -47,7 +44,7 @@ class SwappingReceiver:
         self,
         policy: Policy,
         engine: DecodeEngine,
-        executor: ComputeExecutor,
+        compute: Compute,
         weights: Latest[WeightsReady],
         *,
         kv_policy: KvPolicy,
@@ -55,7 +52,7 @@ class SwappingReceiver:
     ) -> None:
         """weights: announces the served weights. root: directory of weights that are shared by path; empty: none."""
         self._root = Path(root).expanduser() if root else None
-        self._policy, self._engine, self._executor = policy, engine, executor
+        self._policy, self._engine, self._compute = policy, engine, compute
         self._weights, self._kv_policy = weights, kv_policy
         parameters = policy.trainable()
         self._layout = layout(parameters)
@@ -107,11 +104,13 @@ class SwappingReceiver:
             return await self._serve(lambda: {name: as_array(one) for name, one in patched.items()}, ready, run_id)
 
     async def _serve(self, arrays: Callable[[], Arrays], ready: WeightsReady, run_id: str) -> ServedPolicy:
-        """Serve the weights that `arrays` returns in the compute thread."""
+        """Serve the weights that `arrays` returns in a compute thread beside that of the engine."""
         known = dict(self._fingerprints)
         self._remember(ready)  # a request may end before this coroutine learns of the swap
         try:
-            await finish(self._executor.submit_steps(self._swap(arrays, ready), kind="swap"))
+            parameters = await finish(self._compute.learner.submit(lambda: self._verified(arrays, ready)))
+            decode = self._compute.decode
+            await swap_weights(decode, self._policy, self._engine, self._kv_policy, parameters, ready)
         except BaseException:
             self._fingerprints = known
             raise
@@ -125,16 +124,14 @@ class SwappingReceiver:
         while len(self._fingerprints) > MAX_LISTED_VERSIONS:
             del self._fingerprints[next(iter(self._fingerprints))]
 
-    def _swap(self, arrays: Callable[[], Arrays], ready: WeightsReady) -> Generator[None, None, float]:
+    def _verified(self, arrays: Callable[[], Arrays], ready: WeightsReady) -> Parameters:
         named = arrays()
         if problems := tensor_problems(named, named_arrays(self._policy.trainable())):
             raise CheckpointError("; ".join(problems[:3]))
         parameters = nested(named)
         if (found := fingerprint(parameters)) != ready.fingerprint:
             raise CheckpointError(f"their fingerprint is {found}, not {ready.fingerprint}")
-        if self.max_bytes > ONE_TURN_BYTES:
-            yield
-        return (yield from swap_weights(self._policy, self._engine, self._kv_policy, parameters, ready))
+        return parameters
 
 
 def _read(path: Path, max_bytes: int) -> bytes:

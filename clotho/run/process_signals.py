@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from clotho.runtime.compute_thread import ComputeExecutor
+    from clotho.runtime.compute_thread import Compute
     from clotho.runtime.signals import SignalWatch
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -73,13 +73,13 @@ process_signals = ProcessSignals()
 """The handlers of this process; without `install`, they have no effect."""
 
 
-def finish_computation(executor: ComputeExecutor, signals: SignalWatch) -> None:
+def finish_computation(compute: Compute, signals: SignalWatch) -> None:
     """After a second signal, end the computation, or end the process without it.
 
     The computation has `signals.seconds_left` for its current turn. Without a second signal, nothing is done.
     """
     seconds = signals.seconds_left
-    if seconds is None or executor.stop(timeout=seconds):
+    if seconds is None or compute.stop(timeout=seconds):
         return
     import structlog
 

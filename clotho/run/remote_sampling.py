@@ -84,7 +84,7 @@ def _restarted(context: RunContext, settings: RemoteGeneration) -> Callable[[str
     files = policy.files
 
     async def loadable(parameters: Any) -> tuple[object, AdapterConfig]:
-        return await finish(context.executor.submit(lambda: policy.loadable(parameters)))
+        return await finish(context.compute.learner.submit(lambda: policy.loadable(parameters)))
 
     unstarted = ServedPolicy(
         version=-1,

@@ -17,7 +17,7 @@ from clotho.models.machine import restore_random_state
 from clotho.models.policy import Policy
 from clotho.monitoring.evaluation_history import EvaluationRecord
 from clotho.monitoring.token_values import token_files
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.compute_thread import Compute, finish
 from clotho.storage.atomic_files import copy_file, make_directory, new_directory, sync_directory
 from clotho.storage.best_checkpoint import INITIAL
 from clotho.storage.checkpoints import (
@@ -212,7 +212,7 @@ def _starts_over(directory: RunDirectory) -> tuple[str, ...]:
 
 
 async def restore(
-    path: Path, executor: ComputeExecutor, policy: Policy, learner: PolicyLearner, inputs: dict[str, str]
+    path: Path, compute: Compute, policy: Policy, learner: PolicyLearner, inputs: dict[str, str]
 ) -> Checkpoint:
     """Read a checkpoint, and restore policy, learner and random state from it.
 
@@ -220,7 +220,7 @@ async def restore(
     belongs to another policy.
     """
     require_same_inputs(read_state(path), inputs)
-    return await finish(executor.submit(lambda: _restore(path, policy, learner)))
+    return await finish(compute.learner.submit(lambda: _restore(path, policy, learner)))
 
 
 def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> Checkpoint:

@@ -15,10 +15,12 @@ from clotho.inference import DecodeEngine
 from clotho.memory.estimate import serving_memory
 from clotho.memory.report import limit_memory
 from clotho.models.loading import find_model
+from clotho.models.machine import compute_slots
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy, load_policy
 from clotho.run.policy_receiver import SwappingReceiver
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.run.startup import attach
+from clotho.runtime.compute_thread import Compute
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Refusal, Sampler
 from protocols.errors import RequestError
@@ -49,27 +51,27 @@ class RolloutEngine:
     """A policy with its decode engine. A failure of the engine ends the process."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Load the model, in the compute thread. Raises ModelError."""
-        self._executor = ComputeExecutor(decode_share=settings.engine.decode_share)
-        self._executor.start()
+        """Load the model, in the decode thread. Raises ModelError."""
+        self._compute = Compute(decode_share=settings.engine.decode_share, slots=compute_slots())
+        self._compute.start()
         try:
-            policy, engine = self._executor.submit(lambda: _load(settings)).result()
+            policy, engine = self._compute.decode.submit(lambda: _load(settings)).result()
         except BaseException:
-            self._executor.stop()
+            self._compute.stop()
             raise
-        self._executor.attach(engine).add_done_callback(_end_process)
+        attach(self._compute, policy.description, engine).add_done_callback(_end_process)
         self._policy = policy
         weights = Latest[WeightsReady]("weights")
         weights.put(WeightsReady(version=0, step=0, fingerprint=policy.fingerprint))
         kv_policy = settings.engine.kv_policy
-        self._receiver = SwappingReceiver(policy, engine, self._executor, weights, kv_policy=kv_policy)
-        self._sampler = Sampler(self._executor.submit, engine)
+        self._receiver = SwappingReceiver(policy, engine, self._compute, weights, kv_policy=kv_policy)
+        self._sampler = Sampler(self._compute.decode.submit, engine)
         self._turns: dict[int, _Turn] = {}
         self._submitted = 0
 
     def close(self) -> None:
-        """End the compute thread."""
-        self._executor.stop()
+        """End the decode threads."""
+        self._compute.stop()
 
     def parameters(self) -> Parameters:
         """Return the trainable parameters that the engine serves."""

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from clotho.config.bounds import Off
 from clotho.config.schema import FullMethod, HttpServer, ServerSection
+from clotho.cpu import usable_cores
 from clotho.inference.token_texts import TokenTexts
 from clotho.memory.pressure import read_memory
 from clotho.models.machine import peak_memory
@@ -86,12 +87,12 @@ class RunMonitor:
         self._began = time.monotonic()
         self._api_requests, self._resources = 0, ResourceReading()
         self.serving = ServingState(
-            context.executor,
+            context.compute,
             context.engine,
-            policy=context.policy,
+            served=context.policy.served,
+            scorer=context.scorer,
             settings=context.profile.engine,
             children=children,
-            turns=context.policy_learner.turns,
             continues="the server and the training continue",
         )
 
@@ -102,7 +103,7 @@ class RunMonitor:
     def gauges(self) -> RunGauges:
         """Current metrics for the display and metrics.jsonl."""
         context, swaps = self._context, self._context.swap_times
-        rates, stats, remote = context.executor.rates(), context.engine.stats(), self._remote()
+        rates, stats, remote = context.compute.rates(), context.engine.stats(), self._remote()
         return RunGauges(
             queues=tuple(
                 QueueGauge(name=queue.name, depth=queue.depth, capacity=queue.capacity) for queue in self._queues
@@ -227,7 +228,8 @@ class RunMonitor:
             balance=accounting.balance(complete=complete),
             gauges=self.gauges(),
             training_seconds=progress.last_update - progress.began,
-            update_seconds=progress.train_seconds,
+            computing=progress.computing,
+            cores=usable_cores(),
             evaluation_seconds=sum(report.seconds for report in between),
             other_evaluation_seconds=sum(report.seconds for report in context.evaluations if report not in between),
             total_seconds=time.monotonic() - self._began,

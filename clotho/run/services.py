@@ -18,7 +18,7 @@ SERVER_RESTARTS = RestartPolicy(max_restarts=3)
 
 
 def wire_services(context: RunContext, monitor: RunMonitor, listener: socket.socket | None) -> list[Child]:
-    """The HTTP server, the watchdog of the compute thread, the watches of the machine, and the guard of the engine."""
+    """The HTTP server, the watchdog of the compute threads, the watches of the machine, and the guard of the engine."""
     guards = [
         permanent(monitor.serving.watchdog(context.profile.monitor)),
         permanent(monitor.serving.memory_watch()),

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import structlog
-from msgspec import structs
 
 from clotho.artifacts.adapters import read_adapter_of
 from clotho.config.schema import EngineSection, HttpServer, MonitorSection
@@ -17,13 +16,13 @@ from clotho.memory.pressure import CHECK_SECONDS, MemoryReading, MemoryWatch, re
 from clotho.models.adapter_files import AdapterContents
 from clotho.models.adapter_store import AdapterStore
 from clotho.models.machine import free_buffers
-from clotho.models.turns import UNDIVIDED, TurnBudget
+from clotho.models.parameters import Parameters
 from clotho.monitoring.terminal_text import relative_path
 from clotho.run.adapter_settings import find_adapter
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.compute_thread import Compute, finish
 from clotho.runtime.supervisor import ChildState, ChildStatus
 from clotho.runtime.watchdog import EngineGuard, PeriodicCheck, Watchdog
-from clotho.scoring.prompt_logprobs import ScoredPolicy, prompt_logprobs
+from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.serving.adapters import AdapterRegistry
 from clotho.serving.control import EngineControl
 from clotho.serving.services import EngineSnapshot, HealthReport, ServedModel
@@ -36,35 +35,35 @@ log = structlog.get_logger(actor="pipeline")
 
 
 class ServingState:
-    """Reads the state of the compute thread, the engine and the supervised actors.
+    """Reads the state of the compute threads, the engine and the supervised actors.
 
     All methods but the coroutines return at once.
     """
 
     def __init__(
         self,
-        executor: ComputeExecutor,
+        compute: Compute,
         engine: DecodeEngine,
         *,
-        policy: ScoredPolicy,
+        served: Callable[[], tuple[Parameters, int]],
+        scorer: PromptScorer,
         settings: EngineSection,
         children: Callable[[], dict[str, ChildStatus]],
-        turns: TurnBudget = UNDIVIDED,
         continues: str = "the server continues",
     ) -> None:
-        """policy: what the engine samples from. children: status of the supervised actors, by name.
+        """served: returns parameters and version that the engine samples from. scorer: scores prompts in its thread.
 
-        turns: limits the turns in which prompts are scored. continues: what a failed temporary actor does not end.
+        children: status of the supervised actors, by name. continues: what a failed temporary actor does not end.
         """
-        self._executor, self._engine, self._policy, self._settings = executor, engine, policy, settings
-        self._children, self._turns, self._continues = children, turns, continues
+        self._compute, self._engine, self._served, self._scorer = compute, engine, served, scorer
+        self._settings, self._children, self._continues = settings, children, continues
         self._stalled = False
 
     def watchdog(self, settings: MonitorSection) -> Watchdog:
-        """Return the actor that reports stalls of the compute thread."""
+        """Return the actor that reports stalls of the compute threads."""
         return Watchdog(
             "watchdog",
-            lambda: self._executor.busy_since,
+            lambda: self._compute.busy_since,
             limit_seconds=settings.watchdog_seconds,
             on_stall=self.on_stall,
             on_recovered=self.on_recovery,
@@ -76,22 +75,22 @@ class ServingState:
         return PeriodicCheck("memory watch", watch.check, seconds=CHECK_SECONDS)
 
     def _limit_rows(self, rows: int) -> None:
-        """Set the limit in the compute thread; if it is lower, also free the buffers that MLX keeps for reuse."""
+        """Set the limit in the decode thread; if it is lower, also free the buffers that MLX keeps for reuse."""
 
         def limit() -> None:
             if rows < self._engine.stats().rows_limit:
                 free_buffers()
             self._engine.limit_rows(rows)
 
-        self._executor.submit(limit)
+        self._compute.decode.submit(limit)
 
     def on_stall(self, seconds: float) -> None:
-        """Record that the compute thread has made no progress for `seconds`."""
+        """Record that a compute thread has made no progress for `seconds`."""
         self._stalled = True
         log.error("compute_thread_stalled", seconds=round(seconds, 1))
 
     def on_recovery(self) -> None:
-        """Record that the compute thread makes progress again."""
+        """Record that it makes progress again."""
         self._stalled = False
         log.warning("compute_thread_recovered")
 
@@ -102,9 +101,9 @@ class ServingState:
         """
         children = {name: status.state.value for name, status in self._children().items()}
         failed = sorted(name for name, state in children.items() if state == ChildState.FAILED)
-        busy = max(0.0, time.monotonic() - self._executor.busy_since)
+        busy = max(0.0, time.monotonic() - self._compute.busy_since)
         if self._stalled:
-            detail = f"the compute thread has made no progress for {busy:.0f} seconds"
+            detail = f"a compute thread has made no progress for {busy:.0f} seconds"
             return HealthReport(status="stalled", detail=detail, children=children, progress_seconds=busy)
         if children.get(EngineGuard.name) == ChildState.RESTARTING:
             detail = f"{EngineGuard.name} restarts after a failure"
@@ -121,26 +120,28 @@ class ServingState:
 
         source: as `SampleRequest.weights`. Raises RequestError for an unknown adapter.
         """
-        version, computing = await finish(self._executor.submit(lambda: self._engine.computing_as(source)))
-        chunk = self._settings.prefill_chunk
-        steps = prompt_logprobs(self._policy, tokens, top=top, chunk=chunk, computing=computing, turns=self._turns)
-        scored = await finish(self._executor.submit_steps(steps, kind="scoring"))
-        return scored if version is None else structs.replace(scored, version=version)
+        adapter = await finish(self._compute.decode.submit(lambda: self._engine.adapter(source)))
+        parameters, version = await finish(self._compute.decode.submit(self._served))
+        return await finish(
+            self._compute.scoring.submit(
+                lambda: self._scorer.score(parameters, tokens, version=version, top=top, adapter=adapter)
+            )
+        )
 
     def registry(self, settings: HttpServer, models: Iterable[ServedModel]) -> AdapterRegistry:
         """Return what loads adapters for clients. models: whose names no adapter may have."""
         store = self._engine.adapters
         assert store is not None, "an engine behind a server has adapters"
         root, reserved = settings.adapters.root, frozenset().union(*({one.id, *one.aliases} for one in models))
-        return AdapterRegistry(self._executor.submit, self._engine, store.read, root=root, reserved=reserved)
+        return AdapterRegistry(self._compute.decode.submit, self._engine, store.read, root=root, reserved=reserved)
 
     def control(self, *, may_pause: bool) -> EngineControl:
         """Return what lets clients pause the engine and abort requests."""
-        return EngineControl(self._executor.submit, self._engine, may_pause=may_pause)
+        return EngineControl(self._compute.decode.submit, self._engine, may_pause=may_pause)
 
     def engine_snapshot(self) -> EngineSnapshot:
         """The engine's part of /metrics."""
-        stats, turns = self._engine.stats(), self._executor.turn_times()
+        stats, turns = self._engine.stats(), self._compute.turn_times()
         return EngineSnapshot(
             sequences_running=stats.running_rows,
             sequences_waiting=stats.waiting_rows,
@@ -166,7 +167,7 @@ class ServingState:
 
 
 def read_chosen(path: Path, model: str, store: AdapterStore) -> AdapterContents:
-    """Read an adapter that the operator names, in any of the forms of `policy.adapter`, in the compute thread.
+    """Read an adapter that the operator names, in any of the forms of `policy.adapter`, in a compute thread.
 
     model: value of `model.path`. Raises an error with exit status 2, also for what cannot be served beside other
     adapters: DoRA, weights in full, adapters of embeddings, and what exceeds the limits of the store.

@@ -29,7 +29,7 @@ from clotho.run.resume import (
     set_aside,
 )
 from clotho.run.resume_compatibility import differences, refuse_if_incompatible
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.compute_thread import Compute, finish
 from clotho.storage.adapters import TENSORS, read_adapter_config
 from clotho.storage.atomic_files import digest_file, replace_file
 from clotho.storage.checkpoints import (
@@ -78,7 +78,7 @@ class Fork(NamedTuple):
 
 
 def publish_fork(policy: Policy, path: Path) -> Fork:
-    """Serve the weights of another run's checkpoint, in the compute thread.
+    """Serve the weights of another run's checkpoint, in a compute thread.
 
     Raises CheckpointError if the checkpoint is damaged, or if its trainable parameters are not those of the policy.
     """
@@ -113,7 +113,7 @@ def _with_dropout_of(found: AdapterConfig, wanted: AdapterConfig) -> AdapterConf
 async def begin(
     profile: Profile,
     directory: RunDirectory,
-    executor: ComputeExecutor,
+    compute: Compute,
     policy: Policy,
     learner: PolicyLearner,
     *,
@@ -132,17 +132,17 @@ async def begin(
     directory.begin()
     initial = policy.trainable()
     if fork is not None:
-        return await _begin_fork(profile, directory, executor, policy, learner, fork, inputs)
+        return await _begin_fork(profile, directory, compute, policy, learner, fork, inputs)
     found = find_resume_point(directory)
     state: RunState | None = None
     replay: tuple[ReplayGroup, ...] = ()
     evidence: CurriculumEvidence | None = None
     warnings = found.warnings
     if found.path is not None:
-        checkpoint = await restore(found.path, executor, policy, learner, inputs)
+        checkpoint = await restore(found.path, compute, policy, learner, inputs)
         state, replay, evidence = checkpoint.state, checkpoint.replay, checkpoint.evidence
     elif origin is not None or not isinstance(profile.policy.method, FullMethod):
-        snapshot = await finish(executor.submit(lambda: _snapshot(policy, learner, None, inputs)))
+        snapshot = await finish(compute.learner.submit(lambda: _snapshot(policy, learner, None, inputs)))
         if origin is not None:
             await run_sync(write_origin, directory.lineage, origin)
         await run_sync(lambda: _write_first(directory, snapshot, profile))
@@ -163,7 +163,7 @@ async def begin(
 async def _begin_fork(
     profile: Profile,
     directory: RunDirectory,
-    executor: ComputeExecutor,
+    compute: Compute,
     policy: Policy,
     learner: PolicyLearner,
     fork: Fork,
@@ -182,7 +182,7 @@ async def _begin_fork(
         restore_random_state(state.random_state)
         return replace(_snapshot(policy, learner, state, inputs), replay=replay, evidence=evidence)
 
-    written = await finish(executor.submit(snapshot))
+    written = await finish(compute.learner.submit(snapshot))
     await run_sync(partial(_write_fork, directory, written, origin, profile))
     restored = restore_histories(directory, state, profile)
     warned = (f"the fork has other inputs than the forked run: {', '.join(changed)}",) if changed else ()
@@ -202,7 +202,7 @@ def _snapshot(
     state: RunState | None,
     inputs: dict[str, str],
 ) -> Snapshot:
-    """Return the checkpoint of the weights that are served now, in the compute thread. state: None at step 0."""
+    """Return the checkpoint of the weights that are served now, in the learner's thread. state: None at step 0."""
     return Snapshot(
         parameters=policy.trainable(),
         optimizer=learner.state(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import structlog
@@ -19,6 +20,7 @@ from clotho.config.load import resolved_toml, write_profile
 from clotho.config.schema import HeldOutEvaluation, Profile, ServerSection, SuccessRateCurriculum
 from clotho.config.sections_generation import RayCluster, RemoteGeneration
 from clotho.config.sections_training import BaseReference, DistributedSection, RollBackOnCollapse
+from clotho.cpu import divide_cores
 from clotho.data.curriculum import Curriculum
 from clotho.data.problems import problems_fingerprint
 from clotho.distributed.supervision import is_rank
@@ -29,7 +31,9 @@ from clotho.memory.estimate import estimate_memory
 from clotho.memory.report import limit_memory
 from clotho.models.adapter_store import AdapterStore
 from clotho.models.loading import find_model
+from clotho.models.machine import divides_products
 from clotho.models.policy import Policy, load_policy
+from clotho.models.turns import TurnBudget
 from clotho.monitoring.evaluation_history import RunHistory, read_history
 from clotho.monitoring.remedies import RunCommands
 from clotho.monitoring.run_alarms import RunAlarms
@@ -43,11 +47,13 @@ from clotho.run.initial_adapter import publish_first_checkpoint, publish_initial
 from clotho.run.process_signals import process_signals
 from clotho.run.prompts import MAX_LISTED_TYPES, LoadedPrompts, PromptBuilder, dataset_warnings, load_prompts
 from clotho.run.starting_point import Fork, StartingPoint, begin, publish_fork, restore_learner
-from clotho.runtime.compute_thread import ComputeExecutor, finish
+from clotho.runtime.arbiter import Lane
+from clotho.runtime.compute_thread import Compute, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
 from clotho.runtime.struct_types import prepare_struct_types
 from clotho.runtime.watchdog import StartupWatch
+from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.storage.best_checkpoint import INITIAL, BestCheckpointKeeper
 from clotho.storage.checkpoints import checkpoint_path, checkpoint_steps, model_fingerprint, tokenizer_fingerprint
 from clotho.storage.run_directory import RunDirectory
@@ -60,7 +66,7 @@ from protocols.evaluation import EvalReport, HeldOut
 from protocols.finding import Finding
 from protocols.sampling import SampleRequest, restricts_support
 from protocols.step import WeightsReady
-from protocols.summary import MemoryEstimate
+from protocols.summary import MemoryEstimate, PolicyDescription
 
 if TYPE_CHECKING:
     from clotho.distributed.learner_ranks import LearnerRanks
@@ -73,7 +79,7 @@ log = structlog.get_logger(actor="pipeline")
 async def build_context(
     profile: Profile,
     directory: RunDirectory,
-    executor: ComputeExecutor,
+    compute: Compute,
     *,
     address: str = "",
     slow_seconds: float = 120.0,
@@ -91,7 +97,7 @@ async def build_context(
         rewards = rewards_of(profile, cluster=ClusterRewards(cluster) if cluster is not None else None)
     prepare_struct_types()
     try:
-        context = await _build_context(profile, directory, executor, rewards, watch, ranks, address=address)
+        context = await _build_context(profile, directory, compute, rewards, watch, ranks, address=address)
         if ranks is not None:
             await _set_up(ranks, context)
     except BaseException:
@@ -136,39 +142,34 @@ def _report_slow(phase: str, seconds: float) -> None:
 async def _build_context(
     profile: Profile,
     directory: RunDirectory,
-    executor: ComputeExecutor,
+    compute: Compute,
     rewards: RewardRunner,
     watch: StartupWatch,
     ranks: LearnerRanks | None,
     *,
     address: str,
 ) -> RunContext:
-    loading = executor.submit(lambda: _load_compute(profile, directory, ranks))
+    loading = compute.learner.submit(lambda: _load_policy(profile, directory, ranks, compute.learner.lane))
     with watch.phase("worker processes of rewards"):
         await rewards.start()
     with watch.phase("model and tokenizer"):
-        compute = await finish(loading)
-    policy, policy_learner, engine = compute.policy, compute.learner, compute.engine
-    engine_failure = executor.attach(engine)
-    warmup = executor.submit(lambda: run_warmup_step(policy_learner, profile, context=policy.context_length))
+        ready = await finish(loading)
+        policy, policy_learner = ready.policy, ready.learner
+        engine = await finish(compute.decode.submit(lambda: _make_engine(profile, policy, compute.decode.lane)))
+    engine_failure = attach(compute, policy.description, engine)
+    warmup = compute.learner.submit(lambda: run_warmup_step(policy_learner, profile, context=policy.context_length))
     with watch.phase("problems"):
         loaded = await run_sync(lambda: _load_prompts(profile, policy, rewards))
         prompts, held_out = loaded.builder, loaded.held_out
         ungraded = _require_correct_rewards(profile, held_out, rewards)
         inputs = await run_sync(lambda: _fingerprint_inputs(profile, loaded))
-        preflight = await run_sync(start_findings, profile, policy.tokenizer, prompts.problems, compute.estimate)
+        preflight = await run_sync(start_findings, profile, policy.tokenizer, prompts.problems, ready.estimate)
     with watch.phase("warmup step"):
         await finish(warmup)
     with watch.phase("checkpoint and histories"):
+        fork, origin = ready.fork, ready.origin
         start = await begin(
-            profile,
-            directory,
-            executor,
-            policy,
-            policy_learner,
-            fork=compute.fork,
-            origin=compute.origin,
-            inputs=inputs,
+            profile, directory, compute, policy, policy_learner, fork=fork, origin=origin, inputs=inputs
         )
         state = start.state
         write_profile(profile, directory.profile)
@@ -179,7 +180,7 @@ async def _build_context(
     return RunContext(
         profile=profile,
         directory=directory,
-        executor=executor,
+        compute=compute,
         policy=policy,
         engine=engine,
         engine_failure=engine_failure,
@@ -194,13 +195,14 @@ async def _build_context(
         base=start.initial if state and not history.before else None,
         ranks=ranks,
         replay=start.replay,
-        memory=compute.estimate,
+        memory=ready.estimate,
         history_gaps=start.gaps,
         origin=start.origin,
         warnings=(*dataset_warnings(loaded), *ungraded, *start.warnings),
         preflight=preflight,
         address=address,
-        sampler=Sampler(executor.submit, engine),
+        sampler=Sampler(compute.decode.submit, engine),
+        scorer=_make_scorer(profile, policy, engine, compute.scoring.lane),
         ledger=ledger,
         progress=progress,
         weights=_cell("weights", _served(policy)),
@@ -276,21 +278,20 @@ def _sample_log_tokens(profile: Profile) -> int:
     return max(2**20, 2 * (profile.rollouts.max_batches_ahead + 3) * completions * completion_tokens)
 
 
-class LoadedCompute(NamedTuple):
-    """What the compute thread loads. fork: the checkpoint of another run with which the run starts.
+class LoadedPolicy(NamedTuple):
+    """What the learner's thread loads. fork: the checkpoint of another run with which the run starts.
 
     origin: the adapter that was read; None without one, or if the first checkpoint of the run has its weights.
     """
 
     policy: Policy
     learner: PolicyLearner
-    engine: DecodeEngine
     estimate: MemoryEstimate
     fork: Fork | None
     origin: Origin | None
 
 
-def _load_compute(profile: Profile, directory: RunDirectory, ranks: LearnerRanks | None) -> LoadedCompute:
+def _load_policy(profile: Profile, directory: RunDirectory, ranks: LearnerRanks | None, lane: Lane) -> LoadedPolicy:
     find_model(profile.model.path)
     starts_from_adapter = bool(profile.policy.adapter) and directory.fork is None
     from_checkpoint = starts_from_adapter and directory.resumed and INITIAL in checkpoint_steps(directory.checkpoints)
@@ -320,11 +321,29 @@ def _load_compute(profile: Profile, directory: RunDirectory, ranks: LearnerRanks
         measure_update_kl=not isinstance(collapse, Off),
         token_values=profile.monitor.token_values_mb > 0 or compared,
         ranks=ranks,
+        lane=lane,
     )
     if fork is not None:
         fork = restore_learner(learner, fork)
-    engine = DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server), turns=learner.turns)
-    return LoadedCompute(policy, learner, engine, estimate, fork, initial.origin if initial else None)
+    return LoadedPolicy(policy, learner, estimate, fork, initial.origin if initial else None)
+
+
+def _make_engine(profile: Profile, policy: Policy, lane: Lane) -> DecodeEngine:
+    turns = TurnBudget(profile.learner.max_turn_ms / 1000.0, lane)
+    return DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server), turns=turns)
+
+
+def attach(compute: Compute, model: PolicyDescription, engine: DecodeEngine) -> Future[None]:
+    """Let the engine decode, and a large model use idle cores. Returns the future of `ComputeThread.attach`."""
+    if divides_products(model.parameters):
+        compute.arbiter.divide_cores(divide_cores)
+    return compute.decode.attach(engine)
+
+
+def _make_scorer(profile: Profile, policy: Policy, engine: DecodeEngine, lane: Lane) -> PromptScorer:
+    turns = TurnBudget(profile.learner.max_turn_ms / 1000.0, lane)
+    chunk = profile.engine.prefill_chunk
+    return PromptScorer(policy.copy_model(), chunk=chunk, adapters=engine.adapters, turns=turns)
 
 
 def adapter_store(policy: Policy, server: ServerSection) -> AdapterStore | None:

@@ -1,4 +1,4 @@
-"""The timeline of a run: about once per second, what the compute thread did, where the groups are, and what is missing.
+"""The timeline of a run: about once per second, what the compute threads did, where groups are, and what is missing.
 
 The recorder writes timeline.jsonl and facts.json. It reads counters that the run has anyway, and writes in a worker
 thread.
@@ -50,10 +50,11 @@ class GroupStages(Struct, frozen=True, kw_only=True):
 class TimelineLine(Struct, frozen=True, kw_only=True):
     """One line of timeline.jsonl.
 
-    t: age of the run in seconds, summed over restarts. decode, learn, other: seconds of the compute thread since the
-    line before, by kind of turn. swaps: when weight swaps ended since then, as `t`. version: policy version that is
-    served. step: number of batches consumed. rows: sequences that are being decoded. queues: depth of each queue.
-    groups: where the groups in flight are. waiting: what the learner waits for; empty while it computes.
+    t: age of the run in seconds, summed over restarts. decode, learn, other: seconds of the compute threads since the
+    line before, by kind of turn. overlap: seconds in which two of them computed. swaps: when weight swaps ended since
+    then, as `t`. version: policy version that is served. step: number of batches consumed. rows: sequences that are
+    being decoded. queues: depth of each queue. groups: where the groups in flight are. waiting: what the learner waits
+    for; empty while it computes.
     """
 
     t: float
@@ -67,6 +68,7 @@ class TimelineLine(Struct, frozen=True, kw_only=True):
     queues: dict[str, int]
     groups: GroupStages
     waiting: str
+    overlap: float = 0.0
 
     def joined(self, following: TimelineLine) -> TimelineLine:
         """Return the line for the time of both lines: sums of times, all swaps, and the state of the later line."""
@@ -76,6 +78,7 @@ class TimelineLine(Struct, frozen=True, kw_only=True):
             learn=self.learn + following.learn,
             other=self.other + following.other,
             swaps=self.swaps + following.swaps,
+            overlap=self.overlap + following.overlap,
         )
 
 
@@ -86,27 +89,26 @@ class RunObserver:
         """queues: all queues of the run, those of a channel in the order in which messages pass them."""
         self._context, self._queues = context, queues
         self._began, self._ended_before = time.monotonic(), context.ledger.ended
-        self._turns, self._swaps = self._turn_seconds(), context.swap_times.count
+        self._totals, self._swaps = context.compute.arbiter.totals(), context.swap_times.count
 
     def line(self) -> TimelineLine:
         """Return the line for the time since the last call."""
-        context, turns, swaps = self._context, self._turn_seconds(), self._context.swap_times
-        spent = {kind: turns[kind] - self._turns[kind] for kind in turns}
-        decode, learn = spent.pop("decode"), spent.pop("update")
-        ended = swaps.ended_after(self._swaps)
-        self._turns, self._swaps = turns, swaps.count
+        context, totals, swaps = self._context, self._context.compute.arbiter.totals(), self._context.swap_times
+        spent, ended = totals.since(self._totals), swaps.ended_after(self._swaps)
+        self._totals, self._swaps = totals, swaps.count
         stages = self._stages()
         return TimelineLine(
             t=self._age(time.monotonic()),
-            decode=round(decode, 6),
-            learn=round(learn, 6),
-            other=round(sum(spent.values()), 6),
+            decode=round(spent.decode, 6),
+            learn=round(spent.update, 6),
+            other=round(spent.other, 6),
             swaps=tuple(map(self._age, ended)),
             version=context.weights.value.version,
             step=context.progress.step,
             rows=context.engine.stats().running_rows,
             queues={queue.name: queue.depth for queue in self._queues},
             groups=stages,
+            overlap=round(spent.overlap, 6),
             waiting="" if context.progress.updating else self.waiting_for(stages),
         )
 
@@ -117,9 +119,6 @@ class RunObserver:
 
     def _age(self, moment: float) -> float:
         return round(self._context.history.seconds + moment - self._began, 3)
-
-    def _turn_seconds(self) -> dict[str, float]:
-        return {kind: times.seconds.total for kind, times in self._context.executor.turn_times().items()}
 
     def _full_queue(self) -> str:
         """Return the receiver of updates that the learner waits for, if there is one."""

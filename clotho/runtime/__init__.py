@@ -1,1 +1,1 @@
-"""The runtime: queues, latest-value cell, supervisor, signals, compute thread, plug-ins."""
+"""The runtime: queues, latest-value cell, supervisor, signals, compute threads, plug-ins."""

@@ -28,7 +28,7 @@ _Item = tuple[int, SampleEvent] | tuple[int, RequestError] | BaseException
 
 
 class Submit(Protocol):
-    """Runs a function in the compute thread: `ComputeExecutor.submit`. Thread-safe; never blocks."""
+    """Runs a function in the decode thread: `ComputeThread.submit`. Thread-safe; never blocks."""
 
     def __call__(self, work: Callable[[], T], /) -> Future[T]:
         """Queue the function and return its future."""
@@ -36,7 +36,7 @@ class Submit(Protocol):
 
 
 class Engine(Protocol):
-    """The part of `DecodeEngine` that the sampler uses, in the compute thread only."""
+    """The part of `DecodeEngine` that the sampler uses, in the decode thread only."""
 
     def submit(self, request: SampleRequest, listener: Callable[[SampleEvent], None], /) -> int:
         """Accept a request and return its id. Raises RequestError if the request is invalid."""
@@ -58,7 +58,7 @@ class GroupSampler(Protocol):
 
 
 class _Flight:
-    """The requests of one call. `start` and `abort` run in the compute thread.
+    """The requests of one call. `start` and `abort` run in the decode thread.
 
     withdrawn: set in the event loop when the caller leaves; requests that have not started then never start.
     """
@@ -146,12 +146,12 @@ class Sampler:
     """Samples completions for all clients in one event loop: rollouts, evaluation and HTTP.
 
     Requests from another event loop raise RuntimeError while requests of the first one run.
-    All requests of one call reach the engine in one turn of the compute thread, in order, so that batches do not depend
+    All requests of one call reach the engine in one turn of the decode thread, in order, so that batches do not depend
     on timing. The events of one decode step share one `call_soon_threadsafe` after the step, and a busy caller receives
     the events of several decode steps at once. If `MAX_UNREAD_TOKENS` wait for a slow caller, further tokens reach it
     with their completion only.
 
-    All methods raise ExecutorStoppedError if the compute thread has ended. Unless stated otherwise they raise
+    All methods raise ExecutorStoppedError if the decode thread has ended. Unless stated otherwise they raise
     RequestError if the engine refuses a request, and GenerationError if the engine cannot finish it.
     """
 
@@ -259,20 +259,20 @@ class Sampler:
         """Report that the requests could not be submitted. Called in any thread."""
         error = None if future.cancelled() else future.exception()
         if future.cancelled():
-            error = ExecutorStoppedError("the compute thread ended before the request began")
+            error = ExecutorStoppedError("the decode thread ended before the request began")
         if error is not None and self._is_first(inbox, error):
             self._wake()
 
     def _withdraw(self, flight: _Flight, positions: Sequence[int]) -> None:
         flight.withdrawn = True
-        # If the compute thread has ended, there are no rows to free.
+        # If the decode thread has ended, there are no rows to free.
         with suppress(ExecutorStoppedError):
             self._submit(partial(flight.abort, positions))
 
     def _post(self, inbox: _Inbox, item: _Item) -> None:
-        """Pass an item from the compute thread to the loop. The first item after a delivery schedules the next one.
+        """Pass an item from the decode thread to the loop. The first item after a delivery schedules the next one.
 
-        The loop is woken after the turn of the compute thread. A wake-up within a decode step would let the loop take
+        The loop is woken after the turn of the decode thread. A wake-up within a decode step would let the loop take
         the interpreter lock from the step, and several wake-ups would follow for the other rows of the step.
         """
         if self._is_first(inbox, item):
@@ -304,7 +304,7 @@ class Sampler:
 
 
 def _end_turn() -> None:
-    """Do nothing: when this call is done, the turn of the compute thread has ended."""
+    """Do nothing: when this call is done, the turn of the decode thread has ended."""
 
 
 def _outcome(event: SampleEvent | RequestError) -> Progress | Refusal:

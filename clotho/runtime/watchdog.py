@@ -134,8 +134,8 @@ class EngineGuard:
     """Fails if the decode engine fails, after all its requests have failed. Each further `run` restarts the engine.
 
     broken: gets an exception if a decode step raises; never a result.
-    fail_requests: fails all requests of the engine and frees its rows. Runs in the compute thread.
-    attach: lets the compute thread decode again; returns the next `broken`.
+    fail_requests: fails all requests of the engine and frees its rows. Runs in the decode thread.
+    attach: lets the decode thread decode again; returns the next `broken`.
     """
 
     name = "decode engine"

@@ -5,16 +5,17 @@ of rows. The check compares these steps with two computations.
 
 1. The learner's: traced for a gradient, in the learner's layout, because attention uses other kernels there. Both sides
    round differently in 16 bits. `LIMITS` tells rounding from faults.
-2. The same decode steps under other references to the learner's weights, so that nothing that was prepared for the
-   served weights is used. The kernels are the same, so the results are equal bit for bit in every type. This finds
-   faults below the rounding: an adapter with a wrong scale, or one layer of an earlier version.
+2. The same decode steps of another decoder, over a model of its own with other references to the learner's weights, so
+   that nothing that was prepared for the served weights is used. The kernels are the same, so the results are equal bit
+   for bit in every type. This finds faults below the rounding: an adapter with a wrong scale, or one layer of an
+   earlier version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,14 +23,22 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from clotho.config.schema import EngineSection
+from clotho.config.sections_training import LearnerSection
+from clotho.inference import DecodeEngine
+from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.models.parameters import Parameters, flat, nested
-from clotho.models.policy import TrainablePolicy
-from clotho.models.turns import UNDIVIDED, TurnBudget
+from clotho.models.policy import Policy
+from clotho.models.policy_model import WeightedModel
+from clotho.models.turns import UNDIVIDED, TurnBudget, Turns
 from clotho.scoring.layouts.forward import UNLIMITED_BUDGET
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
+
+Submit = Callable[[Callable[[], Any]], "Future[Any]"]
+"""Runs a function in another thread: `clotho.runtime.compute_thread.ComputeThread.submit`."""
 
 MAX_ROWS = 32
 """Maximum number of rows of the decode batch; Metal uses one kernel for 13 to about 500 rows."""
@@ -123,40 +132,41 @@ def _rank(candidate: tuple[int, int], tokens: int) -> tuple[int, int]:
 
 
 def check_parity(
-    policy: TrainablePolicy,
+    served: TeacherForcedDecoder,
+    policy: WeightedModel,
     decoder: TeacherForcedDecoder,
     sample: ParitySample,
     temperature: float,
     *,
     rows: int,
     forcing: TeacherForcing,
-    parameters: Parameters | None = None,
+    parameters: Parameters,
     turns: TurnBudget = UNDIVIDED,
-) -> Generator[None, None, ParityReport]:
+) -> ParityReport:
     """Compare distributions of decode steps under the served weights with those of the learner.
 
-    parameters: of the learner; None = the served ones. temperature: 0 (greedy) compares at temperature 1. rows: number
-    of rows of the decode batch; at least the number of completions is used, and at most `MAX_ROWS`. forcing: with the
-    learner's layout. turns: limits the duration of turns. Yields between turns, with the served weights in the model.
-    Raises ValueError if the prompt or a completion is empty.
+    served: the decoder of the served weights. policy: a model that nothing else computes with, and decoder, forcing:
+    over this model, forcing with the learner's layout. parameters: of the learner. temperature: 0 (greedy) compares at
+    temperature 1. rows: number of rows of the decode batch; at least the number of completions is used, and at most
+    `MAX_ROWS`. turns: limits the duration of turns. Raises ValueError if the prompt or a completion is empty.
     """
     if not sample.prompt or not sample.steps:
         raise ValueError("a parity check needs at least one token of prompt and of completion")
     rows = min(max(rows, len(sample.completions)), MAX_ROWS)
     sample = sample._replace(prompt=sample.prompt[-MAX_PROMPT:])
     distribution = SamplingDistribution(temperature=temperature or 1.0)
-    learner = flat(policy.trainable() if parameters is None else parameters)
-    referenced = nested({name: mx.stop_gradient(array) for name, array in learner.items()})
-    served_N_V = yield from _decoded(decoder, sample, rows, nullcontext)
-    decoded_N_V = yield from _decoded(decoder, sample, rows, lambda: policy.using(referenced))
-    learner_N_V = yield from _traced(policy, forcing, sample, nested(learner), turns)
+    learner = flat(parameters)
+    served_N_V = _decoded(served, sample, rows, turns)
+    policy.use(nested({name: mx.stop_gradient(array) for name, array in learner.items()}))
+    decoded_N_V = _decoded(decoder, sample, rows, turns)
+    learner_N_V = _traced(policy, forcing, sample, nested(learner), turns)
     target_N = np.concatenate([np.asarray(one, dtype=np.int32) for one in sample.completions])
-    kl_N, difference_N = yield from _differences(served_N_V, learner_N_V, target_N, distribution)
+    kl_N, difference_N = _differences(served_N_V, learner_N_V, target_N, distribution, turns)
     served_kl = 0.0
     if not _are_equal(served_N_V, decoded_N_V):
-        repeated_N_V = yield from _decoded(decoder, sample, rows, nullcontext)
+        repeated_N_V = _decoded(served, sample, rows, turns)
         if _are_equal(served_N_V, repeated_N_V):
-            served_kl_N, _ = yield from _differences(served_N_V, decoded_N_V, target_N, distribution)
+            served_kl_N, _ = _differences(served_N_V, decoded_N_V, target_N, distribution, turns)
             served_kl = float(served_kl_N.mean())
     return ParityReport(
         rows=rows,
@@ -167,26 +177,80 @@ def check_parity(
     )
 
 
-def _decoded(
-    decoder: TeacherForcedDecoder,
-    sample: ParitySample,
-    rows: int,
-    computing: Callable[[], AbstractContextManager[None]],
-) -> Generator[None, None, mx.array]:
-    """Return the logits of decode steps, (N, V), by completion. Each step runs inside `computing`."""
-    steps = decoder.teacher_forced_logits(sample.prompt, sample.completions, rows=rows)
+class ServedDecoder:
+    """Decode steps of the served engine for another thread. They run in the engine's own, between its other steps."""
+
+    def __init__(self, engine: TeacherForcedDecoder, decode: Submit, turns: Turns) -> None:
+        """decode: runs a function in the engine's thread. turns: of the other, which has no turn while it waits."""
+        self._engine, self._decode, self._turns = engine, decode, turns
+
+    def teacher_forced_logits(
+        self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int
+    ) -> Iterator[mx.array]:
+        """Yield the logits before each token, (rows, V), from decode steps."""
+        steps = self._engine.teacher_forced_logits(prompt, completions, rows=rows)
+        while True:
+            with self._turns.outside():
+                logits_B_V = self._decode(lambda: next(steps, None)).result()
+            if logits_B_V is None:
+                return
+            yield logits_B_V
+
+
+class ParityChecker:
+    """Parity checks with a model and a decoder of their own, in one thread."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        engine: DecodeEngine,
+        *,
+        settings: EngineSection,
+        learner: LearnerSection,
+        decode: Submit,
+        lane: Turns,
+    ) -> None:
+        """engine: of the served weights, with these settings. learner: with the layout to compare with.
+
+        decode: runs a function in the engine's thread. lane: of the thread of the checks.
+        """
+        self._turns = TurnBudget(learner.max_turn_ms / 1000.0, lane)
+        self._served, self._engine = ServedDecoder(engine, decode, lane), engine
+        self._model, self._rows = policy.copy_model(), settings.max_num_seqs
+        self._decoder = ForcedDecoder.of_model(self._model.model, settings)
+        self._forcing = TeacherForcing(self._model.model, self._model.vocab_size, layout=learner.layout)
+
+    def check(self, sample: ParitySample, parameters: Parameters, *, temperature: float) -> ParityReport:
+        """Compare the served weights with `parameters`, with as many rows as are running, or as can run."""
+        try:
+            return check_parity(
+                self._served,
+                self._model,
+                self._decoder,
+                sample,
+                temperature,
+                rows=self._engine.running or self._rows,
+                forcing=self._forcing,
+                parameters=parameters,
+                turns=self._turns,
+            )
+        finally:
+            self._model.release()
+
+
+def _decoded(decoder: TeacherForcedDecoder, sample: ParitySample, rows: int, turns: TurnBudget) -> mx.array:
+    """Return the logits of decode steps, (N, V), by completion."""
     logits_T_n_V = []
-    for _ in range(sample.steps):
-        with computing():
-            logits_T_n_V.append(next(steps)[: len(sample.completions)])
-        yield
+    for logits_B_V in decoder.teacher_forced_logits(sample.prompt, sample.completions, rows=rows):
+        logits_T_n_V.append(logits_B_V[: len(sample.completions)])
+        turns.pause()
     logits_n_T_V = mx.stack(logits_T_n_V, axis=1)
     return logits_n_T_V.reshape(-1, logits_n_T_V.shape[-1])
 
 
 def _traced(
-    policy: TrainablePolicy, forcing: TeacherForcing, sample: ParitySample, parameters: Parameters, turns: TurnBudget
-) -> Generator[None, None, mx.array]:
+    policy: WeightedModel, forcing: TeacherForcing, sample: ParitySample, parameters: Parameters, turns: TurnBudget
+) -> mx.array:
     """Return the logits before each token of the completions, (N, V), as the learner computes them for a gradient.
 
     Without dropout. The gradient itself is not evaluated.
@@ -197,19 +261,22 @@ def _traced(
     )
 
     def summed(traced: Parameters) -> tuple[mx.array, mx.array]:
-        with policy.using(traced):
-            logits_N_V = forcing.logits(micro)
+        policy.use(traced)
+        logits_N_V = forcing.logits(micro)
         return mx.sum(logits_N_V), logits_N_V
 
-    with policy.training_mode(), turns.recorded(policy.model, gradients=False) as stages:
-        for module in policy.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.eval()
-        (_, logits_N_V), _ = mx.value_and_grad(summed)(parameters)
+    try:
+        with policy.training_mode(), turns.recorded(policy.model, gradients=False) as stages:
+            for module in policy.model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.eval()
+            (_, logits_N_V), _ = mx.value_and_grad(summed)(nested(flat(parameters)))
+    finally:
+        policy.use(parameters)
     tokens = sum(map(len, sample.completions))
     member_N = np.asarray(micro.members)[micro.table.sequence_N[:tokens]]
     logits_N_V = logits_N_V[mx.array(np.argsort(member_N, kind="stable"))]
-    yield from turns.evaluate(stages.take(), logits_N_V)
+    turns.evaluate(stages.take(), logits_N_V)
     return logits_N_V
 
 
@@ -218,13 +285,13 @@ def _are_equal(p_N_V: mx.array, q_N_V: mx.array) -> bool:
 
 
 def _differences(
-    p_N_V: mx.array, q_N_V: mx.array, target_N: NDArray[np.int32], distribution: SamplingDistribution
-) -> Generator[None, None, tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    p_N_V: mx.array, q_N_V: mx.array, target_N: NDArray[np.int32], distribution: SamplingDistribution, turns: TurnBudget
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return KL(p || q) and the absolute difference of the targets' log-probabilities, (N,) each, from logits."""
     kl_N, difference_N = np.zeros(len(target_N)), np.zeros(len(target_N))
     for n, target in enumerate(target_N):
         if n % TOKENS_PER_TURN == 0:
-            yield
+            turns.pause()
         p_logp_V, q_logp_V = _logp(p_N_V[n], distribution), _logp(q_N_V[n], distribution)
         kl_N[n] = np.sum(np.exp(p_logp_V) * (p_logp_V - q_logp_V))
         difference_N[n] = abs(p_logp_V[target] - q_logp_V[target])

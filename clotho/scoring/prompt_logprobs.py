@@ -1,19 +1,21 @@
-"""Log-probabilities of the tokens of a prompt under the served policy, one chunk per turn of the compute thread."""
+"""Log-probabilities of the tokens of a prompt under the policy, the base model or an adapter, one chunk per turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
 from clotho.inference.cache_layout import evaluation_mode
+from clotho.models.adapter_rows import AdapterRows
+from clotho.models.adapter_store import AdapterStore, LoadedAdapter
 from clotho.models.parameters import Parameters
+from clotho.models.policy_model import PolicyModel
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.scoring.head_scores import rows_at_once
 from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, scoring
@@ -24,68 +26,77 @@ MODEL_DISTRIBUTION = SamplingDistribution(temperature=1.0)
 Alternatives = tuple[tuple[int, float], ...]
 
 
-class ScoredPolicy(Protocol):
-    """The part of a policy or of a base model that scores prompts."""
+class PromptScorer:
+    """Scores prompts with a model of its own, in one thread, whatever is served and decoded meanwhile."""
 
-    @property
-    def model(self) -> nn.Module:
-        """The model as mlx-lm builds it."""
+    def __init__(
+        self, policy: PolicyModel, *, chunk: int, adapters: AdapterStore | None = None, turns: TurnBudget = UNDIVIDED
+    ) -> None:
+        """policy: a model that nothing else computes with. chunk: largest number of tokens of a forward pass.
 
-    @property
-    def version(self) -> int:
-        """The served version."""
+        adapters: whose adapters may be named; None: only the policy. turns: limits the duration of turns.
+        """
+        self._policy, self._chunk, self._adapters, self._turns = policy, chunk, adapters, turns
+        self._rows: AdapterRows | None = None
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of logits."""
+    def score(
+        self,
+        parameters: Parameters,
+        tokens: Sequence[int],
+        *,
+        version: int,
+        top: int = 0,
+        distribution: SamplingDistribution = MODEL_DISTRIBUTION,
+        adapter: LoadedAdapter | None = None,
+    ) -> PromptLogprobs:
+        """Score every token except the first, and return the `top` most probable tokens at its position.
 
-    def trainable(self) -> Parameters:
-        """Return the tree of the served trainable parameters."""
+        A forward pass computes at most `chunk` tokens and at most `rows_at_once` rows of logits, which limits its
+        memory. parameters, version: of the policy. distribution: the distribution that the tokens are scored under.
+        adapter: instead of the policy's own. Raises GenerationError if the model's logits are not finite.
+        """
+        self._policy.use(parameters)
+        try:
+            logprobs, alternatives = self._score_chunks(tokens, top, distribution, adapter)
+        finally:
+            self._policy.release()
+        if self._rows is not None:
+            self._rows.keep({adapter.version} if adapter is not None else set())
+        own = version if adapter is None else adapter.version
+        return PromptLogprobs(version=own, logprobs=tuple(logprobs), top_logprobs=tuple(alternatives))
 
-    def using(self, parameters: Parameters, /) -> AbstractContextManager[None]:
-        """Compute with these parameters inside the context."""
+    def _score_chunks(
+        self, tokens: Sequence[int], top: int, distribution: SamplingDistribution, adapter: LoadedAdapter | None
+    ) -> tuple[list[float], list[Alternatives]]:
+        policy, turns = self._policy, self._turns
+        rows = min(self._chunk, rows_at_once(policy.vocab_size))
+        cache: list[Any] = make_prompt_cache(policy.model)
+        logprobs: list[float] = []
+        alternatives: list[Alternatives] = []
+        for start in range(0, len(tokens) - 1, rows):
+            target_N = mx.array(list(tokens[start + 1 : start + 1 + rows]))
+            token_1_N = mx.array([list(tokens[start : start + target_N.size])])
+            turns.begin()
+            with (
+                evaluation_mode(policy.model),
+                self._computing(adapter),
+                turns.recorded(policy.model, gradients=False) as stages,
+            ):
+                logits_N_V = policy.model(token_1_N, cache=cache)[0]
+            turns.evaluate(stages.take(), [logits_N_V, [layer.state for layer in cache]])
+            logp_N, best = _scores(logits_N_V, target_N, min(top, logits_N_V.shape[-1]), distribution)
+            logprobs += logp_N.tolist()
+            alternatives += best
+            turns.pause()
+        return logprobs, alternatives
 
-
-def prompt_logprobs(
-    policy: ScoredPolicy,
-    tokens: Sequence[int],
-    *,
-    top: int,
-    chunk: int,
-    distribution: SamplingDistribution = MODEL_DISTRIBUTION,
-    computing: Callable[[], AbstractContextManager[None]] = nullcontext,
-    turns: TurnBudget = UNDIVIDED,
-) -> Generator[None, None, PromptLogprobs]:
-    """Score every token except the first, and return the `top` most probable tokens at its position.
-
-    Uses the weights served at the first turn, also if others are published meanwhile. A forward pass computes at most
-    `chunk` tokens and at most `rows_at_once` rows of logits, which limits its memory. distribution: the distribution
-    that the tokens are scored under. computing: a context in which the model computes as an adapter. turns: limits the
-    duration of turns.
-    Raises GenerationError if the model's logits are not finite.
-    """
-    parameters, version = policy.trainable(), policy.version
-    rows = min(chunk, rows_at_once(policy.vocab_size))
-    cache: list[Any] = make_prompt_cache(policy.model)
-    logprobs: list[float] = []
-    alternatives: list[Alternatives] = []
-    for start in range(0, len(tokens) - 1, rows):
-        target_N = mx.array(list(tokens[start + 1 : start + 1 + rows]))
-        token_1_N = mx.array([list(tokens[start : start + target_N.size])])
-        turns.begin()
-        with (
-            policy.using(parameters),
-            evaluation_mode(policy.model),
-            computing(),
-            turns.recorded(policy.model, gradients=False) as stages,
-        ):
-            logits_N_V = policy.model(token_1_N, cache=cache)[0]
-        yield from turns.evaluate(stages.take(), [logits_N_V, [layer.state for layer in cache]])
-        logp_N, best = _scores(logits_N_V, target_N, min(top, logits_N_V.shape[-1]), distribution)
-        logprobs += logp_N.tolist()
-        alternatives += best
-        yield
-    return PromptLogprobs(version=version, logprobs=tuple(logprobs), top_logprobs=tuple(alternatives))
+    def _computing(self, adapter: LoadedAdapter | None) -> AbstractContextManager[None]:
+        if adapter is None:
+            return nullcontext()
+        assert self._adapters is not None
+        if self._rows is None:
+            self._rows = AdapterRows(self._policy.model, self._policy.adapted, self._adapters.targets)
+        return self._rows.computing([adapter])
 
 
 def _scores(

@@ -26,7 +26,7 @@ UNLOADED_NAMES = 256
 
 
 class AdapterEngine(Protocol):
-    """The part of `DecodeEngine` that manages adapters, in the compute thread only."""
+    """The part of `DecodeEngine` that manages adapters, in the decode thread only."""
 
     def load_adapter(self, name: str, contents: Any, /, *, replace: bool, protected: Collection[str]) -> AdapterInfo:
         """Load an adapter under a name. protected: names that are not evicted. Raises AdapterRequestError."""

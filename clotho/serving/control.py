@@ -19,7 +19,7 @@ POLL_SECONDS = 0.01
 
 
 class ControlledEngine(Protocol):
-    """The part of `DecodeEngine` that the routes control, in the compute thread only."""
+    """The part of `DecodeEngine` that the routes control, in the decode thread only."""
 
     held: Literal["nothing", "admission", "everything"]
 

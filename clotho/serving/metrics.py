@@ -169,7 +169,7 @@ class _SnapshotCollector(Collector):
         ):
             yield _counter(name, help_text, {"": value})
         yield _counter("clotho_completions", "Completions of all clients.", engine.finished, by="finish_reason")
-        yield _histogram("clotho_turn_seconds", "Duration of a turn of the compute thread.", engine.turns, "kind")
+        yield _histogram("clotho_turn_seconds", "Duration of a turn of a compute thread.", engine.turns, "kind")
         yield _gauges("clotho_longest_turn_seconds", "Longest turn so far.", engine.longest_turns, by="kind")
 
     def _training(self, snapshot: RunSnapshot) -> Iterator[Metric]:

@@ -133,7 +133,7 @@ class PolicyReceiver(Protocol):
 class HealthReport(Struct, frozen=True, kw_only=True):
     """The state of the program. Any status but `ok` and `paused`, by a client, is reported with HTTP status 503.
 
-    children: supervised child -> state. progress_seconds: seconds since the compute thread last made progress.
+    children: supervised child -> state. progress_seconds: seconds since the compute threads last made progress.
     findings: problems of the training that are no outage.
     """
 
@@ -174,7 +174,7 @@ class EngineSnapshot(Struct, frozen=True, kw_only=True):
     computed, padding included. finished: finish reason -> completions. failed: requests that ended with an error.
     listener_errors: requests that were aborted because their listener raised an exception. preempted: rows that left
     the batch and continue later. timings: distributions of durations, by name. speculation: drafts and their accepted
-    tokens. turns, longest_turns: durations of the turns of the compute thread, by kind, in seconds.
+    tokens. turns, longest_turns: durations of the turns of the compute threads, by kind, in seconds.
     """
 
     sequences_running: int = 0

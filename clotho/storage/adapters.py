@@ -48,7 +48,7 @@ def pad_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str
 
 
 def unpad_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str, mx.array]:
-    """Return the inverse of `pad_ranks`; evaluates arrays, so call it in the compute thread.
+    """Return the inverse of `pad_ranks`; evaluates arrays, so call it in a compute thread.
 
     An array that does not have the padded shape is returned unchanged. Raises CheckpointError if the removed part is
     not zero.
@@ -145,7 +145,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
 
 
 def read_adapter(directory: Path, expected: Any, config: AdapterConfig) -> Any:
-    """Read an adapter into a tree like `expected` (the trainable parameters of a policy), in the compute thread.
+    """Read an adapter into a tree like `expected` (the trainable parameters of a policy), in a compute thread.
 
     config: configuration of the policy; ranks, scale and modules must be equal. Raises CheckpointError with a list of
     every tensor that is missing, unexpected, not finite, or has another shape or dtype.
@@ -159,7 +159,7 @@ def read_adapter(directory: Path, expected: Any, config: AdapterConfig) -> Any:
 
 
 def tensor_problems(arrays: Mapping[str, mx.array], expected: Mapping[str, mx.array]) -> list[str]:
-    """Return one line for every tensor of `arrays` that differs from `expected`; call it in the compute thread."""
+    """Return one line for every tensor of `arrays` that differs from `expected`; call it in a compute thread."""
     problems = [f"{name} is missing" for name in expected if name not in arrays]
     for name, array in arrays.items():
         if name not in expected:

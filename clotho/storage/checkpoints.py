@@ -197,7 +197,7 @@ def recorded_newest(path: Path) -> int | None:
 
 
 def read_checkpoint(path: Path, *, expected: Any, adapter_config: AdapterConfig) -> Checkpoint:
-    """Read a checkpoint for a policy with the trainable parameters `expected`, in the compute thread.
+    """Read a checkpoint for a policy with the trainable parameters `expected`, in a compute thread.
 
     Raises CheckpointError if a file does not match the manifest, or if the checkpoint belongs to another policy.
     """

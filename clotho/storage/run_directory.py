@@ -190,7 +190,7 @@ class RunDirectory:
 
     @property
     def timeline(self) -> Path:
-        """Use of the compute thread and depths of the queues, about one JSON line per second."""
+        """Use of the compute threads and depths of the queues, about one JSON line per second."""
         return self.path / TIMELINE
 
     @property

@@ -113,12 +113,12 @@ def tensor_bytes(arrays: Mapping[str, mx.array]) -> bytes:
 
 
 def parse_tensors(content: bytes) -> dict[str, mx.array]:
-    """Read all arrays of the bytes of a safetensors file, in the compute thread. Raises CheckpointError."""
+    """Read all arrays of the bytes of a safetensors file, in a compute thread. Raises CheckpointError."""
     return _evaluated(io.BytesIO(content), "the safetensors data")
 
 
 def read_tensors(path: Path) -> dict[str, mx.array]:
-    """Read all arrays of a safetensors file, in the compute thread. Raises CheckpointError if the file is damaged."""
+    """Read all arrays of a safetensors file, in a compute thread. Raises CheckpointError if the file is damaged."""
     if path.suffix != ".safetensors":
         raise CheckpointError(f"{path} is not a .safetensors file; other formats are not supported")
     return _evaluated(str(path), str(path))
@@ -144,7 +144,7 @@ def as_stored(array: mx.array) -> StoredTensor:
 
 
 def as_array(tensor: StoredTensor) -> mx.array:
-    """Return the array of `as_stored`, lazy, in the compute thread."""
+    """Return the array of `as_stored`, lazy, in a compute thread."""
     bits = mx.array(tensor.data.view(f"u{CODES[tensor.dtype][1]}"))
     return bits.view(getattr(mx, tensor.dtype)).reshape(tensor.shape)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from clotho.config.objectives import EnvironmentAdvantage, GradientNorm, OptimalBaselineAdvantage, RatioObjective
 from clotho.config.sections_training import EnvironmentReference, KLPenalty, LearnerSection, RewardKLPenalty
 from clotho.models.parameters import Parameters
-from clotho.models.policy import TrainablePolicy
+from clotho.models.policy_model import WeightedModel
 from clotho.models.turns import TurnBudget
 from clotho.scoring.layouts.micro_batches import build_micro_batches, positions
 from clotho.scoring.sequences import MicroBatch, TeacherRows, TrainingSequence, sampled_mask_T
@@ -253,7 +253,7 @@ class TrainingBatch(NamedTuple):
 def prepare(
     groups: Sequence[ScoredGroup],
     *,
-    policy: TrainablePolicy,
+    policy: WeightedModel,
     forcing: TeacherForcing,
     parameters: Parameters,
     reference: ReferencePolicy,
@@ -262,8 +262,8 @@ def prepare(
     seed: Sequence[int],
     turns: TurnBudget,
     ranks: OtherRanks | None = None,
-) -> Generator[None, None, TrainingBatch]:
-    """Prepare an update from `parameters`. Yields between forward passes, with the served weights in the model.
+) -> TrainingBatch:
+    """Prepare an update from `parameters`.
 
     A KL penalty in the reward is the sum of the KL estimates of a completion's tokens, computed with the sampler
     log-probabilities. The penalty is subtracted before advantages are computed. Reference log-probabilities in groups
@@ -286,18 +286,18 @@ def prepare(
     minis = deal(preliminary)
     references = _given_logprobs(minis) if reference_from_groups(settings) else None
     if reference.needed:
-        references = yield from _scored(minis, policy, forcing, loss_config, reference, turns, ranks)
+        references = _scored(minis, policy, forcing, loss_config, reference, turns, ranks)
     in_reward = references is not None and isinstance(settings.kl_penalty, RewardKLPenalty)
     penalties = _penalties(groups, minis, references, loss_config) if in_reward and references else ()
     several, advantage = _proximal_needed(settings, len(minis)), settings.objective.advantage
     at_start: Scores = []
     if several or isinstance(advantage, OptimalBaselineAdvantage):
-        at_start = yield from _scored(minis, policy, forcing, loss_config, parameters, turns, ranks)
+        at_start = _scored(minis, policy, forcing, loss_config, parameters, turns, ranks)
     log_weights = Weights()
     if isinstance(advantage, OptimalBaselineAdvantage):
         log_weights = log_variance_weights(groups, minis, at_start, gradient_norm=advantage.gradient_norm)
         if advantage.gradient_norm == "exact":
-            log_norms = yield from _exact_norms(
+            log_norms = _exact_norms(
                 groups, preliminary, policy, forcing, parameters, loss_config, max_tokens=max_tokens, turns=turns
             )
             log_weights = [weight_G + norm_G for weight_G, norm_G in zip(log_weights, log_norms, strict=True)]
@@ -345,14 +345,14 @@ def log_variance_weights(
 def _exact_norms(
     groups: Sequence[ScoredGroup],
     token_advantages: PerTokenAdvantages,
-    policy: TrainablePolicy,
+    policy: WeightedModel,
     forcing: TeacherForcing,
     parameters: Parameters,
     loss_config: LossConfig,
     *,
     max_tokens: int,
     turns: TurnBudget,
-) -> Generator[None, None, Weights]:
+) -> Weights:
     """Return log |grad log pi|^2 of every completion, computed in micro-batches of one completion."""
     alone = replace(loss_config.settings, micro_batch_tokens=1, num_minibatches=1)
     found = [np.zeros(len(group.rewards)) for group in groups]
@@ -361,12 +361,10 @@ def _exact_norms(
     ):
         for micro in mini.micro_batches:
             group, completion = mini.origins[micro.members[0]]
-            norm = yield from score_norm_squared(
-                policy, forcing, parameters, micro, loss_config=loss_config, turns=turns
-            )
+            norm = score_norm_squared(policy, forcing, parameters, micro, loss_config=loss_config, turns=turns)
             with np.errstate(divide="ignore"):
                 found[group][completion] = np.log(norm)
-            yield from turns.pause()
+            turns.pause()
     return found
 
 
@@ -379,15 +377,19 @@ def _proximal_needed(settings: LearnerSection, minis: int) -> bool:
 
 def _scored(
     minis: Sequence[Minibatch],
-    policy: TrainablePolicy,
+    policy: WeightedModel,
     forcing: TeacherForcing,
     loss_config: LossConfig,
     scoring: Parameters | ReferencePolicy,
     turns: TurnBudget,
     ranks: OtherRanks | None,
-) -> Generator[None, None, Scores]:
+) -> Scores:
     """Score the tokens of every minibatch under some parameters, or under the reference policy."""
     scores: Scores = []
+    if isinstance(scoring, ReferencePolicy):
+        scoring.use(policy)
+    else:
+        policy.use(scoring)
     for mini in minis:
         own: Sequence[int] = range(len(mini.micro_batches))
         if ranks is not None:
@@ -397,13 +399,10 @@ def _scored(
             )
         found: dict[int, mx.array] = {}
         for k in own:
-            computing = scoring.computing() if isinstance(scoring, ReferencePolicy) else policy.using(scoring)
-            found[k] = yield from compute_logprobs(
-                policy, forcing, mini.micro_batches[k], loss_config.distribution, computing=computing, turns=turns
-            )
-            yield from turns.pause()
+            found[k] = compute_logprobs(policy, forcing, mini.micro_batches[k], loss_config.distribution, turns=turns)
+            turns.pause()
         if ranks is not None:
-            found |= yield from ranks.collect_logprobs()
+            found |= ranks.collect_logprobs(turns)
         scores.append([found[k] for k in range(len(mini.micro_batches))])
     return scores
 

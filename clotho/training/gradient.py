@@ -1,13 +1,8 @@
-"""Loss and gradient of one micro-batch, evaluated in turns of bounded length.
-
-The graph is built in one turn, inside which the model computes with the learner's weights. Its evaluation may take
-several turns; between them, the served weights are in the model.
-"""
+"""Loss and gradient of one micro-batch, evaluated in turns of bounded length."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
@@ -18,7 +13,7 @@ from clotho.config.bounds import Absent
 from clotho.config.objectives import RatioObjective, Reinforce
 from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Arrays, Parameters, flat, nested
-from clotho.models.policy import TrainablePolicy
+from clotho.models.policy_model import WeightedModel
 from clotho.models.stages import Stage, block_of
 from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch
@@ -93,7 +88,7 @@ class OtherRanks(Protocol):
     """The other ranks of a data-parallel learner. Each computes a share of the micro-batches of a minibatch.
 
     pieces: the smallest number of micro-batches of a minibatch that can be divided. The methods are called in pairs, in
-    the compute thread.
+    the learner's thread. turns: left while other ranks compute.
     """
 
     pieces: int
@@ -111,10 +106,10 @@ class OtherRanks(Protocol):
         """Send the other ranks their shares, and return the indices of the own share, which is not empty."""
         ...
 
-    def add_gradients(self, own: Gradient) -> Generator[None, None, tuple[Gradient, dict[int, Gradient]]]:
+    def add_gradients(self, own: Gradient, turns: TurnBudget) -> tuple[Gradient, dict[int, Gradient]]:
         """Return the sum over all shares, and the gradients of the others' micro-batches by index, without arrays.
 
-        own: the sum over the own share. Yields while other ranks compute.
+        own: the sum over the own share.
         """
         ...
 
@@ -127,13 +122,13 @@ class OtherRanks(Protocol):
         """
         ...
 
-    def collect_logprobs(self) -> Generator[None, None, dict[int, mx.array]]:
-        """Return the log-probabilities of the others' micro-batches by index. Yields while other ranks compute."""
+    def collect_logprobs(self, turns: TurnBudget) -> dict[int, mx.array]:
+        """Return the log-probabilities of the others' micro-batches by index."""
         ...
 
 
 def micro_batch_gradient(
-    policy: TrainablePolicy,
+    policy: WeightedModel,
     forcing: TeacherForcing,
     parameters: Parameters,
     micro: MicroBatch,
@@ -143,13 +138,12 @@ def micro_batch_gradient(
     position: StepPosition,
     turns: TurnBudget,
     token_gradients: bool = False,
-) -> Generator[None, None, Gradient]:
+) -> Gradient:
     """Return the gradient of one micro-batch's loss with respect to `parameters`. Gradients of micro-batches add up.
 
-    Gradients are float32. Only trainable parameters are differentiated. No tracer and no changed mode stays in the
-    model. Tokens count as on-policy while the weights are those of the start of the update. Yields between turns, with
-    the served weights in the model. token_gradients: also return the gradient at each token, which the backward pass
-    contains already.
+    Gradients are float32. Only trainable parameters are differentiated. Afterwards the model has `parameters`, no
+    tracer and no changed mode. Tokens count as on-policy while the weights are those of the start of the update.
+    token_gradients: also return the gradient at each token, which the backward pass contains already.
     """
     gradient, stages = _gradient_graph(
         policy,
@@ -162,12 +156,12 @@ def micro_batch_gradient(
         turns=turns,
         token_gradients=token_gradients,
     )
-    yield from turns.evaluate(stages, _in_order_of_blocks(gradient))
+    turns.evaluate(stages, _in_order_of_blocks(gradient))
     return gradient
 
 
 def _gradient_graph(
-    policy: TrainablePolicy,
+    policy: WeightedModel,
     forcing: TeacherForcing,
     parameters: Parameters,
     micro: MicroBatch,
@@ -191,8 +185,8 @@ def _gradient_graph(
     slopes: list[mx.array] = []
 
     def loss(traced: Parameters) -> tuple[mx.array, MetricSums, mx.array, mx.array]:
-        with policy.using(traced):
-            scores: TokenScores = forcing(micro, distribution=loss_config.distribution, logp_only=logp_only)
+        policy.use(traced)
+        scores: TokenScores = forcing(micro, distribution=loss_config.distribution, logp_only=logp_only)
         seen = inputs
         if between:
             proximal_N = interpolated_proximal(
@@ -216,12 +210,11 @@ def _gradient_graph(
 
     # While it traces, MLX puts its tracers into the very containers it is given; others read the learner's.
     own = nested(flat(parameters))
-    with (
-        policy.using(parameters),
-        policy.training_mode(),
-        turns.recorded(policy.model, gradients=True) as stages,
-    ):
-        (value, metrics, logp_N, cut_N), tree = mx.value_and_grad(loss)(own)
+    try:
+        with policy.training_mode(), turns.recorded(policy.model, gradients=True) as stages:
+            (value, metrics, logp_N, cut_N), tree = mx.value_and_grad(loss)(own)
+    finally:
+        policy.use(parameters)
     arrays = {name: array.astype(mx.float32) for name, array in flat(tree).items()}
     slope_N = slopes[0] if slopes else mx.zeros_like(logp_N)  # a custom loss may not depend on log-probabilities
     tokens = (TokenGradient(slope_N, cut_N),) if token_gradients else ()
@@ -229,21 +222,18 @@ def _gradient_graph(
 
 
 def score_norm_squared(
-    policy: TrainablePolicy,
+    policy: WeightedModel,
     forcing: TeacherForcing,
     parameters: Parameters,
     micro: MicroBatch,
     *,
     loss_config: LossConfig,
     turns: TurnBudget,
-) -> Generator[None, None, float]:
-    """Return |grad sum_t log pi_t|^2 over the tokens of a micro-batch, with respect to the trainable parameters.
-
-    Yields between turns, with the served weights in the model.
-    """
+) -> float:
+    """Return |grad sum_t log pi_t|^2 over the tokens of a micro-batch, with respect to the trainable parameters."""
     plain = replace(loss_config.settings, objective=Reinforce(importance_correction=Absent()), kl_penalty=Absent())
     table = micro.table._replace(loss_weight_N=micro.table.loss_mask_N, teacher=None)
-    gradient = yield from micro_batch_gradient(
+    gradient = micro_batch_gradient(
         policy,
         forcing,
         parameters,
@@ -278,37 +268,19 @@ def _watched(logp_N: mx.array, slopes: list[mx.array]) -> mx.array:
 
 
 def compute_logprobs(
-    policy: TrainablePolicy,
+    policy: WeightedModel,
     forcing: TeacherForcing,
     micro: MicroBatch,
     distribution: SamplingDistribution,
     *,
-    computing: AbstractContextManager[None],
     turns: TurnBudget,
-) -> Generator[None, None, mx.array]:
-    """Return the log-probabilities of a micro-batch's tokens: (N,) float32, evaluated.
-
-    computing: the model computes with the weights in question inside this context. Yields between turns, with the
-    served weights in the model.
-    """
-    logp_N, stages = _logprobs_graph(policy, forcing, micro, distribution, computing=computing, turns=turns)
-    yield from turns.evaluate(stages, logp_N)
-    return logp_N
-
-
-def _logprobs_graph(
-    policy: TrainablePolicy,
-    forcing: TeacherForcing,
-    micro: MicroBatch,
-    distribution: SamplingDistribution,
-    *,
-    computing: AbstractContextManager[None],
-    turns: TurnBudget,
-) -> tuple[mx.array, list[Stage]]:
+) -> mx.array:
+    """Return the log-probabilities of a micro-batch's tokens with the present weights: (N,) float32, evaluated."""
     unaided = micro._replace(table=micro.table._replace(teacher=None))
-    with computing, turns.recorded(policy.model, gradients=False) as stages:
-        scores: TokenScores = forcing(unaided, distribution=distribution)
-    return scores.logp_N, stages.take()
+    with turns.recorded(policy.model, gradients=False) as stages:
+        logp_N = forcing(unaided, distribution=distribution).logp_N
+    turns.evaluate(stages.take(), logp_N)
+    return logp_N
 
 
 def add_gradients(total: Gradient | None, part: Gradient) -> Gradient:

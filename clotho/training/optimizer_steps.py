@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from clotho.config.sections_training import EssStepScale, LearnerSection
 from clotho.models.parameters import Arrays, Parameters, flat, nested
-from clotho.models.policy import TrainablePolicy
+from clotho.models.policy_model import WeightedModel
 from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch, sampled_mask_T
 from clotho.scoring.teacher_forcing import TeacherForcing
@@ -185,7 +185,7 @@ def take_optimizer_steps(
     batch: TrainingBatch,
     start: OptimizerProgress,
     *,
-    policy: TrainablePolicy,
+    policy: WeightedModel,
     forcing: TeacherForcing,
     loss_config: LossConfig,
     version: int,
@@ -194,21 +194,20 @@ def take_optimizer_steps(
     turns: TurnBudget,
     record: TokenRecord | None = None,
     ranks: OtherRanks | None = None,
-) -> Generator[None, None, OptimizerProgress | None]:
+) -> OptimizerProgress | None:
     """Take one step for every minibatch of every epoch; return None if a loss or gradient is not finite.
 
     version: policy version of the weights before the first step. totals: receives the metrics. record: receives the
     tokens. ranks: compute a share of every gradient; every step is taken here. A gradient of exactly zero takes no
     step, because momentum and weight decay would move the weights. The importance weights that scale the learning rate
     are those of the gradient, so they need no other forward pass.
-    Yields after every micro-batch and step, with the served weights in the model.
     """
     progress = start
     count = loss_config.settings.update_epochs * len(batch.minibatches)
     for number in range(count):
         index = number % len(batch.minibatches)
         mini, recorder = batch.minibatches[index], record if number == index else None
-        total, parts = yield from _minibatch_gradient(
+        total, parts = _minibatch_gradient(
             mini,
             batch.fixed_logprobs[index],
             progress.parameters,
@@ -236,7 +235,7 @@ def take_optimizer_steps(
             progress = _step(
                 progress, total.arrays, loss_config.settings, learning_rate=scale * learning_rate, norm=norm
             )
-            yield from turns.pause()
+            turns.pause()
     return progress
 
 
@@ -245,14 +244,14 @@ def _minibatch_gradient(
     fixed_logprobs: Sequence[FixedLogprobs],
     parameters: Parameters,
     *,
-    policy: TrainablePolicy,
+    policy: WeightedModel,
     forcing: TeacherForcing,
     loss_config: LossConfig,
     position: StepPosition,
     turns: TurnBudget,
     token_gradients: bool,
     ranks: OtherRanks | None,
-) -> Generator[None, None, tuple[Gradient, list[Gradient]]]:
+) -> tuple[Gradient, list[Gradient]]:
     """Return the gradient of a minibatch, and the gradients of its micro-batches without their arrays."""
     own: Sequence[int] = range(len(mini.micro_batches))
     if ranks is not None:
@@ -267,7 +266,7 @@ def _minibatch_gradient(
     total: Gradient | None = None
     parts: dict[int, Gradient] = {}
     for k in own:
-        part = yield from micro_batch_gradient(
+        part = micro_batch_gradient(
             policy,
             forcing,
             parameters,
@@ -280,10 +279,10 @@ def _minibatch_gradient(
         )
         total = add_gradients(total, part)
         parts[k] = part._replace(arrays={})
-        yield from turns.pause()
+        turns.pause()
     assert total is not None
     if ranks is not None:
-        total, others = yield from ranks.add_gradients(total)
+        total, others = ranks.add_gradients(total, turns)
         parts |= others
     return total, [parts[k] for k in range(len(mini.micro_batches))]
 

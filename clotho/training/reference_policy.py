@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import mlx.core as mx
 
@@ -16,6 +15,7 @@ from clotho.config.sections_training import (
 )
 from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
+from clotho.models.policy_model import WeightedModel
 
 
 def averaged(reference: Arrays, policy: Arrays, keep: float) -> Arrays:
@@ -36,7 +36,7 @@ def _between(old: mx.array, new: mx.array, share: float) -> mx.array:
 
 
 class ReferencePolicy:
-    """Computes as the reference policy inside `with reference.computing():`, and follows the learner.
+    """Lets the learner's model compute as the reference policy, and follows the learner.
 
     base: the model without its adapter; needs no memory. snapshot: the first parameters of the learner, replaced every
     `interval` updates; arrays are shared with the learner. average: an exponential moving average in float32, because
@@ -46,18 +46,19 @@ class ReferencePolicy:
     """
 
     def __init__(self, policy: TrainablePolicy, settings: LearnerSection) -> None:
-        self._policy, self._settings = policy, settings.reference
+        self._settings = settings.reference
         self.needed = not isinstance(self._settings, EnvironmentReference | None)
         self._types = {name: array.dtype for name, array in flat(policy.trainable()).items()}
         self._arrays: Arrays = {}
         if self.needed and not isinstance(self._settings, BaseReference):
             self._arrays = {name: self._kept(array) for name, array in flat(policy.trainable()).items()}
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Compute as the reference policy inside the context."""
-        with self._policy.using(self._parameters()) if self._arrays else self._policy.reference():
-            yield
+    def use(self, policy: WeightedModel) -> None:
+        """Let a model compute as the reference policy."""
+        if self._arrays:
+            policy.use(self._parameters())
+        else:
+            policy.use_reference()
 
     def follow(self, parameters: Parameters, *, updates: int) -> None:
         """Follow the learner after its update number `updates`, which produced `parameters`."""

@@ -5,8 +5,8 @@ An update passes through these modules, in this order:
 1. `update` (`PolicyLearner.update`) receives a batch of scored groups. It combines the settings with the objective
    function, the sampling distribution and the current loss coefficients; they do not change during the update.
 2. `batch` builds the minibatches. If the KL penalty is part of the reward, or a penalty needs them,
-   `reference_policy` makes the model compute as the reference policy, and `gradient.compute_logprobs` scores every
-   token under it.
+   `reference_policy` makes the learner's model compute as the reference policy, and `gradient.compute_logprobs`
+   scores every token under it.
 3. `advantages` turns the rewards of each group (less that penalty) into one advantage per completion. Groups from
    environments may contain advantages per token. Tokens that the policy did not sample and masked completions get 0.
 4. `batch` deals the groups to minibatches with a seeded permutation. `objectives.aggregation` gives every token its
@@ -32,13 +32,13 @@ An update passes through these modules, in this order:
    the loss coefficients of the next update, the reference policy follows if it is a moving one, and parameters,
    optimizer state, version and weights hash change together. The learner then publishes the new weights.
 
-Steps 2, 4, 5 and 7 are generators: they yield after every forward or backward pass, so that the compute thread can
-decode in between. At each yield the served weights are in the model. Closing the generator changes nothing.
+The learner computes with a model of its own, in a thread of its own. `models.turns` divides the computation into turns,
+between which others may compute. An exception at any point changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -50,7 +50,7 @@ from clotho.config.sections_training import LearnerSection
 from clotho.models.machine import random_state, restore_random_state
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat
 from clotho.models.policy import TrainablePolicy
-from clotho.models.turns import TurnBudget
+from clotho.models.turns import UNSHARED, TurnBudget, Turns
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.batch import PerTokenAdvantages, TrainingBatch, prepare
@@ -72,6 +72,10 @@ from clotho.training.update_checks import AdapterCheck, update_kl
 from protocols.learnability import require_learnable
 from protocols.rollout import ScoredGroup
 from protocols.step import TokenValues, UpdateMetrics
+
+FIRST_STEPS, UPDATE_KL_INTERVAL = 10, 4
+"""The first steps, of which each is measured, and the interval of later ones. A single destructive update between them
+shows only in the rewards and lengths of the next batches."""
 
 
 class Update(Struct, frozen=True, kw_only=True):
@@ -107,8 +111,9 @@ class _Computed(NamedTuple):
 class PolicyLearner:
     """Holds the newest parameters and the state that training carries from update to update.
 
-    The newest parameters need not be published before the next update starts from them. turns: limits the turns of
-    updates.
+    The newest parameters need not be published before the next update starts from them. It belongs to one thread.
+    turns: limits the turns of updates. model: computes with the weights of the update, or as the reference policy;
+    released after each update.
     """
 
     def __init__(
@@ -123,14 +128,17 @@ class PolicyLearner:
         measure_update_kl: bool = False,
         token_values: bool = False,
         ranks: OtherRanks | None = None,
+        lane: Turns = UNSHARED,
     ) -> None:
         """Start from the served parameters.
 
         steps: length of the learning-rate schedule. seed: for dealing groups to minibatches.
         rollback_window: number of healthy updates after which `roll_back` may return to a policy; 0 keeps none.
-        measure_update_kl: measure how far each update moves the policy (`UpdateMetrics.update_kl`).
+        measure_update_kl: measure how far updates move the policy (`UpdateMetrics.update_kl`): each of the first steps,
+        and later every `UPDATE_KL_INTERVAL`-th, because a forward pass costs up to a quarter of an update.
         token_values: return the values of tokens (`Update.tokens`).
         ranks: the other ranks of a data-parallel learner; updates use them, rehearsals do not.
+        lane: between turns, others compute.
         Raises ProfileError if the learner cannot evaluate the sampling distribution or cannot load the objective, and
         ModelError if the model does not support the layout.
         """
@@ -140,8 +148,9 @@ class PolicyLearner:
         self._token_values, self._ranks = token_values, ranks
         self._distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
         self._objective = objective(learner.objective)
-        self._forcing = TeacherForcing(policy.model, policy.vocab_size, layout=learner.layout)
-        self.turns = TurnBudget(learner.max_turn_ms / 1000.0)
+        self.model = policy.copy_model()
+        self._forcing = TeacherForcing(self.model.model, self.model.vocab_size, layout=learner.layout)
+        self.turns = TurnBudget(learner.max_turn_ms / 1000.0, lane)
         self._reference = ReferencePolicy(policy, learner)
         self._adapter_check = AdapterCheck()
         self._start_from_served()
@@ -158,15 +167,21 @@ class PolicyLearner:
 
     def update(
         self, groups: Sequence[ScoredGroup], *, step: int | None = None, replayed: Sequence[ScoredGroup] = ()
-    ) -> Generator[None, None, Update]:
-        """Train on a batch of groups; yields after every turn, with the served weights in the model.
+    ) -> Update:
+        """Train on a batch of groups.
 
         step: number of batches before this one, which selects the learning rate; by default the number of updates
         applied. replayed: groups from the replay buffer to train on as well. Raises ValueError if the policy sampled no
         token.
         """
         step = self._state.updates if step is None else step
-        batch, progress, metrics, record = yield from self._compute([*groups, *replayed], step, self._ranks)
+        measures = self._measure_update_kl and (step < FIRST_STEPS or step % UPDATE_KL_INTERVAL == 0)
+        try:
+            batch, progress, metrics, record = self._compute(
+                [*groups, *replayed], step, self._ranks, measure_update_kl=measures
+            )
+        finally:
+            self.model.release()
         if progress is not None and metrics.update_applied:
             self._apply(progress, metrics)
         return Update(
@@ -182,12 +197,9 @@ class PolicyLearner:
 
     def compute_and_discard(self, groups: Sequence[ScoredGroup]) -> None:
         """Compute the first update from these groups, and discard it together with the random numbers that it used."""
-        for _ in self.rehearse([(0, groups)]):
-            pass
+        self.rehearse([(0, groups)])
 
-    def rehearse(
-        self, batches: Iterable[tuple[int, Sequence[ScoredGroup]]]
-    ) -> Generator[None, None, list[UpdateMetrics | None]]:
+    def rehearse(self, batches: Iterable[tuple[int, Sequence[ScoredGroup]]]) -> list[UpdateMetrics | None]:
         """Compute updates, each after the one before, and return their metrics. Nothing changes.
 
         batches: of each update the step, which selects the learning rate, and the groups; an iterator is asked for the
@@ -203,24 +215,25 @@ class PolicyLearner:
             for step, groups in batches:
                 if computed is not None and computed.progress is not None and computed.metrics.update_applied:
                     self._apply(computed.progress, computed.metrics)
-                computed = yield from self._compute(groups, step, None)
+                computed = self._compute(groups, step, None, measure_update_kl=self._measure_update_kl)
                 found.append(computed.metrics if computed.progress is not None else None)
                 if computed.progress is None:
                     break
         finally:
+            self.model.release()
             restore_random_state(random)
             (self.parameters, self._state, reference), self.version, self.fingerprint, self._adapter_check = before
             self._reference.restore(reference)
         return found
 
     def _compute(
-        self, groups: Sequence[ScoredGroup], step: int, ranks: OtherRanks | None
-    ) -> Generator[None, None, _Computed]:
+        self, groups: Sequence[ScoredGroup], step: int, ranks: OtherRanks | None, *, measure_update_kl: bool
+    ) -> _Computed:
         self.turns.begin()
         loss_config = LossConfig(self._settings, self._objective, self._distribution, self._state.loss_coefficients)
-        batch = yield from prepare(
+        batch = prepare(
             groups,
-            policy=self._policy,
+            policy=self.model,
             forcing=self._forcing,
             parameters=self.parameters,
             reference=self._reference,
@@ -232,10 +245,10 @@ class PolicyLearner:
         )
         rate = learning_rate(step, steps=self._steps, settings=self._settings) * self._state.rate_factor
         totals, record = MetricTotals(), TokenRecord() if self._token_values else None
-        progress = yield from take_optimizer_steps(
+        progress = take_optimizer_steps(
             batch,
             OptimizerProgress(self.parameters, self._state.optimizer),
-            policy=self._policy,
+            policy=self.model,
             forcing=self._forcing,
             loss_config=loss_config,
             version=self.version,
@@ -251,18 +264,16 @@ class PolicyLearner:
             loss_coefficients=loss_config.loss_coefficients,
             steps=progress.steps if progress is not None else 0,
         )
-        if progress is not None and metrics.update_applied and self._measure_update_kl:
-            metrics = replace(metrics, update_kl=(yield from self._update_kl(groups, batch, progress)))
+        if progress is not None and metrics.update_applied and measure_update_kl:
+            metrics = replace(metrics, update_kl=self._update_kl(groups, batch, progress))
         return _Computed(batch, progress, metrics, record)
 
-    def _update_kl(
-        self, groups: Sequence[ScoredGroup], batch: TrainingBatch, progress: OptimizerProgress
-    ) -> Generator[None, None, float]:
-        kl: float = yield from update_kl(
+    def _update_kl(self, groups: Sequence[ScoredGroup], batch: TrainingBatch, progress: OptimizerProgress) -> float:
+        kl: float = update_kl(
             groups,
             batch.minibatches[0],
             progress.initial_logp,
-            policy=self._policy,
+            policy=self.model,
             forcing=self._forcing,
             after=progress.parameters,
             distribution=self._distribution,

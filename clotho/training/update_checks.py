@@ -5,7 +5,7 @@ A large divergence is the earliest symptom of an update that destroys the policy
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clotho.models.parameters import Arrays, Parameters
-from clotho.models.policy import TrainablePolicy
+from clotho.models.policy_model import WeightedModel
 from clotho.models.turns import TurnBudget
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import TrainingSequence, sampled_mask_T, scored_only
@@ -52,29 +52,28 @@ def update_kl(
     mini: Minibatch,
     before: Sequence[mx.array],
     *,
-    policy: TrainablePolicy,
+    policy: WeightedModel,
     forcing: TeacherForcing,
     after: Parameters,
     distribution: SamplingDistribution,
     micro_batch_tokens: int,
     turns: TurnBudget,
-) -> Generator[None, None, float]:
+) -> float:
     """Estimate KL(policy before || policy after) in nats per token, by `limited_k3` on completions of a minibatch.
 
     before: log-probabilities of the tokens of its micro-batches at the weights before the update (with dropout, if
     there is any). after: parameters. The completions are spread evenly over the groups of the minibatch; their tokens
-    stand for samples of the policy before the update. micro_batch_tokens: positions per forward pass. Yields after each
-    pass. Not finite if either policy's log-probabilities are not finite.
+    stand for samples of the policy before the update. micro_batch_tokens: positions per forward pass. Not
+    finite if either policy's log-probabilities are not finite.
     """
     sampled = _spread_completions(groups, mini, before)
     sequences = [one.sequence for one in sampled]
     total, tokens = 0.0, 0
+    policy.use(after)
     for micro in build_micro_batches(sequences, layout=forcing.layout, budget=micro_batch_tokens):
-        logp_N = yield from compute_logprobs(
-            policy, forcing, micro, distribution, computing=policy.using(after), turns=turns
-        )
+        logp_N = compute_logprobs(policy, forcing, micro, distribution, turns=turns)
         after_N = np.array(logp_N, dtype=np.float64)
-        yield from turns.pause()
+        turns.pause()
         before_N = np.concatenate([sampled[member].before_T for member in micro.members])
         d_N = np.clip(after_N[: len(before_N)] - before_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         total += float(np.sum(limited_k3(d_N)))

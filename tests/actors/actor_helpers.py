@@ -12,7 +12,7 @@ import anyio
 from clotho.config.schema import EngineSection, ModelSection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy, load_policy
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.compute_thread import Compute
 from clotho.runtime.queues import Queue
 from protocols.accounting import LedgerState
 from protocols.prompt import Problem, Prompt
@@ -95,17 +95,17 @@ def policy_updated(
 
 
 @contextmanager
-def compute_thread() -> Iterator[ComputeExecutor]:
-    """Yield a compute thread that stops with the test."""
-    executor = ComputeExecutor(decode_share=0.5)
-    executor.start()
+def compute_thread() -> Iterator[Compute]:
+    """Yield compute threads that stop with the test."""
+    compute = Compute(decode_share=0.5, slots=2)
+    compute.start()
     try:
-        yield executor
+        yield compute
     finally:
-        executor.stop()
+        compute.stop()
 
 
-def served_policy(executor: ComputeExecutor, directory: Path) -> tuple[Policy, DecodeEngine]:
+def served_policy(compute: Compute, directory: Path) -> tuple[Policy, DecodeEngine]:
     """Return a tiny policy with an adapter and its engine, both created in the compute thread."""
 
     def make() -> tuple[Policy, DecodeEngine]:
@@ -113,6 +113,6 @@ def served_policy(executor: ComputeExecutor, directory: Path) -> tuple[Policy, D
         policy = load_policy(model, policy_settings(rank=2, scale=2.0), seed=0, keep_reference=False)
         return policy, DecodeEngine(policy, EngineSection(max_num_seqs=16))
 
-    policy, engine = executor.submit(make).result()
-    executor.attach(engine)
+    policy, engine = compute.decode.submit(make).result()
+    compute.decode.attach(engine)
     return policy, engine

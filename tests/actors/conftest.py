@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.compute_thread import Compute
 from tests.actors.actor_helpers import compute_thread
 
 
 @pytest.fixture
-def executor() -> Iterator[ComputeExecutor]:
-    """Yield a compute thread."""
+def compute() -> Iterator[Compute]:
+    """Yield compute threads."""
     with compute_thread() as running:
         yield running

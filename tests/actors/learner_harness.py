@@ -9,7 +9,7 @@ from actors.learner import Learner, LearnerProgress
 from clotho.config.bounds import Off
 from clotho.config.sections_training import CollapseSection, ReplaySection
 from clotho.monitoring.collapse_detection import CollapseMonitor
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.compute_thread import Compute
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.training.ledger import Ledger
@@ -41,7 +41,7 @@ class LearnerHarness:
 
     def __init__(
         self,
-        executor: ComputeExecutor,
+        compute: Compute,
         outcomes: Sequence[GroupOutcome],
         *,
         progress: LearnerProgress | None = None,
@@ -58,7 +58,7 @@ class LearnerHarness:
         """scored: the queue of the groups; by default one that holds `outcomes` and has ended."""
         keys = {"batch_size": 2, "learning_rate": 1e-2, "schedule": "constant", **keys}
         self.policy = BigramPolicy()
-        self.policy_learner = executor.submit(
+        self.policy_learner = compute.learner.submit(
             lambda: policies_and_groups.learner(self.policy, rollback_window=1, measure_update_kl=True, **keys)
         ).result()
         self.ledger, self.progress = Ledger(), progress or LearnerProgress()
@@ -77,7 +77,7 @@ class LearnerHarness:
             inbox=self.scored.inbox(),
             updates=[learner.outbox() for learner in self.updates],
             reports=self.reports.outbox(),
-            executor=executor,
+            compute=compute,
             policy_learner=self.policy_learner,
             settings=learner_settings(**keys),
             ledger=self.ledger,

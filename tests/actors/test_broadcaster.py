@@ -4,9 +4,9 @@ fails.
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,28 +16,28 @@ from anyio.abc import TaskStatus
 from mlx.utils import tree_map
 from msgspec import structs
 
-from actors import broadcaster as module
+from actors import broadcaster as broadcaster_module
 from actors.broadcaster import Broadcaster, SwapTimes
 from clotho.config.bounds import Off
-from clotho.config.schema import KvPolicy, ParityCheck, ParitySection
+from clotho.config.schema import EngineSection, KvPolicy, ParityCheck, ParitySection
 from clotho.models.parameters import flat
-from clotho.models.turns import UNDIVIDED
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.compute_thread import Compute, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
-from clotho.scoring.parity_check import ParityReport, ParitySample
+from clotho.scoring.parity_check import ParityChecker, ParityReport, ParitySample
 from protocols.errors import ParityError
 from protocols.queues import QueueClosed
 from protocols.sampling import SampleRequest, Sampling
 from protocols.step import PolicyUpdated, TrainedGroup, WeightsReady
 from tests.actors.actor_helpers import filled_queue, policy_updated, served_policy
+from tests.learner_settings import learner_settings
 from tests.run.simulated_run import METRICS
 from tests.training.policies_and_groups import scored_group
 
 PROMPT = (5, 9, 33, 2, 17, 60)
 
 
-PARITY = ParityCheck()
+PARITY = ParityCheck(budget=1.0)
 
 
 class BroadcasterHarness:
@@ -45,15 +45,15 @@ class BroadcasterHarness:
 
     def __init__(
         self,
-        executor: ComputeExecutor,
+        compute: Compute,
         directory: Path,
         *,
         kv_policy: KvPolicy = "keep",
         parity: ParitySection = PARITY,
         dropout: float = 0.0,
     ) -> None:
-        self.executor = executor
-        self.policy, self.engine = served_policy(executor, directory)
+        self.compute = compute
+        self.policy, self.engine = served_policy(compute, directory)
         self.weights = Latest[WeightsReady]("weights")
         self.swap_times = SwapTimes()
         self.settings, self.kv_policy, self.dropout = parity, kv_policy, dropout
@@ -68,7 +68,7 @@ class BroadcasterHarness:
             return parameters
 
         return policy_updated(
-            self.executor.submit(moved).result(),
+            self.compute.learner.submit(moved).result(),
             step=step,
             version=version,
             fingerprint=f"of {version}",
@@ -81,24 +81,22 @@ class BroadcasterHarness:
         return Broadcaster(
             inbox=self.updates.inbox(),
             weights=self.weights,
-            executor=self.executor,
+            compute=self.compute,
             policy=self.policy,
             engine=self.engine,
             settings=self.settings,
-            kv_policy=self.kv_policy,
+            engine_settings=EngineSection(max_num_seqs=16, kv_policy=self.kv_policy),
             temperature=1.0,
             parity_prompt=PROMPT,
             swap_times=self.swap_times,
-            layout="auto",
+            learner=learner_settings(),
             dropout=self.dropout,
-            max_num_seqs=16,
-            turns=UNDIVIDED,
         )
 
 
-async def test_every_update_is_served_and_announced(executor: ComputeExecutor, tmp_path: Path) -> None:
+async def test_every_update_is_served_and_announced(compute: Compute, tmp_path: Path) -> None:
     """The served parameters are the learner's arrays under the learner's version, and the parity check passes."""
-    harness = BroadcasterHarness(executor, tmp_path)
+    harness = BroadcasterHarness(compute, tmp_path)
     updates = [harness.update(step=1, version=1, shift=0.1), harness.update(step=2, version=2, shift=0.2)]
     broadcaster = harness.broadcaster(*updates)
     await broadcaster.run()
@@ -114,9 +112,9 @@ async def test_every_update_is_served_and_announced(executor: ComputeExecutor, t
     assert 0 <= broadcaster.largest_drift < 1e-3
 
 
-async def test_a_step_without_an_update_is_announced(executor: ComputeExecutor, tmp_path: Path) -> None:
+async def test_a_step_without_an_update_is_announced(compute: Compute, tmp_path: Path) -> None:
     """The generator counts steps, so it would wait forever without the announcement."""
-    harness = BroadcasterHarness(executor, tmp_path)
+    harness = BroadcasterHarness(compute, tmp_path)
     broadcaster = harness.broadcaster(harness.update(step=1, version=0, trained=False))
     await broadcaster.run()
     assert (harness.weights.value.step, harness.weights.value.version) == (1, 0)
@@ -125,12 +123,12 @@ async def test_a_step_without_an_update_is_announced(executor: ComputeExecutor, 
 
 @pytest.mark.parametrize(("policy", "versions"), [("keep", {0, 1}), ("recompute", {0, 1}), ("drain", {0})])
 async def test_running_sequences_follow_the_kv_cache_policy(
-    executor: ComputeExecutor, tmp_path: Path, policy: KvPolicy, versions: set[int]
+    compute: Compute, tmp_path: Path, policy: KvPolicy, versions: set[int]
 ) -> None:
     """Each token has the version of the weights that sampled it. Under `drain`, a running sequence has one version."""
-    harness = BroadcasterHarness(executor, tmp_path, kv_policy=policy, parity=Off())
+    harness = BroadcasterHarness(compute, tmp_path, kv_policy=policy, parity=Off())
     broadcaster = harness.broadcaster(harness.update(step=1, version=1, shift=0.3))
-    sampler = Sampler(executor.submit, harness.engine)
+    sampler = Sampler(compute.decode.submit, harness.engine)
     request = SampleRequest(
         prompt=PROMPT, sampling=Sampling(max_tokens=100, ignore_eos=True), seeds=(1, 2), stream=True
     )
@@ -147,12 +145,14 @@ async def test_running_sequences_follow_the_kv_cache_policy(
 
 
 @pytest.mark.parametrize("probe", ["at the start", "after a swap"])
-async def test_nan_log_probabilities_end_the_run(executor: ComputeExecutor, tmp_path: Path, probe: str) -> None:
+async def test_nan_log_probabilities_end_the_run(compute: Compute, tmp_path: Path, probe: str) -> None:
     """NaN exceeds every threshold of the parity check."""
-    harness = BroadcasterHarness(executor, tmp_path)
+    harness = BroadcasterHarness(compute, tmp_path)
     broken = harness.update(step=1, version=1, shift=float("nan"))
     if probe == "at the start":
-        executor.submit(lambda: harness.policy.publish(broken.parameters, version=0, step=0, fingerprint="")).result()
+        compute.decode.submit(
+            lambda: harness.policy.publish(broken.parameters, version=0, step=0, fingerprint="")
+        ).result()
     broadcaster = harness.broadcaster(broken)
     with pytest.raises(ParityError, match="nan nats"):
         await broadcaster.run()
@@ -167,18 +167,17 @@ def difference(*, kl: float = 0.0, nats: float = 0.0, served: float = 0.0) -> Pa
 
 @pytest.mark.parametrize("last", [difference(kl=0.2), difference(served=1e-6), difference(kl=float("nan"))])
 async def test_the_mean_kl_divergence_stops_the_run(
-    executor: ComputeExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: ParityReport
+    compute: Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: ParityReport
 ) -> None:
     """At the start and after each swap, on the tokens of the last update. Large differences of one token only warn."""
-    harness = BroadcasterHarness(executor, tmp_path, parity=ParityCheck(stop_kl=0.1))
+    harness = BroadcasterHarness(compute, tmp_path, parity=ParityCheck(budget=1.0, stop_kl=0.1))
     found, probed = iter([difference(), difference(kl=0.09, nats=9.0), last]), []
 
-    def probe(policy: Any, engine: Any, sample: ParitySample, **_: Any) -> Generator[None, None, ParityReport]:
+    def probe(self: ParityChecker, sample: ParitySample, *_: Any, **__: Any) -> ParityReport:
         probed.append(sample)
-        yield
         return next(found)
 
-    monkeypatch.setattr(module, "check_parity", probe)
+    monkeypatch.setattr(ParityChecker, "check", probe)
     broadcaster = harness.broadcaster(*(harness.update(step=step, version=step) for step in (1, 2, 3)))
     with pytest.raises(ParityError, match="version 2"):
         await broadcaster.run()
@@ -187,18 +186,80 @@ async def test_the_mean_kl_divergence_stops_the_run(
     assert broadcaster.largest_drift == 9.0
 
 
-async def test_a_warning_per_change_of_level(
-    executor: ComputeExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("budget", "checks"), [(0.0, 1), (1.0, 4)])
+async def test_checks_after_the_first_one_keep_to_the_budget(
+    compute: Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: float, checks: int
 ) -> None:
+    """Without a budget only the start is checked; with the whole time, every swap."""
+    harness = BroadcasterHarness(compute, tmp_path, parity=ParityCheck(budget=budget))
+    probed: list[ParitySample] = []
+
+    def probe(self: ParityChecker, sample: ParitySample, *_: Any, **__: Any) -> ParityReport:
+        probed.append(sample)
+        return difference()
+
+    monkeypatch.setattr(ParityChecker, "check", probe)
+    await harness.broadcaster(*(harness.update(step=step, version=step) for step in (1, 2, 3))).run()
+    assert len(probed) == checks
+
+
+async def test_a_check_waits_until_it_is_within_its_share_of_the_time(
+    compute: Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check of 1 second every 20 seconds, with a budget of 3 %: the second one comes after 34 seconds."""
+    harness = BroadcasterHarness(compute, tmp_path, parity=ParityCheck(budget=0.03))
+    now = [0.0]
+    monkeypatch.setattr("actors.broadcaster.time", SimpleNamespace(monotonic=lambda: now[0]))
+    checked: list[float] = []
+
+    def probe(self: ParityChecker, sample: ParitySample, *_: Any, **__: Any) -> ParityReport:
+        checked.append(now[0])
+        now[0] += 1.0
+        return difference()
+
+    monkeypatch.setattr(ParityChecker, "check", probe)
+    swap = broadcaster_module.swap_weights
+
+    async def later(*arguments: Any) -> float:
+        now[0] += 20.0
+        return await swap(*arguments)
+
+    monkeypatch.setattr(broadcaster_module, "swap_weights", later)
+    await harness.broadcaster(*(harness.update(step=step, version=step) for step in (1, 2, 3, 4))).run()
+    assert checked == [0.0, 41.0, 82.0]
+
+
+async def test_an_array_that_something_else_put_into_the_served_model_ends_the_run(
+    compute: Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found before the next swap, without a computation, whatever the budget is."""
+    harness = BroadcasterHarness(compute, tmp_path, parity=ParityCheck(budget=0.0))
+    first, second = (harness.update(step=step, version=step, shift=0.1 * step) for step in (1, 2))
+    swap = broadcaster_module.swap_weights
+
+    def exchange() -> None:
+        adapted = harness.policy.adapted[0].adapted
+        adapted["lora_a"] = mx.array(adapted["lora_a"])
+
+    async def swap_and_exchange(*arguments: Any) -> float:
+        seconds = await swap(*arguments)
+        await finish(compute.decode.submit(exchange))
+        return seconds
+
+    monkeypatch.setattr(broadcaster_module, "swap_weights", swap_and_exchange)
+    with pytest.raises(ParityError, match="version 1"):
+        await harness.broadcaster(first, second).run()
+
+
+async def test_a_warning_per_change_of_level(compute: Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest difference of one token is logged above `warn_nats`, and again if it has doubled."""
-    harness = BroadcasterHarness(executor, tmp_path, parity=ParityCheck(warn_nats=0.1))
+    harness = BroadcasterHarness(compute, tmp_path, parity=ParityCheck(budget=1.0, warn_nats=0.1))
     found = iter([0.05, 0.11, 0.12, 0.2, 0.23, 0.4, 0.05, 0.12])
 
-    def probe(*_: Any, **__: Any) -> Generator[None, None, ParityReport]:
-        yield
+    def probe(*_: Any, **__: Any) -> ParityReport:
         return difference(nats=next(found))
 
-    monkeypatch.setattr(module, "check_parity", probe)
+    monkeypatch.setattr(ParityChecker, "check", probe)
     broadcaster = harness.broadcaster(*(harness.update(step=step, version=step) for step in range(1, 8)))
     with structlog.testing.capture_logs() as logs:
         await broadcaster.run()
@@ -220,10 +281,10 @@ async def test_a_warning_per_change_of_level(
     ],
 )
 async def test_recorded_log_probabilities_that_differ_stop_the_run(
-    executor: ComputeExecutor, tmp_path: Path, *, other: dict[str, Any], dropout: float, kv_policy: KvPolicy
+    compute: Compute, tmp_path: Path, *, other: dict[str, Any], dropout: float, kv_policy: KvPolicy
 ) -> None:
     """The recorded log-probabilities of a batch belong to its prompts, unless other weights sampled some tokens."""
-    harness = BroadcasterHarness(executor, tmp_path, dropout=dropout, kv_policy=kv_policy)
+    harness = BroadcasterHarness(compute, tmp_path, dropout=dropout, kv_policy=kv_policy)
     update = harness.update(step=1, version=1)
     metrics = structs.replace(METRICS, mismatch_kl=0.1)
     report = structs.replace(update.report, **({"update": metrics} | other))
@@ -236,10 +297,10 @@ async def test_recorded_log_probabilities_that_differ_stop_the_run(
 
 @pytest.mark.parametrize(("kv_policy", "stops"), [("keep", False), ("recompute", True), ("drain", True)])
 async def test_kept_kv_caches_end_the_comparison_of_recorded_log_probabilities(
-    executor: ComputeExecutor, tmp_path: Path, *, kv_policy: KvPolicy, stops: bool
+    compute: Compute, tmp_path: Path, *, kv_policy: KvPolicy, stops: bool
 ) -> None:
     """After a swap, tokens of the new version can follow a prompt whose KV cache is that of the old version."""
-    harness = BroadcasterHarness(executor, tmp_path, kv_policy=kv_policy)
+    harness = BroadcasterHarness(compute, tmp_path, kv_policy=kv_policy)
     updates = [harness.update(step=step, version=step) for step in (1, 2)]
     metrics = structs.replace(METRICS, mismatch_kl=0.1)
     updates[1] = structs.replace(updates[1], report=structs.replace(updates[1].report, update=metrics))
@@ -249,9 +310,9 @@ async def test_kept_kv_caches_end_the_comparison_of_recorded_log_probabilities(
 
 
 @pytest.mark.needs_float32
-async def test_the_broadcaster_is_ready_after_the_first_parity_check(executor: ComputeExecutor, tmp_path: Path) -> None:
+async def test_the_broadcaster_is_ready_after_the_first_parity_check(compute: Compute, tmp_path: Path) -> None:
     """Actors that start later wait for the check, but not for an update."""
-    broadcaster, seen = BroadcasterHarness(executor, tmp_path).broadcaster(), []
+    broadcaster, seen = BroadcasterHarness(compute, tmp_path).broadcaster(), []
 
     class Handshake(TaskStatus[None]):
         def started(self, value: None = None) -> None:
@@ -262,17 +323,17 @@ async def test_the_broadcaster_is_ready_after_the_first_parity_check(executor: C
     assert 0 < seen[0] < 1e-3
 
 
-async def test_the_parity_check_can_be_turned_off(executor: ComputeExecutor, tmp_path: Path) -> None:
+async def test_the_parity_check_can_be_turned_off(compute: Compute, tmp_path: Path) -> None:
     """With `parity = "off"` NaN weights are served."""
-    harness = BroadcasterHarness(executor, tmp_path, parity=Off())
+    harness = BroadcasterHarness(compute, tmp_path, parity=Off())
     broadcaster = harness.broadcaster(harness.update(step=1, version=1, shift=float("nan")))
     await broadcaster.run()
     assert (harness.policy.version, broadcaster.largest_drift) == (1, 0.0)
 
 
-async def test_a_failed_swap_is_not_announced(executor: ComputeExecutor, tmp_path: Path) -> None:
+async def test_a_failed_swap_is_not_announced(compute: Compute, tmp_path: Path) -> None:
     """Parameters of wrong shape leave the served weights and the announced step unchanged."""
-    harness = BroadcasterHarness(executor, tmp_path)
+    harness = BroadcasterHarness(compute, tmp_path)
     fitting = harness.update(step=1, version=1)
     broadcaster = harness.broadcaster(structs.replace(fitting, parameters={"model": {}}))
     with pytest.raises(ValueError, match="lora_a"):

@@ -13,9 +13,8 @@ from mlx.utils import tree_map
 
 from actors.evaluator import Evaluator, Pinned
 from clotho.config.schema import EngineSection, HeldOutEvaluation
-from clotho.inference.held_out import held_out_requests, pinned_completions
-from clotho.models.turns import UNDIVIDED
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.inference.held_out import PinnedSampler, held_out_requests
+from clotho.runtime.compute_thread import Compute
 from clotho.runtime.queues import Queue
 from protocols.evaluation import EvalReport, Grade, HeldOut
 from protocols.prompt import Problem
@@ -34,9 +33,9 @@ REFERENCES = [(4, 8), (), (9, 9, 1), (), (), ()]
 class EvaluatorHarness:
     """An evaluator of a tiny policy on six problems. The first four count as correct."""
 
-    def __init__(self, executor: ComputeExecutor, directory: Path) -> None:
-        self.executor = executor
-        self.policy, _ = served_policy(executor, directory)
+    def __init__(self, compute: Compute, directory: Path) -> None:
+        self.compute = compute
+        self.policy, _ = served_policy(compute, directory)
         self.graded: list[tuple[str, str]] = []
         self.grading, self.grading_allowed = anyio.Event(), anyio.Event()
         self.grading_allowed.set()
@@ -61,7 +60,7 @@ class EvaluatorHarness:
             mx.eval(parameters)
             return parameters
 
-        return self.executor.submit(compute).result()
+        return self.compute.learner.submit(compute).result()
 
     def update(self, step: int, shift: float = 0.0) -> PolicyUpdated:
         """Return the update of a batch."""
@@ -75,7 +74,7 @@ class EvaluatorHarness:
         return Evaluator(
             inbox=updates.inbox(),
             outbox=self.reports.outbox(),
-            executor=self.executor,
+            thread=self.compute.evaluation,
             policy=self.policy,
             held_out=HeldOut(
                 problems=[Problem(prompt=str(i), answer="", type=kind) for i, kind in enumerate(KINDS)],
@@ -87,7 +86,7 @@ class EvaluatorHarness:
             seed=5,
             settings=HeldOutEvaluation(**settings),
             engine=GENERATOR,
-            turns=UNDIVIDED,
+            turn_seconds=0.0,
             base=pinned if base else None,
             start=Pinned(step=start, version=start, parameters=self.policy.trainable()),
             steps=10,
@@ -97,20 +96,24 @@ class EvaluatorHarness:
     def greedy(self, parameters: Any) -> list[str]:
         """Return the greedy completions of these parameters."""
         requests = held_out_requests(PROMPTS, SAMPLING, samples=0, seed=0)
-        steps = pinned_completions(self.policy, parameters, version=0, requests=requests, settings=GENERATOR)
-        return [completion.text for (completion,) in self.executor.submit_steps(steps, kind="evaluation").result()]
+
+        def complete() -> list[list[Completion]]:
+            return PinnedSampler(self.policy, GENERATOR).completions(parameters, requests, version=0)
+
+        return [completion.text for (completion,) in self.compute.evaluation.submit(complete).result()]
 
     def nats(self, parameters: Any, prompt: tuple[int, ...], reference: tuple[int, ...]) -> float:
         """Return the negative log-likelihood of a reference, from one forward pass over the whole sequence."""
 
         def compute() -> float:
             tokens = mx.array([[*prompt, *reference]])
-            with self.policy.using(parameters):
-                logits_S_V = self.policy.model(tokens)[0].astype(mx.float32)
+            model = self.policy.copy_model()
+            model.use(parameters)
+            logits_S_V = model.model(tokens)[0].astype(mx.float32)
             logp_S_V = logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True)
             return -sum(float(logp_S_V[len(prompt) - 1 + i, token].item()) for i, token in enumerate(reference))
 
-        found: float = self.executor.submit(compute).result()
+        found: float = self.compute.learner.submit(compute).result()
         return found
 
 
@@ -119,9 +122,9 @@ def steps(reports: Sequence[EvalReport]) -> list[tuple[int, bool]]:
     return [(report.step, report.final) for report in reports]
 
 
-async def test_base_and_final_evaluations_use_their_own_weights(executor: ComputeExecutor, tmp_path: Path) -> None:
+async def test_base_and_final_evaluations_use_their_own_weights(compute: Compute, tmp_path: Path) -> None:
     """The served weights change in between. The reports count problems in total and per type."""
-    harness = EvaluatorHarness(executor, tmp_path)
+    harness = EvaluatorHarness(compute, tmp_path)
     last = harness.update(2, shift=0.5)
     evaluator = harness.evaluator(filled_queue("updates", [harness.update(1, shift=0.25), last]))
     await evaluator.run()
@@ -138,9 +141,9 @@ async def test_base_and_final_evaluations_use_their_own_weights(executor: Comput
     assert texts[:6] != texts[6:]
 
 
-async def test_rewards_and_the_loss_of_references_are_measured(executor: ComputeExecutor, tmp_path: Path) -> None:
+async def test_rewards_and_the_loss_of_references_are_measured(compute: Compute, tmp_path: Path) -> None:
     """With pinned weights. Only problems with a reference completion count towards the loss, by token."""
-    harness = EvaluatorHarness(executor, tmp_path)
+    harness = EvaluatorHarness(compute, tmp_path)
     update = harness.update(1, shift=0.25)
     await harness.evaluator(filled_queue("updates", [update]), base=False).run()
     (report,) = await receive_all(harness.report_inbox)
@@ -156,11 +159,9 @@ async def test_rewards_and_the_loss_of_references_are_measured(executor: Compute
     assert found.loss.problems == 2
 
 
-async def test_sampled_completions_have_the_same_seeds_in_every_evaluation(
-    executor: ComputeExecutor, tmp_path: Path
-) -> None:
+async def test_sampled_completions_have_the_same_seeds_in_every_evaluation(compute: Compute, tmp_path: Path) -> None:
     """Equal weights give equal values, also in another run of the evaluator, as after a resume."""
-    harness, again = EvaluatorHarness(executor, tmp_path), EvaluatorHarness(executor, tmp_path)
+    harness, again = EvaluatorHarness(compute, tmp_path), EvaluatorHarness(compute, tmp_path)
     again.policy = harness.policy
     reports = []
     for one, base in ((harness, True), (again, False)):
@@ -179,16 +180,14 @@ async def test_sampled_completions_have_the_same_seeds_in_every_evaluation(
     assert any(a != b for _, a, b in by_problem), "the seeds of one problem differ"
 
 
-async def test_problems_without_a_correct_reward_are_counted_as_ungraded(
-    executor: ComputeExecutor, tmp_path: Path
-) -> None:
+async def test_problems_without_a_correct_reward_are_counted_as_ungraded(compute: Compute, tmp_path: Path) -> None:
     """They do not count towards the accuracy, and their type has none. Without any graded problem it is None."""
-    harness = EvaluatorHarness(executor, tmp_path)
+    harness = EvaluatorHarness(compute, tmp_path)
     harness.ungraded_types = {"word"}
     await harness.evaluator(filled_queue("updates", [])).run()
     for report in await receive_all(harness.report_inbox):
         assert (report.problems, report.ungraded, report.accuracy, report.by_type) == (3, 3, 1.0, {"sum": 1.0})
-    none = EvaluatorHarness(executor, tmp_path)
+    none = EvaluatorHarness(compute, tmp_path)
     none.ungraded_types = {"word", "sum"}
     await none.evaluator(filled_queue("updates", []), base=False, samples=1).run()
     (report,) = await receive_all(none.report_inbox)
@@ -197,12 +196,12 @@ async def test_problems_without_a_correct_reward_are_counted_as_ungraded(
     assert report.measures.sampled.avg is None
 
 
-async def test_evaluations_in_between_use_fewer_problems(executor: ComputeExecutor, tmp_path: Path) -> None:
+async def test_evaluations_in_between_use_fewer_problems(compute: Compute, tmp_path: Path) -> None:
     """`problems_between` problems every `interval` steps, and `problems` before and after.
 
     Both take the first problems of the file.
     """
-    harness = EvaluatorHarness(executor, tmp_path)
+    harness = EvaluatorHarness(compute, tmp_path)
     updates = Queue[PolicyUpdated]("updates", capacity=1)
     writer = updates.outbox()
     evaluator = harness.evaluator(updates, interval=2, problems=3, problems_between=1)
@@ -216,9 +215,9 @@ async def test_evaluations_in_between_use_fewer_problems(executor: ComputeExecut
     assert [(r.step, r.problems, r.final) for r in await receive_all(harness.report_inbox)] == [(2, 3, True)]
 
 
-async def test_a_running_evaluation_never_blocks_the_learner(executor: ComputeExecutor, tmp_path: Path) -> None:
+async def test_a_running_evaluation_never_blocks_the_learner(compute: Compute, tmp_path: Path) -> None:
     """One evaluation may wait. Further ones are skipped, except the final one."""
-    harness = EvaluatorHarness(executor, tmp_path)
+    harness = EvaluatorHarness(compute, tmp_path)
     harness.grading_allowed = anyio.Event()
     updates = Queue[PolicyUpdated]("updates", capacity=1)
     writer, evaluator = updates.outbox(), harness.evaluator(updates, interval=1)
@@ -234,16 +233,16 @@ async def test_a_running_evaluation_never_blocks_the_learner(executor: ComputeEx
     assert steps(await receive_all(harness.report_inbox)) == [(0, False), (1, False), (4, True)]
 
 
-async def test_a_resumed_run_evaluates_only_its_end(executor: ComputeExecutor, tmp_path: Path) -> None:
+async def test_a_resumed_run_evaluates_only_its_end(compute: Compute, tmp_path: Path) -> None:
     """The base policy is already evaluated. A run that had ended is evaluated once."""
-    harness = EvaluatorHarness(executor, tmp_path)
+    harness = EvaluatorHarness(compute, tmp_path)
     await harness.evaluator(filled_queue("updates", []), base=False, start=7).run()
     assert steps(await receive_all(harness.report_inbox)) == [(7, True)]
 
 
-async def test_an_evaluator_without_a_reader_continues(executor: ComputeExecutor, tmp_path: Path) -> None:
+async def test_an_evaluator_without_a_reader_continues(compute: Compute, tmp_path: Path) -> None:
     """The reports are still recorded for the final summary."""
-    harness = EvaluatorHarness(executor, tmp_path)
+    harness = EvaluatorHarness(compute, tmp_path)
     harness.report_inbox.close()
     evaluator = harness.evaluator(filled_queue("updates", [harness.update(1)]))
     await evaluator.run()
@@ -251,11 +250,9 @@ async def test_an_evaluator_without_a_reader_continues(executor: ComputeExecutor
 
 
 @pytest.mark.parametrize("end", ["failed", "cancelled"])
-async def test_a_failed_or_cancelled_evaluator_closes_its_ends(
-    executor: ComputeExecutor, tmp_path: Path, end: str
-) -> None:
+async def test_a_failed_or_cancelled_evaluator_closes_its_ends(compute: Compute, tmp_path: Path, end: str) -> None:
     """A held-out prompt beyond the context is a failure. A cancellation abandons the evaluation."""
-    harness = EvaluatorHarness(executor, tmp_path)
+    harness = EvaluatorHarness(compute, tmp_path)
     updates = filled_queue("updates", [harness.update(1)], ended=False)
     evaluator = harness.evaluator(updates)
     if end == "failed":

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from actors.learner import LearnerProgress
 from clotho.config.sections_training import BufferedReplay
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.compute_thread import Compute
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from protocols.errors import DivergenceError, ExecutorStoppedError
@@ -27,9 +27,9 @@ from tests.training.policies_and_groups import scored_group
 NAN = float("nan")
 
 
-async def test_a_batch_yields_one_update_on_every_outbox(executor: ComputeExecutor) -> None:
+async def test_a_batch_yields_one_update_on_every_outbox(compute: Compute) -> None:
     """Version, ledger and arrays agree on every outbox. The learner does not publish weights itself."""
-    harness = LearnerHarness(executor, [trainable_group(0), trainable_group(1), trainable_group(2), trainable_group(3)])
+    harness = LearnerHarness(compute, [trainable_group(0), trainable_group(1), trainable_group(2), trainable_group(3)])
     reports = await harness.run()
     assert [(report.step, report.version, len(report.trained)) for report in reports] == [(1, 1, 2), (2, 2, 2)]
     assert [report.staleness for report in reports] == [(0, 0), (1, 1)]
@@ -45,20 +45,20 @@ async def test_a_batch_yields_one_update_on_every_outbox(executor: ComputeExecut
     assert harness.progress.trained_tokens == sum(report.update.trained_tokens for report in reports if report.update)
 
 
-async def test_an_update_is_independent_of_the_order_of_its_groups(executor: ComputeExecutor) -> None:
+async def test_an_update_is_independent_of_the_order_of_its_groups(compute: Compute) -> None:
     """Groups of a batch are sorted by id, so that a run is reproducible bit for bit."""
     forwards = await LearnerHarness(
-        executor, [trainable_group(0), trainable_group(1), trainable_group(2)], batch_size=3
+        compute, [trainable_group(0), trainable_group(1), trainable_group(2)], batch_size=3
     ).run()
     backwards = await LearnerHarness(
-        executor, [trainable_group(2), trainable_group(0), trainable_group(1)], batch_size=3
+        compute, [trainable_group(2), trainable_group(0), trainable_group(1)], batch_size=3
     ).run()
     assert forwards[0].fingerprint == backwards[0].fingerprint
 
 
-async def test_discarded_groups_count_towards_the_batch(executor: ComputeExecutor) -> None:
+async def test_discarded_groups_count_towards_the_batch(compute: Compute) -> None:
     """The update uses the remaining groups. A batch without trainable groups advances the step but not the version."""
-    harness = LearnerHarness(executor, [discarded_group(0), trainable_group(1), discarded_group(2), discarded_group(3)])
+    harness = LearnerHarness(compute, [discarded_group(0), trainable_group(1), discarded_group(2), discarded_group(3)])
     first, second = await harness.run()
     assert (first.step, first.version, first.update is not None) == (1, 1, True)
     assert (second.step, second.version, second.update) == (2, 1, None)
@@ -67,10 +67,10 @@ async def test_discarded_groups_count_towards_the_batch(executor: ComputeExecuto
     assert (state.trained, state.discarded) == (1, {"reward_error": 3})
 
 
-async def test_groups_beyond_max_staleness_are_discarded(executor: ComputeExecutor) -> None:
+async def test_groups_beyond_max_staleness_are_discarded(compute: Compute) -> None:
     """Staleness is the learner's version minus the oldest version of a token of the group."""
     outcomes = [trainable_group(group_id) for group_id in range(4)]
-    harness = LearnerHarness(executor, outcomes, batch_size=1, max_staleness=1)
+    harness = LearnerHarness(compute, outcomes, batch_size=1, max_staleness=1)
     reports = await harness.run()
     assert [report.staleness for report in reports] == [(0,), (1,), (), ()]
     assert [drop.reason for report in reports for drop in report.discarded] == ["stale", "stale"]
@@ -79,14 +79,14 @@ async def test_groups_beyond_max_staleness_are_discarded(executor: ComputeExecut
     assert harness.ledger.balance(prompted=4, carried_over=0).holds
 
 
-async def test_with_a_lag_a_batch_waits_until_as_many_more_have_arrived(executor: ComputeExecutor) -> None:
+async def test_with_a_lag_a_batch_waits_until_as_many_more_have_arrived(compute: Compute) -> None:
     """The updates of a lag of 2 follow the arrival of the third batch, and the last two the end of the inbox. No group
     is lost and none changes its batch.
     """
     outcomes = [trainable_group(group_id) for group_id in range(8)]
     scored = Queue[GroupOutcome]("scored", capacity=8)
     sender = scored.outbox()
-    harness = LearnerHarness(executor, (), scored=scored, lag=2)
+    harness = LearnerHarness(compute, (), scored=scored, lag=2)
     async with create_task_group() as tasks:
         tasks.start_soon(harness.learner.run)
         for outcome in outcomes[:5]:
@@ -113,19 +113,19 @@ async def reached_step(harness: LearnerHarness, step: int) -> None:
         assert (await inbox.receive()).report.step == step
 
 
-async def test_a_group_without_sampled_tokens_is_discarded_as_invalid(executor: ComputeExecutor) -> None:
+async def test_a_group_without_sampled_tokens_is_discarded_as_invalid(compute: Compute) -> None:
     """The run continues."""
-    harness = LearnerHarness(executor, [scored_group([[], []], [0.0, 1.0], group_id=0), trainable_group(1)])
+    harness = LearnerHarness(compute, [scored_group([[], []], [0.0, 1.0], group_id=0), trainable_group(1)])
     [report] = await harness.run()
     assert [(drop.reason, drop.prompt.group_id) for drop in report.discarded] == [("invalid", 0)]
     assert len(report.trained) == 1
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1e6])
-async def test_a_batch_of_equal_rewards_is_a_step_without_an_update(executor: ComputeExecutor, reward: float) -> None:
+async def test_a_batch_of_equal_rewards_is_a_step_without_an_update(compute: Compute, reward: float) -> None:
     """Nothing is divided by the standard deviation 0. Weights and optimizer state stay, and the metrics are finite."""
     groups = [scored_group([[1, 2], [3, 4]], [reward, reward], group_id=group_id) for group_id in (2, 3)]
-    harness = LearnerHarness(executor, [trainable_group(0), trainable_group(1), *groups], advantage="batch")
+    harness = LearnerHarness(compute, [trainable_group(0), trainable_group(1), *groups], advantage="batch")
     update, no_update = await harness.run()
     assert (update.version, no_update.version, no_update.step) == (1, 1, 2)
     assert no_update.fingerprint == update.fingerprint
@@ -140,22 +140,22 @@ async def test_a_batch_of_equal_rewards_is_a_step_without_an_update(executor: Co
 
 @pytest.mark.parametrize("difference", [1e-12, 1e-9, 1e-6])
 async def test_almost_equal_rewards_move_the_weights_no_further_than_others(
-    executor: ComputeExecutor, difference: float
+    compute: Compute, difference: float
 ) -> None:
     """A tiny standard deviation gives advantages below those of rewards that differ by 1."""
     almost = scored_group([[1, 2], [3, 4]], [0.5, 0.5 + difference], group_id=0)
-    (report,) = await LearnerHarness(executor, [almost], batch_size=1).run()
-    (other,) = await LearnerHarness(executor, [trainable_group(0)], batch_size=1).run()
+    (report,) = await LearnerHarness(compute, [almost], batch_size=1).run()
+    (other,) = await LearnerHarness(compute, [trainable_group(0)], batch_size=1).run()
     assert report.update is not None
     assert other.update is not None
     assert all(abs(advantage) <= 1.0 for group in report.trained for advantage in group.advantages)
     assert report.update.grad_norm <= other.update.grad_norm
 
 
-async def test_a_non_finite_update_changes_no_parameter(executor: ComputeExecutor) -> None:
+async def test_a_non_finite_update_changes_no_parameter(compute: Compute) -> None:
     """Its groups are discarded. Weights and optimizer state stay, and the next finite batch is applied."""
     harness = LearnerHarness(
-        executor,
+        compute,
         [trainable_group(0, logprob=NAN), trainable_group(1, logprob=NAN), trainable_group(2), trainable_group(3)],
     )
     before = harness.policy_learner.fingerprint
@@ -165,25 +165,25 @@ async def test_a_non_finite_update_changes_no_parameter(executor: ComputeExecuto
     assert bad.update is not None
     assert not bad.update.update_applied
     assert (good.version, harness.progress.bad_steps) == (1, 0)
-    alone = await LearnerHarness(executor, [trainable_group(2), trainable_group(3)]).run()
+    alone = await LearnerHarness(compute, [trainable_group(2), trainable_group(3)]).run()
     assert good.fingerprint == alone[0].fingerprint, "as if the bad batch had never been"
     assert harness.ledger.balance(prompted=4, carried_over=0).holds
 
 
-async def test_max_bad_steps_non_finite_updates_in_a_row_end_the_run(executor: ComputeExecutor) -> None:
+async def test_max_bad_steps_non_finite_updates_in_a_row_end_the_run(compute: Compute) -> None:
     """The steps are reported and counted before the error. The weights are those before the first bad update."""
     outcomes = [trainable_group(group_id, logprob=NAN) for group_id in range(20)]
-    harness = LearnerHarness(executor, outcomes, batch_size=1, max_bad_steps=3)
+    harness = LearnerHarness(compute, outcomes, batch_size=1, max_bad_steps=3)
     with pytest.raises(DivergenceError, match="3 consecutive updates were not finite, the last one at step 3"):
         await harness.learner.run()
     assert [report.step for report in await receive_all(harness.report_inbox)] == [1, 2, 3]
     assert harness.ledger.state().discarded == {"not_finite": 3}
 
 
-async def test_a_resumed_run_counts_one_bad_step_less(executor: ComputeExecutor) -> None:
+async def test_a_resumed_run_counts_one_bad_step_less(compute: Compute) -> None:
     """A batch without trainable groups is not a bad step. One further bad update ends the run."""
     harness = LearnerHarness(
-        executor,
+        compute,
         [discarded_group(0), trainable_group(1)],
         batch_size=1,
         max_bad_steps=3,
@@ -193,39 +193,39 @@ async def test_a_resumed_run_counts_one_bad_step_less(executor: ComputeExecutor)
     assert harness.progress.bad_steps == 0
     outcomes = [discarded_group(0), trainable_group(1, logprob=NAN)]
     harness = LearnerHarness(
-        executor, outcomes, batch_size=1, max_bad_steps=3, progress=LearnerProgress(step=3, bad_steps=3)
+        compute, outcomes, batch_size=1, max_bad_steps=3, progress=LearnerProgress(step=3, bad_steps=3)
     )
     with pytest.raises(DivergenceError, match="4 consecutive updates"):
         await harness.learner.run()
 
 
-async def test_remaining_groups_form_a_smaller_last_batch(executor: ComputeExecutor) -> None:
+async def test_remaining_groups_form_a_smaller_last_batch(compute: Compute) -> None:
     """Every scored group is used or discarded with a reason."""
-    reports = await LearnerHarness(executor, [trainable_group(group_id) for group_id in range(5)]).run()
+    reports = await LearnerHarness(compute, [trainable_group(group_id) for group_id in range(5)]).run()
     assert [len(report.trained) for report in reports] == [2, 2, 1]
 
 
-async def test_a_duplicate_group_ends_the_run(executor: ComputeExecutor) -> None:
+async def test_a_duplicate_group_ends_the_run(compute: Compute) -> None:
     """The group accounting would be wrong afterwards."""
     with pytest.raises(ValueError, match="group 0 has already ended"):
-        await LearnerHarness(executor, [trainable_group(0), trainable_group(0)]).learner.run()
+        await LearnerHarness(compute, [trainable_group(0), trainable_group(0)]).learner.run()
 
 
-async def test_a_learner_without_a_report_reader_continues(executor: ComputeExecutor) -> None:
+async def test_a_learner_without_a_report_reader_continues(compute: Compute) -> None:
     """A missing reader of updates is a failure instead."""
-    harness = LearnerHarness(executor, [trainable_group(0), trainable_group(1)])
+    harness = LearnerHarness(compute, [trainable_group(0), trainable_group(1)])
     harness.report_inbox.close()
     await harness.learner.run()
     assert harness.progress.step == 1
-    harness = LearnerHarness(executor, [trainable_group(0), trainable_group(1)])
+    harness = LearnerHarness(compute, [trainable_group(0), trainable_group(1)])
     harness.update_inboxes[1].close()
     with pytest.raises(QueueClosed, match=r"updates\.other"):
         await harness.learner.run()
 
 
-async def test_a_learner_closes_all_its_ends_in_every_case(executor: ComputeExecutor) -> None:
+async def test_a_learner_closes_all_its_ends_in_every_case(compute: Compute) -> None:
     """Readers receive the end, and writers get QueueClosed."""
-    harness = LearnerHarness(executor, [trainable_group(0)] * 2)
+    harness = LearnerHarness(compute, [trainable_group(0)] * 2)
     with pytest.raises(ValueError, match="already ended"):
         await harness.learner.run()
     for reader in (*harness.update_inboxes, harness.report_inbox):
@@ -235,10 +235,10 @@ async def test_a_learner_closes_all_its_ends_in_every_case(executor: ComputeExec
         harness.replacements.put(1)
 
 
-async def test_replayed_groups_are_trained_on_beside_the_batch_and_end_once(executor: ComputeExecutor) -> None:
+async def test_replayed_groups_are_trained_on_beside_the_batch_and_end_once(compute: Compute) -> None:
     """From the second update on. A group enters the buffer after its update and ends once in the group accounting."""
     outcomes = [trainable_group(group_id) for group_id in range(6)]
-    harness = LearnerHarness(executor, outcomes, replay=BufferedReplay(capacity=3, groups=2))
+    harness = LearnerHarness(compute, outcomes, replay=BufferedReplay(capacity=3, groups=2))
     reports = await harness.run()
     assert [report.replayed for report in reports] == [0, 2, 2]
     tokens = [report.update.trained_tokens for report in reports if report.update]
@@ -247,12 +247,12 @@ async def test_replayed_groups_are_trained_on_beside_the_batch_and_end_once(exec
     assert harness.ledger.balance(prompted=6, carried_over=0).holds
     *_, last = await receive_all(harness.update_inboxes[0])
     assert [(kept.scored.group.prompt.group_id, kept.version) for kept in last.replay] == [(3, 2), (4, 3), (5, 3)]
-    plain = await LearnerHarness(executor, outcomes).run()
+    plain = await LearnerHarness(compute, outcomes).run()
     assert plain[0].fingerprint == reports[0].fingerprint
     assert plain[1].fingerprint != reports[1].fingerprint
 
 
-async def test_batches_without_trainable_groups_do_not_use_replay(executor: ComputeExecutor) -> None:
+async def test_batches_without_trainable_groups_do_not_use_replay(compute: Compute) -> None:
     """Such a batch is a step without an update, and adds no group to the buffer."""
     outcomes = [
         trainable_group(0),
@@ -262,19 +262,19 @@ async def test_batches_without_trainable_groups_do_not_use_replay(executor: Comp
         trainable_group(4, logprob=NAN),
         discarded_group(5),
     ]
-    harness = LearnerHarness(executor, outcomes, replay=BufferedReplay(capacity=8))
+    harness = LearnerHarness(compute, outcomes, replay=BufferedReplay(capacity=8))
     reports = await harness.run()
     assert [(report.version, report.replayed) for report in reports] == [(1, 0), (1, 0), (1, 2)]
     assert [kept.scored.group.prompt.group_id for kept in harness.replay.groups()] == [0, 1]
 
 
-async def test_a_cancelled_update_ends_no_group(executor: ComputeExecutor) -> None:
+async def test_a_cancelled_update_ends_no_group(compute: Compute) -> None:
     """The update is abandoned as a whole. A resumed run prompts its groups again."""
-    harness, gate = LearnerHarness(executor, [trainable_group(0), trainable_group(1)]), threading.Event()
-    executor.submit(gate.wait)
+    harness, gate = LearnerHarness(compute, [trainable_group(0), trainable_group(1)]), threading.Event()
+    compute.learner.submit(gate.wait)
     await cancel_when_blocked(harness.learner.run)
     gate.set()
-    executor.submit(lambda: None).result()
+    compute.learner.submit(lambda: None).result()
     assert (harness.policy_learner.version, harness.progress.step) == (0, 0)
     assert list(harness.ledger.unended(2)) == [0, 1]
     for reader in (*harness.update_inboxes, harness.report_inbox):
@@ -282,26 +282,26 @@ async def test_a_cancelled_update_ends_no_group(executor: ComputeExecutor) -> No
             await reader.receive()
 
 
-async def test_a_stopped_compute_thread_is_a_failure_of_the_learner(executor: ComputeExecutor) -> None:
+async def test_a_stopped_compute_thread_is_a_failure_of_the_learner(compute: Compute) -> None:
     """No group of the batch ends."""
-    harness = LearnerHarness(executor, [trainable_group(0), trainable_group(1)])
-    executor.stop()
+    harness = LearnerHarness(compute, [trainable_group(0), trainable_group(1)])
+    compute.stop()
     with pytest.raises(ExecutorStoppedError):
         await harness.learner.run()
     assert list(harness.ledger.unended(2)) == [0, 1]
 
 
-async def test_the_first_groups_are_sent_before_the_first_update(executor: ComputeExecutor) -> None:
+async def test_the_first_groups_are_sent_before_the_first_update(compute: Compute) -> None:
     """Once, as many as a batch has; their reports follow."""
-    harness = LearnerHarness(executor, [trainable_group(number) for number in range(4)], first_check_seconds=20.0)
+    harness = LearnerHarness(compute, [trainable_group(number) for number in range(4)], first_check_seconds=20.0)
     assert [report.step for report in await harness.run()] == [1, 2]
     (first,) = harness.first_batches
     assert [group.group.prompt.group_id for group in first.groups if isinstance(group, ScoredGroup)] == [0, 1]
 
 
-async def test_the_first_update_waits_until_the_monitor_has_checked_its_groups(executor: ComputeExecutor) -> None:
+async def test_the_first_update_waits_until_the_monitor_has_checked_its_groups(compute: Compute) -> None:
     """The monitor then puts the number of logged steps. Discarded groups count."""
-    harness = LearnerHarness(executor, [discarded_group(0), trainable_group(1)], first_check_seconds=20.0)
+    harness = LearnerHarness(compute, [discarded_group(0), trainable_group(1)], first_check_seconds=20.0)
     harness.logged = harness.learner._logged = Latest[int]("unchecked")
     with fail_after(20):
         async with create_task_group() as tasks:
@@ -315,17 +315,17 @@ async def test_the_first_update_waits_until_the_monitor_has_checked_its_groups(e
 
 
 async def test_a_monitor_that_does_not_answer_delays_the_first_update_for_a_limited_time(
-    executor: ComputeExecutor,
+    compute: Compute,
 ) -> None:
     """The update follows without the check."""
-    harness = LearnerHarness(executor, [trainable_group(0), trainable_group(1)], first_check_seconds=0.01)
+    harness = LearnerHarness(compute, [trainable_group(0), trainable_group(1)], first_check_seconds=0.01)
     harness.learner._logged = Latest[int]("unchecked")
     assert [report.step for report in await harness.run()] == [1]
 
 
-async def test_batches_in_which_every_reward_fails_end_the_sampling(executor: ComputeExecutor) -> None:
+async def test_batches_in_which_every_reward_fails_end_the_sampling(compute: Compute) -> None:
     """Once, with the cause. What arrives afterwards is still counted, and each batch is a step."""
-    harness = LearnerHarness(executor, [discarded_group(number) for number in range(9)], max_failed_batches=3)
+    harness = LearnerHarness(compute, [discarded_group(number) for number in range(9)], max_failed_batches=3)
     reports = await harness.run()
     assert len(harness.causes) == 1
     assert "learner.max_failed_batches" in harness.causes[0]
@@ -333,10 +333,10 @@ async def test_batches_in_which_every_reward_fails_end_the_sampling(executor: Co
     assert harness.ledger.balance(prompted=9, carried_over=0).holds
 
 
-async def test_equal_rewards_of_environments_end_the_sampling(executor: ComputeExecutor) -> None:
+async def test_equal_rewards_of_environments_end_the_sampling(compute: Compute) -> None:
     """Batches of environments have only groups to train on: as many others as a batch has groups count as one."""
     equal = [replace(discarded_group(number), reason="zero_variance") for number in range(7)]
     groups = [*equal[:3], trainable_group(8), *equal[3:]]
-    harness = LearnerHarness(executor, groups, max_equal_batches=2, from_environments=True)
+    harness = LearnerHarness(compute, groups, max_equal_batches=2, from_environments=True)
     await harness.run()
     assert len(harness.causes) == 1

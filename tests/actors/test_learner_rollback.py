@@ -15,7 +15,7 @@ from clotho.config.sections_training import (
     StopOnCollapse,
     WarnOnCollapse,
 )
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.compute_thread import Compute
 from protocols.collapse import BaselineStatistics, CollapseState
 from protocols.errors import CollapseError, DivergenceError
 from tests.actors.actor_helpers import receive_all
@@ -26,7 +26,7 @@ TOUCHY: dict[str, Any] = {"update_kl_high": 1e-9, "patience": 1}
 """Alarms that trip at every update."""
 
 
-async def test_a_rollback_publishes_the_restored_weights_under_a_new_version(executor: ComputeExecutor) -> None:
+async def test_a_rollback_publishes_the_restored_weights_under_a_new_version(compute: Compute) -> None:
     """No version number is used twice.
 
     Groups of the collapsed policy are discarded, and the group accounting continues.
@@ -34,7 +34,7 @@ async def test_a_rollback_publishes_the_restored_weights_under_a_new_version(exe
     outcomes = [trainable_group(0), trainable_group(1), trainable_group(2, version=1), trainable_group(3, version=2)]
     collapse_detection = RollBackOnCollapse(**TOUCHY)
     harness = LearnerHarness(
-        executor, outcomes, collapse_detection=collapse_detection, replay=BufferedReplay(capacity=4)
+        compute, outcomes, collapse_detection=collapse_detection, replay=BufferedReplay(capacity=4)
     )
     initial = harness.policy.trainable()
     first, second = await harness.run()
@@ -54,14 +54,14 @@ async def test_a_rollback_publishes_the_restored_weights_under_a_new_version(exe
     [(StopOnCollapse(**TOUCHY), 1), (RollBackOnCollapse(**TOUCHY, max_rollbacks=1), 2)],
 )
 async def test_a_collapse_ends_the_run_if_no_rollback_is_allowed(
-    executor: ComputeExecutor, collapse_detection: CollapseSection, batches: int
+    compute: Compute, collapse_detection: CollapseSection, batches: int
 ) -> None:
     """With the type `stop`, or after the last allowed rollback.
 
     The update is sent first, for the last checkpoint.
     """
     harness = LearnerHarness(
-        executor,
+        compute,
         [trainable_group(group_id, version=group_id) for group_id in range(6)],
         collapse_detection=collapse_detection,
     )
@@ -78,11 +78,11 @@ async def test_a_collapse_ends_the_run_if_no_rollback_is_allowed(
     ],
 )
 async def test_a_failing_run_waits_for_the_log_of_its_last_batch(
-    executor: ComputeExecutor, keys: dict[str, Any], error: type[Exception]
+    compute: Compute, keys: dict[str, Any], error: type[Exception]
 ) -> None:
     """The failure would otherwise cancel the monitor before the line that shows the reason."""
     keys = {"outcome": trainable_group(0), **keys}
-    harness = LearnerHarness(executor, [keys.pop("outcome")], batch_size=1, **keys)
+    harness = LearnerHarness(compute, [keys.pop("outcome")], batch_size=1, **keys)
     harness.logged.put(0)
     ended = anyio.Event()
 
@@ -100,7 +100,7 @@ async def test_a_failing_run_waits_for_the_log_of_its_last_batch(
     assert ended.is_set()
 
 
-async def test_a_batch_without_an_update_does_not_count_as_healthy(executor: ComputeExecutor) -> None:
+async def test_a_batch_without_an_update_does_not_count_as_healthy(compute: Compute) -> None:
     """Only applied updates count towards the rollback window."""
     outcomes = [
         trainable_group(0),
@@ -110,18 +110,20 @@ async def test_a_batch_without_an_update_does_not_count_as_healthy(executor: Com
         discarded_group(4),
         discarded_group(5),
     ]
-    harness = LearnerHarness(executor, outcomes, collapse_detection=RollBackOnCollapse())
+    harness = LearnerHarness(compute, outcomes, collapse_detection=RollBackOnCollapse())
     assert [report.version for report in await harness.run()] == [1, 1, 1]
-    assert executor.submit(lambda: harness.policy_learner.state()["rollback.healthy_updates"].item()).result() == 1
+    assert (
+        compute.learner.submit(lambda: harness.policy_learner.state()["rollback.healthy_updates"].item()).result() == 1
+    )
 
 
-async def test_a_rollback_resets_the_count_of_bad_steps(executor: ComputeExecutor) -> None:
+async def test_a_rollback_resets_the_count_of_bad_steps(compute: Compute) -> None:
     """Non-finite updates of the collapsed policy do not end the restored run."""
     collapse_state = CollapseState(baseline=BaselineStatistics(length=0.1))
     collapse_detection = RollBackOnCollapse(patience=1)
     outcomes = [trainable_group(0, logprob=math.nan), trainable_group(1, version=1)]
     harness = LearnerHarness(
-        executor,
+        compute,
         outcomes,
         collapse_detection=collapse_detection,
         collapse_state=collapse_state,
@@ -133,11 +135,11 @@ async def test_a_rollback_resets_the_count_of_bad_steps(executor: ComputeExecuto
     assert (second.version, len(second.trained), harness.progress.bad_steps) == (2, 1, 0)
 
 
-async def test_a_warning_changes_no_weights(executor: ComputeExecutor) -> None:
+async def test_a_warning_changes_no_weights(compute: Compute) -> None:
     """The report has the signs. Weights and versions equal those of a run without collapse detection."""
     outcomes = [trainable_group(group_id) for group_id in range(4)]
-    warned = await LearnerHarness(executor, outcomes, collapse_detection=WarnOnCollapse(**TOUCHY)).run()
-    silent = await LearnerHarness(executor, outcomes).run()
+    warned = await LearnerHarness(compute, outcomes, collapse_detection=WarnOnCollapse(**TOUCHY)).run()
+    silent = await LearnerHarness(compute, outcomes).run()
     assert all(report.collapse_findings for report in warned)
     assert not any(report.collapse_findings for report in silent)
     assert [report.fingerprint for report in warned] == [report.fingerprint for report in silent]

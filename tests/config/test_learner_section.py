@@ -16,7 +16,8 @@ from clotho.training.update import PolicyLearner, Update
 from protocols.errors import ProfileError
 from protocols.rollout import ScoredGroup, TeacherTokens
 from tests.learner_settings import path_of
-from tests.training.policies_and_groups import BigramPolicy, finish, learner, random_groups, same_bits, tiny_policy
+from tests.recorded_turns import RecordedTurns
+from tests.training.policies_and_groups import BigramPolicy, learner, random_groups, same_bits, tiny_policy
 
 UNSCALED = {"max_grad_norm": 0.0, "epsilon": 1e-2}
 """Clipping and Adam hide the size of a gradient; these let it be seen."""
@@ -121,8 +122,8 @@ def with_a_teacher(groups: list[ScoredGroup]) -> list[ScoredGroup]:
 def two_updates(**keys: Any) -> Update:
     """The second of two updates of a bigram policy whose ratios leave the clip range on both sides."""
     one = learner(BigramPolicy(), steps=3, **keys)
-    finish(one.update(with_a_teacher(some_cut_off(random_groups(5)))))
-    return finish(one.update(with_a_teacher(some_cut_off(random_groups(5, seed=1)))))
+    one.update(with_a_teacher(some_cut_off(random_groups(5))))
+    return one.update(with_a_teacher(some_cut_off(random_groups(5, seed=1))))
 
 
 @pytest.mark.parametrize("key", EFFECTS)
@@ -134,7 +135,7 @@ def test_every_key_of_the_learner_changes_the_update(key: str) -> None:
 
 def test_b_learns_at_a_rate_of_its_own() -> None:
     """LoRA+: with sixteen times the rate B moves sixteen times as far in its first step, and A as before."""
-    plain, plus = (finish(learner(tiny_policy(), lora_plus=ratio).update(random_groups(32))) for ratio in (1.0, 16.0))
+    plain, plus = (learner(tiny_policy(), lora_plus=ratio).update(random_groups(32)) for ratio in (1.0, 16.0))
     one, other = flat(plain.parameters), flat(plus.parameters)
     for name, value in one.items():
         expected = 16.0 * value if name.endswith("lora_b") else value
@@ -160,10 +161,14 @@ def test_no_key_of_the_learner_was_forgotten() -> None:
     }
 
 
-def test_the_budget_of_a_micro_batch_decides_how_often_an_update_yields() -> None:
+def test_the_budget_of_a_micro_batch_decides_how_often_an_update_pauses() -> None:
     """Smaller parts, more turns for everyone else."""
-    turns = len(list(learner(BigramPolicy()).update(random_groups(5))))
-    assert len(list(learner(BigramPolicy(), micro_batch_tokens=24).update(random_groups(5)))) > turns
+    pauses = []
+    for tokens in (1024, 24):
+        lane = RecordedTurns()
+        learner(BigramPolicy(), lane=lane, micro_batch_tokens=tokens).update(random_groups(5))
+        pauses.append(lane.pauses)
+    assert pauses[1] > pauses[0]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from clotho.config.schema import AdapterMethod
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
-from tests.training.policies_and_groups import finish, learner, random_groups, tiny_policy
+from tests.training.policies_and_groups import learner, model_with, random_groups, tiny_policy
 
 EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kind": ("dora", {}),
@@ -31,10 +31,8 @@ def logits_after_two_updates(policy: Policy) -> mx.array:
     """What the trained policy says."""
     one = learner(policy)
     for seed in range(2):
-        updated = finish(one.update(random_groups(32, seed=seed)))
-    with policy.using(updated.parameters):
-        logits: mx.array = policy.model(mx.array([[1, 2, 3, 4]]))
-        mx.eval(logits)
+        updated = one.update(random_groups(32, seed=seed))
+    logits: mx.array = model_with(policy, updated.parameters)(mx.array([[1, 2, 3, 4]]))
     return logits
 
 
@@ -68,7 +66,7 @@ def test_checkpointed_blocks_are_computed_again_for_the_gradient() -> None:
             patch.setattr(block, "__call__", counted)
             one = learner(policy, layout="padded")
             count = 0
-            finish(one.update(random_groups(32)))
+            one.update(random_groups(32))
         calls[checkpoint] = count
         names = flat(one.parameters).keys()
     assert names

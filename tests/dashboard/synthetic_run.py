@@ -260,6 +260,7 @@ def made_timeline(shape: RunShape) -> Iterator[dict[str, Any]]:
             "decode": 0.4 if is_learning else 0.8,
             "learn": 0.5 if is_learning else 0.0,
             "other": 0.05,
+            "overlap": 0.4 if is_learning else 0.0,
             "swaps": [second - 0.2] if is_learning else [],
             "version": step,
             "step": step,

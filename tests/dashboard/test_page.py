@@ -203,7 +203,7 @@ def test_the_timeline_shows_lanes_queues_and_waits(browser: Browser, address: st
     with visit(browser, address) as visited:
         opened(visited, "#/timeline")
         until(visited, "document.querySelector('[data-chart=lanes] canvas') !== null")
-        assert set(legend(visited, "lanes")) == {"decode", "learn", "other"}
+        assert set(legend(visited, "lanes")) == {"decode", "learn", "other", "two at once", "none"}
         assert legend(visited, "queues")
 
 

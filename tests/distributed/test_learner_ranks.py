@@ -5,7 +5,7 @@ The other ranks of these tests are in this process. They receive and send the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -19,10 +19,13 @@ from clotho.distributed.learner_ranks import LearnerRanks, deal, grouped
 from clotho.distributed.messages import Add, Computed, End, Failed, Lost, decode_instruction, encode
 from clotho.distributed.worker import ShareComputer
 from clotho.models.parameters import flat
+from clotho.models.turns import UNSHARED, Turns
+from clotho.runtime.arbiter import WorkCancelled
 from clotho.training.update import PolicyLearner, Update
 from protocols.errors import ProfileError, RankError
 from tests.learner_settings import learner_settings
-from tests.training.policies_and_groups import VOCAB, finish, random_groups, tiny_policy
+from tests.recorded_turns import RecordedTurns
+from tests.training.policies_and_groups import VOCAB, random_groups, tiny_policy
 
 
 class RanksInProcess:
@@ -74,14 +77,25 @@ def unchanged(answer: Computed) -> Computed:
 
 
 def learner(
-    ranks: int, settings: dict[str, Any], change: Callable[[Computed], Computed | Failed] = unchanged
+    ranks: int,
+    settings: dict[str, Any],
+    change: Callable[[Computed], Computed | Failed] = unchanged,
+    *,
+    lane: Turns = UNSHARED,
 ) -> tuple[PolicyLearner, RanksInProcess]:
     """Return a learner with so many ranks."""
     group = RanksInProcess(ranks, settings, change)
     section = learner_settings(**settings)
     others = LearnerRanks(group.join, share_seconds=60.0) if ranks > 1 else None
     made = PolicyLearner(
-        tiny_policy(), section, SamplingSection(), steps=10, measure_update_kl=True, token_values=True, ranks=others
+        tiny_policy(),
+        section,
+        SamplingSection(),
+        steps=10,
+        measure_update_kl=True,
+        token_values=True,
+        ranks=others,
+        lane=lane,
     )
     return made, group
 
@@ -89,7 +103,7 @@ def learner(
 def updates(ranks: int, settings: dict[str, Any], count: int) -> tuple[list[Update], RanksInProcess]:
     """Return the results of some updates."""
     made, group = learner(ranks, settings)
-    return [finish(made.update(random_groups(VOCAB, groups=4, seed=seed))) for seed in range(count)], group
+    return [made.update(random_groups(VOCAB, groups=4, seed=seed)) for seed in range(count)], group
 
 
 def relative_difference(first: Update, second: Update) -> float:
@@ -138,7 +152,7 @@ def test_more_ranks_than_completions_compute_the_same() -> None:
     results = []
     for ranks in (1, 4):
         made, _ = learner(ranks, SETTINGS[0])
-        results.append(finish(made.update(groups)))
+        results.append(made.update(groups))
     assert relative_difference(*results) < 1e-6
 
 
@@ -146,9 +160,9 @@ def test_every_update_sends_its_weights_once() -> None:
     """A rehearsal uses no other rank."""
     made, group = learner(2, SETTINGS[0])
     groups = random_groups(VOCAB, groups=1)
-    finish(made.update(groups))
-    finish(made.rehearse([(1, groups)]))
-    finish(made.update(groups))
+    made.update(groups)
+    made.rehearse([(1, groups)])
+    made.update(groups)
     assert group.kinds == ["Weights", "GradientShare", "Add"] * 2
 
 
@@ -161,7 +175,7 @@ def test_a_gradient_that_is_not_finite_rejects_the_update_of_all_ranks() -> None
         return {name: array * np.float32("nan") for name, array in add(arrays).items()}
 
     group.add = with_nan  # type: ignore[method-assign]
-    result = finish(made.update(random_groups(VOCAB, groups=1)))
+    result = made.update(random_groups(VOCAB, groups=1))
     assert not result.finite
     assert not result.applied
 
@@ -179,17 +193,21 @@ def test_a_wrong_answer_fails_the_update_with_the_rank(change: Callable[[Compute
     made, _ = learner(2, SETTINGS[0], change)
     before = made.parameters
     with pytest.raises(RankError, match="rank 1"):
-        finish(made.update(random_groups(VOCAB, groups=1)))
+        made.update(random_groups(VOCAB, groups=1))
     assert made.parameters is before
 
 
 def test_an_abandoned_update_leaves_no_answer_for_the_next_one() -> None:
-    """A run that is stopped closes the update at any turn."""
-    made, _ = learner(2, SETTINGS[0])
-    steps: Generator[None, None, Update] = made.update(random_groups(VOCAB, seed=1))
-    next(steps)
-    steps.close()
-    result = finish(made.update(random_groups(VOCAB, groups=1)))
+    """A run that is stopped ends the update at any pause."""
+
+    def cancel(number: int) -> None:
+        if number == 1:
+            raise WorkCancelled
+
+    made, _ = learner(2, SETTINGS[0], lane=RecordedTurns(cancel))
+    with pytest.raises(WorkCancelled):
+        made.update(random_groups(VOCAB, seed=1))
+    result = made.update(random_groups(VOCAB, groups=1))
     assert result.applied
 
 
@@ -197,11 +215,22 @@ def test_a_late_share_loses_its_rank() -> None:
     """`distributed.share_seconds` counts from the end of the own share."""
     group = RanksInProcess(2, SETTINGS[0], unchanged)
     others = LearnerRanks(group.join, share_seconds=1e-6)
-    made = PolicyLearner(tiny_policy(), learner_settings(**SETTINGS[0]), SamplingSection(), steps=10, ranks=others)
     group.send = lambda rank, message: None  # type: ignore[method-assign]
-    steps = made.update(random_groups(VOCAB, groups=1))
-    while not group.lost:
-        next(steps)
+
+    def cancel_when_lost(number: int) -> None:
+        if group.lost:
+            raise WorkCancelled
+
+    made = PolicyLearner(
+        tiny_policy(),
+        learner_settings(**SETTINGS[0]),
+        SamplingSection(),
+        steps=10,
+        ranks=others,
+        lane=RecordedTurns(cancel_when_lost),
+    )
+    with pytest.raises(WorkCancelled):
+        made.update(random_groups(VOCAB, groups=1))
     assert group.lost == [1]
 
 
@@ -235,7 +264,7 @@ def test_the_work_of_every_rank_is_counted() -> None:
     group = RanksInProcess(2, settings, unchanged)
     others = LearnerRanks(group.join, share_seconds=60.0, shares=(3.0, 1.0))
     made = PolicyLearner(tiny_policy(), learner_settings(**settings), SamplingSection(), steps=10, ranks=others)
-    finish(made.update(random_groups(VOCAB, groups=4)))
+    made.update(random_groups(VOCAB, groups=4))
     first, second = others.gauges().ranks
     assert (first.name, second.name) == ("0", "1")
     assert first.positions > 2 * second.positions > 0

@@ -10,7 +10,7 @@ import anyio
 from clotho.config.schema import EngineSection, FullMethod, HttpServer, ModelSection, PolicySection
 from clotho.inference import DecodeEngine
 from clotho.models.policy import Policy, load_policy
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.compute_thread import Compute
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
@@ -24,14 +24,14 @@ def assemble(model: str) -> tuple[Policy, DecodeEngine]:
     return policy, DecodeEngine(policy, EngineSection())
 
 
-def services(policy: Policy, engine: DecodeEngine, executor: ComputeExecutor, port: int) -> ServerContext:
+def services(policy: Policy, engine: DecodeEngine, compute: Compute, port: int) -> ServerContext:
     """Return the server context of a run."""
 
     def weights() -> WeightsReady:
         return WeightsReady(version=0, step=0, fingerprint=policy.fingerprint)
 
     return ServerContext(
-        sampler=Sampler(executor.submit, engine),
+        sampler=Sampler(compute.decode.submit, engine),
         tokenizer=policy.tokenizer,
         settings=HttpServer(port=port),
         sampling=Sampling(max_tokens=64),
@@ -51,8 +51,8 @@ async def _refuse(_: tuple[int, ...], __: int, ___: str) -> PromptLogprobs:
 
 def serve(model: str, port: int) -> None:
     """Serve the model of a directory until the process ends."""
-    executor = ComputeExecutor(decode_share=0.5)
-    executor.start()
-    policy, engine = executor.submit(lambda: assemble(model)).result()
-    executor.attach(engine)
-    anyio.run(ApiServer(services(policy, engine, executor, port)).run)
+    compute = Compute(decode_share=0.5, slots=2)
+    compute.start()
+    policy, engine = compute.decode.submit(lambda: assemble(model)).result()
+    compute.decode.attach(engine)
+    anyio.run(ApiServer(services(policy, engine, compute, port)).run)

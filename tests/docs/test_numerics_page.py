@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from clotho.models.parameters import flat
-from tests.training.policies_and_groups import BigramPolicy, finish, learner, random_groups
+from tests.training.policies_and_groups import BigramPolicy, learner, random_groups
 
 PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
 
@@ -22,7 +22,7 @@ def test_the_objective_of_the_page_learns(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(tmp_path)
     name: Any = "my_objectives:squared"
     policy = BigramPolicy()
-    update = finish(learner(policy, objective=name).update(random_groups(5)))
+    update = learner(policy, objective=name).update(random_groups(5))
     assert update.applied
     before, after = flat(policy.trainable()), flat(update.parameters)
     assert not any(mx.array_equal(before[n], after[n]).item() for n in before)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
+from msgspec.structs import replace
 
 from clotho.config.schema import EngineSection, ModelSection
 from clotho.inference import DecodeEngine, held_out
-from clotho.inference.held_out import by_problem, held_out_requests, pinned_completions
+from clotho.inference.held_out import PinnedSampler, by_problem, held_out_requests
 from clotho.models.policy import Policy, load_policy
+from clotho.models.turns import UNSHARED, TurnBudget, Turns
+from clotho.runtime.arbiter import WorkCancelled
 from protocols.errors import RequestError
-from protocols.sampling import SampleRequest, Sampling
+from protocols.sampling import Completion, SampleRequest, Sampling
 from tests.learner_settings import policy_settings
+from tests.recorded_turns import RecordedTurns
 from tests.saved_models import save
-from tests.training.policies_and_groups import finish, same_bits
+from tests.training.policies_and_groups import model_with, same_bits
 
 SAMPLING = Sampling(temperature=0.7, max_tokens=8, ignore_eos=True)
 PROMPTS = [(5, 9, 33), (2, 17), (60, 4, 4, 11), (7,), (21, 22), (9, 9, 9)]
@@ -38,20 +41,27 @@ def moved(policy: Policy, shift: float) -> Any:
     return parameters
 
 
-def completion_job(policy: Policy, parameters: Any, prompts: Any = PROMPTS, *, samples: int = 0, seed: int = 7) -> Any:
-    """Return the cooperative job, which returns the completions of each problem."""
+def completed(
+    policy: Policy,
+    parameters: Any,
+    prompts: Any = PROMPTS,
+    *,
+    samples: int = 0,
+    seed: int = 7,
+    lane: Turns = UNSHARED,
+) -> list[list[Completion]]:
+    """Return the completions of each problem by a sampler of its own."""
     requests = held_out_requests(prompts, SAMPLING, samples=samples, seed=seed)
-    settings = EngineSection(max_num_seqs=4)
-    found = yield from pinned_completions(policy, parameters, version=3, requests=requests, settings=settings)
-    return by_problem(found, len(prompts))
+    sampler = PinnedSampler(policy, EngineSection(max_num_seqs=4), TurnBudget(0.0, lane))
+    return by_problem(sampler.completions(parameters, requests, version=3), len(prompts))
 
 
 def greedy_reference(policy: Policy, parameters: Any, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Return greedy completions with one full forward pass per token."""
     tokens = list(prompt)
-    with policy.using(parameters):
-        for _ in range(count):
-            tokens.append(int(policy.model(mx.array([tokens]))[0, -1].argmax().item()))
+    model = model_with(policy, parameters)
+    for _ in range(count):
+        tokens.append(int(model(mx.array([tokens]))[0, -1].argmax().item()))
     return tuple(tokens[len(prompt) :])
 
 
@@ -59,7 +69,7 @@ def greedy_reference(policy: Policy, parameters: Any, prompt: tuple[int, ...], c
 def test_completions_are_greedy_and_in_the_order_of_the_prompts(policy: Policy) -> None:
     """Each token is the most probable one under the pinned weights and has their version."""
     pinned = moved(policy, 0.4)
-    completions = [completion for (completion,) in finish(completion_job(policy, pinned))]
+    completions = [completion for (completion,) in completed(policy, pinned)]
     assert [c.tokens for c in completions] == [greedy_reference(policy, pinned, prompt, 8) for prompt in PROMPTS]
     assert [c.tokens for c in completions] != [greedy_reference(policy, policy.trainable(), p, 8) for p in PROMPTS]
     assert {version for c in completions for version in c.versions} == {3}
@@ -68,8 +78,8 @@ def test_completions_are_greedy_and_in_the_order_of_the_prompts(policy: Policy) 
 def test_sampled_completions_depend_on_seed_problem_and_number(policy: Policy) -> None:
     """They do not change the greedy completions, and the first ones are the same with more samples."""
 
-    def tokens(prompts: Any = PROMPTS, **settings: int) -> list[list[tuple[int, ...]]]:
-        found = finish(completion_job(policy, policy.trainable(), prompts, **settings))
+    def tokens(prompts: Any = PROMPTS, **settings: Any) -> list[list[tuple[int, ...]]]:
+        found = completed(policy, policy.trainable(), prompts, **settings)
         return [[completion.tokens for completion in completions] for completions in found]
 
     greedy, two, three, other = tokens(), tokens(samples=2), tokens(samples=3), tokens(samples=2, seed=8)
@@ -82,28 +92,22 @@ def test_sampled_completions_depend_on_seed_problem_and_number(policy: Policy) -
     assert first[1] != second[1]
 
 
-def test_the_served_weights_are_active_between_turns(policy: Policy) -> None:
-    """They may be swapped. The evaluation is unaffected by the swap, and served requests by the evaluation."""
+def test_the_served_weights_may_change_meanwhile(policy: Policy) -> None:
+    """The evaluation is unaffected by a swap, and served forward passes by the evaluation."""
     pinned, newer = moved(policy, 0.4), moved(policy, -0.4)
-    undisturbed = finish(completion_job(policy, pinned))
-    job = completion_job(policy, pinned)
-    next(job)
+    undisturbed = completed(policy, pinned)
     policy.publish(newer, version=9, step=9, fingerprint="newer")
-    logits = policy.model(mx.array([[5, 9]]))
+    logits, older = policy.model(mx.array([[5, 9]])), moved(policy, 0.1)
+    policy.publish(older, version=8, step=8, fingerprint="older")
     seen: list[bool] = []
 
-    def observed() -> Generator[None, None, Any]:
-        while True:
-            seen.append(bool(mx.array_equal(policy.model(mx.array([[5, 9]])), logits).item()))
-            try:
-                next(job)
-            except StopIteration as stop:
-                return stop.value
-            yield
+    def between(number: int) -> None:
+        policy.publish(newer, version=9, step=9, fingerprint="newer")
+        seen.append(bool(mx.array_equal(policy.model(mx.array([[5, 9]])), logits).item()))
 
-    assert finish(observed()) == undisturbed
+    assert completed(policy, pinned, lane=RecordedTurns(between)) == undisturbed
     assert all(seen)
-    assert len(seen) > 4, "one tick per turn"
+    assert len(seen) > 4, "one decode step per turn"
     assert same_bits(policy.trainable(), newer)
 
 
@@ -119,21 +123,21 @@ def test_at_most_two_batches_are_submitted_at_a_time(policy: Policy, monkeypatch
 
     monkeypatch.setattr(held_out, "DecodeEngine", Counting)
     prompts = [(3 + i % 40,) for i in range(60)]
-    completions = finish(completion_job(policy, policy.trainable(), prompts))
+    completions = completed(policy, policy.trainable(), prompts)
     assert len(completions) == 60
-    assert completions[:40] == finish(completion_job(policy, policy.trainable(), prompts[:40]))
+    assert completions[:40] == completed(policy, policy.trainable(), prompts[:40])
     assert max(pending) == 8
 
 
 def test_a_prompt_beyond_the_context_is_refused(policy: Policy) -> None:
     """A prompt of the context's length leaves no room for a completion."""
     with pytest.raises(RequestError, match="128"):
-        next(completion_job(policy, policy.trainable(), [(5,) * 128]))
-    assert finish(completion_job(policy, policy.trainable(), [])) == []
+        completed(policy, policy.trainable(), [(5,) * 128])
+    assert completed(policy, policy.trainable(), []) == []
 
 
 def test_a_failed_engine_fails_the_evaluation(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No accuracy of a part of the problems is returned. The served weights are restored."""
+    """No accuracy of a part of the problems is returned. The served weights stay."""
     served = policy.trainable()
 
     class Failing(DecodeEngine):
@@ -145,14 +149,22 @@ def test_a_failed_engine_fails_the_evaluation(policy: Policy, monkeypatch: pytes
 
     monkeypatch.setattr(held_out, "DecodeEngine", Failing)
     with pytest.raises(RuntimeError, match="evaluation failed: out of memory"):
-        finish(completion_job(policy, moved(policy, 0.4)))
+        completed(policy, moved(policy, 0.4))
     assert same_bits(policy.trainable(), served)
 
 
-def test_a_closed_job_restores_the_served_weights(policy: Policy) -> None:
-    """A stopped run closes the job between two turns."""
-    logits = policy.model(mx.array([[5, 9]]))
-    job = completion_job(policy, moved(policy, 0.4))
-    next(job)
-    job.close()
-    assert mx.array_equal(policy.model(mx.array([[5, 9]])), logits).item()
+def test_a_cancelled_evaluation_does_not_disturb_the_next_one(policy: Policy) -> None:
+    """A sampler is used again: requests of an evaluation that was cancelled are gone."""
+
+    def cancel(number: int) -> None:
+        if number == 3:
+            raise WorkCancelled
+
+    sampler = PinnedSampler(policy, EngineSection(max_num_seqs=4), TurnBudget(0.0, RecordedTurns(cancel)))
+    requests = held_out_requests(PROMPTS, SAMPLING, samples=0, seed=7)
+    with pytest.raises(WorkCancelled):
+        sampler.completions(moved(policy, 0.4), requests, version=3)
+    found = sampler.completions(policy.trainable(), requests, version=4)
+    assert [list(one) for one in found] == [
+        [replace(c, versions=(4,) * len(c.tokens)) for c in one] for one in completed(policy, policy.trainable())
+    ]

@@ -29,7 +29,7 @@ from clotho.config.schema import (
 from clotho.config.sections_generation import RayCluster
 from clotho.config.sections_training import BufferedReplay, RollBackOnCollapse
 from clotho.inference import DecodeEngine
-from clotho.inference.held_out import pinned_completions
+from clotho.inference.held_out import PinnedSampler
 from clotho.memory.estimate import estimate_memory, serving_memory
 from clotho.models.folded_lora import converted_bytes
 from clotho.models.policy import Policy, load_policy
@@ -39,7 +39,7 @@ from protocols.sampling import SampleRequest, Sampling
 from protocols.summary import MemoryEstimate
 from tests.learner_settings import learner_settings, policy_settings
 from tests.saved_models import CONFIG, save
-from tests.training.policies_and_groups import finish, scored_group
+from tests.training.policies_and_groups import scored_group
 
 pytestmark = pytest.mark.needs_float32
 
@@ -106,7 +106,7 @@ def peak_of_a_run(profile: Profile) -> int:
     rewards = [float(i % 2) for i in range(SIZE)]
     groups = [scored_group([[5] * COMPLETION] * SIZE, rewards, prompt=[4] * PROMPT) for _ in range(GROUPS)]
     for step in range(2):
-        update = finish(learner.update(groups))
+        update = learner.update(groups)
         policy.publish(update.parameters, version=update.version, step=step, fingerprint=update.fingerprint)
     peak: int = mx.get_peak_memory() - before
     assert engine.running == GROUPS * SIZE
@@ -174,7 +174,7 @@ def test_an_evaluation_during_training_has_caches_of_its_own(tmp_path: Path) -> 
     sampling = Sampling(max_tokens=COMPLETION, ignore_eos=True)
     prompt = (3,) * PROMPT
     requests = [SampleRequest(prompt=prompt, sampling=sampling, seeds=(row,)) for row in range(GROUPS * SIZE)]
-    finish(pinned_completions(policy, policy.trainable(), version=0, requests=requests, settings=profile.engine))
+    PinnedSampler(policy, profile.engine).completions(policy.trainable(), requests, version=0)
     peak = mx.get_peak_memory() - before
     assert engine.running == GROUPS * SIZE
     assert alone + estimate.evaluation // 2 < peak <= estimate.held + estimate.decode + estimate.margin

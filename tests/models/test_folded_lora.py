@@ -22,6 +22,7 @@ from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
 from clotho.models.tokenizer import ChatTokenizer
 from tests.small_models import tiny
+from tests.training.policies_and_groups import model_with
 
 pytestmark = [pytest.mark.usefixtures("device_path"), pytest.mark.needs_float32]
 
@@ -147,8 +148,9 @@ def test_float32_gradients_equal_those_of_mlx_lm(family: str, checkpointed: bool
     usual = usual_model(policy, family, Lora())
     usual.train()
     expected = gradient(usual, policy.trainable())
-    with policy.using(policy.trainable()), policy.training_mode():
-        found = gradient(policy.model, policy.trainable())
+    model = policy.copy_model()
+    with model.training_mode():
+        found = gradient(model.model, policy.trainable())
     assert found.keys() == expected.keys()
     norm = float(np.sqrt(sum(np.square(np.array(array)).sum() for array in expected.values())))
     for name, array in expected.items():
@@ -158,8 +160,9 @@ def test_float32_gradients_equal_those_of_mlx_lm(family: str, checkpointed: bool
 def test_gradients_of_a_16_bit_model_are_float32() -> None:
     """The optimizer keeps float32 weights, and gradients flow through the conversion to bfloat16."""
     policy = make_policy("qwen3", convert=in_four_bits)
-    with policy.using(policy.trainable()), policy.training_mode():
-        found = gradient(policy.model, policy.trainable())
+    model = policy.copy_model()
+    with model.training_mode():
+        found = gradient(model.model, policy.trainable())
     assert {array.dtype for array in found.values()} == {mx.float32}
     assert all(float(mx.abs(array).max()) > 0 for array in found.values())
 
@@ -194,27 +197,41 @@ def test_converted_weights_compute_the_same_bits_as_float32_weights(family: str,
     policy = make_policy(family, convert=convert)
     served = policy.model(TOKENS_2_T)
     copies: Parameters = tree_map(lambda array: mx.array(np.array(array)), policy.trainable())
-    with policy.using(copies):
-        converted = policy.model(TOKENS_2_T)
-        mx.eval(converted)
+    converted = model_with(policy, copies)(TOKENS_2_T)
     assert mx.array_equal(served, converted).item()
 
 
 def test_a_weight_swap_changes_the_logits_at_once() -> None:
-    """After `publish` no layer uses the converted weights of the previous version, also inside `using`."""
+    """After `publish` or `use`, no layer uses the converted weights of the previous version."""
     policy = make_policy("qwen3", convert=in_four_bits)
     first, new = policy.trainable(), moved(policy.trainable(), seed=2)
     before = policy.model(TOKENS_2_T)
-    with policy.using(new):
-        during = policy.model(TOKENS_2_T)
-        policy.publish(new, version=2, step=2, fingerprint="2")
+    copied = policy.copy_model()
+    copied.fold()
+    copied.use(new)
+    ahead = copied.model(TOKENS_2_T)
+    policy.publish(new, version=2, step=2, fingerprint="2")
     after = policy.model(TOKENS_2_T)
-    with policy.using(first):
-        again = policy.model(TOKENS_2_T)
-    mx.eval(before, during, after, again)
-    assert mx.array_equal(during, after).item()
+    copied.use(first)
+    again = copied.model(TOKENS_2_T)
+    assert mx.array_equal(ahead, after).item()
     assert mx.array_equal(before, again).item()
     assert not mx.array_equal(before, after).item()
+
+
+def test_a_copy_releases_the_converted_weights_and_converts_its_own() -> None:
+    """A copy that computes with its own parameters keeps no conversion of the served ones."""
+    policy = make_policy("qwen3", convert=in_four_bits)
+    new = moved(policy.trainable(), seed=2)
+    copied = policy.copy_model()
+    copied.use(new)
+    plain = copied.model(TOKENS_2_T)
+    copied.fold()
+    folded = copied.model(TOKENS_2_T)
+    assert mx.array_equal(plain, folded).item()
+    served = [group._folded for group in policy._served._folded.groups]
+    assert not any(group._folded in served for group in policy.copy_model()._folded.groups)
+    assert all(group._folded is not None for group in copied._folded.groups)
 
 
 def test_a_failed_forward_pass_leaves_nothing_behind() -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map
 
 from clotho.cpu.layers import install_cpu_layers
 from clotho.models.parameters import fingerprint, flat, nested
 from clotho.models.policy import Parameters, Policy
+from clotho.models.policy_model import PolicyModel
 from clotho.models.tokenizer import ChatTokenizer
-from tests import lanes
 from tests.learner_settings import policy_settings
-from tests.saved_models import CONFIG, MIXTURE, TOKENS_1_T, UNTIED, build
+from tests.saved_models import CONFIG, TOKENS_1_T, build
 
 NO_TOKENIZER = cast(ChatTokenizer, None)
 
@@ -49,8 +48,8 @@ def base_logits(config: dict[str, Any] = CONFIG) -> mx.array:
     return result
 
 
-def logits(policy: Policy) -> mx.array:
-    """Return the policy's current logits for a fixed sequence."""
+def logits(policy: Policy | PolicyModel) -> mx.array:
+    """Return the current logits for a fixed sequence."""
     result: mx.array = policy.model(TOKENS_1_T)
     mx.eval(result)
     return result
@@ -137,111 +136,6 @@ def test_publish_refuses_mismatched_parameters_without_a_change() -> None:
     assert same(logits(policy), before)
 
 
-def test_using_installs_parameters_for_a_block() -> None:
-    """The served parameters are restored afterwards, also for nested blocks."""
-    policy = make()
-    first, second = moved(policy.trainable(), 0.05), moved(policy.trainable(), 0.1)
-    served = logits(policy)
-    with policy.using(first):
-        of_first = logits(policy)
-        with policy.using(second):
-            assert not same(logits(policy), of_first)
-        assert same(logits(policy), of_first)
-    assert same(logits(policy), served)
-
-
-def test_using_restores_the_weights_after_an_error() -> None:
-    """Also after a gradient that leaves tracers in the model."""
-    policy = make()
-    before = logits(policy)
-    with pytest.raises(ZeroDivisionError), policy.using(moved(policy.trainable())):
-        raise ZeroDivisionError
-    assert same(logits(policy), before)
-    with policy.using(policy.trainable()):
-        nn.value_and_grad(policy.model, lambda: policy.model(TOKENS_1_T).sum())()
-    assert same(logits(policy), before)
-
-
-def test_publish_inside_using_takes_effect_after_the_block() -> None:
-    """The temporary parameters stay until the block ends."""
-    policy = make()
-    pinned, newer = moved(policy.trainable(), 0.05), moved(policy.trainable(), 0.1)
-    with policy.using(pinned):
-        of_pinned = logits(policy)
-        policy.publish(newer, version=1, step=1, fingerprint="")
-        assert same(logits(policy), of_pinned)
-    assert (
-        flat(policy.model.trainable_parameters())["model.layers.0.mlp.up_proj.lora_a"]
-        is (newer["model"]["layers"][0]["mlp"]["up_proj"]["lora_a"])
-    )
-
-
-@pytest.mark.parametrize(
-    ("config", "section"),
-    [
-        (CONFIG, {}),
-        (MIXTURE, {}),
-        (CONFIG, {"kind": "dora"}),
-        (CONFIG, {"train_embeddings": True}),
-        (UNTIED, {"kind": "dora", "train_embeddings": True, "train_head": True}),
-    ],
-    ids=["dense", "mixture of experts", "dora", "tied embeddings", "dora, embeddings and head"],
-)
-def test_the_reference_policy_equals_the_base_bit_for_bit(config: dict[str, Any], section: dict[str, Any]) -> None:
-    """Also after many updates. The policy is restored afterwards."""
-    if "train_embeddings" in section:
-        lanes.skip_quantized()
-    base = base_logits(config)
-    policy = make(config, keep_reference=True, **section)
-    policy.publish(moved(policy.trainable()), version=1, step=1, fingerprint="")
-    trained = logits(policy)
-    assert not same(trained, base)
-    with policy.reference():
-        assert same(logits(policy), base)
-    assert same(logits(policy), trained)
-    with pytest.raises(ZeroDivisionError), policy.reference():
-        raise ZeroDivisionError
-    assert same(logits(policy), trained)
-    with policy.using(moved(policy.trainable(), 0.2)):
-        of_lent = logits(policy)
-        with policy.reference():
-            assert same(logits(policy), base)
-        assert same(logits(policy), of_lent)
-    assert same(logits(policy), trained)
-
-
-def test_initial_embeddings_and_head_are_kept_only_if_required() -> None:
-    """The reference policy uses the arrays of the base. An adapter alone needs no copy."""
-    lanes.skip_quantized()
-    model = build(UNTIED)
-    initial = (model.model.embed_tokens.weight, model.lm_head.weight)
-    section = policy_settings(train_embeddings=True, train_head=True)
-    policy = Policy(model, NO_TOKENIZER, section, config=UNTIED, seed=0, keep_reference=True)
-    policy.publish(moved(policy.trainable()), version=1, step=1, fingerprint="")
-    with policy.reference():
-        assert model.model.embed_tokens.weight is initial[0]
-        assert model.lm_head.weight is initial[1]
-    with pytest.raises(ValueError, match="keep_reference"), make(UNTIED, train_head=True).reference():
-        pass
-    with make().reference():
-        pass
-
-
-def test_full_training_keeps_a_frozen_reference_only_if_required() -> None:
-    """Every floating-point parameter is trainable. Without the copy, the error says how to keep it."""
-    lanes.skip_full_training("full")
-    policy = make(kind="full", keep_reference=True)
-    base = logits(policy)
-    assert flat(policy.trainable()).keys() == flat(policy.model.parameters()).keys()
-    policy.publish(moved(policy.trainable()), version=1, step=1, fingerprint="")
-    trained = logits(policy)
-    with policy.reference():
-        assert same(logits(policy), base)
-    assert same(logits(policy), trained)
-    with pytest.raises(ValueError, match="keep_reference"), make(kind="full").reference():
-        pass
-
-
 def test_equal_seeds_give_equal_adapters_and_fingerprints() -> None:
     """The fingerprint is a function of the weights."""
     one, same_again, other = make(seed=7), make(seed=7), make(seed=8)
@@ -251,41 +145,6 @@ def test_equal_seeds_give_equal_adapters_and_fingerprints() -> None:
     name = next(iter(changed))
     assert fingerprint(nested(changed | {name: changed[name] + 1e-6})) != one.fingerprint
     assert fingerprint(nested(changed | {name: changed[name].astype(mx.bfloat16)})) != one.fingerprint
-
-
-def test_the_parameter_tree_matches_the_gradient_tree() -> None:
-    """An optimizer maps over both, empty branches included."""
-    policy = make()
-    gradients = nn.value_and_grad(policy.model, lambda: policy.model(TOKENS_1_T).sum())()[1]
-    with policy.using(policy.trainable()):
-        summed = tree_map(lambda gradient, parameter: gradient + parameter, gradients, policy.trainable())
-    assert flat(summed).keys() == flat(policy.trainable()).keys()
-
-
-def test_training_mode_applies_dropout_inside_its_context() -> None:
-    """Served forward passes have no dropout."""
-    policy = make(dropout=0.5)
-    policy.publish(moved(policy.trainable()), version=1, step=1, fingerprint="")
-    served = logits(policy)
-    with policy.training_mode():
-        assert not same(logits(policy), served)
-    assert same(logits(policy), served)
-
-
-def test_gradient_checkpointing_gives_equal_gradients() -> None:
-    """Blocks are recomputed in training mode only. The class of other models does not change."""
-    plain, saving = make(seed=3), make(seed=3, grad_checkpoint=True)
-    block = type(saving.model.layers[0])
-    of_block = block.__call__
-    gradients = []
-    for policy in (plain, saving):
-        with policy.using(moved(policy.trainable())), policy.training_mode():
-            kind = type(policy.model.layers[0])
-            gradients.append(flat(nn.value_and_grad(policy.model, lambda p=policy: p.model(TOKENS_1_T).sum())()[1]))
-        assert (kind is block) == (policy is plain)
-    assert all(mx.allclose(array, gradients[1][name], rtol=1e-5).item() for name, array in gradients[0].items())
-    assert type(saving.model.layers[0]) is block
-    assert block.__call__ is of_block
 
 
 @pytest.mark.needs_float32

@@ -17,6 +17,7 @@ from clotho.config.schema import ModelSection, PolicySection
 from clotho.cpu import computes_on_host
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy, load_policy
+from clotho.models.policy_model import PolicyModel
 from clotho.storage.adapters import write_adapter
 from tests.inference.engine_helpers import GREEDY, complete_alone, reference_logprobs
 from tests.learner_settings import policy_settings
@@ -28,25 +29,26 @@ pytestmark = pytest.mark.needs_float32
 PROMPT = (5, 9, 33, 2, 17, 60)
 
 
-def loss(policy: Policy) -> mx.array:
+def loss(model: nn.Module) -> mx.array:
     """Mean negative log-probability of a fixed sequence."""
-    logits = policy.model(TOKENS_1_T[:, :-1])
+    logits = model(TOKENS_1_T[:, :-1])
     return nn.losses.cross_entropy(logits, TOKENS_1_T[:, 1:], reduction="mean")
 
 
-def value(policy: Policy) -> float:
+def value(policy: Policy | PolicyModel) -> float:
     """The loss as a number."""
-    return float(np.array(loss(policy)))
+    return float(np.array(loss(policy.model)))
 
 
 def step(policy: Policy) -> None:
     """One step down the gradient, published."""
+    model = policy.copy_model()
 
     def of(parameters: Any) -> mx.array:
-        with policy.using(parameters):
-            return loss(policy)
+        model.use(parameters)
+        return loss(model.model)
 
-    with policy.training_mode():
+    with model.training_mode():
         gradient = mx.grad(of)(policy.trainable())
     found = tree_map(lambda array, by: array - 0.003 * by, policy.trainable(), gradient)
     mx.eval(found)
@@ -77,8 +79,9 @@ def learns_and_serves(base: Path, directory: Path, kind: Any) -> Policy:
     step(policy)
     assert value(policy) < first
     assert packed(policy) == before
-    with policy.reference():
-        assert value(policy) == pytest.approx(first, rel=1e-5)
+    reference = policy.copy_model()
+    reference.use_reference()
+    assert value(reference) == pytest.approx(first, rel=1e-5)
     source = FixedSource(model=policy.model, tokenizer=byte_tokenizer(), vocab_size=64)
     completion = complete_alone(source, PROMPT, GREEDY)
     expected = reference_logprobs(policy.model, PROMPT, completion, GREEDY)

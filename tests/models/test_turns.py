@@ -20,10 +20,10 @@ from clotho.training.update import Update
 from protocols.rollout import ScoredGroup
 from tests import lanes
 from tests.learner_settings import policy_settings
+from tests.recorded_turns import RecordedTurns
 from tests.small_models import ATTENTION, tiny
 from tests.training.policies_and_groups import (
     BigramPolicy,
-    finish,
     learner,
     random_groups,
     same_bits,
@@ -74,7 +74,7 @@ def stages_per_turn(budget: TurnBudget, clock: ScriptedTime, count: int) -> list
     """Evaluate stages; return how many each turn evaluated."""
     seen = []
     clock.evaluated.clear()
-    for _ in budget.evaluate(stages(count), []):
+    for _ in budget.parts(stages(count), []):
         seen.append(sum(clock.evaluated))
         clock.evaluated.clear()
     return [*seen, sum(clock.evaluated)]
@@ -120,53 +120,68 @@ def test_turns_change_no_bit_with_any_method_or_penalty(section: dict[str, Any],
         assert same_bits(one.arrays, other.arrays)
 
 
+class OtherWork:
+    """What a decode thread does between two turns of the learner: forward passes, and a weight swap."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._first = policy, policy.trainable()
+        self._logits = self._served()
+
+    def _served(self) -> bytes:
+        return lanes.numpy(self._policy.model(mx.array([[1, 2, 3]]))).tobytes()
+
+    def __call__(self, number: int) -> None:
+        state = random_state()
+        assert not self._policy.model.training
+        assert self._served() == self._logits
+        other = {name: array + 0.01 * number for name, array in flat(self._first).items()}
+        self._policy.publish(nested(other), version=number, step=number, fingerprint="other")
+        self._logits = self._served()
+        mx.eval(mx.random.normal((3,), key=mx.random.key(number)))
+        assert random_state() == state
+
+
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_work_between_turns_does_not_change_an_update(kind: str) -> None:
     """Decode steps, random numbers and a weight swap between all turns: the update is that of an undivided one."""
     updates: list[Update] = []
     for milliseconds in (0, SHORT):
         policy = policy_of("llama", kind=kind, **({} if kind == "full" else {"dropout": 0.2}))
-        one = learner(policy, micro_batch_tokens=48, kl_beta=0.1, max_turn_ms=milliseconds, measure_update_kl=True)
-        served = policy.trainable()
-        logits = lanes.numpy(policy.model(mx.array([[1, 2, 3]])))
+        between = OtherWork(policy)
+        lane = RecordedTurns(between if milliseconds else lambda number: None)
+        one = learner(
+            policy, micro_batch_tokens=48, kl_beta=0.1, max_turn_ms=milliseconds, measure_update_kl=True, lane=lane
+        )
         mx.random.seed(11)
-        job, turns = one.update(groups()), 0
-        for _ in _until_end(job, updates):
-            turns += 1
-            if milliseconds:
-                state = random_state()
-                assert not policy.model.training
-                assert lanes.numpy(policy.model(mx.array([[1, 2, 3]]))).tobytes() == logits.tobytes()
-                other = {name: array + 0.01 * turns for name, array in flat(served).items()}
-                policy.publish(nested(other), version=turns, step=turns, fingerprint="other")
-                logits = lanes.numpy(policy.model(mx.array([[1, 2, 3]])))
-                mx.eval(mx.random.normal((3,), key=mx.random.key(turns)))
-                assert random_state() == state
-        assert turns > (30 if milliseconds else 1)
+        updates.append(one.update(groups()))
+        assert lane.pauses > (30 if milliseconds else 1)
     assert same_bits(updates[0].parameters, updates[1].parameters)
     assert updates[0].metrics == updates[1].metrics
 
 
-def _until_end(job: Any, results: list[Any]) -> Any:
-    results.append((yield from job))
+class CancelledError(Exception):
+    """Ends a computation at a pause."""
 
 
-def test_an_update_that_is_closed_between_blocks_changes_nothing() -> None:
-    """After any number of turns: weights, optimizer, and the weights and the mode of the model."""
+def test_an_update_that_is_cancelled_between_blocks_changes_nothing() -> None:
+    """After any number of turns: weights, optimizer, and the mode of the learner's model."""
     policy = tiny_policy(dropout=0.2)
-    one = learner(policy, max_turn_ms=SHORT, micro_batch_tokens=24)
+    last = 0
+
+    def cancel(number: int) -> None:
+        if number == last:
+            raise CancelledError
+
+    whole, lane = RecordedTurns(), RecordedTurns(cancel)
+    learner(policy, max_turn_ms=SHORT, micro_batch_tokens=24, lane=whole).update(random_groups(32))
+    assert whole.pauses > 20
+    one = learner(policy, max_turn_ms=SHORT, micro_batch_tokens=24, lane=lane)
     before, state = one.parameters, one.state()
-    tokens = mx.array([[1, 2, 3]])
-    logits = lanes.numpy(policy.model(tokens))
-    total = sum(1 for _ in learner(policy, max_turn_ms=SHORT, micro_batch_tokens=24).update(random_groups(32)))
-    assert total > 20
-    for turns in range(1, total, 7):
-        job = one.update(random_groups(32))
-        for _ in range(turns):
-            next(job)
-        job.close()
-        assert lanes.numpy(policy.model(tokens)).tobytes() == logits.tobytes()
-        assert not policy.model.training
+    for number in range(1, whole.pauses, 7):
+        lane.pauses, last = 0, number
+        with pytest.raises(CancelledError):
+            one.update(random_groups(32))
+        assert not one.model.model.training
     assert same_bits(one.parameters, before)
     assert same_bits(one.state(), state)
 
@@ -196,7 +211,7 @@ def test_a_turn_computes_at_most_one_block(layers: int, tmp_path: Path) -> None:
     results = [*arrays.values(), value]
     left, largest = matrix_products(results, tmp_path / "graph"), 0
     everything = left
-    for _ in budget.evaluate(recorded.take(arrays), results):
+    for _ in budget.parts(recorded.take(arrays), results):
         now = matrix_products(results, tmp_path / "graph")
         left, largest = now, max(largest, left - now)
     per_block = 9  # seven linear layers and two products of attention
@@ -217,9 +232,9 @@ def test_an_evaluation_that_fits_is_not_divided(monkeypatch: pytest.MonkeyPatch)
     clock = ScriptedTime(0.01)
     monkeypatch.setattr(mx, "eval", clock.evaluate)
     budget = TurnBudget(1.0, clock=clock)
-    finish(budget.evaluate(stages(1), []))
+    budget.evaluate(stages(1), [])
     clock.evaluated.clear()
-    assert list(budget.evaluate(stages(20), ["result"])) == []
+    assert list(budget.parts(stages(20), ["result"])) == []
     assert clock.evaluated == [1, 1]
 
 
@@ -228,7 +243,7 @@ def test_turns_become_shorter_when_blocks_become_slower(monkeypatch: pytest.Monk
     clock = ScriptedTime(0.01)
     monkeypatch.setattr(mx, "eval", clock.evaluate)
     budget = TurnBudget(0.101, clock=clock)
-    finish(budget.evaluate(stages(30), []))
+    budget.evaluate(stages(30), [])
     clock.cost = 0.04
     assert stages_per_turn(budget, clock, 200)[-2] == 2
 
@@ -244,11 +259,20 @@ def test_a_model_without_blocks_is_computed_in_one_turn_with_one_warning() -> No
     assert [entry["event"] for entry in logs] == ["learner_turns_not_divided"]
 
 
-def test_without_a_limit_an_update_yields_after_each_micro_batch_only() -> None:
+def test_without_a_limit_an_update_pauses_after_each_micro_batch_only() -> None:
     """`max_turn_ms = 0` records no stages."""
 
-    def turns(limit: float) -> int:
-        one = learner(tiny_policy(), micro_batch_tokens=24, max_turn_ms=limit)
-        return sum(1 for _ in one.update(random_groups(32)))
+    def pauses(limit: float) -> int:
+        lane = RecordedTurns()
+        learner(tiny_policy(), micro_batch_tokens=24, max_turn_ms=limit, lane=lane).update(random_groups(32))
+        return lane.pauses
 
-    assert turns(0.0) == turns(1e9) < turns(SHORT)
+    assert pauses(0.0) == pauses(1e9) < pauses(SHORT)
+
+
+def test_an_evaluation_pauses_its_lane_where_a_part_ends() -> None:
+    """`evaluate` is `parts` with the pauses of a thread."""
+    lane = RecordedTurns()
+    parts = list(TurnBudget(SHORT / 1000).parts(stages(5), []))
+    TurnBudget(SHORT / 1000, lane).evaluate(stages(5), [])
+    assert lane.pauses == len(parts) > 2

@@ -21,7 +21,7 @@ from clotho.monitoring.summary import (
 from protocols.accounting import Balance
 from protocols.evaluation import HeldOutMeasures
 from protocols.finding import CHECK, Finding
-from protocols.summary import HistoryGap, MemoryEstimate, MemoryPart, RunSummary
+from protocols.summary import ComputeTotals, HistoryGap, MemoryEstimate, MemoryPart, RunSummary
 from tests.monitoring.display_examples import GAUGES, MEASURES, evaluation, ungraded_evaluation
 
 SMALL = msgspec.convert(
@@ -68,7 +68,8 @@ def summary(*, measured: bool = True) -> RunSummary:
         ),
         gauges=GAUGES,
         training_seconds=100.0,
-        update_seconds=40.0,
+        computing=ComputeTotals(decode=50.0, update=40.0, other=2.0, overlap=30.0, processor=90.0),
+        cores=2,
         evaluation_seconds=8.0,
         other_evaluation_seconds=4.0,
         total_seconds=125.0,
@@ -115,8 +116,9 @@ def test_the_summary_has_accuracy_groups_timings_and_commands(encoding: str) -> 
     for expected in (
         "prompted 800 = trained 612 + discarded 188 + carried over 0",
         "stale 8, zero_variance 180",
-        "total 2:05: training 1:40, evaluation before and after 0:04; in the training: decoding 0:08, updates 0:40 "
-        "with decoding between their turns, evaluation 0:08 beside them (these times overlap)",
+        "total 2:05: training 1:40, evaluation 0:08 beside it, evaluation before and after 0:04",
+        "0.90 of 2 cores in the training; decoding 50 % of the time, updates 40 %, other work 2 %, two at once 30 %, "
+        "none 38 %",
         "123k tokens; per second: 988 over the run with its evaluations, 2000 while decoding alone, 1100 during "
         "updates in 52 % of the time",
         "9, median 0.5 ms, longest 2 ms",

@@ -22,7 +22,7 @@ from clotho.runtime.compute_thread import finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.runtime.sampling_client import Sampler
-from clotho.scoring.prompt_logprobs import prompt_logprobs
+from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.serving.app import build_app
 from clotho.serving.limits import ConcurrencyLimit
@@ -83,17 +83,18 @@ class InferenceServer:
     def __init__(
         self, stack: ExitStack, directory: Path, *, accepts_weights: bool = True, weights_root: str = ""
     ) -> None:
-        self.executor = stack.enter_context(compute_thread())
-        self.policy, self.engine = served_policy(self.executor, directory)
-        self.executor.attach(self.engine)
+        self.compute = stack.enter_context(compute_thread())
+        self.policy, self.engine = served_policy(self.compute, directory)
+        self.compute.decode.attach(self.engine)
+        self.scorer = PromptScorer(self.policy.copy_model(), chunk=64)
         self.weights = Latest[WeightsReady]("weights")
         self.weights.put(WeightsReady(version=0, step=0, fingerprint=self.policy.fingerprint))
         self.receiver = SwappingReceiver(
-            self.policy, self.engine, self.executor, self.weights, kv_policy="keep", root=weights_root
+            self.policy, self.engine, self.compute, self.weights, kv_policy="keep", root=weights_root
         )
         model = ServedModel(id="policy", root="policy", weights=lambda: self.weights.value)
         self.context = ServerContext(
-            sampler=Sampler(self.executor.submit, self.engine),
+            sampler=Sampler(self.compute.decode.submit, self.engine),
             tokenizer=self.policy.tokenizer,
             settings=HttpServer(port=0),
             models=lambda: [model],
@@ -114,10 +115,13 @@ class InferenceServer:
 
     async def prompt_logprobs(self, tokens: tuple[int, ...], top: int, _: str = POLICY) -> PromptLogprobs:
         """Score tokens with the served weights."""
-        steps = prompt_logprobs(
-            self.policy, tokens, top=top, chunk=64, distribution=SamplingDistribution(1.0, SAMPLING.logit_bias)
+        distribution = SamplingDistribution(1.0, SAMPLING.logit_bias)
+        parameters, version = await finish(self.compute.decode.submit(self.policy.served))
+        return await finish(
+            self.compute.scoring.submit(
+                lambda: self.scorer.score(parameters, tokens, version=version, top=top, distribution=distribution)
+            )
         )
-        return await finish(self.executor.submit_steps(steps, kind="scoring"))
 
     def moved(self, shift: float) -> tuple[Any, str]:
         """Return the served parameters with `shift` added to every parameter, and their fingerprint."""
@@ -127,7 +131,7 @@ class InferenceServer:
             mx.eval(parameters)
             return parameters, fingerprint(parameters)
 
-        return self.executor.submit(move).result()
+        return self.compute.decode.submit(move).result()
 
 
 class TrainingRun:
@@ -166,7 +170,7 @@ class TrainingRun:
         parameters, digest = self.local.moved(shift)
         update = policy_updated(parameters, step=version, version=version, fingerprint=digest, trained=trained)
         publish: dict[str, Any] = {"version": version, "step": version, "fingerprint": digest}
-        self.local.executor.submit(lambda: self.local.policy.publish(parameters, **publish)).result()
+        self.local.compute.decode.submit(lambda: self.local.policy.publish(parameters, **publish)).result()
         await self.outbox.send(update)
         if announce:
             self.weights.put(WeightsReady(version=version, step=version, fingerprint=digest))

@@ -56,9 +56,9 @@ async def open_context(
     """Yield the context of a run, and release its run directory at the end. fork: checkpoint of another run."""
     directory = open_run(Path(profile.run_dir), resume=resume, clean=False, resume_step=resume_step, fork=fork)
     try:
-        with compute_thread() as executor:
+        with compute_thread() as compute:
             slow_seconds = profile.monitor.watchdog_seconds
-            parts = await build_context(profile, directory, executor, slow_seconds=slow_seconds)
+            parts = await build_context(profile, directory, compute, slow_seconds=slow_seconds)
             try:
                 yield parts
             finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from copy import deepcopy
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from actors.prompter import Prompter
 from clotho.config.bounds import Off
 from clotho.data.curriculum import Curriculum
 from clotho.monitoring.collapse_detection import CollapseMonitor
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.compute_thread import Compute
 from clotho.runtime.latest import Latest
 from clotho.runtime.queues import Queue
 from clotho.runtime.sampling_client import Sampler
@@ -51,9 +51,8 @@ class CountingPolicyLearner:
     def __init__(self, version: int) -> None:
         self.version = version
 
-    def update(self, groups: Sequence[ScoredGroup], *, step: int, replayed: Any) -> Generator[None, None, Update]:
+    def update(self, groups: Sequence[ScoredGroup], *, step: int, replayed: Any) -> Update:
         """One version more."""
-        yield
         self.version += 1
         advantages = tuple((1.0,) * len(group.rewards) for group in groups)
         return Update(
@@ -111,7 +110,7 @@ class SimulatedRun:
 
     def __init__(
         self,
-        executor: ComputeExecutor,
+        compute: Compute,
         simulation: SimulationSettings,
         *,
         after: PolicyUpdated | None = None,
@@ -140,9 +139,9 @@ class SimulatedRun:
         self._scored = Queue[GroupOutcome]("scored", capacity=1)
         self._updates = Queue[PolicyUpdated]("updates", capacity=1)
         self._reports = Queue[LearnerReport]("reports", capacity=1)
-        self._make(executor, prompted_until)
+        self._make(compute, prompted_until)
 
-    def _make(self, executor: ComputeExecutor, prompted_until: int) -> None:
+    def _make(self, compute: Compute, prompted_until: int) -> None:
         simulation, groups = self.simulation, self.simulation.steps * self.simulation.batch_size
         distribution: dict[str, Any] = {
             "batch_size": simulation.batch_size,
@@ -178,7 +177,7 @@ class SimulatedRun:
             inbox=self._scored.inbox(),
             updates=[self._updates.outbox()],
             reports=self._reports.outbox(),
-            executor=executor,
+            compute=compute,
             policy_learner=cast(Any, self.policy_learner),
             settings=learner_settings(
                 batch_size=simulation.batch_size,

@@ -76,7 +76,7 @@ async def trained(directory: Path, kind: str) -> tuple[Path, Any]:
             write_adapter(parts.directory.adapters, weights, parts.policy.adapter_config)
             return path, weights
 
-        return parts.executor.submit(write).result()
+        return parts.compute.learner.submit(write).result()
 
 
 def profile_from(directory: Path, adapter: object, flags: dict[str, Any] | None = None) -> Profile:

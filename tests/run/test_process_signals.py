@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from clotho.run.process_signals import SIGNALS, finish_computation
 from clotho.runtime import signals
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.compute_thread import Compute
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -107,28 +107,28 @@ async def test_a_computation_that_hangs_after_the_second_signal_is_abandoned(mon
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(signals, "STOP_SECONDS", 0.0)
     monkeypatch.setattr(signals, "MIN_WAIT_SECONDS", 0.01)
-    executor, begun, gate = ComputeExecutor(decode_share=0.5), threading.Event(), threading.Event()
-    executor.start()
+    compute, begun, gate = Compute(decode_share=0.5, slots=2), threading.Event(), threading.Event()
+    compute.start()
     try:
 
         def hang() -> None:
             begun.set()
             gate.wait()
 
-        executor.submit(hang)
+        compute.decode.submit(hang)
         begun.wait()
         async with signals.handle_signals(Target()) as watch:
             for expected in (0, 128 + signal.SIGTERM):
-                finish_computation(executor, watch)
+                finish_computation(compute, watch)
                 signal.raise_signal(signal.SIGTERM)
                 with anyio.fail_after(10):
                     while len(watch.received) < 1 + bool(expected):
                         await anyio.lowlevel.checkpoint()
                 assert watch.exit_status == expected
         with capture_logs() as logged, pytest.raises(Exited, match=str(128 + signal.SIGTERM)):
-            finish_computation(executor, watch)
+            finish_computation(compute, watch)
         assert [line["event"] for line in logged] == ["computation_abandoned"]
     finally:
         gate.set()
-    assert executor.stop(timeout=10.0)
-    finish_computation(executor, watch)
+    assert compute.stop(timeout=10.0)
+    finish_computation(compute, watch)

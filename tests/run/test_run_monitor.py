@@ -103,7 +103,7 @@ async def test_memory_pressure_limits_the_engine_of_the_run(
     watch = monitor.serving.memory_watch(lambda: critical)
     assert (monitor.snapshot().engine.sequences_limit, monitor.gauges().rows_limit) == (256, 256)
     watch.check()
-    context.executor.submit(lambda: None).result()
+    context.compute.decode.submit(lambda: None).result()
     assert (monitor.snapshot().engine.sequences_limit, monitor.gauges().rows_limit) == (128, 128)
     assert len(freed) == 1
 

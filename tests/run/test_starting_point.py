@@ -32,7 +32,7 @@ async def test_a_run_that_trains_an_adapter_begins_with_a_checkpoint_of_its_init
         path = parts.directory.checkpoints / "step-000000"
         assert find_damage(path) is None
         config = parts.policy.adapter_config
-        found = parts.executor.submit(
+        found = parts.compute.learner.submit(
             lambda: read_checkpoint(path, expected=parts.policy.trainable(), adapter_config=config)
         ).result()
         assert same_bits(found.parameters, parts.policy_learner.parameters)
@@ -57,8 +57,8 @@ async def test_a_run_that_was_killed_before_its_first_update_starts_over(tmp_pat
 
 def learner_state(parts: RunContext) -> Any:
     """Return everything that the next update depends on."""
-    arrays = parts.executor.submit(parts.policy_learner.state).result()
-    state = parts.executor.submit(random_state).result()
+    arrays = parts.compute.learner.submit(parts.policy_learner.state).result()
+    state = parts.compute.learner.submit(random_state).result()
     policy = parts.policy
     return parts.policy_learner.parameters, arrays, (state, policy.version, policy.step, policy.fingerprint)
 
@@ -132,7 +132,7 @@ async def test_a_fork_with_another_optimizer_starts_its_state_anew(tmp_path: Pat
     async with open_context(profile, fork=source) as parts:
         assert ["anew" in warning for warning in parts.warnings if "optimizer" in warning] == [True]
         assert (parts.policy.step, parts.policy_learner.version) == (3, 2)
-        arrays = parts.executor.submit(parts.policy_learner.state).result()
+        arrays = parts.compute.learner.submit(parts.policy_learner.state).result()
         moments = [array for name, array in arrays.items() if name.startswith("optimizer.") and array.ndim > 1]
         assert moments
         assert not any(mx.any(array).item() for array in moments)

@@ -64,7 +64,7 @@ async def write_step(profile: Profile, *, step: int = 3, measured: bool = True) 
             write_checkpoint(parts.directory.checkpoints, snapshot, keep_last=3)
             return state
 
-        state = parts.executor.submit(write).result()
+        state = parts.compute.learner.submit(write).result()
         evaluation = {
             "step": 0, "policy_version": 0, "accuracy": 0.25, "accuracy_interval": [0.0, 1.0],
             "accuracy_by_type": {"echo": 0.25}, "problems": 2,
@@ -115,7 +115,7 @@ async def test_a_new_run_starts_at_step_zero(tmp_path: Path) -> None:
         assert (parts.progress.step, parts.policy.version, parts.policy_learner.version) == (0, 0, 0)
         assert sorted(parts.inputs) == ["dataset", "model", "tokenizer"]
         assert load_profile(str(parts.directory.profile)) == profile
-        assert parts.executor.submit(lambda: parts.engine.has_work).result() is False
+        assert parts.compute.decode.submit(lambda: parts.engine.has_work).result() is False
 
 
 async def test_held_out_problems_without_a_correct_reward_are_reported_or_refused(tmp_path: Path) -> None:
@@ -173,7 +173,10 @@ async def test_a_resumed_run_continues_at_its_checkpoint(tmp_path: Path) -> None
         assert (parts.policy.version, parts.policy.step, parts.policy.fingerprint) == (2, 3, "kept")
         assert (parts.policy_learner.version, parts.policy_learner.fingerprint) == (2, "kept")
         assert same_bits(parts.policy_learner.parameters, parts.policy.trainable())
-        assert parts.executor.submit(lambda: (random_state(), spread(parts))).result() == (state.random_state, 3.0)
+        assert parts.compute.learner.submit(lambda: (random_state(), spread(parts))).result() == (
+            state.random_state,
+            3.0,
+        )
         assert [json.loads(line)["step"] for line in parts.directory.metrics.read_text().splitlines()] == [1, 2, 3]
         assert (parts.history.seconds, parts.history.before and parts.history.before.accuracy) == (30.0, 0.25)
         assert parts.base is None

@@ -1,29 +1,34 @@
-"""The compute thread: order, fair sharing, cancellation and errors; and waiting for its results on the event loop."""
+"""Compute threads: calls, decode steps, cancellation and errors; and waiting for results on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 
-from clotho.runtime.compute_thread import URGENT_SECONDS, ComputeExecutor, WorkCancelled, finish
+from clotho.runtime.arbiter import WorkCancelled
+from clotho.runtime.compute_thread import Compute, ComputeThread, finish
 from protocols.errors import ExecutorStoppedError
 
+LIMIT = 60.0
+"""Seconds after which a test fails instead of waiting for ever."""
 
-@pytest.fixture
-def executor() -> Iterator[ComputeExecutor]:
-    """Yield a running executor with equal shares."""
-    executor = ComputeExecutor(decode_share=0.5)
-    executor.start()
-    yield executor
-    executor.stop(timeout=10)
+THREADS: dict[str, Callable[[Compute], ComputeThread]] = {
+    "decode": lambda compute: compute.decode,
+    "learner": lambda compute: compute.learner,
+    "evaluation": lambda compute: compute.evaluation,
+    "parity": lambda compute: compute.parity,
+    "scoring": lambda compute: compute.scoring,
+}
+
+any_thread = pytest.mark.parametrize("thread", THREADS.values(), ids=THREADS)
+any_slots = pytest.mark.parametrize("slots", [1, 2])
 
 
 class Clock:
@@ -41,170 +46,20 @@ class Spinner:
 
     def __init__(self, tokens: int, clock: Clock) -> None:
         self.left, self.clock = tokens, clock
-        self.order: list[str] = []
         self.is_urgent = False
+        self.done, self.begun = threading.Event(), threading.Event()
 
     @property
     def has_work(self) -> bool:
         return self.left > 0
 
     def tick(self) -> int:
+        self.begun.set()
         self.clock.now += 0.001
-        self.order.append("tick")
         self.left -= 1
+        if not self.left:
+            self.done.set()
         return 1
-
-
-def counting_job(order: list[str], label: str, turns: int) -> Generator[None, None, str]:
-    """Return a cooperative job of `turns` turns."""
-    for _ in range(turns):
-        order.append(label)
-        yield
-    return label
-
-
-def test_every_call_runs_in_the_same_thread(executor: ComputeExecutor) -> None:
-    """MLX streams and the random state belong to one thread."""
-    idents = {executor.submit(threading.get_ident).result(5) for _ in range(20)}
-    assert len(idents) == 1
-    assert threading.get_ident() not in idents
-
-
-def test_an_error_is_raised_at_the_caller_and_the_thread_continues(executor: ComputeExecutor) -> None:
-    """A failed call affects only its caller."""
-    with pytest.raises(ZeroDivisionError):
-        executor.submit(lambda: 1 // 0).result(5)
-    assert executor.submit(lambda: 7).result(5) == 7
-
-
-def test_a_cooperative_job_returns_the_value_of_its_generator(executor: ComputeExecutor) -> None:
-    """The result of `submit_steps` is the generator's return value."""
-    assert executor.submit_steps(counting_job([], "done", 3), kind="scoring").result(5) == "done"
-
-
-def test_cooperative_jobs_alternate(executor: ComputeExecutor) -> None:
-    """Two long jobs advance round-robin."""
-    order: list[str] = []
-    gate = threading.Event()
-    executor.submit(gate.wait)
-    both = [executor.submit_steps(counting_job(order, label, 5), kind="scoring") for label in "ab"]
-    gate.set()
-    for future in both:
-        future.result(5)
-    assert order == ["a", "b"] * 5
-
-
-def test_calls_run_before_the_next_turn_of_a_job(executor: ComputeExecutor) -> None:
-    """A weight swap waits for at most one turn."""
-    order: list[str] = []
-
-    def job() -> Generator[None, None, None]:
-        for turn in range(3):
-            order.append(f"turn {turn}")
-            if turn == 0:
-                executor.submit(lambda: order.append("call"))
-            yield
-
-    executor.submit_steps(job(), kind="scoring").result(5)
-    assert order == ["turn 0", "call", "turn 1", "turn 2"]
-
-
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
-def test_decoding_gets_its_share_while_a_job_runs(share: float) -> None:
-    """With ticks of 1 ms and steps of 4 ms, ticks take `decode_share` of the contended time, within two turns."""
-    clock = Clock()
-    executor = ComputeExecutor(decode_share=share, clock=clock)
-    spinner = Spinner(10**6, clock)
-
-    def job() -> Generator[None, None, None]:
-        for _ in range(40):
-            clock.now += 0.004
-            spinner.order.append("step")
-            yield
-
-    executor.start()
-    executor.attach(spinner)
-    executor.submit_steps(job(), kind="update").result(30)
-    executor.stop(timeout=10)
-    first, last = spinner.order.index("step"), len(spinner.order) - 1 - spinner.order[::-1].index("step")
-    ticks = spinner.order[first:last].count("tick")
-    assert ticks / (ticks + 40 * 4) == pytest.approx(share, abs=0.05)
-    assert executor.rates().learning == pytest.approx(1000 * share, rel=0.1)
-    assert executor.rates().share == pytest.approx(share, abs=0.05)
-
-
-def test_decoding_alone_is_measured_apart_from_decoding_beside_a_job() -> None:
-    """1 token per millisecond while no job runs, independent of the time beside jobs."""
-    clock = Clock()
-    executor = ComputeExecutor(decode_share=0.5, clock=clock)
-    done = threading.Event()
-
-    class Last(Spinner):
-        def tick(self) -> int:
-            sampled = super().tick()
-            if not self.has_work:
-                done.set()
-            return sampled
-
-    executor.start()
-    executor.attach(Last(100, clock))
-    executor.submit(lambda: None).result(5)
-    assert done.wait(5)
-    executor.stop(timeout=5)
-    assert executor.rates().idle == pytest.approx(1000.0)
-    assert executor.rates().learning == 0.0
-
-
-def test_a_cancelled_job_is_closed_at_its_next_turn(executor: ComputeExecutor) -> None:
-    """An abandoned update releases its memory."""
-    closed = threading.Event()
-
-    def job() -> Generator[None, None, None]:
-        try:
-            while True:
-                yield
-        finally:
-            closed.set()
-
-    future = executor.submit_steps(job(), kind="scoring")
-    executor.submit(lambda: None).result(5)
-    assert future.cancel()
-    assert closed.wait(5)
-
-
-def test_a_failing_tick_is_reported_and_the_thread_continues(executor: ComputeExecutor) -> None:
-    """The failed engine gets no more turns. Calls still work."""
-
-    class Broken(Spinner):
-        def tick(self) -> int:
-            raise RuntimeError("no more memory")
-
-    broken = executor.attach(Broken(1, Clock()))
-    executor.submit(lambda: None).result(5)
-    with pytest.raises(RuntimeError, match="no more memory"):
-        broken.result(5)
-    assert executor.submit(lambda: 1).result(5) == 1
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit])
-def test_no_exception_ends_the_thread(executor: ComputeExecutor, kind: type[BaseException]) -> None:
-    """Calls, jobs and decode steps can raise exceptions that would end an event loop; their futures raise
-    RuntimeError instead, and the thread continues.
-    """
-
-    def fail() -> int:
-        raise kind("stop")
-
-    def job() -> Generator[None, None, None]:
-        yield
-        fail()
-
-    broken = executor.attach(FailingTicker(fail))
-    for future in (broken, executor.submit(fail), executor.submit_steps(job(), kind="scoring")):
-        error = future.exception(5)
-        assert isinstance(error, RuntimeError)
-        assert isinstance(error.__cause__, kind)
-    assert executor.submit(lambda: 7).result(5) == 7
 
 
 class FailingTicker:
@@ -216,60 +71,311 @@ class FailingTicker:
         self.tick = tick
 
 
-def test_an_executor_between_turns_is_not_busy() -> None:
-    """`busy_since` is the start of the current turn."""
-    clock = Clock()
+@pytest.fixture
+def clock() -> Clock:
+    """A clock at 0."""
+    return Clock()
+
+
+@pytest.fixture
+def compute() -> Iterator[Compute]:
+    """Compute threads with equal shares of one slot."""
+    compute = Compute(decode_share=0.5, slots=1)
+    compute.start()
+    yield compute
+    assert compute.stop(timeout=LIMIT)
+
+
+@pytest.fixture
+def simulated(clock: Clock) -> Iterator[Compute]:
+    """The same, with a clock that only work advances."""
+    compute = Compute(decode_share=0.5, slots=1, clock=clock)
+    compute.start()
+    yield compute
+    assert compute.stop(timeout=LIMIT)
+
+
+@any_thread
+def test_every_call_runs_in_the_same_thread(compute: Compute, thread: Callable[[Compute], ComputeThread]) -> None:
+    """MLX streams and the random state belong to one thread."""
+    idents = {thread(compute).submit(threading.get_ident).result(LIMIT) for _ in range(20)}
+    assert len(idents) == 1
+    assert threading.get_ident() not in idents
+
+
+def test_each_component_has_a_thread_of_its_own(compute: Compute) -> None:
+    """Each thread builds graphs of its own."""
+    idents = [thread(compute).submit(threading.get_ident).result(LIMIT) for thread in THREADS.values()]
+    assert len(set(idents)) == len(THREADS)
+
+
+@any_thread
+def test_calls_of_a_thread_run_one_after_the_other(
+    compute: Compute, thread: Callable[[Compute], ComputeThread]
+) -> None:
+    """In the order of their submission, also if they pause."""
+    order: list[int] = []
+    one = thread(compute)
+
+    def call(number: int) -> None:
+        for _ in range(3):
+            order.append(number)
+            one.lane.pause()
+
+    for future in [one.submit(lambda number=number: call(number)) for number in range(5)]:  # type: ignore[misc]
+        future.result(LIMIT)
+    assert order == [number for number in range(5) for _ in range(3)]
+
+
+@any_thread
+def test_an_error_is_raised_at_the_caller_and_the_thread_continues(
+    compute: Compute, thread: Callable[[Compute], ComputeThread]
+) -> None:
+    """A failed call affects only its caller."""
+    with pytest.raises(ZeroDivisionError):
+        thread(compute).submit(lambda: 1 // 0).result(LIMIT)
+    assert thread(compute).submit(lambda: 7).result(LIMIT) == 7
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit])
+def test_no_exception_ends_a_thread(compute: Compute, kind: type[BaseException]) -> None:
+    """Calls and decode steps can raise exceptions that would end an event loop; their futures raise RuntimeError
+    instead, and the thread continues.
+    """
+
+    def fail() -> int:
+        raise kind("stop")
+
+    broken = compute.decode.attach(FailingTicker(fail))
+    for future in (broken, compute.decode.submit(fail), compute.learner.submit(fail)):
+        error = future.exception(LIMIT)
+        assert isinstance(error, RuntimeError)
+        assert isinstance(error.__cause__, kind)
+    assert compute.decode.submit(lambda: 7).result(LIMIT) == 7
+    assert compute.learner.submit(lambda: 7).result(LIMIT) == 7
+
+
+def test_a_failing_tick_is_reported_and_the_thread_continues(compute: Compute, clock: Clock) -> None:
+    """The failed engine gets no more turns. Calls still work, and so does the next engine."""
+
+    def fail() -> int:
+        raise RuntimeError("no more memory")
+
+    broken = compute.decode.attach(FailingTicker(fail))
+    with pytest.raises(RuntimeError, match="no more memory"):
+        broken.result(LIMIT)
+    assert compute.decode.submit(lambda: 1).result(LIMIT) == 1
+    spinner = Spinner(3, clock)
+    compute.decode.attach(spinner)
+    assert spinner.done.wait(LIMIT)
+
+
+def test_calls_run_before_the_next_decode_step(compute: Compute, clock: Clock) -> None:
+    """A weight swap waits for at most one step."""
+    spinner, left = Spinner(10**9, clock), list[int]()
+
+    def submitted() -> int:
+        """Submit a call during a step, and return the number of steps that are left."""
+        call = compute.decode.submit(lambda: left.append(spinner.left))
+        call.add_done_callback(lambda _: seen.set())
+        spinner.left -= 1
+        return 1
+
+    seen = threading.Event()
+    before = spinner.left
+    spinner.tick = submitted  # type: ignore[method-assign]
+    compute.decode.attach(spinner)
+    assert seen.wait(LIMIT)
+    assert left[0] == before - 1
+
+
+@any_slots
+def test_decoding_goes_on_while_other_threads_compute(clock: Clock, slots: int) -> None:
+    """Between the turns of a call with one slot, and beside it with two."""
+    compute, spinner = Compute(decode_share=0.5, slots=slots), Spinner(1000, clock)
+    compute.start()
+    compute.decode.attach(spinner)
+
+    def learn() -> None:
+        while not spinner.done.is_set():
+            compute.learner.lane.pause()
+
+    compute.learner.submit(learn).result(LIMIT)
+    assert spinner.left == 0
+    assert compute.stop(timeout=LIMIT)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_decoding_beside_the_learner_is_measured(clock: Clock, share: float) -> None:
+    """Steps of 1 ms and turns of 4 ms: the rate and the share are those of the time that the learner had work."""
+    compute, spinner = Compute(decode_share=share, slots=1, clock=clock), Spinner(10**9, clock)
+    compute.start()
+
+    def learn() -> None:
+        compute.decode.submit(lambda: None)  # the decode thread has work from now on
+        for _ in range(100):
+            clock.now += 0.004
+            compute.learner.lane.pause()
+
+    compute.decode.attach(spinner)
+    assert spinner.begun.wait(LIMIT)
+    compute.learner.submit(learn).result(LIMIT)
+    assert compute.stop(timeout=LIMIT)
+    rates = compute.rates()
+    assert rates.learning == pytest.approx(1000 * share, rel=0.1)
+    assert rates.share == pytest.approx(share, abs=0.05)
+
+
+def test_decoding_alone_is_measured_apart_from_decoding_beside_others(simulated: Compute, clock: Clock) -> None:
+    """1 token per millisecond while nothing else has work."""
+    spinner = Spinner(100, clock)
+    simulated.decode.attach(spinner)
+    assert spinner.done.wait(LIMIT)
+    simulated.decode.submit(lambda: None).result(LIMIT)
+    rates = simulated.rates()
+    assert rates.idle == pytest.approx(1000.0)
+    assert (rates.learning, rates.share) == (0.0, 0.0)
+    assert rates.tokens == 100
+    assert rates.seconds == pytest.approx(0.1)
+
+
+def test_decoding_beside_other_work_is_measured_in_neither_rate(clock: Clock) -> None:
+    """It only counts in the totals."""
+    compute, spinner = Compute(decode_share=0.5, slots=2, clock=clock), Spinner(100, clock)
+    compute.start()
+
+    def evaluate() -> None:
+        compute.decode.attach(spinner)
+        assert spinner.done.wait(LIMIT)
+        compute.decode.submit(lambda: None).result(LIMIT)
+
+    compute.evaluation.submit(evaluate).result(LIMIT)
+    rates = compute.rates()
+    assert (rates.idle, rates.learning, rates.tokens) == (0.0, 0.0, 100)
+    assert compute.stop(timeout=LIMIT)
+
+
+@any_slots
+def test_a_cancelled_call_ends_at_its_next_pause(slots: int) -> None:
+    """An abandoned update releases its memory, and the thread continues."""
+    compute = Compute(decode_share=0.5, slots=slots)
+    compute.start()
+    begun, closed = threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        try:
+            while True:
+                compute.learner.lane.pause()
+        finally:
+            closed.set()
+
+    future = compute.learner.submit(call)
+    assert begun.wait(LIMIT)
+    assert not future.cancel(), "it runs"
+    with pytest.raises(WorkCancelled):
+        future.result(LIMIT)
+    assert closed.is_set()
+    assert compute.learner.submit(lambda: 7).result(LIMIT) == 7
+    assert compute.stop(timeout=LIMIT)
+
+
+def test_a_cancelled_call_that_has_not_begun_never_begins(compute: Compute) -> None:
+    """Calls behind it run."""
+    gate, ran = threading.Event(), list[str]()
+    compute.learner.submit(lambda: gate.wait(LIMIT))
+    waiting = compute.learner.submit(lambda: ran.append("cancelled"))
+    last = compute.learner.submit(lambda: ran.append("last"))
+    assert waiting.cancel()
+    gate.set()
+    last.result(LIMIT)
+    assert ran == ["last"]
+
+
+def test_threads_between_turns_are_not_busy(simulated: Compute, clock: Clock) -> None:
+    """`busy_since` is the start of the present turn."""
     clock.now = 7.0
-    executor = ComputeExecutor(decode_share=0.5, clock=clock)
-    executor.start()
-    assert executor.submit(lambda: executor.busy_since).result(5) == 7.0
-    executor.stop(timeout=5)
-    assert executor.busy_since == math.inf
+    assert simulated.parity.submit(lambda: simulated.busy_since).result(LIMIT) == 7.0
+    assert simulated.stop(timeout=LIMIT)
+    assert simulated.busy_since == math.inf
 
 
-def test_a_stopped_executor_cancels_waiting_work_and_refuses_more() -> None:
-    """The current turn completes. No caller waits forever."""
-    executor = ComputeExecutor(decode_share=0.5)
-    executor.start()
+@any_slots
+def test_stopped_threads_cancel_waiting_work_and_refuse_more(slots: int) -> None:
+    """Present turns complete, and their calls end there. No caller waits forever."""
+    compute = Compute(decode_share=0.5, slots=slots)
+    compute.start()
     begun, gate = threading.Event(), threading.Event()
 
     def occupy() -> bool:
         begun.set()
-        return gate.wait(5)
+        return gate.wait(LIMIT)
 
-    turn = executor.submit(occupy)
-    assert begun.wait(5)
-    waiting, long = executor.submit(lambda: 1), executor.submit_steps(counting_job([], "x", 10**9), kind="scoring")
-    executor.stop(timeout=0)
+    def learn() -> None:
+        occupy()
+        while True:
+            compute.learner.lane.pause()
+
+    turn = compute.learner.submit(learn)
+    assert begun.wait(LIMIT)
+    waiting = [compute.learner.submit(learn) for _ in range(2)]
+    compute.stop(timeout=0)
     gate.set()
-    executor.stop(timeout=5)
-    assert turn.result(5) is True
-    assert waiting.cancelled()
-    assert long.cancelled()
-    with pytest.raises(ExecutorStoppedError):
-        executor.submit(lambda: 1)
+    assert compute.stop(timeout=LIMIT)
+    assert isinstance(turn.exception(LIMIT), ExecutorStoppedError)
+    assert all(one.cancelled() for one in waiting)
+    for thread in THREADS.values():
+        with pytest.raises(ExecutorStoppedError):
+            thread(compute).submit(lambda: 1)
 
 
-def test_a_turn_that_does_not_end_is_reported() -> None:
-    """`stop` returns False after its timeout, and True when the turn has ended."""
-    executor = ComputeExecutor(decode_share=0.5)
-    executor.start()
-    begun, free = threading.Event(), threading.Event()
+def test_a_call_without_a_pause_completes_while_the_threads_stop() -> None:
+    """Its caller gets the result."""
+    compute = Compute(decode_share=0.5, slots=2)
+    compute.start()
+    begun, gate = threading.Event(), threading.Event()
 
     def occupy() -> bool:
         begun.set()
-        return free.wait(20)
+        return gate.wait(LIMIT)
 
-    executor.submit(occupy)
-    assert begun.wait(20)
-    assert not executor.stop(timeout=0.01)
-    free.set()
-    assert executor.stop(timeout=20)
+    turn = compute.decode.submit(occupy)
+    assert begun.wait(LIMIT)
+    assert not compute.stop(timeout=0.01), "a turn that does not end is reported"
+    gate.set()
+    assert compute.stop(timeout=LIMIT)
+    assert turn.result(LIMIT) is True
+
+
+def test_no_call_is_lost_while_a_thread_stops() -> None:
+    """Calls that are submitted at that moment complete, are cancelled or are refused."""
+    for _ in range(5):
+        compute = Compute(decode_share=0.5, slots=2)
+        compute.start()
+        gate = threading.Barrier(3)
+
+        def submit(compute: Compute = compute, gate: threading.Barrier = gate) -> list[Future[None]]:
+            gate.wait(LIMIT)
+            submitted: list[Future[None]] = []
+            while len(submitted) < 1000:
+                try:
+                    submitted.append(compute.learner.submit(lambda: None))
+                except ExecutorStoppedError:
+                    break
+            return submitted
+
+        with ThreadPoolExecutor(2) as pool:
+            submissions = [pool.submit(submit) for _ in range(2)]
+            gate.wait(LIMIT)
+            assert compute.stop(timeout=LIMIT)
+            for future in (future for one in submissions for future in one.result(LIMIT)):
+                with suppress(CancelledError):
+                    future.result(LIMIT)
 
 
 async def test_finish_returns_the_result_or_raises_the_error_of_the_work() -> None:
     """The error is raised as in its thread."""
-    with ThreadPoolExecutor(1) as pool, fail_after(5):
+    with ThreadPoolExecutor(1) as pool, fail_after(LIMIT):
         assert await finish(pool.submit(lambda: 42)) == 42
         with pytest.raises(ZeroDivisionError):
             await finish(pool.submit(lambda: 1 // 0))
@@ -278,7 +384,7 @@ async def test_finish_returns_the_result_or_raises_the_error_of_the_work() -> No
 async def test_a_cancelled_waiter_cancels_work_that_has_not_begun() -> None:
     """The future is cancelled, so the thread skips the work."""
     future: Future[int] = Future()
-    with fail_after(5):
+    with fail_after(LIMIT):
         async with create_task_group() as group:
             group.start_soon(finish, future)
             await wait_all_tasks_blocked()
@@ -286,97 +392,55 @@ async def test_a_cancelled_waiter_cancels_work_that_has_not_begun() -> None:
     assert future.cancelled()
 
 
-async def test_a_cancelled_waiter_does_not_stop_running_work() -> None:
-    """The waiter is free at once. The job completes without a reader."""
-    release, finished = threading.Event(), threading.Event()
+async def test_a_cancelled_waiter_ends_running_work_at_its_next_pause(compute: Compute) -> None:
+    """The waiter is free at once."""
+    begun, release, ended = threading.Event(), threading.Event(), list[str]()
 
     def work() -> None:
-        assert release.wait(5)
-        finished.set()
+        begun.set()
+        assert release.wait(LIMIT)
+        try:
+            compute.learner.lane.pause()
+        except WorkCancelled:
+            ended.append("at the pause")
+            raise
 
-    with ThreadPoolExecutor(1) as pool, fail_after(5):
-        future = pool.submit(work)
+    with fail_after(LIMIT):
         async with create_task_group() as group:
-            group.start_soon(finish, future)
-            await wait_all_tasks_blocked()
+            group.start_soon(finish, compute.learner.submit(work))
+            await asyncio.to_thread(begun.wait, LIMIT)
             group.cancel_scope.cancel()
-        assert not finished.is_set()
-        release.set()
-    assert finished.is_set()
+    assert not ended
+    release.set()
+    compute.learner.submit(lambda: None).result(LIMIT)
+    assert ended == ["at the pause"]
 
 
 async def test_work_cancelled_by_its_thread_raises_an_error() -> None:
     """A CancelledError would end the waiting task silently."""
     future: Future[int] = Future()
     future.cancel()
-    with fail_after(5), pytest.raises(WorkCancelled):
+    with fail_after(LIMIT), pytest.raises(WorkCancelled):
         await finish(future)
 
 
-def timed_job(clock: Clock, *seconds: float) -> Generator[None, None, None]:
-    """A job whose turns take this long."""
-    for turn in seconds:
-        clock.now += turn
-        yield
+def test_turns_are_measured_by_kind(simulated: Compute, clock: Clock) -> None:
+    """Calls of the decode thread, its steps, and the turns of each other thread; kinds without a turn are zero."""
 
+    def work(*seconds: float) -> None:
+        for one in seconds:
+            clock.now += one
+            simulated.parity.lane.pause()
 
-def test_the_longest_turn_of_the_learner_is_measured_since_the_last_reading() -> None:
-    """Turns of other jobs do not count; reading resets the value."""
-    clock = Clock()
-    executor, job = ComputeExecutor(decode_share=0.5, clock=clock), partial(timed_job, clock)
-    executor.start()
-    try:
-        executor.submit_steps(job(0.5, 2.0, 0.25), kind="update").result(5)
-        executor.submit_steps(job(9.0), kind="scoring").result(5)
-        assert executor.take_longest_learner_turn() == 2.0
-        assert executor.take_longest_learner_turn() == 0.0
-    finally:
-        executor.stop()
-
-
-def test_turns_are_measured_by_kind() -> None:
-    """Number, total and longest duration of calls, decode steps and each kind of job; kinds without a turn are zero."""
-    clock = Clock()
-    executor = ComputeExecutor(decode_share=0.5, clock=clock)
-    spinner, job = Spinner(3, clock), partial(timed_job, clock)
-    executor.start()
-    try:
-        executor.submit_steps(job(0.5, 2.0), kind="parity").result(5)
-        executor.attach(spinner)
-        executor.submit_steps(job(0.5), kind="update").result(5)
-        while executor.submit(lambda: spinner.has_work).result(5):
-            pass
-        found = executor.turn_times()
-    finally:
-        executor.stop()
-    assert found["parity"].longest == 2.0
-    assert found["parity"].seconds.total == 2.5
+    spinner = Spinner(3, clock)
+    simulated.parity.submit(lambda: work(0.5, 2.0)).result(LIMIT)
+    simulated.decode.attach(spinner)
+    assert spinner.done.wait(LIMIT)
+    simulated.decode.submit(lambda: None).result(LIMIT)
+    found = simulated.turn_times()
+    assert (found["parity"].longest, found["parity"].seconds.total) == (2.0, 2.5)
     assert sum(found["parity"].seconds.counts) == 3  # the last one returns the result
     assert sum(found["decode"].seconds.counts) == 3
     assert found["decode"].longest == pytest.approx(0.001)
-    assert found["update"].longest == 0.5
+    assert sum(found["call"].seconds.counts) >= 1
     assert found["evaluation"].longest == sum(found["evaluation"].seconds.counts) == 0
-
-
-def test_urgent_decode_steps_come_before_jobs_up_to_a_limit() -> None:
-    """They exceed the share of decoding by `URGENT_SECONDS`; then both sides alternate by share."""
-    clock = Clock()
-    executor = ComputeExecutor(decode_share=0.5, clock=clock)
-    spinner = Spinner(10**6, clock)
-
-    def job() -> Generator[None, None, None]:
-        for _ in range(400):
-            clock.now += 0.01
-            spinner.is_urgent = True
-            spinner.order.append("step")
-            yield
-
-    executor.start()
-    executor.attach(spinner)
-    executor.submit_steps(job(), kind="update").result(30)
-    executor.stop(timeout=10)
-    steps = [at for at, what in enumerate(spinner.order) if what == "step"]
-    between = [after - before - 1 for before, after in pairwise(steps)]
-    assert max(between) * 0.001 == pytest.approx(URGENT_SECONDS, abs=0.02)
-    late = between[len(between) // 2 :]
-    assert sum(late) * 0.001 == pytest.approx(len(late) * 0.01, rel=0.02)

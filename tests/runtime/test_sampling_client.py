@@ -15,7 +15,7 @@ from msgspec import structs
 from clotho.config.schema import EngineSection
 from clotho.inference import DecodeEngine
 from clotho.runtime import sampling_client
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.compute_thread import Compute
 from clotho.runtime.sampling_client import GenerationError, Sampler
 from protocols.errors import ExecutorStoppedError, RequestError
 from protocols.sampling import Completion, CompletionDone, SampleRequest, Sampling, TokenSampled
@@ -54,12 +54,12 @@ def any_sampler(request: pytest.FixtureRequest) -> Iterator[Sampler]:
         yield Sampler(fake.submit_call, fake)
         fake.close()
         return
-    executor = ComputeExecutor(decode_share=0.5)
-    executor.start()
-    real = executor.submit(lambda: DecodeEngine(tiny_source("qwen3"), EngineSection())).result()
-    executor.attach(real)
-    yield Sampler(executor.submit, real)
-    executor.stop()
+    compute = Compute(decode_share=0.5, slots=2)
+    compute.start()
+    real = compute.decode.submit(lambda: DecodeEngine(tiny_source("qwen3"), EngineSection())).result()
+    compute.decode.attach(real)
+    yield Sampler(compute.decode.submit, real)
+    compute.stop()
 
 
 async def test_completions_are_in_the_order_of_their_seeds(any_sampler: Sampler) -> None:

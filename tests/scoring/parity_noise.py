@@ -30,13 +30,13 @@ from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.scoring.layouts.micro_batches import build_micro_batches
-from clotho.scoring.parity_check import ParityReport, ParitySample, check_parity
+from clotho.scoring.parity_check import ParityReport, ParitySample
 from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
+from tests.scoring.checked_parity import checked
 from tests.small_models import byte_tokenizer, tiny
 from tests.split_k import split_k
-from tests.training.policies_and_groups import finish
 
 VARIANTS = (
     ("bfloat16", 0, False),
@@ -123,12 +123,12 @@ def engine_of(policy: Policy) -> DecodeEngine:
 def reports(dtype: str, bits: int, *, layers: int, probes: int, float32_head: bool = False) -> Iterator[ParityReport]:
     """Run parity checks of 32 rows with split-K products, with another adapter and other tokens in each."""
     policy = deep_policy(dtype, bits, layers=layers)
-    engine, forcing = engine_of(policy), TeacherForcing(policy.model, policy.vocab_size, layout="auto")
+    engine = engine_of(policy)
     with split_k(), head_in_float32() if float32_head else nullcontext():
         for probe in range(probes):
             publish_adapter(policy, seed=probe)
             sample = random_sample(policy.vocab_size, seed=probe)
-            yield finish(check_parity(policy, engine, sample, 1.0, rows=32, forcing=forcing))
+            yield checked(policy, engine, sample, rows=32, layout="auto")
 
 
 @contextmanager
@@ -154,18 +154,19 @@ def head_in_float32() -> Iterator[None]:
 
 def logp_gradient(policy: Policy, sample: ParitySample, weight: float) -> dict[str, mx.array]:
     """Return the gradient of weighted log-probabilities, whose weights alternate in sign as advantages do."""
-    forcing = TeacherForcing(policy.model, policy.vocab_size, layout="shared")
+    model = policy.copy_model()
+    forcing = TeacherForcing(model.model, model.vocab_size, layout="shared")
     (micro,) = build_micro_batches(
         [scored_only(sample.prompt, one) for one in sample.completions], layout="shared", budget=10**6
     )
     sign_N = mx.array(1.0 - 2.0 * (micro.table.sequence_N % 2))
 
     def loss(traced: Parameters) -> mx.array:
-        with policy.using(traced):
-            scores = forcing(micro, distribution=SamplingDistribution(temperature=1.0), logp_only=True)
+        model.use(traced)
+        scores = forcing(micro, distribution=SamplingDistribution(temperature=1.0), logp_only=True)
         return mx.sum(scores.logp_N * sign_N) * weight
 
-    with policy.training_mode():
+    with model.training_mode():
         gradient = flat(mx.grad(loss)(nested(flat(policy.trainable()))))
     mx.eval(gradient)
     return gradient

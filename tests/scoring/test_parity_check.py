@@ -14,9 +14,10 @@ import pytest
 from clotho.config.schema import EngineSection
 from clotho.cpu.decoder import HostDecoder
 from clotho.inference import DecodeEngine
+from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy, TrainablePolicy
-from clotho.models.turns import UNDIVIDED, TurnBudget
+from clotho.models.turns import TurnBudget
 from clotho.scoring.parity_check import (
     MAX_PROMPT,
     MAX_ROWS,
@@ -27,6 +28,7 @@ from clotho.scoring.parity_check import (
     check_parity,
     parity_sample,
 )
+from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from tests import lanes
 from tests.inference.engine_helpers import (
@@ -38,8 +40,10 @@ from tests.inference.engine_helpers import (
     submit_request,
     tick_until,
 )
+from tests.recorded_turns import RecordedTurns
+from tests.scoring.checked_parity import checked
 from tests.small_models import ARCHITECTURES, tiny_source
-from tests.training.policies_and_groups import Bigram, BigramPolicy, finish, tiny_policy
+from tests.training.policies_and_groups import BigramPolicy, tiny_policy
 
 
 def check(
@@ -53,15 +57,8 @@ def check(
     layout: str = "padded",
 ) -> ParityReport:
     """Check one completion."""
-    return finish(
-        check_parity(
-            policy,
-            decoder,
-            ParitySample(tuple(prompt), (tuple(tokens),)),
-            temperature,
-            rows=rows,
-            forcing=TeacherForcing(policy.model, policy.vocab_size, layout=layout),
-        )
+    return checked(
+        policy, decoder, ParitySample(tuple(prompt), (tuple(tokens),)), temperature, rows=rows, layout=layout
     )
 
 
@@ -96,29 +93,26 @@ def test_every_architecture_passes_the_parity_check(architecture: str) -> None:
 
 
 def test_turns_of_limited_length_change_nothing() -> None:
-    """The learner's computation is divided between blocks, with the served weights in the model between two turns."""
+    """The learner's computation is divided between blocks, and what is served stays what it was."""
     policy = tiny_policy()
-    served = policy.trainable()
-    moved = nested({name: value + 0.05 for name, value in flat(served).items()})
-    engine, forcing = engine_of(policy), TeacherForcing(policy.model, policy.vocab_size)
+    moved = nested({name: value + 0.05 for name, value in flat(policy.trainable()).items()})
+    engine = engine_of(policy)
     sample = ParitySample((1, 2, 3), ((4, 5, 6, 7), (8, 9, 10, 11)))
     logits = lanes.numpy(policy.model(mx.array([[1, 2, 3]])))
-    reports, turns = [], []
-    for budget in (UNDIVIDED, TurnBudget(1e-12)):
-        job = check_parity(policy, engine, sample, 1.0, rows=2, forcing=forcing, parameters=moved, turns=budget)
-        turns.append(0)
-        while True:
-            try:
-                next(job)
-            except StopIteration as end:
-                reports.append(end.value)
-                break
-            turns[-1] += 1
-            assert lanes.numpy(policy.model(mx.array([[1, 2, 3]]))).tobytes() == logits.tobytes()
-            assert not policy.model.training
+
+    def between(number: int) -> None:
+        assert lanes.numpy(policy.model(mx.array([[1, 2, 3]]))).tobytes() == logits.tobytes()
+        assert not policy.model.training
+
+    reports, pauses = [], []
+    for seconds in (0.0, 1e-12):
+        lane = RecordedTurns(between)
+        turns = TurnBudget(seconds, lane)
+        reports.append(checked(policy, engine, sample, rows=2, layout="auto", parameters=moved, turns=turns))
+        pauses.append(lane.pauses)
     assert reports[0] == reports[1]
     assert reports[0].mean_kl > 0.0
-    assert turns[1] - turns[0] >= len(policy.model.layers)
+    assert pauses[1] - pauses[0] >= len(policy.model.layers)
 
 
 class DoubledLogits:
@@ -139,7 +133,7 @@ class DoubledLogits:
 
 def test_an_engine_with_other_logits_fails_the_parity_check() -> None:
     """The check compares two independent computations."""
-    policy = BigramPolicy(Bigram())
+    policy = tiny_policy()
     report = check(policy, DoubledLogits(policy.model), (1, 2), (3, 4), 1.0)
     assert report.max_difference > 0.1
     assert report.mean_kl > 1e-3
@@ -199,8 +193,7 @@ def test_decode_steps_have_the_rows_of_the_running_batch(
 
     monkeypatch.setattr(engine, "teacher_forced_logits", recorded)
     sample = ParitySample((1, 2, 3), ((4, 5), (6, 7), (8, 9)))
-    forcing = TeacherForcing(policy.model, policy.vocab_size, layout="shared")
-    report = finish(check_parity(policy, engine, sample, 1.0, rows=rows, forcing=forcing))
+    report = checked(policy, engine, sample, rows=rows, layout="shared")
     assert (report.rows, report.tokens, set(shapes)) == (expected, 6, {expected})
     assert report.max_difference < 1e-4
 
@@ -221,25 +214,46 @@ def test_the_prompt_of_a_check_is_bounded() -> None:
     assert set(prompts) == {prompt[-MAX_PROMPT:]}
 
 
-def test_a_check_yields_after_every_decode_step() -> None:
-    """Other work of the compute thread runs in between, with the served weights in the model."""
+def test_a_check_pauses_after_every_decode_step() -> None:
+    """Those of the served decoder, and those of its own."""
+    policy, lane = tiny_policy(), RecordedTurns()
+    sample = ParitySample((1, 2, 3), ((4, 5, 6), (7, 8, 9)))
+    checked(policy, engine_of(policy), sample, rows=2, layout="auto", turns=TurnBudget(0.0, lane))
+    assert lane.pauses >= 2 * 3
+
+
+def test_the_model_of_a_check_has_the_parameters_and_no_tracer_afterwards() -> None:
+    """Also if the learner's computation fails, so that the next check computes with its own weights."""
     policy = tiny_policy()
-    served = flat(policy.trainable())
-    other = nested({name: array + 0.0 for name, array in served.items()})
-    steps = check_parity(
-        policy,
-        engine_of(policy),
-        ParitySample((1, 2, 3), ((4, 5, 6), (7, 8, 9))),
-        1.0,
-        rows=2,
-        forcing=TeacherForcing(policy.model, policy.vocab_size),
-        parameters=other,
-    )
-    held = [
-        all(flat(policy.model.trainable_parameters())[name] is array for name, array in served.items()) for _ in steps
-    ]
-    assert len(held) >= 2 * 3
-    assert all(held)
+    model, engine = policy.copy_model(), engine_of(policy)
+    decoder, forcing = ForcedDecoder.of_model(model.model, EngineSection()), FailingOnce(model.model, model.vocab_size)
+    moved = nested({name: value + 0.05 for name, value in flat(policy.trainable()).items()})
+
+    def check_once() -> ParityReport:
+        sample = ParitySample((1, 2, 3), ((4, 5, 6),))
+        return check_parity(engine, model, decoder, sample, 1.0, rows=2, forcing=forcing, parameters=moved)
+
+    with pytest.raises(RuntimeError, match="fails once"):
+        check_once()
+    for _ in range(2):
+        used = flat(model.model.trainable_parameters())
+        assert all(used[name] is array for name, array in flat(moved).items())
+        assert not model.model.training
+        report = check_once()
+    policy.publish(moved, version=1, step=1, fingerprint="moved")
+    assert check_once().served_kl == 0.0 < report.served_kl
+
+
+class FailingOnce(TeacherForcing):
+    """Teacher forcing whose first forward pass fails."""
+
+    failed = False
+
+    def logits(self, micro: MicroBatch) -> mx.array:
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("fails once")
+        return super().logits(micro)
 
 
 def test_dropout_has_no_effect_on_a_check() -> None:

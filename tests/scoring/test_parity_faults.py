@@ -15,12 +15,13 @@ from msgspec.structs import replace
 from clotho import cpu
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
-from clotho.scoring.parity_check import LIMITS, MAX_ROWS, SERVED_KL, ParityReport, check_parity
-from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.parity_check import LIMITS, MAX_ROWS, SERVED_KL, ParityReport
 from protocols.sampling import Sampling
 from tests.inference.engine_helpers import run, submit_request
+from tests.scoring.checked_parity import checked
 from tests.scoring.parity_noise import (
     PRECISIONS,
+    SHAPE,
     deep_policy,
     embedded_policy,
     engine_of,
@@ -28,7 +29,7 @@ from tests.scoring.parity_noise import (
     reports,
 )
 from tests.split_k import split_k
-from tests.training.policies_and_groups import finish, learner, scored_group
+from tests.training.policies_and_groups import learner, scored_group
 
 pytestmark = pytest.mark.needs_float32
 
@@ -76,6 +77,20 @@ def stale(arrays: Arrays, previous: Arrays) -> Arrays:
     return {name: previous[name] if ".layers.1." in name else array for name, array in arrays.items()}
 
 
+def exchanged(arrays: Arrays, _: Arrays) -> Arrays:
+    """The adapters, the B matrices of keys and values of one layer exchanged."""
+    key, value = (f"model.layers.1.self_attn.{name}_proj.lora_b" for name in "kv")
+    return arrays | {key: arrays[value], value: arrays[key]}
+
+
+def noisy(arrays: Arrays, _: Arrays) -> Arrays:
+    """The adapters, with noise of 1e-2 in the queries of one attention head."""
+    name = "model.layers.2.self_attn.q_proj.lora_b"
+    noise = 1e-2 * mx.random.normal(arrays[name].shape, key=mx.random.key(3))
+    head = mx.arange(arrays[name].shape[-1]) < SHAPE["head_dim"]
+    return arrays | {name: arrays[name] + mx.where(head, noise, 0.0)}
+
+
 def serve(policy: Policy, arrays: Arrays) -> None:
     """Serve these adapters. The learner has others."""
     policy.publish(nested(arrays), version=2, step=2, fingerprint="")
@@ -83,13 +98,13 @@ def serve(policy: Policy, arrays: Arrays) -> None:
 
 def convert(policy: Policy, arrays: Arrays) -> None:
     """Convert these adapters to 16 bits for the served ones, as a faulty conversion would."""
-    for group in policy._folded.groups:
+    for group in policy._served._folded.groups:
         correct = group.fold(flat(policy.trainable()))
         group.serve(group.fold(arrays)._replace(lora_a=correct.lora_a, lora_b=correct.lora_b))
 
 
 @pytest.mark.parametrize(("dtype", "bits"), FAULT_PRECISIONS)
-@pytest.mark.parametrize("fault", [scaled, stale])
+@pytest.mark.parametrize("fault", [scaled, stale, exchanged, noisy])
 @pytest.mark.parametrize("place", [serve, convert])
 def test_wrong_served_weights_are_found(
     dtype: str, bits: int, fault: Callable[[Arrays, Arrays], Arrays], place: Callable[[Policy, Arrays], None]
@@ -108,6 +123,18 @@ def test_wrong_served_weights_are_found(
     assert not passes(report, dtype)
 
 
+@pytest.mark.parametrize(("dtype", "bits"), FAULT_PRECISIONS)
+def test_an_exchanged_base_array_is_found(dtype: str, bits: int) -> None:
+    """The served model has the output projections of two layers exchanged; other models have their own modules."""
+    policy = deep_policy(dtype, bits, layers=3)
+    assert check(policy, policy.trainable()).served_kl == 0.0
+    first, second = (policy.model.layers[i].self_attn.o_proj.linear for i in (0, 1))
+    first["weight"], second["weight"] = second["weight"], first["weight"]
+    report = check(policy, policy.trainable())
+    assert report.served_kl > SERVED_KL
+    assert not passes(report, dtype)
+
+
 def test_a_wrong_conversion_of_one_layer_is_found_among_rounding() -> None:
     """In four bits, where the rounding of the base model is largest."""
     test_wrong_served_weights_are_found("bfloat16", 4, stale, convert)
@@ -115,12 +142,9 @@ def test_a_wrong_conversion_of_one_layer_is_found_among_rounding() -> None:
 
 def check(policy: Policy, parameters: Parameters) -> ParityReport:
     """Check once, with split-K products. parameters: of the learner."""
-    forcing = TeacherForcing(policy.model, policy.vocab_size, layout="auto")
     sample = random_sample(policy.vocab_size)
     with split_k():
-        return finish(
-            check_parity(policy, engine_of(policy), sample, 1.0, rows=MAX_ROWS, forcing=forcing, parameters=parameters)
-        )
+        return checked(policy, engine_of(policy), sample, rows=MAX_ROWS, layout="auto", parameters=parameters)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), FAULT_PRECISIONS)
@@ -140,7 +164,7 @@ def test_a_space_in_the_prompt_is_found(dtype: str, bits: int, *, space: bool) -
             completions = tuple(answer.completions)
             rewards = tuple(float(value) for value in np.arange(len(completions)) % 2)
             groups.append(replace(group, group=replace(group.group, completions=completions), rewards=rewards))
-    mismatch = finish(learner(policy).update(groups)).metrics.mismatch_kl
+    mismatch = learner(policy).update(groups).metrics.mismatch_kl
     assert (mismatch > 2 * LIMITS[dtype].stop_kl) if space else (mismatch < LIMITS[dtype].stop_kl / 3)
 
 

@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from clotho.config.schema import AdaptersSection, EngineSection
+from clotho.inference import DecodeEngine
+from clotho.models.adapter_store import AdapterStore, LoadedAdapter
 from clotho.models.parameters import flat, nested
-from clotho.models.turns import TurnBudget
+from clotho.models.policy import Policy
+from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.scoring.head_scores import SamplingDistribution
-from clotho.scoring.prompt_logprobs import prompt_logprobs
+from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.storage.adapters import write_adapter
 from protocols.errors import GenerationError
 from protocols.sampling import PromptLogprobs
 from tests import lanes
-from tests.small_models import tiny
-from tests.training.policies_and_groups import VOCAB, BigramPolicy, finish, tiny_policy
+from tests.recorded_turns import RecordedTurns
+from tests.scoring.layouts.reference_scores import policy_of
+from tests.small_models import tiny_source
+from tests.training.policies_and_groups import VOCAB, tiny_policy
 
 TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9)
+
+
+def scored(
+    policy: Policy, tokens: Sequence[int], *, chunk: int = 4, turns: TurnBudget = UNDIVIDED, **options: Any
+) -> PromptLogprobs:
+    """Score tokens under the served parameters."""
+    scorer = PromptScorer(policy.copy_model(), chunk=chunk, turns=turns)
+    return scorer.score(policy.trainable(), tokens, version=policy.version, **options)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "mamba2", "falcon_h1"])
 @pytest.mark.parametrize("chunk", [1, 5, 100])
 def test_prompt_log_probabilities_equal_teacher_forcing(architecture: str, chunk: int) -> None:
     """With attention, sliding windows and recurrence, for every chunk size."""
-    policy = BigramPolicy(tiny(architecture), vocab_size=64)
-    found = finish(prompt_logprobs(policy, TOKENS, top=0, chunk=chunk))
+    policy = policy_of(architecture)
+    found = scored(policy, TOKENS, chunk=chunk)
     forced = TeacherForcing(policy.model, 64).sequence(TOKENS[:1], TOKENS[1:], distribution=SamplingDistribution(1.0))
     assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=lanes.atol(2e-4))
 
@@ -36,7 +55,7 @@ def test_the_alternatives_are_the_most_probable_tokens() -> None:
     """Compared with the sorted vocabulary in float64. A larger number than the vocabulary gives all tokens."""
     policy = tiny_policy()
     for top in (0, 1, 5, VOCAB + 10):
-        found = finish(prompt_logprobs(policy, TOKENS, top=top, chunk=4))
+        found = scored(policy, TOKENS, top=top)
         logits_S_V = lanes.numpy(policy.model(mx.array([TOKENS]))).astype(np.float64)[0]
         logp_S_V = logits_S_V - np.log(np.exp(logits_S_V).sum(-1, keepdims=True))
         assert len(found.top_logprobs) == len(TOKENS) - 1
@@ -52,7 +71,7 @@ def test_the_alternatives_are_the_most_probable_tokens() -> None:
 def test_a_temperature_applies_as_in_teacher_forcing() -> None:
     """To the alternatives too."""
     policy = tiny_policy()
-    found = finish(prompt_logprobs(policy, TOKENS, top=VOCAB, chunk=5, distribution=SamplingDistribution(0.6)))
+    found = scored(policy, TOKENS, top=VOCAB, chunk=5, distribution=SamplingDistribution(0.6))
     forced = TeacherForcing(policy.model, VOCAB).sequence(
         TOKENS[:1], TOKENS[1:], distribution=SamplingDistribution(0.6)
     )
@@ -64,31 +83,36 @@ def test_a_temperature_applies_as_in_teacher_forcing() -> None:
 
 @pytest.mark.parametrize("limit", [0.0, 1e-12])
 def test_a_swap_during_scoring_changes_nothing(limit: float) -> None:
-    """One version scores the whole prompt, and the result names it. The new version serves afterwards.
+    """One version scores the whole prompt, and the result names it. The new version serves meanwhile.
 
     Nor does a limit on turns, which divides a chunk between blocks.
     """
     policy = tiny_policy()
-    whole = finish(prompt_logprobs(policy, TOKENS, top=0, chunk=4))
-    steps = prompt_logprobs(policy, TOKENS, top=0, chunk=4, turns=TurnBudget(limit))
-    next(steps)
+    whole = scored(policy, TOKENS)
     moved = nested({name: value + 0.2 for name, value in flat(policy.trainable()).items()})
-    policy.publish(moved, version=1, step=1, fingerprint="moved")
-    assert finish(steps) == whole
-    later = finish(prompt_logprobs(policy, TOKENS, top=0, chunk=4))
+
+    def swap(number: int) -> None:
+        policy.publish(moved, version=1, step=1, fingerprint="moved")
+
+    lane = RecordedTurns(swap)
+    assert scored(policy, TOKENS, turns=TurnBudget(limit, lane)) == whole
+    assert (policy.version, lane.pauses > 3) == (1, limit > 0)
+    later = scored(policy, TOKENS)
     assert (whole.version, later.version) == (0, 1)
     assert later.logprobs != pytest.approx(whole.logprobs, abs=1e-2)
 
 
 def test_a_prompt_of_one_token_has_no_scores() -> None:
     """No token precedes the first one."""
-    found = finish(prompt_logprobs(tiny_policy(), (3,), top=2, chunk=4))
+    found = scored(tiny_policy(), (3,), top=2)
     assert (found.logprobs, found.top_logprobs) == ((), ())
 
 
 def test_a_turn_reads_at_most_one_chunk() -> None:
     """Twelve tokens in chunks of five take three turns."""
-    assert len(list(prompt_logprobs(tiny_policy(), TOKENS, top=0, chunk=5))) == 3
+    lane = RecordedTurns()
+    scored(tiny_policy(), TOKENS, chunk=5, turns=TurnBudget(0.0, lane))
+    assert lane.pauses == 3
 
 
 def test_non_finite_logits_raise_an_error() -> None:
@@ -97,10 +121,36 @@ def test_non_finite_logits_raise_an_error() -> None:
     broken = nested({name: value * math.nan for name, value in flat(policy.trainable()).items()})
     policy.publish(broken, version=1, step=1, fingerprint="broken")
     with pytest.raises(GenerationError, match="not finite"):
-        finish(prompt_logprobs(policy, TOKENS, top=2, chunk=4))
+        scored(policy, TOKENS, top=2)
 
 
 def test_parallel_fields_have_equal_length() -> None:
     """Every token has a place for its log-probability."""
     with pytest.raises(ValueError, match="1 logprobs of a prompt have 0 top_logprobs"):
         PromptLogprobs(version=0, logprobs=(-1.0,), top_logprobs=())
+
+
+def test_an_adapter_is_scored_like_a_policy_with_its_weights(tmp_path: Path) -> None:
+    """In another thread than the one that loaded it, and without an effect on what the policy computes."""
+    policy, same_weights = tiny_policy(), tiny_policy()
+    moved = nested({name: value + 0.1 for name, value in flat(policy.trainable()).items()})
+    same_weights.publish(moved, version=1, step=1, fingerprint="moved")
+    write_adapter(tmp_path, moved, policy.adapter_config)
+    store = AdapterStore(policy.model, AdaptersSection(), adapted=policy.adapted, base_is_served=policy.keeps_base)
+    policy.tokenizer = tiny_source().tokenizer
+    engine = DecodeEngine(policy, EngineSection(), store)
+    engine.load_adapter("one", store.read(tmp_path))
+    adapter = engine.adapter("one")
+    assert adapter is not None
+    before = scored(policy, TOKENS)
+    scorer = PromptScorer(policy.copy_model(), chunk=4, adapters=store)
+
+    def score(adapter: LoadedAdapter | None) -> PromptLogprobs:
+        return scorer.score(policy.trainable(), TOKENS, version=policy.version, adapter=adapter)
+
+    with ThreadPoolExecutor(1) as thread:
+        found, own = thread.submit(score, adapter).result(), thread.submit(score, None).result()
+    assert found.version == adapter.version
+    assert found.logprobs == pytest.approx(scored(same_weights, TOKENS).logprobs, abs=lanes.atol(1e-4))
+    assert found.logprobs != pytest.approx(before.logprobs, abs=1e-3)
+    assert own == before == scored(policy, TOKENS)

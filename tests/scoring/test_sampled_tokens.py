@@ -23,8 +23,8 @@ from tests.training.environment_groups import environment_groups, with_completio
 from tests.training.policies_and_groups import (
     BigramPolicy,
     completion,
-    finish,
     learner,
+    model_with,
     random_groups,
     same_bits,
     scored_group,
@@ -77,7 +77,7 @@ def test_values_of_unsampled_tokens_change_nothing(objective: str) -> None:
         [with_other_values_for_unsampled_tokens(group) for group in environment_groups(32)],
     ):
         one = learner(tiny_policy(), measure_update_kl=True, objective=objective, **EVERYTHING)
-        updates.append(finish(one.update(groups)))
+        updates.append(one.update(groups))
     assert updates[0].applied
     assert updates[0].metrics == updates[1].metrics
     assert updates[0].advantages == updates[1].advantages
@@ -140,7 +140,7 @@ def test_two_turns_of_a_transformer_equal_a_naive_evaluation(layout: Any) -> Non
 
 def test_only_sampled_tokens_are_counted() -> None:
     """Six of ten. The means equal those without the other tokens."""
-    update = finish(learner(tiny_policy()).update([two_turn_group()]))
+    update = learner(tiny_policy()).update([two_turn_group()])
     assert update.metrics.trained_tokens == 6
     assert update.advantages[0] == pytest.approx((1.0, -1.0), abs=1e-3)
 
@@ -150,7 +150,7 @@ def test_unsampled_tokens_are_part_of_the_context() -> None:
     other = two_turn_group()
     first, second = other.group.completions
     other = with_completions(other, [replace(first, tokens=(3, 4, 20, 9, 5)), second])
-    one, two = (finish(learner(tiny_policy()).update([group])) for group in (two_turn_group(), other))
+    one, two = (learner(tiny_policy()).update([group]) for group in (two_turn_group(), other))
     assert one.metrics.entropy != pytest.approx(two.metrics.entropy, abs=1e-4)
 
 
@@ -162,7 +162,7 @@ def test_a_completion_without_sampled_tokens_is_excluded(loss_aggregation: str) 
     for third in (silent, completion([], [])):
         group = scored_group([[3, 4], [7], []], [1.0, 0.0, 0.5])
         group = with_completions(group, [*group.group.completions[:2], third])
-        updates.append(finish(learner(tiny_policy(), loss_aggregation=loss_aggregation).update([group])))
+        updates.append(learner(tiny_policy(), loss_aggregation=loss_aggregation).update([group]))
     assert updates[0].metrics == updates[1].metrics
     assert same_bits(updates[0].parameters, updates[1].parameters)
     assert updates[0].advantages == ((updates[1].advantages[0][0], updates[1].advantages[0][1], 0.0),)
@@ -173,7 +173,7 @@ def test_an_update_without_sampled_tokens_is_refused() -> None:
     silent = replace(completion([5, 6], [0.0, 0.0]), sampled=(False, False))
     group = with_completions(scored_group([[5]], [1.0]), [silent])
     with pytest.raises(ValueError, match="at least one completion token"):
-        finish(learner(tiny_policy()).update([group]))
+        learner(tiny_policy()).update([group])
 
 
 def test_on_policy_metrics_use_only_sampled_tokens() -> None:
@@ -185,7 +185,7 @@ def test_on_policy_metrics_use_only_sampled_tokens() -> None:
     logprobs[np.flatnonzero(first.sampled)] = reference_logprobs(policy, policy.trainable(), group, 0)
     one = replace(first, logprobs=tuple(logprobs.tolist()))
     group = with_completions(group, [one, one])
-    metrics = finish(learner(policy).update([group])).metrics
+    metrics = learner(policy).update([group]).metrics
     assert metrics.mismatch_kl == pytest.approx(0.0, abs=lanes.atol(1e-6))
     assert (metrics.ratio_mean, metrics.ess) == pytest.approx((1.0, 1.0), abs=lanes.atol(1e-5))
 
@@ -193,11 +193,11 @@ def test_on_policy_metrics_use_only_sampled_tokens() -> None:
 def reference_logprobs(policy: Policy, parameters: Any, group: ScoredGroup, i: int) -> np.ndarray:
     """Return the log-probability of the sampled tokens of a completion at its temperature."""
     prompt, c = group.group.prompt.tokens, group.group.completions[i]
-    with policy.using(parameters):
-        logits = policy.model(mx.array([[*prompt, *c.tokens]]))[0, len(prompt) - 1 : -1].astype(mx.float32)
-        logits = logits / (group.temperatures[i] if group.temperatures else 1.0)
-        logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        logp_T = np.array(mx.take_along_axis(logp, mx.array(c.tokens)[:, None], axis=-1)[:, 0], dtype=np.float64)
+    model = model_with(policy, parameters)
+    logits = model(mx.array([[*prompt, *c.tokens]]))[0, len(prompt) - 1 : -1].astype(mx.float32)
+    logits = logits / (group.temperatures[i] if group.temperatures else 1.0)
+    logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    logp_T = np.array(mx.take_along_axis(logp, mx.array(c.tokens)[:, None], axis=-1)[:, 0], dtype=np.float64)
     return logp_T[np.flatnonzero(c.sampled)]
 
 
@@ -206,8 +206,8 @@ def reference_logprobs(policy: Policy, parameters: Any, group: ScoredGroup, i: i
 def test_the_update_kl_is_measured_on_sampled_tokens(budget: int, temperatures: tuple[float, ...]) -> None:
     """Before and after the update, at the sampling temperature."""
     policy, group = tiny_policy(), two_turn_group(temperatures=temperatures)
-    update: Update = finish(
-        learner(policy, measure_update_kl=True, micro_batch_tokens=budget, learning_rate=0.1).update([group])
+    update: Update = learner(policy, measure_update_kl=True, micro_batch_tokens=budget, learning_rate=0.1).update(
+        [group]
     )
     ratio_N = np.concatenate(
         [
@@ -225,7 +225,7 @@ def test_a_full_sampled_mask_equals_no_mask() -> None:
     with_mask = [
         with_completions(g, [replace(c, sampled=(True,) * len(c.tokens)) for c in g.group.completions]) for g in groups
     ]
-    one, two = (finish(learner(BigramPolicy()).update(given)) for given in (groups, with_mask))
+    one, two = (learner(BigramPolicy()).update(given) for given in (groups, with_mask))
     assert same_bits(one.parameters, two.parameters)
 
 
@@ -235,5 +235,5 @@ def test_truncation_is_determined_by_the_finish_reason() -> None:
     first, second = group.group.completions
     cut = with_completions(group, [replace(first, finish_reason="length"), second])
     settings = learner_settings(mask_truncated=True)
-    assert finish(learner(tiny_policy(), mask_truncated=True).update([cut])).metrics.trained_tokens == 3
+    assert learner(tiny_policy(), mask_truncated=True).update([cut]).metrics.trained_tokens == 3
     assert whole_gradient(tiny_policy(), [cut], settings, distribution=SamplingDistribution(1.0))[0] > 0.1

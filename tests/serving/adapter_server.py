@@ -15,7 +15,7 @@ from clotho.config.schema import AdaptersSection, EngineSection, HttpServer
 from clotho.inference import DecodeEngine
 from clotho.models.adapter_store import AdapterStore
 from clotho.run.serving_state import ServingState, served_adapters
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.compute_thread import Compute
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
@@ -46,18 +46,25 @@ class Served:
     """An engine with its compute thread, and a registry of adapters below a root."""
 
     def __init__(self, root: str, limits: AdaptersSection) -> None:
-        self.executor = ComputeExecutor(decode_share=0.5)
-        self.executor.start()
-        source = self.executor.submit(lambda: tiny_source("qwen3")).result()
+        self.compute = Compute(decode_share=0.5, slots=2)
+        self.compute.start()
+        source = self.compute.decode.submit(lambda: tiny_source("qwen3")).result()
         self.settings = HttpServer(port=0, shutdown_seconds=1.0, adapters=replace(limits, root=root))
         self.source = source
-        self.store = self.executor.submit(lambda: AdapterStore(source.model, limits)).result()
-        self.engine = self.executor.submit(lambda: DecodeEngine(source, EngineSection(), self.store)).result()
-        self.executor.attach(self.engine)
-        unscored: Any = source  # prompts are not scored
-        self.state = ServingState(self.executor, self.engine, policy=unscored, settings=EngineSection(), children=dict)
+        self.store = self.compute.decode.submit(lambda: AdapterStore(source.model, limits)).result()
+        self.engine = self.compute.decode.submit(lambda: DecodeEngine(source, EngineSection(), self.store)).result()
+        self.compute.decode.attach(self.engine)
+        unscored: Any = None  # prompts are not scored
+        self.state = ServingState(
+            self.compute,
+            self.engine,
+            served=unscored,
+            scorer=unscored,
+            settings=EngineSection(),
+            children=dict,
+        )
         self.registry = self.state.registry(self.settings, [MODEL])
-        self.sampler = Sampler(self.executor.submit, self.engine)
+        self.sampler = Sampler(self.compute.decode.submit, self.engine)
 
     async def sample(self, weights: str, seed: int = 0) -> tuple[int, ...]:
         """Return the tokens of a completion."""
@@ -94,4 +101,4 @@ async def serving_adapters(root: str, limits: AdaptersSection) -> AsyncIterator[
                 yield served, client
             tasks.cancel_scope.cancel()
     finally:
-        served.executor.stop()
+        served.compute.stop()

@@ -29,7 +29,7 @@ async def served(root: Path) -> AsyncIterator[Served]:
     """Serve adapters below the root."""
     running = Served(str(root), AdaptersSection(max_loaded=4))
     yield running
-    running.executor.stop()
+    running.compute.stop()
 
 
 def test_paths_below_the_root_are_found(root: Path) -> None:
@@ -142,7 +142,7 @@ async def swap_under_load(served: Served, swaps: int) -> int:
 
 async def memory(served: Served) -> int:
     """Return the memory of all MLX arrays."""
-    return await finish(served.executor.submit(mx.get_active_memory))
+    return await finish(served.compute.decode.submit(mx.get_active_memory))
 
 
 async def test_swaps_under_load_fail_no_request(served: Served) -> None:

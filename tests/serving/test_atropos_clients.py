@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
-from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from clotho.models.parameters import flat, nested
 from clotho.runtime.compute_thread import finish
 from tests.atropos.atroposlib_python import python_with_atropos
 from tests.serving.embedded_server import EMBEDDED, RecordedCompletions, serving
+from tests.serving.held_engine import HeldEngine
 
 pytestmark = pytest.mark.needs_extra("atroposlib")
 
@@ -56,7 +55,7 @@ async def run_all_checks(python: str, directory: Path) -> Seen:
     """Run all checks during repeated weight swaps."""
     async with serving(directory) as (url, parts, notes):
         versions = 0
-        base = await finish(parts.executor.submit(lambda: flat(parts.policy.trainable())))
+        base = await finish(parts.compute.decode.submit(lambda: flat(parts.policy.trainable())))
 
         def swap(version: int) -> None:
             weights = {name: value + 1e-3 * (version % 2) for name, value in base.items()}
@@ -66,7 +65,7 @@ async def run_all_checks(python: str, directory: Path) -> Seen:
             nonlocal versions
             while True:
                 versions += 1
-                await finish(parts.executor.submit(partial(swap, versions)))
+                await finish(parts.compute.decode.submit(partial(swap, versions)))
                 notes.heard = anyio.Event()
                 with anyio.move_on_after(0.2):
                     await notes.heard.wait()
@@ -234,24 +233,16 @@ connection.getresponse().read()
 async def test_a_killed_environment_aborts_its_completions(tmp_path: Path) -> None:
     """The engine aborts all sixteen completions of a process that is killed."""
     async with serving(tmp_path) as (url, parts, _):
-        running, left = threading.Event(), threading.Event()
-
-        def hold() -> Generator[None, None, None]:
-            while parts.engine.running < 16:
-                yield
-            running.set()
-            assert left.wait(60)
-
-        parts.executor.submit_steps(hold(), kind="scoring")
+        held = HeldEngine(parts.engine, rows=16)
         async with await anyio.open_process([sys.executable, "-c", ENDLESS, url]) as process:
-            assert await anyio.to_thread.run_sync(running.wait, 60)
+            assert await anyio.to_thread.run_sync(held.reached.wait, 60)
             process.kill()
             await process.wait()
         with anyio.fail_after(60):
             while parts.sampler.running:
                 await anyio.lowlevel.checkpoint()
-        left.set()
+        held.release.set()
         with anyio.fail_after(60):
-            while await finish(parts.executor.submit(lambda: parts.engine.running)):
+            while await finish(parts.compute.decode.submit(lambda: parts.engine.running)):
                 await anyio.lowlevel.checkpoint()
         assert parts.engine.stats().finished["abort"] == 16

@@ -28,9 +28,9 @@ class SupervisedServer:
         self.stack, self.broken, settings = Stack(), 0, HttpServer(port=0, shutdown_seconds=1.0)
         listener = listen(settings)
         self.url, self.supervisor = base_url(listener), Supervisor(on_failure=lambda *_: None)
-        executor, engine = self.stack.executor, self.stack.engine
+        compute, engine = self.stack.compute, self.stack.engine
         services = ServerContext(
-            sampler=Sampler(executor.submit, engine),
+            sampler=Sampler(compute.decode.submit, engine),
             tokenizer=self.stack.source.tokenizer,
             settings=settings,
             sampling=Sampling(max_tokens=4),
@@ -43,10 +43,10 @@ class SupervisedServer:
             vocab_size=self.stack.source.vocab_size,
         )
         guard = EngineGuard(
-            executor.attach(engine),
-            submit=executor.submit,
+            compute.decode.attach(engine),
+            submit=compute.decode.submit,
             fail_requests=engine.fail_all,
-            attach=lambda: executor.attach(engine),
+            attach=lambda: compute.decode.attach(engine),
         )
         policy = RestartPolicy(max_restarts=max_restarts, first_pause_seconds=0.2)
         self.children = [permanent(ApiServer(services, listener=listener)), permanent(guard, policy)]
@@ -103,7 +103,7 @@ async def test_a_failed_engine_fails_its_requests_and_restarts() -> None:
                 await served.running(1)
                 async with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
                     await served.running(2)
-                    served.stack.executor.submit(lambda: served.break_engine(times=1))
+                    served.stack.compute.decode.submit(lambda: served.break_engine(times=1))
                     text = (await stream.aread()).decode()
                 with anyio.fail_after(20):
                     while not served.restarts:
@@ -122,7 +122,7 @@ async def test_a_failed_engine_fails_its_requests_and_restarts() -> None:
             assert await served.stack.rows() == 0
             served.supervisor.stop()
     finally:
-        served.stack.executor.stop()
+        served.stack.compute.stop()
 
 
 async def test_an_engine_that_fails_too_often_ends_the_run() -> None:
@@ -144,4 +144,4 @@ async def test_an_engine_that_fails_too_often_ends_the_run() -> None:
                 await served.supervisor.run(served.children, on_drain=lambda: None)
             tasks.cancel_scope.cancel()
     finally:
-        served.stack.executor.stop()
+        served.stack.compute.stop()

@@ -44,7 +44,7 @@ class Shared:
 
     async def rows(self) -> int:
         """Return the number of requests in the engine."""
-        stats = await finish(self.served.executor.submit(self.served.engine.stats))
+        stats = await finish(self.served.compute.decode.submit(self.served.engine.stats))
         return stats.running_rows + stats.waiting_rows
 
 
@@ -73,7 +73,7 @@ async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
             yield shared
             tasks.cancel_scope.cancel()
     finally:
-        served.executor.stop()
+        served.compute.stop()
 
 
 @pytest.mark.parametrize(("method", "route"), ADMIN_ROUTES)

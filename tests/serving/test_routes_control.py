@@ -25,7 +25,7 @@ LONG = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
 async def serving(*, may_pause: bool = True) -> AsyncIterator[tuple[Stack, httpx.AsyncClient]]:
     """Serve a tiny model whose engine clients control."""
     stack = Stack()
-    control = EngineControl(stack.executor.submit, stack.engine, may_pause=may_pause)
+    control = EngineControl(stack.compute.decode.submit, stack.engine, may_pause=may_pause)
     settings = HttpServer(port=0, shutdown_seconds=0.2, max_concurrent=2)
     context = structs.replace(services_of(stack), control=control, settings=settings)
     try:
@@ -35,7 +35,7 @@ async def serving(*, may_pause: bool = True) -> AsyncIterator[tuple[Stack, httpx
                 yield stack, client
             tasks.cancel_scope.cancel()
     finally:
-        stack.executor.stop()
+        stack.compute.stop()
 
 
 class Background:
@@ -92,9 +92,9 @@ async def test_requests_that_are_kept_continue_where_they_stood() -> None:
         tasks.start_soon(kept.post, client, "/v1/completions", fields)
         await until(stack.rows)
         await client.post("/pause", params={"mode": "keep"})
-        steps = (await finish(stack.executor.submit(stack.engine.stats))).decode_steps
+        steps = (await finish(stack.compute.decode.submit(stack.engine.stats))).decode_steps
         await client.get("/is_paused")
-        again = (await finish(stack.executor.submit(stack.engine.stats))).decode_steps
+        again = (await finish(stack.compute.decode.submit(stack.engine.stats))).decode_steps
         assert again == steps
         await client.post("/continue_generation")
         await kept.ended.wait()
@@ -152,7 +152,7 @@ async def test_a_request_is_aborted_by_its_name(route: str, body: dict[str, Any]
             stack.engine.held = "everything"
             stack.engine.submit(rollout, events.append)
 
-        await finish(stack.executor.submit(submit))
+        await finish(stack.compute.decode.submit(submit))
         mine = Background()
         tasks.start_soon(mine.post, client, "/v1/completions", LONG | {"request_id": "mine"})
 
@@ -170,7 +170,7 @@ async def test_a_request_is_aborted_by_its_name(route: str, body: dict[str, Any]
         def release() -> None:
             stack.engine.held = "nothing"
 
-        await finish(stack.executor.submit(release))
+        await finish(stack.compute.decode.submit(release))
 
         async def ended() -> bool:
             return bool(events)
@@ -186,7 +186,7 @@ async def test_sleep_frees_caches_until_the_engine_wakes_up() -> None:
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
         slept = (await client.post("/sleep", params={"level": 1})).json()
         assert (slept["status"], slept["level"]) == ("sleeping", 1)
-        stats = await finish(stack.executor.submit(stack.engine.stats))
+        stats = await finish(stack.compute.decode.submit(stack.engine.stats))
         assert (stats.prefix_cache_tokens, stats.cache_tokens) == (0, 0)
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
         assert (await client.post("/wake_up")).json()["status"] == "awake"

@@ -69,7 +69,7 @@ async def test_wrong_weights_change_nothing(tmp_path: Path, wrong: Callable[[Arr
     with servers(tmp_path, 1) as [server]:
         before = server.policy.fingerprint
         parameters, digest = server.moved(0.5)
-        body = server.executor.submit(lambda: tensor_bytes(wrong(named_arrays(parameters)))).result()
+        body = server.compute.decode.submit(lambda: tensor_bytes(wrong(named_arrays(parameters)))).result()
         response = await put(server, body, headers(digest))
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "invalid_weights"

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from clotho.config.schema import EngineSection, HttpServer
 from clotho.inference import DecodeEngine
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.compute_thread import Compute
 from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
@@ -35,16 +35,16 @@ class Stack:
     """The engine and its compute thread."""
 
     def __init__(self, template: str = TEMPLATE) -> None:
-        self.executor = ComputeExecutor(decode_share=0.5)
-        self.executor.start()
-        self.source: FixedSource = self.executor.submit(lambda: tiny_source("qwen3")).result()
+        self.compute = Compute(decode_share=0.5, slots=2)
+        self.compute.start()
+        self.source: FixedSource = self.compute.decode.submit(lambda: tiny_source("qwen3")).result()
         self.source.tokenizer = byte_tokenizer(chat_template=template)
-        self.engine = self.executor.submit(lambda: DecodeEngine(self.source, EngineSection())).result()
-        self.executor.attach(self.engine)
+        self.engine = self.compute.decode.submit(lambda: DecodeEngine(self.source, EngineSection())).result()
+        self.compute.decode.attach(self.engine)
 
     async def rows(self) -> int:
         """Return the number of completions in the engine."""
-        stats = await anyio.to_thread.run_sync(self.executor.submit(self.engine.stats).result)
+        stats = await anyio.to_thread.run_sync(self.compute.decode.submit(self.engine.stats).result)
         return stats.running_rows + stats.waiting_rows
 
 
@@ -61,7 +61,7 @@ async def unused_prompt_logprobs(_: tuple[int, ...], __: int, ___: str) -> Promp
 def services_of(stack: Stack) -> ServerContext:
     """Return the server context of a tiny model."""
     return ServerContext(
-        sampler=Sampler(stack.executor.submit, stack.engine),
+        sampler=Sampler(stack.compute.decode.submit, stack.engine),
         tokenizer=stack.source.tokenizer,
         settings=HttpServer(port=0, shutdown_seconds=1.0),
         sampling=Sampling(max_tokens=32),
@@ -90,7 +90,7 @@ async def serving(template: str = TEMPLATE) -> AsyncIterator[tuple[Stack, AsyncO
                 yield stack, client
             tasks.cancel_scope.cancel()
     finally:
-        stack.executor.stop()
+        stack.compute.stop()
 
 
 async def test_a_stream_equals_the_whole_response_of_a_model() -> None:
@@ -176,7 +176,7 @@ async def test_a_request_that_fails_in_the_engine_fails_alone(
     bad = {"prompt": [200] * 20, "max_tokens": 40, "temperature": 0, "logit_bias": {"200": -100, "201": 100}}
     answers: dict[str, httpx.Response] = {}
     async with serving() as (stack, client), httpx.AsyncClient(base_url=str(client.base_url), timeout=30) as http:
-        await anyio.to_thread.run_sync(stack.executor.submit(lambda: fault(stack)).result)
+        await anyio.to_thread.run_sync(stack.compute.decode.submit(lambda: fault(stack)).result)
 
         async def post(name: str, fields: dict[str, object]) -> None:
             answers[name] = await http.post("completions", json=fields)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.serving.server import ApiServer
 from protocols.step import WeightsReady
 from tests.run.built_context import open_context, tiny_profile
+from tests.serving.held_engine import HeldEngine
 
 PROMPT = [5, 9, 33, 1, 1, 17]
 
@@ -38,7 +39,7 @@ async def serving(directory: Path) -> AsyncIterator[tuple[RunContext, httpx.Asyn
             moved = {name: value + 0.05 for name, value in flat(parts.policy.trainable()).items()}
             parts.policy.publish(nested(moved), version=7, step=7, fingerprint="moved")
 
-        await finish(parts.executor.submit(move))
+        await finish(parts.compute.decode.submit(move))
         parts.weights.put(WeightsReady(version=7, step=7, fingerprint="moved"))
         monitor = RunMonitor(parts, queues=[], children=dict)
         async with anyio.create_task_group() as tasks:
@@ -56,7 +57,7 @@ async def learner_logprobs(parts: RunContext, prompt: list[int], tokens: list[in
         scores = forcing.sequence(prompt, tokens, distribution=SamplingDistribution(temperature))
         return [float(value) for value in np.array(scores.logp_N)]
 
-    return await finish(parts.executor.submit(score))
+    return await finish(parts.compute.decode.submit(score))
 
 
 async def post(client: httpx.AsyncClient, route: str, **body: Any) -> Any:
@@ -119,7 +120,7 @@ async def test_health_responds_while_the_compute_thread_is_busy(tmp_path: Path) 
         assert done.wait(20)
 
     async with serving(tmp_path) as (parts, client, _):
-        held = parts.executor.submit(hold)
+        held = parts.compute.decode.submit(hold)
         try:
             assert await anyio.to_thread.run_sync(busy.wait, 10)
             with anyio.fail_after(5):
@@ -136,23 +137,15 @@ async def test_a_disconnect_aborts_the_completions_of_the_engine(tmp_path: Path)
     """The next request succeeds."""
     async with serving(tmp_path) as (parts, client, sampler):
         endless = {"prompt": {"prompt_token_ids": PROMPT}, "n": 16, "max_tokens": 100, "ignore_eos": True}
-        running, left = threading.Event(), threading.Event()
-
-        def hold() -> Generator[None, None, None]:
-            while parts.engine.running < 16:
-                yield
-            running.set()
-            assert left.wait(20)
-
-        parts.executor.submit_steps(hold(), kind="scoring")
+        held = HeldEngine(parts.engine, rows=16)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: client.post("/generate", json=endless))
-            assert await anyio.to_thread.run_sync(running.wait, 10)
+            assert await anyio.to_thread.run_sync(held.reached.wait, 60)
             tasks.cancel_scope.cancel()
         with anyio.fail_after(10):
             while sampler.running:
                 await anyio.lowlevel.checkpoint()
-        left.set()
+        held.release.set()
         assert (await post(client, "/generate", prompt={"prompt_token_ids": PROMPT}, max_tokens=2))["finish_reasons"]
         assert parts.engine.stats().finished["abort"] == 16
 
@@ -165,14 +158,15 @@ async def test_a_run_serves_its_policy_and_its_base_model(tmp_path: Path) -> Non
         assert (base["parent"], base["weights_version"]) == (None, 0)
 
         def score_base() -> list[float]:
-            with parts.policy.reference():
-                forcing = TeacherForcing(parts.policy.model, parts.policy.vocab_size)
-                scores = forcing.sequence(PROMPT[:1], PROMPT[1:], distribution=SamplingDistribution(1.0))
-                return [float(value) for value in np.array(scores.logp_N)]
+            reference = parts.policy.copy_model()
+            reference.use_reference()
+            forcing = TeacherForcing(reference.model, reference.vocab_size)
+            scores = forcing.sequence(PROMPT[:1], PROMPT[1:], distribution=SamplingDistribution(1.0))
+            return [float(value) for value in np.array(scores.logp_N)]
 
         expected = {
             "policy": await learner_logprobs(parts, PROMPT[:1], PROMPT[1:], 1.0),
-            base["id"]: await finish(parts.executor.submit(score_base)),
+            base["id"]: await finish(parts.compute.decode.submit(score_base)),
         }
         for name, logprobs in expected.items():
             body = {"model": name, "prompt": PROMPT, "echo": True, "logprobs": 0, "max_tokens": 0}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +17,7 @@ from clotho.config.schema import SamplingSection
 from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Parameters, flat
 from clotho.models.policy import Policy, TrainablePolicy
-from clotho.models.turns import UNDIVIDED
+from clotho.models.turns import UNDIVIDED, UNSHARED, Turns
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.batch import prepare
@@ -31,7 +32,6 @@ from protocols.sampling import Completion
 from tests import lanes
 from tests.learner_settings import learner_settings, policy_settings
 
-Result = TypeVar("Result")
 VOCAB = 32
 
 
@@ -51,38 +51,41 @@ class Bigram(nn.Module):
 
 
 class BigramPolicy:
-    """All weights of a `Bigram` trained; the same shape as `clotho.models.policy.Policy`."""
+    """All weights of a `Bigram` trained; the shape of `Policy`, and of the `PolicyModel` that `copy_model` returns."""
 
-    def __init__(self, model: nn.Module | None = None, vocab_size: int = 5) -> None:
+    def __init__(
+        self, model: nn.Module | None = None, vocab_size: int = 5, *, frozen: Parameters | None = None
+    ) -> None:
+        """frozen: weights of the reference policy; by default others than those of the model."""
         self.model = model or Bigram(vocab_size=vocab_size)
         self.vocab_size = vocab_size
         self.version = 0
         self.fingerprint = "initial"
-        self._served = self.model.trainable_parameters()
-        self._frozen = tree_map(lambda array: array + 0.3 * mx.sin(7 * array), self._served)
-        mx.eval(self._served, self._frozen)
+        self._used = self.model.trainable_parameters()
+        self._frozen = frozen or tree_map(lambda array: array + 0.3 * mx.sin(7 * array), self._used)
+        mx.eval(self._used, self._frozen)
 
     def trainable(self) -> Parameters:
-        return cast(Parameters, tree_map(lambda array: array, self._served))
+        return cast(Parameters, tree_map(lambda array: array, self._used))
 
     def publish(self, parameters: Parameters, *, version: int, step: int, fingerprint: str) -> float:
-        self._served, self.version, self.fingerprint = parameters, version, fingerprint
-        self.model.update(parameters)
+        self.use(parameters)
+        self.version, self.fingerprint = version, fingerprint
         return 0.0
 
-    @contextmanager
-    def using(self, parameters: Parameters) -> Iterator[None]:
-        outer = self.model.trainable_parameters()
-        self.model.update(parameters)
-        try:
-            yield
-        finally:
-            self.model.update(outer)
+    def copy_model(self) -> BigramPolicy:
+        shared = {id(array): array for array in flat(self.model.parameters()).values()}
+        return type(self)(copy.deepcopy(self.model, shared), self.vocab_size, frozen=self._frozen)
 
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        with self.using(self._frozen):
-            yield
+    def use(self, parameters: Parameters) -> None:
+        self._used = parameters
+        self.model.update(parameters)
+
+    def use_reference(self) -> None:
+        self.use(self._frozen)
+
+    def release(self) -> None:
+        self.use(tree_map(mx.zeros_like, self._used))
 
     @contextmanager
     def training_mode(self) -> Iterator[None]:
@@ -120,8 +123,21 @@ def tiny_policy(*, tied: bool = True, **section: Any) -> Policy:
     return Policy(model, cast(Any, None), settings, config=config, seed=0, keep_reference=True)
 
 
+def model_with(policy: TrainablePolicy, parameters: Parameters) -> Any:
+    """Return the modules of a copy of the policy's model, which compute with these parameters."""
+    copied = policy.copy_model()
+    copied.use(parameters)
+    return copied.model
+
+
 def learner(
-    policy: TrainablePolicy, *, steps: int = 10, rollback_window: int = 0, measure_update_kl: bool = False, **keys: Any
+    policy: TrainablePolicy,
+    *,
+    steps: int = 10,
+    rollback_window: int = 0,
+    measure_update_kl: bool = False,
+    lane: Turns = UNSHARED,
+    **keys: Any,
 ) -> PolicyLearner:
     """A learner with a rate of 1e-2 that stays, and all else by default."""
     settings = learner_settings(**{"learning_rate": 1e-2, "schedule": "constant", **keys})
@@ -132,6 +148,7 @@ def learner(
         steps=steps,
         rollback_window=rollback_window,
         measure_update_kl=measure_update_kl,
+        lane=lane,
     )
 
 
@@ -196,10 +213,11 @@ def whole_gradient(
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradient of a batch at the served parameters, all micro-batches added up in float64."""
     loss_config = LossConfig(settings, objective(settings.objective), distribution, initial_loss_coefficients(settings))
-    forcing = TeacherForcing(policy.model, policy.vocab_size, layout=settings.layout)
-    job = prepare(
+    model = policy.copy_model()
+    forcing = TeacherForcing(model.model, model.vocab_size, layout=settings.layout)
+    batch = prepare(
         groups,
-        policy=policy,
+        policy=model,
         forcing=forcing,
         parameters=policy.trainable(),
         reference=ReferencePolicy(policy, settings),
@@ -208,34 +226,22 @@ def whole_gradient(
         seed=(0,),
         turns=UNDIVIDED,
     )
-    batch = finish(job)
     total, arrays = 0.0, {name: np.zeros(array.shape) for name, array in flat(policy.trainable()).items()}
     for micro, known in zip(batch.minibatches[0].micro_batches, batch.fixed_logprobs[0], strict=True):
-        part = finish(
-            micro_batch_gradient(
-                policy,
-                forcing,
-                policy.trainable(),
-                micro,
-                known,
-                loss_config=loss_config,
-                position=StepPosition(0, 0.0),
-                turns=UNDIVIDED,
-            )
+        part = micro_batch_gradient(
+            model,
+            forcing,
+            policy.trainable(),
+            micro,
+            known,
+            loss_config=loss_config,
+            position=StepPosition(0, 0.0),
+            turns=UNDIVIDED,
         )
         total += float(part.loss)
         for name, array in part.arrays.items():
             arrays[name] += np.array(array, dtype=np.float64)
     return total, arrays
-
-
-def finish(job: Generator[None, None, Result]) -> Result:
-    """Run a cooperative job to its end and return its result."""
-    while True:
-        try:
-            next(job)
-        except StopIteration as stop:
-            return cast(Result, stop.value)
 
 
 def same_bits(first: Parameters, second: Parameters) -> bool:

@@ -21,8 +21,8 @@ from tests.learner_settings import learner_settings
 from tests.training.environment_groups import environment_groups
 from tests.training.policies_and_groups import (
     BigramPolicy,
-    finish,
     learner,
+    model_with,
     same_bits,
     scored_group,
     tiny_policy,
@@ -49,15 +49,15 @@ def test_the_metric_is_a_mean_over_tokens_with_a_teacher(epochs: int) -> None:
     ]
     one = learner(policy, distillation_weight=0.1, learning_rate=1e-9, update_epochs=epochs)
     expected = np.mean([-(0.75 * logp_V_V[before, 1] + 0.25 * logp_V_V[before, 4]) for before in (2, 3, 2)])
-    assert finish(one.update(groups)).metrics.distillation_loss == pytest.approx(expected, rel=1e-5)
+    assert one.update(groups).metrics.distillation_loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_without_a_teacher_nothing_is_reported() -> None:
     """Nor where the profile learns from none, whatever the groups bring: then it changes no bit."""
     plain = scored_group([[3, 4], [2]], [1.0, 0.0])
     told = taught(plain, (1, 4), (-0.5, -2.0))
-    assert finish(learner(BigramPolicy(), distillation_weight=0.1).update([plain])).metrics.distillation_loss == 0.0
-    one, two = (finish(learner(BigramPolicy()).update([group])) for group in (plain, told))
+    assert learner(BigramPolicy(), distillation_weight=0.1).update([plain]).metrics.distillation_loss == 0.0
+    one, two = (learner(BigramPolicy()).update([group]) for group in (plain, told))
     assert two.metrics.distillation_loss == 0.0
     assert same_bits(one.parameters, two.parameters)
 
@@ -69,10 +69,9 @@ def test_the_policy_comes_to_say_what_its_teacher_says() -> None:
     one = learner(policy, distillation_weight=1.0, learning_rate=5e-2, schedule="linear", steps=40)
     reported = []
     for _ in range(40):
-        update = finish(one.update([group]))
+        update = one.update([group])
         reported.append(update.metrics.distillation_loss)
-    with policy.using(update.parameters):
-        p_V = np.array(mx.softmax(policy.model(mx.array([[1, 2]]))[0, -1]))
+    p_V = np.array(mx.softmax(model_with(policy, update.parameters)(mx.array([[1, 2]]))[0, -1]))
     assert p_V[[9, 17]] == pytest.approx([7 / 9, 2 / 9], abs=0.02)
     entropy = -(7 * math.log(7 / 9) + 2 * math.log(2 / 9)) / 9
     assert reported[0] > reported[-1] == pytest.approx(entropy, abs=0.02)
@@ -83,7 +82,7 @@ def test_micro_batches_add_up_to_the_same_metric(budget: int) -> None:
     """Teachers of two and of three alternatives, and none, in any split."""
     keys: dict[str, Any] = {"distillation_weight": 0.3, "epsilon": 1e-3}
     metrics = [
-        finish(learner(tiny_policy(), micro_batch_tokens=tokens, **keys).update(environment_groups(32))).metrics
+        learner(tiny_policy(), micro_batch_tokens=tokens, **keys).update(environment_groups(32)).metrics
         for tokens in (200, budget)
     ]
     assert metrics[0].distillation_loss > 0.0
@@ -111,6 +110,5 @@ def test_log_probabilities_that_are_known_before_a_gradient_ask_no_teacher() -> 
     policy = BigramPolicy()
     forcing = Watching(policy.model, 5)
     assert forcing(micro, distribution=SamplingDistribution(1.0)).cross_entropy_N is not None
-    computing = policy.using(policy.trainable())
-    finish(compute_logprobs(policy, forcing, micro, SamplingDistribution(1.0), computing=computing, turns=UNDIVIDED))
+    compute_logprobs(policy, forcing, micro, SamplingDistribution(1.0), turns=UNDIVIDED)
     assert asked == [True, False]

@@ -11,14 +11,14 @@ import structlog
 from clotho.config.schema import SuccessRateCurriculum
 from clotho.data.curriculum import Curriculum
 from clotho.data.order import ProblemOrder
-from clotho.runtime.compute_thread import ComputeExecutor
+from clotho.runtime.compute_thread import Compute
 from protocols.curriculum import CurriculumEvidence, CurriculumState
 from tests.actors.actor_helpers import compute_thread
 from tests.run.simulated_run import PROBLEMS, SimulatedRun, SimulationSettings, random_groups, report_groups
 
 
 @pytest.fixture(scope="module")
-def executor() -> Iterator[ComputeExecutor]:
+def compute() -> Iterator[Compute]:
     """A compute thread."""
     with compute_thread() as running:
         yield running
@@ -27,7 +27,7 @@ def executor() -> Iterator[ComputeExecutor]:
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("seed", range(8))
 async def test_batches_are_full_or_at_their_limit_and_every_group_ends_once(
-    executor: ComputeExecutor, seed: int, ahead: int
+    compute: Compute, seed: int, ahead: int
 ) -> None:
     """asked - refilled = steps * batch_size, whoever loses how many; the run ends with nothing in flight."""
     chance = random.Random(seed)
@@ -38,7 +38,7 @@ async def test_batches_are_full_or_at_their_limit_and_every_group_ends_once(
         batch_size=chance.randint(1, 4),
         steps=6,
     )
-    simulated = SimulatedRun(executor, settings)
+    simulated = SimulatedRun(compute, settings)
     reports = await simulated.run()
     prompted, size = simulated.prompter.prompted_until, settings.batch_size
     assert len(reports) == settings.steps
@@ -51,37 +51,37 @@ async def test_batches_are_full_or_at_their_limit_and_every_group_ends_once(
     assert simulated.ledger.balance(prompted=prompted, carried_over=0).holds
 
 
-async def test_groups_that_come_too_late_are_replaced_too(executor: ComputeExecutor) -> None:
+async def test_groups_that_come_too_late_are_replaced_too(compute: Compute) -> None:
     """They are counted as stale, beside the batch they would have been in."""
     settings = SimulationSettings(zero_variance=lambda group_id: False, ahead=3, steps=6)
-    simulated = SimulatedRun(executor, settings)
+    simulated = SimulatedRun(compute, settings)
     reports = await simulated.run()
     reasons = {drop.reason for report in reports for drop in report.discarded}
     assert (reasons, [len(report.trained) for report in reports]) == ({"stale"}, [3] * 6)
     assert all(age <= 1 for report in reports for age in report.staleness)
 
 
-async def test_without_dynamic_sampling_nothing_is_replaced(executor: ComputeExecutor) -> None:
+async def test_without_dynamic_sampling_nothing_is_replaced(compute: Compute) -> None:
     """A batch is so many groups, however they ended."""
-    simulated = SimulatedRun(executor, SimulationSettings(zero_variance=random_groups(0.5), dynamic=False, steps=4))
+    simulated = SimulatedRun(compute, SimulationSettings(zero_variance=random_groups(0.5), dynamic=False, steps=4))
     reports = await simulated.run()
     assert [len(report_groups(report)) for report in reports] == [3] * 4
     assert simulated.ended() == list(range(12))
     assert {report.replaced for report in reports} == {0}
 
 
-async def test_synchronous_refills_come_in_rounds(executor: ComputeExecutor) -> None:
+async def test_synchronous_refills_come_in_rounds(compute: Compute) -> None:
     """What the engine sees is a function of who is lost alone: the batch, then all that must be replaced, together."""
     zero_variance = {0, 2, 3, 7}
-    simulated = SimulatedRun(executor, SimulationSettings(zero_variance=zero_variance.__contains__, steps=3))
+    simulated = SimulatedRun(compute, SimulationSettings(zero_variance=zero_variance.__contains__, steps=3))
     await simulated.run()
     assert simulated.sampler.submissions == [[0, 1, 2], [3, 4], [5], [6, 7, 8], [9], [10, 11, 12]]
 
 
-async def test_a_batch_at_its_limit_is_taken_as_it_stands_with_a_warning(executor: ComputeExecutor) -> None:
+async def test_a_batch_at_its_limit_is_taken_as_it_stands_with_a_warning(compute: Compute) -> None:
     """And one of nothing at all is a step without update."""
     simulated = SimulatedRun(
-        executor, SimulationSettings(zero_variance=lambda group_id: group_id < 8 or group_id == 9, limit=2.0, steps=3)
+        compute, SimulationSettings(zero_variance=lambda group_id: group_id < 8 or group_id == 9, limit=2.0, steps=3)
     )
     with structlog.testing.capture_logs() as logs:
         reports = await simulated.run()
@@ -92,13 +92,13 @@ async def test_a_batch_at_its_limit_is_taken_as_it_stands_with_a_warning(executo
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_a_synchronous_run_resumed_from_any_batch_repeats_the_rest(executor: ComputeExecutor, seed: int) -> None:
+async def test_a_synchronous_run_resumed_from_any_batch_repeats_the_rest(compute: Compute, seed: int) -> None:
     """The same groups in the same calls to the engine, whatever had been asked when it was killed."""
     settings = SimulationSettings(zero_variance=random_groups(0.5, seed), discarded_early=random_groups(0.2, seed + 99))
-    whole = SimulatedRun(executor, settings)
+    whole = SimulatedRun(compute, settings)
     reports = await whole.run()
     for after in whole.updates:
-        resumed = SimulatedRun(executor, settings, after=after, prompted_until=after.ledger.all_ended_below + 2)
+        resumed = SimulatedRun(compute, settings, after=after, prompted_until=after.ledger.all_ended_below + 2)
         again = await resumed.run()
         assert [report_groups(report) for report in again] == [report_groups(r) for r in reports[after.report.step :]]
         assert (
@@ -117,18 +117,18 @@ def curriculum(state: CurriculumState | None, evidence: CurriculumEvidence | Non
 
 @pytest.mark.parametrize("dynamic", [True, False])
 async def test_a_synchronous_run_with_a_curriculum_resumed_from_any_batch_chooses_the_same_problems(
-    executor: ComputeExecutor, dynamic: bool
+    compute: Compute, dynamic: bool
 ) -> None:
     """Also for replaced groups, whatever had been chosen when it was killed. The evidence is equal bit for bit."""
     settings = SimulationSettings(
         zero_variance=lambda group_id: False, dynamic=dynamic, steps=8, batch_size=4, curriculum=curriculum
     )
-    whole = SimulatedRun(executor, settings)
+    whole = SimulatedRun(compute, settings)
     await whole.run()
     assert len({problem.prompt for _, problem in whole.chosen}) > 8
     for after, evidence in zip(whole.updates, whole.evidence, strict=True):
         prompted = after.ledger.all_ended_below
-        resumed = SimulatedRun(executor, settings, after=after, evidence=evidence, prompted_until=prompted + 2)
+        resumed = SimulatedRun(compute, settings, after=after, evidence=evidence, prompted_until=prompted + 2)
         again = await resumed.run()
         assert resumed.chosen == [(group_id, problem) for group_id, problem in whole.chosen if group_id >= prompted]
         if again:
@@ -137,10 +137,10 @@ async def test_a_synchronous_run_with_a_curriculum_resumed_from_any_batch_choose
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-async def test_a_curriculum_chooses_a_problem_when_its_group_may_start(executor: ComputeExecutor, ahead: int) -> None:
+async def test_a_curriculum_chooses_a_problem_when_its_group_may_start(compute: Compute, ahead: int) -> None:
     """Not when the queue has room: the choice uses all groups that have ended. Every group ends once."""
     settings = SimulationSettings(zero_variance=lambda group_id: False, ahead=ahead, steps=8, curriculum=curriculum)
-    simulated, seen = SimulatedRun(executor, settings), []
+    simulated, seen = SimulatedRun(compute, settings), []
     await simulated.run(lambda update: seen.append(len(simulated.chosen) - simulated.replacements.value))
     assert all(count <= (step + ahead + 1) * settings.batch_size for step, count in enumerate(seen))
     assert simulated.ended() == list(range(simulated.prompter.prompted_until))
@@ -150,14 +150,14 @@ async def test_a_curriculum_chooses_a_problem_when_its_group_may_start(executor:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_an_asynchronous_run_resumed_from_any_batch_ends_in_balance(executor: ComputeExecutor, seed: int) -> None:
+async def test_an_asynchronous_run_resumed_from_any_batch_ends_in_balance(compute: Compute, seed: int) -> None:
     """Groups that were in flight are asked again; those no longer needed are carried over, and counted so."""
     settings = SimulationSettings(zero_variance=random_groups(0.5, seed), ahead=2)
-    whole = SimulatedRun(executor, settings)
+    whole = SimulatedRun(compute, settings)
     prompted: dict[int, int] = {}
     await whole.run(lambda update: prompted.update({update.report.step: whole.prompter.prompted_until}))
     for after in whole.updates:
-        resumed = SimulatedRun(executor, settings, after=after, prompted_until=prompted[after.report.step])
+        resumed = SimulatedRun(compute, settings, after=after, prompted_until=prompted[after.report.step])
         again = await resumed.run()
         assert len(again) == settings.steps - after.report.step
         until, reached = resumed.prompter.prompted_until, resumed.prompter.sent_until
@@ -168,12 +168,10 @@ async def test_an_asynchronous_run_resumed_from_any_batch_ends_in_balance(execut
 
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("step", range(1, 6))
-async def test_drained_while_it_refills_a_run_ends_with_what_it_asked(
-    executor: ComputeExecutor, step: int, ahead: int
-) -> None:
+async def test_drained_while_it_refills_a_run_ends_with_what_it_asked(compute: Compute, step: int, ahead: int) -> None:
     """The last batch may be smaller; every group that was asked has ended."""
     simulated = SimulatedRun(
-        executor,
+        compute,
         SimulationSettings(zero_variance=random_groups(0.5), discarded_early=random_groups(0.2, 99), ahead=ahead),
     )
     reports = await simulated.run(lambda update: simulated.prompter.drain() if update.report.step == step else None)
@@ -184,12 +182,12 @@ async def test_drained_while_it_refills_a_run_ends_with_what_it_asked(
         assert len(report.trained) == 3 or len(report_groups(report)) == 12
 
 
-async def test_a_run_that_had_taken_all_its_steps_asks_nothing(executor: ComputeExecutor) -> None:
+async def test_a_run_that_had_taken_all_its_steps_asks_nothing(compute: Compute) -> None:
     """It ends at once."""
-    whole = SimulatedRun(executor, SimulationSettings(zero_variance=random_groups(0.3)))
+    whole = SimulatedRun(compute, SimulationSettings(zero_variance=random_groups(0.3)))
     await whole.run()
     again = SimulatedRun(
-        executor,
+        compute,
         SimulationSettings(zero_variance=random_groups(0.3)),
         after=whole.updates[-1],
         prompted_until=whole.prompter.prompted_until,

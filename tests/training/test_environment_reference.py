@@ -12,23 +12,25 @@ import pytest
 from clotho.training.reference_policy import ReferencePolicy
 from protocols.rollout import ScoredGroup
 from tests.learner_settings import learner_settings
+from tests.recorded_turns import RecordedTurns
 from tests.training.environment_groups import with_completions
-from tests.training.policies_and_groups import BigramPolicy, finish, learner, random_groups, same_bits, tiny_policy
+from tests.training.policies_and_groups import BigramPolicy, learner, random_groups, same_bits, tiny_policy
 
 BROUGHT: dict[str, Any] = {"kl_beta": 0.5, "reference": "environment"}
 
 
-def without_reference() -> BigramPolicy:
-    """A policy that keeps no copy of what it was: computing as its reference is an error."""
-    policy = BigramPolicy()
-    del policy._frozen
-    return policy
+class WithoutReference(BigramPolicy):
+    """A policy without a reference policy."""
+
+    def use_reference(self) -> None:
+        raise AssertionError("nothing computes as the reference policy")
 
 
 def brought(groups: list[ScoredGroup], policy: BigramPolicy) -> list[ScoredGroup]:
     """The same groups, with what the frozen policy says of their tokens."""
-    with policy.reference():
-        logits_V_V = np.array(policy.model(mx.arange(5)[None])[0], dtype=np.float64)
+    reference = policy.copy_model()
+    reference.use_reference()
+    logits_V_V = np.array(reference.model(mx.arange(5)[None])[0], dtype=np.float64)
     logp_V_V = logits_V_V - np.log(np.exp(logits_V_V).sum(axis=-1, keepdims=True))
     result = []
     for g in groups:
@@ -52,18 +54,19 @@ def test_what_groups_bring_is_what_a_reference_policy_would_have_said(kl_in: str
         "max_turn_ms": 0.0,
         "update_epochs": 2,
     }
-    base = finish(learner(BigramPolicy(), **keys).update(groups))
-    own = finish(learner(without_reference(), **keys, reference="environment").update(groups))
+    base = learner(BigramPolicy(), **keys).update(groups)
+    own = learner(WithoutReference(), **keys, reference="environment").update(groups)
     assert base.metrics.kl > 0.01
     assert own.metrics.kl == pytest.approx(base.metrics.kl, rel=1e-4)
     assert own.metrics.loss == pytest.approx(base.metrics.loss, rel=1e-4)
     assert own.metrics.grad_norm == pytest.approx(base.metrics.grad_norm, rel=1e-4)
-    turns = [
-        len(list(learner(BigramPolicy(), **keys, reference=reference).update(groups)))
-        for reference in ("base", "environment")
-    ]
+    pauses = []
+    for reference in ("base", "environment"):
+        lane = RecordedTurns()
+        learner(BigramPolicy(), **keys, lane=lane, reference=reference).update(groups)
+        pauses.append(lane.pauses)
     steps = keys["update_epochs"]
-    assert turns[0] - turns[1] == (turns[1] - steps) // 2
+    assert pauses[0] - pauses[1] == (pauses[1] - steps) // 2
 
 
 def test_nothing_is_kept_for_it() -> None:
@@ -79,5 +82,5 @@ def test_a_group_without_one_is_refused_and_changes_nothing() -> None:
     one = learner(tiny_policy(), **BROUGHT)
     before = one.parameters
     with pytest.raises(ValueError, match="group 0 has no reference log-probabilities"):
-        finish(one.update(random_groups(32)))
+        one.update(random_groups(32))
     assert same_bits(one.parameters, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -10,14 +11,16 @@ import numpy as np
 import pytest
 
 from clotho.config.objectives import Objective
-from clotho.models.parameters import flat, nested
+from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
+from clotho.models.policy_model import WeightedModel
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.training.batch import prepare
 from clotho.training.gradient import FixedLogprobs, Gradient, LossConfig, StepPosition, micro_batch_gradient
+from clotho.training.objectives.contract import Objective as ObjectiveFunction
 from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.registry import objective
@@ -26,8 +29,9 @@ from protocols.rollout import ScoredGroup
 from tests import lanes
 from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import (
+    VOCAB,
     BigramPolicy,
-    finish,
+    model_with,
     random_groups,
     same_bits,
     scored_group,
@@ -49,19 +53,18 @@ def gradients(
     loss_config = LossConfig(
         settings, objective(settings.objective), SamplingDistribution(0.8), initial_loss_coefficients(settings)
     )
-    forcing = TeacherForcing(policy.model, policy.vocab_size, layout=settings.layout)
+    model = policy.copy_model()
+    forcing = TeacherForcing(model.model, model.vocab_size, layout=settings.layout)
     return [
-        finish(
-            micro_batch_gradient(
-                policy,
-                forcing,
-                policy.trainable(),
-                micro,
-                known,
-                loss_config=loss_config,
-                position=StepPosition(0, 0.0),
-                turns=turns,
-            )
+        micro_batch_gradient(
+            model,
+            forcing,
+            policy.trainable(),
+            micro,
+            known,
+            loss_config=loss_config,
+            position=StepPosition(0, 0.0),
+            turns=turns,
         )
         for micro, known in prepared(policy, groups, loss_config)
     ]
@@ -71,10 +74,11 @@ def prepared(
     policy: TrainablePolicy, groups: list[ScoredGroup], loss_config: LossConfig
 ) -> list[tuple[MicroBatch, FixedLogprobs]]:
     """The micro-batches of a batch, with what is known of each before its gradient."""
-    job = prepare(
+    model = policy.copy_model()
+    batch = prepare(
         groups,
-        policy=policy,
-        forcing=TeacherForcing(policy.model, policy.vocab_size, layout=loss_config.settings.layout),
+        policy=model,
+        forcing=TeacherForcing(model.model, model.vocab_size, layout=loss_config.settings.layout),
         parameters=policy.trainable(),
         reference=ReferencePolicy(policy, loss_config.settings),
         loss_config=loss_config,
@@ -82,7 +86,6 @@ def prepared(
         seed=(0,),
         turns=UNDIVIDED,
     )
-    batch = finish(job)
     return list(zip(batch.minibatches[0].micro_batches, batch.fixed_logprobs[0], strict=True))
 
 
@@ -124,8 +127,9 @@ def test_the_whole_gradient_equals_finite_differences_of_a_float64_oracle() -> N
     """Every weight of a bigram model, through packing, temperature, clipping, penalty and bonus."""
     policy = BigramPolicy()
     groups = random_groups(5)
-    with policy.reference():
-        reference_V_V = np.array(policy.model(mx.arange(5)[None])[0], dtype=np.float64) / 0.8
+    reference = policy.copy_model()
+    reference.use_reference()
+    reference_V_V = np.array(reference.model(mx.arange(5)[None])[0], dtype=np.float64) / 0.8
     (gradient,) = gradients(policy, groups, kl_beta=0.1, entropy_weight=0.05)
     weights = {name: np.array(value, dtype=np.float64) for name, value in flat(policy.trainable()).items()}
 
@@ -202,15 +206,72 @@ def test_only_the_adapter_is_differentiated(grad_checkpoint: bool) -> None:
     assert np.linalg.norm(vector(gradient) - vector(expected)) < lanes.rtol(2e-5) * np.linalg.norm(vector(expected))
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    """Served weights, evaluation mode, no tracer, no stand-in: decoding goes on as if nothing had happened."""
+class BrokenObjectiveError(Exception):
+    """Raised by an objective function."""
+
+
+def gradient_with(
+    model: WeightedModel, parameters: Parameters, micro: MicroBatch, known: FixedLogprobs, function: ObjectiveFunction
+) -> Gradient:
+    """Return the gradient of a micro-batch for an objective function."""
+    settings = learner_settings(layout="padded")
+    return micro_batch_gradient(
+        model,
+        TeacherForcing(model.model, model.vocab_size),
+        parameters,
+        micro,
+        known,
+        loss_config=LossConfig(settings, function, SamplingDistribution(1.0), initial_loss_coefficients(settings)),
+        position=StepPosition(0, 0.0),
+        turns=UNDIVIDED,
+    )
+
+
+def first_micro_batch(policy: TrainablePolicy) -> tuple[MicroBatch, FixedLogprobs]:
+    """Return the first micro-batch of random groups."""
+    settings = learner_settings(layout="padded")
+    loss_config = LossConfig(
+        settings, objective(settings.objective), SamplingDistribution(1.0), initial_loss_coefficients(settings)
+    )
+    return prepared(policy, random_groups(VOCAB), loss_config)[0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_a_gradient_the_model_has_its_parameters_and_no_tracer(*, fails: bool) -> None:
+    """Also after an exception while the loss is traced: the arrays are those given, and the mode is evaluation."""
     policy = tiny_policy(dropout=0.3, grad_checkpoint=True)
+    model = policy.copy_model()
+    parameters = nested({name: value + 0.1 for name, value in flat(policy.trainable()).items()})
+
+    def function(logp_N: mx.array, tokens: ObjectiveInputs, settings: Objective) -> PolicyLoss:
+        if fails:
+            raise BrokenObjectiveError
+        return objective(settings)(logp_N, tokens, settings)
+
+    micro, known = first_micro_batch(policy)
+    with pytest.raises(BrokenObjectiveError) if fails else nullcontext():
+        gradient_with(model, parameters, micro, known, function)
+    assert not any(module.training for _, module in model.model.named_modules())
+    assert all(flat(model.model.trainable_parameters())[name] is array for name, array in flat(parameters).items())
     tokens = mx.array([[1, 2, 3, 4]])
-    logits, served = lanes.numpy(policy.model(tokens)), policy.trainable()
-    gradients(policy, random_groups(32), budget=24, kl_beta=0.1)
-    assert not any(module.training for _, module in policy.model.named_modules())
-    assert same_bits(served, policy.model.trainable_parameters())
-    assert lanes.numpy(policy.model(tokens)).tobytes() == logits.tobytes()
+    expected = model_with(policy, parameters)(tokens)
+    assert lanes.numpy(model.model(tokens)).tobytes() == lanes.numpy(expected).tobytes()
+
+
+def test_a_gradient_does_not_change_what_the_policy_serves() -> None:
+    """The learner's model is a copy, so a decode step may run at any time, also while a loss is traced."""
+    policy = tiny_policy(dropout=0.3, grad_checkpoint=True)
+    tokens, seen = mx.array([[1, 2, 3, 4]]), []
+    logits = lanes.numpy(policy.model(tokens)).tobytes()
+
+    def looking(logp_N: mx.array, tokens: ObjectiveInputs, settings: Objective) -> PolicyLoss:
+        seen.append(policy.model.training)
+        return objective(settings)(logp_N, tokens, settings)
+
+    micro, known = first_micro_batch(policy)
+    gradient_with(policy.copy_model(), policy.trainable(), micro, known, looking)
+    assert seen == [False]
+    assert lanes.numpy(policy.model(tokens)).tobytes() == logits
 
 
 def test_whoever_holds_the_parameters_never_sees_a_tracer() -> None:
@@ -218,25 +279,13 @@ def test_whoever_holds_the_parameters_never_sees_a_tracer() -> None:
     policy = tiny_policy()
     parameters, seen = policy.trainable(), []
     held = flat(parameters)
-    settings = learner_settings(layout="padded")
 
     def looking(logp_N: mx.array, tokens: ObjectiveInputs, settings: Objective) -> PolicyLoss:
         seen.append(all(flat(parameters)[name] is array for name, array in held.items()))
         return objective(settings)(logp_N, tokens, settings)
 
-    loss_config = LossConfig(settings, looking, SamplingDistribution(1.0), initial_loss_coefficients(settings))
-    micro, known = prepared(policy, random_groups(32), loss_config)[0]
-    job = micro_batch_gradient(
-        policy,
-        TeacherForcing(policy.model, 32),
-        parameters,
-        micro,
-        known,
-        loss_config=loss_config,
-        position=StepPosition(0, 0),
-        turns=UNDIVIDED,
-    )
-    finish(job)
+    micro, known = first_micro_batch(policy)
+    gradient_with(policy.copy_model(), parameters, micro, known, looking)
     assert seen == [True]
 
 

@@ -16,7 +16,7 @@ from protocols.step import Cut, TokenValues
 from tests.learner_settings import learner_settings, short_names
 from tests.oracle.advantages import advantages
 from tests.oracle.policy_loss import TOKEN_LOSSES, Example, cuts, gradient_shares
-from tests.training.policies_and_groups import Bigram, BigramPolicy, finish, same_bits, scored_group
+from tests.training.policies_and_groups import Bigram, BigramPolicy, same_bits, scored_group
 
 WIDE = {"clip_low": 0.1, "clip_high": 0.1}
 BATCH_START = {"objective": "grpo", "ratio_reference": "batch_start"}
@@ -80,8 +80,9 @@ def test_recorded_values_equal_the_loops(case: str) -> None:
     """Log-probability, advantage, cut and gradient share of every token, to 1e-5."""
     policy, batch = BigramPolicy(), groups()
     reference = BigramPolicy()
+    reference.use_reference()
     one = learner(policy, **CASES[case])
-    update = finish(one.update(batch))
+    update = one.update(batch)
     assert update.applied
     names = short_names(one._settings)
     given = advantages(
@@ -94,8 +95,7 @@ def test_recorded_values_equal_the_loops(case: str) -> None:
     for group, own in zip(batch, given, strict=True):
         for completion, advantage in zip(group.group.completions, own, strict=True):
             logp_T = forced(policy.model, group.group.prompt.tokens, completion.tokens).tolist()
-            with reference.reference():
-                reference_T = forced(reference.model, group.group.prompt.tokens, completion.tokens).tolist()
+            reference_T = forced(reference.model, group.group.prompt.tokens, completion.tokens).tolist()
             T = len(logp_T)
             rows.append(logp_T)
             examples.append(
@@ -124,10 +124,7 @@ def test_cuts_of_all_kinds_occur_in_the_cases() -> None:
     """Otherwise the comparison proves nothing."""
     kinds = {
         case: {
-            value
-            for group in finish(learner(BigramPolicy(), **keys).update(groups())).tokens
-            for v in group
-            for value in v.cut
+            value for group in learner(BigramPolicy(), **keys).update(groups()).tokens for v in group for value in v.cut
         }
         for case, keys in CASES.items()
         if case in ("grpo", "correction truncate", "correction mask", "outliers")
@@ -141,7 +138,7 @@ def test_cuts_of_all_kinds_occur_in_the_cases() -> None:
 def test_values_are_those_of_the_first_gradient_and_recording_changes_no_weight() -> None:
     """Two epochs of two minibatches: every token once, and shares that add up to 1."""
     results = [
-        finish(learner(BigramPolicy(), token_values=on, num_minibatches=2, update_epochs=2).update(groups()))
+        learner(BigramPolicy(), token_values=on, num_minibatches=2, update_epochs=2).update(groups())
         for on in (True, False)
     ]
     assert same_bits(results[0].parameters, results[1].parameters)
@@ -158,7 +155,7 @@ def test_values_are_those_of_the_first_gradient_and_recording_changes_no_weight(
 def test_replayed_groups_have_a_share_of_the_gradient_and_no_values() -> None:
     """The shares of the batch add up to less than 1."""
     first, second = groups()
-    (values,) = finish(learner(BigramPolicy()).update([first], replayed=[second])).tokens
+    (values,) = learner(BigramPolicy()).update([first], replayed=[second]).tokens
     assert 0.0 < sum(float(columns(one)[-1].sum()) for one in values) < 0.99
 
 
@@ -169,7 +166,7 @@ def test_tokens_and_completions_that_are_not_trained_on_are_masked() -> None:
     context = (False, *(True,) * (len(first.tokens) - 1))
     completions = (replace(first, sampled=context), replace(second, finish_reason="length"), third)
     group = replace(group, group=replace(group.group, completions=completions), zero_advantage=(False, False, True))
-    (values,) = finish(learner(BigramPolicy(), mask_truncated=True).update([group])).tokens
+    (values,) = learner(BigramPolicy(), mask_truncated=True).update([group]).tokens
     (logp_T, _, cut_T, share_T), truncated, silent = map(columns, values)
     assert (np.isnan(logp_T[0]), cut_T[0], share_T[0]) == (True, Cut.MASK, 0.0)
     assert np.isfinite(logp_T[1:]).all()

@@ -12,7 +12,7 @@ from clotho.config.sections_training import LearnerSection
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizers import initial_state
 from clotho.training.rollback import LearnerState, RollbackPolicy, Snapshot
-from tests.training.policies_and_groups import finish, learner, random_groups, same_bits, tiny_policy
+from tests.training.policies_and_groups import learner, random_groups, same_bits, tiny_policy
 
 CARRIED: dict[str, Any] = {
     "num_minibatches": 2,
@@ -64,16 +64,16 @@ def test_every_state_of_learning_is_restored_bit_for_bit(reference: dict[str, An
     policy, resumed_policy = tiny_policy(), tiny_policy()
     one, resumed = (learner(p, **CARRIED, **reference) for p in (policy, resumed_policy))
     for seed in range(3):
-        saved = finish(one.update(random_groups(32, seed=seed)))
+        saved = one.update(random_groups(32, seed=seed))
         one.observe_health(healthy=seed < 2)
     one.roll_back(rate=0.5)
-    finish(one.update(random_groups(32, seed=3), step=3))
+    one.update(random_groups(32, seed=3), step=3)
     one.observe_health(healthy=True)
     resumed_policy.publish(one.parameters, version=one.version, step=4, fingerprint=one.fingerprint)
     resumed.restore({name: mx.array(np.array(array)) for name, array in one.state().items()})
     assert one.version == saved.version + 2
     for _ in range(2):
-        updates = [finish(x.update(random_groups(32, seed=5), step=4)) for x in (one, resumed)]
+        updates = [x.update(random_groups(32, seed=5), step=4) for x in (one, resumed)]
         assert updates[0].metrics == updates[1].metrics
         assert updates[0].fingerprint == updates[1].fingerprint
         for x in (one, resumed):
@@ -88,13 +88,13 @@ def test_going_back_takes_everything_back_but_the_rate_and_the_version() -> None
     start = one.parameters
     before = one.state()
     for seed in range(2):
-        finish(one.update(random_groups(32, seed=seed)))
+        one.update(random_groups(32, seed=seed))
     one.roll_back(rate=0.5)
     assert same_bits(one.parameters, start)
     assert one.version == 3
     names = [name for name in before if name != "scalars"]
     assert same_bits({name: one.state()[name] for name in names}, {name: before[name] for name in names})
-    again = finish(one.update(random_groups(32), step=0))
+    again = one.update(random_groups(32), step=0)
     assert again.metrics.learning_rate == pytest.approx(0.5e-2)
     assert (again.metrics.kl_beta, again.metrics.entropy_coef) == (0.1, 0.0)
 

@@ -17,7 +17,7 @@ from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.update import PolicyLearner, Update
 from protocols.rollout import ScoredGroup
 from tests.learner_settings import learner_settings
-from tests.training.policies_and_groups import VOCAB, finish, random_groups, tiny_policy
+from tests.training.policies_and_groups import VOCAB, random_groups, tiny_policy
 
 EVERYWHERE: dict[str, dict[str, Any]] = {
     "reference in the loss": {"kl_beta": 0.3, "reference": "snapshot"},
@@ -33,8 +33,8 @@ def updated(groups: list[ScoredGroup], temperature: float, **keys: Any) -> Updat
     settings = learner_settings(**({"learning_rate": 1e-2, "epsilon": 1e-3, "schedule": "constant"} | keys))
     sampling = SamplingSection(temperature=temperature)
     one = PolicyLearner(tiny_policy(), settings, sampling, steps=3, measure_update_kl=True)
-    finish(one.update(groups))
-    return finish(one.update(groups))
+    one.update(groups)
+    return one.update(groups)
 
 
 @pytest.mark.parametrize("case", EVERYWHERE)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,14 +14,16 @@ from msgspec.structs import replace
 from bench.graph_counts import GraphCounts, count
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
+from clotho.runtime.arbiter import WorkCancelled
 from clotho.training import optimizer_steps as optimization
 from clotho.training.gradient import Gradient, micro_batch_gradient
+from clotho.training.update import Update
 from protocols.rollout import ScoredGroup
 from tests import lanes
+from tests.recorded_turns import RecordedTurns
 from tests.training.policies_and_groups import (
     BigramPolicy,
     completion,
-    finish,
     largest_difference,
     learner,
     random_groups,
@@ -38,7 +38,7 @@ def test_an_update_makes_new_parameters_and_leaves_the_served_ones() -> None:
     """Nothing serves the new weights before somebody publishes them; their fingerprint and version are new."""
     policy = tiny_policy()
     served = policy.trainable()
-    update = finish(learner(policy).update(random_groups(32)))
+    update = learner(policy).update(random_groups(32))
     assert update.applied
     assert update.finite
     assert update.version == 1
@@ -54,39 +54,44 @@ def test_the_next_update_starts_from_the_newest_parameters_served_or_not() -> No
     for publish in (False, True):
         policy = tiny_policy()
         one = learner(policy)
-        first = finish(one.update(random_groups(32)))
+        first = one.update(random_groups(32))
         if publish:
             policy.publish(first.parameters, version=1, step=1, fingerprint=first.fingerprint)
-        results.append(finish(one.update(random_groups(32, seed=1))))
+        results.append(one.update(random_groups(32, seed=1)))
     assert same_bits(results[0].parameters, results[1].parameters)
     assert results[0].version == results[1].version == 2
 
 
 @pytest.mark.lanes
-def test_served_weights_are_back_at_every_yield() -> None:
-    """Decode ticks run in between; also when new weights are published in the middle of an update."""
+def test_an_update_never_changes_what_is_served() -> None:
+    """Decode steps run between its turns; also when new weights are published in the middle of an update."""
     policy = tiny_policy(dropout=0.2)
-    one = learner(policy, micro_batch_tokens=24)
-    first = finish(one.update(random_groups(32)))
     tokens = mx.array([[1, 2, 3, 4]])
-    logits = lanes.numpy(policy.model(tokens))
-    turns = 0
-    job = one.update(random_groups(32, seed=1))
-    for turn, _ in enumerate(job):
-        turns += 1
+    first: Update | None = None
+    expected = lanes.numpy(policy.model(tokens))
+
+    def between(number: int) -> None:
+        nonlocal expected
         assert not policy.model.training
-        assert lanes.numpy(policy.model(tokens)).tobytes() == logits.tobytes()
-        if turn == 1:
+        assert lanes.numpy(policy.model(tokens)).tobytes() == expected.tobytes()
+        if first is not None and policy.version == 0 and number > 1:
             policy.publish(first.parameters, version=1, step=1, fingerprint=first.fingerprint)
-            logits = lanes.numpy(policy.model(tokens))
-    assert turns > 3
+            expected = lanes.numpy(policy.model(tokens))
+
+    lane = RecordedTurns(between)
+    one = learner(policy, micro_batch_tokens=24, lane=lane)
+    first = one.update(random_groups(32))
+    lane.pauses = 0
+    one.update(random_groups(32, seed=1))
+    assert policy.version == 1
+    assert lane.pauses > 3
 
 
 @pytest.mark.parametrize("budget", [1, 32, 100_000])
 def test_the_split_into_micro_batches_does_not_change_the_update(budget: int) -> None:
     """Gradient accumulation is exact, for the parameters and for the metrics."""
     updates = [
-        finish(learner(tiny_policy(), micro_batch_tokens=tokens, epsilon=1e-3).update(random_groups(32)))
+        learner(tiny_policy(), micro_batch_tokens=tokens, epsilon=1e-3).update(random_groups(32))
         for tokens in (8192, budget)
     ]
     for name, value in flat(updates[0].parameters).items():
@@ -104,37 +109,42 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_bit_equal(
     """One bad number in one of many micro-batches: skipped as a whole; what follows is as if it had not been."""
     learners = [learner(tiny_policy(), micro_batch_tokens=24) for _ in range(2)]
     for one in learners:
-        finish(one.update(random_groups(32)))
+        one.update(random_groups(32))
     before, state = learners[0].parameters, learners[0].state()
-    job = learners[0].update(random_groups(32, seed=1))
-    next(job)
     with monkeypatch.context() as patch:
-        patch.setattr(optimization, "micro_batch_gradient", partial(poisoned_gradient, bad))
-        next(job)
-    skipped = finish(job)
+        patch.setattr(optimization, "micro_batch_gradient", PoisonedGradient(bad, number=2))
+        skipped = learners[0].update(random_groups(32, seed=1))
     assert not any((skipped.applied, skipped.finite, skipped.metrics.update_applied))
     assert (skipped.version, skipped.fingerprint) == (learners[1].version, learners[1].fingerprint)
     assert same_bits(skipped.parameters, before)
     assert same_bits(learners[0].state(), state)
-    updates = [finish(one.update(random_groups(32, seed=2))) for one in learners]
+    updates = [one.update(random_groups(32, seed=2)) for one in learners]
     assert same_bits(updates[0].parameters, updates[1].parameters)
     assert same_bits(learners[0].state(), learners[1].state())
 
 
-def poisoned_gradient(bad: float, *args: Any, **kwargs: Any) -> Generator[None, None, Gradient]:
-    """Put one bad number into the gradient of the last array."""
-    gradient = yield from micro_batch_gradient(*args, **kwargs)
-    name = max(gradient.arrays)
-    array = np.array(gradient.arrays[name])
-    array.flat[-1] = bad
-    return gradient._replace(arrays=gradient.arrays | {name: mx.array(array)})
+class PoisonedGradient:
+    """`micro_batch_gradient` with one bad number in the last array of one of its results."""
+
+    def __init__(self, bad: float, *, number: int) -> None:
+        self._bad, self._left = bad, number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Gradient:
+        gradient = micro_batch_gradient(*args, **kwargs)
+        self._left -= 1
+        if self._left:
+            return gradient
+        name = max(gradient.arrays)
+        array = np.array(gradient.arrays[name])
+        array.flat[-1] = self._bad
+        return gradient._replace(arrays=gradient.arrays | {name: mx.array(array)})
 
 
 def test_nonsense_from_a_sampler_never_reaches_the_weights() -> None:
     """A recorded log-probability that is not a number makes the loss one too: skipped, and said so."""
     one = learner(tiny_policy())
     before, state = one.parameters, one.state()
-    skipped = finish(one.update([scored_group([[3, 4], [5, 6]], [1.0, 0.0], logprob=math.nan)]))
+    skipped = one.update([scored_group([[3, 4], [5, 6]], [1.0, 0.0], logprob=math.nan)])
     assert not any((skipped.applied, skipped.finite))
     assert math.isnan(skipped.metrics.loss)
     assert same_bits(one.parameters, before)
@@ -145,7 +155,7 @@ def test_nor_does_a_penalty_that_is_not_finite() -> None:
     """Taken from a reward it would make no advantage of any use: the update is skipped in the same way."""
     one = learner(tiny_policy(), kl_beta=0.1, kl_in="reward")
     before = one.parameters
-    skipped = finish(one.update([*random_groups(32), scored_group([[3, 4], [5, 6]], [1.0, 0.0], logprob=math.nan)]))
+    skipped = one.update([*random_groups(32), scored_group([[3, 4], [5, 6]], [1.0, 0.0], logprob=math.nan)])
     assert not any((skipped.applied, skipped.finite))
     assert same_bits(one.parameters, before)
 
@@ -154,18 +164,18 @@ def test_steps_without_a_gradient_are_not_counted() -> None:
     """Of two mini-batches one teaches nothing; two epochs take two steps, and an update that is skipped takes none."""
     keys: dict[str, Any] = {"num_minibatches": 2, "update_epochs": 2}
     groups = [scored_group([[3, 4], [5, 6]], rewards, group_id=i) for i, rewards in enumerate([(1.0, 0.0), (0.1, 0.1)])]
-    metrics = finish(learner(tiny_policy(), **keys).update(groups)).metrics
+    metrics = learner(tiny_policy(), **keys).update(groups).metrics
     assert (metrics.optimizer_steps, metrics.update_applied) == (2, True)
-    metrics = finish(learner(tiny_policy(), **keys).update(groups[1:])).metrics
+    metrics = learner(tiny_policy(), **keys).update(groups[1:]).metrics
     assert (metrics.optimizer_steps, metrics.update_applied) == (0, False)
 
 
 def test_equal_rewards_teach_nothing() -> None:
     """A gradient of exactly zero is not a step: Adam would turn old momentum into one."""
     one = learner(tiny_policy())
-    finish(one.update(random_groups(32)))
+    one.update(random_groups(32))
     before, state = one.parameters, one.state()
-    update = finish(one.update([scored_group([[3, 4], [5, 6]], [0.1, 0.1])]))
+    update = one.update([scored_group([[3, 4], [5, 6]], [0.1, 0.1])])
     assert not update.applied
     assert update.finite
     assert update.version == 1
@@ -174,16 +184,21 @@ def test_equal_rewards_teach_nothing() -> None:
     assert same_bits(one.state(), state)
 
 
-def test_an_abandoned_update_changes_nothing() -> None:
-    """Closed between micro-batches, the job leaves no trace."""
-    policy = tiny_policy()
-    one = learner(policy, micro_batch_tokens=24)
+def test_a_cancelled_update_changes_nothing() -> None:
+    """Cancelled between two micro-batches, it leaves no trace: the next update is that of a learner without it."""
+
+    def cancel(number: int) -> None:
+        if number == 1:
+            raise WorkCancelled
+
+    one = learner(tiny_policy(), micro_batch_tokens=24, lane=RecordedTurns(cancel))
     before, state = one.parameters, one.state()
-    job = one.update(random_groups(32))
-    next(job)
-    job.close()
+    with pytest.raises(WorkCancelled):
+        one.update(random_groups(32))
     assert same_bits(one.parameters, before)
     assert same_bits(one.state(), state)
+    other = learner(tiny_policy(), micro_batch_tokens=24)
+    assert same_bits(one.update(random_groups(32)).parameters, other.update(random_groups(32)).parameters)
 
 
 @pytest.mark.lanes(kind=("lora",))
@@ -194,13 +209,13 @@ def test_a_restored_learner_continues_bit_for_bit(kind: str) -> None:
     policy = tiny_policy(kind=kind)
     one = learner(policy, **keys)
     for seed in range(2):
-        saved = finish(one.update(random_groups(32, seed=seed)))
+        saved = one.update(random_groups(32, seed=seed))
     state = {name: mx.array(np.array(value)) for name, value in one.state().items()}
     resumed_policy = tiny_policy(kind=kind)
     resumed = learner(resumed_policy, **keys)
     resumed_policy.publish(saved.parameters, version=2, step=2, fingerprint=saved.fingerprint)
     resumed.restore(state)
-    updates = [finish(x.update(random_groups(32, seed=5))) for x in (one, resumed)]
+    updates = [x.update(random_groups(32, seed=5)) for x in (one, resumed)]
     assert same_bits(updates[0].parameters, updates[1].parameters)
     assert updates[0].metrics == updates[1].metrics
     assert (updates[0].version, updates[0].fingerprint) == (updates[1].version, updates[1].fingerprint)
@@ -222,7 +237,7 @@ def test_lora_b_moves_off_zero() -> None:
     one = learner(policy)
     assert all(np.abs(np.array(v)).max() == 0.0 for n, v in flat(one.parameters).items() if n.endswith("lora_b"))
     for seed in range(3):
-        finish(one.update(random_groups(32, seed=seed)))
+        one.update(random_groups(32, seed=seed))
     start = flat(policy.trainable())
     for name, value in flat(one.parameters).items():
         assert np.abs(np.array(value - start[name])).max() > 1e-4, name
@@ -240,7 +255,7 @@ def test_compiled_and_uncompiled_functions_of_a_model_give_the_same_update(kind:
         policy = tiny_policy(kind=kind)
         one = learner(policy, learning_rate=0.3, optimizer="sgd")
         for version in (1, 2):
-            update = finish(one.update(on_policy(policy, random_groups(32, seed=version)), step=version - 1))
+            update = one.update(on_policy(policy, random_groups(32, seed=version)), step=version - 1)
             assert update.applied
             policy.publish(update.parameters, version=version, step=version, fingerprint=update.fingerprint)
         parameters.append(update.parameters)
@@ -253,7 +268,7 @@ def test_metrics_of_a_fresh_sampler() -> None:
     """A sampler that is the learner: ratio 1, no mismatch, nothing clipped, and the mean advantage is zero."""
     policy = tiny_policy()
     groups = on_policy(policy, random_groups(32))
-    metrics = finish(learner(policy).update(groups)).metrics
+    metrics = learner(policy).update(groups).metrics
     assert metrics.ratio_mean == pytest.approx(1.0, abs=lanes.atol(1e-5))
     assert metrics.mismatch_kl == pytest.approx(0.0, abs=lanes.atol(1e-6) ** 2 + 1e-6)
     assert metrics.clip_fraction == 0.0
@@ -268,7 +283,7 @@ def test_mismatch_counts_only_tokens_of_the_learners_own_version() -> None:
     values = {}
     for version in (0, 3):
         groups = [scored_group([[3, 4], [5, 6]], [1.0, 0.0], version=version)]
-        values[version] = finish(learner(tiny_policy()).update(groups)).metrics.mismatch_kl
+        values[version] = learner(tiny_policy()).update(groups).metrics.mismatch_kl
     assert values[0] > 0.01
     assert values[3] == 0.0
 
@@ -291,8 +306,8 @@ def on_policy(policy: Policy, groups: list[ScoredGroup]) -> list[ScoredGroup]:
 def test_the_step_places_an_update_in_the_schedule() -> None:
     """The caller counts batches without an update too; by default the learner counts its own updates."""
     one = learner(BigramPolicy(), steps=5, schedule="linear", min_learning_rate=1e-3)
-    assert finish(one.update(random_groups(5), step=4)).metrics.learning_rate == pytest.approx(1e-2 - 9e-3 * 4 / 5)
-    assert finish(one.update(random_groups(5))).metrics.learning_rate == pytest.approx(1e-2 - 9e-3 / 5)
+    assert one.update(random_groups(5), step=4).metrics.learning_rate == pytest.approx(1e-2 - 9e-3 * 4 / 5)
+    assert one.update(random_groups(5)).metrics.learning_rate == pytest.approx(1e-2 - 9e-3 / 5)
 
 
 @pytest.mark.lanes
@@ -313,7 +328,7 @@ def test_the_policy_learns_to_say_what_is_rewarded() -> None:
         sampled = [int(token) for token in rng.choice(32, size=32, p=p_V)]
         group = scored_group([[token] for token in sampled], [float(token == target) for token in sampled])
         completions = tuple(completion([token], [math.log(p_V[token])], policy.version) for token in sampled)
-        update = finish(one.update([replace(group, group=replace(group.group, completions=completions))]))
+        update = one.update([replace(group, group=replace(group.group, completions=completions))])
         policy.publish(update.parameters, version=update.version, step=step, fingerprint=update.fingerprint)
     assert before < 0.1
     assert probabilities()[target] > 0.8
@@ -323,5 +338,5 @@ def test_the_arrays_of_a_checkpoint_are_evaluated() -> None:
     """Another thread writes them, and an array that it had to compute would need the stream of the compute thread."""
     one = learner(tiny_policy())
     assert count(list(one.state().values())) == GraphCounts(nodes=0, kernels=0)
-    finish(one.update(random_groups(32)))
+    one.update(random_groups(32))
     assert count(list(one.state().values())) == GraphCounts(nodes=0, kernels=0)

@@ -17,16 +17,16 @@ from protocols.errors import AdapterError
 from protocols.rollout import ScoredGroup
 from tests import lanes
 from tests.learner_settings import learner_settings
-from tests.training.policies_and_groups import finish, learner, random_groups, tiny_policy
+from tests.recorded_turns import RecordedTurns
+from tests.training.policies_and_groups import learner, model_with, random_groups, tiny_policy
 
 
 def scores(policy: Policy, parameters: Parameters, group: ScoredGroup, i: int) -> np.ndarray:
     """Log-probability of each token of a completion, the plain way."""
     prompt, tokens = group.group.prompt.tokens, group.group.completions[i].tokens
-    with policy.using(parameters):
-        logits = policy.model(mx.array([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1].astype(mx.float32)
-        logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return np.array(mx.take_along_axis(logp, mx.array(tokens)[:, None], axis=-1)[:, 0], dtype=np.float64)
+    logits = model_with(policy, parameters)(mx.array([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1].astype(mx.float32)
+    logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return np.array(mx.take_along_axis(logp, mx.array(tokens)[:, None], axis=-1)[:, 0], dtype=np.float64)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
@@ -36,7 +36,7 @@ def test_it_is_the_mean_over_completions_of_the_batch(budget: int, layout: str) 
     policy = tiny_policy()
     groups = random_groups(32, groups=COMPLETIONS // 4)
     one = learner(policy, measure_update_kl=True, micro_batch_tokens=budget, layout=layout, learning_rate=0.1)
-    update = finish(one.update(groups))
+    update = one.update(groups)
     ratio_N = np.concatenate(
         [
             scores(policy, update.parameters, group, i) - scores(policy, policy.trainable(), group, i)
@@ -62,7 +62,7 @@ def test_a_few_completions_speak_for_a_large_batch() -> None:
     """Of forty, which are more than it looks at, every second: within a factor of two of all here, and not the same."""
     policy = tiny_policy()
     groups = random_groups(32, groups=10)
-    update = finish(learner(policy, measure_update_kl=True, learning_rate=0.1).update(groups))
+    update = learner(policy, measure_update_kl=True, learning_rate=0.1).update(groups)
     ratio_N = np.concatenate(
         [
             scores(policy, update.parameters, group, i) - scores(policy, policy.trainable(), group, i)
@@ -79,16 +79,17 @@ def test_a_few_completions_speak_for_a_large_batch() -> None:
 def test_a_pass_is_no_larger_than_one_of_a_gradient() -> None:
     """The memory of an update is bounded by `micro_batch_tokens`, this measurement included."""
     keys: dict[str, Any] = {"micro_batch_tokens": 1, "max_turn_ms": 0.0}
-    turns = [
-        len(list(learner(tiny_policy(), measure_update_kl=on, **keys).update(random_groups(32))))
-        for on in (False, True)
-    ]
-    assert turns[1] - turns[0] == 12
+    pauses = []
+    for on in (False, True):
+        lane = RecordedTurns()
+        learner(tiny_policy(), measure_update_kl=on, lane=lane, **keys).update(random_groups(32))
+        pauses.append(lane.pauses)
+    assert pauses[1] - pauses[0] == 12
 
 
 def test_nobody_watches_for_nothing() -> None:
     """Without alarms no further pass is made, and no number given."""
-    assert finish(learner(tiny_policy()).update(random_groups(32))).metrics.update_kl is None
+    assert learner(tiny_policy()).update(random_groups(32)).metrics.update_kl is None
 
 
 MODULES = ("layers.0.q_proj", "layers.0.v_proj", "layers.1.experts")

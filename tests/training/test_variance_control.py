@@ -27,7 +27,6 @@ from tests.training.policies_and_groups import (
     Bigram,
     BigramPolicy,
     completion,
-    finish,
     learner,
     random_groups,
     same_bits,
@@ -110,7 +109,7 @@ def test_the_learning_rate_of_a_step_is_scaled_by_the_completions_that_count(sca
     policy, other = BigramPolicy(), BigramPolicy()
     keys: dict[str, Any] = {"optimizer": "sgd", "max_grad_norm": 0.0, "momentum": 0.0}
     one, full = learner(policy, step_scale=scale, **keys), learner(other, **keys)
-    found, whole = finish(one.update(groups)), finish(full.update(groups))
+    found, whole = one.update(groups), full.update(groups)
     factor = math.sqrt(0.8) if scale == "ess" else 1.0
     assert found.metrics.completion_ess == pytest.approx(0.8, rel=1e-4)
     assert found.metrics.step_scale == pytest.approx(factor, rel=1e-4)
@@ -126,7 +125,7 @@ def test_weights_count_by_completion_and_not_by_token() -> None:
     first, second = group.group.completions
     shifted = tuple(logp + (3.0 if t == 0 else -3.0 if t == 1 else 0.0) for t, logp in enumerate(first.logprobs))
     group = with_completions(group, [replace(first, logprobs=shifted), second])
-    metrics = finish(learner(BigramPolicy()).update([group])).metrics
+    metrics = learner(BigramPolicy()).update([group]).metrics
     assert metrics.completion_ess == pytest.approx(1.0, abs=1e-4)
     assert metrics.ess < 0.9
 
@@ -163,7 +162,7 @@ def test_completions_that_are_not_trained_on_have_no_part_in_the_baseline() -> N
     (group,) = sampled_with([[1.0, 1.0]], [[1.0, 0.0]])
     first, second = group.group.completions
     group = with_completions(group, [first, replace(second, finish_reason="length")])
-    update = finish(learner(BigramPolicy(), mask_truncated=True, advantage="optimal_baseline").update([group]))
+    update = learner(BigramPolicy(), mask_truncated=True, advantage="optimal_baseline").update([group])
     assert update.advantages[0][0] == 0.0
     assert update.advantages[0][1] == pytest.approx(-2.0, rel=1e-3)
 
@@ -175,7 +174,7 @@ def test_the_exact_norm_is_that_of_the_gradient_of_the_log_probability() -> None
     ((mini,),) = (split([group]),)
     settings = learner_settings(kl_beta=0.3, distillation_weight=0.2)
     config = LossConfig(settings, objective(settings.objective), SamplingDistribution(1.0, ()), LossCoefficients(1, 1))
-    job = score_norm_squared(
+    found = score_norm_squared(
         policy,
         TeacherForcing(policy.model, policy.vocab_size, layout="padded"),
         policy.trainable(),
@@ -192,7 +191,7 @@ def test_the_exact_norm_is_that_of_the_gradient_of_the_log_probability() -> None
     weights = model.trainable_parameters()  # type: ignore[no-untyped-call]
     gradient = flat(mx.grad(log_probability)(weights))
     expected = sum(float(np.square(np.array(array, dtype=np.float64)).sum()) for array in gradient.values())
-    assert finish(job) == pytest.approx(expected, rel=1e-4)
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_advantages_of_an_update_are_those_of_its_baseline() -> None:
@@ -206,7 +205,7 @@ def test_the_advantages_of_an_update_are_those_of_its_baseline() -> None:
         rows.append(completion(one.tokens[:same], (logp_T - math.log(weight) / same).tolist()))
     group = with_completions(group, rows)
     keys: dict[str, Any] = {"advantage": "optimal_baseline", "gradient_norm": "length"}
-    update = finish(learner(BigramPolicy(), **keys).update([group]))
+    update = learner(BigramPolicy(), **keys).update([group])
     np.testing.assert_allclose(update.advantages[0], [0.2, -1.8], rtol=2e-3)
 
 
@@ -215,8 +214,7 @@ def test_the_split_into_micro_batches_does_not_change_an_update_with_variance_co
     """Groups are divided between micro-batches, and their baseline and the effective sample size stay."""
     keys: dict[str, Any] = {**VCPO, "gradient_norm": norm, "epsilon": 1e-3}
     updates = [
-        finish(learner(tiny_policy(), micro_batch_tokens=budget, **keys).update(random_groups(32)))
-        for budget in (8192, 1)
+        learner(tiny_policy(), micro_batch_tokens=budget, **keys).update(random_groups(32)) for budget in (8192, 1)
     ]
     assert updates[0].metrics.step_scale < 0.99
     assert updates[1].metrics.step_scale == pytest.approx(updates[0].metrics.step_scale, rel=1e-4)
@@ -230,13 +228,13 @@ def test_the_split_into_micro_batches_does_not_change_an_update_with_variance_co
 def test_a_restored_learner_with_variance_control_continues_bit_for_bit() -> None:
     """It has no state of its own: baseline and scale are functions of the batch and of the weights."""
     one = learner(tiny_policy(), **VCPO)
-    saved = finish(one.update(random_groups(32)))
+    saved = one.update(random_groups(32))
     state = {name: mx.array(np.array(value)) for name, value in one.state().items()}
     policy = tiny_policy()
     resumed = learner(policy, **VCPO)
     policy.publish(saved.parameters, version=1, step=1, fingerprint=saved.fingerprint)
     resumed.restore(state)
-    updates = [finish(x.update(random_groups(32, seed=5))) for x in (one, resumed)]
+    updates = [x.update(random_groups(32, seed=5)) for x in (one, resumed)]
     assert same_bits(updates[0].parameters, updates[1].parameters)
     assert updates[0].metrics == updates[1].metrics
 
@@ -245,7 +243,7 @@ def test_a_recorded_log_probability_that_is_no_number_rejects_the_update() -> No
     """Also where the loss itself does not use it."""
     one = learner(tiny_policy(), objective="grpo", ratio_reference="batch_start", step_scale="ess")
     before = one.parameters
-    spoilt = finish(one.update([scored_group([[3, 4], [5, 6]], [1.0, 0.0], logprob=math.nan)]))
+    spoilt = one.update([scored_group([[3, 4], [5, 6]], [1.0, 0.0], logprob=math.nan)])
     assert (spoilt.applied, spoilt.finite) == (False, False)
     assert same_bits(one.parameters, before)
 
@@ -253,8 +251,8 @@ def test_a_recorded_log_probability_that_is_no_number_rejects_the_update() -> No
 def test_the_baseline_is_that_of_the_weights_at_the_start_for_every_step() -> None:
     """Two epochs with the policy at the start as reference: one scoring pass serves both."""
     keys: dict[str, Any] = {"advantage": "optimal_baseline", "ratio_reference": "batch_start"}
-    first = finish(learner(BigramPolicy(), **keys).update(random_groups(5)))
-    second = finish(learner(BigramPolicy(), update_epochs=2, **keys).update(random_groups(5)))
+    first = learner(BigramPolicy(), **keys).update(random_groups(5))
+    second = learner(BigramPolicy(), update_epochs=2, **keys).update(random_groups(5))
     assert second.metrics.optimizer_steps == 2
     for one, other in zip(first.advantages, second.advantages, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)

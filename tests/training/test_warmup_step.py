@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +18,7 @@ from clotho.training.update import PolicyLearner
 from clotho.training.warmup_step import DummyBatchSize, dummy_batch_size, run_warmup_step
 from protocols.errors import ModelError, ProfileError
 from tests.learner_settings import learner_settings
-from tests.training.policies_and_groups import VOCAB, finish, random_groups, same_bits, tiny_policy
+from tests.training.policies_and_groups import VOCAB, random_groups, same_bits, tiny_policy
 
 CONTEXT = 128
 TEACHER = {"distillation_weight": 0.5}
@@ -56,7 +56,7 @@ def test_the_first_update_is_the_same_with_and_without_a_rehearsal() -> None:
     updates = []
     for learner in learners:
         mx.random.seed(3)
-        updates.append(finish(learner.update(groups)))
+        updates.append(learner.update(groups))
     assert updates[0].fingerprint == updates[1].fingerprint
     assert same_bits(flat(updates[0].parameters), flat(updates[1].parameters))
 
@@ -66,13 +66,13 @@ def test_updates_that_are_rehearsed_in_a_row_have_the_metrics_of_a_run_that_take
     profile, groups = a_profile(kl_beta=0.1, reference="average"), random_groups(VOCAB)
     rehearsing, updating = (a_learner(profile, tiny_policy()) for _ in range(2))
     served, state = rehearsing.parameters, rehearsing.state()
-    found = finish(rehearsing.rehearse((step, groups) for step in (0, 1, 4)))
-    taken = [finish(updating.update(groups, step=step)) for step in (0, 1, 4)]
+    found = rehearsing.rehearse((step, groups) for step in (0, 1, 4))
+    taken = [updating.update(groups, step=step) for step in (0, 1, 4)]
     assert found == [update.metrics for update in taken]
     assert rehearsing.parameters is served
     assert (rehearsing.version, updating.version) == (0, 3)
     assert same_bits(rehearsing.state(), state)
-    assert finish(rehearsing.update(groups)).fingerprint == taken[0].fingerprint
+    assert rehearsing.update(groups).fingerprint == taken[0].fingerprint
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,10 @@ class Factored(nn.Module):
 @pytest.mark.needs_float32
 def test_a_model_that_has_no_gradient_is_refused_in_one_line() -> None:
     """With what MLX says of it."""
-    policy, profile = tiny_policy(), a_profile()
-    learner = a_learner(profile, policy)
-    policy.model.layers[1].mlp = Factored(policy.model.layers[1].mlp)
+    profile = a_profile()
+    learner = a_learner(profile, tiny_policy())
+    block = cast(Any, learner.model.model).layers[1]
+    block.mlp = Factored(block.mlp)
     with pytest.raises(
         ModelError, match=r"^model models/tiny cannot be trained by objective grpo: .*[Nn]ot implemented"
     ):

@@ -1,11 +1,11 @@
-// The timeline: what the compute thread does, weight swaps, rows in flight, depths of the queues, and waits of the learner.
+// The timeline: what the compute threads do, weight swaps, rows in flight, depths of the queues, and waits of the learner.
 import { Board, CHART_HELP, LANE, lines } from "./charts.js";
 import { fill, h, later, problem, rowHead } from "./element.js";
 import { duration } from "./format.js";
 
-const LANES = ["other", "learn", "decode"];
+const LANES = ["none", "two at once", "other", "learn", "decode"];
 const TEXTS = {
-	lanes: "Share of the time that the one compute thread spends on decoding, on learning and on other work. The remainder is idle. Vertical lines are weight swaps.",
+	lanes: "Share of the time that is spent on decoding, on learning and on other work (evaluations, parity checks, scoring). On the CPU two of them compute at the same time; the two lowest lanes show how long that was, and how long nothing was computed. Vertical lines are weight swaps.",
 	rows: "Sequences that are decoded at the same time.",
 	queues: "Messages that wait in each queue between two actors. A queue that stays full names the slower of its two ends.",
 	version: "Policy version that the engine samples with.",
@@ -22,14 +22,20 @@ export function show(container, parameters, { runId, source: { get, Columns } })
 	});
 	const waits = h("section.card.where");
 
+	// Seconds of each line in which nothing was computed.
+	function idle(x) {
+		const [decode, learn, other, overlap] = ["decode", "learn", "other", "overlap"].map((name) => table.get(name));
+		return x.map((t, row) => Math.max(0, t - (x[row - 1] ?? 0) - decode[row] - learn[row] - other[row] + (overlap[row] ?? 0)));
+	}
+
 	// The share of each kind of work between two lines.
 	function lanes() {
 		const x = table.get("t");
 		return {
 			x,
 			series: LANES.map((label, base) => {
-				const seconds = table.get(label);
-				return { label, base, values: x.map((t, row) => base + LANE * Math.min(1, seconds[row] / (t - (x[row - 1] ?? 0)) || 0)) };
+				const seconds = label === "none" ? idle(x) : table.get(label === "two at once" ? "overlap" : label);
+				return { label, base, values: x.map((t, row) => base + LANE * Math.min(1, (seconds[row] ?? 0) / (t - (x[row - 1] ?? 0)) || 0)) };
 			}).reverse(),
 		};
 	}
@@ -52,7 +58,7 @@ export function show(container, parameters, { runId, source: { get, Columns } })
 		board.sharpen(table, `runs/${runId}/timeline`, () => table.get("t"));
 	};
 	fill(container, h("h1", "Timeline"), board.toolbar({ axis: false, smoothing: false }),
-		board.add({ id: "lanes", title: "Compute thread", description: TEXTS.lanes, empty: "No timeline: the run wrote no timeline.jsonl", lanes: LANES, range: [0, 3], format: "percent", data: lanes }),
+		board.add({ id: "lanes", title: "Compute threads", description: TEXTS.lanes, empty: "No timeline: the run wrote no timeline.jsonl", lanes: LANES, range: [0, 5], format: "percent", data: lanes }),
 		h("div.grid.below", chart("rows", "Rows in flight", [{ label: "rows", column: "rows" }]), chart("queues", "Depth of the queues", [{ label: "*", column: "queues/*" }]),
 			chart("version", "Policy version", [{ label: "version", column: "version" }])), waits);
 	get(`runs/${runId}/timeline`).then((found) => {

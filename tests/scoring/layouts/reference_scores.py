@@ -78,20 +78,20 @@ class Outcome(NamedTuple):
 
 def the_plain_way(policy: Policy, sequences: Sequence[TrainingSequence]) -> Outcome:
     """Every sequence alone."""
+    model = policy.copy_model()
 
     def scores(sequence: TrainingSequence) -> TokenScores:
-        logits_S_V = policy.model(mx.array([(sequence.prompt + sequence.tokens)[:-1]]))[0]
+        logits_S_V = model.model(mx.array([(sequence.prompt + sequence.tokens)[:-1]]))[0]
         return token_scores(logits_S_V[len(sequence.prompt) - 1 :], mx.array(list(sequence.tokens)), distribution=LAW)
 
     def loss(traced: Parameters) -> tuple[mx.array, list[mx.array]]:
-        with policy.using(traced):
-            found = [scores(sequence) for sequence in sequences]
+        model.use(traced)
+        found = [scores(sequence) for sequence in sequences]
         losses = [_loss(f, mx.array(s.loss_weight_T * s.loss_mask_T)) for f, s in zip(found, sequences, strict=True)]
         return mx.sum(mx.stack(losses)), [f.logp_N for f in found]
 
-    policy.model.train()
+    model.model.train()
     (value, logp), gradient = mx.value_and_grad(loss)(policy.trainable())
-    policy.model.eval()
     return Outcome(
         [lanes.numpy(a) for a in logp], float(np.array(value)), {n: lanes.numpy(g) for n, g in flat(gradient).items()}
     )
@@ -99,7 +99,8 @@ def the_plain_way(policy: Policy, sequences: Sequence[TrainingSequence]) -> Outc
 
 def the_way_of(layout: str, policy: Policy, sequences: Sequence[TrainingSequence], *, budget: int) -> Outcome:
     """Micro-batches of a layout."""
-    forcing = TeacherForcing(policy.model, VOCAB, layout=layout)
+    model = policy.copy_model()
+    forcing = TeacherForcing(model.model, VOCAB, layout=layout)
     assert forcing.layout == layout
     logp: list[np.ndarray] = [np.zeros(0)] * len(sequences)
     total = 0.0
@@ -107,11 +108,11 @@ def the_way_of(layout: str, policy: Policy, sequences: Sequence[TrainingSequence
     for micro in build_micro_batches(sequences, layout=layout, budget=budget):
 
         def loss(traced: Parameters, micro: Any = micro) -> tuple[mx.array, mx.array]:
-            with policy.using(traced):
-                found = forcing(micro, distribution=LAW)
+            model.use(traced)
+            found = forcing(micro, distribution=LAW)
             return _loss(found, mx.array(micro.table.loss_weight_N * micro.table.loss_mask_N)), found.logp_N
 
-        with policy.using(policy.trainable()), policy.training_mode():
+        with model.training_mode():
             (value, logp_N), tree = mx.value_and_grad(loss)(policy.trainable())
             total += float(np.array(value))
             for name, array in flat(tree).items():

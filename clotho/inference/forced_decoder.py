@@ -1,0 +1,85 @@
+"""Decode steps of given tokens: the logits that sampling would have seen, with the kernels of the decode engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from clotho.config.bounds import Off
+from clotho.config.schema import EngineSection
+from clotho.cpu.decoder import HostDecoder
+from clotho.cpu.interface import PrefilledPrompt
+from clotho.cpu.kv_cache import HostKVCache
+from clotho.cpu.supported import make_host_decoder
+from clotho.inference.batching_probe import probe_batching
+from clotho.inference.cache_layout import CacheLayout, RowCaches
+from clotho.inference.kv_cache import BatchKVCache
+from clotho.inference.prefill import Computing, pass_context
+from clotho.inference.speculative_batch import verifying_caches
+from clotho.models.adapter_store import LoadedAdapter
+
+MakeCaches = Callable[[int], RowCaches]
+"""Returns KV caches for a number of rows."""
+
+
+def row_caches(layout: CacheLayout, decoder: HostDecoder | None, limit: int) -> MakeCaches:
+    """Return what makes KV caches of at most `limit` tokens. decoder: in NumPy; None without one."""
+    if decoder is None:
+        return lambda rows: BatchKVCache(layout, rows, limit)
+    return lambda rows: HostKVCache(decoder, rows)
+
+
+class ForcedDecoder:
+    """Decodes given tokens, in a batch of its own."""
+
+    def __init__(self, layout: CacheLayout, make_caches: MakeCaches, *, prefill: Computing, steps: Computing) -> None:
+        """prefill, steps: select the adapters of rows in a prefill, and in decode steps."""
+        self._layout, self._make_caches, self._prefill, self._steps = layout, make_caches, prefill, steps
+
+    @classmethod
+    def of_model(cls, model: nn.Module, settings: EngineSection) -> ForcedDecoder:
+        """Return a decoder for a model without adapters, with the kernels of an engine with these settings."""
+        model.eval()
+        layout = CacheLayout(model)
+        probe_batching(layout)
+        decoder, limit = make_host_decoder(model), settings.kv_cache_tokens
+        of_engine = row_caches if isinstance(settings.speculation, Off) else verifying_caches
+        return cls(layout, of_engine(layout, decoder, limit), prefill=_none, steps=_none)
+
+    def teacher_forced_logits(
+        self,
+        prompt: Sequence[int],
+        completions: Sequence[Sequence[int]],
+        *,
+        rows: int,
+        adapter: LoadedAdapter | None = None,
+    ) -> Iterator[mx.array]:
+        """Yield the logits before each token, (rows, V), evaluated, from decode steps of `rows` rows.
+
+        completions: of equal lengths; row i has completion i modulo their number. adapter: None for the policy.
+        """
+        adapter_B = [adapter] * rows
+        *before, last = prompt
+        caches = self._make_caches(rows)
+        positions_B, all_B = np.full(rows, len(before), dtype=np.int32), np.ones(rows, dtype=np.bool_)
+        with pass_context(self._prefill, adapter_B[:1]):
+            state = self._layout.prefilled(before)
+        token_B_T = np.asarray(completions, dtype=np.int32)[np.arange(rows) % len(completions)]
+        prefilled = PrefilledPrompt(rows, len(before), state, reserved=len(prompt) + token_B_T.shape[1])
+        caches.make_room(positions_B, ~all_B, [prefilled])
+        caches.enter(range(rows), prefilled)
+        for step in range(token_B_T.shape[1]):
+            token_B = token_B_T[:, step - 1] if step else np.full(rows, last, dtype=np.int32)
+            with pass_context(self._steps, adapter_B):
+                logits_B_V = mx.array(caches.logits(token_B, positions_B, all_B))
+            mx.eval(logits_B_V, *caches.arrays)
+            yield logits_B_V
+            positions_B = positions_B + 1
+
+
+def _none(_: Sequence[LoadedAdapter | None]) -> AbstractContextManager[None]:
+    raise AssertionError("this decoder has no adapters")

@@ -1,0 +1,196 @@
+"""A model of the policy for one component that computes: modules of its own over the immutable arrays of all others.
+
+The decode engine, the learner, an evaluation and the parity check each have a copy of the modules. Copies refer to the
+same arrays, so a copy takes no memory, and components compute at the same time in different threads without a lock.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from msgspec.structs import replace
+
+from clotho.models.folded_lora import FoldedAdapter
+from clotho.models.gradient_checkpoint import checkpointed_blocks
+from clotho.models.lora import AdaptedModule
+from clotho.models.parameters import Parameters, ParameterSlots, locate
+
+
+class WeightedModel(Protocol):
+    """The part of `PolicyModel` that scoring and training use."""
+
+    model: nn.Module
+    vocab_size: int
+
+    def trainable(self) -> Parameters:
+        """Return the tree of the trainable parameters that the model computes with."""
+
+    def use(self, parameters: Parameters) -> None:
+        """Compute with these parameters from now on."""
+
+    def use_reference(self) -> None:
+        """Compute as the reference policy from now on."""
+
+    def release(self) -> None:
+        """Refer to no parameters until the next `use`, so that those that nothing else uses are freed."""
+
+    def training_mode(self) -> Any:
+        """Return a context that prepares the model for gradients."""
+
+
+class PolicyModel:
+    """Modules, and the trainable parameters that they compute with.
+
+    It belongs to one thread at a time. Arrays are never modified; `use` changes references.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        vocab_size: int,
+        adapted: Sequence[AdaptedModule],
+        initial: Mapping[int, mx.array],
+        in_full: Sequence[int],
+        grad_checkpoint: bool,
+        folded: FoldedAdapter,
+    ) -> None:
+        """adapted: the modules that hold the policy's adapter. in_full: positions of parameters trained in full.
+
+        initial: their initial values, if the reference policy needs them. folded: converts the adapter of `use`.
+        """
+        self.model = model
+        self.vocab_size = vocab_size
+        self.adapted = tuple(adapted)
+        self._initial, self._in_full, self._grad_checkpoint = initial, in_full, grad_checkpoint
+        self._slots, self._folded = ParameterSlots(model), folded
+        self._leaves = self._slots.current()
+        self._zeros: list[mx.array] | None = None
+        self._is_reference = False
+
+    def trainable(self) -> Parameters:
+        """Return the tree of the parameters that the model computes with; changing the tree changes no model."""
+        return self._slots.tree(self._leaves)
+
+    def copy(self) -> PolicyModel:
+        """Return a model with modules of its own over the same arrays; 30 blocks take 28 ms and no array memory.
+
+        Evaluates arrays that are not, because another thread cannot evaluate them.
+        """
+        arrays = _leaves_of([self.model, self._folded])
+        mx.eval([leaf for leaf in arrays if isinstance(leaf, mx.array)])
+        memo: dict[int, Any] = {id(leaf): leaf for leaf in arrays}
+        model, folded = copy.deepcopy((self.model, self._folded), memo)
+        folded.forget()
+        adapted = []
+        for one in self.adapted:
+            parent, key = locate(model, one.name)
+            base = copy.deepcopy(one.base, memo)
+            parent[key] = copy.deepcopy(one.adapted, memo)
+            adapted.append(replace(one, parent=parent, key=key, base=base, adapted=parent[key]))
+        copied = PolicyModel(
+            model,
+            vocab_size=self.vocab_size,
+            adapted=adapted,
+            initial=self._initial,
+            in_full=self._in_full,
+            grad_checkpoint=self._grad_checkpoint,
+            folded=folded,
+        )
+        copied._switch(reference=self._is_reference)
+        return copied
+
+    def computes_with(self, parameters: Parameters) -> bool:
+        """Whether every layer refers to the very arrays of these parameters. Compares references, not numbers."""
+        current = self._slots.current()
+        return all(one is other for one, other in zip(current, self._slots.leaves(parameters), strict=True))
+
+    def use(self, parameters: Parameters) -> None:
+        """Compute with these parameters from now on, without a copy.
+
+        Raises `ValueError`, and changes nothing, unless the tree has exactly the names, shapes and types of the
+        trainable parameters.
+        """
+        self._use(self._slots.leaves(parameters))
+        self._switch(reference=False)
+
+    def use_reference(self) -> None:
+        """Compute as the reference policy from now on: without adapters, which is exactly the base model.
+
+        Weights that are trained in full (all, or embeddings and head) get their initial values. Raises `ValueError`
+        unless these were kept at load.
+        """
+        if len(self._initial) < len(self._in_full):
+            raise ValueError("the reference policy was not kept: load the policy with keep_reference=True")
+        self._use([self._initial.get(index, array) for index, array in enumerate(self._leaves)])
+        self._switch(reference=True)
+
+    def release(self) -> None:
+        """Refer to no parameters until the next `use`, so that those that nothing else uses are freed.
+
+        Until then the trainable parameters are zeros, which take no memory.
+        """
+        if self._zeros is None:
+            self._zeros = [mx.broadcast_to(mx.zeros((), dtype=one.dtype), one.shape) for one in self._leaves]
+            mx.eval(self._zeros)
+        self._use(self._zeros)
+        self._folded.forget()
+
+    def fold(self) -> None:
+        """Convert the adapter of the current parameters once, for many calls."""
+        if self._folded.groups:
+            self._folded.serve(self._slots.named(self._leaves))
+
+    @contextmanager
+    def training_mode(self) -> Iterator[None]:
+        """Prepare the model for gradients inside the context: dropout is active, blocks are checkpointed if configured.
+
+        Some architectures (gated delta networks) use kernels without a gradient outside this mode.
+        """
+        self.model.train()
+        try:
+            if self._grad_checkpoint:
+                with checkpointed_blocks(self.model.layers):
+                    yield
+            else:
+                yield
+        finally:
+            self.model.eval()
+
+    def _use(self, leaves: list[mx.array]) -> None:
+        self._slots.assign(leaves)
+        self._leaves = leaves
+
+    def _switch(self, *, reference: bool) -> None:
+        if reference is not self._is_reference:
+            for module in self.adapted:
+                module.parent[module.key] = module.base if reference else module.adapted
+            self._is_reference = reference
+
+
+def _leaves_of(roots: Sequence[Any]) -> list[Any]:
+    """Return what a copy shares: arrays, and all objects without attributes of their own, such as types of MLX."""
+    found: dict[int, Any] = {}
+    waiting, seen = list(roots), set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        inside: list[Any] = []
+        if isinstance(one, dict):
+            inside += one.values()
+        elif isinstance(one, (list, tuple, set)):
+            inside += one
+        if hasattr(one, "__dict__") and not isinstance(one, (type, FunctionType, ModuleType)):
+            inside += vars(one).values()
+        elif not isinstance(one, (dict, list, tuple, set)):
+            found[id(one)] = one
+        waiting += inside
+    return list(found.values())

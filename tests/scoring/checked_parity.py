@@ -1,0 +1,37 @@
+"""A parity check of a decoder with a model of its own, as `ParityChecker` makes it."""
+
+from __future__ import annotations
+
+from clotho.config.schema import EngineSection
+from clotho.inference.forced_decoder import ForcedDecoder
+from clotho.models.parameters import Parameters
+from clotho.models.policy import TrainablePolicy
+from clotho.models.turns import UNDIVIDED, TurnBudget
+from clotho.scoring.parity_check import ParityReport, ParitySample, TeacherForcedDecoder, check_parity
+from clotho.scoring.teacher_forcing import TeacherForcing
+
+
+def checked(
+    policy: TrainablePolicy,
+    served: TeacherForcedDecoder,
+    sample: ParitySample,
+    temperature: float = 1.0,
+    *,
+    rows: int,
+    layout: str,
+    parameters: Parameters | None = None,
+    turns: TurnBudget = UNDIVIDED,
+) -> ParityReport:
+    """Compare `served` with a copy of the policy's model. parameters: of the learner; None: the served ones."""
+    model = policy.copy_model()
+    return check_parity(
+        served,
+        model,
+        ForcedDecoder.of_model(model.model, EngineSection()),
+        sample,
+        temperature,
+        rows=rows,
+        forcing=TeacherForcing(model.model, model.vocab_size, layout=layout),
+        parameters=policy.trainable() if parameters is None else parameters,
+        turns=turns,
+    )
