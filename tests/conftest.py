@@ -89,9 +89,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Repeat the tests marked `lanes` in every lane, without `--lane`."""
-    if not metafunc.config.getoption("--lane") and metafunc.definition.get_closest_marker("lanes"):
-        metafunc.parametrize("lane", list(lanes.LANES), indirect=True)
+    """Repeat the tests marked `lanes` in the lanes of their mark, or in all, without `--lane`."""
+    marker = metafunc.definition.get_closest_marker("lanes")
+    if marker and not metafunc.config.getoption("--lane"):
+        names = [lanes.DEFAULT.name, *marker.args] if marker.args else list(lanes.LANES)
+        metafunc.parametrize("lane", names, indirect=True)
 
 
 @pytest.hookimpl(wrapper=True)

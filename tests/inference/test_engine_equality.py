@@ -20,6 +20,7 @@ from tests.small_models import ARCHITECTURES, FixedSource, tiny_source
 
 MODES = ("host", "host, prompts shared", "host, rows divided", "MLX", "MLX, prompts shared", "MLX, rows divided")
 ON_DEVICE = ("MLX",)
+"""The mode of the lanes; in float32 it is the lane of the device path itself."""
 
 
 def pairs(chosen: dict[str, tuple[str, ...]]) -> pytest.MarkDecorator:
@@ -61,7 +62,7 @@ def alone(architecture: str, source: FixedSource, prompt: tuple[int, ...], sampl
 LENGTHS = (1, 13, 30, 2, 21)
 
 
-@pytest.mark.lanes(engine_mode=ON_DEVICE, architecture=("qwen3", "gemma3_text", "qwen3_moe"))
+@pytest.mark.lanes("bfloat16", "4bit", engine_mode=ON_DEVICE, architecture=("qwen3", "gemma3_text", "qwen3_moe"))
 @pairs(
     {
         "host": ("qwen3", "llama"),
@@ -93,7 +94,7 @@ def test_greedy_rows_equal_the_reference_without_a_cache(architecture: str) -> N
             np.testing.assert_allclose(completion.logprobs, reference, atol=lanes.atol(1e-4))
 
 
-@pytest.mark.lanes(engine_mode=ON_DEVICE, architecture=("qwen3",))
+@pytest.mark.lanes("bfloat16", engine_mode=ON_DEVICE, architecture=("qwen3",))
 @pytest.mark.needs_batch_invariance
 @pairs(
     {
@@ -154,7 +155,7 @@ COUNTING = (
 ROWS = {"filters": slice(len(SETTINGS)), "counts": slice(len(SETTINGS), None), "all": slice(None)}
 
 
-@pytest.mark.lanes(engine_mode=ON_DEVICE, rows=("all",))
+@pytest.mark.lanes("4bit", engine_mode=ON_DEVICE, rows=("all",))
 @pytest.mark.needs_batch_invariance
 @pytest.mark.parametrize(
     ("engine_mode", "rows"),

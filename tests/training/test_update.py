@@ -201,7 +201,7 @@ def test_a_cancelled_update_changes_nothing() -> None:
     assert same_bits(one.update(random_groups(32)).parameters, other.update(random_groups(32)).parameters)
 
 
-@pytest.mark.lanes(kind=("lora",))
+@pytest.mark.lanes("bfloat16", kind=("lora",))
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_a_restored_learner_continues_bit_for_bit(kind: str) -> None:
     """Weights and optimizer state of a checkpoint are all there is: update 3 is the same in another process."""
@@ -310,7 +310,7 @@ def test_the_step_places_an_update_in_the_schedule() -> None:
     assert one.update(random_groups(5)).metrics.learning_rate == pytest.approx(1e-2 - 9e-3 / 5)
 
 
-@pytest.mark.lanes
+@pytest.mark.lanes("4bit")
 def test_the_policy_learns_to_say_what_is_rewarded() -> None:
     """Reward 1 for one token of 32, said one time in twenty at first: most of the mass after 30 updates."""
     policy = tiny_policy()
