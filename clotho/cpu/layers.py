@@ -7,8 +7,8 @@ possible.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
-from threading import get_ident
 from types import ModuleType
 from typing import NamedTuple, cast
 
@@ -99,12 +99,10 @@ def _attention(
 class RotationAngles(NamedTuple):
     """Cosines and signed sines of rotary position embeddings, (B or 1, 1, T, size).
 
-    settings: (dims, base, scale, tokens) that they were computed from. thread: the thread that computed them; another
-    thread cannot evaluate them.
+    settings: (dims, base, scale, tokens) that they were computed from.
     """
 
     settings: tuple[int, float, float, int]
-    thread: int
     offset: int | mx.array
     cosine: mx.array
     sine: mx.array
@@ -113,7 +111,8 @@ class RotationAngles(NamedTuple):
 class CachedRoPE(nn.RoPE):
     """Rotary position embeddings whose sines are computed once for all layers. Rotates halves over whole heads."""
 
-    latest: RotationAngles | None = None
+    _of_thread = threading.local()
+    """Has `latest`, the angles that the thread computed last; another thread cannot evaluate them."""
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """Rotate (B, heads, T, size), starting at position `offset`: one for all rows, or one per row, (B,)."""
@@ -126,11 +125,11 @@ class CachedRoPE(nn.RoPE):
 
     def _angles(self, offset: int | mx.array, tokens: int) -> RotationAngles:
         """Return the angles of the previous layer if its positions were the same: `offset` is then the same object."""
-        settings, thread = (self.dims, self.base, self.scale, tokens), get_ident()
-        latest = CachedRoPE.latest
-        if latest is None or latest[:2] != (settings, thread) or not _is_same_offset(latest.offset, offset):
+        settings = (self.dims, self.base, self.scale, tokens)
+        latest: RotationAngles | None = getattr(CachedRoPE._of_thread, "latest", None)
+        if latest is None or latest.settings != settings or not _is_same_offset(latest.offset, offset):
             sines = _cosines_and_sines(settings, offset)
-            latest = CachedRoPE.latest = RotationAngles(settings, thread, offset, *sines)
+            latest = CachedRoPE._of_thread.latest = RotationAngles(settings, offset, *sines)
         return latest
 
 
