@@ -318,7 +318,7 @@ def _load_policy(profile: Profile, directory: RunDirectory, ranks: LearnerRanks 
         steps=profile.steps,
         seed=profile.seed,
         rollback_window=collapse.window if isinstance(collapse, RollBackOnCollapse) else 0,
-        measure_update_kl=not isinstance(collapse, Off),
+        measure_update_kl=0 if isinstance(collapse, Off) else collapse.patience,
         token_values=profile.monitor.token_values_mb > 0 or compared,
         ranks=ranks,
         lane=lane,

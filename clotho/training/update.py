@@ -73,9 +73,9 @@ from protocols.learnability import require_learnable
 from protocols.rollout import ScoredGroup
 from protocols.step import TokenValues, UpdateMetrics
 
-FIRST_STEPS, UPDATE_KL_INTERVAL = 10, 4
-"""The first steps, of which each is measured, and the interval of later ones. A single destructive update between them
-shows only in the rewards and lengths of the next batches."""
+FIRST_STEPS, UPDATE_KL_INTERVAL = 10, 8
+"""The first steps, of which each is measured, and the interval between the measured ones that follow. A single
+destructive update between them shows only in the rewards and lengths of the next batches."""
 
 
 class Update(Struct, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ class PolicyLearner:
         steps: int,
         seed: int = 0,
         rollback_window: int = 0,
-        measure_update_kl: bool = False,
+        measure_update_kl: int = 0,
         token_values: bool = False,
         ranks: OtherRanks | None = None,
         lane: Turns = UNSHARED,
@@ -135,7 +135,8 @@ class PolicyLearner:
         steps: length of the learning-rate schedule. seed: for dealing groups to minibatches.
         rollback_window: number of healthy updates after which `roll_back` may return to a policy; 0 keeps none.
         measure_update_kl: measure how far updates move the policy (`UpdateMetrics.update_kl`): each of the first steps,
-        and later every `UPDATE_KL_INTERVAL`-th, because a forward pass costs up to a quarter of an update.
+        and later so many in a row of every `UPDATE_KL_INTERVAL`, because this takes up to a quarter of an update; 0:
+        none.
         token_values: return the values of tokens (`Update.tokens`).
         ranks: the other ranks of a data-parallel learner; updates use them, rehearsals do not.
         lane: between turns, others compute.
@@ -175,7 +176,8 @@ class PolicyLearner:
         token.
         """
         step = self._state.updates if step is None else step
-        measures = self._measure_update_kl and (step < FIRST_STEPS or step % UPDATE_KL_INTERVAL == 0)
+        in_a_row = self._measure_update_kl
+        measures = in_a_row > 0 and (step < FIRST_STEPS or step % UPDATE_KL_INTERVAL < in_a_row)
         try:
             batch, progress, metrics, record = self._compute(
                 [*groups, *replayed], step, self._ranks, measure_update_kl=measures
@@ -215,7 +217,7 @@ class PolicyLearner:
             for step, groups in batches:
                 if computed is not None and computed.progress is not None and computed.metrics.update_applied:
                     self._apply(computed.progress, computed.metrics)
-                computed = self._compute(groups, step, None, measure_update_kl=self._measure_update_kl)
+                computed = self._compute(groups, step, None, measure_update_kl=self._measure_update_kl > 0)
                 found.append(computed.metrics if computed.progress is not None else None)
                 if computed.progress is None:
                     break

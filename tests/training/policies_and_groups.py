@@ -135,7 +135,7 @@ def learner(
     *,
     steps: int = 10,
     rollback_window: int = 0,
-    measure_update_kl: bool = False,
+    measure_update_kl: int = 0,
     lane: Turns = UNSHARED,
     **keys: Any,
 ) -> PolicyLearner:

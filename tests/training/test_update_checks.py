@@ -87,6 +87,16 @@ def test_a_pass_is_no_larger_than_one_of_a_gradient() -> None:
     assert pauses[1] - pauses[0] == 12
 
 
+def test_after_the_first_steps_some_updates_in_a_row_are_measured() -> None:
+    """As many as a collapse needs, of every eight: enough for two bad ones in a row, at a quarter of the cost."""
+    one = learner(tiny_policy(), measure_update_kl=2)
+    groups = random_groups(32, groups=1, size=2)
+    found = [
+        step for step in (0, 8, 9, 10, 15, 16, 17, 18, 24, 25, 26) if one.update(groups, step=step).metrics.update_kl
+    ]
+    assert found == [0, 8, 9, 16, 17, 24, 25]
+
+
 def test_nobody_watches_for_nothing() -> None:
     """Without alarms no further pass is made, and no number given."""
     assert learner(tiny_policy()).update(random_groups(32)).metrics.update_kl is None
