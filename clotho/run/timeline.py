@@ -11,7 +11,8 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import zip_longest
+from functools import reduce
+from itertools import groupby
 from typing import Any
 
 import anyio
@@ -35,7 +36,7 @@ log = structlog.get_logger(actor="timeline")
 INTERVAL_SECONDS = 1.0
 
 MAX_BYTES = 8 << 20
-"""Size of timeline.jsonl. Beyond it, every two neighbouring lines are merged."""
+"""Size of timeline.jsonl. Beyond it, neighbouring lines are merged to half as many, of equal duration."""
 
 
 class GroupStages(Struct, frozen=True, kw_only=True):
@@ -223,11 +224,18 @@ class TimelineRecorder:
         self._open()
 
     def _halve(self) -> None:
-        """Merge every two neighbouring lines. If that fails, it is attempted again after `max_bytes` more."""
+        """Merge neighbouring lines. If that fails, it is attempted again after `max_bytes` more.
+
+        The lines of the whole run get about the same duration: pairs of neighbours would be merged again each time, and
+        little would be left of the beginning. Durations are powers of 2, so that earlier ones fit in.
+        """
         before, self._max_bytes = self._max_bytes, self._end + self._max_bytes
         lines = list(read_timeline(self._path.read_bytes()))
-        pairs = zip_longest(lines[::2], lines[1::2])
-        replace_file(self._path, _encoded(one.joined(other) if other else one for one, other in pairs))
+        duration = INTERVAL_SECONDS
+        while lines and lines[-1].t > duration * len(lines) / 2:
+            duration *= 2
+        merged = groupby(lines, key=lambda line: line.t // duration)
+        replace_file(self._path, _encoded(reduce(TimelineLine.joined, neighbours) for _, neighbours in merged))
         os.close(self._file)
         self._open()
         self._max_bytes = before

@@ -96,6 +96,14 @@ async def test_a_large_file_is_halved(directory: RunDirectory) -> None:
     assert steps[0] > steps[-1]
 
 
+async def test_the_beginning_of_a_long_run_keeps_its_share_of_the_lines(directory: RunDirectory) -> None:
+    """However often the file was too large, no line stands for much more time than the others."""
+    lines = await record(directory, 400, max_bytes=8000)
+    ends = [0.0, *(one.t for one in lines)]
+    longest = max(later - earlier for earlier, later in itertools.pairwise(ends))
+    assert longest <= 4 * ends[-1] / len(lines)
+
+
 async def test_a_resumed_run_removes_what_it_repeats(directory: RunDirectory) -> None:
     """Time never goes back; lines that are not valid are removed."""
     directory.timeline.write_bytes(
