@@ -229,6 +229,12 @@ class DecodeEngine:
         )
 
     @property
+    def is_patient(self) -> bool:
+        """Whether nothing but long rows of clients is decoded."""
+        short = self._short.is_busy or self._scheduler.client_waits or self._scheduler.entering
+        return self._long.is_busy and not short
+
+    @property
     def _admits(self) -> bool:
         return not self.admission_paused and self.held == "nothing"
 

@@ -42,6 +42,10 @@ class Ticker(Protocol):
     def is_urgent(self) -> bool:
         """Whether a client waits for a first token."""
 
+    @property
+    def is_patient(self) -> bool:
+        """Whether only long requests of clients are decoded, which others need not wait for."""
+
     def tick(self) -> int:
         """Run one decode step and return the number of sampled tokens."""
 
@@ -130,7 +134,7 @@ class _Call(Future[T]):
 class _NoTicker:
     """The ticker without an engine."""
 
-    has_work = is_urgent = False
+    has_work = is_urgent = is_patient = False
 
     def tick(self) -> int:
         return 0
@@ -234,6 +238,7 @@ class ComputeThread:
 
     def _tick(self) -> None:
         self._arbiter.set_urgent(is_urgent=self._ticker.is_urgent)
+        self._arbiter.set_patient(is_patient=self._ticker.is_patient)
         self._arbiter.set_work(self.lane, has_work=True)
         company, tokens = self._clock.begin(), 0
         try:

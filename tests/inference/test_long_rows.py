@@ -356,12 +356,14 @@ def test_long_rows_have_an_eighth_of_the_time() -> None:
     long = long_request(engine, 400)
     tick_until(engine, lambda: engine._long.steps > 20)
     before = engine._long.steps
+    assert engine.is_patient
     engine.tick()
     assert engine._long.steps == before + 1
     rollouts = Rollouts(engine, group=2, groups=2)
     short, before = engine._short.steps, engine._long.steps
     for _ in range(160):
         rollouts.tick()
+        assert not engine.is_patient or not engine._short.running
     share = (engine._long.steps - before) / (engine._short.steps - short + engine._long.steps - before)
     assert 0.9 * LONG_TIME < share <= LONG_TIME + 0.01
     assert not long.completions
