@@ -50,8 +50,8 @@ RUN = (
 PERIODIC = ("resource watch", "startup watch")
 """Threads whose work depends on the duration of the run and not on its path."""
 
-RECORDS = "clotho/monitoring/"
-"""What the monitor writes in threads is not on the path; it may happen before or after the end of a trace."""
+RECORDS = ("clotho/monitoring/", "clotho/run/timeline.py", "clotho/storage/")
+"""What is written in threads is not on the path; it may happen before or after the end of a trace."""
 
 Point = tuple[str, str]
 """Module path and function name."""
