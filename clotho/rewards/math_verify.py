@@ -113,11 +113,18 @@ def _delimited(text: str) -> str:
     return text if DELIMITER.search(text) or is_sentence else f"${text.strip().rstrip('.')}$"
 
 
+AGAIN_SECONDS = 0.1
+"""CPU time until the limit is enforced again: Python ignores exceptions in callbacks of its garbage collector."""
+
+
 @contextmanager
 def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise CpuTimeExceeded in the body after this CPU time. Works in the main thread of a process."""
+    """Raise CpuTimeExceeded in the body after this CPU time, and again if that was lost in the garbage collection.
+
+    Works in the main thread of a process.
+    """
     before = signal.signal(signal.SIGVTALRM, _exceeded)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, AGAIN_SECONDS)
     try:
         yield
     finally:

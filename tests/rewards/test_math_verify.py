@@ -3,6 +3,7 @@ r"""The library Math-Verify as a reward; texts as real models write them."""
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 
@@ -111,7 +112,11 @@ def test_an_answer_that_takes_too_long_is_wrong(
     before = signal.getsignal(signal.SIGVTALRM)
     monkeypatch.setattr(math_verify, "CPU_SECONDS", 1e-6)
     long_sum = "+".join(f"\\sqrt{{x+{i}}}" for i in range(60))
-    assert rewards["boxed"](problem(long_sum), f"\\boxed{{{long_sum}}}") == 0.0
+    gc.disable()  # an exception in a callback of the collector is a warning, which ends the test
+    try:
+        assert rewards["boxed"](problem(long_sum), f"\\boxed{{{long_sum}}}") == 0.0
+    finally:
+        gc.enable()
     assert signal.getsignal(signal.SIGVTALRM) == before
 
 
