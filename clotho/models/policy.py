@@ -158,12 +158,14 @@ class Policy:
         return model
 
     def publish(self, parameters: Parameters, *, version: int, step: int, fingerprint: str) -> float:
-        """Serve `parameters`, which are evaluated, from now on, without a copy; return the duration in seconds.
+        """Serve `parameters` from now on, without a copy; return the duration in seconds.
 
-        Call this between decode steps. Raises `ValueError`, and changes no parameter, unless the tree has exactly the
-        names, shapes and types of the trainable parameters.
+        Call this between decode steps, in the thread that built arrays which are not evaluated yet: they are evaluated,
+        because other threads compute with them. Raises `ValueError`, and changes no parameter, unless the tree has
+        exactly the names, shapes and types of the trainable parameters.
         """
         started = time.perf_counter()
+        mx.eval(parameters)
         self._served.use(parameters)
         self._served.fold()
         self.version, self.step, self.fingerprint = version, step, fingerprint
