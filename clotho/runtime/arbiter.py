@@ -9,7 +9,8 @@ is the longest wait.
   lanes share the rest, and have every slot while nothing is decoded.
 * **One slot**: decoding gets `decode_share` of the time while other lanes have work (stride scheduling by wall-clock
   time), and `PATIENT_SHARE` while only long requests of clients are decoded. While a client waits for a first token,
-  decode steps come first; the others get this time back, and it is limited to `URGENT_SECONDS`.
+  decode steps come first; the others get this time back, and it is limited to `URGENT_SECONDS`. Calls of the decode
+  thread (a request, an abort, a weight swap) come before all other turns and count for no share.
 
 Other lanes take turns among themselves by the time that they have used. A lane that was idle gets no credit for it.
 """
@@ -40,7 +41,6 @@ TURN_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 
 
 URGENT_SECONDS = 1.0
 """Largest time that other lanes may be owed for urgent decode steps."""
-
 
 PATIENT_SHARE = 0.125
 """Fraction of the time for decode steps of long requests alone, with one slot, while other lanes have work."""
@@ -77,13 +77,13 @@ class _TurnClock:
 class Lane:
     """The turns of one thread, which alone calls the methods.
 
-    has_work: the thread computes, or waits for a turn. busy_since: start of the present turn, in seconds of the clock
-    of the arbiter; math.inf without one. kind: of the present or the latest turn. used: seconds of all turns, and of
-    the time that the lane gets no credit for.
+    has_work: the thread computes, or waits for a turn. is_waiting: it waits for a turn. busy_since: start of the
+    present turn, in seconds of the clock of the arbiter; math.inf without one. kind: of the present or the next turn,
+    or else of the latest. used: seconds of all turns, and of the time that the lane gets no credit for.
     """
 
     def __init__(self, arbiter: Arbiter, name: str, kind: TurnKind) -> None:
-        self.name, self.has_work, self.busy_since, self.used = name, False, math.inf, 0.0
+        self.name, self.has_work, self.is_waiting, self.busy_since, self.used = name, False, False, math.inf, 0.0
         self.kind = kind
         self._arbiter = arbiter
         self._cancelled: Callable[[], bool] = lambda: False
@@ -238,8 +238,10 @@ class Arbiter:
     def begin(self, lane: Lane) -> None:
         """Wait for the turn of a lane."""
         with self._changed:
+            lane.is_waiting = True
             while not self._stopped and not self._may_begin(lane):
                 self._changed.wait()
+            lane.is_waiting = False
             if self._stopped:
                 raise ExecutorStoppedError("the computation was stopped")
             lane.busy_since = now = self.clock()
@@ -255,10 +257,10 @@ class Arbiter:
                 self._overlap_seconds += now - self._overlap_began
             lane.busy_since = math.inf
             lane.used += seconds
-            if lane is self.decode:
-                self._decode_used += seconds / self._share_of_decoding
-            else:
+            if lane is not self.decode:
                 self._others_used += seconds / (1.0 - self._decode_share)
+            elif kind != "call":
+                self._decode_used += seconds / self._share_of_decoding
             self._turns[kind].add(seconds)
             if kind == "update":
                 self._longest_update = max(self._longest_update, seconds)
@@ -294,6 +296,8 @@ class Arbiter:
         return self.decode.has_work and self.others_work
 
     def _decoding_is_next(self) -> bool:
-        """Whether decoding has used less of its share, or is urgent and has not used much more."""
+        """Whether a call waits, or decoding has used less of its share, or is urgent and has not used much more."""
+        if self.decode.is_waiting and self.decode.kind == "call":
+            return True
         ahead = (self._decode_used - self._others_used) * (1.0 - self._decode_share)
         return ahead <= 0.0 or (self._is_urgent and ahead < URGENT_SECONDS)

@@ -123,6 +123,45 @@ def test_with_one_slot_long_requests_alone_get_an_eighth_of_the_time(one: Arbite
     assert steps / (steps + 100 * 4) == pytest.approx(PATIENT_SHARE, abs=0.02)
 
 
+def test_with_one_slot_a_call_is_the_next_turn_whatever_has_been_used(
+    one: Arbiter, clock: Clock, pool: ThreadPoolExecutor
+) -> None:
+    """Decoding is far ahead of its share; the call begins at the next pause of the learner."""
+    learner, order = one.lane("learner", "update"), []
+    one.set_work(one.decode, has_work=True)
+    with one.decode.turn("decode"):
+        clock.now += 100.0
+    one.set_work(learner, has_work=True)
+    with one.decode.turn("decode"):
+        clock.now += 100.0
+
+    def call() -> None:
+        with one.decode.turn("call"):
+            order.append("call")
+
+    def update() -> None:
+        with learner.turn("update"):
+            waiting = pool.submit(call)
+            while not one.decode.is_waiting:
+                assert not waiting.done()
+            learner.pause()
+            order.append("update")
+
+    pool.submit(update).result(LIMIT)
+    assert order == ["call", "update"]
+
+
+def test_calls_count_for_no_share(one: Arbiter, clock: Clock) -> None:
+    """Decode steps and updates alternate after a call of 100 seconds, which is measured as a call."""
+    contest = Contest(one, clock)
+    contest.enter(one.decode, "decode", turns=20, seconds=0.01)
+    contest.enter(one.lane("learner", "update"), "update", turns=20, seconds=0.01)
+    with one.decode.turn("call"):
+        clock.now += 100.0
+    assert one.turn_times()["call"].longest == 100.0
+    assert contest.run()[:20].count("decode") == 10
+
+
 def test_with_one_slot_urgent_decode_steps_come_first_up_to_a_limit(one: Arbiter, clock: Clock) -> None:
     """Decoding exceeds its share by `URGENT_SECONDS`; then it gets its share, and no more."""
     contest = Contest(one, clock)
