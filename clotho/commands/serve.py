@@ -21,7 +21,7 @@ from clotho.memory.report import limit_memory
 from clotho.models.adapter_store import AdapterStore
 from clotho.models.base_model import BaseModel
 from clotho.models.loading import find_model
-from clotho.models.machine import compute_slots, describe_machine
+from clotho.models.machine import compute_slots, core_division, describe_machine
 from clotho.models.policy import Policy, load_policy
 from clotho.models.turns import TurnBudget
 from clotho.monitoring.display import machine_lines, print_line
@@ -30,7 +30,7 @@ from clotho.monitoring.terminal_text import memory, relative_path, size
 from clotho.run.policy_receiver import SwappingReceiver
 from clotho.run.process_signals import finish_computation
 from clotho.run.serving_state import ServingState, names_of, read_chosen, served_adapters
-from clotho.run.startup import adapter_store, attach, startup_watch
+from clotho.run.startup import adapter_store, startup_watch
 from clotho.runtime.compute_thread import Compute, finish
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Sampler
@@ -159,7 +159,7 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
             model=model,
             weights=weights,
             engine=engine,
-            engine_failure=attach(compute, base.description, engine),
+            engine_failure=compute.attach(engine, core_division(base.description.parameters)),
             sampler=Sampler(compute.decode.submit, engine),
             registry=state.registry(settings, [model]),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from clotho.cpu import DIVIDED_PARAMETERS, usable_cores
+from clotho.cpu import DIVIDED_PARAMETERS, divide_cores, usable_cores
 from protocols.errors import ProfileError
 from protocols.summary import MachineDescription, MemoryLimit
 
@@ -40,9 +40,13 @@ def describe_machine(*, blas: str) -> MachineDescription:
     )
 
 
-def divides_products(parameters: int) -> bool:
-    """Whether a model of so many parameters computes faster if idle cores take part in its products."""
-    return mx.default_device() == mx.Device(mx.cpu) and parameters >= DIVIDED_PARAMETERS
+def core_division(parameters: int) -> Callable[[int], None]:
+    """Return what divides the cores for a model of so many parameters: a function of the number of threads.
+
+    It has no effect on a GPU, and for small models, which compute faster on one core per thread.
+    """
+    divides = mx.default_device() == mx.Device(mx.cpu) and parameters >= DIVIDED_PARAMETERS
+    return divide_cores if divides else lambda threads: None
 
 
 def compute_slots() -> int:

@@ -15,11 +15,10 @@ from clotho.inference import DecodeEngine
 from clotho.memory.estimate import serving_memory
 from clotho.memory.report import limit_memory
 from clotho.models.loading import find_model
-from clotho.models.machine import compute_slots
+from clotho.models.machine import compute_slots, core_division
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy, load_policy
 from clotho.run.policy_receiver import SwappingReceiver
-from clotho.run.startup import attach
 from clotho.runtime.compute_thread import Compute
 from clotho.runtime.latest import Latest
 from clotho.runtime.sampling_client import Refusal, Sampler
@@ -59,7 +58,7 @@ class RolloutEngine:
         except BaseException:
             self._compute.stop()
             raise
-        attach(self._compute, policy.description, engine).add_done_callback(_end_process)
+        self._compute.attach(engine, core_division(policy.description.parameters)).add_done_callback(_end_process)
         self._policy = policy
         weights = Latest[WeightsReady]("weights")
         weights.put(WeightsReady(version=0, step=0, fingerprint=policy.fingerprint))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import structlog
@@ -20,7 +19,6 @@ from clotho.config.load import resolved_toml, write_profile
 from clotho.config.schema import HeldOutEvaluation, Profile, ServerSection, SuccessRateCurriculum
 from clotho.config.sections_generation import RayCluster, RemoteGeneration
 from clotho.config.sections_training import BaseReference, DistributedSection, RollBackOnCollapse
-from clotho.cpu import divide_cores
 from clotho.data.curriculum import Curriculum
 from clotho.data.problems import problems_fingerprint
 from clotho.distributed.supervision import is_rank
@@ -31,7 +29,7 @@ from clotho.memory.estimate import estimate_memory
 from clotho.memory.report import limit_memory
 from clotho.models.adapter_store import AdapterStore
 from clotho.models.loading import find_model
-from clotho.models.machine import divides_products
+from clotho.models.machine import core_division
 from clotho.models.policy import Policy, load_policy
 from clotho.models.turns import TurnBudget
 from clotho.monitoring.evaluation_history import RunHistory, read_history
@@ -66,7 +64,7 @@ from protocols.evaluation import EvalReport, HeldOut
 from protocols.finding import Finding
 from protocols.sampling import SampleRequest, restricts_support
 from protocols.step import WeightsReady
-from protocols.summary import MemoryEstimate, PolicyDescription
+from protocols.summary import MemoryEstimate
 
 if TYPE_CHECKING:
     from clotho.distributed.learner_ranks import LearnerRanks
@@ -156,7 +154,7 @@ async def _build_context(
         ready = await finish(loading)
         policy, policy_learner = ready.policy, ready.learner
         engine = await finish(compute.decode.submit(lambda: _make_engine(profile, policy, compute.decode.lane)))
-    engine_failure = attach(compute, policy.description, engine)
+    engine_failure = compute.attach(engine, core_division(policy.description.parameters))
     warmup = compute.learner.submit(lambda: run_warmup_step(policy_learner, profile, context=policy.context_length))
     with watch.phase("problems"):
         loaded = await run_sync(lambda: _load_prompts(profile, policy, rewards))
@@ -331,13 +329,6 @@ def _load_policy(profile: Profile, directory: RunDirectory, ranks: LearnerRanks 
 def _make_engine(profile: Profile, policy: Policy, lane: Lane) -> DecodeEngine:
     turns = TurnBudget(profile.learner.max_turn_ms / 1000.0, lane)
     return DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server), turns=turns)
-
-
-def attach(compute: Compute, model: PolicyDescription, engine: DecodeEngine) -> Future[None]:
-    """Let the engine decode, and a large model use idle cores. Returns the future of `ComputeThread.attach`."""
-    if divides_products(model.parameters):
-        compute.arbiter.divide_cores(divide_cores)
-    return compute.decode.attach(engine)
 
 
 def _make_scorer(profile: Profile, policy: Policy, engine: DecodeEngine, lane: Lane) -> PromptScorer:

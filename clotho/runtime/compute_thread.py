@@ -285,6 +285,11 @@ class Compute:
     def _threads(self) -> tuple[ComputeThread, ...]:
         return self.decode, self.learner, self.evaluation, self.parity, self.scoring
 
+    def attach(self, engine: Ticker, divide_cores: Callable[[int], None]) -> Future[None]:
+        """Let an engine decode; see `ComputeThread.attach`. divide_cores: see `Arbiter.divide_cores`."""
+        self.arbiter.divide_cores(divide_cores)
+        return self.decode.attach(engine)
+
     def start(self) -> None:
         """Start the threads."""
         sys.setswitchinterval(SWITCH_SECONDS)
