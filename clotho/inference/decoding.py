@@ -18,12 +18,9 @@ from clotho.inference.interface import MAX_HOLDERS
 from clotho.inference.outputs import EventSender, OutputProcessor
 from clotho.inference.scheduler import ActiveRequest, PrefillJob, Row
 from clotho.inference.speculative_batch import SpeculativeBatch
+from clotho.runtime.arbiter import LONG_SHARE
 
 log = structlog.get_logger(__name__)
-
-LONG_TIME = 0.125
-"""Largest share of the time that long rows take while short ones are decoded. Their tokens come later then, and every
-other row keeps seven eighths of its rate, whatever their number and length."""
 
 
 class LongTurns:
@@ -45,7 +42,7 @@ class LongTurns:
         if began >= self._next or (long.is_busy and not others):
             sampled += long.step(version, waits=others)
             ended = self._clock()
-            self._next = ended + (ended - began) * (1.0 / LONG_TIME - 1.0)
+            self._next = ended + (ended - began) * (1.0 / LONG_SHARE - 1.0)
         return sampled
 
 

@@ -229,7 +229,7 @@ class DecodeEngine:
         )
 
     @property
-    def is_patient(self) -> bool:
+    def long_only(self) -> bool:
         """Whether nothing but long rows of clients is decoded."""
         short = self._short.is_busy or self._scheduler.client_waits or self._scheduler.entering
         return self._long.is_busy and not short

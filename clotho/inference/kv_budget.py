@@ -35,9 +35,9 @@ class Load(NamedTuple):
     """The rows of a batch. longest: number of tokens that are reserved for the longest one, and so for each.
 
     background: how many of the rows belong to background requests. most: largest number of tokens that a row can have
-    at its end. movable: largest number of tokens that are reserved
-    for a row that can leave the batch; 0 if there is none. A row of a client can leave the short rows at any time, and
-    the long rows once it has used up what was reserved on its admission.
+    at its end. movable: largest number of tokens that are reserved for a row that can leave the batch; 0 if there is
+    none. A row of a client can leave the short rows at any time, and the long rows once it has used up what was
+    reserved on its admission.
     """
 
     rows: int = 0

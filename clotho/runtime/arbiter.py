@@ -8,7 +8,7 @@ is the longest wait.
 * **Several slots**: decoding always has one, so nothing that is computed beside it delays a decode step. The other
   lanes share the rest, and have every slot while nothing is decoded.
 * **One slot**: decoding gets `decode_share` of the time while other lanes have work (stride scheduling by wall-clock
-  time), and `PATIENT_SHARE` while only long requests of clients are decoded. While a client waits for a first token,
+  time), and `LONG_SHARE` while only long requests of clients are decoded. While a client waits for a first token,
   decode steps come first; the others get this time back, and it is limited to `URGENT_SECONDS`. Calls of the decode
   thread (a request, an abort, a weight swap) come before all other turns and count for no share.
 
@@ -42,8 +42,11 @@ TURN_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 
 URGENT_SECONDS = 1.0
 """Largest time that other lanes may be owed for urgent decode steps."""
 
-PATIENT_SHARE = 0.125
-"""Fraction of the time for decode steps of long requests alone, with one slot, while other lanes have work."""
+LONG_SHARE = 0.125
+"""Largest fraction of the time for the long rows of clients: beside short rows, and with one slot beside other lanes.
+
+Their tokens come later then, and all other work keeps seven eighths of its rate, whatever their number and length.
+"""
 
 
 class WorkCancelled(ClothoError, RuntimeError):
@@ -138,7 +141,7 @@ class Arbiter:
         self._divide: Callable[[int], None] = lambda threads: None
         self._computing = 0
         self._changed = threading.Condition()
-        self._stopped = self._is_urgent = self._is_patient = False
+        self._stopped = self._is_urgent = self._long_only = False
         self.decode = Lane(self, "decode", "decode")
         self._others: list[Lane] = []
         self._decode_used = self._others_used = 0.0
@@ -224,9 +227,9 @@ class Arbiter:
             self._is_urgent = is_urgent
             self._changed.notify_all()
 
-    def set_patient(self, *, is_patient: bool) -> None:
+    def set_long_only(self, *, long_only: bool) -> None:
         """Record whether the next decode steps are of long requests alone. Only the thread that decodes calls this."""
-        self._is_patient = is_patient
+        self._long_only = long_only
 
     def _forget_idle_time(self, lane: Lane) -> None:
         busy = [other.used for other in self._others if other.has_work and other is not lane]
@@ -269,8 +272,8 @@ class Arbiter:
     @property
     def _share_of_decoding(self) -> float:
         """Share of decoding, where the others have 1 - `decode_share`."""
-        patient = (1.0 - self._decode_share) * PATIENT_SHARE / (1.0 - PATIENT_SHARE)
-        return min(patient, self._decode_share) if self._is_patient else self._decode_share
+        share = (1.0 - self._decode_share) * LONG_SHARE / (1.0 - LONG_SHARE)
+        return min(share, self._decode_share) if self._long_only else self._decode_share
 
     def _may_begin(self, lane: Lane) -> bool:
         inside = self._inside()

@@ -43,7 +43,7 @@ class Ticker(Protocol):
         """Whether a client waits for a first token."""
 
     @property
-    def is_patient(self) -> bool:
+    def long_only(self) -> bool:
         """Whether only long requests of clients are decoded, which others need not wait for."""
 
     def tick(self) -> int:
@@ -134,7 +134,7 @@ class _Call(Future[T]):
 class _NoTicker:
     """The ticker without an engine."""
 
-    has_work = is_urgent = is_patient = False
+    has_work = is_urgent = long_only = False
 
     def tick(self) -> int:
         return 0
@@ -238,7 +238,7 @@ class ComputeThread:
 
     def _tick(self) -> None:
         self._arbiter.set_urgent(is_urgent=self._ticker.is_urgent)
-        self._arbiter.set_patient(is_patient=self._ticker.is_patient)
+        self._arbiter.set_long_only(long_only=self._ticker.long_only)
         self._arbiter.set_work(self.lane, has_work=True)
         company, tokens = self._clock.begin(), 0
         try:

@@ -12,8 +12,9 @@ import pytest
 import clotho.cpu
 from clotho.config.schema import HistoryDrafts, PromptDrafts
 from clotho.inference import DecodeEngine
-from clotho.inference.decoding import LONG_TIME, LongTurns
+from clotho.inference.decoding import LongTurns
 from clotho.inference.speculative_batch import SpeculativeBatch
+from clotho.runtime.arbiter import LONG_SHARE
 from protocols.errors import RequestError
 from protocols.sampling import CompletionDone, SampleEvent, SampleFailed, SampleRequest, Sampling
 from tests import lanes
@@ -356,14 +357,14 @@ def test_long_rows_have_an_eighth_of_the_time() -> None:
     long = long_request(engine, 400)
     tick_until(engine, lambda: engine._long.steps > 20)
     before = engine._long.steps
-    assert engine.is_patient
+    assert engine.long_only
     engine.tick()
     assert engine._long.steps == before + 1
     rollouts = Rollouts(engine, group=2, groups=2)
     short, before = engine._short.steps, engine._long.steps
     for _ in range(160):
         rollouts.tick()
-        assert not engine.is_patient or not engine._short.running
+        assert not engine.long_only or not engine._short.running
     share = (engine._long.steps - before) / (engine._short.steps - short + engine._long.steps - before)
-    assert 0.9 * LONG_TIME < share <= LONG_TIME + 0.01
+    assert 0.9 * LONG_SHARE < share <= LONG_SHARE + 0.01
     assert not long.completions

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from clotho.runtime.arbiter import PATIENT_SHARE, URGENT_SECONDS, Arbiter, Lane, TurnKind, WorkCancelled
+from clotho.runtime.arbiter import LONG_SHARE, URGENT_SECONDS, Arbiter, Lane, TurnKind, WorkCancelled
 from protocols.errors import ExecutorStoppedError
 
 LIMIT = 60.0
@@ -113,14 +113,14 @@ def test_with_one_slot_decoding_gets_its_share_of_the_time(clock: Clock, share: 
 
 def test_with_one_slot_long_requests_alone_get_an_eighth_of_the_time(one: Arbiter, clock: Clock) -> None:
     """Whatever the share of decoding is: rollouts that wait for the learner lose nothing else."""
-    one.set_patient(is_patient=True)
+    one.set_long_only(long_only=True)
     contest = Contest(one, clock)
     contest.enter(one.decode, "decode", turns=1000, seconds=0.001)
     contest.enter(one.lane("learner", "update"), "update", turns=100, seconds=0.004)
     order = contest.run()
     last = len(order) - 1 - order[::-1].index("learner")
     steps = order[:last].count("decode")
-    assert steps / (steps + 100 * 4) == pytest.approx(PATIENT_SHARE, abs=0.02)
+    assert steps / (steps + 100 * 4) == pytest.approx(LONG_SHARE, abs=0.02)
 
 
 def test_with_one_slot_a_call_is_the_next_turn_whatever_has_been_used(

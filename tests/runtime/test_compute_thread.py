@@ -46,7 +46,7 @@ class Spinner:
 
     def __init__(self, tokens: int, clock: Clock) -> None:
         self.left, self.clock = tokens, clock
-        self.is_urgent = self.is_patient = False
+        self.is_urgent = self.long_only = False
         self.done, self.begun = threading.Event(), threading.Event()
 
     @property
@@ -65,7 +65,7 @@ class Spinner:
 class FailingTicker:
     """A decode engine that fails."""
 
-    has_work, is_urgent, is_patient = True, False, False
+    has_work, is_urgent, long_only = True, False, False
 
     def __init__(self, tick: Callable[[], int]) -> None:
         self.tick = tick
