@@ -260,11 +260,14 @@ class LearnerRanks:
         began = time.monotonic()
         for rank in self._others:
             self._tell(rank, encode(Add(number=number)))
-        with turns.outside():
-            added = self._submit(lambda: self._group.add(own.arrays)).result()
+        adding = self._submit(lambda: self._group.add(own.arrays))
+        while not adding.done():
+            with turns.outside():
+                _wait(adding, LOOK_SECONDS)
+            turns.pause()
         self._sums += 1
         self._waited_seconds += time.monotonic() - began
-        arrays = {name: mx.array(array) for name, array in added.items()}
+        arrays = {name: mx.array(array) for name, array in adding.result().items()}
         metrics = {name: np.array(sums, dtype=np.float32) for name, sums in own.metrics.items()}
         loss = float(own.loss)
         for answer in computed:
