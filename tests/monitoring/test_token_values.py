@@ -33,8 +33,8 @@ TOKENS = 3
 
 
 def texts(tokens: Sequence[int], text: str) -> list[str]:
-    """Give the first token the whole text."""
-    return [text, *[""] * (len(tokens) - 1)]
+    """Give the last character to the last token, and the text before it to the first."""
+    return [text[:-1], *[""] * (len(tokens) - 2), text[-1:]]
 
 
 def values(learner_logprob: Sequence[float] = (-0.25, -0.5, -1.0)) -> TokenValues:
@@ -86,10 +86,10 @@ def test_a_file_has_the_tokens_of_all_groups_that_ended_with_the_step(tmp_path: 
 
 def test_a_completion_that_is_read_has_the_values_that_were_written(tmp_path: Path) -> None:
     """The importance ratio follows from both log-probabilities; sampled ones are -0.5."""
-    write(tmp_path, step(1, groups=(group(0, "é"), group(3))))
+    write(tmp_path, step(1, groups=(group(0, "né"), group(3))))
     expected = CompletionTokens(
         tokens=(0, 1, 2),
-        text=("é", "", ""),
+        text=("n", "", "é"),
         version=(1, 1, 2),
         sampled_logprob=(-0.5, -0.5, -0.5),
         learner_logprob=(-0.25, -0.5, -1.0),
@@ -190,11 +190,12 @@ def test_a_step_does_not_read_the_directory_again(tmp_path: Path, monkeypatch: p
 
 def test_a_step_that_exceeds_the_limit_keeps_its_last_groups(tmp_path: Path) -> None:
     """No group is kept in part."""
-    one = writer(tmp_path, limit_bytes=token_values.HEADER_BYTES + 1000)
+    limit = token_values.HEADER_BYTES + 4000
+    one = writer(tmp_path, limit_bytes=limit)
     one.add(step(1, groups=tuple(map(group, range(20)))))
     one.write()
     path = token_file(tmp_path / "tokens", 1)
-    assert path.stat().st_size <= token_values.HEADER_BYTES + 1000
+    assert path.stat().st_size <= limit
     kept = load_file(path)["completion_group"].tolist()
     assert kept
     assert kept == [number for number in range(min(kept), 20) for _ in range(2)]

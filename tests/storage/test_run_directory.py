@@ -243,6 +243,17 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     assert not list(path.rglob("*unfinished*"))
 
 
+def test_only_files_that_exist_and_directories_that_hold_something_are_named(tmp_path: Path) -> None:
+    """In alphabetical order, directories with a slash."""
+    run = open_run(tmp_path, resume=False, clean=False)
+    for name in ("remote", "tokens"):
+        (tmp_path / name).mkdir()
+    for name in ("tokens/step-000010.safetensors", "metrics.jsonl"):
+        (tmp_path / name).write_text("")
+    assert list(run.written()) == ["metrics.jsonl", "tokens/"]
+    run.close()
+
+
 def test_a_run_that_does_not_begin_leaves_no_trace(tmp_path: Path) -> None:
     """Created directories are removed; existing files are unchanged."""
     open_run(tmp_path / "a" / "b", resume=False, clean=False).close()
