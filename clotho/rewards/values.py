@@ -228,7 +228,7 @@ def _traceback(error: BaseException) -> str:
     """The end of the traceback, which has the exception."""
     try:
         return "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
-    except Exception:  # a user's exception whose str() fails
+    except Exception:  # a user's exception with an attribute of a wrong type
         return ""
 
 

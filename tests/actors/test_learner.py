@@ -33,6 +33,7 @@ async def test_a_batch_yields_one_update_on_every_outbox(compute: Compute) -> No
     reports = await harness.run()
     assert [(report.step, report.version, len(report.trained)) for report in reports] == [(1, 1, 2), (2, 2, 2)]
     assert [report.staleness for report in reports] == [(0, 0), (1, 1)]
+    assert all(report.wait_seconds >= 0.0 for report in reports)
     for reader in harness.update_inboxes:
         updates = await receive_all(reader)
         assert [update.report for update in updates] == reports

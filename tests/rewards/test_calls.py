@@ -9,7 +9,7 @@ import threading
 import anyio
 import pytest
 
-from clotho.rewards.calls import Caller, WorkerThreads
+from clotho.rewards.calls import Caller, WorkerLoop, WorkerThreads
 from clotho.rewards.values import Completions, Reward, RewardError
 from protocols.prompt import Problem
 
@@ -41,6 +41,19 @@ def test_an_exception_reaches_the_caller_and_the_thread_survives() -> None:
         with pytest.raises(error):
             threads.start(fail).future.result(timeout=10)
     threads.close()
+
+
+def test_an_event_loop_that_was_closed_starts_again_with_the_next_call() -> None:
+    """It can be closed more than once."""
+    loop = WorkerLoop()
+
+    async def answer() -> int:
+        return 7
+
+    for _ in range(2):
+        assert loop.start(answer).future.result(timeout=10) == 7
+        loop.close()
+        loop.close()
 
 
 def test_an_abandoned_python_loop_is_interrupted() -> None:

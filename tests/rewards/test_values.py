@@ -104,3 +104,15 @@ async def test_other_results_are_errors(name: str, message: str) -> None:
     with pytest.raises(RewardError, match=f"reward {name} {message}") as caught:
         await values(name, "a", "b")
     assert caught.value.rewards == (name,)
+
+
+def test_an_exception_that_cannot_be_printed_is_an_error_without_a_traceback() -> None:
+    """Here the line of source of a syntax error is a number."""
+
+    def fails(problem: Problem, completion: str) -> float:
+        raise SyntaxError("wrong", ("file", 1, 1, 5))  # type: ignore[arg-type]
+
+    reward = Reward(name="mine", function=fails, group=None, max_steps=10)
+    with pytest.raises(RewardError, match="mine raised SyntaxError") as caught:
+        call_all(reward, Completions(problem=PLAIN, texts=("a",)))
+    assert caught.value.traceback == ""

@@ -6,7 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.training.reference_policy import averaged
+from clotho.training.reference_policy import ReferencePolicy, averaged
+from tests.learner_settings import learner_settings
+from tests.training.policies_and_groups import Bigram, BigramPolicy, same_bits
 
 
 def test_the_average_keeps_its_share_of_itself() -> None:
@@ -35,3 +37,17 @@ def test_parameters_must_have_the_same_names() -> None:
     """The message names what differs."""
     with pytest.raises(ValueError, match="b"):
         averaged({"a": mx.zeros(1)}, {"a": mx.zeros(1), "b": mx.zeros(1)}, 0.5)
+
+
+def test_a_reference_policy_is_restored_from_arrays_that_fit() -> None:
+    """Names and shapes must be those of the parameters; the message names the ones that differ."""
+    settings = learner_settings(kl_beta=0.1, reference="average")
+    saved = ReferencePolicy(BigramPolicy(Bigram(seed=1)), settings).arrays()
+    reference = ReferencePolicy(BigramPolicy(), settings)
+    reference.restore(saved)
+    assert same_bits(reference.arrays(), saved)
+    name = min(saved)
+    for wrong in ({key: array for key, array in saved.items() if key != name}, {**saved, name: mx.zeros((1, 1))}):
+        with pytest.raises(ValueError, match=f"trainable parameters: {name}$"):
+            reference.restore(wrong)
+    assert same_bits(reference.arrays(), saved)

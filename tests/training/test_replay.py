@@ -62,6 +62,13 @@ def test_what_is_too_old_leaves_and_is_never_handed_out() -> None:
     assert [one.scored.group.prompt.group_id for one in kept.groups()] == [9]
 
 
+def test_a_buffer_that_is_cleared_is_empty() -> None:
+    """After a rollback, no group of a discarded version is drawn."""
+    kept = buffer([1.0] * 2, groups=2)
+    kept.clear()
+    assert (len(kept), kept.sample(version=2, step=0)) == (0, ())
+
+
 def test_a_draw_is_of_different_groups_and_takes_nothing_out() -> None:
     """Fewer where there are fewer, the oldest first."""
     kept = buffer([1.0] * 10, groups=4, sampling="weighted")

@@ -15,7 +15,7 @@ from clotho.models.machine import random_state
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
 from clotho.training.update import PolicyLearner
-from clotho.training.warmup_step import DummyBatchSize, dummy_batch_size, run_warmup_step
+from clotho.training.warmup_step import DummyBatchSize, dummy_batch_size, dummy_groups, run_warmup_step
 from protocols.errors import ModelError, ProfileError
 from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import VOCAB, random_groups, same_bits, tiny_policy
@@ -116,6 +116,13 @@ def test_whatever_the_settings_ask_of_a_group_is_there(settings: dict[str, Any])
     """Log-probabilities of a reference, advantages of an environment, a teacher, and what could have been sampled."""
     profile = a_profile(**settings)
     run_warmup_step(a_learner(profile, tiny_policy()), profile, context=CONTEXT)
+
+
+@pytest.mark.parametrize(("sampling", "lengths"), [({}, []), ({"top_k": 3}, [12, 12])])
+def test_only_a_restricted_sampling_has_supports(sampling: dict[str, Any], lengths: list[int]) -> None:
+    """A token identifier of four bytes for each token that could have been sampled."""
+    groups = dummy_groups(a_profile(sampling=sampling), DummyBatchSize(completions=1, tokens=2))
+    assert [len(support) for support in groups[0].group.completions[0].supports] == lengths
 
 
 class Factored(nn.Module):
