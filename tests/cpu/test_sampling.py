@@ -50,6 +50,15 @@ def test_only_what_the_host_knows_is_drawn_there() -> None:
         assert can_sample_on_cpu(row_parameters([sampling], 10)) == computes_on_host()
 
 
+@pytest.mark.parametrize("sampling", [Sampling(top_k=3), Sampling(top_p=0.25, top_k=39)])
+def test_of_equal_logits_those_of_the_lowest_tokens_remain(sampling: Sampling) -> None:
+    """As many as the filter keeps, although all reach its threshold."""
+    plan = row_parameters([sampling], 12, recorded=[0])
+    found = sample_on_cpu(np.zeros((1, 12), dtype=np.float32), np.zeros((1, 2), dtype=np.float32), plan)
+    assert found.supports is not None
+    assert [token for token in np.array(found.supports.token_R_K)[0].tolist() if token < 12] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("vocabulary", [40, 1280])
 def test_a_token_of_weight_zero_is_never_drawn(vocabulary: int) -> None:
     """Not by a uniform of 0 either, which lies at the beginning of the first tokens, all excluded here."""

@@ -448,6 +448,18 @@ def test_the_longest_present_turn_is_known(pool: ThreadPoolExecutor, clock: Cloc
     assert arbiter.busy_since == math.inf
 
 
+@pytest.mark.parametrize(("slots", "expected"), [(1, [1]), (2, [1, 2, 1])])
+def test_cores_are_divided_among_the_lanes_that_compute_at_the_same_time(slots: int, expected: list[int]) -> None:
+    """At most as many as there are slots, and only when the number changes."""
+    arbiter, found = Arbiter(slots=slots, decode_share=0.5), list[int]()
+    lanes = [arbiter.decode, arbiter.lane("learner", "update"), arbiter.lane("parity", "parity")]
+    arbiter.divide_cores(found.append)
+    for has_work in (True, False):
+        for lane in lanes:
+            arbiter.set_work(lane, has_work=has_work)
+    assert found == expected
+
+
 def test_lanes_with_work_are_known_by_kind(one: Arbiter) -> None:
     """Decoding is no other lane."""
     lane = one.lane("learner", "update")
