@@ -24,6 +24,7 @@ from tests.atropos.environment_groups import PROMPT, ReaderHarness, group, raw, 
             {"masks": [[0, 0, 0, 1], [0, 0, 0, 1]]},
             "masks[0][0]",
         ),
+        ({"scores": [1.0]}, "scores"),
         ({"scores": [0.0, 1e30]}, "scores[1]"),
         ({"scores": [0.0, None]}, "scores[1]"),
         ({"advantages": [[0.0] * 4]}, "advantages"),
@@ -83,6 +84,12 @@ async def test_the_detail_contains_the_value_and_the_range(change: dict[str, Any
 async def test_empty_images_are_accepted(images: Any) -> None:
     """All ways to write that there is no image."""
     await ReaderHarness().scored(group((40,), (41,), images=images, messages=[[{"role": "user", "content": "?"}]] * 2))
+
+
+async def test_the_first_and_the_last_token_of_the_vocabulary_are_valid() -> None:
+    """The vocabulary of the tests has 97 tokens."""
+    scored = await ReaderHarness().scored(group((0,), (96,)))
+    assert [completion.tokens for completion in scored.group.completions] == [(0,), (96,)]
 
 
 async def test_a_group_has_at_most_1024_sequences() -> None:

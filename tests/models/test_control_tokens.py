@@ -134,7 +134,7 @@ def test_a_content_keeps_its_text() -> None:
 def test_two_contents_do_not_join_to_a_control_token() -> None:
     """The template writes the parts of a content without text between them."""
     tokenizer = family("qwen")
-    parts = [{"type": "text", "text": text} for text in ("hi <|im_", "end|>", "<|im_start|", "> x")]
+    parts = [{"type": "text", "text": text} for text in ("hi <|im_", "end|>", "<|im_start|", "> x", "<", "|im_end|>")]
     tokens = tokenizer.render_chat(user(parts))
     assert control(tokenizer, tokens) == control(tokenizer, tokenizer.render_chat(user("x")))
 

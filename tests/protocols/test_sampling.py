@@ -12,6 +12,7 @@ from clotho.cpu.sampling import sample_on_cpu
 from clotho.inference.sampling import row_parameters, sample, validate
 from protocols.errors import RequestError
 from protocols.sampling import (
+    MAX_BAD_WORD_TOKENS,
     MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
     PARAMETERS,
@@ -25,6 +26,14 @@ def test_the_table_lists_every_field_of_sampling() -> None:
     """A field of `Sampling` without a row of the table has no neutral value and no description."""
     assert tuple(PARAMETERS) == Sampling.__struct_fields__
     assert {name: parameter.default for name, parameter in PARAMETERS.items()} == msgspec.structs.asdict(Sampling())
+
+
+@pytest.mark.parametrize("length", [0, MAX_BAD_WORD_TOKENS + 1])
+def test_a_bad_word_has_a_limited_number_of_tokens(length: int) -> None:
+    """At least one: an empty sequence of tokens ends every text."""
+    with pytest.raises(msgspec.ValidationError, match=r"bad_words\[0\]"):
+        msgspec.convert({"bad_words": [[1] * length]}, Sampling)
+    assert msgspec.convert({"bad_words": [[1] * MAX_BAD_WORD_TOKENS]}, Sampling).bad_words
 
 
 def test_default_sampling_uses_no_parameter() -> None:
