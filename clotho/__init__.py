@@ -1,3 +1,110 @@
-"""The packages that the actors are built from, one subject per package."""
+"""Load a language model, sample from it, train it, publish what it learned, and serve it, all with the same arrays.
+
+    policy = clotho.load("mlx-community/Qwen3-0.6B-bf16")
+    learner = clotho.Learner(policy)
+    with clotho.Sampler(policy) as sampler:
+        (completions,) = sampler.sample([policy.chat("What is 2 + 3?")], n=8)
+        learner.forward_backward([...])
+        learner.optim_step()
+        sampler.publish(learner)
+
+`docs/library.md` is the manual. The names below are the whole library; what is not among them may change at any time.
+A name imports its module when it is first used, so that `import clotho` takes milliseconds and loads no MLX.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from clotho.config.objectives import Grpo as GRPO  # noqa: N814
+    from clotho.config.schema import Dora as DoRA
+    from clotho.config.schema import FullMethod as Full
+    from clotho.config.schema import Lora as LoRA
+    from clotho.config.sections_training import AdamW
+    from clotho.data.problems import problems
+    from clotho.learner import Datum, Learner
+    from clotho.library import load
+    from clotho.models.policy import Policy
+    from clotho.rewards.weighted_sum import Rewards
+    from clotho.sampler import Sampler
+    from clotho.server import Server, serve
+    from clotho.training.stepwise import Gradient, LossInputs
+    from clotho.training.update import Update
+    from protocols.errors import ClothoError
+    from protocols.prompt import Problem
+    from protocols.sampling import Completion, CompletionDone, Sampling, TokenSampled
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "GRPO", "AdamW", "ClothoError", "Completion", "CompletionDone", "Datum", "DoRA", "Full", "Gradient", "Learner",
+    "LoRA", "LossInputs", "Policy", "Problem", "Rewards", "Sampler", "Sampling", "Server", "TokenSampled", "Update",
+    "__version__", "load", "problems", "serve",
+]  # fmt: skip
+
+_PLACES = {
+    "AdamW": "clotho.config.sections_training",
+    "ClothoError": "protocols.errors",
+    "Completion": "protocols.sampling",
+    "CompletionDone": "protocols.sampling",
+    "Datum": "clotho.learner",
+    "DoRA": "clotho.config.schema:Dora",
+    "Full": "clotho.config.schema:FullMethod",
+    "GRPO": "clotho.config.objectives:Grpo",
+    "Gradient": "clotho.training.stepwise",
+    "Learner": "clotho.learner",
+    "LoRA": "clotho.config.schema:Lora",
+    "LossInputs": "clotho.training.stepwise",
+    "Policy": "clotho.models.policy",
+    "Problem": "protocols.prompt",
+    "Rewards": "clotho.rewards.weighted_sum",
+    "Sampler": "clotho.sampler",
+    "Sampling": "protocols.sampling",
+    "Server": "clotho.server",
+    "TokenSampled": "protocols.sampling",
+    "Update": "clotho.training.update",
+    "load": "clotho.library",
+    "problems": "clotho.data.problems",
+    "serve": "clotho.server",
+}
+"""Module of each public name; after the colon, its name there if it is another one."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, original = _PLACES[name].partition(":")
+    value = globals()[name] = getattr(import_module(module), original or name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__
+
+
+class _BlasFirst(MetaPathFinder):
+    """Loads an optimised BLAS before MLX, whoever imports MLX: the loader binds its products to the first one (Linux).
+
+    It finds no module, so that the import goes on as it would without it.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Load the BLAS before the first import of `mlx.core`."""
+        if name == "mlx.core":
+            sys.meta_path.remove(self)
+            import_module("clotho.cpu").load_blas()
+        return None
+
+
+if sys.platform == "linux" and "mlx.core" not in sys.modules:
+    sys.meta_path.insert(0, _BlasFirst())

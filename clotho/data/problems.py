@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from clotho.data.records import Source, read_records
 from protocols.errors import DatasetError, RecordsError, nearest, visible
@@ -87,6 +87,34 @@ def load_problems(source: Source, *, columns: Columns) -> list[Problem]:
     if not problems:
         raise DatasetError(f"dataset {visible(source.path, 200)} is empty")
     return problems
+
+
+def problems(
+    path: str,
+    *,
+    split: str = "train",
+    subset: str = "",
+    system: str = "",
+    prompt: str = "prompt",
+    messages: str = "messages",
+    answer: str = "answer",
+    answer_pattern: str = "",
+    type_key: str = "type",
+) -> list[Problem]:
+    """Read problems.
+
+    path: a file (JSON lines, JSON, CSV, Parquet), a directory of splits, or a dataset of the Hugging Face hub, which
+    needs the package `datasets`. split, subset: of a directory or the hub; a file has none. system: a system message
+    before every prompt that has none. prompt, messages, answer, type_key: names of columns; prompts are text or chat
+    messages; answer = "": the problems have none. answer_pattern: regular expression that finds the answer in its
+    column. All columns of a record are in `problem.extra`.
+    Raises DatasetError with the place of the first record that is not valid.
+    """
+    columns = Columns(prompt=prompt, messages=messages, answer=answer, type=type_key, answer_pattern=answer_pattern)
+    found = load_problems(Source(path=path, subset=subset, split=split), columns=columns)
+    if not system:
+        return found
+    return [structs.replace(one, messages=tuple(dict(m) for m in conversation(one, system))) for one in found]
 
 
 def problems_fingerprint(*parts: Sequence[Problem]) -> str:

@@ -49,6 +49,10 @@ class PinnedWeights:
         self._policy.fold()
         self.version = version
 
+    def served(self) -> tuple[Parameters, int]:
+        """Return the parameters of the last `use`, and their version. Any thread may call this."""
+        return self._policy.trainable(), self.version
+
     def release(self) -> None:
         """Refer to no parameters until the next `use`."""
         self._policy.release()

@@ -7,6 +7,7 @@ arrays are never modified.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from clotho.models.quantization import quantization_of
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.checkpoint import AdapterConfig, BaseQuantization
 from protocols.errors import ClothoError, ModelError
+from protocols.prompt import Problem
 from protocols.summary import PolicyDescription
 
 __all__ = ["Parameters", "Policy", "TrainablePolicy", "load_policy"]
@@ -135,6 +137,21 @@ class Policy:
         self.version = 0
         self.step = 0
         self.fingerprint = fingerprint(self.trainable())
+
+    def chat(
+        self, conversation: str | Problem | Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
+        """Return the prompt of a conversation as token ids, in the chat template of the model.
+
+        conversation: what the user says, a problem, or messages with `role` and `content`. tools: definitions of
+        functions, for templates that show them; by default those of the problem. Raises RequestError if the model has
+        no chat template, or if it refuses the messages.
+        """
+        if isinstance(conversation, Problem):
+            tools = tools or conversation.tools
+            conversation = conversation.messages or conversation.prompt
+        messages = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else conversation
+        return self.tokenizer.render_chat(messages, tools=tools)
 
     def trainable(self) -> Parameters:
         """Return the tree of the served parameters; changing the tree does not change the policy."""

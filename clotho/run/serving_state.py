@@ -23,6 +23,7 @@ from clotho.runtime.compute_thread import Compute, finish
 from clotho.runtime.supervisor import ChildState, ChildStatus
 from clotho.runtime.watchdog import EngineGuard, PeriodicCheck, Watchdog
 from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.server import engine_snapshot
 from clotho.serving.adapters import AdapterRegistry
 from clotho.serving.control import EngineControl
 from clotho.serving.services import EngineSnapshot, HealthReport, ServedModel
@@ -141,29 +142,7 @@ class ServingState:
 
     def engine_snapshot(self) -> EngineSnapshot:
         """The engine's part of /metrics."""
-        stats, turns = self._engine.stats(), self._compute.turn_times()
-        return EngineSnapshot(
-            sequences_running=stats.running_rows,
-            sequences_waiting=stats.waiting_rows,
-            clients_waiting=stats.waiting_clients,
-            sequences_limit=stats.rows_limit,
-            cache_usage=stats.cache_tokens / self._settings.kv_cache_tokens,
-            prefix_queries=stats.prefix_hits + stats.prefix_misses,
-            prefix_hits=stats.prefix_hits,
-            prefix_tokens=stats.prefix_cache_tokens,
-            prefill_tokens=stats.prefill_tokens,
-            decode_steps=stats.decode_steps,
-            tokens_sampled=stats.tokens_sampled,
-            finished=stats.finished,
-            failed=stats.failed,
-            listener_errors=stats.listener_errors,
-            preempted=stats.preempted,
-            timed_out=stats.timed_out,
-            timings=stats.timings,
-            speculation=stats.speculation,
-            turns={kind: times.seconds for kind, times in turns.items()},
-            longest_turns={kind: times.longest for kind, times in turns.items()},
-        )
+        return engine_snapshot(self._compute, self._engine, self._settings)
 
 
 def read_chosen(path: Path, model: str, store: AdapterStore) -> AdapterContents:

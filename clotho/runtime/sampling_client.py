@@ -16,7 +16,18 @@ from msgspec import structs
 from protocols.errors import ExecutorStoppedError, GenerationError, RequestError
 from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleFailed, SampleRequest, TokenSampled
 
-__all__ = ["Engine", "GenerationError", "GroupSampler", "Progress", "Refusal", "RequestError", "Sampler", "Submit"]
+__all__ = [
+    "Engine",
+    "Flight",
+    "GenerationError",
+    "GroupSampler",
+    "Item",
+    "Progress",
+    "Refusal",
+    "RequestError",
+    "Sampler",
+    "Submit",
+]
 
 MAX_UNREAD_TOKENS = 1024
 """Maximum number of streamed tokens that wait for the caller of one call. Each alternative of a token counts as one."""
@@ -24,7 +35,8 @@ MAX_UNREAD_TOKENS = 1024
 T = TypeVar("T")
 Progress = TokenSampled | CompletionDone
 Refusal = RequestError | GenerationError
-_Item = tuple[int, SampleEvent] | tuple[int, RequestError] | BaseException
+Item = tuple[int, SampleEvent] | tuple[int, RequestError] | BaseException
+"""The position of a request and what happened to it, or an error that concerns all requests."""
 
 
 class Submit(Protocol):
@@ -57,13 +69,13 @@ class GroupSampler(Protocol):
         ...
 
 
-class _Flight:
-    """The requests of one call. `start` and `abort` run in the decode thread.
+class Flight:
+    """The requests of one call. `start` and `abort` run in the decode thread, which also calls `post`.
 
-    withdrawn: set in the event loop when the caller leaves; requests that have not started then never start.
+    withdrawn: set in any thread when the caller leaves; requests that have not started then never start.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[SampleRequest], post: Callable[[_Item], None]) -> None:
+    def __init__(self, engine: Engine, requests: Sequence[SampleRequest], post: Callable[[Item], None]) -> None:
         self._engine, self._requests, self._post = engine, requests, post
         self._ids: dict[int, int] = {}
         self.withdrawn = False
@@ -96,13 +108,13 @@ class _Inbox:
     """
 
     def __init__(self) -> None:
-        self._items: list[_Item] = []
+        self._items: list[Item] = []
         self._filled = asyncio.Event()
         self._tokens = 0
         self._shown: dict[tuple[int, int], int] = {}
         self._dropped: set[tuple[int, int]] = set()
 
-    def put(self, item: _Item) -> None:
+    def put(self, item: Item) -> None:
         """Add an item."""
         if not isinstance(item, BaseException):
             position, event = item
@@ -138,7 +150,7 @@ class _Inbox:
         for item in items:
             if isinstance(item, BaseException):
                 raise item
-            batch.append((item[0], _outcome(item[1])))
+            batch.append((item[0], event_or_error(item[1])))
         return batch
 
 
@@ -159,7 +171,7 @@ class Sampler:
         self._submit, self._engine = submit, engine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = Lock()
-        self._arrived: deque[tuple[_Inbox, _Item]] = deque()
+        self._arrived: deque[tuple[_Inbox, Item]] = deque()
         self._hop_scheduled = False
         self._running = 0
 
@@ -228,7 +240,7 @@ class Sampler:
         self._use(asyncio.get_running_loop())
         inbox = _Inbox()
         unfinished = {position: len(request.seeds) for position, request in enumerate(requests)}
-        flight = _Flight(self._engine, requests, partial(self._post, inbox))
+        flight = Flight(self._engine, requests, partial(self._post, inbox))
         self._submit(flight.start).add_done_callback(partial(self._started, inbox))
         self._running += len(requests)
         try:
@@ -263,13 +275,13 @@ class Sampler:
         if error is not None and self._is_first(inbox, error):
             self._wake()
 
-    def _withdraw(self, flight: _Flight, positions: Sequence[int]) -> None:
+    def _withdraw(self, flight: Flight, positions: Sequence[int]) -> None:
         flight.withdrawn = True
         # If the decode thread has ended, there are no rows to free.
         with suppress(ExecutorStoppedError):
             self._submit(partial(flight.abort, positions))
 
-    def _post(self, inbox: _Inbox, item: _Item) -> None:
+    def _post(self, inbox: _Inbox, item: Item) -> None:
         """Pass an item from the decode thread to the loop. The first item after a delivery schedules the next one.
 
         The loop is woken after the turn of the decode thread. A wake-up within a decode step would let the loop take
@@ -281,7 +293,7 @@ class Sampler:
             except ExecutorStoppedError:
                 self._wake()
 
-    def _is_first(self, inbox: _Inbox, item: _Item) -> bool:
+    def _is_first(self, inbox: _Inbox, item: Item) -> bool:
         """Add an item; return whether it is the first one after a delivery, so that the loop must be woken."""
         with self._lock:
             self._arrived.append((inbox, item))
@@ -307,7 +319,8 @@ def _end_turn() -> None:
     """Do nothing: when this call is done, the turn of the decode thread has ended."""
 
 
-def _outcome(event: SampleEvent | RequestError) -> Progress | Refusal:
+def event_or_error(event: SampleEvent | RequestError) -> Progress | Refusal:
+    """Return an event, or the error that ended its request."""
     if not isinstance(event, SampleFailed):
         return event
     return RequestError(event.reason, param=event.param) if event.param else GenerationError(event.reason)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from clotho.config.sections_training import EssStepScale, LearnerSection
 from clotho.models.parameters import Arrays, Parameters, flat, nested
@@ -31,6 +31,17 @@ from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizers import OptimizerState, apply_step, clip_scale, global_norm
 from protocols.rollout import ScoredGroup
 from protocols.step import Cut, TokenValues, UpdateMetrics
+
+UNMEASURED = {
+    "kl": 0.0, "entropy": 0.0, "clip_fraction": 0.0, "mismatch_kl": 0.0, "ratio_mean": 1.0, "rejected_fraction": 0.0,
+}  # fmt: skip
+"""The means of an update without a token, or with a loss that does not measure them."""
+
+
+def metric_means(sums: Mapping[str, ArrayLike]) -> dict[str, float]:
+    """Return the mean of each metric from its sum over tokens and their number, (2,); 0 without a token."""
+    pairs = {name: np.array(pair, dtype=np.float64) for name, pair in sums.items()}
+    return {name: float(total / count) if count else 0.0 for name, (total, count) in pairs.items()}
 
 
 class MetricTotals:
@@ -64,7 +75,7 @@ class MetricTotals:
         tokens: number of tokens trained on, each counted once. steps: number of steps taken; 0 if the update is
         rejected.
         """
-        means = {name: float(total / count) if count else 0.0 for name, (total, count) in self._sums.items()}
+        means = UNMEASURED | metric_means(self._sums)
         ratio_squared = means.pop("ratio_squared_mean", 0.0)
         return UpdateMetrics(
             **means,
@@ -207,7 +218,7 @@ def take_optimizer_steps(
     for number in range(count):
         index = number % len(batch.minibatches)
         mini, recorder = batch.minibatches[index], record if number == index else None
-        total, parts = _minibatch_gradient(
+        total, parts = minibatch_gradient(
             mini,
             batch.fixed_logprobs[index],
             progress.parameters,
@@ -226,20 +237,41 @@ def take_optimizer_steps(
             log_weights.append(micro.log_weight_B(np.array(part.logp_N, dtype=np.float64)))
         if number == 0:
             progress = progress._replace(initial_logp=tuple(part.logp_N for part in parts))
-        norm = float(np.array(global_norm(total.arrays)))
-        sample_size = effective_sample_size(np.concatenate(log_weights))
-        scale = step_scale(sample_size, loss_config.settings)
-        if not totals.add(total, norm=norm, sample_size=sample_size, scale=scale):
+        stepped = take_step(
+            progress, total, log_weights, settings=loss_config.settings, learning_rate=learning_rate, totals=totals
+        )
+        if stepped is None:
             return None
-        if norm > 0.0:
-            progress = _step(
-                progress, total.arrays, loss_config.settings, learning_rate=scale * learning_rate, norm=norm
-            )
+        if stepped.steps > progress.steps:
             turns.pause()
+        progress = stepped
     return progress
 
 
-def _minibatch_gradient(
+def take_step(
+    progress: OptimizerProgress,
+    total: Gradient,
+    log_weights: Sequence[NDArray[np.float64]],
+    *,
+    settings: LearnerSection,
+    learning_rate: float,
+    totals: MetricTotals,
+) -> OptimizerProgress | None:
+    """Take one step along a gradient, none if it is exactly zero; return None if loss or gradient is not finite.
+
+    log_weights: per micro-batch, the logarithms of the importance weights of its completions. totals: as above.
+    """
+    norm = float(np.array(global_norm(total.arrays)))
+    sample_size = effective_sample_size(np.concatenate(log_weights))
+    scale = step_scale(sample_size, settings)
+    if not totals.add(total, norm=norm, sample_size=sample_size, scale=scale):
+        return None
+    if norm == 0.0:
+        return progress
+    return _step(progress, total.arrays, settings, learning_rate=scale * learning_rate, norm=norm)
+
+
+def minibatch_gradient(
     mini: Minibatch,
     fixed_logprobs: Sequence[FixedLogprobs],
     parameters: Parameters,

@@ -45,7 +45,6 @@ import mlx.core as mx
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.config.schema import SamplingSection
 from clotho.config.sections_training import LearnerSection
 from clotho.models.machine import random_state, restore_random_state
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat
@@ -71,6 +70,7 @@ from clotho.training.rollback import (
 from clotho.training.update_checks import AdapterCheck, update_kl
 from protocols.learnability import require_learnable
 from protocols.rollout import ScoredGroup
+from protocols.sampling import Sampling
 from protocols.step import TokenValues, UpdateMetrics
 
 FIRST_STEPS, UPDATE_KL_INTERVAL = 10, 8
@@ -120,7 +120,7 @@ class PolicyLearner:
         self,
         policy: TrainablePolicy,
         learner: LearnerSection,
-        sampling: SamplingSection,
+        sampling: Sampling,
         *,
         steps: int,
         seed: int = 0,
@@ -232,19 +232,8 @@ class PolicyLearner:
         self, groups: Sequence[ScoredGroup], step: int, ranks: OtherRanks | None, *, measure_update_kl: bool
     ) -> _Computed:
         self.turns.begin()
-        loss_config = LossConfig(self._settings, self._objective, self._distribution, self._state.loss_coefficients)
-        batch = prepare(
-            groups,
-            policy=self.model,
-            forcing=self._forcing,
-            parameters=self.parameters,
-            reference=self._reference,
-            loss_config=loss_config,
-            max_tokens=self._max_tokens,
-            seed=(self._seed, step),
-            turns=self.turns,
-            ranks=ranks,
-        )
+        loss_config = self._loss_config(self._settings)
+        batch = self._prepare(groups, loss_config, step=step, ranks=ranks)
         rate = learning_rate(step, steps=self._steps, settings=self._settings) * self._state.rate_factor
         totals, record = MetricTotals(), TokenRecord() if self._token_values else None
         progress = take_optimizer_steps(
@@ -269,6 +258,25 @@ class PolicyLearner:
         if progress is not None and metrics.update_applied and measure_update_kl:
             metrics = replace(metrics, update_kl=self._update_kl(groups, batch, progress))
         return _Computed(batch, progress, metrics, record)
+
+    def _loss_config(self, settings: LearnerSection) -> LossConfig:
+        return LossConfig(settings, self._objective, self._distribution, self._state.loss_coefficients)
+
+    def _prepare(
+        self, groups: Sequence[ScoredGroup], loss_config: LossConfig, *, step: int, ranks: OtherRanks | None = None
+    ) -> TrainingBatch:
+        return prepare(
+            groups,
+            policy=self.model,
+            forcing=self._forcing,
+            parameters=self.parameters,
+            reference=self._reference,
+            loss_config=loss_config,
+            max_tokens=self._max_tokens,
+            seed=(self._seed, step),
+            turns=self.turns,
+            ranks=ranks,
+        )
 
     def _update_kl(self, groups: Sequence[ScoredGroup], batch: TrainingBatch, progress: OptimizerProgress) -> float:
         kl: float = update_kl(

@@ -1,0 +1,397 @@
+"""Sampler: batched decoding in a thread of its own, with weights that change between two tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from functools import cache, partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import structlog
+
+from clotho.config.schema import EngineSection, KvPolicy
+from clotho.inference import DecodeEngine
+from clotho.inference.held_out import PinnedWeights
+from clotho.library import compute, settings
+from clotho.models.policy import Policy
+from clotho.models.turns import TurnBudget
+from clotho.runtime.compute_thread import finish
+from clotho.runtime.sampling_client import Flight, Item, Progress, event_or_error
+from clotho.runtime.sampling_client import Sampler as Client
+from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.scoring.token_scores import SamplingDistribution
+from protocols.errors import ExecutorStoppedError, as_exception, error_text
+from protocols.prompt import group_seed
+from protocols.sampling import (
+    Completion,
+    CompletionDone,
+    PromptLogprobs,
+    SampleRequest,
+    Sampling,
+    can_record_support,
+    completion_seeds,
+)
+from protocols.step import WeightsReady
+
+if TYPE_CHECKING:
+    from clotho.learner import Learner
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+DEFAULT = Sampling()
+"""At most 256 tokens from the model's own distribution."""
+
+TURN_SECONDS = 0.25
+"""Longest turn of prefill and scoring beside a learner, where both share a device."""
+
+
+class _Engines:
+    """The decode engines of the process, which take steps one after the other in the decode thread.
+
+    An engine whose step raises fails its requests, and starts afresh with the next one.
+    """
+
+    def __init__(self) -> None:
+        self.engines: list[DecodeEngine] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step of any engine has anything to do."""
+        return any(engine.has_work for engine in self.engines)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a client waits for a first token."""
+        return any(engine.is_urgent for engine in self.engines)
+
+    @property
+    def long_only(self) -> bool:
+        """Whether only long requests of clients are decoded."""
+        return all(engine.long_only for engine in self.engines if engine.has_work)
+
+    def tick(self) -> int:
+        """Run one step of each engine that has work, and return the number of sampled tokens."""
+        sampled = 0
+        for engine in list(self.engines):
+            try:
+                sampled += engine.tick() if engine.has_work else 0
+            except Exception as error:
+                log.exception("decode_step_failed")
+                engine.fail_all(f"a decode step failed: {error_text(error)}")
+        return sampled
+
+
+@cache
+def _engines() -> _Engines:
+    engines = _Engines()
+    compute().decode.attach(engines)
+    return engines
+
+
+class _Call:
+    """The completions of one call, collected in the decode thread. future: gets all of them, or the first error.
+
+    Cancelling the future aborts the requests.
+    """
+
+    def __init__(self, engine: DecodeEngine, requests: Sequence[SampleRequest]) -> None:
+        self.future: Future[list[list[Completion]]] = Future()
+        self._found: list[dict[int, Completion]] = [{} for _ in requests]
+        self._missing = sum(len(request.seeds) for request in requests)
+        self._flight = Flight(engine, requests, self._heard)
+        self._all = range(len(requests))
+        self.future.add_done_callback(self._withdraw)
+        if not requests:
+            self.future.set_result([])
+            return
+        compute().decode.submit(self._flight.start).add_done_callback(self._started)
+
+    def _started(self, started: Future[None]) -> None:
+        error = ExecutorStoppedError("the process ends") if started.cancelled() else started.exception()
+        if error is not None:
+            self._fail(as_exception(error))
+
+    def _heard(self, item: Item) -> None:
+        assert not isinstance(item, BaseException)
+        position, event = item[0], event_or_error(item[1])
+        if isinstance(event, Exception):
+            self._fail(event)
+        elif isinstance(event, CompletionDone):
+            self._found[position][event.index] = event.completion
+            self._missing -= 1
+            if not self._missing:
+                with suppress(InvalidStateError):  # cancelled meanwhile
+                    self.future.set_result([[found[index] for index in sorted(found)] for found in self._found])
+
+    def _fail(self, error: Exception) -> None:
+        with suppress(InvalidStateError):
+            self.future.set_exception(error)
+
+    def _withdraw(self, future: Future[list[list[Completion]]]) -> None:
+        if self._missing and (future.cancelled() or future.exception()):
+            self._flight.withdrawn = True
+            with suppress(ExecutorStoppedError):
+                compute().decode.submit(partial(self._flight.abort, self._all))
+
+
+class Sampler:
+    """Samples from a policy: all rows of all calls are decoded together, in a thread of its own.
+
+    Any thread and any event loop may call its methods at the same time. A synchronous method blocks its caller until
+    the result is there; its `_async` form awaits the same result. Interrupting or cancelling either aborts what it
+    asked for. The context manager closes the sampler.
+
+    policy, version: what it samples from; version 0 are the weights of `load`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        max_num_seqs: int = 256,
+        kv_cache_tokens: int = 262_144,
+        prefix_cache_tokens: int = 16_384,
+        kv_policy: KvPolicy = "keep",
+    ) -> None:
+        """Prepare to decode; this takes a moment and no memory for weights.
+
+        The settings are those of `[engine]` in a profile. max_num_seqs: rows that are decoded at once; others wait.
+        kv_cache_tokens: tokens of all running rows, prompts included. prefix_cache_tokens: of prompts whose KV caches
+        are kept for later requests of clients. kv_policy: what `publish` does to running rows: "keep" continues with
+        their KV caches, "recompute" computes these again, "drain" lets the rows finish first.
+        Raises ProfileError for a setting out of range, and ModelError if rows of the model cannot share a batch.
+        """
+        self.policy = policy
+        self.settings = settings(
+            EngineSection,
+            {
+                "max_num_seqs": max_num_seqs,
+                "kv_cache_tokens": kv_cache_tokens,
+                "prefix_cache_tokens": prefix_cache_tokens,
+                "kv_policy": kv_policy,
+            },
+        )
+        self._decode, self._scoring = compute().decode, compute().scoring
+        self._scorer: PromptScorer | None = None
+        self._closed = False
+
+        def make() -> tuple[PinnedWeights, DecodeEngine]:
+            weights = PinnedWeights(policy)
+            engine = DecodeEngine(weights, self.settings, turns=TurnBudget(TURN_SECONDS, self._decode.lane))
+            _engines_here.append(engine)
+            return weights, engine
+
+        _engines_here = _engines().engines
+        self._weights, self.engine = self._decode.submit(make).result()
+        self._fingerprint = policy.fingerprint
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample now."""
+        return self._weights.version
+
+    @property
+    def served(self) -> WeightsReady:
+        """Version and fingerprint of the weights that sample now."""
+        return WeightsReady(version=self.version, step=self.version, fingerprint=self._fingerprint)
+
+    def __enter__(self) -> Self:
+        """Return the sampler."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Fail what is being sampled, and free the KV caches. Further calls of other methods raise RuntimeError."""
+        if self._closed:
+            return
+        self._closed = True
+
+        def leave() -> None:
+            self.engine.fail_all("the sampler was closed")
+            _engines().engines.remove(self.engine)
+
+        with suppress(ExecutorStoppedError):
+            self._decode.submit(leave).result()
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling = DEFAULT, *, n: int = 1, seed: int = 0
+    ) -> list[list[Completion]]:
+        """Return `n` completions of each prompt, in the order of the prompts.
+
+        prompts: token ids, as `policy.chat` or `policy.tokenizer.encode` returns them; the prefill of a prompt is
+        computed once for its completions. seed: completion i of prompt p is a function of (weights, prompt, sampling,
+        seed, p, i): give each step another seed. A completion has `text`, `tokens`, and for each token the
+        log-probability in nats under the distribution it was sampled from (`logprobs`) and the version of the weights
+        (`versions`); after `max_tokens` its `finish_reason` is "length".
+        Raises RequestError, which names the parameter, for a prompt or a setting that cannot be sampled, and
+        GenerationError if the model computes numbers that are not finite.
+        """
+        return result_of(self._sample(prompts, sampling, n, seed))
+
+    async def sample_async(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling = DEFAULT, *, n: int = 1, seed: int = 0
+    ) -> list[list[Completion]]:
+        """Await what `sample` returns."""
+        return await finish(self._sample(prompts, sampling, n, seed))
+
+    def _sample(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, seed: int
+    ) -> Future[list[list[Completion]]]:
+        self._require_open()
+        requests = [
+            SampleRequest(
+                prompt=_tokens(prompt),
+                sampling=sampling,
+                seeds=completion_seeds(group_seed(seed, position), n),
+                background=True,
+                record_support=can_record_support(sampling),
+            )
+            for position, prompt in enumerate(_many(prompts))
+        ]
+        return _Call(self.engine, requests).future
+
+    async def stream(
+        self, prompt: Sequence[int], sampling: Sampling = DEFAULT, *, seed: int = 0
+    ) -> AsyncGenerator[Progress, None]:
+        """Yield each token of one completion when it is sampled (`TokenSampled`), then the whole (`CompletionDone`).
+
+        Streams are admitted before the rows of `sample`. Closing the generator aborts the completion. Arguments and
+        errors are those of `sample`.
+        """
+        self._require_open()
+        request = SampleRequest(prompt=_tokens(prompt), sampling=sampling, seeds=completion_seeds(seed, 1))
+        events = self.client().stream(request)
+        try:
+            async for event in events:
+                yield event
+        finally:
+            await events.aclose()
+
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Completion | Sequence[int]],
+        *,
+        temperature: float = 1.0,
+    ) -> list[tuple[float, ...]]:
+        """Return the log-probabilities in nats of given tokens after their prompts, under the weights that sample now.
+
+        completions: one for each prompt. temperature: of the distribution, above 0; without top-p, top-k and min-p.
+        Raises ValueError if the arguments differ in length, and GenerationError as `sample`.
+        """
+        return result_of(self._score(prompts, completions, temperature))
+
+    async def score_async(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Completion | Sequence[int]],
+        *,
+        temperature: float = 1.0,
+    ) -> list[tuple[float, ...]]:
+        """Await what `score` returns."""
+        return await finish(self._score(prompts, completions, temperature))
+
+    def _score(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion | Sequence[int]], temperature: float
+    ) -> Future[list[tuple[float, ...]]]:
+        self._require_open()
+        pairs = [
+            (_tokens(prompt), one.tokens if isinstance(one, Completion) else _tokens(one))
+            for prompt, one in zip(_many(prompts), completions, strict=True)
+        ]
+        if not temperature > 0.0:
+            raise ValueError(f"temperature = {temperature:g}: log-probabilities need a temperature above 0")
+        distribution = SamplingDistribution(temperature)
+
+        def work() -> list[tuple[float, ...]]:
+            found = []
+            for prompt, tokens in pairs:
+                scored = self.prompt_logprobs((*prompt, *tokens), distribution=distribution)
+                found.append(scored.logprobs[len(prompt) - 1 :])
+            return found
+
+        return self._scoring.submit(work)
+
+    def prompt_logprobs(self, tokens: tuple[int, ...], **choices: Any) -> PromptLogprobs:
+        """Score the tokens of one prompt, in the scoring thread. choices: as for `PromptScorer.score`."""
+        if self._scorer is None:
+            turns = TurnBudget(TURN_SECONDS, self._scoring.lane)
+            self._scorer = PromptScorer(self.policy.copy_model(), chunk=self.settings.prefill_chunk, turns=turns)
+        parameters, version = self._weights.served()
+        return self._scorer.score(parameters, tokens, version=version, **choices)
+
+    def publish(self, learner: Learner) -> int:
+        """Sample with the learner's newest weights from the next token on, and return their version.
+
+        Nothing is copied or saved: the sampler refers to the learner's arrays. Completions that are under way continue
+        (`kv_policy`), so that one completion can have tokens of several versions. Raises ValueError for a learner of
+        another policy.
+        """
+        return result_of(self._publish(learner))
+
+    async def publish_async(self, learner: Learner) -> int:
+        """Await what `publish` returns."""
+        return await finish(self._publish(learner))
+
+    def _publish(self, learner: Learner) -> Future[int]:
+        self._require_open()
+        if learner.policy is not self.policy:
+            raise ValueError("this learner trains another policy than the sampler's")
+        newest, published = learner.newest, Future[int]()
+
+        def use() -> float:
+            self._weights.use(newest.parameters, newest.version)
+            self._fingerprint = newest.fingerprint
+            return 0.0
+
+        def ended(swap: Future[Any]) -> None:
+            with suppress(InvalidStateError):
+                if swap.cancelled():
+                    published.set_exception(ExecutorStoppedError("newer weights were published, or the process ends"))
+                elif error := swap.exception():
+                    published.set_exception(error)
+                else:
+                    published.set_result(newest.version)
+
+        def swap() -> None:
+            self.engine.swap(use, self.settings.kv_policy).add_done_callback(ended)
+
+        self._decode.submit(swap).add_done_callback(lambda done: ended(done) if done.cancelled() else None)
+        return published
+
+    def client(self) -> Client:
+        """Return an interface for the requests of one event loop, such as that of a server."""
+        return Client(self._decode.submit, self.engine)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the sampler is closed: use it inside its with block")
+
+
+def result_of(future: Future[T]) -> T:
+    """Wait for a result; an interrupt cancels the work."""
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def _many(prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    first: object = prompts[0] if prompts else ()
+    if isinstance(first, int | str):
+        raise TypeError("prompts are a list of prompts, each a sequence of token ids: sample([policy.chat(text)])")
+    return prompts
+
+
+def _tokens(prompt: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prompt)

@@ -1,0 +1,133 @@
+"""The OpenAI-compatible server of a sampler, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Self
+
+import anyio
+
+from clotho.config.schema import EngineSection, HttpServer
+from clotho.inference import DecodeEngine
+from clotho.library import compute, settings
+from clotho.runtime.compute_thread import Compute, finish
+from clotho.sampler import DEFAULT, Sampler
+from clotho.serving.server import ApiServer, base_url, listen
+from clotho.serving.services import EngineSnapshot, HealthReport, RunSnapshot, ServedModel, ServerContext
+from protocols.errors import as_exception
+from protocols.sampling import PromptLogprobs
+
+
+class Server:
+    """A server that runs until `close`, or until the end of its `with` block. url: its address, without a path."""
+
+    def __init__(self, context: ServerContext) -> None:
+        """Listen, and return when requests are answered. Raises ServerError if the address cannot be bound."""
+        self._ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        listener = listen(context.settings)
+        self.url = base_url(listener)
+        api = ApiServer(context, listener=listener)
+        self._thread = threading.Thread(target=self._run, args=(api,), name="clotho server", daemon=True)
+        self._thread.start()
+        self._loop, self._ended = self._ready.result()
+
+    def _run(self, api: ApiServer) -> None:
+        try:
+            asyncio.run(self._serve(api))
+        except BaseException as error:
+            if self._ready.done():
+                raise
+            self._ready.set_exception(as_exception(error))
+
+    async def _serve(self, api: ApiServer) -> None:
+        ended = asyncio.Event()
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(api.run)
+            self._ready.set_result((asyncio.get_running_loop(), ended))
+            await ended.wait()
+            tasks.cancel_scope.cancel()
+
+    def __enter__(self) -> Self:
+        """Return the server."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Admit no more requests, let running ones finish for up to ten seconds, and end."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join()
+
+
+def serve(
+    sampler: Sampler,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str = "",
+    model_name: str = "policy",
+) -> Server:
+    """Serve what a sampler samples from, with the API of OpenAI, and return the running server.
+
+    Its requests are decoded together with the sampler's own, and each answer names the version of its weights; see
+    docs/http-api.md. Close the server before the sampler. port: 0 takes a free one; `server.url` has it. api_key:
+    required of clients, and for a host that other machines reach.
+    Raises ServerError if the address cannot be bound, and ProfileError for a setting that is not valid.
+    """
+    section = settings(HttpServer, {"host": host, "port": port, "api_key": api_key, "model_name": model_name})
+    policy = sampler.policy
+    model = ServedModel(id=model_name, root=str(policy.files or model_name), weights=lambda: sampler.served)
+    return Server(
+        ServerContext(
+            sampler=sampler.client(),
+            tokenizer=policy.tokenizer,
+            settings=section,
+            sampling=DEFAULT,
+            prompt_logprobs=lambda tokens, top, source: _score(sampler, tokens, top),
+            weights=lambda: sampler.served,
+            models=lambda: (model,),
+            health=lambda: HealthReport(status="ok"),
+            snapshot=lambda: RunSnapshot(engine=engine_snapshot(compute(), sampler.engine, sampler.settings)),
+            context_length=policy.context_length,
+            vocab_size=policy.vocab_size,
+        )
+    )
+
+
+async def _score(sampler: Sampler, tokens: tuple[int, ...], top: int) -> PromptLogprobs:
+    return await finish(compute().scoring.submit(lambda: sampler.prompt_logprobs(tokens, top=top)))
+
+
+def engine_snapshot(threads: Compute, engine: DecodeEngine, section: EngineSection) -> EngineSnapshot:
+    """Return the engine's part of /metrics."""
+    stats, turns = engine.stats(), threads.turn_times()
+    return EngineSnapshot(
+        sequences_running=stats.running_rows,
+        sequences_waiting=stats.waiting_rows,
+        clients_waiting=stats.waiting_clients,
+        sequences_limit=stats.rows_limit,
+        cache_usage=stats.cache_tokens / section.kv_cache_tokens,
+        prefix_queries=stats.prefix_hits + stats.prefix_misses,
+        prefix_hits=stats.prefix_hits,
+        prefix_tokens=stats.prefix_cache_tokens,
+        prefill_tokens=stats.prefill_tokens,
+        decode_steps=stats.decode_steps,
+        tokens_sampled=stats.tokens_sampled,
+        finished=stats.finished,
+        failed=stats.failed,
+        listener_errors=stats.listener_errors,
+        preempted=stats.preempted,
+        timed_out=stats.timed_out,
+        timings=stats.timings,
+        speculation=stats.speculation,
+        turns={kind: times.seconds for kind, times in turns.items()},
+        longest_turns={kind: times.longest for kind, times in turns.items()},
+    )

@@ -1,0 +1,343 @@
+"""An update in two calls: gradients of losses that add up, and one optimizer step along their sum.
+
+The gradient, the step and the transaction are those of `PolicyLearner.update`: the groups of one update with one
+minibatch and one epoch, given to `forward_backward`, lead to the same weights bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from clotho.config.bounds import Absent
+from clotho.config.objectives import Reinforce
+from clotho.config.sections_training import LearnerSection
+from clotho.models.parameters import Arrays, flat, nested
+from clotho.scoring.sequences import sampled_mask_T
+from clotho.training import gradient as micro
+from clotho.training.batch import Minibatch, compute_advantages, minibatches
+from clotho.training.gradient import FixedLogprobs, LossConfig, StepPosition, compute_logprobs
+from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
+from clotho.training.objectives.loss import LossCoefficients
+from clotho.training.optimizer_steps import (
+    MetricTotals,
+    OptimizerProgress,
+    metric_means,
+    minibatch_gradient,
+    take_step,
+)
+from clotho.training.optimizers import learning_rate as scheduled_rate
+from clotho.training.rollback import with_prefix
+from clotho.training.update import PolicyLearner, Update
+from protocols.errors import CheckpointError
+from protocols.rollout import ScoredGroup
+from protocols.sampling import Completion
+
+
+class LossInputs(NamedTuple):
+    """What a loss of one's own knows of the data: arrays of MLX without gradient, one row for each datum, in order.
+
+    T is the length of the longest completion; shorter rows end with zeros, and their mask with 0.
+
+    tokens_B_T: int32. mask_B_T: 1 for tokens that the policy sampled, 0 for inserted tokens and padding.
+    advantages_B_T: as given. sampler_logp_B_T: log-probabilities in nats under the policy that sampled the tokens; 0
+    where they are unknown. versions_B_T: int32, the policy version that sampled each token. weights_B_T: share of each
+    token in a mean over the data, by the `loss_aggregation` of the objective; all add up to 1 (`token_sum`: to less).
+    """
+
+    tokens_B_T: mx.array
+    mask_B_T: mx.array
+    advantages_B_T: mx.array
+    sampler_logp_B_T: mx.array
+    versions_B_T: mx.array
+    weights_B_T: mx.array
+
+
+CustomLoss = Callable[[mx.array, LossInputs], tuple[mx.array, Mapping[str, mx.array | float]]]
+"""loss(logp_B_T, inputs) -> (scalar to be minimized, metrics). logp_B_T: with gradient, in nats, 0 at padding."""
+
+Loss = Literal["objective", "cross_entropy"] | CustomLoss
+
+
+class Gradient(Struct, frozen=True, kw_only=True):
+    """What one `forward_backward` computed.
+
+    loss: of its data. metrics: means over the tokens, under the names of metrics.jsonl, or those of a loss of one's
+    own. tokens: number of tokens that were trained on. logprobs: of each datum, the log-probabilities of its tokens in
+    nats under the newest parameters; 0 at tokens that the policy did not sample.
+    """
+
+    loss: float
+    metrics: Mapping[str, float]
+    tokens: int
+    logprobs: tuple[tuple[float, ...], ...]
+
+
+NOTHING = Gradient(loss=0.0, metrics={}, tokens=0, logprobs=())
+"""The gradient of no token."""
+
+
+class _Held(NamedTuple):
+    """The sum of the gradients since the last step. log_weights: as for `take_step`."""
+
+    total: micro.Gradient
+    log_weights: tuple[NDArray[np.float64], ...]
+    tokens: int
+
+
+class StepwiseLearner(PolicyLearner):
+    """A `PolicyLearner` whose updates can also be made of gradients and steps."""
+
+    _held: _Held | None = None
+
+    def forward_backward(self, groups: Sequence[ScoredGroup], loss: Loss = "objective") -> Gradient:
+        """Add the gradient of a loss of the groups' completions to the gradient that the next step takes.
+
+        groups: with advantages per token. objective: the loss of an update of these groups, with
+        its KL penalty and its entropy bonus. cross_entropy: minus advantage times log-probability, averaged as the
+        objective's `loss_aggregation` says. A loss of one's own is called once, with all data.
+        Raises ValueError if the policy sampled no token.
+        """
+        self.turns.begin()
+        try:
+            if loss == "objective":
+                config = self._loss_config(replace(self._settings, num_minibatches=1, update_epochs=1))
+                batch = self._prepare(groups, config, step=self._state.updates)
+                if not batch.minibatches:  # all completions are truncated, and masked therefore
+                    return NOTHING
+                return self._add(groups, batch.minibatches[0], batch.fixed_logprobs[0], config, weighted=True)
+            config = self._plain_config()
+            mini = self._minibatch(groups, config.settings)
+            fixed = [FixedLogprobs(None, None)] * len(mini.micro_batches)
+            if loss == "cross_entropy":
+                found = self._add(groups, mini, fixed, config, weighted=False)
+                return replace(found, metrics={})
+            value, metrics, mini = self._slopes(groups, mini, loss)
+            found = self._add(groups, mini, fixed, config, weighted=False)
+            return replace(found, loss=value, metrics=metrics)
+        finally:
+            self.model.release()
+
+    def logprobs(self, groups: Sequence[ScoredGroup]) -> tuple[tuple[float, ...], ...]:
+        """Return the log-probabilities of the completions' tokens under the newest parameters, as in `Gradient`."""
+        self.turns.begin()
+        try:
+            mini = self._minibatch(groups, self._plain_config().settings)
+            return _rows(groups, mini, self._scores(mini))
+        finally:
+            self.model.release()
+
+    def optim_step(self, *, learning_rate: float | None = None) -> Update:
+        """Take one optimizer step along the gradient that is held, and hold none afterwards.
+
+        All or nothing: without a gradient, with one that is exactly zero or not finite, the weights stay.
+        learning_rate: that of the schedule by default.
+        """
+        held, self._held = self._held, None
+        rate = learning_rate
+        if rate is None:
+            rate = scheduled_rate(self._state.updates, steps=self._steps, settings=self._settings)
+        rate *= self._state.rate_factor
+        totals = MetricTotals()
+        progress: OptimizerProgress | None = OptimizerProgress(self.parameters, self._state.optimizer)
+        if held is not None and progress is not None:
+            progress = take_step(
+                progress, held.total, held.log_weights, settings=self._settings, learning_rate=rate, totals=totals
+            )
+        metrics = totals.metrics(
+            tokens=held.tokens if held is not None else 0,
+            learning_rate=rate,
+            loss_coefficients=self._state.loss_coefficients,
+            steps=progress.steps if progress is not None else 0,
+        )
+        if progress is not None and metrics.update_applied:
+            self._apply(progress, metrics)
+        return Update(
+            parameters=self.parameters,
+            version=self.version,
+            fingerprint=self.fingerprint,
+            metrics=metrics,
+            advantages=(),
+            applied=metrics.update_applied,
+            finite=progress is not None,
+        )
+
+    def whole_state(self) -> Arrays:
+        """Name every array of the learner, the parameters and the version included; a gradient is not part of it."""
+        arrays = {f"parameters.{name}": array for name, array in flat(self.parameters).items()}
+        arrays |= {f"state.{name}": array for name, array in self.state().items()}
+        return arrays | {"version": mx.array(self.version, dtype=mx.int64)}
+
+    def restore_whole(self, arrays: Arrays) -> None:
+        """Continue from what `whole_state` named. Raises CheckpointError, and changes nothing, if it does not fit."""
+        parameters = nested(with_prefix(arrays, "parameters."))
+        try:
+            self.model.use(parameters)
+            self.restore(with_prefix(arrays, "state."))
+            version = int(np.array(arrays["version"]))
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"the state is not one of this policy and these settings: {error}") from error
+        finally:
+            self.model.release()
+        self._held = None
+        self._set_parameters(parameters)
+        self.version = version
+
+    def _plain_config(self) -> LossConfig:
+        """Return the configuration of a loss that is linear in the log-probabilities, without penalties."""
+        chosen = Reinforce(loss_aggregation=self._settings.objective.loss_aggregation, importance_correction=Absent())
+        settings = replace(
+            self._settings, objective=chosen, kl_penalty=Absent(), distillation_weight=0.0, num_minibatches=1
+        )
+        return LossConfig(settings, _negative_log_likelihood, self._distribution, LossCoefficients(0.0, 0.0))
+
+    def _minibatch(self, groups: Sequence[ScoredGroup], settings: LearnerSection) -> Minibatch:
+        (mini,) = minibatches(
+            groups,
+            compute_advantages(groups, (), settings),
+            settings=settings,
+            max_tokens=self._max_tokens,
+            layout=self._forcing.layout,
+            seed=(),
+        )
+        return mini
+
+    def _scores(self, mini: Minibatch) -> list[mx.array]:
+        self.model.use(self.parameters)
+        found = []
+        for part in mini.micro_batches:
+            found.append(compute_logprobs(self.model, self._forcing, part, self._distribution, turns=self.turns))
+            self.turns.pause()
+        return found
+
+    def _slopes(
+        self, groups: Sequence[ScoredGroup], mini: Minibatch, loss: CustomLoss
+    ) -> tuple[float, dict[str, float], Minibatch]:
+        """Call a loss with all data. Returns its value, its metrics, and data whose cross-entropy has its gradient.
+
+        The gradient of sum_t s_t log pi_t, with s_t = d loss / d log pi_t held fixed, is that of the loss. So any loss
+        of the log-probabilities can be cut into micro-batches, also one that compares completions.
+        """
+        logp_B_T = mx.array(_table(groups, mini, [np.array(one) for one in self._scores(mini)]))
+        inputs = _loss_inputs(groups, mini)
+
+        def traced(logp_B_T: mx.array) -> tuple[mx.array, list[mx.array]]:
+            value, metrics = loss(logp_B_T, inputs)
+            names[:] = metrics
+            return value, [mx.array(one) for one in metrics.values()]
+
+        names: list[str] = []
+        (value, metrics), slope_B_T = mx.value_and_grad(traced)(logp_B_T)
+        mx.eval(value, metrics, slope_B_T)
+        slopes = np.array(slope_B_T)
+        parts = []
+        for part, (row_N, column_N) in zip(mini.micro_batches, _places(groups, mini), strict=True):
+            advantage_N = np.zeros_like(part.table.advantage_N)
+            advantage_N[: len(row_N)] = -slopes[row_N, column_N]
+            table = part.table._replace(advantage_N=advantage_N, loss_weight_N=part.table.loss_mask_N)
+            parts.append(part._replace(table=table))
+        numbers = {name: float(np.array(one)) for name, one in zip(names, metrics, strict=True)}
+        return float(np.array(value)), numbers, mini._replace(micro_batches=tuple(parts))
+
+    def _add(
+        self,
+        groups: Sequence[ScoredGroup],
+        mini: Minibatch,
+        fixed: Sequence[FixedLogprobs],
+        config: LossConfig,
+        *,
+        weighted: bool,
+    ) -> Gradient:
+        """Add the gradient of a minibatch to the one that is held. weighted: its log-probabilities are importance."""
+        total, parts = minibatch_gradient(
+            mini,
+            fixed,
+            self.parameters,
+            policy=self.model,
+            forcing=self._forcing,
+            loss_config=config,
+            position=StepPosition(self.version, 0.0),
+            turns=self.turns,
+            token_gradients=False,
+            ranks=None,
+        )
+        log_weights = tuple(
+            part.log_weight_B(np.array(found.logp_N, dtype=np.float64)) if weighted else np.zeros(part.sequences)
+            for part, found in zip(mini.micro_batches, parts, strict=True)
+        )
+        held, tokens = self._held, mini.tokens
+        kept = total if weighted else total._replace(metrics={})
+        self._held = _Held(
+            micro.add_gradients(held.total if held is not None else None, kept),
+            (*(held.log_weights if held is not None else ()), *log_weights),
+            (held.tokens if held is not None else 0) + tokens,
+        )
+        means = metric_means({name: np.array(sums) for name, sums in total.metrics.items()})
+        means.pop("ratio_squared_mean", None)
+        rows = _rows(groups, mini, [found.logp_N for found in parts])
+        return Gradient(loss=float(total.loss), metrics=means, tokens=tokens, logprobs=rows)
+
+
+def _negative_log_likelihood(logp_N: mx.array, tokens: ObjectiveInputs, settings: Reinforce) -> PolicyLoss:
+    return PolicyLoss(-tokens.advantage_N * logp_N, mx.zeros_like(logp_N))
+
+
+def _completions(groups: Sequence[ScoredGroup]) -> list[Completion]:
+    return [completion for group in groups for completion in group.group.completions]
+
+
+def _places(groups: Sequence[ScoredGroup], mini: Minibatch) -> Iterator[tuple[NDArray[np.intp], NDArray[np.intp]]]:
+    """Yield for each micro-batch the row and the column of its tokens in arrays of all data, without padding."""
+    firsts = np.cumsum([0, *(len(group.rewards) for group in groups)])
+    for part in mini.micro_batches:
+        rows, columns = [], []
+        for member in part.members:
+            group, i = mini.origins[member]
+            columns.append(np.flatnonzero(sampled_mask_T(groups[group].group.completions[i])))
+            rows.append(np.full(len(columns[-1]), firsts[group] + i))
+        yield np.concatenate(rows), np.concatenate(columns)
+
+
+def _table(
+    groups: Sequence[ScoredGroup], mini: Minibatch, values: Sequence[NDArray[np.float32]]
+) -> NDArray[np.float32]:
+    """Return the values of all tokens, given by micro-batch, as one array (B, T)."""
+    completions = _completions(groups)
+    table_B_T = np.zeros((len(completions), max(len(one.tokens) for one in completions)), dtype=np.float32)
+    for value_N, (row_N, column_N) in zip(values, _places(groups, mini), strict=True):
+        table_B_T[row_N, column_N] = value_N[: len(row_N)]
+    return table_B_T
+
+
+def _rows(
+    groups: Sequence[ScoredGroup], mini: Minibatch, logprobs: Sequence[mx.array]
+) -> tuple[tuple[float, ...], ...]:
+    completions = _completions(groups)
+    table_B_T = _table(groups, mini, [np.array(one) for one in logprobs])
+    return tuple(tuple(row_T[: len(one.tokens)].tolist()) for row_T, one in zip(table_B_T, completions, strict=True))
+
+
+def _loss_inputs(groups: Sequence[ScoredGroup], mini: Minibatch) -> LossInputs:
+    tables = [part.table for part in mini.micro_batches]
+
+    def array(name: str) -> mx.array:
+        return mx.array(_table(groups, mini, [getattr(table, name) for table in tables]))
+
+    completions = _completions(groups)
+    T = max(len(one.tokens) for one in completions)
+    tokens = [(*one.tokens, *(0,) * (T - len(one.tokens))) for one in completions]
+    versions = [(*one.versions, *(0,) * (T - len(one.versions))) for one in completions]
+    return LossInputs(
+        tokens_B_T=mx.array(tokens, dtype=mx.int32),
+        mask_B_T=array("loss_mask_N"),
+        advantages_B_T=array("advantage_N"),
+        sampler_logp_B_T=array("rollout_logp_N"),
+        versions_B_T=mx.array(versions, dtype=mx.int32),
+        weights_B_T=array("loss_weight_N"),
+    )
