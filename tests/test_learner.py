@@ -20,7 +20,8 @@ RATE = 0.01
 
 def learner(**settings: Any) -> clotho.Learner:
     """Return a new learner of the policy."""
-    return clotho.Learner(policy(), **{"learning_rate": RATE, "sampling": SAMPLING, "seed": 7} | settings)
+    chosen: dict[str, Any] = {"learning_rate": RATE, "sampling": SAMPLING, "seed": 7, **settings}
+    return clotho.Learner(policy(), **chosen)
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "token_sum", "group_mean"])

@@ -60,7 +60,7 @@ def test_a_function_that_fails_names_itself() -> None:
 @pytest.mark.parametrize(
     ("own", "weights"), [(None, {}), (None, {"math_evil": 1.0}), ({lambda completions: [1.0]: 1.0}, {})]
 )
-def test_what_is_no_function_of_one_completion_is_refused(own: Any, weights: dict[str, float]) -> None:
+def test_what_is_no_function_of_one_completion_is_refused(own: Any, weights: dict[str, Any]) -> None:
     """At the construction."""
     with pytest.raises(ProfileError):
         Rewards(own, **weights)
