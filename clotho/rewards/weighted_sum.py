@@ -16,8 +16,7 @@ class Rewards:
     """A weighted sum of reward functions: built-in ones by name, and your own.
 
     `Rewards(format=0.2, math_eval=1.0)`, or `Rewards({mine: 1.0}, format=0.2)` with `mine(problem, text) -> float`,
-    which returns None where it does not apply. Built-in functions: format, math_eval, math_verify, choice_correctness,
-    jaccard, exact, reasoning_gym; docs/rewards.md has their definitions.
+    which returns None where it does not apply. docs/rewards.md defines the built-in functions.
     """
 
     def __init__(

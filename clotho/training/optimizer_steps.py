@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from msgspec.structs import fields
 from numpy.typing import ArrayLike, NDArray
 
 from clotho.config.sections_training import EssStepScale, LearnerSection
@@ -32,10 +33,10 @@ from clotho.training.optimizers import OptimizerState, apply_step, clip_scale, g
 from protocols.rollout import ScoredGroup
 from protocols.step import Cut, TokenValues, UpdateMetrics
 
-UNMEASURED = {
-    "kl": 0.0, "entropy": 0.0, "clip_fraction": 0.0, "mismatch_kl": 0.0, "ratio_mean": 1.0, "rejected_fraction": 0.0,
-}  # fmt: skip
-"""The means of an update without a token, or with a loss that does not measure them."""
+UNMEASURED: dict[str, Any] = {field.name: 0.0 for field in fields(UpdateMetrics) if field.required} | {
+    "ratio_mean": 1.0
+}
+"""The metrics of an update without a token, or with a loss that does not measure them."""
 
 
 def metric_means(sums: Mapping[str, ArrayLike]) -> dict[str, float]:
@@ -77,20 +78,20 @@ class MetricTotals:
         """
         means = UNMEASURED | metric_means(self._sums)
         ratio_squared = means.pop("ratio_squared_mean", 0.0)
-        return UpdateMetrics(
-            **means,
-            loss=sum(self._losses) / max(1, len(self._losses)),
-            ess=means["ratio_mean"] ** 2 / ratio_squared if ratio_squared > 0 else 1.0,
-            grad_norm=self._norm,
-            learning_rate=learning_rate,
-            trained_tokens=tokens,
-            update_applied=steps > 0,
-            optimizer_steps=steps,
-            kl_beta=loss_coefficients.kl_beta,
-            entropy_coef=loss_coefficients.entropy_coef,
-            completion_ess=fmean(self._sample_sizes or [1.0]),
-            step_scale=fmean(self._scales or [1.0]),
-        )
+        means |= {
+            "loss": sum(self._losses) / max(1, len(self._losses)),
+            "ess": means["ratio_mean"] ** 2 / ratio_squared if ratio_squared > 0 else 1.0,
+            "grad_norm": self._norm,
+            "learning_rate": learning_rate,
+            "trained_tokens": tokens,
+            "update_applied": steps > 0,
+            "optimizer_steps": steps,
+            "kl_beta": loss_coefficients.kl_beta,
+            "entropy_coef": loss_coefficients.entropy_coef,
+            "completion_ess": fmean(self._sample_sizes or [1.0]),
+            "step_scale": fmean(self._scales or [1.0]),
+        }
+        return UpdateMetrics(**means)
 
 
 def effective_sample_size(log_weight_M: NDArray[np.float64]) -> float:
