@@ -51,6 +51,9 @@ class Datum(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         """Check the lengths."""
+        texts: tuple[object, ...] = (self.prompt, self.completion)
+        if any(isinstance(one, str) for one in texts):
+            raise TypeError("a datum has token ids: policy.chat(text), policy.tokenizer.encode(text)")
         if not len(self.prompt) or not len(self.tokens):
             raise ValueError("a datum has a prompt and a completion of at least one token each")
         if len(self.advantages) != len(self.tokens):
@@ -107,10 +110,7 @@ class Learner:
         Raises ProfileError for a setting that is not valid, or a sampling that the learner cannot evaluate.
         """
         values = {"schedule": ConstantSchedule(), "objective": objective, "optimizer": optimizer} | others
-        section = settings(LearnerSection, values)
-        if learning_rate is not None:
-            rated = replace(section.optimizer, learning_rate=learning_rate)
-            section = settings(LearnerSection, values | {"optimizer": rated})
+        section = settings("learner", LearnerSection, values, {"learner.optimizer.learning_rate": learning_rate})
         if steps is None and not isinstance(section.schedule, ConstantSchedule):
             raise ProfileError("Learner: a schedule that decays needs steps, the number of updates until its end")
         self.policy, self._thread = policy, compute().learner
@@ -203,7 +203,10 @@ class Learner:
         return await finish(self._update(groups, step))
 
     def _update(self, groups: Iterable[Scored | ScoredGroup], step: int | None) -> Future[Update]:
-        scored = [one if isinstance(one, ScoredGroup) else _scored(i, *one) for i, one in enumerate(groups)]
+        try:
+            scored = [one if isinstance(one, ScoredGroup) else _scored(i, *one) for i, one in enumerate(groups)]
+        except TypeError as error:
+            raise TypeError(f"groups are (prompt, completions, rewards) of each prompt: {error}") from error
         return self._submit(lambda: self._learner.update(scored, step=step) if scored else self._learner.optim_step())
 
     def save(self, path: str | Path) -> Path:

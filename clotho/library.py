@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
+from clotho.config.load import Layer, decode_tables, flatten, merge
 from clotho.config.schema import Dtype, Method, ModelSection, MonitorSection, PolicySection, QuantizeAtLoad
 from clotho.cpu import configure_malloc
 from clotho.models.machine import compute_slots, core_division, limit_mlx_memory, memory_limit
@@ -18,6 +19,11 @@ from clotho.runtime.compute_thread import Compute
 from protocols.errors import ProfileError
 
 S = TypeVar("S", bound=Struct)
+
+LABEL = "clotho"
+"""Where settings come from, in messages."""
+
+NONE: Mapping[str, Any] = {}
 
 STOP_SECONDS = 5.0
 """How long the end of the process waits for what the compute threads are doing."""
@@ -34,36 +40,21 @@ def compute() -> Compute:
     return threads
 
 
-def settings(kind: type[S], values: Mapping[str, Any]) -> S:
-    """Return a section of a profile from keyword arguments. A text names a type: "dapo" is {"type": "dapo"}.
+def settings(name: str, kind: type[S], values: Mapping[str, Any], overrides: Mapping[str, Any] = NONE) -> S:
+    """Return a section of a profile from keyword arguments; None stands for the default.
 
-    Values are structs, or mappings with the keys of docs/configuration.md. Raises ProfileError for an unknown key, and
-    for a value of another type or out of range.
+    Values are structs, or as in the table `[name]` of a profile: "dapo" is {"type": "dapo"}. overrides: values by key
+    path, such as `learner.optimizer.learning_rate`. Raises ProfileError as a profile does, with the key, what is
+    allowed, and the nearest valid key.
     """
-    written = {name: value for name, value in values.items() if value is not None}
-    tables = {
-        name: {"type": one} if isinstance(one, str) and name in _unions(kind) else one for name, one in written.items()
-    }
     try:
-        return msgspec.convert(msgspec.to_builtins(tables), kind)
-    except msgspec.ValidationError as error:
-        raise ProfileError(f"{error} (docs/configuration.md lists keys and values)") from error
+        table = msgspec.to_builtins({key: value for key, value in values.items() if value is not None})
     except TypeError as error:
-        raise ProfileError(f"settings are numbers, text, mappings and structs of clotho: {error}") from error
-
-
-@cache
-def _unions(kind: type[Struct]) -> frozenset[str]:
-    """Return the keys of a section whose tables have a type."""
-    info = msgspec.inspect.type_info(kind)
-    assert isinstance(info, msgspec.inspect.StructType)
-
-    def has_type(one: Any) -> bool:
-        inner = getattr(one, "type", None) if isinstance(one, msgspec.inspect.Metadata) else one
-        parts = inner.types if isinstance(inner, msgspec.inspect.UnionType) else (inner,)
-        return any(isinstance(part, msgspec.inspect.StructType) and part.tag_field == "type" for part in parts)
-
-    return frozenset(field.encode_name for field in info.fields if has_type(field.type))
+        raise ProfileError(f"{LABEL}: settings are numbers, text, tables and structs of clotho: {error}") from error
+    given = {**flatten({name: table}, LABEL), **{key: one for key, one in overrides.items() if one is not None}}
+    holder = msgspec.defstruct("Holder", [(name, kind)], kw_only=True, frozen=True)
+    found: S = getattr(decode_tables(merge([Layer(LABEL, given)]), holder), name)
+    return found
 
 
 def load(
@@ -90,6 +81,7 @@ def load(
     not valid; both are ClothoErrors.
     """
     section = settings(
+        "model",
         ModelSection,
         {
             "path": model,
@@ -99,7 +91,7 @@ def load(
             "trust_remote_code": trust_remote_code,
         },
     )
-    chosen = settings(PolicySection, {"method": method, "grad_checkpoint": grad_checkpoint})
+    chosen = settings("policy", PolicySection, {"method": method, "grad_checkpoint": grad_checkpoint})
     threads = compute()
     policy = threads.learner.submit(lambda: load_policy(section, chosen, seed=seed, keep_reference=True)).result()
     threads.arbiter.divide_cores(core_division(policy.description.parameters))

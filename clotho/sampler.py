@@ -167,6 +167,7 @@ class Sampler:
         """
         self.policy = policy
         self.settings = settings(
+            "engine",
             EngineSection,
             {
                 "max_num_seqs": max_num_seqs,

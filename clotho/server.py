@@ -82,7 +82,9 @@ def serve(
     required of clients, and for a host that other machines reach.
     Raises ServerError if the address cannot be bound, and ProfileError for a setting that is not valid.
     """
-    section = settings(HttpServer, {"host": host, "port": port, "api_key": api_key, "model_name": model_name})
+    section = settings(
+        "server", HttpServer, {"type": "http", "host": host, "port": port, "api_key": api_key, "model_name": model_name}
+    )
     policy = sampler.policy
     model = ServedModel(id=model_name, root=str(policy.files or model_name), weights=lambda: sampler.served)
     return Server(

@@ -241,6 +241,22 @@ def test_a_datum_has_tokens_and_as_many_advantages(
         clotho.Datum(prompt, completion, advantage)
 
 
+def test_a_loss_returns_a_scalar_and_metrics() -> None:
+    """And is told so."""
+    losses: list[Any] = [lambda logp, inputs: logp.mean(), lambda logp, inputs: (logp, {})]
+    for wrong in losses:
+        with pytest.raises(ValueError, match="metrics"):
+            learner().forward_backward(data(), wrong)
+
+
+def test_text_is_no_sequence_of_tokens() -> None:
+    """Nor is a completion a list of them."""
+    with pytest.raises(TypeError):
+        clotho.Datum("hello", (1,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="rewards"):
+        learner().update([(policy().chat("2?"), groups()[0][1][0], 1.0)])  # type: ignore[list-item]
+
+
 def test_an_unknown_loss_is_refused() -> None:
     """With the two that have names."""
     with pytest.raises(ValueError, match="cross_entropy"):

@@ -71,7 +71,9 @@ def test_mlx_finds_a_fast_blas_whoever_imports_it_after_the_library() -> None:
 
 def test_settings_are_names_tables_or_structs() -> None:
     """With the keys of a profile."""
-    found = settings(LearnerSection, {"objective": "dapo", "optimizer": {"type": "lion", "beta1": 0.8}, "lora_plus": 2})
+    found = settings(
+        "learner", LearnerSection, {"objective": "dapo", "optimizer": {"type": "lion", "beta1": 0.8}, "lora_plus": 2}
+    )
     assert found.objective == Dapo()
     assert found.optimizer == Lion(beta1=0.8)
 
@@ -81,6 +83,9 @@ def test_settings_are_names_tables_or_structs() -> None:
     [
         ({"objective": "dapoo"}, "objective"),
         ({"objective": clotho.GRPO(clip_high=-1.0)}, "objective.clip_high"),
+        ({"clip_high": 0.3}, "objective.clip_high"),
+        ({"lr": 0.3}, "learner.lr"),
+        ({"objective": object()}, "settings"),
         ({"max_gradnorm": 1.0}, "max_gradnorm"),
         ({"batch_size": 0}, "batch_size"),
         ({"optimizer": {"type": "adamw", "beta3": 0.1}}, "beta3"),
@@ -89,7 +94,7 @@ def test_settings_are_names_tables_or_structs() -> None:
 def test_a_setting_that_is_not_valid_is_refused_with_its_key(values: dict[str, Any], key: str) -> None:
     """Structs are checked too, which msgspec does not do by itself."""
     with pytest.raises(ProfileError) as caught:
-        settings(LearnerSection, values)
+        settings("learner", LearnerSection, values)
     assert key in str(caught.value)
 
 

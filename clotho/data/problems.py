@@ -95,9 +95,9 @@ def problems(
     split: str = "train",
     subset: str = "",
     system: str = "",
-    prompt: str = "prompt",
-    messages: str = "messages",
-    answer: str = "answer",
+    prompt_key: str = "prompt",
+    messages_key: str = "messages",
+    answer_key: str = "answer",
     answer_pattern: str = "",
     type_key: str = "type",
 ) -> list[Problem]:
@@ -105,12 +105,14 @@ def problems(
 
     path: a file (JSON lines, JSON, CSV, Parquet), a directory of splits, or a dataset of the Hugging Face hub, which
     needs the package `datasets`. split, subset: of a directory or the hub; a file has none. system: a system message
-    before every prompt that has none. prompt, messages, answer, type_key: names of columns; prompts are text or chat
-    messages; answer = "": the problems have none. answer_pattern: regular expression that finds the answer in its
-    column. All columns of a record are in `problem.extra`.
+    before every prompt that has none. prompt_key, messages_key, answer_key, type_key: names of columns, as in `[data]`;
+    prompts are text or chat messages; answer_key = "": the problems have none. answer_pattern: regular expression that
+    finds the answer in its column. All columns of a record are in `problem.extra`.
     Raises DatasetError with the place of the first record that is not valid.
     """
-    columns = Columns(prompt=prompt, messages=messages, answer=answer, type=type_key, answer_pattern=answer_pattern)
+    columns = Columns(
+        prompt=prompt_key, messages=messages_key, answer=answer_key, type=type_key, answer_pattern=answer_pattern
+    )
     found = load_problems(Source(path=path, subset=subset, split=split), columns=columns)
     if not system:
         return found

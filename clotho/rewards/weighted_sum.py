@@ -34,7 +34,9 @@ class Rewards:
             self._add(getattr(function, "__name__", type(function).__name__), function, weight)
         for name, weight in weights.items():
             if name not in BUILT_IN:
-                raise ProfileError(f"Rewards: {name!r} is no built-in function{did_you_mean(name, BUILT_IN)}")
+                raise ProfileError(
+                    f"Rewards: {name!r} is no built-in function{did_you_mean(name, BUILT_IN)}; there are: {', '.join(BUILT_IN)}"
+                )
             self._add(name, load_reward(name, RewardOptions(answer_in=answer_in)), weight)
         judging = {name for name in weights if BUILT_IN[name].reads_answer}
         self._judges = judging or {reward.name for reward, _ in self._terms if reward.name not in BUILT_IN}

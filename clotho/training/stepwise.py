@@ -102,7 +102,7 @@ class StepwiseLearner(PolicyLearner):
         groups: with advantages per token. objective: the loss of an update of these groups, with
         its KL penalty and its entropy bonus. cross_entropy: minus advantage times log-probability, averaged as the
         objective's `loss_aggregation` says. A loss of one's own is called once, with all data.
-        Raises ValueError if the policy sampled no token.
+        Raises ValueError if the policy sampled no token, or if the loss returns something else.
         """
         self.turns.begin()
         try:
@@ -228,7 +228,10 @@ class StepwiseLearner(PolicyLearner):
         inputs = _loss_inputs(groups, mini)
 
         def traced(logp_B_T: mx.array) -> tuple[mx.array, list[mx.array]]:
-            value, metrics = loss(logp_B_T, inputs)
+            found = loss(logp_B_T, inputs)
+            if not isinstance(found, tuple) or len(found) != 2 or found[0].size != 1:
+                raise ValueError("a loss returns (loss, metrics): a scalar, and numbers by name, such as {}")
+            value, metrics = found
             names[:] = metrics
             return value, [mx.array(one) for one in metrics.values()]
 
