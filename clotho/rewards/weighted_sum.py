@@ -27,15 +27,16 @@ class Rewards:
         weights: of built-in functions. Raises ProfileError for an unknown name, a missing library, and a function of
         whole groups, as TRL has them: in a loop of your own, call it with your lists.
         """
+        names = ", ".join(BUILT_IN)
         if not own and not weights:
-            raise ProfileError(f"Rewards needs a function: a built-in one of {', '.join(BUILT_IN)}, or your own")
+            raise ProfileError(f"Rewards needs a function: a built-in one of {names}, or your own")
         self._terms: list[tuple[Reward, float]] = []
         for function, weight in (own or {}).items():
             self._add(getattr(function, "__name__", type(function).__name__), function, weight)
         for name, weight in weights.items():
             if name not in BUILT_IN:
                 raise ProfileError(
-                    f"Rewards: {name!r} is no built-in function{did_you_mean(name, BUILT_IN)}; there are: {', '.join(BUILT_IN)}"
+                    f"Rewards: {name!r} is no built-in function{did_you_mean(name, BUILT_IN)}; there are {names}"
                 )
             self._add(name, load_reward(name, RewardOptions(answer_in=answer_in)), weight)
         judging = {name for name in weights if BUILT_IN[name].reads_answer}
