@@ -227,6 +227,16 @@ def test_stages_share_a_turn_until_it_is_full(monkeypatch: pytest.MonkeyPatch) -
     assert stages_per_turn(budget, clock, 14) == [5, 5, 4]
 
 
+def test_a_turn_after_a_pause_is_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time before the pause, and that of the pause, count for nothing."""
+    clock = ScriptedTime(0.01)
+    monkeypatch.setattr(mx, "eval", clock.evaluate)
+    budget = TurnBudget(0.0501, clock=clock)
+    assert stages_per_turn(budget, clock, 14) == [5, 5, 4]
+    budget.pause()
+    assert stages_per_turn(budget, clock, 14) == [5, 5, 4]
+
+
 def test_an_evaluation_that_fits_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once times are known, everything is one evaluation of the results, without a yield."""
     clock = ScriptedTime(0.01)

@@ -106,11 +106,12 @@ async def test_an_actor_that_sends_everything_on_loses_nothing() -> None:
 async def test_groups_inside_an_actor_are_lost_when_nothing_moves_for_the_limit() -> None:
     """The run then ends after the groups in flight."""
     stage = Stage()
+    stage.now = began = 2 * LIMIT
     await stage.receive(7)
     async with stage.waiting():
-        stage.now = LIMIT - 1
+        stage.now = began + LIMIT - 1
         assert not stage.custodian.is_still()
-        stage.now = LIMIT
+        stage.now = began + LIMIT
         assert stage.custodian.is_still()
         await stage.custodian._discard()
     (lost,) = [stage.reader.receive_nowait()]

@@ -224,7 +224,9 @@ def test_an_idle_lane_beside_decoding_gets_no_credit(one: Arbiter, clock: Clock)
     contest.order.clear()
     contest.enter(learner, "update", turns=20, seconds=1.0)
     contest.enter(evaluation, "evaluation", turns=20, seconds=1.0)
-    assert max(spans(contest.run()[:38], "learner")) <= 2
+    order = contest.run()
+    assert max(spans(order[:38], "learner")) <= 2
+    assert order[:20].count("evaluation") == pytest.approx(10, abs=1)
 
 
 def test_the_other_lanes_take_turns_by_the_time_that_they_used(one: Arbiter, clock: Clock) -> None:
