@@ -111,13 +111,15 @@ def test_adapters_of_another_kind_are_not(name: str) -> None:
 
 @pytest.mark.needs_float32
 def test_other_layers_in_known_places_are_not() -> None:
-    """A block of a user's own, or embeddings that are more than a table."""
-    block, embeddings = plain_source("qwen3").model, plain_source("qwen3").model
+    """A block of a user's own, embeddings that are more than a table, or a norm of another kind."""
+    block, embeddings, norms = (plain_source("qwen3").model for _ in range(3))
     inner: Any = block["model"]
     inner.layers[1].__class__ = OtherBlock
     inner = embeddings["model"]
     inner.embed_tokens = nn.QuantizedEmbedding.from_embedding(inner.embed_tokens, group_size=32, bits=8)
-    assert [taken(model) for model in (block, embeddings)] == [False] * 2
+    inner = norms["model"]
+    inner.layers[1].input_layernorm = nn.LayerNorm(inner.layers[1].input_layernorm.weight.size)
+    assert [taken(model) for model in (block, embeddings, norms)] == [False] * 3
 
 
 @pytest.mark.needs_float32

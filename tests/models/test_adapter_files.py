@@ -84,10 +84,12 @@ def test_an_adapter_of_peft_is_transposed_and_scaled_by_alpha(
 
 
 def test_an_alpha_pattern_of_peft_applies_to_its_modules_only(tmp_path: Path, targets: dict[str, Target]) -> None:
-    """Modules of other names keep `lora_alpha`."""
+    """Modules of other names keep `lora_alpha`; the first pattern that matches counts."""
     arrays = random_matrices(targets, 4, seed=0, modules=("q_proj", "v_proj"))
     contents = read_adapter(
-        write_peft(tmp_path, arrays, rank=4, alpha=8, alpha_pattern={"q_proj": 20}), targets, LIMITS
+        write_peft(tmp_path, arrays, rank=4, alpha=8, alpha_pattern={"q_proj": 20, "self_attn.q_proj": 40}),
+        targets,
+        LIMITS,
     )
     assert contents.scales["model.layers.0.self_attn.q_proj"] == 5.0
     assert contents.scales["model.layers.0.self_attn.v_proj"] == 2.0

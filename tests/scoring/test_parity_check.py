@@ -18,6 +18,7 @@ from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy, TrainablePolicy
 from clotho.models.turns import TurnBudget
+from clotho.scoring import parity_check
 from clotho.scoring.parity_check import (
     MAX_PROMPT,
     MAX_ROWS,
@@ -137,6 +138,15 @@ def test_an_engine_with_other_logits_fails_the_parity_check() -> None:
     report = check(policy, DoubledLogits(policy.model), (1, 2), (3, 4), 1.0)
     assert report.max_difference > 0.1
     assert report.mean_kl > 1e-3
+
+
+def test_the_difference_of_a_check_is_the_largest_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its divergence is the mean."""
+    measured = np.array([0.5, 2.0]), np.array([3.0, 7.0])
+    monkeypatch.setattr(parity_check, "_differences", lambda *_: measured)
+    policy = tiny_policy()
+    report = check(policy, DoubledLogits(policy.model), (1, 2), (3, 4), 1.0)
+    assert (report.mean_kl, report.max_difference) == (1.25, 7.0)
 
 
 @pytest.mark.needs_cpu_path

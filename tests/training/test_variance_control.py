@@ -146,6 +146,15 @@ def test_the_weights_of_the_baseline_by_hand() -> None:
                     assert log_weight == pytest.approx(math.log(weight**2 * n), abs=1e-5)
 
 
+def test_a_completion_whose_tokens_were_certain_has_no_part_in_the_baseline() -> None:
+    """Its gradient is zero, and the logarithm of its weight minus infinity."""
+    groups = sampled_with([[1.0, 1.0]], [[1.0, 0.0]])
+    minis = split(groups, micro_batch_tokens=1000)
+    rows = [[mx.zeros(len(micro.table.target_N)) for micro in mini.micro_batches] for mini in minis]
+    found = log_variance_weights(groups, minis, rows, gradient_norm="probabilities")
+    assert [log_G.tolist() for log_G in found] == [[-math.inf, -math.inf]]
+
+
 def scored(groups: list[ScoredGroup], mini: Minibatch, number: int) -> mx.array:
     """Log-probabilities of the tokens of a micro-batch under the initial bigram policy, padding included."""
     micro = mini.micro_batches[number]
