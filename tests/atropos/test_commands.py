@@ -228,13 +228,14 @@ def test_the_error_contains_the_command_that_installs_what_is_missing(tmp_path: 
     )
 
 
-def test_a_file_that_is_not_a_python_interpreter_is_an_error(tmp_path: Path) -> None:
-    """A file that is not executable, one that fails, and one that cannot be run."""
+def test_a_file_that_is_not_a_python_interpreter_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A file that is not executable, one that fails, and one that cannot be run. What a file prints is not shown."""
     (tmp_path / "text").touch()
     assert error_message(str(tmp_path / "text")).endswith("is not executable; set it to a Python interpreter")
-    assert error_message(program(tmp_path / "fails", "exit 9")).endswith(
+    assert error_message(program(tmp_path / "fails", "echo no; exit 9")).endswith(
         "is not a working Python interpreter: it exited with 9"
     )
+    assert capfd.readouterr() == ("", "")
     (tmp_path / "text").write_bytes(b"\x7fELF, or not")
     (tmp_path / "text").chmod(0o755)
     assert "cannot be run: " in error_message(str(tmp_path / "text"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from msgspec.structs import replace
 
 from clotho.monitoring.evaluation_history import EVALUATION_METRICS, evaluation_record, read_history
@@ -23,6 +24,7 @@ from clotho.monitoring.metrics import (
     step_metrics,
 )
 from protocols.curriculum import CurriculumReport
+from protocols.errors import RunDirectoryError
 from protocols.finding import CHECK, Finding
 from protocols.rollout import Discarded
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
@@ -270,3 +272,6 @@ def test_the_history_of_a_run_is_read_from_its_files(tmp_path: Path) -> None:
     history = read_history(metrics, evaluations)
     assert (history.seconds, history.before, history.after) == (7.5, reports[0], reports[3])
     assert list(history.evaluations) == reports
+    metrics.write_text('{"step": 1, "time/run": "long"}\n')
+    with pytest.raises(RunDirectoryError, match=r"metrics.jsonl or evaluations.jsonl is not valid"):
+        read_history(metrics, evaluations)

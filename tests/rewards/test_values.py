@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -116,3 +117,26 @@ def test_an_exception_that_cannot_be_printed_is_an_error_without_a_traceback() -
     with pytest.raises(RewardError, match="mine raised SyntaxError") as caught:
         call_all(reward, Completions(problem=PLAIN, texts=("a",)))
     assert caught.value.traceback == ""
+
+
+@pytest.mark.parametrize("of_group", [False, True])
+def test_a_coroutine_where_a_value_is_expected_is_an_error_and_is_closed(of_group: bool) -> None:
+    """Otherwise Python warns that it was never awaited."""
+
+    async def answer() -> float:
+        return 1.0
+
+    pending = answer()
+
+    def function(completions: list[str], **_: Any) -> Any:
+        return pending
+
+    reward = Reward(
+        name="mine",
+        function=function if of_group else lambda problem, completion: pending,
+        group=group_parameters(function) if of_group else None,
+        max_steps=10,
+    )
+    with pytest.raises(RewardError, match="mine returned coroutine"):
+        call_all(reward, Completions(problem=PLAIN, texts=("a",)))
+    assert inspect.getcoroutinestate(pending) == inspect.CORO_CLOSED

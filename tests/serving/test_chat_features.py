@@ -86,6 +86,7 @@ async def test_each_field_constrains_the_completion_of_both_apis() -> None:
         ({"guided_choice": ["yes", "no"]}, "yes|no"),
         ({"guided_grammar": 'root ::= "x" ("y" | "z")'}, "x[yz]"),
         ({"structured_outputs": {"choice": ["left", "right"]}}, "left|right"),
+        ({"structured_outputs": {"json_object": True}}, r"\{[\s\S]*"),
     ]
     async with serving() as (_, client):
         for extra, pattern in fields:

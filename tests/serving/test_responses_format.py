@@ -63,6 +63,7 @@ async def test_a_response_contains_text_usage_and_the_policy_version() -> None:
         assert answer.incomplete_details is not None
         assert answer.incomplete_details.reason == "max_output_tokens"
         assert (answer.temperature, answer.max_output_tokens, answer.tools) == (0.5, 4, [])
+        assert answer.reasoning is not None
         assert answer.usage is not None
         assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(request.prompt), 4)
         assert answer.usage.total_tokens == len(request.prompt) + 4

@@ -39,6 +39,13 @@ class FailingDisk:
         return self._write(file, part, position)
 
 
+@pytest.mark.parametrize(("terminal_safe", "written"), [(True, b'["\\u202e"]'), (False, '["\u202e"]'.encode())])
+def test_invisible_characters_are_escaped_for_terminals_only(terminal_safe: bool, written: bytes) -> None:
+    """U+202E reverses the order of the characters that follow. Both forms have the same value."""
+    assert encode(["\u202e"], terminal_safe=terminal_safe) == written
+    assert json.loads(written) == ["\u202e"]
+
+
 def test_reopening_a_file_continues_it(tmp_path: Path) -> None:
     """A resumed run appends."""
     path = tmp_path / "m.jsonl"
