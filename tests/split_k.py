@@ -8,7 +8,7 @@ Metal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -35,14 +35,17 @@ def split_k(*, part: int = PART, rows: range = ROWS) -> Iterator[None]:
     """
     weights = _Float32Weights()
     decoding = [False]
-    step = BatchKVCache.logits
+    step = BatchKVCache.parts
 
-    def logits(cache: BatchKVCache, *given: Any) -> mx.array:
+    def parts(cache: BatchKVCache, *given: Any, divided: bool) -> Generator[None, None, mx.array]:
+        computing = step(cache, *given, divided=divided)
         decoding[0] = cache.rows in rows
         try:
-            return step(cache, *given)
+            next(computing)  # builds the graph
         finally:
             decoding[0] = False
+        yield
+        return (yield from computing)
 
     def product(x: mx.array, weight: mx.array, dense: Callable[[], mx.array]) -> mx.array:
         """Return x W^T, in decode steps by split-K. dense: computes the weight, (outputs, inputs)."""
@@ -75,7 +78,7 @@ def split_k(*, part: int = PART, rows: range = ROWS) -> Iterator[None]:
     }
     packed = mx.quantized_matmul
     with (
-        mock.patch.object(BatchKVCache, "logits", logits),
+        mock.patch.object(BatchKVCache, "parts", parts),
         mock.patch.object(nn.Linear, "__call__", linear),
         mock.patch.object(nn.Embedding, "as_linear", tied),
         mock.patch.object(mx, "quantized_matmul", quantized),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -279,24 +279,35 @@ class HostDecoder:
             self._matrices[adapter] = found
         return found
 
-    def logits(self, token_B: NDArray[np.int32], position_B: NDArray[np.int32], layers: LayerCaches) -> Floats:
-        """Compute the logits, (B, V), in a new array. `layers.attention` writes the keys and values of the tokens."""
-        buffers = self._buffers_for(len(token_B))
+    def parts(
+        self, token_B: NDArray[np.int32], position_B: NDArray[np.int32], layers: LayerCaches
+    ) -> Generator[None, None, Floats]:
+        """Compute the logits, (B, V), in a new array; yields when the adapters are known, and after every block.
+
+        Other steps can be computed where this yields. `layers.attention` writes the keys and values of the tokens.
+        """
+        buffers, self._buffers = self._buffers_for(len(token_B)), None
         arrangement = buffers.low_rank.arrangement
+        yield
+        buffers.low_rank.arrangement = arrangement
         if arrangement is not None:
             token_B, position_B = arrangement.sorted(token_B), arrangement.sorted(position_B)
         np.take(self._embeddings().array.T, token_B, axis=0, out=buffers.x.array, mode="clip")
         angle_B_1_H = (position_B.astype(np.float32)[:, None] * self._frequency_H)[:, None]
         angles = np.cos(angle_B_1_H), np.sin(angle_B_1_H)
-        with np.errstate(all="ignore"):  # log-probabilities reveal values that are not finite
-            for block, columns, prompts in zip(self._blocks, layers.columns, layers.prompts, strict=True):
+        for block, columns, prompts in zip(self._blocks, layers.columns, layers.prompts, strict=True):
+            with np.errstate(all="ignore"):  # log-probabilities reveal values that are not finite
                 self._attend(block, buffers, angles, layers.attention, columns, prompts)
                 block.before_mlp(buffers.x.array, buffers.normed.array)
                 block.gate_up(buffers.normed, (buffers.gate, buffers.up), buffers.low_rank)
                 swiglu_in_place(buffers.gate.array, buffers.up.array, buffers.spare_B_F)
                 block.down(buffers.gate, (buffers.x,), buffers.low_rank, add=True)
+            yield
+        with np.errstate(all="ignore"):
             self._norm(buffers.x.array, buffers.normed.array)
-            return self._head_logits(buffers)
+            logits_B_V = self._head_logits(buffers)
+        buffers.low_rank.arrangement, self._buffers = None, buffers
+        return logits_B_V
 
     def _head_logits(self, buffers: StepBuffers) -> Floats:
         """Compute the logits of `buffers.normed` in the order of the slots."""

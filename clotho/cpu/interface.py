@@ -5,8 +5,8 @@ The engine's GPU implementation (`clotho.inference`) uses the same types.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Generator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -25,6 +25,19 @@ PADDING = 2**32 - 1
 PromptState = tuple[tuple[mx.array, ...], ...]
 """The KV cache of a prompt: per layer, (keys, values) of shape (1, heads, tokens, size), or the arrays of a fixed-size
 state."""
+
+
+T = TypeVar("T")
+
+
+def undivided(parts: Generator[None, None, T]) -> T:
+    """Compute all parts of a step, and return its result."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 class PrefilledPrompt(NamedTuple):

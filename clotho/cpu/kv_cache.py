@@ -11,7 +11,7 @@ lags behind the column that is written next. The columns are aligned again when 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from clotho.cpu.blas import Floats
 from clotho.cpu.decoder import AttentionRun, DecodeAttention, HostDecoder, LayerCaches, SharedPrompt, VerifyAttention
 from clotho.cpu.decoder_layers import as_numpy
-from clotho.cpu.interface import DraftedTokens, PrefilledPrompt, PromptState, spare_columns
+from clotho.cpu.interface import DraftedTokens, PrefilledPrompt, PromptState, spare_columns, undivided
 from clotho.cpu.layers import MASKED_SCORE
 from clotho.cpu.row_runs import RowRun, even_runs, longest_first, wasted
 
@@ -157,10 +157,18 @@ class HostKVCache:
             keys[:, slot] = 0.0
             values[:, slot] = 0.0
 
-    def logits(
-        self, token_B: mx.array | NDArray[np.int32], positions_B: NDArray[np.int32], due_B: NDArray[np.bool_]
-    ) -> Floats:
-        """Append one token to every row of `positions_B` tokens; return the logits, (B, V), in a new array."""
+    def parts(
+        self,
+        token_B: mx.array | NDArray[np.int32],
+        positions_B: NDArray[np.int32],
+        due_B: NDArray[np.bool_],
+        *,
+        divided: bool,
+    ) -> Generator[None, None, Floats]:
+        """Append one token to every row of `positions_B` tokens; return the logits, (B, V), in a new array.
+
+        Yields where other steps can be computed, whether `divided` or not: this costs nothing.
+        """
         held_B = self._held(positions_B)
         longest = int(held_B[due_B].max())
         if self.column >= self.capacity or self.is_lagging:
@@ -169,7 +177,7 @@ class HostKVCache:
         attention = self._attention(np.minimum(held_B, longest), due_B)
         layers = self._layers(attention, slice(first, last))
         self.column = last
-        return self._decoder.logits(np.array(token_B), positions_B, layers)
+        return (yield from self._decoder.parts(np.array(token_B), positions_B, layers))
 
     def _layers(self, attention: DecodeAttention, columns: slice) -> LayerCaches:
         return LayerCaches(
@@ -206,7 +214,7 @@ class HostKVCache:
             mask_B_T_S=self._verify_mask(held_B, start_B - first, tokens.width, last - first),
         )
         position_N = positions_B[tokens.row_N] + tokens.index_N
-        return self._decoder.logits(tokens.token_N, position_N, self._layers(attention, slice(first, last)))
+        return undivided(self._decoder.parts(tokens.token_N, position_N, self._layers(attention, slice(first, last))))
 
     def _verify_mask(self, held_B: NDArray[np.int32], start_B: NDArray[np.int64], width: int, columns: int) -> Floats:
         """Return what is added to the scores of each of the T tokens of a row: prompts first, then columns."""

@@ -14,7 +14,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from clotho.cpu import computes_on_host
 from clotho.cpu.decoder import HostDecoder
-from clotho.cpu.interface import PrefilledPrompt
+from clotho.cpu.interface import PrefilledPrompt, undivided
 from clotho.cpu.kv_cache import HostKVCache
 from clotho.cpu.layers import CachedRoPE, ClosedFormLoRALinear, ClosedFormRMSNorm
 
@@ -101,7 +101,7 @@ def _relative_difference(model: nn.Module, decoder: HostDecoder) -> float:
     position_B, live_B = np.array([len(before)], np.int32), np.array([True])
     host_cache.make_room(position_B, ~live_B, [prompt])
     host_cache.enter([0], prompt)
-    found_V = host_cache.logits(np.array([last], np.int32), position_B, live_B)[0]
+    found_V = undivided(host_cache.parts(np.array([last], np.int32), position_B, live_B, divided=False))[0]
     finite_V = np.isfinite(expected_V)
     if not finite_V.any() or (np.isfinite(found_V) != finite_V).any():
         return np.inf

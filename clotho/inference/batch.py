@@ -8,7 +8,7 @@ is never reported. On the CPU most steps are sampled on the host, and no sample 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +28,7 @@ from clotho.cpu.interface import (
 from clotho.cpu.sampling import can_sample_on_cpu, sample_on_cpu
 from clotho.inference.cache_layout import Logits, RowCaches
 from clotho.inference.kv_budget import MARGIN, Load
-from clotho.inference.prefill import Computing
+from clotho.inference.prefill import Computing, pass_context
 from clotho.inference.sampling import row_parameters, sample, uniforms
 from clotho.inference.scheduler import PrefillJob, Row
 from clotho.inference.token_masks import MaskedRows, sampled_counts
@@ -429,8 +429,12 @@ class Batch:
             self.inflight.slot_N = np.where(slot_N >= 0, moved[slot_N], -1)
         self._parameters, self._waste = None, 0.0
 
-    def launch(self, version: int) -> Step | None:
-        """Start sampling one token for every row below its limit; None if there is no such row."""
+    def launch(self, version: int, *, divided: bool = False) -> Generator[None, None, Step | None]:
+        """Start sampling one token for every row below its limit; None if there is no such row.
+
+        Yields where steps of other batches can be computed; meanwhile, no row joins, moves or leaves.
+        divided: whether it is worth while: see `RowCaches.parts`.
+        """
         table = self.table
         due = table.live & (table.launched < table.limit)
         if self._cache is None or not due.any():
@@ -438,7 +442,11 @@ class Batch:
         parameters, slot = self._row_parameters(), np.flatnonzero(due)
         on_cpu = can_sample_on_cpu(parameters)
         input_B = self._inputs()
-        logits_B_V = self._logits(self._cache, input_B, due)
+        parts = self._cache.parts(input_B, table.positions, due, divided=divided)
+        with pass_context(self._computing, table.adapters() if table.adapter.any() else ()):
+            next(parts)
+        logits_B_V = yield from parts
+        yield
         uniform_B_2 = None if parameters.all_greedy else uniforms(table.seed, table.launched)
         masks = self._masks(logits_B_V, due) if self._masked is not None else None
         if on_cpu:
@@ -451,14 +459,6 @@ class Batch:
         version_N = table.versions(slot, version)
         serial_N = table.serial[slot]
         return Step(sampled=sampled, at_N=slot, slot_N=slot, serial_N=serial_N, version_N=version_N, known=on_cpu)
-
-    def _logits(self, cache: RowCaches, input_B: mx.array, due: NDArray[np.bool_]) -> Logits:
-        """Compute the logits of every row with its adapter."""
-        table = self.table
-        if not table.adapter.any():
-            return cache.logits(input_B, table.positions, due)
-        with self._computing(table.adapters()):
-            return cache.logits(input_B, table.positions, due)
 
     def _masks(self, logits_B_V: Logits, due: NDArray[np.bool_]) -> TokenMasks | None:
         """Start the evaluation of the logits, and compute the masks meanwhile."""

@@ -6,7 +6,7 @@ mirror the model's layers. Here they are flattened: a `CacheList` (hybrid layers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -258,11 +258,18 @@ class RowCaches(Protocol):
         """Zero one slot, so that NaN or inf do not spread to later rows."""
         ...
 
-    def logits(
-        self, token_B: mx.array | NDArray[np.int32], positions_B: NDArray[np.int32], due_B: NDArray[np.bool_]
-    ) -> Logits:
+    def parts(
+        self,
+        token_B: mx.array | NDArray[np.int32],
+        positions_B: NDArray[np.int32],
+        due_B: NDArray[np.bool_],
+        *,
+        divided: bool,
+    ) -> Generator[None, None, Logits]:
         """Append one token to every row, which has `positions_B` tokens; return the logits, (B, V), in a new array.
 
+        Yields first when the adapters in use are known; then, if `divided`, after every block. Steps of other batches
+        can be computed where it yields, and nothing of this batch changes until the end.
         due_B: rows whose logits are used.
         """
         ...

@@ -23,7 +23,7 @@ from clotho.cpu.supported import make_host_decoder
 from clotho.inference.batch import Batch
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout
-from clotho.inference.decoding import Decoding, LongTurns
+from clotho.inference.decoding import VISIT_SHARE, Allowance, Decoding, FirstTokens, Turns
 from clotho.inference.forced_decoder import ForcedDecoder, MakeCaches, row_caches
 from clotho.inference.interface import EngineStats, ServedModel
 from clotho.inference.kv_budget import KVBudget, Loads, short_tokens
@@ -62,7 +62,7 @@ class DecodeEngine:
 
     A completion is a function of (weights, prompt, sampling, seed): other rows do not change it, up to the rounding of
     matrix products whose shape depends on the batch. The same requests in the same order form the same batches.
-    Short rows and the long rows of clients are decoded in two batches (`clotho.inference.kv_budget`).
+    Short rows, long rows of clients, and first tokens of clients have steps of their own (`clotho.inference.decoding`).
     Rows of one step may use the policy, the base model and different adapters. A request keeps the version of its
     adapter until it ends, also if the name is loaded again or unloaded; with `engine.kv_policy = "recompute"`, a reload
     moves running rows to the new version.
@@ -100,17 +100,22 @@ class DecodeEngine:
         self._prefill = Prefill(layout, settings, self._adapter_rows.computing, turns)
         self._sender = EventSender(source.tokenizer, self._scheduler.refund)
         self._speculative: SpeculativeBatch | None = None
-        batches = self._make_batches(decoder)
+        *batches, first = self._make_batches(decoder)
         self._short, self._long = self._decodings = [Decoding(batch, self._sender) for batch in batches]
-        self._long_turns = LongTurns()
+        self._first = FirstTokens(first, self._sender)
+        self._begun: list[PrefillJob] = []
+        self._turns, self._visits = Turns(), Allowance(VISIT_SHARE)
         self._swap: _Swap | None = None
         self._aborted: list[int] = []
         self._limits_checked = 0.0
         self._timed_out: Counter[str] = Counter()
         self._requests = self._rows = 0
 
-    def _make_batches(self, decoder: HostDecoder | None) -> tuple[Batch, Batch]:
-        """Return empty batches for short and for long rows. decoder: decodes the model on the host, if it can."""
+    def _make_batches(self, decoder: HostDecoder | None) -> tuple[Batch, Batch, Batch]:
+        """Return empty batches for short rows, for long rows and for first tokens.
+
+        decoder: decodes the model on the host, if it can.
+        """
         layout, settings = self._layout, self._settings
         common = self._source.tokenizer.eos_ids, self._source.vocab_size, self._computing
         if isinstance(settings.speculation, Off):
@@ -124,7 +129,7 @@ class DecodeEngine:
             batches = short, self._speculative
         rows = self._adapter_rows.computing
         self._forced = ForcedDecoder(layout, make_caches, prefill=rows, steps=self._computing)
-        return batches
+        return *batches, Batch(make_caches, *common)
 
     def submit(self, request: SampleRequest, listener: Listener) -> int:
         """Accept a request and return its id. Later steps call `listener`, which must return at once.
@@ -172,8 +177,7 @@ class DecodeEngine:
         self._prefill.forget_prefixes(ALL_KINDS)
         if not self.running:
             for decoding in self._decodings:
-                decoding.batch.inflight = None
-                decoding.batch.drop()
+                decoding.drop()
         free_buffers()
 
     def limit_rows(self, rows: int) -> None:
@@ -209,7 +213,8 @@ class DecodeEngine:
     def policy_rows(self) -> int:
         """Number of rows in the batch that a weight swap of the policy concerns."""
         rows = chain.from_iterable(decoding.batch.table.rows for decoding in self._decodings)
-        return sum(row is not None and self._uses_policy(row.active) for row in rows)
+        begun = chain.from_iterable(job.rows for job in self._begun)
+        return sum(row is not None and self._uses_policy(row.active) for row in (*rows, *begun))
 
     @property
     def has_work(self) -> bool:
@@ -217,7 +222,7 @@ class DecodeEngine:
         ended = self._aborted or self._sender.closed
         if self.held == "everything":
             return bool(ended)
-        busy = ended or self._swap is not None or any(decoding.is_busy for decoding in self._decodings)
+        busy = ended or self._swap is not None or self._begun or any(one.is_busy for one in self._decodings)
         return bool(busy or (self._admits and self._scheduler.has_waiting))
 
     @property
@@ -241,20 +246,77 @@ class DecodeEngine:
     def tick(self) -> int:
         """Remove ended rows, prefill at most one chunk, and decode one token per running row.
 
-        Returns the number of tokens reported. If a chunk takes several turns, rollouts are decoded in the last one, so
-        that batches do not depend on durations. An exception fails the requests concerned, never the engine.
+        Returns the number of tokens reported. A step that takes long is computed in several calls; clients that arrive
+        meanwhile get their first tokens in between. If a chunk takes several turns, rollouts are decoded in the last
+        one, so that batches do not depend on durations. An exception fails the requests concerned, never the engine.
         """
+        if self._in_progress and self.held != "everything":
+            visited = self._visit()
+            return self._decode() if visited is None else visited
         self._remove_ended()
         if self.held == "everything":
             return 0
         self._swap_if_drained()
         loads = self._make_room()
+        begun, self._begun = self._begun, []
+        self._join(begun)
         if self._admits:
             self._fill(loads)
-            if self._prefill.is_interrupted and not any(one.batch.table.client.any() for one in self._decodings):
+            clients = any(one.batch.table.client.any() for one in self._decodings)
+            awaited = self._is_slow and self._prefill.client_is_interrupted
+            if awaited or (self._prefill.is_interrupted and not clients):
                 return 0
+        return self._decode()
+
+    @property
+    def _is_slow(self) -> bool:
+        return any(decoding.is_slow for decoding in self._decodings)
+
+    @property
+    def _in_progress(self) -> bool:
+        """Whether a step has begun and is not complete: until then, only rows of first tokens are decoded beside it."""
+        return any(decoding.in_progress for decoding in self._decodings)
+
+    def _decode(self) -> int:
         entering = any(not job.is_long for job in self._scheduler.entering)
-        return self._long_turns.decode(self._short, self._long, self._source.version, entering=entering)
+        return self._turns.decode(self._short, self._long, self._source.version, entering=entering)
+
+    def _visit(self) -> int | None:
+        """Serve clients within a step in progress: at most one chunk of their prompts, and first tokens.
+
+        Returns the number of tokens reported; None if nothing was computed.
+        """
+        scheduler, began = self._scheduler, perf_counter()
+        if not self._admits or not (scheduler.client_waits or scheduler.has_waiting_clients):
+            return None
+        if not (self._prefill.client_is_interrupted or self._visits.allows(began)):
+            return None
+        computed, tokens = self._prefill.computed_tokens, self._first.tokens
+        self._prefill.add(scheduler.admit(self._loads(), clients_only=True), self._source.version)
+        continued = self._prefill.client_is_interrupted
+        ready = self._prefill.advance(self._source.version, idle=False, fail=self._sender.fail, clients_only=True)
+        self._visits.spend(began, perf_counter())
+        self._prefill.hold(self._sample_first(ready))
+        tokens = self._first.tokens - tokens
+        return tokens if tokens or continued or self._prefill.computed_tokens > computed else None
+
+    def _sample_first(self, ready: Sequence[PrefillJob]) -> list[PrefillJob]:
+        """Sample first tokens of clients in a step of their own; return the other jobs.
+
+        The rows join their batch as soon as no step is in progress.
+        """
+        chosen = self._first.chosen(ready, beside=self.running)
+        if not chosen:
+            return list(ready)
+        long = {job.active for job in chosen if job.is_long}
+        self._join_batch(self._first, chosen)
+        begun = self._first.sample(self._source.version)
+        for job in chosen:
+            self._scheduler.entered(job)
+        for job in begun:
+            self._scheduler.continues(job, is_long=job.active in long)
+        self._begun += begun
+        return [job for job in ready if job not in chosen]
 
     def _remove_ended(self) -> None:
         """Free the rows of requests that were aborted, exceeded a limit on their time, or were closed by a failure."""
@@ -313,7 +375,7 @@ class DecodeEngine:
                 slot = table.longest_of_clients()
                 if self._scheduler.has_room_for_long(int(table.reserved[slot]), loads):
                     moved.append(decoding.take_out(slot, with_state=True))
-                    self._scheduler.continues(moved[-1])
+                    self._scheduler.continues(moved[-1], is_long=True)
                 else:
                     self._scheduler.postpone(decoding.take_out(slot))
             loads = self._loads()
@@ -328,6 +390,10 @@ class DecodeEngine:
         admitted = self._scheduler.admit(loads)
         self._prefill.add(admitted, self._source.version)
         ready = self._prefill.advance(self._source.version, idle=not self.running, fail=self._sender.fail)
+        if self._is_slow:
+            ready = self._sample_first(ready)
+            begun, self._begun = self._begun, []
+            ready += begun
         self._join(ready)
 
     def _join(self, ready: list[PrefillJob]) -> None:
@@ -337,18 +403,21 @@ class DecodeEngine:
         prompts join the empty batch one after the other.
         """
         for decoding in self._decodings:
-            jobs = [job for job in ready if job.admitted and job.is_long == (decoding is self._long)]
-            if not jobs:
-                continue
-            try:
-                self._join_together(decoding, jobs)
-            except Exception:
-                log.exception("join_failed")
-                self._scheduler.requeue(decoding.interrupt(lambda _: True))
-                for job in jobs:
-                    self._join_alone(decoding, job)
+            self._join_batch(decoding, [job for job in ready if job.is_long == (decoding is self._long)])
         for job in ready:
             self._scheduler.entered(job)
+
+    def _join_batch(self, decoding: Decoding, jobs: Sequence[PrefillJob]) -> None:
+        jobs = [job for job in jobs if job.admitted]
+        if not jobs:
+            return
+        try:
+            self._join_together(decoding, jobs)
+        except Exception:
+            log.exception("join_failed")
+            self._scheduler.requeue(decoding.interrupt(lambda _: True))
+            for job in jobs:
+                self._join_alone(decoding, job)
 
     def _join_together(self, decoding: Decoding, jobs: list[PrefillJob]) -> None:
         for job, error in decoding.batch.join(jobs):
@@ -375,8 +444,9 @@ class DecodeEngine:
         self._scheduler.clear()
         self._prefill.restart_all()
         self._prefill.forget_prefixes(ALL_KINDS)
-        for decoding in self._decodings:
-            decoding.batch.drop()
+        self._begun.clear()
+        for decoding in (*self._decodings, self._first):
+            decoding.drop()
 
     def teacher_forced_logits(
         self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int, weights: str = POLICY
@@ -404,6 +474,11 @@ class DecodeEngine:
     def _swap_if_drained(self) -> None:
         swap = self._swap
         if swap is None or (swap.kv_policy == "drain" and self.policy_rows and not swap.future.cancelled()):
+            return
+        if self.held == "everything":
+            for decoding in self._decodings:
+                decoding.complete()
+        elif self._in_progress:
             return
         self._swap, self.admission_paused = None, False
         if not swap.future.set_running_or_notify_cancel():
@@ -438,6 +513,7 @@ class DecodeEngine:
         """Discard prefilled prompts of requests that `concerns` names. interrupt: also KV caches of running rows."""
         interrupted = [job for one in self._decodings if interrupt for job in one.interrupt(concerns)]
         jobs = [job for job in self._scheduler.pending if concerns(job.active)]
+        self._begun = [job for job in self._begun if not concerns(job.active)]
         self._prefill.restart(jobs)
         self._scheduler.restart(jobs)
         self._scheduler.requeue(interrupted)
@@ -493,11 +569,11 @@ class DecodeEngine:
             cache_tokens=sum(decoding.batch.cache_tokens for decoding in self._decodings),
             cache_holders=self._long.longest_requests() if self._scheduler.waits_for_cache else (),
             prefix_cache_tokens=self._prefill.prefixes.tokens,
-            tokens_sampled=sum(decoding.tokens for decoding in self._decodings),
+            tokens_sampled=sum(decoding.tokens for decoding in (*self._decodings, self._first)),
             prefill_tokens=self._prefill.computed_tokens,
             prefix_hits=self._prefill.hits,
             prefix_misses=self._prefill.misses,
-            decode_steps=sum(decoding.steps for decoding in self._decodings),
+            decode_steps=sum(decoding.steps for decoding in (*self._decodings, self._first)),
             finished=dict(self._sender.finished),
             failed=self._sender.failed,
             listener_errors=self._sender.listener_errors,

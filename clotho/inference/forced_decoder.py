@@ -12,7 +12,7 @@ import numpy as np
 from clotho.config.bounds import Off
 from clotho.config.schema import EngineSection
 from clotho.cpu.decoder import HostDecoder
-from clotho.cpu.interface import PrefilledPrompt
+from clotho.cpu.interface import PrefilledPrompt, undivided
 from clotho.cpu.kv_cache import HostKVCache
 from clotho.cpu.supported import make_host_decoder
 from clotho.inference.batching_probe import probe_batching
@@ -75,7 +75,7 @@ class ForcedDecoder:
         for step in range(token_B_T.shape[1]):
             token_B = token_B_T[:, step - 1] if step else np.full(rows, last, dtype=np.int32)
             with pass_context(self._steps, adapter_B):
-                logits_B_V = mx.array(caches.logits(token_B, positions_B, all_B))
+                logits_B_V = mx.array(undivided(caches.parts(token_B, positions_B, all_B, divided=False)))
             mx.eval(logits_B_V, *caches.arrays)
             yield logits_B_V
             positions_B = positions_B + 1

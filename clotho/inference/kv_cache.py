@@ -14,7 +14,7 @@ tokens; the tokens of a shared prompt are in no column.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -28,6 +28,7 @@ from clotho.cpu.row_runs import RowRun, even_runs, longest_first, min_saved_scor
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf, evaluation_mode, set_state
 from clotho.inference.shared_prompts import PromptArrays, SharedPrompts, grouped_attention
 from clotho.models.attention import install_cache_attention
+from clotho.models.stages import recorded_stages
 
 
 class Ahead(NamedTuple):
@@ -480,15 +481,29 @@ class BatchKVCache:
             if number and leaf.prompts is not None:
                 leaf.prompts.clear(number)
 
-    def logits(
-        self, token_B: mx.array | NDArray[np.int32], positions_B: NDArray[np.int32], due_B: NDArray[np.bool_]
-    ) -> mx.array:
-        """Append one token to every row; return the logits, (B, V), not yet evaluated."""
+    def parts(
+        self,
+        token_B: mx.array | NDArray[np.int32],
+        positions_B: NDArray[np.int32],
+        due_B: NDArray[np.bool_],
+        *,
+        divided: bool,
+    ) -> Generator[None, None, mx.array]:
+        """Append one token to every row; return the logits, (B, V), not yet evaluated.
+
+        Yields when the graph has been built; then, if `divided`, after the evaluation of every block.
+        """
+        model = self.layout.model
         self.begin(positions_B, due_B)
-        with evaluation_mode(self.layout.model):
-            logits_B_V: mx.array = self.layout.model(mx.array(token_B)[:, None], cache=self.nested)[:, -1]
+        blocks = getattr(model, "layers", ()) if divided else ()
+        with evaluation_mode(model), recorded_stages(blocks, gradients=False) as stages:
+            logits_B_V: mx.array = model(mx.array(token_B)[:, None], cache=self.nested)[:, -1]
         for columns in self.columns.values():
             columns.end()
+        yield
+        for stage in stages.take():
+            mx.eval(stage.arrays)
+            yield
         return logits_B_V
 
     def begin(self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_]) -> None:

@@ -231,33 +231,48 @@ class Prefill:
         job.state, job.state_tokens = hit.state, hit.tokens
         job.computed = hit.tokens == len(job.tokens) - 1
 
-    def advance(self, version: int, *, idle: bool, fail: Callable[[ActiveRequest, str], None]) -> list[PrefillJob]:
-        """Start or continue at most one chunk; return the jobs that are ready to join.
+    @property
+    def client_is_interrupted(self) -> bool:
+        """Whether the evaluation of a chunk of clients continues in the next turn."""
+        return bool(self._batches) and not self._batches[0].background and self._batches[0].is_interrupted
+
+    def hold(self, jobs: Sequence[PrefillJob]) -> None:
+        """Take back jobs that are ready and cannot join yet."""
+        self._ready = [*jobs, *self._ready]
+
+    def advance(
+        self, version: int, *, idle: bool, fail: Callable[[ActiveRequest, str], None], clients_only: bool = False
+    ) -> list[PrefillJob]:
+        """Start or continue at most one chunk; return the jobs that are ready to join. clients_only: none of rollouts.
 
         The next call waits for a started chunk. This call does if `idle`, because nothing else can run meanwhile, and
-        for prompts of clients beside a learner, whose turn would come before the next call. An exception fails the
-        requests concerned, and their jobs are returned without rows.
+        for prompts of clients beside a learner, whose turn would come before the next call, or with `clients_only`. An
+        exception fails the requests concerned, and their jobs are returned without rows.
         """
         self._collect(fail)
-        batch = self._next_batch(version, fail)
+        batch = self._next_batch(version, fail, clients_only=clients_only)
         if batch is not None:
             self._run(self._advance, batch, fail)
             self._end_turn(batch)
         self.is_interrupted = batch is not None and batch.is_interrupted
-        if (idle and not self._ready) or (self._turns is not None and batch is not None and not batch.background):
+        awaited = batch is not None and not batch.background and (clients_only or self._turns is not None)
+        if awaited or (idle and not self._ready):
             self._collect(fail)
         ready, self._ready = self._ready, []
         return ready
 
-    def _next_batch(self, version: int, fail: Callable[[ActiveRequest, str], None]) -> PrefillBatch | None:
+    def _next_batch(
+        self, version: int, fail: Callable[[ActiveRequest, str], None], *, clients_only: bool
+    ) -> PrefillBatch | None:
         """Return the batch to work on."""
         first = self._batches[0] if self._batches else None
         client_waits = bool(self._waiting) and not self._waiting[0].active.request.background
         has_turn = first is None or first.background or (self._begins_next and not first.is_interrupted)
-        if self._waiting and (first is None or (client_waits and has_turn)):
+        if (client_waits and has_turn) or (self._waiting and first is None and not clients_only):
             jobs = select(self._waiting, self._layout, self._chunk)
             self._begin(jobs, version, fail)
-        return self._batches[0] if self._batches else None
+        first = self._batches[0] if self._batches else None
+        return None if first is None or (clients_only and first.background) else first
 
     def _end_turn(self, batch: PrefillBatch) -> None:
         """If a chunk of clients is complete, let their other batches have the next turns."""

@@ -125,6 +125,11 @@ class PrefillJob:
     is_long: bool = False
 
     @property
+    def awaits_first_token(self) -> bool:
+        """Whether a client waits for the first token of the rows."""
+        return not self.active.request.background and not any(row.tokens for row in self.rows)
+
+    @property
     def reserved(self) -> int:
         """Number of tokens that are reserved for each row: all that a rollout can have, and what a client's needs."""
         if self.active.request.background:
@@ -266,6 +271,11 @@ class Scheduler:
         return bool(self.entering or self._rollouts or any(map(len, self._lines)))
 
     @property
+    def has_waiting_clients(self) -> bool:
+        """Whether a job of a client is not admitted."""
+        return any(map(len, self._lines))
+
+    @property
     def waiting_clients(self) -> int:
         """Number of clients with requests that have not been admitted."""
         return len({job.active.request.client for job in (*self._short, *self._long)})
@@ -300,8 +310,8 @@ class Scheduler:
 
     @property
     def client_waits(self) -> bool:
-        """Whether a client waits for a row, other than for a place among the long rows."""
-        return len(self._short) > 0 or any(not job.active.request.background for job in self.entering)
+        """Whether a client waits for its first token, other than for a place among the long rows."""
+        return len(self._short) > 0 or any(job.awaits_first_token for job in self.entering)
 
     @property
     def pending(self) -> list[PrefillJob]:
@@ -316,11 +326,11 @@ class Scheduler:
         if jobs >= MAX_WAITING_REQUESTS or waiting + rows > MAX_WAITING_ROWS:
             raise RequestError(f"{waiting} completions are waiting; try again later", param="queue")
 
-    def admit(self, loads: Loads) -> list[PrefillJob]:
-        """Admit jobs whose rows fit beside the running rows; set their `admitted`."""
+    def admit(self, loads: Loads, *, clients_only: bool = False) -> list[PrefillJob]:
+        """Admit jobs whose rows fit beside the running rows; set their `admitted`. clients_only: no rollouts."""
         loads, admitted, wave = self._with_entering(loads), list[PrefillJob](), max(1, self.max_num_seqs // 8)
         blocked, self._blocked = set[bool](), 0
-        while (job := self._next(loads, blocked)) is not None:
+        while (job := self._next(loads, blocked)) is not None and not (clients_only and job.active.request.background):
             free, fitting = self._free_rows(job, loads), self._fitting_rows(job, loads)
             room, load = min(free, fitting), loads.of(is_long=job.is_long)
             if room < min(len(job.rows), wave) and (load.rows or room < 1):
@@ -410,9 +420,9 @@ class Scheduler:
         loads, waiting = self._with_entering(loads), self._first_waiting()
         return not len(self._long) and self._budget.room(reserved, loads, waiting, is_long=True) >= 1
 
-    def continues(self, job: PrefillJob) -> None:
-        """Let a row that has left the short rows join the long rows at once."""
-        job.is_long, job.admitted = True, 1
+    def continues(self, job: PrefillJob, *, is_long: bool) -> None:
+        """Let a row that has left a batch join the short rows, or the long rows, at once."""
+        job.is_long, job.admitted = is_long, 1
         self.entering.append(job)
 
     def postpone(self, job: PrefillJob) -> None:

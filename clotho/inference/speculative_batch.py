@@ -11,7 +11,7 @@ the rounding of matrix products of other shapes, whatever the drafts are. Log-pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import mlx.core as mx
@@ -125,8 +125,11 @@ class SpeculativeBatch(Batch):
         if self._launched_rows:
             self._payoff.observe(self._launched_rows, seconds, tokens, drafted=self._has_drafts)
 
-    def launch(self, version: int) -> Step | None:
-        """Start sampling for every row below its limit: one token, or as many as its draft allows."""
+    def launch(self, version: int, *, divided: bool = False) -> Generator[None, None, Step | None]:
+        """Start sampling for every row below its limit: one token, or as many as its draft allows.
+
+        A verification is not divided.
+        """
         table = self.table
         due = table.live & (table.launched < table.limit)
         self._launched_rows, self._has_drafts = 0, False
@@ -136,14 +139,14 @@ class SpeculativeBatch(Batch):
         self._passes += int(np.count_nonzero(due))
         if not self._speculates:
             self._pause = max(0, self._pause - 1)
-            return super().launch(version)
+            return (yield from super().launch(version, divided=divided))
         cache: VerifyingCaches = self._cache  # type: ignore[assignment]
         drafts = self._propose(due)
         self._has_drafts = bool(drafts)
         self._fruitless = 0 if drafts else self._fruitless + 1
         self._pause = min(self._fruitless, MAX_PAUSE)
         if not drafts and not cache.is_lagging:
-            return super().launch(version)
+            return (yield from super().launch(version, divided=divided))
         return self._verify(cache, due, drafts, version)
 
     def _propose(self, due: NDArray[np.bool_]) -> dict[int, Sequence[int]]:

@@ -23,6 +23,7 @@ from clotho.data.curriculum import Curriculum
 from clotho.data.problems import problems_fingerprint
 from clotho.distributed.supervision import is_rank
 from clotho.inference import DecodeEngine
+from clotho.inference.decoding import LONGEST_PART
 from clotho.inference.sample_log import SampleLog, token_cost
 from clotho.inference.sampling import validate
 from clotho.memory.estimate import estimate_memory
@@ -327,7 +328,7 @@ def _load_policy(profile: Profile, directory: RunDirectory, ranks: LearnerRanks 
 
 
 def _make_engine(profile: Profile, policy: Policy, lane: Lane) -> DecodeEngine:
-    turns = TurnBudget(profile.learner.max_turn_ms / 1000.0, lane)
+    turns = TurnBudget(min(profile.learner.max_turn_ms / 1000.0, LONGEST_PART), lane)
     return DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server), turns=turns)
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -16,8 +16,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
+from clotho.cpu.blas import Floats
 from clotho.cpu.decoder import HostDecoder
-from clotho.cpu.interface import PrefilledPrompt
+from clotho.cpu.interface import PrefilledPrompt, undivided
 from clotho.cpu.kv_cache import HostKVCache
 from clotho.inference.cache_layout import CacheLayout, RowCaches
 from tests.inference.engine_helpers import full_logits
@@ -110,7 +111,7 @@ class Rows:
     def step(self) -> NDArray[np.float32]:
         """Compute the logits of every row, (B, V), and let each go on with another token."""
         newest_B = np.array([tokens[-1] for tokens in self.tokens], dtype=np.int32)
-        logits_B_V = np.array(self.cache.logits(newest_B, self.positions_B, self.live_B))
+        logits_B_V = np.array(undivided(self.cache.parts(newest_B, self.positions_B, self.live_B, divided=False)))
         self.tokens = [(*tokens, (5 * tokens[-1] + slot + 1) % 256) for slot, tokens in enumerate(self.tokens)]
         return logits_B_V
 
@@ -121,3 +122,14 @@ class Rows:
         for slot in set(np.flatnonzero(self.live_B).tolist()).difference(but):
             expected_V = full_logits(self.layout.model, tokens[slot])[-1]
             np.testing.assert_allclose(found_B_V[slot], expected_V, atol=1e-4)
+
+
+def scaled_parts(factor: np.float32) -> Callable[..., Generator[None, None, Floats]]:
+    """Return `HostDecoder.parts` with other logits: `factor` times as large."""
+    true = HostDecoder.parts
+
+    def parts(*given: Any) -> Generator[None, None, Floats]:
+        logits_B_V = yield from true(*given)
+        return logits_B_V * factor
+
+    return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import mlx.core as mx
@@ -14,11 +15,11 @@ from structlog.testing import capture_logs
 
 from clotho.cpu import computes_on_host
 from clotho.cpu.blas import Floats
-from clotho.cpu.decoder import HostDecoder, LayerCaches
+from clotho.cpu.decoder import HostDecoder
 from clotho.cpu.layers import install_cpu_layers
 from clotho.cpu.supported import is_supported, make_host_decoder
 from clotho.inference.cache_layout import CacheLayout
-from tests.cpu.supported_models import PLAIN, adapt, plain_source
+from tests.cpu.supported_models import PLAIN, adapt, plain_source, scaled_parts
 from tests.small_models import tiny
 
 
@@ -137,15 +138,15 @@ def test_a_model_whose_numbers_would_differ_is_refused_with_a_warning(
     noise: float, difference: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two per cent are no rounding, nor is what is not a number."""
-    logits = HostDecoder.logits
+    parts = HostDecoder.parts
 
-    def noisy(self: HostDecoder, token_B: Any, position_B: Any, layers: LayerCaches) -> Floats:
-        found_B_V = logits(self, token_B, position_B, layers)
+    def noisy(self: HostDecoder, *given: Any) -> Generator[None, None, Floats]:
+        found_B_V = yield from parts(self, *given)
         sign_V = np.where(np.arange(found_B_V.shape[1]) % 2, 1.0, -1.0).astype(np.float32)
         result: Floats = found_B_V + np.float32(noise) * found_B_V.std() * sign_V
         return result
 
-    monkeypatch.setattr(HostDecoder, "logits", noisy)
+    monkeypatch.setattr(HostDecoder, "parts", noisy)
     with capture_logs() as logged:
         assert make_host_decoder(layout_of().model) is None
     assert [entry["log_level"] for entry in logged] == ["warning"]
@@ -155,8 +156,7 @@ def test_a_model_whose_numbers_would_differ_is_refused_with_a_warning(
 @pytest.mark.needs_cpu_path
 def test_a_difference_of_rounding_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums in another order differ in their last digits."""
-    logits = HostDecoder.logits
-    monkeypatch.setattr(HostDecoder, "logits", lambda *given: logits(*given) * np.float32(1.0001))
+    monkeypatch.setattr(HostDecoder, "parts", scaled_parts(np.float32(1.0001)))
     assert taken(plain_source("qwen3").model)
 
 

@@ -103,7 +103,7 @@ def test_a_failed_decode_step_fails_the_running_requests_only(
 
     with monkeypatch.context() as broken:
         broken.setattr(type(source.model), "__call__", refuse)
-        broken.setattr(HostDecoder, "logits", refuse)
+        broken.setattr(HostDecoder, "parts", refuse)
         engine.tick()
     assert len(lost.failures) == 1
     assert "device lost" in lost.failures[0]

@@ -12,7 +12,7 @@ import pytest
 import clotho.cpu
 from clotho.config.schema import HistoryDrafts, PromptDrafts
 from clotho.inference import DecodeEngine
-from clotho.inference.decoding import LongTurns
+from clotho.inference.decoding import Turns
 from clotho.inference.speculative_batch import SpeculativeBatch
 from clotho.runtime.arbiter import LONG_SHARE
 from protocols.errors import RequestError
@@ -63,7 +63,7 @@ def long_request(engine: DecodeEngine, tokens: int, salt: int = 0, **options: ob
 
 def count_steps_as_time(engine: DecodeEngine) -> None:
     """Let every decode step take a second, of short and of long rows."""
-    engine._long_turns = LongTurns(lambda: float(engine.stats().decode_steps))
+    engine._turns = Turns(lambda: float(engine.stats().decode_steps))
 
 
 def held(engine: DecodeEngine) -> int:

@@ -32,6 +32,7 @@ from clotho.scoring.parity_check import (
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from tests import lanes
+from tests.cpu.supported_models import scaled_parts
 from tests.inference.engine_helpers import (
     SAMPLED,
     complete_alone,
@@ -154,8 +155,7 @@ def test_the_check_uses_the_computation_that_serves(monkeypatch: pytest.MonkeyPa
     """If decode steps run on the host, the check compares them."""
     policy = tiny_policy()
     engine = engine_of(policy)
-    true = HostDecoder.logits
-    monkeypatch.setattr(HostDecoder, "logits", lambda *given: true(*given) * np.float32(2.0))
+    monkeypatch.setattr(HostDecoder, "parts", scaled_parts(np.float32(2.0)))
     assert check(policy, engine, (1, 2, 3), (4, 5, 6), 1.0).max_difference > 1e-3
 
 
