@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Sequence, Set
+from statistics import median
 from time import perf_counter
 
 import numpy as np
@@ -39,7 +40,7 @@ LONG_STEP = 2 * LONGEST_PART
 """
 
 RECENT_STEPS = 3
-"""A step is expected to be long if so many steps before it were: a single slow one is an accident."""
+"""A step is expected to be long if most of so many steps before it were: a single slow one is an accident."""
 
 FIRST_SHARE = 0.05
 """Largest fraction of the time for first tokens of clients in steps of their own."""
@@ -141,7 +142,7 @@ class Decoding:
     @property
     def is_slow(self) -> bool:
         """Whether a step takes long, by the steps so far."""
-        return len(self._recent) == RECENT_STEPS and min(self._recent) >= LONG_STEP
+        return len(self._recent) == RECENT_STEPS and median(self._recent) >= LONG_STEP
 
     def step(self, version: int, *, waits: bool = False) -> int:
         """Start to sample one token for every row, and report the tokens that are known; return their number.
