@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -495,13 +496,13 @@ class BatchKVCache:
         """
         model = self.layout.model
         self.begin(positions_B, due_B)
-        blocks = getattr(model, "layers", ()) if divided else ()
-        with evaluation_mode(model), recorded_stages(blocks, gradients=False) as stages:
+        recording = recorded_stages(getattr(model, "layers", ()), gradients=False) if divided else nullcontext()
+        with evaluation_mode(model), recording as stages:
             logits_B_V: mx.array = model(mx.array(token_B)[:, None], cache=self.nested)[:, -1]
         for columns in self.columns.values():
             columns.end()
         yield
-        for stage in stages.take():
+        for stage in stages.take() if stages is not None else ():
             mx.eval(stage.arrays)
             yield
         return logits_B_V
