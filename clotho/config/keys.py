@@ -49,7 +49,10 @@ class Key(Struct, frozen=True, kw_only=True):
 
     def variant(self, chosen: Mapping[str, str]) -> Variant | None:
         """The variant in a profile with these types; None if the profile does not have the key."""
-        return next((variant for variant in self.variants if variant.types.items() <= chosen.items()), None)
+        for variant in self.variants:
+            if variant.types.items() <= chosen.items():
+                return variant
+        return None
 
 
 class Section(Struct, frozen=True, kw_only=True):

@@ -299,14 +299,14 @@ def _stale(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]
 
     A setting passes to another type if both types have the key with the same default, except the settings in `OWN`.
     """
-    left, before = dict(values), chosen_types(values)
+    left, before, after = dict(values), chosen_types(values), chosen_types({**values, **given})
     for path in types_first(values):
-        after = chosen_types({**left, **given})
         old, new = SETTABLE[path].variant(before), SETTABLE[path].variant(after)
         changed = [choice for choice in (old.types if old else ()) if before[choice] != after.get(choice)]
         own = any(path.startswith(OWN.get(choice, " ")) for choice in changed)
         if old and changed and (own or new is None or new.default != old.default):
             left.pop(path)
+            after = chosen_types({**left, **given})
             yield path
 
 
@@ -317,11 +317,11 @@ def decode(merged: Merged) -> Profile:
 
 def decode_tables(merged: Merged, kind: type[P]) -> P:
     """Build a struct with some or all tables of a profile. Raises ProfileError as `decode`."""
-    checked: dict[str, Any] = {}
+    checked, chosen = dict[str, Any](), chosen_types(merged.values)
     for path in types_first(merged.values):
         label, key = merged.label(path), SETTABLE[path]
         checked[path] = keys.converted(key, merged.values[path], f"{label}: {path.removesuffix(f'.{TYPE}')}")
-        if (why := keys.why_unavailable(key, chosen_types(merged.values))) is not None:
+        if (why := keys.why_unavailable(key, chosen)) is not None:
             raise ProfileError(f"{label}: {why}")
     tree, chosen = dict[str, Any](), chosen_types(checked)
     for path, key in sorted(SETTABLE.items(), key=lambda setting: "." not in setting[0]):
