@@ -138,12 +138,18 @@ class ConcurrentRun:
             self.evaluated += 1
 
 
-def logprobs(model: PolicyModel, parameters: Parameters, prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-    """Return the log-probability of each token from one forward pass."""
+def logprobs(
+    model: PolicyModel, parameters: Parameters, sampled: Sequence[tuple[Sequence[int], Completion]]
+) -> list[np.ndarray]:
+    """Return the log-probability of each token of the completions, from one forward pass without a cache."""
     model.use(parameters)
-    logits_S_V = model.model(mx.array([[*prompt, *tokens]]))[0].astype(mx.float32)
-    logp_S_V = np.array(logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True))
-    return logp_S_V[np.arange(len(prompt) - 1, len(prompt) + len(tokens) - 1), list(tokens)]
+    rows = [[*prompt, *completion.tokens] for prompt, completion in sampled]
+    longest = max(map(len, rows))
+    tokens_N_S = mx.array([row + [0] * (longest - len(row)) for row in rows])
+    logits_N_S_V = model.model(tokens_N_S).astype(mx.float32)
+    logp_N_S_V = logits_N_S_V - mx.logsumexp(logits_N_S_V, axis=-1, keepdims=True)
+    logp_N_S = np.array(mx.take_along_axis(logp_N_S_V[:, :-1], tokens_N_S[:, 1:, None], axis=-1)[..., 0])
+    return [logp_N_S[n, len(prompt) - 1 : len(rows[n]) - 1] for n, (prompt, _) in enumerate(sampled)]
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -160,14 +166,12 @@ async def test_every_token_has_the_log_probability_of_its_recorded_version(tmp_p
     assert min(run.aborted, run.evaluated, len(run.sampled)) > 0
     assert len(run.weights) == UPDATES + 1
     model = run.policy.copy_model()
+    by_version = {version: logprobs(model, parameters, run.sampled) for version, parameters in run.weights.items()}
     differences = []
-    for prompt, completion in run.sampled:
+    for i, (_, completion) in enumerate(run.sampled):
         found = np.array(completion.logprobs)
-        by_version = {
-            version: logprobs(model, run.weights[version], prompt, completion.tokens) for version in run.weights
-        }
-        expected = np.array([by_version[version][n] for n, version in enumerate(completion.versions)])
+        expected = np.array([by_version[version][i][n] for n, version in enumerate(completion.versions)])
         np.testing.assert_allclose(found, expected, atol=lanes.atol(1e-4))
-        others = [by_version[v] for v in run.weights if v not in completion.versions]
+        others = [by_version[version][i] for version in run.weights if version not in completion.versions]
         differences += [float(np.abs(found - other).max()) for other in others]
     assert np.median(differences) > 1e-2, "other versions have other log-probabilities"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -21,30 +21,28 @@ from tests.recorded_turns import RecordedTurns
 from tests.training.policies_and_groups import learner, model_with, random_groups, tiny_policy
 
 
-def scores(policy: Policy, parameters: Parameters, group: ScoredGroup, i: int) -> np.ndarray:
-    """Log-probability of each token of a completion, the plain way."""
-    prompt, tokens = group.group.prompt.tokens, group.group.completions[i].tokens
-    logits = model_with(policy, parameters)(mx.array([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1].astype(mx.float32)
-    logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    return np.array(mx.take_along_axis(logp, mx.array(tokens)[:, None], axis=-1)[:, 0], dtype=np.float64)
+def log_ratios(policy: Policy, parameters: Parameters, groups: Sequence[ScoredGroup]) -> np.ndarray:
+    """Log-ratio of each token of all completions between these parameters and those of the policy, the plain way."""
+    after, before = model_with(policy, parameters), model_with(policy, policy.trainable())
+
+    def scores(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        logits = model(mx.array([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1].astype(mx.float32)
+        logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return np.array(mx.take_along_axis(logp, mx.array(tokens)[:, None], axis=-1)[:, 0], dtype=np.float64)
+
+    rows = [(group.group.prompt.tokens, one.tokens) for group in groups for one in group.group.completions]
+    return np.concatenate([scores(after, *row) - scores(before, *row) for row in rows])
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
-@pytest.mark.parametrize("budget", [1, 24, 8192])
+@pytest.mark.parametrize(("budget", "layout"), [(1, "padded"), (24, "packed"), (24, "shared"), (8192, "padded")])
 def test_it_is_the_mean_over_completions_of_the_batch(budget: int, layout: str) -> None:
     """Of eight completions each is looked at; neither the budget of a pass nor the layout changes anything."""
     policy = tiny_policy()
     groups = random_groups(32, groups=COMPLETIONS // 4)
     one = learner(policy, measure_update_kl=True, micro_batch_tokens=budget, layout=layout, learning_rate=0.1)
     update = one.update(groups)
-    ratio_N = np.concatenate(
-        [
-            scores(policy, update.parameters, group, i) - scores(policy, policy.trainable(), group, i)
-            for group in groups
-            for i in range(4)
-        ]
-    )
-    assert update.metrics.update_kl == pytest.approx(limited_k3(ratio_N).mean(), rel=lanes.rtol(1e-3))
+    expected = limited_k3(log_ratios(policy, update.parameters, groups)).mean()
+    assert update.metrics.update_kl == pytest.approx(expected, rel=lanes.rtol(1e-3))
     assert update.metrics.update_kl is not None
     assert update.metrics.update_kl > 1e-4
 
@@ -63,14 +61,7 @@ def test_a_few_completions_speak_for_a_large_batch() -> None:
     policy = tiny_policy()
     groups = random_groups(32, groups=10)
     update = learner(policy, measure_update_kl=True, learning_rate=0.1).update(groups)
-    ratio_N = np.concatenate(
-        [
-            scores(policy, update.parameters, group, i) - scores(policy, policy.trainable(), group, i)
-            for group in groups
-            for i in range(4)
-        ]
-    )
-    whole = limited_k3(ratio_N).mean()
+    whole = limited_k3(log_ratios(policy, update.parameters, groups)).mean()
     assert update.metrics.update_kl is not None
     assert 0.5 < update.metrics.update_kl / whole < 2.0
     assert update.metrics.update_kl != pytest.approx(whole, rel=1e-6)
