@@ -150,12 +150,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _computes(item: pytest.Item) -> bool:
-    return item.path.relative_to(Path(__file__).parent).parts[0] in lanes.COMPUTING
+    """Whether `--lane` runs a test: it computes, and no parameter is the host path, which the lanes do not have."""
+    on_host = any(isinstance(value, str) and value.partition(",")[0] == "host" for value in _parameters(item).values())
+    return not on_host and item.path.relative_to(Path(__file__).parent).parts[0] in lanes.COMPUTING
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
 
 
 def _is_in_fast_lane(item: pytest.Item) -> bool:
     """Whether a test runs without `--lane`: the arguments of its marker limit the parameters in further lanes."""
-    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    parameters = _parameters(item)
     if parameters.get("lane", lanes.DEFAULT.name) == lanes.DEFAULT.name:
         return True
     marker = item.get_closest_marker("lanes")

@@ -2,8 +2,9 @@
 
 `python -m pytest` runs the tests marked `lanes` in every lane, or in those of the mark, and all others as this machine
 computes by default.
-`python -m pytest --lane bfloat16` runs all tests of the packages that compute (`COMPUTING`) in one lane. The lanes
-other than the default compute without the host path (`clotho/cpu`), as on a GPU, on models with the head size 64.
+`python -m pytest --lane bfloat16` runs all tests of the packages that compute (`COMPUTING`) in one lane, none with a
+parameter of the host path. The lanes other than the default compute without the host path (`clotho/cpu`), as on a GPU,
+on models with the head size 64.
 """
 
 from __future__ import annotations

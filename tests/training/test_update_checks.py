@@ -28,7 +28,7 @@ def log_ratios(policy: Policy, parameters: Parameters, groups: Sequence[ScoredGr
     def scores(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         logits = model(mx.array([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1].astype(mx.float32)
         logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return np.array(mx.take_along_axis(logp, mx.array(tokens)[:, None], axis=-1)[:, 0], dtype=np.float64)
+        return np.array(mx.take_along_axis(logp, mx.array(list(tokens))[:, None], axis=-1)[:, 0], dtype=np.float64)
 
     rows = [(group.group.prompt.tokens, one.tokens) for group in groups for one in group.group.completions]
     return np.concatenate([scores(after, *row) - scores(before, *row) for row in rows])
