@@ -25,6 +25,7 @@ from functools import partial
 import anyio
 import mlx.core as mx
 
+import clotho
 from bench import measurement
 from bench.benchmark import Benchmark, run_benchmark
 from bench.contenders.clotho_learn import groups
@@ -36,21 +37,11 @@ from clotho.cluster.connection import RayConnection
 from clotho.cluster.messages import WorkerSettings
 from clotho.cluster.published_weights import PublishedWeights
 from clotho.cluster.ray_worker import RayWorker
-from clotho.config.schema import (
-    EngineSection,
-    FullMethod,
-    ModelSection,
-    MonitorSection,
-    PolicySection,
-    SamplingSection,
-)
+from clotho.config.schema import EngineSection, ModelSection, MonitorSection, PolicySection, SamplingSection
 from clotho.config.sections_generation import RayCluster
-from clotho.config.sections_training import AdamW, ConstantSchedule, LearnerSection
-from clotho.models.policy import load_policy
 from clotho.remote.server import RemoteFailure
 from clotho.storage.tensors import StoredTensor, as_stored, named_arrays
 from clotho.storage.weight_patch import apply_patches, make_patch
-from clotho.training.update import PolicyLearner
 from protocols.sampling import SampleRequest, Sampling, completion_seeds
 
 NAME = "publish"
@@ -161,21 +152,15 @@ def measure_adapter(repeats: int, quick: bool) -> list[Measurement]:
 
 def patches(path: str, updates: int) -> Iterator[tuple[float, float, float]]:
     """Yield share of the bytes, seconds to make and seconds to apply of the patch of each update."""
-    policy = load_policy(
-        ModelSection(path=path, dtype="bfloat16", dequantize=path != str(MODEL)),
-        PolicySection(method=FullMethod()),
-        seed=0,
-        keep_reference=False,
-    )
-    settings = LearnerSection(optimizer=AdamW(learning_rate=RATE), schedule=ConstantSchedule())
-    sampling = SamplingSection(max_tokens=BATCH["completion_tokens"])
-    learner = PolicyLearner(policy, settings, sampling, steps=updates)
+    policy = clotho.load(path, method="full", dtype="bfloat16", dequantize=path != str(MODEL))
+    sampling = Sampling(max_tokens=BATCH["completion_tokens"])
+    learner = clotho.Learner(policy, learning_rate=RATE, sampling=sampling)
     batch = groups(BATCH | {"vocabulary": policy.vocab_size})
-    before = stored(learner.parameters)
+    before = stored(learner.newest.parameters)
     for number in range(updates):
         if not learner.update(batch).applied:
             raise RuntimeError("the update was not applied")
-        after, began = stored(learner.parameters), time.perf_counter()
+        after, began = stored(learner.newest.parameters), time.perf_counter()
         patch = make_patch(before, after, base_fingerprint=str(number), fingerprint=str(number + 1))
         made = time.perf_counter()
         if patch is None:

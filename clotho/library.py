@@ -20,6 +20,9 @@ from protocols.errors import ProfileError
 
 S = TypeVar("S", bound=Struct)
 
+_sizes: list[int] = []
+"""Parameters of the models that were loaded; the largest decides how the cores are divided."""
+
 LABEL = "clotho"
 """Where settings come from, in messages."""
 
@@ -62,6 +65,7 @@ def load(
     *,
     method: Method | str | Mapping[str, Any] = "lora",
     dtype: Dtype = "auto",
+    dequantize: bool = False,
     quantize: QuantizeAtLoad | Mapping[str, Any] | None = None,
     chat_template: str = "",
     grad_checkpoint: bool = False,
@@ -72,10 +76,11 @@ def load(
 
     model: a directory in the format of mlx-lm, a GGUF file, `package:NAME/FILE`, or a repository of the Hugging Face
     hub, which is downloaded. method: what is trained: `LoRA()`, `DoRA()`, `Full()`, or its name and settings as in
-    `[policy.method]`. dtype: type of computation; "auto": float32 on a CPU, that of the files on a GPU. quantize: pack
-    the weights of a full-precision model, such as `{"type": "at_load", "bits": 4}`: with LoRA this is QLoRA.
-    chat_template: file of another template than the model's. grad_checkpoint: less memory and more time for gradients.
-    seed: of a new adapter.
+    `[policy.method]`; the first weights stay in memory, for new samplers and as a reference. dtype: type of computation;
+    "auto": float32 on a CPU, that of the files on a GPU. dequantize: expand a quantized model, which is faster on a CPU.
+    quantize: pack the weights of a full-precision model, such as `{"type": "at_load", "bits": 4}`: with LoRA this is
+    QLoRA. chat_template: file of another template than the model's. grad_checkpoint: less memory and more time for
+    gradients. trust_remote_code: run the Python code of the repository. seed: of a new adapter.
 
     Raises ModelError if the model cannot be found, read or trained in this way, and ProfileError for a setting that is
     not valid; both are ClothoErrors.
@@ -86,6 +91,7 @@ def load(
         {
             "path": model,
             "dtype": dtype,
+            "dequantize": dequantize,
             "quantize": quantize,
             "chat_template": chat_template,
             "trust_remote_code": trust_remote_code,
@@ -94,5 +100,6 @@ def load(
     chosen = settings("policy", PolicySection, {"method": method, "grad_checkpoint": grad_checkpoint})
     threads = compute()
     policy = threads.learner.submit(lambda: load_policy(section, chosen, seed=seed, keep_reference=True)).result()
-    threads.arbiter.divide_cores(core_division(policy.description.parameters))
+    _sizes.append(policy.description.parameters)
+    threads.arbiter.divide_cores(core_division(max(_sizes)))
     return policy
