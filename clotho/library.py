@@ -76,10 +76,10 @@ def load(
 
     model: a directory in the format of mlx-lm, a GGUF file, `package:NAME/FILE`, or a repository of the Hugging Face
     hub, which is downloaded. method: what is trained: `LoRA()`, `DoRA()`, `Full()`, or its name and settings as in
-    `[policy.method]`; the first weights stay in memory, for new samplers and as a reference. dtype: type of computation;
-    "auto": float32 on a CPU, that of the files on a GPU. dequantize: expand a quantized model, which is faster on a CPU.
-    quantize: pack the weights of a full-precision model, such as `{"type": "at_load", "bits": 4}`: with LoRA this is
-    QLoRA. chat_template: file of another template than the model's. grad_checkpoint: less memory and more time for
+    `[policy.method]`; the first weights stay in memory, for new samplers and as a reference. dtype: of computation;
+    "auto": float32 on a CPU, that of the files on a GPU. dequantize: expand a quantized model, which is faster on a
+    CPU. quantize: pack the weights of a full-precision model, such as `{"type": "at_load", "bits": 4}`: with LoRA this
+    is QLoRA. chat_template: file of another template than the model's. grad_checkpoint: less memory and more time for
     gradients. trust_remote_code: run the Python code of the repository. seed: of a new adapter.
 
     Raises ModelError if the model cannot be found, read or trained in this way, and ProfileError for a setting that is

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import cache, partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import structlog
@@ -204,9 +203,7 @@ class Sampler:
         """Return the sampler."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
 
