@@ -9,6 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from clotho.config.bounds import Off
+from clotho.config.schema import PromptDrafts
 from clotho.cpu.decoder import HostDecoder
 from clotho.cpu.interface import PrefilledPrompt
 from clotho.cpu.kv_cache import HostKVCache
@@ -89,12 +91,13 @@ def test_a_failed_prefill_fails_only_its_own_request(monkeypatch: pytest.MonkeyP
     assert engine.stats().failed == 1
 
 
+@pytest.mark.parametrize("speculation", [Off(), PromptDrafts(max_draft=4, always=True)])
 def test_a_failed_decode_step_fails_the_running_requests_only(
-    monkeypatch: pytest.MonkeyPatch,
+    speculation: Off | PromptDrafts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every client receives the failure, the KV caches are dropped, and the next request completes."""
     source = tiny_source()
-    engine = make_engine(source)
+    engine = make_engine(source, speculation=speculation)
     lost = submit_request(engine, make_prompt(5), seeds=(1, 2))
     tick_until(engine, lambda: engine.stats().tokens_sampled >= 4)
 
@@ -107,6 +110,7 @@ def test_a_failed_decode_step_fails_the_running_requests_only(
         engine.tick()
     assert len(lost.failures) == 1
     assert "device lost" in lost.failures[0]
+    assert engine.stats().cache_tokens == 0
     after = submit_request(engine, make_prompt(5), seeds=(1,))
     run(engine)
     assert after.completions[0].tokens == complete_alone(source, make_prompt(5), SAMPLED, 1).tokens
