@@ -30,8 +30,9 @@ from protocols.rollout import Discarded
 from protocols.summary import MemoryLimit
 from tests.e2e.child_processes import descendants, wait_until_ended
 from tests.run.built_context import lost_groups, open_context, tiny_profile
-from tests.training.policies_and_groups import same_bits
+from tests.training.policies_and_groups import random_groups, same_bits
 
+REMOTE = {"type": "remote", "server_url": ["http://127.0.0.1:1"]}
 LEDGER = LedgerState(all_ended_below=5, ended_above=(7,), trained=4, discarded={"stale": 2})
 
 
@@ -336,3 +337,14 @@ async def test_the_limits_of_mlx_follow_from_the_device(tmp_path: Path, monkeypa
         assert set_limits == {"memory": 2**30, "cache": 512 * 2**20}
     async with open_context(tiny_profile(tmp_path / "wired", monitor={"wired_limit_mb": 256})):
         assert set_limits["wired"] == 256 * 2**20
+
+
+@pytest.mark.parametrize(("sections", "computed"), [({}, False), ({"generator": REMOTE}, True)])
+async def test_values_of_tokens_are_computed_for_the_comparison_with_other_servers(
+    sections: dict[str, Any], computed: bool, tmp_path: Path
+) -> None:
+    """Also if the run writes none of them."""
+    profile = tiny_profile(tmp_path, monitor={"token_values_mb": 0}, **sections)
+    async with open_context(profile) as parts:
+        update = parts.policy_learner.update(random_groups(20))
+        assert bool(update.tokens) is computed
