@@ -278,7 +278,7 @@ def test_every_request_ends(seed: int) -> None:
         if submitted < MOST_REQUESTS and choose.random() < 0.1:
             submit()
             submitted += 1
-        if choose.random() < 0.005 and open_requests:
+        if choose.random() < 0.03 and open_requests:
             engine.abort(choose.choice(list(open_requests)))
         engine.tick()
         assert held(engine) <= limit
