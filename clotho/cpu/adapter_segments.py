@@ -59,6 +59,20 @@ def grouped(low_ranks: Sequence[LowRank | None], *, joins: bool) -> GroupLowRank
     return GroupLowRank(tuple((place, one.a) for place, (_, one) in zip(columns, found, strict=True)), parts, ends[-1])
 
 
+def low_rank_products(
+    found: GroupLowRank, rows: slice, x: Matrix, outs: Sequence[Matrix], buffers: Mapping[int, Matrix]
+) -> tuple[list[Product], list[Product]]:
+    """Return the products z = x A of some rows, and those that add z B to `outs`. buffers: for z, by its columns."""
+    z, x_rows = buffers[found.rank], part(x, rows, ALL)
+    return (
+        [Product(x_rows, a, part(z, rows, columns)) for columns, a in found.a],
+        [
+            Product(part(z, rows, columns), b, part(outs[layer], rows, ALL), scale, add=True)
+            for layer, columns, b, scale in found.parts
+        ],
+    )
+
+
 class Layers(Protocol):
     """A group of layers that read the same input."""
 
@@ -147,14 +161,10 @@ class Arrangement:
         policy = grouped(own, joins=False)
         for rows, groups in self.segments:
             found = policy if groups is None else groups.get(name)
-            if found is None:
-                continue
-            z, x_rows = buffers[found.rank], part(x, rows, ALL)
-            into_z += [Product(x_rows, a, part(z, rows, columns)) for columns, a in found.a]
-            into_out += [
-                Product(part(z, rows, columns), b, part(outs[layer], rows, ALL), scale, add=True)
-                for layer, columns, b, scale in found.parts
-            ]
+            if found is not None:
+                first, second = low_rank_products(found, rows, x, outs, buffers)
+                into_z += first
+                into_out += second
         return Plan(key, prepared(into_z), prepared(into_out), own)
 
     def changes(self, name: str, *, by_policy: bool) -> bool:

@@ -5,7 +5,7 @@ The weights are the MLX arrays of the modules, looked up at every use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +13,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.tuner.lora import LoRALinear
 
-from clotho.cpu.adapter_segments import Arrangement, GroupLowRank, LowRank, grouped
-from clotho.cpu.blas import Floats, Matrix, matrix, multiply
+from clotho.cpu.adapter_segments import Arrangement, GroupLowRank, LowRank, grouped, low_rank_products
+from clotho.cpu.blas import Floats, Matrix, Product, matrix, multiply, prepared
 from clotho.cpu.interface import RowAdapter
 
 
@@ -78,18 +78,19 @@ class Projection:
         self._bias = ParameterVector((base, "bias", 1)) if "bias" in base else None
         self.outputs: int = base.weight.shape[0]
 
-    def __call__(self, x: Matrix, out: Matrix, low_rank: LowRankBuffers, *, add: bool = False) -> None:
-        """Write y to `out`. add: add y to the values in `out` instead. low_rank: buffers for x A.
+    def start(self, out: Matrix, *, add: bool) -> bool:
+        """Write the bias to `out`, if there is one; return whether the product x W is added to `out`.
 
-        If the rows have several adapters, `ProjectionGroup` adds the low-rank products.
+        add: the values in `out` stay.
         """
-        if self._bias is not None:
-            np.add(out.array if add else 0.0, self._bias(), out=out.array)
-            add = True
-        multiply(x, self._weights(), out, add=add)
-        if self.rank and low_rank.arrangement is None:
-            multiply(x, self._a(), low_rank[self.rank])
-            multiply(low_rank[self.rank], self._b(), out, scale=self._scale, add=True)
+        if self._bias is None:
+            return add
+        np.add(out.array if add else 0.0, self._bias(), out=out.array)
+        return True
+
+    def weights(self) -> Matrix:
+        """Return W."""
+        return self._weights()
 
     def own(self) -> LowRank | None:
         """Return the matrices of the policy's adapter."""
@@ -105,8 +106,20 @@ class ProjectionGroup:
 
     def __call__(self, x: Matrix, outs: Sequence[Matrix], low_rank: LowRankBuffers, *, add: bool = False) -> None:
         """Write the outputs of the layers to `outs`, or add them to the values there."""
-        for projection, out in zip(self.projections, outs, strict=True):
-            projection(x, out, low_rank, add=add)
+        adds = tuple(one.start(out, add=add) for one, out in zip(self.projections, outs, strict=True))
+        own = self.own() if low_rank.arrangement is None else []
+        weights = [projection.weights() for projection in self.projections]
+        adapters = (address for one in own if one is not None for address in (one.a.address, one.b.address))
+        key = (x.address, adds, *(one.address for one in (*outs, *weights)), *adapters)
+        plan = low_rank.plans.get(self.name)
+        if plan is None or plan[0] != key:
+            base = [Product(x, w, out, add=adds) for w, out, adds in zip(weights, outs, adds, strict=True)]
+            policy = grouped(own, joins=False)
+            rows = slice(0, len(x.array))
+            into_z, into_out = low_rank_products(policy, rows, x, outs, low_rank) if policy is not None else ([], [])
+            plan = low_rank.plans[self.name] = key, prepared(base + into_z), prepared(into_out)
+        plan[1]()
+        plan[2]()
         if low_rank.arrangement is not None:
             low_rank.arrangement.add(self, x, outs, low_rank)
 
@@ -165,11 +178,15 @@ def projections(module: Any, name: str, *keys: str) -> ProjectionGroup:
 
 
 class LowRankBuffers(dict[int, Matrix]):
-    """Buffers for x A by rank, and the arrangement of the rows if they have several adapters."""
+    """Buffers for x A by rank, and the arrangement of the rows if they have several adapters.
+
+    plans: the prepared products of each group of layers, with the addresses of their matrices and buffers.
+    """
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.arrangement: Arrangement | None = None
+        self.plans: dict[str, tuple[tuple[Any, ...], Callable[[], None], Callable[[], None]]] = {}
         self._rows = rows
 
     def __missing__(self, rank: int) -> Matrix:

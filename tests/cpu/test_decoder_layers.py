@@ -15,6 +15,7 @@ from clotho.cpu.decoder_layers import (
     LowRankBuffers,
     ParameterVector,
     Projection,
+    ProjectionGroup,
     RMSNorm,
     WeightMatrix,
     swiglu_in_place,
@@ -50,7 +51,7 @@ def projected(projection: Projection, x: Floats, before: Floats | None = None) -
     out = np.full((len(x), OUTPUTS), np.nan, np.float32) if before is None else before.copy()
     low_rank = LowRankBuffers(len(x))
     low_rank[RANK].array[:] = np.nan
-    projection(matrix(x), matrix(out), low_rank, add=before is not None)
+    ProjectionGroup(projection)(matrix(x), [matrix(out)], low_rank, add=before is not None)
     return out
 
 
@@ -69,13 +70,19 @@ def test_a_projection_is_the_layer_that_it_was_made_of(bias: bool, adapted: bool
 
 
 def test_a_projection_follows_every_parameter_of_its_layer() -> None:
-    """Weights, bias and both halves of the adapter are swapped one after the other."""
+    """Weights, bias and both halves of the adapter are swapped one after the other, while the buffers stay the same."""
     layer = linear(bias=True, adapted=True)
-    projection, x = Projection(layer, "layer"), rows_of(WIDTH)
-    previous = projected(projection, x)
+    projection, x = ProjectionGroup(Projection(layer, "layer")), rows_of(WIDTH)
+    out, low_rank = np.empty((len(x), OUTPUTS), np.float32), LowRankBuffers(len(x))
+
+    def computed() -> Floats:
+        projection(matrix(x), [matrix(out)], low_rank)
+        return out.copy()
+
+    previous = computed()
     for module, key in ((layer.linear, "weight"), (layer.linear, "bias"), (layer, "lora_a"), (layer, "lora_b")):
         module[key] = module[key] * 1.5
-        found = projected(projection, x)
+        found = computed()
         np.testing.assert_allclose(found, np.array(layer(mx.array(x))), rtol=1e-5, atol=1e-5)
         assert np.abs(found - previous).max() > 1e-2
         previous = found
