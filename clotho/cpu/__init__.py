@@ -20,7 +20,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def load_blas() -> str:
 
     MKL runs in the mode whose results depend neither on the alignment of the arguments nor on the number of threads, so
     that equal runs are equal bit for bit. One core stays free for the event loop and for MLX's own kernels, because a
-    matrix product that waits for a thread without a core is many times slower; see also `IdleCores`. Threads of MKL
+    matrix product that waits for a thread without a core is many times slower; see also `divide_cores`. Threads of MKL
     wait 1 ms for the next product before they sleep. Sleeping at once costs a third of the speed of small products (64
     x 576 by 576 x 1536 with two threads: 0.80 against 0.62 ms), and the default of 200 ms takes a core from others.
     Variables that are already set (MKL_NUM_THREADS, ...) are not changed.
@@ -76,68 +76,37 @@ def load_blas() -> str:
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
         except OSError:
             continue
-        if setter := _mkl_function("MKL_Set_Num_Threads"):
+        if setter := _mkl_threads():
             setter(max(1, usable_cores() - 1))
         return Path(path).name.split(".so")[0].removeprefix("lib")
     return REFERENCE_BLAS
 
 
 DIVIDED_PARAMETERS = 32_000_000
-"""Parameters of a model from which all its products are divided over idle cores; below, only those of decode steps.
+"""Parameters of a model from which its products are divided over idle cores.
 
 A synchronous run of SmolLM2-135M then takes 0.78 times as long with two cores, and one of a model of 0.5 million
-parameters 1.15 times: between the products of an update, both cores are busy anyway.
+parameters 1.15 times: its products are too small.
 """
 
 
-class IdleCores:
-    """Divides the cores between the threads that compute at the same time, if the BLAS is MKL.
+def divide_cores(threads: int) -> None:
+    """Let the products of each of `threads` threads, which compute at the same time, use an equal share of the cores.
 
-    Results of MKL do not depend on its number of threads. Without effect if the environment sets that number.
+    Only with MKL, whose results do not depend on the number of threads, and not if the environment sets that number.
     """
-
-    def __init__(self) -> None:
-        self._decode_threads = 1
-
-    def divide(self, computing: int) -> None:
-        """Let all products of each of `computing` threads use an equal share of the cores."""
-        if setter := _mkl_function("MKL_Set_Num_Threads"):
-            setter(_share(computing))
-
-    def divide_decoding(self, computing: int) -> None:
-        """Do so for the products of decode steps only, from the next step of each thread."""
-        self._decode_threads = _share(computing)
-
-    @contextmanager
-    def decoding(self) -> Iterator[None]:
-        """Compute the products of a decode step inside the context, in the calling thread."""
-        setter = _mkl_function("MKL_Set_Num_Threads_Local") if self._decode_threads > 1 else None
-        if setter is None:
-            yield
-            return
-        setter(self._decode_threads)
-        try:
-            yield
-        finally:
-            setter(0)  # as the whole process
-
-
-IDLE_CORES = IdleCores()
-"""Of the process, as the cores are."""
-
-
-def _share(computing: int) -> int:
-    return max(1, usable_cores() // max(1, computing))
+    if setter := _mkl_threads():
+        setter(max(1, usable_cores() // max(1, threads)))
 
 
 @cache
-def _mkl_function(name: str) -> Callable[[int], Any] | None:
-    """Return a function of MKL that sets its number of threads; None without MKL."""
-    setter: Any = getattr(ctypes.CDLL(None), name, None)
+def _mkl_threads() -> Callable[[int], None] | None:
+    """Return the function of MKL that sets its number of threads; None without MKL."""
+    setter: Any = getattr(ctypes.CDLL(None), "MKL_Set_Num_Threads", None)
     if setter is None or "MKL_NUM_THREADS" in os.environ:
         return None
-    setter.argtypes = [ctypes.c_int]
-    found: Callable[[int], Any] = setter
+    setter.argtypes, setter.restype = [ctypes.c_int], None
+    found: Callable[[int], None] = setter
     return found
 
 

@@ -12,7 +12,6 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.cpu import IDLE_CORES
 from clotho.cpu.adapter_segments import Arrangement, GroupLowRank
 from clotho.cpu.blas import Floats, Matrix, matrix
 from clotho.cpu.decoder_layers import (
@@ -297,15 +296,14 @@ class HostDecoder:
         angle_B_1_H = (position_B.astype(np.float32)[:, None] * self._frequency_H)[:, None]
         angles = np.cos(angle_B_1_H), np.sin(angle_B_1_H)
         for block, columns, prompts in zip(self._blocks, layers.columns, layers.prompts, strict=True):
-            # Log-probabilities reveal values that are not finite.
-            with np.errstate(all="ignore"), IDLE_CORES.decoding():
+            with np.errstate(all="ignore"):  # log-probabilities reveal values that are not finite
                 self._attend(block, buffers, angles, layers.attention, columns, prompts)
                 block.before_mlp(buffers.x.array, buffers.normed.array)
                 block.gate_up(buffers.normed, (buffers.gate, buffers.up), buffers.low_rank)
                 swiglu_in_place(buffers.gate.array, buffers.up.array, buffers.spare_B_F)
                 block.down(buffers.gate, (buffers.x,), buffers.low_rank, add=True)
             yield
-        with np.errstate(all="ignore"), IDLE_CORES.decoding():
+        with np.errstate(all="ignore"):
             self._norm(buffers.x.array, buffers.normed.array)
             logits_B_V = self._head_logits(buffers)
         buffers.low_rank.arrangement, self._buffers = None, buffers

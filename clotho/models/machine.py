@@ -13,7 +13,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from clotho.cpu import DIVIDED_PARAMETERS, IDLE_CORES, usable_cores
+from clotho.cpu import DIVIDED_PARAMETERS, divide_cores, usable_cores
 from protocols.errors import ProfileError
 from protocols.summary import MachineDescription, MemoryLimit
 
@@ -43,12 +43,10 @@ def describe_machine(*, blas: str) -> MachineDescription:
 def core_division(parameters: int) -> Callable[[int], None]:
     """Return what divides the cores for a model of so many parameters: a function of the number of threads.
 
-    While only one thread has work, all products of a large model use all cores, and those of the decode steps of a
-    small one. It has no effect on a GPU.
+    It has no effect on a GPU, and for small models, which compute faster on one core per thread.
     """
-    if mx.default_device() != mx.Device(mx.cpu):
-        return lambda threads: None
-    return IDLE_CORES.divide if parameters >= DIVIDED_PARAMETERS else IDLE_CORES.divide_decoding
+    divides = mx.default_device() == mx.Device(mx.cpu) and parameters >= DIVIDED_PARAMETERS
+    return divide_cores if divides else lambda threads: None
 
 
 def compute_slots() -> int:
