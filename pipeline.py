@@ -15,9 +15,11 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":  # before the imports below, which take a second
-    from clotho.__main__ import main
+    from importlib import import_module
 
-    sys.exit(main())
+    from training_run.main import main
+
+    sys.exit(main(load_train=lambda: import_module("pipeline").train))
 
 import gc
 from collections.abc import Mapping
@@ -38,42 +40,49 @@ from actors.learner import Learner
 from actors.monitor import Monitor
 from actors.prompter import Prompter
 from actors.scorer import Scorer
-from clotho.config.schema import (
-    AtroposSource,
-    FullMethod,
-    HeldOutEvaluation,
-    HttpServer,
-    Profile,
-)
-from clotho.cpu import load_blas
+from attachments.alarms.collapse_detection import CollapseMonitor
+from attachments.alarms.messages import CollapseState
+from attachments.atropos.batch_source import batch_source, group_reader, running_url
+from attachments.cpu import load_blas
+from attachments.dashboard.timeline import timeline_recorder
+from attachments.doctor.start import log_findings
+from attachments.remote.sampling import remote_sampler
+from attachments.replay.replay import ReplayBuffer
+from attachments.trackers.trackers import close_trackers
+from clotho.lanes.compute_thread import Compute, finish
+from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.machine import compute_slots
-from clotho.monitoring.collapse_detection import CollapseMonitor
-from clotho.monitoring.display import RunFacts
-from clotho.monitoring.event_log import EventSink, event_log
-from clotho.monitoring.forecast import RunForecast
-from clotho.monitoring.live_display import make_display
-from clotho.monitoring.summary import print_summary
-from clotho.monitoring.trackers import close_trackers
-from clotho.preflight.start import log_findings
-from clotho.run.accounting import GroupAccounting, group_source
-from clotho.run.batch_source import batch_source, group_reader, running_url
-from clotho.run.context import RunContext
-from clotho.run.custom_actors import Channel, CustomActors
-from clotho.run.early_end import EarlyEnd
-from clotho.run.idle_sleep import no_idle_sleep
-from clotho.run.lost_groups import Flow, LostGroups
-from clotho.run.process_signals import finish_computation
-from clotho.run.remote_sampling import remote_sampler
-from clotho.run.run_monitor import RunMonitor, loading_page, token_value_writer
-from clotho.run.services import wire_atropos, wire_services
-from clotho.run.starting_point import checkpoint_records
-from clotho.run.startup import build_context
-from clotho.run.timeline import timeline_recorder
-from clotho.runtime.compute_thread import Compute, finish
-from clotho.runtime.queues import Queue
-from clotho.runtime.sampling_client import GroupSampler
-from clotho.runtime.signals import handle_signals
-from clotho.runtime.supervisor import (
+from clotho.serving.server import base_url, listen, while_loading
+from clotho.settings.model import FullMethod
+from clotho.settings.server import HttpServer
+from protocols.accounting import GroupSource
+from protocols.evaluation import EvalReport
+from protocols.prompt import Prompt
+from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
+from protocols.step import LearnerReport, PolicyUpdated
+from protocols.summary import RemoteGauges, RunSummary
+from training_run.accounting import GroupAccounting, group_source
+from training_run.directory.jsonl import JsonlWriter
+from training_run.directory.run_directory import RunDirectory
+from training_run.profile.schema import AtroposSource, HeldOutEvaluation, Profile
+from training_run.records.display import RunFacts
+from training_run.records.event_log import EventSink, event_log
+from training_run.records.forecast import RunForecast
+from training_run.records.live_display import make_display
+from training_run.records.summary import print_summary
+from training_run.run import RunContext
+from training_run.run_monitor import RunMonitor, loading_page, token_value_writer
+from training_run.services import wire_atropos, wire_services
+from training_run.start.starting_point import checkpoint_records
+from training_run.start.startup import build_context
+from training_run.supervision.custom_actors import Channel, CustomActors
+from training_run.supervision.early_end import EarlyEnd
+from training_run.supervision.idle_sleep import no_idle_sleep
+from training_run.supervision.lost_groups import Flow, LostGroups
+from training_run.supervision.process_signals import finish_computation
+from training_run.supervision.queues import Queue
+from training_run.supervision.signals import handle_signals
+from training_run.supervision.supervisor import (
     Child,
     Ending,
     Supervisor,
@@ -82,17 +91,6 @@ from clotho.runtime.supervisor import (
     temporary,
     transient,
 )
-from clotho.serving.server import base_url, listen, while_loading
-from clotho.storage.jsonl import JsonlWriter
-from clotho.storage.run_directory import RunDirectory
-from clotho.training.replay import ReplayBuffer
-from protocols.accounting import GroupSource
-from protocols.collapse import CollapseState
-from protocols.evaluation import EvalReport
-from protocols.prompt import Prompt
-from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
-from protocols.step import LearnerReport, PolicyUpdated
-from protocols.summary import RemoteGauges, RunSummary
 
 log = structlog.get_logger(actor="pipeline")
 

@@ -12,13 +12,14 @@ from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
 from msgspec import Raw
 
-from clotho.atropos.reader import placeholder_prompt
-from clotho.atropos.source import Backoff, BatchSource, Reader
-from clotho.config.schema import AtroposSource
-from clotho.runtime.latest import Latest, wait_until
+from protocols.batches import BatchSource, Reader
 from protocols.queues import EndOfStream, Outbox
 from protocols.rollout import Discarded, GroupOutcome
 from protocols.step import WeightsReady
+from training_run.groups.placeholder import placeholder_prompt
+from training_run.profile.schema import AtroposSource
+from training_run.supervision.backoff import Backoff
+from training_run.supervision.latest import Latest, wait_until
 
 T = TypeVar("T")
 IN_FLIGHT_KEPT = 8192

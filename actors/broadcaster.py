@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import deque
 
 import anyio
 import structlog
 from anyio.abc import TaskStatus
 
-from clotho.config.schema import EngineSection, KvPolicy, ParityCheck, ParitySection
-from clotho.config.sections_training import LearnerSection
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
+from clotho.lanes.compute_thread import Compute, ComputeThread, finish
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy
-from clotho.runtime.compute_thread import Compute, ComputeThread, finish
-from clotho.runtime.latest import Latest
 from clotho.scoring.parity_check import (
     LIMITS,
     SERVED_KL,
@@ -26,50 +21,16 @@ from clotho.scoring.parity_check import (
     ParitySample,
     parity_sample,
 )
+from clotho.settings.engine import EngineSection, KvPolicy
+from clotho.settings.learner import LearnerSection
 from protocols.errors import ParityError
 from protocols.queues import Inbox
 from protocols.step import PolicyUpdated, StepReport, WeightsReady
+from training_run.groups.progress import SwapTimes
+from training_run.profile.schema import ParityCheck, ParitySection
+from training_run.supervision.latest import Latest
 
 log = structlog.get_logger(actor="broadcaster")
-
-SWAPS_KEPT = 4096
-
-
-class SwapTimes:
-    """Durations of the weight swaps since the last start, in seconds; None before the first swap.
-
-    count: number of swaps; median and longest are those of the last `SWAPS_KEPT`.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._seconds: deque[float] = deque(maxlen=SWAPS_KEPT)
-        self._ended: deque[float] = deque(maxlen=SWAPS_KEPT)
-
-    def add(self, seconds: float) -> None:
-        """Record a swap that ends now."""
-        self.count += 1
-        self._seconds.append(seconds)
-        self._ended.append(time.monotonic())
-
-    def ended_after(self, count: int) -> list[float]:
-        """Return when the swaps after the first `count` ended, in seconds of `monotonic`."""
-        return list(self._ended)[-(self.count - count) :] if self.count > count else []
-
-    @property
-    def last(self) -> float | None:
-        """Duration of the last swap."""
-        return self._seconds[-1] if self._seconds else None
-
-    @property
-    def median(self) -> float | None:
-        """Median duration."""
-        return statistics.median(self._seconds) if self._seconds else None
-
-    @property
-    def longest(self) -> float | None:
-        """Longest duration."""
-        return max(self._seconds, default=None)
 
 
 async def swap_weights(

@@ -12,16 +12,16 @@ import structlog
 from anyio.to_thread import run_sync
 from msgspec.structs import replace
 
-from clotho.config.schema import CheckpointSection
-from clotho.data.group_outcomes import GroupOutcomes
-from clotho.runtime.latest import Latest, reached
+from attachments.curriculum.group_outcomes import GroupOutcomes
 from clotho.storage.adapters import write_adapter
-from clotho.storage.best_checkpoint import BestCheckpointKeeper
-from clotho.storage.checkpoints import Snapshot, record_newest, write_checkpoint
-from clotho.storage.jsonl import sync_files
 from protocols.checkpoint import AdapterConfig, RunState
 from protocols.queues import Inbox
 from protocols.step import PolicyUpdated
+from training_run.directory.best_checkpoint import BestCheckpointKeeper
+from training_run.directory.checkpoints import Snapshot, record_newest, write_checkpoint
+from training_run.directory.jsonl import sync_files
+from training_run.profile.schema import CheckpointSection
+from training_run.supervision.latest import Latest, reached
 
 log = structlog.get_logger(actor="checkpointer")
 

@@ -12,19 +12,20 @@ from anyio.abc import TaskStatus
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.config.schema import EngineSection, HeldOutEvaluation
-from clotho.inference.held_out import PinnedSampler, by_problem, held_out_requests
+from clotho.lanes.compute_thread import ComputeThread, finish
 from clotho.models.policy import Policy
 from clotho.models.turns import TurnBudget
-from clotho.rewards.accuracy import Outcome, accuracy, graded, measures
-from clotho.runtime.compute_thread import ComputeThread, finish
-from clotho.runtime.queues import Queue
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.scoring.reference_loss import reference_losses
+from clotho.settings.engine import EngineSection
 from protocols.evaluation import EvalReport, HeldOut, ReferenceLoss
 from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.sampling import Completion, SampleRequest, Sampling
 from protocols.step import PolicyUpdated
+from training_run.evaluation.accuracy import Outcome, accuracy, graded, measures
+from training_run.evaluation.held_out import PinnedSampler, by_problem, held_out_requests
+from training_run.profile.schema import HeldOutEvaluation
+from training_run.supervision.queues import Queue
 
 
 class Pinned(Struct, frozen=True, kw_only=True):

@@ -5,44 +5,14 @@ from __future__ import annotations
 from contextlib import aclosing, suppress
 
 import anyio
-from msgspec import Struct
 
-from clotho.runtime.latest import Latest, wait_until
-from clotho.runtime.sampling_client import GenerationError, GroupSampler
+from clotho.lanes.sampling_client import GenerationError, GroupSampler
 from protocols.errors import RequestError
 from protocols.prompt import Prompt
 from protocols.queues import EndOfStream, Inbox, Outbox
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion, SampleRequest, Sampling, completion_seeds
-from protocols.step import WeightsReady
-
-
-class StalenessRule(Struct, frozen=True, kw_only=True, eq=False):
-    """The staleness bound of the generator.
-
-    After `started` groups since the run began, the next one may start when
-
-        started < (step + max_batches_ahead + 1) * batch_size + replacements
-
-    where `step` is that of the served weights and `replacements` the number of groups replaced by others. This is the
-    capacity rule of AReaL (arXiv:2505.24298, section 5.1), accepted + running <= (eta + step + 1) * batch_size, where
-    accepted groups are those that count towards a batch. `max_batches_ahead = 0` is strictly on-policy. A slow group
-    may be trained on later than groups that started after it; `learner.max_staleness` limits its staleness.
-    """
-
-    weights: Latest[WeightsReady]
-    replacements: Latest[int]
-    batch_size: int
-    max_batches_ahead: int
-
-    def capacity(self, started: int) -> int:
-        """Number of groups that may start now, after `started` groups."""
-        batches = self.weights.value.step + self.max_batches_ahead + 1
-        return batches * self.batch_size + self.replacements.value - started
-
-    async def wait(self, started: int) -> None:
-        """Wait until the next group may start. Raises EndOfStream if that cannot happen any more."""
-        await wait_until(lambda: self.capacity(started) > 0, self.weights, self.replacements)
+from training_run.groups.progress import StalenessRule
 
 
 class Generator:

@@ -9,53 +9,30 @@ from contextlib import aclosing, suppress
 from math import inf
 
 import structlog
-from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.config.sections_training import LearnerSection
-from clotho.data.curriculum import Curriculum
+from attachments.alarms.collapse_detection import CollapseMonitor, CollapseResponse
+from attachments.curriculum.curriculum import Curriculum
+from attachments.replay.replay import ReplayBuffer
+from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.machine import random_state
-from clotho.monitoring.collapse_detection import CollapseMonitor, CollapseResponse
-from clotho.runtime.compute_thread import Compute, finish
-from clotho.runtime.latest import Latest, reached
-from clotho.training.batch_collector import BatchCollector, discard, discard_unusable
-from clotho.training.fruitless import FruitlessBatches
-from clotho.training.ledger import Ledger
-from clotho.training.replay import ReplayBuffer
+from clotho.settings.learner import LearnerSection
 from clotho.training.update import PolicyLearner, Update
 from protocols.errors import ClothoError, DivergenceError
 from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 from protocols.step import FirstBatch, GroupsEnded, LearnerReport, PolicyUpdated, StepReport, TrainedGroup
-from protocols.summary import ComputeTotals
+from training_run.groups.batch_collector import BatchCollector, discard, discard_unusable
+from training_run.groups.fruitless import FruitlessBatches
+from training_run.groups.ledger import Ledger
+from training_run.groups.progress import LearnerProgress
+from training_run.supervision.latest import Latest, reached
 
 log = structlog.get_logger(actor="learner")
 
 LOG_TIMEOUT_SECONDS = 10.0
 MAX_DISCARDED_HELD = 256
 """Number of discarded groups of an incomplete batch that are held before they are reported."""
-
-
-class LearnerProgress(Struct, kw_only=True):
-    """State of the learner that other parts of the run read. A checkpoint keeps the first four fields.
-
-    step: number of batches consumed. bad_steps: consecutive updates that were not finite.
-    train_seconds, trained_tokens: totals since the run began.
-    last_report: report of the last batch since the last start. began, last_update: monotonic seconds. updating: the
-    update of a batch is being computed. computed_before: totals of the compute threads at `began`. computing: what they
-    did from then until `last_update`.
-    """
-
-    step: int = 0
-    bad_steps: int = 0
-    train_seconds: float = 0.0
-    trained_tokens: int = 0
-    last_report: StepReport | None = None
-    began: float = 0.0
-    last_update: float = 0.0
-    updating: bool = False
-    computed_before: ComputeTotals = ComputeTotals()
-    computing: ComputeTotals = ComputeTotals()
 
 
 class Learner:

@@ -11,20 +11,20 @@ import structlog
 from anyio import to_thread
 from msgspec.structs import replace
 
-from clotho.monitoring.display import Display, NoDisplay, RunView, Sample, sample
-from clotho.monitoring.evaluation_history import evaluation_record
-from clotho.monitoring.forecast import RunForecast
-from clotho.monitoring.metrics import Measurement, MetricsLine, step_metrics
-from clotho.monitoring.rollout_log import rollout_records
-from clotho.monitoring.run_alarms import RunAlarms
-from clotho.monitoring.token_values import TokenValueWriter
-from clotho.monitoring.trackers import Tracker, Warned, evaluation_values, step_records
-from clotho.runtime.latest import Latest
-from clotho.storage.jsonl import JsonlWriter
+from attachments.alarms.run_alarms import RunAlarms
+from attachments.dashboard.token_values import TokenValueWriter
+from attachments.trackers.trackers import Tracker, Warned, evaluation_values, step_records
 from protocols.evaluation import EvalReport
 from protocols.queues import Inbox
 from protocols.step import FirstBatch, GroupsEnded, LearnerReport, StepReport
 from protocols.summary import Gauges
+from training_run.directory.jsonl import JsonlWriter
+from training_run.records.display import Display, NoDisplay, RunView, Sample, sample
+from training_run.records.evaluation_history import evaluation_record
+from training_run.records.forecast import RunForecast
+from training_run.records.metrics import Measurement, MetricsLine, step_metrics
+from training_run.records.rollout_log import rollout_records
+from training_run.supervision.latest import Latest
 
 log = structlog.get_logger(actor="monitor")
 

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from anyio import CancelScope
 
-from clotho.runtime.latest import Latest
 from protocols.prompt import Prompt
 from protocols.queues import EndOfStream, Outbox
+from training_run.supervision.latest import Latest
 
 
 class Prompter:

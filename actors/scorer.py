@@ -12,7 +12,7 @@ from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
 
 
 class Rewards(Protocol):
-    """Computes the rewards of a group; implemented by `clotho.rewards.runner.RewardRunner`."""
+    """Computes the rewards of a group; implemented by `training_run.rewards.runner.RewardRunner`."""
 
     async def score(self, group: RolloutGroup) -> GroupOutcome:
         """Score every completion. An exception ends the run."""

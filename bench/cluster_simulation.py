@@ -1,7 +1,7 @@
 """A discrete-event simulation of a run on a cluster, with the rules of the real run.
 
 The staleness rule and the collection of batches are the code of the program; the rule that chooses a worker is that of
-`clotho.remote.place.freest`, on arrays. Time passes only where `Costs` says so.
+`attachments.remote.place.freest`, on arrays. Time passes only where `Costs` says so.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import simpy
 
-from actors.generator import StalenessRule
 from bench.cluster_costs import Costs, Plan, Workload
 from bench.cluster_engine import Engine, Group, LearnerDevice
 from bench.cluster_tally import Forecast, State, Tally, bottleneck
 from bench.processor_sharing import SharedRate, cores, link
-from clotho.runtime.latest import Latest
-from clotho.training.batch_collector import BatchCollector
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, ScoredGroup
 from protocols.step import WeightsReady
+from training_run.groups.batch_collector import BatchCollector
+from training_run.groups.progress import StalenessRule
+from training_run.supervision.latest import Latest
 
 Process = Generator[simpy.Event, Any, None]
 Array = npt.NDArray[Any]
@@ -452,7 +452,7 @@ class Simulation:
 
 
 def freest(versions: Array, rows: Array, shares: Array, *, oldest: int, waiting: int) -> int | None:
-    """Return the number of the place that gets the next group, as `clotho.remote.place.freest` does."""
+    """Return the number of the place that gets the next group, as `attachments.remote.place.freest` does."""
     current = versions >= oldest
     number = int(np.where(current, rows / shares, math.inf).argmin())
     if not current[number]:

@@ -1,4 +1,4 @@
-"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+"""On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal.
 
 Counts the rollouts that a run of learn-m3 needs to reach a held-out accuracy when half of its problems are useless: too
 hard, or already solved. Problems are drawn uniformly, or by the curriculum by success rate.
@@ -45,8 +45,8 @@ from msgspec import Struct
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
 from bench.runs import Record, run_until
 from bench.tables import markdown
-from clotho.config.load import load_profile
 from profiles.times_table_maker.problems import ROWS, long_multiplication
+from training_run.profile.load import load_profile
 
 NAME = "curriculum"
 COMMAND = "python -m bench curriculum"

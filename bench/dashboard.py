@@ -26,7 +26,7 @@ import msgspec
 
 from bench.chromium import find_chromium, open_chromium, viewing
 from bench.tables import markdown
-from clotho.monitoring.rollout_log import CompletionRecord, RolloutRecord
+from training_run.records.rollout_log import CompletionRecord, RolloutRecord
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -1,4 +1,4 @@
-"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+"""On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal.
 
 Measures rollout throughput beside mlx-lm and mlx-lm-lora, with completions of random tokens that never end early.
 
@@ -32,6 +32,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from attachments.cpu import SWITCH
 from bench import measurement
 from bench.benchmark import Benchmark, run_benchmark
 from bench.charts import draw_lines
@@ -40,7 +41,6 @@ from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.contenders.rollouts import RANK
 from bench.measurement import Measurement, results_path
 from bench.tables import closing, side_by_side
-from clotho.cpu import SWITCH
 
 NAME = "decode"
 COMMAND = "python -m bench decode"

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from clotho.cpu import load_blas
+from attachments.cpu import load_blas
 from clotho.models.machine import describe_machine
 from protocols.summary import MachineDescription
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-TRAINING_SOURCES = ("actors", "clotho", "pipeline.py", "profiles", "protocols")
+TRAINING_SOURCES = ("actors", "attachments", "clotho", "pipeline.py", "profiles", "protocols", "training_run")
 """What a training run executes and reads."""
 
 

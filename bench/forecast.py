@@ -18,9 +18,9 @@ from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
 from bench.runs import Record, run_pipeline
-from clotho.config.load import load_profile
-from clotho.config.schema import HeldOutEvaluation
-from clotho.monitoring.forecast import EvaluationTime, Plan, seconds_left, step_time
+from training_run.profile.load import load_profile
+from training_run.profile.schema import HeldOutEvaluation
+from training_run.records.forecast import EvaluationTime, Plan, seconds_left, step_time
 
 NAME = "forecast"
 RESULTS = ROOT / "bench" / "results" / "forecast.jsonl"

@@ -18,14 +18,14 @@ from unittest.mock import patch
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from clotho.config.schema import EngineSection
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
+from clotho.settings.engine import EngineSection
 from protocols.sampling import SampleRequest, Sampling
 
 VIEWS = frozenset(

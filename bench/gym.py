@@ -1,4 +1,4 @@
-"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+"""On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal.
 
 Trains SmolLM2-135M-Instruct on datasets of Reasoning Gym, one run per dataset and seed: greedy accuracy and mean score
 on held-out problems before and after.

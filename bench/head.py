@@ -1,4 +1,4 @@
-"""On Linux, norms, gates, attention and LoRA are Clotho's CPU code (clotho/cpu); nothing here was measured on Metal.
+"""On Linux, norms, gates, attention and LoRA are those of attachments/cpu; nothing here was measured on Metal.
 
 Measures the output head at large vocabularies, chunked and straightforward.
 
@@ -27,11 +27,11 @@ from msgspec import Struct
 
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
 from bench.shapes import random_policy
-from clotho.config.schema import SamplingSection
-from clotho.config.sections_training import LearnerSection
 from clotho.models.policy import Policy
 from clotho.scoring.head_scores import SamplingDistribution, TokenScores
 from clotho.scoring.sequences import MicroBatch
+from clotho.settings.engine import SamplingSection
+from clotho.settings.learner import LearnerSection
 from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup, ScoredGroup

@@ -1,4 +1,4 @@
-"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+"""On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal.
 
 Measures throughput and time to first token of the standalone server with 1 to 64 clients, beside mlx_lm.server.
 

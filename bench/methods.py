@@ -1,4 +1,4 @@
-"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+"""On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal.
 
 Measures the accuracy that objectives, corrections, ranks and deliberately bad settings reach on a task to be learned.
 
@@ -28,7 +28,7 @@ from bench.fingerprint import ROOT, describe_fingerprint
 from bench.measurement import results_path
 from bench.tables import markdown, number, scale_of, unique
 from bench.trials import Accuracies, Method, Outcome, TrialBenchmark, merged, run_trial_benchmark
-from clotho.config.keys import SECTIONS
+from training_run.profile.keys import SECTIONS
 
 NAME = "methods"
 COMMAND = "python -m bench methods"

@@ -26,6 +26,13 @@ import anyio
 import mlx.core as mx
 
 import clotho
+from attachments.cluster.connection import RayConnection
+from attachments.cluster.messages import WorkerSettings
+from attachments.cluster.published_weights import PublishedWeights
+from attachments.cluster.ray_worker import RayWorker
+from attachments.remote.attachment import RayCluster
+from attachments.remote.server import RemoteFailure
+from attachments.remote.weight_patch import apply_patches, make_patch
 from bench import measurement
 from bench.benchmark import Benchmark, run_benchmark
 from bench.contenders.clotho_learn import groups
@@ -33,16 +40,11 @@ from bench.fingerprint import fingerprint as machine
 from bench.measurement import Measurement, results_path
 from bench.remote import GROUP, METHOD, MODEL, PROMPT, Trainer, trainer
 from bench.tables import closing, markdown
-from clotho.cluster.connection import RayConnection
-from clotho.cluster.messages import WorkerSettings
-from clotho.cluster.published_weights import PublishedWeights
-from clotho.cluster.ray_worker import RayWorker
-from clotho.config.schema import EngineSection, ModelSection, MonitorSection, PolicySection, SamplingSection
-from clotho.config.sections_generation import RayCluster
-from clotho.remote.server import RemoteFailure
+from clotho.settings.engine import EngineSection, SamplingSection
+from clotho.settings.model import ModelSection, PolicySection
 from clotho.storage.tensors import StoredTensor, as_stored, named_arrays
-from clotho.storage.weight_patch import apply_patches, make_patch
 from protocols.sampling import SampleRequest, Sampling, completion_seeds
+from training_run.profile.schema import MonitorSection
 
 NAME = "publish"
 COMMAND = f"python -m bench {NAME}"

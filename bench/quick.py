@@ -1,4 +1,4 @@
-"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+"""On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal.
 
 Checks in about 30 seconds that no part became slower by an order of magnitude. Only Clotho is measured.
 

@@ -1,4 +1,4 @@
-"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+"""On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal.
 
 Measures a real language model: rollouts, updates and equal work beside other MLX trainers, and learning by seed.
 
@@ -38,6 +38,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from attachments.files.convert import convert_model
 from bench import decode, measurement, update
 from bench.contenders.clotho_train import FLAGS, NO_COLLAPSE_DETECTION
 from bench.contenders.clotho_update import GRAD_CHECKPOINT, MAX_TURN_MS
@@ -47,7 +48,6 @@ from bench.fingerprint import fingerprint
 from bench.measurement import Measurement, results_path
 from bench.runs import accuracies, run_pipeline, training_began
 from bench.tables import closing, side_by_side
-from clotho.commands.convert import convert_model
 
 NAME = "real"
 COMMAND = "python -m bench real"

@@ -31,6 +31,11 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from msgspec import Struct
 
+from attachments.remote.messages import ServedPolicy
+from attachments.remote.mlx_server import MlxServer
+from attachments.remote.sampler import RemoteSampler
+from attachments.remote.server import RemoteFailure, RemoteServer
+from attachments.remote.weights import Delivery, OverHttp, SharedDirectory, Weights
 from bench import measurement
 from bench.benchmark import Benchmark, run_benchmark
 from bench.fingerprint import ROOT
@@ -38,22 +43,17 @@ from bench.fingerprint import fingerprint as machine
 from bench.measurement import Measurement, results_path
 from bench.tables import closing as conditions
 from bench.tables import markdown
-from clotho.config.schema import Lora, ModelSection, PolicySection
+from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.machine import compute_slots
 from clotho.models.parameters import fingerprint, layout
 from clotho.models.policy import Policy, load_policy
-from clotho.remote.mlx_server import MlxServer
-from clotho.remote.sampler import RemoteSampler
-from clotho.remote.server import RemoteFailure, RemoteServer
-from clotho.remote.weights import Delivery, OverHttp, SharedDirectory, Weights
-from clotho.runtime.compute_thread import Compute, finish
-from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Queue
 from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.settings.model import Lora, ModelSection, PolicySection
 from protocols.checkpoint import AdapterConfig
-from protocols.remote import ServedPolicy
 from protocols.sampling import PromptLogprobs, SampleRequest, Sampling, completion_seeds
 from protocols.step import PolicyUpdated, WeightsReady
+from training_run.supervision.latest import Latest
+from training_run.supervision.queues import Queue
 
 NAME = "remote"
 COMMAND = f"python -m bench {NAME}"

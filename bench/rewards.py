@@ -18,11 +18,11 @@ from collections.abc import Sequence
 import anyio
 
 from bench.tables import markdown
-from clotho.config.schema import RewardSection
-from clotho.rewards.runner import RewardRunner
+from clotho.settings.data import RewardSection
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
+from training_run.rewards.runner import RewardRunner
 
 CONCURRENCY = 8
 CHARACTERS, COMPLETIONS = 1000, 8

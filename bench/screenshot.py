@@ -96,7 +96,17 @@ def main(argv: Sequence[str]) -> int:
     stream = pyte.ByteStream(screen)
     title = "clotho --profile local-m3"
     during: list[Text] = []
-    command = [sys.executable, "-m", "clotho", "--profile", "local-m3", "--run-dir", RUN, "--clean", *chosen.arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "training_run",
+        "--profile",
+        "local-m3",
+        "--run-dir",
+        RUN,
+        "--clean",
+        *chosen.arguments,
+    ]
     for chunk in run_in_terminal(command, chosen.columns, chosen.rows):
         stream.feed(chunk)
         found = HALF.search("\n".join(screen.display))

@@ -1,4 +1,4 @@
-"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+"""On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal.
 
 Finds the best settings of trainers for a task by coordinate search: each setting in turn, the best value is kept.
 

@@ -1,4 +1,4 @@
-"""On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal.
+"""On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal.
 
 Measures the throughput of the standalone server with and without an adapter, for 16 and 64 clients, beside
 mlx_lm.server with the same files.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from bench.contenders.shapes import Shape, configuration, random_model
-from clotho.config.schema import FullMethod, PolicySection
 from clotho.models.policy import Policy
 from clotho.models.tokenizer import ChatTokenizer
+from clotho.settings.model import FullMethod, PolicySection
 
 
 class SilentTokenizer:

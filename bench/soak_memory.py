@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from clotho.run.custom_actors import Services
+    from training_run.supervision.custom_actors import Services
 
 INTERVAL_SECONDS = 2.0
 

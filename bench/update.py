@@ -1,4 +1,4 @@
-"""On Linux, norms, gates, attention and LoRA are Clotho's CPU code (clotho/cpu); nothing here was measured on Metal.
+"""On Linux, norms, gates, attention and LoRA are those of attachments/cpu; nothing here was measured on Metal.
 
 Measures time and peak memory of one policy update, beside the GRPO trainers of mlx-lm-lora and TRL.
 

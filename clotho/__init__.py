@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from clotho.config.objectives import Grpo as GRPO  # noqa: N814
-    from clotho.config.schema import Dora as DoRA
-    from clotho.config.schema import FullMethod as Full
-    from clotho.config.schema import Lora as LoRA
-    from clotho.config.sections_training import AdamW
     from clotho.data.problems import problems
     from clotho.learner import Datum, Learner
     from clotho.library import load
@@ -36,6 +31,11 @@ if TYPE_CHECKING:
     from clotho.rewards.weighted_sum import Rewards
     from clotho.sampler import Sampler
     from clotho.server import Server, serve
+    from clotho.settings.learner import AdamW
+    from clotho.settings.model import Dora as DoRA
+    from clotho.settings.model import FullMethod as Full
+    from clotho.settings.model import Lora as LoRA
+    from clotho.settings.objectives import Grpo as GRPO  # noqa: N814
     from clotho.training.stepwise import Gradient, LossInputs
     from clotho.training.update import Update
     from protocols.errors import ClothoError
@@ -51,17 +51,17 @@ __all__ = [
 ]  # fmt: skip
 
 _PLACES = {
-    "AdamW": "clotho.config.sections_training",
+    "AdamW": "clotho.settings.learner",
     "ClothoError": "protocols.errors",
     "Completion": "protocols.sampling",
     "CompletionDone": "protocols.sampling",
     "Datum": "clotho.learner",
-    "DoRA": "clotho.config.schema:Dora",
-    "Full": "clotho.config.schema:FullMethod",
-    "GRPO": "clotho.config.objectives:Grpo",
+    "DoRA": "clotho.settings.model:Dora",
+    "Full": "clotho.settings.model:FullMethod",
+    "GRPO": "clotho.settings.objectives:Grpo",
     "Gradient": "clotho.training.stepwise",
     "Learner": "clotho.learner",
-    "LoRA": "clotho.config.schema:Lora",
+    "LoRA": "clotho.settings.model:Lora",
     "LossInputs": "clotho.training.stepwise",
     "Policy": "clotho.models.policy",
     "Problem": "protocols.prompt",
@@ -102,7 +102,7 @@ class _BlasFirst(MetaPathFinder):
         """Load the BLAS before the first import of `mlx.core`."""
         if name == "mlx.core":
             sys.meta_path.remove(self)
-            import_module("clotho.cpu").load_blas()
+            import_module("attachments.cpu").load_blas()
         return None
 
 

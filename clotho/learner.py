@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.config.objectives import Objective
-from clotho.config.sections_training import ConstantSchedule, LearnerSection, Optimizer
+from clotho.lanes.compute_thread import finish
 from clotho.library import compute, settings
 from clotho.models.machine import restore_random_state
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy
-from clotho.runtime.compute_thread import finish
 from clotho.sampler import DEFAULT, result_of
+from clotho.settings.learner import ConstantSchedule, LearnerSection, Optimizer
+from clotho.settings.objectives import Objective
 from clotho.storage.adapters import write_adapter
 from clotho.storage.atomic_files import make_directory, replaced_from_directory
 from clotho.storage.tensors import read_tensors, write_tensors

@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from clotho.config.load import Layer, decode_tables, flatten, merge
-from clotho.config.schema import Dtype, Method, ModelSection, MonitorSection, PolicySection, QuantizeAtLoad
-from clotho.cpu import configure_malloc
+from attachments.cpu import configure_malloc
+from clotho.lanes.compute_thread import Compute
 from clotho.models.machine import compute_slots, core_division, limit_mlx_memory, memory_limit
 from clotho.models.policy import Policy, load_policy
-from clotho.runtime.compute_thread import Compute
+from clotho.settings.model import Dtype, Method, ModelSection, PolicySection, QuantizeAtLoad
 from protocols.errors import ProfileError
+from training_run.profile.load import Layer, decode_tables, flatten, merge
+from training_run.profile.schema import MonitorSection
 
 S = TypeVar("S", bound=Struct)
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import structlog
 
-from clotho.config.schema import EngineSection, KvPolicy
-from clotho.inference import DecodeEngine
-from clotho.inference.held_out import PinnedWeights
+from clotho.inference.engine import DecodeEngine
+from clotho.lanes.compute_thread import finish
+from clotho.lanes.sampling_client import Flight, Item, Progress, event_or_error
+from clotho.lanes.sampling_client import Sampler as Client
 from clotho.library import compute, settings
+from clotho.models.pinned_weights import PinnedWeights
 from clotho.models.policy import Policy
 from clotho.models.turns import TurnBudget
-from clotho.runtime.compute_thread import finish
-from clotho.runtime.sampling_client import Flight, Item, Progress, event_or_error
-from clotho.runtime.sampling_client import Sampler as Client
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.scoring.token_scores import SamplingDistribution
+from clotho.settings.engine import EngineSection, KvPolicy
 from protocols.errors import ExecutorStoppedError, as_exception, error_text
 from protocols.prompt import group_seed
 from protocols.sampling import (

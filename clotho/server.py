@@ -9,13 +9,14 @@ from typing import Self
 
 import anyio
 
-from clotho.config.schema import EngineSection, HttpServer
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
+from clotho.lanes.compute_thread import Compute, finish
 from clotho.library import compute, settings
-from clotho.runtime.compute_thread import Compute, finish
 from clotho.sampler import DEFAULT, Sampler
 from clotho.serving.server import ApiServer, base_url, listen
 from clotho.serving.services import EngineSnapshot, HealthReport, RunSnapshot, ServedModel, ServerContext
+from clotho.settings.engine import EngineSection
+from clotho.settings.server import HttpServer
 from protocols.errors import as_exception
 from protocols.sampling import PromptLogprobs
 

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
+from attachments.alarms.messages import CollapseState
+from attachments.curriculum.messages import CurriculumState
 from protocols.accounting import LedgerState
-from protocols.collapse import CollapseState
-from protocols.curriculum import CurriculumState
 
 Count = Annotated[int, Meta(ge=0)]
 Word = Annotated[int, Meta(ge=0, lt=2**32)]

@@ -1,4 +1,4 @@
-"""The two ends of a queue between actors. `clotho.runtime.queues` implements both."""
+"""The two ends of a queue between actors. `training_run.supervision.queues` implements both."""
 
 from __future__ import annotations
 

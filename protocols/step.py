@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from attachments.alarms.messages import CollapseState
+from attachments.curriculum.messages import CurriculumReport, CurriculumUpdate
 from protocols.accounting import LedgerState
-from protocols.collapse import CollapseState
-from protocols.curriculum import CurriculumReport, CurriculumUpdate
 from protocols.finding import Finding
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 

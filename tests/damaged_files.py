@@ -87,7 +87,7 @@ def _dataset(path: Path) -> None:
 
 
 def _adapter(path: Path) -> None:
-    from clotho.artifacts.adapters import read_adapter_of
+    from attachments.files.adapters import read_adapter_of
 
     read_adapter_of(path)
 

@@ -1,6 +1,6 @@
 """A decode engine without a model.
 
-Tokens are a function of prompt, sampling parameters, seed and position. `tests/runtime/test_sampling_client.py` checks
+Tokens are a function of prompt, sampling parameters, seed and position. `tests/lanes/test_sampling_client.py` checks
 it against the contract of the real engine.
 """
 

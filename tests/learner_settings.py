@@ -7,10 +7,10 @@ from typing import Any
 
 from msgspec import convert, to_builtins
 
-from clotho.config.keys import CHOICES, KEYS, chosen_types
-from clotho.config.objectives import Advantage
-from clotho.config.schema import AdapterMethod, PolicySection
-from clotho.config.sections_training import LearnerSection
+from clotho.settings.learner import LearnerSection
+from clotho.settings.model import AdapterMethod, PolicySection
+from clotho.settings.objectives import Advantage
+from training_run.profile.keys import CHOICES, KEYS, chosen_types
 
 OBJECTIVES = tuple(name for name in CHOICES["learner.objective.type"] if name != "custom")
 """Names of the built-in objectives."""

@@ -12,7 +12,7 @@ from mlx_lm.models import qwen3, qwen3_moe
 from mlx_lm.utils import quantize_model, save_config, save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests import lanes
+from tests import model_lanes
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -46,8 +46,8 @@ TOKENS_1_T = mx.array([[5, 9, 33, 2, 17, 60]])
 
 
 def build(config: dict[str, Any] = CONFIG, *, seed: int = 0) -> Any:
-    """A model of `config` with random weights, in the precision of the lane (tests/lanes.py)."""
-    return lanes.converted(_random(config, seed=seed))
+    """A model of `config` with random weights, in the precision of the lane (tests/model_lanes.py)."""
+    return model_lanes.converted(_random(config, seed=seed))
 
 
 def _random(config: dict[str, Any], *, seed: int = 0) -> Any:
@@ -69,16 +69,16 @@ def save(
 ) -> Path:
     """Write a random model of `config` and a tokenizer to `directory`, in the form of the hub.
 
-    bits: quantise; 0: do not. Without `bits` and `dtype`, the precision is that of the lane (tests/lanes.py).
+    bits: quantise; 0: do not. Without `bits` and `dtype`, the precision is that of the lane (tests/model_lanes.py).
     mixed: mlx-lm's predicate, which says how to quantise a layer of this name, if at all.
     """
     model = _random(config)
-    lane = lanes.current()
+    lane = model_lanes.current()
     chosen = bits is not None or dtype is not None
     model.set_dtype(dtype or (mx.float32 if chosen else getattr(mx, lane.dtype)))
     written = dict(config)
     if width := (bits or 0) if chosen else lane.bits:
-        size = 32 if chosen else lanes.GROUP_SIZE
+        size = 32 if chosen else model_lanes.GROUP_SIZE
         model, written = quantize_model(model, written, group_size=size, bits=width, quant_predicate=mixed)
     save_model(directory, model)
     save_config(written, directory / "config.json")

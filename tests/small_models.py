@@ -14,7 +14,7 @@ from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerFast
 
 from clotho.models.tokenizer import ChatTokenizer
-from tests import lanes
+from tests import model_lanes
 
 ATTENTION: dict[str, Any] = {
     "hidden_size": 32,
@@ -98,18 +98,18 @@ LANE_SIZES: dict[str, dict[str, Any]] = {
 def tiny(architecture: str, *, vocab_size: int = 64, seed: int = 0, **overrides: Any) -> nn.Module:
     """Build one of `ARCHITECTURES` with evaluated random weights, wide enough that its choices differ.
 
-    The sizes and the precision are those of the lane (tests/lanes.py).
+    The sizes and the precision are those of the lane (tests/model_lanes.py).
     """
     module = importlib.import_module(f"mlx_lm.models.{architecture}")
-    settings = {**ATTENTION, **lanes.sizes(), **ARCHITECTURES[architecture], "vocab_size": vocab_size}
-    settings |= (LANE_SIZES.get(architecture, {}) if lanes.current().on_device else {}) | overrides
+    settings = {**ATTENTION, **model_lanes.sizes(), **ARCHITECTURES[architecture], "vocab_size": vocab_size}
+    settings |= (LANE_SIZES.get(architecture, {}) if model_lanes.current().on_device else {}) | overrides
     mx.random.seed(seed)
     model: nn.Module = module.Model(module.ModelArgs.from_dict({"model_type": architecture, **settings}))
     leaves: Any = tree_flatten(model.parameters())
     model.update(tree_unflatten([(name, _spread(name, array)) for name, array in leaves]))
     mx.eval(model.parameters())
     model.eval()
-    return lanes.converted(model)
+    return model_lanes.converted(model)
 
 
 def _spread(name: str, array: mx.array) -> mx.array:

@@ -1,36 +1,22 @@
-"""Which packages may import which, and the limits on the length of modules and functions.
+"""Which module may import which, and the limits on the length of modules and functions.
 
-    protocols    the standard library and msgspec
-    config       protocols; schema of profiles, flags
-    runtime      protocols, config; knows nothing about RL
-    data, storage
-                 protocols, config
-    cpu, models, inference, scoring, training, memory
-                 protocols, config, storage, runtime, and each other as `MAY_IMPORT` says; never asyncio, anyio or
-                 HTTP
-    rewards      protocols, config, data
-    atropos      protocols, config, runtime, inference.sample_log
-    remote       protocols, config, runtime, storage
-    cluster      protocols, config, cpu, runtime, storage, remote, rewards; `run` in the process of a worker
-    distributed  protocols, config, models, scoring, training, storage, monitoring; `run` in the process of a rank
-    serving      protocols, config, runtime; no mathematics
-    monitoring   protocols, config, storage
-    artifacts    protocols, config, storage, models, monitoring
-    dashboard    protocols, config, storage, monitoring, serving; never MLX
-    preflight    everything below; never serving, atropos, remote, actors, `run` or `commands`
-    actors       everything below; never one another, `serving`, `run` or `commands`
-    run          everything but `commands`
-    commands, pipeline.py
-                 everything
+    protocols      the standard library and msgspec
+    clotho         protocols: the library
+    training_run   protocols, clotho
+    actors         protocols, clotho, training_run; never one another
+    attachments    protocols, clotho, training_run, and the attachments that `NEEDS` names
+    pipeline.py    everything but attachments
 
-MLX lives in the mathematics, in storage and in what moves arrays between ranks. `profiles`, `bench` and `tests` are no
-part of the running program.
+Nothing imports an attachment, so that each can be deleted with its folder. The statements that break this are listed in
+`tests/imports_across_rings.toml`; the list only becomes shorter. Inside the library, folders form the line of
+`LIBRARY`. `profiles`, `bench` and `tests` are no part of the running program.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -39,57 +25,64 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PROGRAM = ("actors", "clotho", "protocols", "pipeline.py")
-PROJECT = (*PROGRAM, "bench", "profiles", "tests")
+PROGRAM = ("actors", "attachments", "clotho", "protocols", "training_run", "pipeline.py")
+PROJECT = (*PROGRAM, "bench", "profiles", "tests", "conftest.py")
 ACTORS = {
     "prompter", "generator", "atropos_fetcher", "scorer", "learner",
     "broadcaster", "checkpointer", "evaluator", "monitor",
 }  # fmt: skip
-MATHEMATICS = ("cpu", "models", "inference", "scoring", "training", "memory")
-EVENT_LOOPS = {"asyncio", "anyio", "starlette", "hypercorn", "httpx"}
 
 MAY_IMPORT = {
     "protocols": set[str](),
-    "config": {"protocols", "storage"},
-    "runtime": {"protocols", "config"},
-    "data": {"protocols", "config"},
-    "storage": {"protocols", "config"},
-    "cpu": {"protocols"},
-    "models": {"protocols", "config", "cpu"},
-    "inference": {"protocols", "config", "cpu", "models", "runtime"},
-    "scoring": {"protocols", "config", "cpu", "models", "inference", "training"},
-    "training": {"protocols", "config", "cpu", "models", "inference", "scoring", "runtime"},
-    "memory": {"protocols", "config", "cpu", "models", "inference", "scoring", "training"},
-    "rewards": {"protocols", "config", "runtime", "data"},
-    "atropos": {"protocols", "config", "runtime", "inference"},
-    "remote": {"protocols", "config", "runtime", "storage"},
-    "cluster": {"protocols", "config", "cpu", "runtime", "storage", "remote", "rewards", "run"},
-    "distributed": {"protocols", "config", "models", "scoring", "training", "storage", "monitoring", "run"},
-    "serving": {"protocols", "config", "runtime"},
-    "monitoring": {"protocols", "config", "storage"},
-    "artifacts": {"protocols", "config", "storage", "models", "monitoring"},
-    "dashboard": {"protocols", "config", "storage", "monitoring", "serving"},
-    "preflight": {
-        "protocols", "config", "runtime", "data", "storage", "cpu", "models", "inference", "scoring", "training",
-        "memory", "rewards", "monitoring",
-    },
-    "actors": {
-        "protocols", "config", "runtime", "data", "storage", "models", "inference", "scoring", "training", "memory",
-        "rewards", "atropos", "monitoring",
-    },
-}  # fmt: skip
-"""Packages, each with those that it may import besides itself. `run` and `pipeline` may import everything."""
+    "clotho": {"protocols"},
+    "training_run": {"protocols", "clotho"},
+    "actors": {"protocols", "clotho", "training_run"},
+    "attachments": {"protocols", "clotho", "training_run"},
+    "pipeline": {"protocols", "clotho", "training_run", "actors"},
+}
+"""Rings, each with those that it may import besides itself."""
 
-WIRING = {"run", "commands", "pipeline", "clotho"}
+NEEDS = {"attachments.cluster": {"attachments.remote"}}
+"""Attachments that import modules of others."""
+
+ENTRIES = {"training_run.__main__": "pipeline"}
+"""Modules that belong to another ring than their folder: the installed command hands the pipeline to the program."""
+
+LIBRARY = {
+    "settings": set[str](),
+    "storage": set[str](),
+    "data": set[str](),
+    "lanes": {"settings"},
+    "rewards": {"data", "settings"},
+    "models": {"settings", "storage"},
+    "inference": {"lanes", "models", "settings"},
+    "scoring": {"inference", "models", "settings"},
+    "training": {"models", "scoring", "settings", "storage"},
+    "serving": {"lanes", "settings"},
+}
+"""Folders of the library, each with those that it may import. Modules beside the folders may import every folder."""
+
+MATHEMATICS = (
+    "clotho/models", "clotho/inference", "clotho/scoring", "clotho/training", "training_run/memory", "attachments/cpu",
+    "attachments/speculation", "attachments/replay",
+)  # fmt: skip
+EVENT_LOOPS = {"asyncio", "anyio", "starlette", "hypercorn", "httpx"}
+MLX = {
+    "clotho/models", "clotho/inference", "clotho/scoring", "clotho/training", "clotho/storage", "attachments",
+    "training_run/directory/checkpoints.py", "training_run/evaluation/held_out.py", "training_run/memory",
+    "training_run/start/warmup_step.py",
+}  # fmt: skip
+"""What imports MLX."""
+
 LONGEST_MODULE, LONGEST_FUNCTION = 700, 80
 
 
 def files(*places: str) -> list[Path]:
-    """Every Python file there, as far as the place exists."""
+    """Every Python file there, as far as the place exists. The tests of attachments are left out."""
     found: list[Path] = []
     for place in places:
         found += [ROOT / place] if place.endswith(".py") else sorted((ROOT / place).rglob("*.py"))
-    return found
+    return [path for path in found if path.relative_to(ROOT).parts[0] != "attachments" or "tests" not in path.parts]
 
 
 class Contents(NamedTuple):
@@ -101,7 +94,7 @@ class Contents(NamedTuple):
 
 @cache
 def contents(path: Path) -> Contents:
-    """Parse a file."""
+    """Parse a file. Of `from a import b`, the module is `a.b` if that is a module, and `a` otherwise."""
     found = Contents([], [])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -109,12 +102,20 @@ def contents(path: Path) -> Contents:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
             assert node.module
-            found.imports.append((node.module, node.lineno))
-            found.imports.extend((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.imports.append((full if is_module(full) else node.module, node.lineno))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno
             found.functions.append((node.name, node.lineno, node.end_lineno - node.lineno + 1))
     return found
+
+
+@cache
+def is_module(name: str) -> bool:
+    """Whether a dotted name is a module of the project."""
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def imports(path: Path) -> list[tuple[str, int]]:
@@ -122,51 +123,80 @@ def imports(path: Path) -> list[tuple[str, int]]:
     return contents(path).imports
 
 
-def part_of(module: str) -> str | None:
-    """The package that a module belongs to: `clotho.inference.engine` to `inference`. None: not ours."""
-    first, *rest = module.split(".")
-    if first == "clotho":
-        return rest[0] if rest and (ROOT / "clotho" / rest[0]).is_dir() else "clotho"
-    return first if first in ("protocols", "actors", "pipeline") else None
-
-
 def own_name(path: Path) -> str:
     """A file's dotted name."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_every_package_has_its_rule() -> None:
-    """A package that is added must be given its place."""
-    assert {part_of(own_name(path)) for path in files(*PROGRAM)} - MAY_IMPORT.keys() == WIRING
+def room_of(module: str) -> str | None:
+    """The room that a module belongs to: its ring, and of an attachment also its name. None: not ours."""
+    first, *rest = module.split(".")
+    if first == "attachments" and rest:
+        return f"attachments.{rest[0]}"
+    return ENTRIES.get(module) or (first if first in MAY_IMPORT else None)
 
 
-def test_the_nine_actors_and_nothing_else_are_in_actors() -> None:
-    """What actors are built from is in `clotho/`."""
-    assert {path.stem for path in (ROOT / "actors").rglob("*.py")} == ACTORS | {"__init__"}
+def may_import(room: str, other: str) -> bool:
+    """Whether modules of one room may import modules of another."""
+    ring = room.partition(".")[0]
+    return other in {room, "attachments"} | MAY_IMPORT[ring] | NEEDS.get(room, set())
 
 
-def test_packages_import_only_what_their_rule_allows() -> None:
-    """Only the wiring may import everything."""
-    wrong = []
+def listed() -> dict[str, list[str]]:
+    """The statements that break the rings: file -> modules that it should not import."""
+    return tomllib.loads((ROOT / "tests" / "imports_across_rings.toml").read_text(encoding="utf-8"))
+
+
+def test_rings_import_only_what_is_below_them() -> None:
+    """A new statement across rings fails, and so does an entry of the list whose statement has gone: remove it."""
+    found: dict[str, list[str]] = {}
     for path in files(*PROGRAM):
-        part = part_of(own_name(path))
-        if part in WIRING:
+        room = room_of(own_name(path))
+        assert room, path
+        others = {module: room_of(module) for module, _ in imports(path)}
+        if wrong := sorted(module for module, other in others.items() if other and not may_import(room, other)):
+            found[str(path.relative_to(ROOT))] = wrong
+    assert found == listed()
+
+
+def test_the_list_names_existing_attachments_only() -> None:
+    """`NEEDS` too."""
+    rooms = {
+        f"attachments.{path.name}" for path in (ROOT / "attachments").iterdir() if (path / "__init__.py").is_file()
+    }
+    assert NEEDS.keys() <= rooms
+    assert set().union(*NEEDS.values()) <= rooms
+
+
+def test_the_folders_of_the_library_form_a_line() -> None:
+    """A folder that is added must be given its place."""
+    order = list(LIBRARY)
+    assert all(order.index(lower) < order.index(folder) for folder, below in LIBRARY.items() for lower in below)
+    wrong = []
+    for path in files("clotho"):
+        folder = path.relative_to(ROOT).parts[1]
+        if folder.endswith(".py"):
             continue
-        assert part
         for module, line in imports(path):
-            target = part_of(module)
-            if target not in (None, part, "clotho", *MAY_IMPORT[part]):
-                wrong.append(f"{path.relative_to(ROOT)}:{line}: {part} imports {module}")
+            other = module.split(".")[1] if module.startswith("clotho.") else folder
+            if (ROOT / "clotho" / other).is_dir() and other not in {folder} | LIBRARY[folder]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {module}")
     assert wrong == []
 
 
+def test_the_nine_actors_and_nothing_else_are_in_actors() -> None:
+    """What actors are built from is below them."""
+    assert {path.stem for path in (ROOT / "actors").rglob("*.py")} == ACTORS | {"__init__"}
+
+
 def test_a_run_knows_nothing_of_the_other_commands() -> None:
-    """The commands are built from the parts of a run, and not the other way round."""
+    """The commands are built from the parts of a run, and not the other way round. Only the program knows them."""
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {module}"
-        for path in files("clotho/run", "pipeline.py")
+        for path in files("training_run", "actors", "pipeline.py")
+        if not path.is_relative_to(ROOT / "training_run" / "commands") and path != ROOT / "training_run" / "main.py"
         for module, line in imports(path)
-        if part_of(module) == "commands"
+        if module.startswith("training_run.commands")
     ]
     assert wrong == []
 
@@ -177,24 +207,24 @@ def test_actors_never_import_one_another() -> None:
         f"{path.relative_to(ROOT)}:{line}: {module}"
         for path in files("actors")
         for module, line in imports(path)
-        if part_of(module) == "actors"
+        if room_of(module) == "actors"
     ]
     assert wrong == []
 
 
 def outside(path: Path) -> Iterator[tuple[str, int]]:
     """What a file imports that is not ours, by the first part of its name."""
-    yield from ((module.split(".")[0], line) for module, line in imports(path) if part_of(module) is None)
+    yield from ((module.split(".")[0], line) for module, line in imports(path) if room_of(module) is None)
 
 
 @pytest.mark.parametrize(
     ("place", "allowed"),
     [
         ("protocols", {"msgspec"}),
-        ("clotho/runtime/queues.py", {"msgspec", "anyio"}),
-        ("clotho/runtime/latest.py", {"anyio"}),
-        ("clotho/runtime/supervisor.py", {"msgspec", "anyio"}),
-        ("clotho/runtime/sampling_client.py", {"msgspec"}),
+        ("clotho/lanes/sampling_client.py", {"msgspec"}),
+        ("training_run/supervision/queues.py", {"msgspec", "anyio"}),
+        ("training_run/supervision/latest.py", {"anyio"}),
+        ("training_run/supervision/supervisor.py", {"msgspec", "anyio"}),
     ],
 )
 def test_the_foundations_stand_on_little(place: str, allowed: set[str]) -> None:
@@ -212,7 +242,7 @@ def test_mathematics_knows_nothing_of_event_loops() -> None:
     """Mathematics is synchronous."""
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
-        for path in files(*(f"clotho/{package}" for package in MATHEMATICS))
+        for path in files(*MATHEMATICS)
         for name, line in outside(path)
         if name in EVENT_LOOPS
     ]
@@ -224,7 +254,7 @@ def test_mlx_is_used_by_mathematics_and_files_only() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in files(*PROGRAM)
-        if part_of(own_name(path)) not in (*MATHEMATICS, "storage", "artifacts", "distributed")
+        if not any(path.is_relative_to(ROOT / place) for place in MLX)
         for name, line in outside(path)
         if name in ("mlx", "mlx_lm")
     ]
@@ -236,17 +266,20 @@ def test_the_program_does_not_import_its_tools() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in files(*PROGRAM)
-        for name, line in outside(path)
-        if name in ("bench", "profiles", "tests", "pytest")
+        for name, line in imports(path)
+        if name.split(".")[0] in ("bench", "profiles", "tests", "pytest") or ".tests" in name
     ]
     assert wrong == []
 
 
+def all_files() -> list[Path]:
+    """Every Python file of the project, with the tests of attachments."""
+    return [*files(*PROJECT), *sorted((ROOT / "attachments").glob("*/tests/**/*.py"))]
+
+
 def test_modules_are_short() -> None:
     """A module that has outgrown the bound holds two ideas."""
-    lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files(*PROJECT)
-    }
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in all_files()}
     assert len(lengths) > 200
     assert {name: length for name, length in lengths.items() if length > LONGEST_MODULE} == {}
 
@@ -255,7 +288,7 @@ def test_functions_are_short() -> None:
     """From `def` to the last line, docstring included."""
     long = {
         f"{path.relative_to(ROOT)}:{name}": length
-        for path in files(*PROJECT)
+        for path in all_files()
         for name, _, length in contents(path).functions
         if length > LONGEST_FUNCTION
     }

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import clotho
-from clotho.config.objectives import Dapo
-from clotho.config.sections_training import LearnerSection, Lion
 from clotho.library import settings
+from clotho.settings.learner import LearnerSection, Lion
+from clotho.settings.objectives import Dapo
 from protocols.errors import ClothoError, ModelError, ProfileError
 
 
@@ -65,7 +65,7 @@ def test_public_methods_say_what_they_do() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one BLAS")
 def test_mlx_finds_a_fast_blas_whoever_imports_it_after_the_library() -> None:
     """On Linux, the first BLAS that is loaded computes all products."""
-    code = "import clotho, mlx.core; from clotho.cpu import load_blas; print(load_blas())"
+    code = "import clotho, mlx.core; from attachments.cpu import load_blas; print(load_blas())"
     assert in_a_new_process(code) != "as loaded with MLX\n"
 
 

@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
+TESTS = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "attachments").glob("*/tests/**/*.py")]
 DEVICE_PATH = "def test_this_module_computes_on_the_device_path("
 
 
@@ -20,12 +21,12 @@ def marks(path: Path) -> Iterator[str]:
 
 def test_a_module_assigns_its_marks_once() -> None:
     """A second assignment would remove the marks of the first."""
-    found = {str(path.relative_to(TESTS)): len(list(marks(path))) for path in TESTS.rglob("*.py")}
+    found = {str(path.relative_to(ROOT)): len(list(marks(path))) for path in TESTS}
     assert {name for name, count in found.items() if count > 1} == set()
 
 
 def test_modules_for_the_device_path_assert_that_they_use_it() -> None:
     """On Linux, such a module would otherwise pass on the host path."""
-    modules = [path for path in TESTS.rglob("*.py") if any("device_path" in mark for mark in marks(path))]
+    modules = [path for path in TESTS if any("device_path" in mark for mark in marks(path))]
     assert len(modules) >= 4
     assert [path.name for path in modules if DEVICE_PATH not in path.read_text(encoding="utf-8")] == []

@@ -8,14 +8,15 @@ import time
 import mlx.core as mx
 import numpy as np
 
+from attachments.adapters.adapter_store import AdapterStore
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.shapes import make_policy
-from clotho.config.schema import AdaptersSection, EngineSection
-from clotho.inference import DecodeEngine
-from clotho.models.adapter_files import AdapterContents, Matrix, Target
-from clotho.models.adapter_store import AdapterStore
+from clotho.inference.engine import DecodeEngine
+from clotho.models.adapters import AdapterContents, Matrix, Target
+from clotho.settings.engine import EngineSection
+from clotho.settings.server import AdaptersSection
 from protocols.sampling import POLICY, SampleRequest, Sampling
 
 BATCH = "CLOTHO_BENCH_ADAPTERS"

@@ -11,10 +11,11 @@ from bench.contenders.rollouts import RANK, SCALE
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.worker import Case, MeasureOnce, serve
 from bench.shapes import make_policy
-from clotho.config.schema import EngineSection, Lora, PolicySection
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
+from clotho.settings.engine import EngineSection
+from clotho.settings.model import Lora, PolicySection
 from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
 
 

@@ -8,8 +8,8 @@ from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.shapes import make_policy
-from clotho.config.schema import EngineSection
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
+from clotho.settings.engine import EngineSection
 from protocols.sampling import SampleEvent, SampleRequest, Sampling, TokenSampled
 
 

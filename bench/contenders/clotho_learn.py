@@ -9,8 +9,9 @@ from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.shapes import make_policy
-from clotho.config.schema import PolicySection, SamplingSection
-from clotho.config.sections_training import LearnerSection
+from clotho.settings.engine import SamplingSection
+from clotho.settings.learner import LearnerSection
+from clotho.settings.model import PolicySection
 from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup, ScoredGroup

@@ -9,11 +9,11 @@ from functools import partial
 
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.worker import Case, MeasureOnce, serve
+from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.machine import compute_slots
-from clotho.runtime.compute_thread import Compute, finish
-from clotho.runtime.queues import Queue
-from clotho.runtime.supervisor import Supervisor, transient
 from protocols.queues import Inbox, Outbox
+from training_run.supervision.queues import Queue
+from training_run.supervision.supervisor import Supervisor, transient
 
 
 class Source:

@@ -28,12 +28,13 @@ from bench.contenders.shapes import random_prompts
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.graph_counts import decode_step
 from bench.shapes import make_policy
-from clotho.config.schema import EngineSection, Lora, PolicySection, SamplingSection
-from clotho.config.sections_training import LearnerSection
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy
 from clotho.scoring.parity_check import ParityChecker, parity_sample
+from clotho.settings.engine import EngineSection, SamplingSection
+from clotho.settings.learner import LearnerSection
+from clotho.settings.model import Lora, PolicySection
 from clotho.training.update import PolicyLearner
 from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleRequest, Sampling
 

@@ -25,8 +25,8 @@ from anyio.abc import TaskStatus
 import pipeline
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
-from clotho.__main__ import main
 from protocols.step import StepReport
+from training_run.__main__ import main
 
 OBSERVED = "CLOTHO_BENCH_OBSERVED"
 """Environment variable: `0` for runs that are not observed."""

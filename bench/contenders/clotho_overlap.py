@@ -12,12 +12,13 @@ from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, serve
 from bench.shapes import make_policy
-from clotho.config.schema import EngineSection, Lora, PolicySection, SamplingSection
-from clotho.config.sections_training import LearnerSection
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
+from clotho.lanes.compute_thread import Compute
 from clotho.models.machine import compute_slots
 from clotho.models.policy import Policy
-from clotho.runtime.compute_thread import Compute
+from clotho.settings.engine import EngineSection, SamplingSection
+from clotho.settings.learner import LearnerSection
+from clotho.settings.model import Lora, PolicySection
 from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup, ScoredGroup

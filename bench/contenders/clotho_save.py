@@ -17,12 +17,13 @@ from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, serve
 from bench.shapes import make_policy
-from clotho.config.schema import EngineSection, FullMethod, PolicySection
-from clotho.inference import DecodeEngine
-from clotho.storage.checkpoints import Snapshot, write_checkpoint
+from clotho.inference.engine import DecodeEngine
+from clotho.settings.engine import EngineSection
+from clotho.settings.model import FullMethod, PolicySection
 from protocols.accounting import LedgerState
 from protocols.checkpoint import RunState
 from protocols.sampling import SampleRequest, Sampling
+from training_run.directory.checkpoints import Snapshot, write_checkpoint
 
 ROWS, STEPS_ALONE, SAVES = 8, 100, 5
 

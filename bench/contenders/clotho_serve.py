@@ -14,7 +14,7 @@ def command(server: Started) -> list[str]:
     """Return the command line of the server."""
     settings = ["--model", str(server.model), "--server.port", str(server.port)]
     adapter = ["--adapter", f"{ADAPTER}={server.adapter}"] if server.adapter is not None else []
-    return [sys.executable, "-m", "clotho", "serve", *settings, *adapter]
+    return [sys.executable, "-m", "training_run", "serve", *settings, *adapter]
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, serve
 from bench.shapes import make_policy
-from clotho.config.schema import EngineSection, FullMethod, PolicySection
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy
+from clotho.settings.engine import EngineSection
+from clotho.settings.model import FullMethod, PolicySection
 from protocols.sampling import SampleRequest, Sampling
 
 SWAPS, ROWS = 50, 8

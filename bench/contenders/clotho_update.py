@@ -11,8 +11,9 @@ from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.shapes import make_policy
-from clotho.config.schema import Lora, PolicySection, SamplingSection
-from clotho.config.sections_training import AdamW, ConstantSchedule, LearnerSection
+from clotho.settings.engine import SamplingSection
+from clotho.settings.learner import AdamW, ConstantSchedule, LearnerSection
+from clotho.settings.model import Lora, PolicySection
 from clotho.training.update import PolicyLearner
 
 MAX_TURN_MS = "CLOTHO_BENCH_MAX_TURN_MS"

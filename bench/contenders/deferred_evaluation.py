@@ -7,10 +7,10 @@ import structlog
 from anyio.abc import TaskStatus
 
 from actors.evaluator import Evaluator, Pinned
-from clotho.run.custom_actors import Services
 from protocols.evaluation import EvalReport
 from protocols.queues import Inbox, Outbox
 from protocols.step import PolicyUpdated
+from training_run.supervision.custom_actors import Services
 
 EVALUATED = "version_evaluated"
 """Log event of one evaluated version: its step and accuracy."""

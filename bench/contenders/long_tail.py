@@ -18,13 +18,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from actors.generator import Generator
-from clotho.run.custom_actors import Services
-from clotho.runtime.sampling_client import GenerationError, Sampler
+from clotho.lanes.sampling_client import GenerationError, Sampler
 from protocols.errors import RequestError
 from protocols.prompt import Problem, Prompt
 from protocols.queues import Inbox, Outbox
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion, SampleRequest
+from training_run.supervision.custom_actors import Services
 
 SECONDS = 0.05
 LONGEST = 384

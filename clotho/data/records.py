@@ -6,6 +6,7 @@ import csv
 import importlib
 import io
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,6 @@ from typing import Any, BinaryIO
 import msgspec
 from msgspec import Struct
 
-from clotho.config.load import is_hub_dataset
 from protocols.errors import DatasetError, visible
 
 MAX_BYTES = 4 * 2**30
@@ -243,3 +243,14 @@ def _batches(file: BinaryIO, *, parquet: bool) -> Iterator[Any]:
 
 def _one_line(error: Exception) -> str:
     return visible(" ".join(str(error).split()) or type(error).__name__, 300)
+
+
+HUB_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+FILE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".txt")
+
+
+def is_hub_dataset(name: str) -> bool:
+    """Whether a dataset that does not exist as a file or directory can be the name of a repository, OWNER/NAME."""
+    return HUB_REPOSITORY.fullmatch(name) is not None and not name.lower().endswith(FILE_SUFFIXES)

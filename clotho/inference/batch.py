@@ -16,7 +16,12 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.cpu.interface import (
+from attachments.adapters.adapter_store import LoadedAdapter
+from attachments.cpu.sampling import can_sample_on_cpu, sample_on_cpu
+from clotho.inference.cache_layout import Logits, RowCaches
+from clotho.inference.kv_budget import MARGIN, Load
+from clotho.inference.prefill import Computing, pass_context
+from clotho.inference.rows import (
     PADDING,
     PrefilledPrompt,
     PromptState,
@@ -25,14 +30,9 @@ from clotho.cpu.interface import (
     Supports,
     TokenMasks,
 )
-from clotho.cpu.sampling import can_sample_on_cpu, sample_on_cpu
-from clotho.inference.cache_layout import Logits, RowCaches
-from clotho.inference.kv_budget import MARGIN, Load
-from clotho.inference.prefill import Computing, pass_context
 from clotho.inference.sampling import row_parameters, sample, uniforms
 from clotho.inference.scheduler import PrefillJob, Row
 from clotho.inference.token_masks import MaskedRows, sampled_counts
-from clotho.models.adapter_store import LoadedAdapter
 
 INITIAL_COLUMNS = 64
 """Initial number of tokens per row in the arrays of a slot table."""

@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from clotho.cpu.interface import PrefilledPrompt
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout
 from clotho.inference.kv_cache import BatchKVCache, ColumnState, LayerKVCache
+from clotho.inference.rows import PrefilledPrompt
 from clotho.models.attention import install_cache_attention
 from protocols.errors import ModelError
 

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from clotho.cpu.interface import DraftedTokens, PrefilledPrompt, PromptState
+from clotho.inference.rows import DraftedTokens, PrefilledPrompt, PromptState
 from protocols.errors import ModelError
 
 MIN_SAVED_BYTES = {"cpu": 2**21, "gpu": 2**23}
@@ -203,7 +203,7 @@ Logits = mx.array | NDArray[np.float32]
 class RowCaches(Protocol):
     """KV caches of the slots of a batch, and the decode step that reads and writes them.
 
-    `BatchKVCache` implements it in MLX, `clotho.cpu.kv_cache.HostKVCache` in NumPy.
+    `BatchKVCache` implements it in MLX, `attachments.cpu.kv_cache.HostKVCache` in NumPy.
     limit: number of tokens of all rows that buffers may have room for beyond what the rows need, if anything else can
     be done.
     """
@@ -278,7 +278,8 @@ class RowCaches(Protocol):
 class VerifyingCaches(RowCaches, Protocol):
     """KV caches whose steps can verify drafts: several tokens per row, of which each row keeps some.
 
-    `clotho.inference.verification.VerifyingKVCache` implements it in MLX, `clotho.cpu.kv_cache.HostKVCache` in NumPy.
+    `attachments.speculation.verification.VerifyingKVCache` implements it in MLX, `attachments.cpu.kv_cache.HostKVCache`
+    in NumPy.
     computes_tokens_as_rows: whether adapters are selected per token of a verification, or per row.
     """
 

@@ -23,12 +23,12 @@ from time import perf_counter
 import numpy as np
 import structlog
 
+from attachments.speculation.speculative_batch import SpeculativeBatch
 from clotho.inference.batch import Batch, Step
 from clotho.inference.interface import MAX_HOLDERS
 from clotho.inference.outputs import EventSender, OutputProcessor
 from clotho.inference.scheduler import ActiveRequest, PrefillJob, Row
-from clotho.inference.speculative_batch import SpeculativeBatch
-from clotho.runtime.arbiter import LONG_SHARE
+from clotho.lanes.arbiter import LONG_SHARE
 
 log = structlog.get_logger(__name__)
 

@@ -1,7 +1,7 @@
 """The decode engine: continuous batching over the models of mlx-lm.
 
-On the CPU, supported transformers decode in NumPy (`clotho.cpu`). The engine knows nothing of threads, queues or HTTP:
-one thread creates it, submits requests to it, and calls `tick()` while `has_work` is true.
+On the CPU, supported transformers decode in NumPy (`attachments.cpu`). The engine knows nothing of threads, queues or
+HTTP: one thread creates it, submits requests to it, and calls `tick()` while `has_work` is true.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Literal, NamedTuple
 import mlx.core as mx
 import structlog
 
-from clotho.config.bounds import Off
-from clotho.config.schema import EngineSection, KvPolicy
-from clotho.cpu.decoder import HostDecoder
-from clotho.cpu.supported import make_host_decoder
+from attachments.adapters.adapter_rows import LazyAdapterRows
+from attachments.adapters.adapter_store import AdapterStore, LoadedAdapter
+from attachments.adapters.messages import AdapterInfo
+from attachments.cpu.decoder import HostDecoder
+from attachments.cpu.supported import make_host_decoder
+from attachments.speculation.speculative_batch import SpeculativeBatch, verifying_caches
 from clotho.inference.batch import Batch
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout
@@ -31,14 +33,12 @@ from clotho.inference.outputs import EventSender
 from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill
 from clotho.inference.sampling import validate
 from clotho.inference.scheduler import ActiveRequest, Listener, PrefillJob, Row, Scheduler
-from clotho.inference.speculative_batch import SpeculativeBatch, verifying_caches
 from clotho.inference.stop_strings import IncrementalDetokenizer
-from clotho.models.adapter_files import AdapterContents
-from clotho.models.adapter_rows import LazyAdapterRows
-from clotho.models.adapter_store import AdapterStore, LoadedAdapter
+from clotho.models.adapters import AdapterContents
 from clotho.models.machine import free_buffers
 from clotho.models.turns import TurnBudget
-from protocols.adapter import AdapterInfo
+from clotho.settings.bounds import Off
+from clotho.settings.engine import EngineSection, KvPolicy
 from protocols.errors import AdapterRequestError, RequestError
 from protocols.sampling import POLICY, SampleRequest
 from protocols.summary import SpeculationCounts

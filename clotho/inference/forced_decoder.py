@@ -9,18 +9,18 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from clotho.config.bounds import Off
-from clotho.config.schema import EngineSection
-from clotho.cpu.decoder import HostDecoder
-from clotho.cpu.interface import PrefilledPrompt, undivided
-from clotho.cpu.kv_cache import HostKVCache
-from clotho.cpu.supported import make_host_decoder
+from attachments.adapters.adapter_store import LoadedAdapter
+from attachments.cpu.decoder import HostDecoder
+from attachments.cpu.kv_cache import HostKVCache
+from attachments.cpu.supported import make_host_decoder
+from attachments.speculation.speculative_batch import verifying_caches
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout, RowCaches
 from clotho.inference.kv_cache import BatchKVCache
 from clotho.inference.prefill import Computing, pass_context
-from clotho.inference.speculative_batch import verifying_caches
-from clotho.models.adapter_store import LoadedAdapter
+from clotho.inference.rows import PrefilledPrompt, undivided
+from clotho.settings.bounds import Off
+from clotho.settings.engine import EngineSection
 
 MakeCaches = Callable[[int], RowCaches]
 """Returns KV caches for a number of rows."""

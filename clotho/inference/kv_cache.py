@@ -24,9 +24,9 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache
 from numpy.typing import NDArray
 
-from clotho.cpu.interface import PrefilledPrompt, PromptState, spare_columns
-from clotho.cpu.row_runs import RowRun, even_runs, longest_first, min_saved_scores, wasted
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf, evaluation_mode, set_state
+from clotho.inference.row_runs import RowRun, even_runs, longest_first, min_saved_scores, wasted
+from clotho.inference.rows import PrefilledPrompt, PromptState, spare_columns
 from clotho.inference.shared_prompts import PromptArrays, SharedPrompts, grouped_attention
 from clotho.models.attention import install_cache_attention
 from clotho.models.stages import recorded_stages

@@ -18,12 +18,12 @@ import numpy as np
 import structlog
 from msgspec import Struct
 
-from clotho.config.schema import EngineSection
-from clotho.cpu.interface import PromptState
+from attachments.adapters.adapter_store import LoadedAdapter
 from clotho.inference.cache_layout import CacheLayout, evaluation_mode
+from clotho.inference.rows import PromptState
 from clotho.inference.scheduler import ActiveRequest, PrefillJob
-from clotho.models.adapter_store import LoadedAdapter
 from clotho.models.turns import TurnBudget
+from clotho.settings.engine import EngineSection
 
 log = structlog.get_logger(__name__)
 

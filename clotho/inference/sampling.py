@@ -2,7 +2,8 @@
 
 Sampling functions take a batch of logits (B, V) in float32 and stay on the device. Parameters that no row uses cost
 nothing: without filters there is no sort, without penalties no table of previous tokens, without excluded tokens no
-mask, and without recorded supports none are collected. `clotho.cpu.sampling` implements the same algorithm in NumPy.
+mask, and without recorded supports none are collected. `attachments.cpu.sampling` implements the same algorithm in
+NumPy.
 
 Random numbers depend on (seed, position) only, so a row samples the same tokens whatever its neighbours are.
 """
@@ -18,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.cpu.interface import (
+from clotho.inference.rows import (
     BLOCK,
     ONE_STAGE,
     PADDING,

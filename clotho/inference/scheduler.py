@@ -10,11 +10,11 @@ from functools import partial, reduce
 from time import perf_counter
 from typing import Literal
 
-from clotho.cpu.interface import PromptState
+from attachments.adapters.adapter_store import LoadedAdapter
 from clotho.inference.kv_budget import MARGIN, OUTLIER, KVBudget, Load, Loads, Waiting
+from clotho.inference.rows import PromptState
 from clotho.inference.stop_strings import IncrementalDetokenizer
-from clotho.models.adapter_store import LoadedAdapter
-from clotho.runtime.fair_queue import FairQueue
+from clotho.lanes.fair_queue import FairQueue
 from protocols.constraints import ConstraintState
 from protocols.errors import RequestError
 from protocols.sampling import SampleEvent, SampleRequest, excludes_tokens

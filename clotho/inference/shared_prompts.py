@@ -18,9 +18,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.cpu.interface import PrefilledPrompt
-from clotho.cpu.row_runs import RowRun
 from clotho.inference.cache_layout import AttentionLeaf
+from clotho.inference.row_runs import RowRun
+from clotho.inference.rows import PrefilledPrompt
 
 NOT_SHARED = 0
 """Number of the empty prompt, of rows that share none."""

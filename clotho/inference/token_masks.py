@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.cpu.interface import CountPenalties, TokenMasks
+from clotho.inference.rows import CountPenalties, TokenMasks
 from clotho.inference.scheduler import Row
 
 

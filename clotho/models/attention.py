@@ -14,8 +14,8 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import create_attention_mask
 
-from clotho.cpu import computes_on_host
-from clotho.cpu.layers import attend, model_modules
+from attachments.cpu import computes_on_host
+from attachments.cpu.layers import attend, model_modules
 
 NAME = "scaled_dot_product_attention"
 original = base.scaled_dot_product_attention

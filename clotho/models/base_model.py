@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import mlx.nn as nn
 
-from clotho.config.schema import ModelSection
-from clotho.cpu.layers import install_cpu_layers
+from attachments.cpu.layers import install_cpu_layers
 from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.loading import context_length, describe_model, load_base
 from clotho.models.model_files import one_line
 from clotho.models.parameters import Parameters
 from clotho.models.policy_model import PolicyModel
 from clotho.models.tokenizer import ChatTokenizer
+from clotho.settings.model import ModelSection
 from protocols.errors import ClothoError, ModelError
 
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
-from clotho.cpu import computes_on_host
+from attachments.cpu import computes_on_host
 from clotho.models.lora import watched_calls
 
 MAX_PADDED_RANK = 64

@@ -18,11 +18,11 @@ import mlx.nn as nn
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model
 
-from clotho.config.schema import ModelSection, QuantizeAtLoad
-from clotho.models.gguf import open_gguf
+from attachments.files.gguf import open_gguf
 from clotho.models.model_files import check_model, one_line, read_config
 from clotho.models.parameters import flat
 from clotho.models.quantization import quantize_base
+from clotho.settings.model import ModelSection, QuantizeAtLoad
 from protocols.errors import ModelError, visible
 from protocols.summary import PolicyDescription
 

@@ -12,8 +12,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from msgspec import Struct
 
-from clotho.config.schema import AdapterMethod, Dora
 from clotho.models.parameters import flat, locate
+from clotho.settings.model import AdapterMethod, Dora
 from protocols.checkpoint import AdapterConfig, LoRAParameters
 from protocols.errors import ModelError, nearest
 

@@ -13,7 +13,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from clotho.cpu import DIVIDED_PARAMETERS, divide_cores, usable_cores
+from attachments.cpu import DIVIDED_PARAMETERS, divide_cores, usable_cores
 from protocols.errors import ProfileError
 from protocols.summary import MachineDescription, MemoryLimit
 

@@ -15,8 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from msgspec.structs import replace
 
-from clotho.config.schema import FullMethod, ModelSection, PolicySection, QuantizeAtLoad
-from clotho.cpu.layers import install_cpu_layers
+from attachments.cpu.layers import install_cpu_layers
 from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.loading import context_length, describe_model, load_base
 from clotho.models.lora import AdaptedModule, fused_weights, install_adapter, open_all_weights
@@ -25,6 +24,7 @@ from clotho.models.parameters import Parameters, fingerprint, flat, nested
 from clotho.models.policy_model import PolicyModel, WeightedModel
 from clotho.models.quantization import quantization_of
 from clotho.models.tokenizer import ChatTokenizer
+from clotho.settings.model import FullMethod, ModelSection, PolicySection, QuantizeAtLoad
 from protocols.checkpoint import AdapterConfig, BaseQuantization
 from protocols.errors import ClothoError, ModelError
 from protocols.prompt import Problem

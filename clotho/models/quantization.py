@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-from clotho.config.schema import QuantizeAtLoad
 from clotho.models.model_files import BITS, GROUP_SIZES
+from clotho.settings.model import QuantizeAtLoad
 from protocols.checkpoint import BaseQuantization
 from protocols.errors import ModelError
 

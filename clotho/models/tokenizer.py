@@ -15,16 +15,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from clotho.config.schema import ModelSection
+from attachments.files.gguf_tokenizer import gguf_tokenizer
 from clotho.models.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 from clotho.models.control_tokens import ControlTokens
-from clotho.models.gguf_tokenizer import gguf_tokenizer
 from clotho.models.model_files import one_line, require_tokenizer_files
+from clotho.settings.model import ModelSection
 from protocols.constraints import Constraint, Grammar
 from protocols.errors import ModelError, RequestError, visible
 
 if TYPE_CHECKING:
-    from clotho.models.constraints import GrammarCompiler
+    from attachments.tools.constraints import GrammarCompiler
 
 SAMPLE_CONVERSATION = (
     {"role": "user", "content": "a"},
@@ -275,7 +275,7 @@ class ChatTokenizer:
 
         Raises RequestError, which names the field, if the grammar is not usable, or this tokenizer has none.
         """
-        from clotho.models.constraints import GrammarCompiler  # takes 50 ms to import and 1 s to construct
+        from attachments.tools.constraints import GrammarCompiler  # takes 50 ms to import and 1 s to construct
 
         with self._grammar_lock:
             if vocabulary not in self._compilers:

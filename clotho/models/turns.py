@@ -1,7 +1,7 @@
 """Turns: the evaluation of a graph, divided into parts that take at most a given time.
 
 Updates, scoring and prefill beside a learner are divided. Where components share a device, others compute between two
-turns (`clotho.runtime.arbiter`).
+turns (`clotho.lanes.arbiter`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGEST_CORRECTION = 4.0
 
 
 class Turns(Protocol):
-    """The right to compute of one thread: a `clotho.runtime.arbiter.Lane`."""
+    """The right to compute of one thread: a `clotho.lanes.arbiter.Lane`."""
 
     def pause(self) -> None:
         """End the turn, and begin the next one as soon as it is this thread's. Raises WorkCancelled to end the work."""

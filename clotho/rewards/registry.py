@@ -17,12 +17,12 @@ from msgspec import Struct
 
 from clotho.rewards import choice_correctness, exact, jaccard, math_eval, tag_format
 from clotho.rewards.answer import PLACES
-from clotho.runtime.user_code import import_user_module
+from clotho.user_code import import_user_module
 from protocols.errors import ProfileError, did_you_mean
 from protocols.prompt import AnswerIn, Problem
 
 if TYPE_CHECKING:  # a worker process does not need the schema
-    from clotho.config.schema import RewardSection
+    from clotho.settings.data import RewardSection
 
 RewardFunction = Callable[..., Any]
 """A reward function of one completion or of a group; `clotho.rewards` documents both signatures."""
@@ -60,14 +60,18 @@ class BuiltIn(Struct, frozen=True, kw_only=True):
 BUILT_IN: dict[str, BuiltIn] = {
     "format": BuiltIn(expects="<think>...</think><answer>...</answer>, and nothing else", function=tag_format.reward),
     "math_eval": BuiltIn(expects="the value of the answer {place}", function=math_eval.reward),
-    "math_verify": BuiltIn(expects="an expression that equals the answer {place}", module="clotho.rewards.math_verify"),
+    "math_verify": BuiltIn(
+        expects="an expression that equals the answer {place}", module="attachments.graders.math_verify"
+    ),
     "jaccard": BuiltIn(expects="words of the answer {place}", function=jaccard.reward),
     "choice_correctness": BuiltIn(
         expects="the letter or text of the correct option {place}", function=choice_correctness.reward
     ),
-    "reasoning_gym": BuiltIn(expects="the answer to the question {place}", module="clotho.rewards.reasoning_gym"),
+    "reasoning_gym": BuiltIn(expects="the answer to the question {place}", module="attachments.reasoning_gym.reward"),
     "exact": BuiltIn(expects="the answer itself {place}", function=exact.reward),
-    "judge": BuiltIn(expects="what the judge model scores highly", module="clotho.rewards.judge", has_settings=True),
+    "judge": BuiltIn(
+        expects="what the judge model scores highly", module="attachments.graders.judge", has_settings=True
+    ),
 }
 """Built-in reward functions."""
 

@@ -7,7 +7,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from clotho.cpu import computes_on_host
+from attachments.cpu import computes_on_host
 from clotho.models.head import SplitModel
 from clotho.models.stages import mark
 from clotho.scoring.token_scores import (

@@ -23,9 +23,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from clotho.config.schema import EngineSection
-from clotho.config.sections_training import LearnerSection
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
 from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
@@ -36,9 +34,11 @@ from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
+from clotho.settings.engine import EngineSection
+from clotho.settings.learner import LearnerSection
 
 Submit = Callable[[Callable[[], Any]], "Future[Any]"]
-"""Runs a function in another thread: `clotho.runtime.compute_thread.ComputeThread.submit`."""
+"""Runs a function in another thread: `clotho.lanes.compute_thread.ComputeThread.submit`."""
 
 MAX_ROWS = 32
 """Maximum number of rows of the decode batch; Metal uses one kernel for 13 to about 500 rows."""
@@ -91,7 +91,7 @@ class ParityReport(Struct, frozen=True, kw_only=True):
 
 
 class TeacherForcedDecoder(Protocol):
-    """The part of `clotho.inference.DecodeEngine` that the parity check uses."""
+    """The part of `clotho.inference.engine.DecodeEngine` that the parity check uses."""
 
     def teacher_forced_logits(
         self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int

@@ -11,9 +11,9 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
+from attachments.adapters.adapter_rows import AdapterRows
+from attachments.adapters.adapter_store import AdapterStore, LoadedAdapter
 from clotho.inference.cache_layout import evaluation_mode
-from clotho.models.adapter_rows import AdapterRows
-from clotho.models.adapter_store import AdapterStore, LoadedAdapter
 from clotho.models.parameters import Parameters
 from clotho.models.policy_model import PolicyModel
 from clotho.models.turns import UNDIVIDED, TurnBudget

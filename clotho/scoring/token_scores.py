@@ -22,7 +22,7 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
-from clotho.cpu.layers import exp
+from attachments.cpu.layers import exp
 
 LOWEST_LOGIT = -1e9
 """Lower bound of logits, so that the entropy stays finite if a logit is minus infinity."""

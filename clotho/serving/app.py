@@ -18,10 +18,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from attachments.adapters.routes_adapters import AdapterRoutes
+from attachments.dialects.native import GenerationResult, NativeRequest
+from attachments.dialects.responses_format import ResponsesBuilder
+from attachments.dialects.responses_requests import ResponsesRequest, parse_responses_request
+from attachments.dialects.routes_control import ControlHandlers
+from attachments.dialects.routes_generate import parse_generate_request
+from attachments.dialects.routes_tokenize import detokenize, tokenize_text
+from attachments.dialects.routes_tokens import parse_tokens_request
+from attachments.dialects.routes_trl import parse_trl_request
+from attachments.remote.routes import PolicyRoutes, parse_rollout_call, rollout_answer
 from clotho import __version__
-from clotho.config.rules import is_loopback
-from clotho.runtime.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
-from clotho.runtime.struct_types import prepare_struct_types
+from clotho.lanes.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
 from clotho.serving.auth import ClientMiddleware, Clients, LocalOriginMiddleware, client_of, for_admins
 from clotho.serving.bodies import RequestBodies
 from clotho.serving.completion_requests import parse_completion_request
@@ -32,8 +40,8 @@ from clotho.serving.limits import (
     UnreadBodyMiddleware,
     until_disconnect,
 )
+from clotho.serving.loopback import is_loopback
 from clotho.serving.metrics import ServerMetrics
-from clotho.serving.native import GenerationResult, NativeRequest
 from clotho.serving.openai_requests import ValidatedRequest, parse_chat_request
 from clotho.serving.openai_responses import (
     ChatFormat,
@@ -44,17 +52,9 @@ from clotho.serving.openai_responses import (
     ResponseFormat,
 )
 from clotho.serving.prompt_scores import PromptedBuilder
-from clotho.serving.responses_format import ResponsesBuilder
-from clotho.serving.responses_requests import ResponsesRequest, parse_responses_request
-from clotho.serving.routes_adapters import AdapterRoutes
-from clotho.serving.routes_control import ControlHandlers
-from clotho.serving.routes_generate import parse_generate_request
-from clotho.serving.routes_remote import PolicyRoutes, parse_rollout_call, rollout_answer
-from clotho.serving.routes_tokenize import detokenize, tokenize_text
-from clotho.serving.routes_tokens import parse_tokens_request
-from clotho.serving.routes_trl import parse_trl_request
 from clotho.serving.services import ClientSampler, Health, ServedModel, ServerContext, Version, find_served
 from clotho.serving.streaming import EventStream, event_stream
+from clotho.serving.struct_types import prepare_struct_types
 from protocols.sampling import Completion, PromptLogprobs
 from protocols.step import WeightsReady
 

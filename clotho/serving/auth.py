@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from clotho.config.schema import HttpServer
-from clotho.serving.api_keys import ApiKey, key_digest, read_api_keys
+from attachments.keys.api_keys import ApiKey, key_digest, read_api_keys
+from attachments.keys.quotas import Quota, Reservation
 from clotho.serving.errors import ApiError
-from clotho.serving.quotas import Quota, Reservation
+from clotho.settings.server import HttpServer
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 OPEN_ROUTES = frozenset({"/health", "/"})

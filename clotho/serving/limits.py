@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from clotho.runtime.fair_queue import FairQueue
+from clotho.lanes.fair_queue import FairQueue
 from clotho.serving.auth import Client, client_of
 from clotho.serving.bodies import RequestBodies
 from clotho.serving.errors import ApiError, overloaded

@@ -19,9 +19,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from attachments.keys.quotas import Quota
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.openai_requests import ValidatedRequest
-from clotho.serving.quotas import Quota
 from clotho.serving.services import EngineSnapshot, QueueSnapshot, RunSnapshot, ServerContext
 from protocols.sampling import Completion
 from protocols.summary import Distribution, RankGauges, RemoteGauges, SpeculationCounts

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, Optional
 import msgspec
 from msgspec import Meta, Struct
 
-from clotho.serving.structured_outputs import ConstraintFields
-from clotho.serving.tool_calls import MAX_TOOLS, Tool, ToolCall, ToolChoice
+from attachments.tools.structured_outputs import ConstraintFields
+from attachments.tools.tool_calls import MAX_TOOLS, Tool, ToolCall, ToolChoice
 from protocols.sampling import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,

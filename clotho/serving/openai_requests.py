@@ -15,6 +15,11 @@ import jinja2
 import msgspec
 from msgspec import Struct, structs
 
+from attachments.tools.reasoning import END_THINK, PROMPT_TAIL, MessageParser, MessageParts, reasoning_variables
+from attachments.tools.structured_outputs import ConstraintFields, bad_words, requested_grammar
+from attachments.tools.tool_calls import NO_TOOLS, ToolUse, message_fields
+from attachments.tools.tool_grammars import use_tools
+from attachments.tools.tool_prompts import tools_as_text
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.openai_fields import (
@@ -29,12 +34,7 @@ from clotho.serving.openai_fields import (
     OpenaiFields,
     SamplingFields,
 )
-from clotho.serving.reasoning import END_THINK, PROMPT_TAIL, MessageParser, MessageParts, reasoning_variables
 from clotho.serving.services import ServedModel, ServerContext, find_served
-from clotho.serving.structured_outputs import ConstraintFields, bad_words, requested_grammar
-from clotho.serving.tool_calls import NO_TOOLS, ToolUse, message_fields
-from clotho.serving.tool_grammars import use_tools
-from clotho.serving.tool_prompts import tools_as_text
 from protocols.constraints import Grammar
 from protocols.sampling import (
     PARAMETERS,

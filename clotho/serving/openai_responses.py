@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from attachments.tools.reasoning import MessageParser
+from attachments.tools.tool_calls import ToolCallDelta, call_deltas
 from clotho.serving.errors import ApiError
 from clotho.serving.openai_requests import ValidatedRequest
-from clotho.serving.reasoning import MessageParser
 from clotho.serving.services import ServerContext, Tokenizer
-from clotho.serving.tool_calls import ToolCallDelta, call_deltas
 from protocols.sampling import Completion
 from protocols.step import WeightsReady
 

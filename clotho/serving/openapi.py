@@ -14,15 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
-from clotho import __version__
-from clotho.serving.completion_requests import CompletionRequest
-from clotho.serving.control import PauseMode
-from clotho.serving.errors import ErrorBody
-from clotho.serving.openai_fields import ChatRequest
-from clotho.serving.openai_responses import ChatChoice, CompletionChoice, ModelCard, ModelList, ResponseBody
-from clotho.serving.responses_format import ResponseObject
-from clotho.serving.responses_requests import CreateResponse
-from clotho.serving.routes_adapters import (
+from attachments.adapters.routes_adapters import (
     AdapterStatus,
     LoadAdapter,
     LoadByPath,
@@ -30,7 +22,10 @@ from clotho.serving.routes_adapters import (
     UnloadAdapter,
     UnloadByName,
 )
-from clotho.serving.routes_control import (
+from attachments.dialects.control import PauseMode
+from attachments.dialects.responses_format import ResponseObject
+from attachments.dialects.responses_requests import CreateResponse
+from attachments.dialects.routes_control import (
     AbortRequest,
     AbortRequests,
     ControlStatus,
@@ -38,18 +33,23 @@ from clotho.serving.routes_control import (
     PauseGeneration,
     Sleeping,
 )
-from clotho.serving.routes_generate import SglangRequest, SglangResponse, VllmRequest, VllmResponse
-from clotho.serving.routes_tokenize import (
+from attachments.dialects.routes_generate import SglangRequest, SglangResponse, VllmRequest, VllmResponse
+from attachments.dialects.routes_tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeChatRequest,
     TokenizeRequest,
     TokenizeResponse,
 )
-from clotho.serving.routes_tokens import TokensRequest, TokensResponse
-from clotho.serving.routes_trl import TrlRequest, TrlResponse
+from attachments.dialects.routes_tokens import TokensRequest, TokensResponse
+from attachments.dialects.routes_trl import TrlRequest, TrlResponse
+from attachments.remote.messages import RolloutAnswer, RolloutCall, ServedPolicy
+from clotho import __version__
+from clotho.serving.completion_requests import CompletionRequest
+from clotho.serving.errors import ErrorBody
+from clotho.serving.openai_fields import ChatRequest
+from clotho.serving.openai_responses import ChatChoice, CompletionChoice, ModelCard, ModelList, ResponseBody
 from clotho.serving.services import Health, Version
-from protocols.remote import RolloutAnswer, RolloutCall, ServedPolicy
 
 
 class ChatResponse(ResponseBody, frozen=True, kw_only=True):

@@ -25,15 +25,15 @@ from hypercorn.utils import wrap_app
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from clotho.config.bounds import Off
-from clotho.config.rules import is_loopback
-from clotho.config.schema import HttpServer, ServerSection
-from clotho.serving.api_keys import read_api_keys
+from attachments.keys.api_keys import read_api_keys
 from clotho.serving.app import build_app
 from clotho.serving.auth import is_open
 from clotho.serving.errors import ApiError
 from clotho.serving.limits import ConcurrencyLimit, UnreadBodyMiddleware
+from clotho.serving.loopback import is_loopback
 from clotho.serving.services import Health, ServerContext
+from clotho.settings.bounds import Off
+from clotho.settings.server import HttpServer, ServerSection
 from protocols.errors import ServerError
 
 T = TypeVar("T")

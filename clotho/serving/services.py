@@ -11,15 +11,15 @@ import anyio
 from msgspec import Struct, structs
 from starlette.routing import Route
 
-from clotho.config.schema import HttpServer
-from clotho.serving.adapters import AdapterRegistry
+from attachments.adapters.adapters import AdapterRegistry
+from attachments.dialects.control import EngineControl
+from attachments.remote.messages import ServedPolicy
 from clotho.serving.auth import Client
-from clotho.serving.control import EngineControl
 from clotho.serving.errors import ApiError
+from clotho.settings.server import HttpServer
 from protocols.constraints import Constraint, Grammar
 from protocols.errors import CheckpointError, visible
 from protocols.finding import Finding
-from protocols.remote import ServedPolicy
 from protocols.sampling import POLICY, Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
 from protocols.step import WeightsReady
 from protocols.summary import Distribution, RankGauges, RemoteGauges, SpeculationCounts

@@ -14,7 +14,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from clotho.config.objectives import (
+from clotho.scoring.sequences import sampled_mask_T
+from clotho.settings.objectives import (
     Advantage,
     BatchAdvantage,
     BatchCentredAdvantage,
@@ -25,7 +26,6 @@ from clotho.config.objectives import (
     NormalizedAdvantage,
     OptimalBaselineAdvantage,
 )
-from clotho.scoring.sequences import sampled_mask_T
 from protocols.rollout import ScoredGroup
 
 Array = NDArray[np.float64]

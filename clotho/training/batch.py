@@ -10,14 +10,14 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from clotho.config.objectives import EnvironmentAdvantage, GradientNorm, OptimalBaselineAdvantage, RatioObjective
-from clotho.config.sections_training import EnvironmentReference, KLPenalty, LearnerSection, RewardKLPenalty
 from clotho.models.parameters import Parameters
 from clotho.models.policy_model import WeightedModel
 from clotho.models.turns import TurnBudget
 from clotho.scoring.layouts.micro_batches import build_micro_batches, positions
 from clotho.scoring.sequences import MicroBatch, TeacherRows, TrainingSequence, sampled_mask_T
 from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.settings.learner import EnvironmentReference, KLPenalty, LearnerSection, RewardKLPenalty
+from clotho.settings.objectives import EnvironmentAdvantage, GradientNorm, OptimalBaselineAdvantage, RatioObjective
 from clotho.training.advantages import advantages, environment_advantages
 from clotho.training.gradient import FixedLogprobs, LossConfig, OtherRanks, compute_logprobs, score_norm_squared
 from clotho.training.objectives.aggregation import loss_weights

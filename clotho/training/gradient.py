@@ -9,9 +9,6 @@ import mlx.core as mx
 import numpy as np
 from msgspec.structs import replace
 
-from clotho.config.bounds import Absent
-from clotho.config.objectives import RatioObjective, Reinforce
-from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy_model import WeightedModel
 from clotho.models.stages import Stage, block_of
@@ -19,6 +16,9 @@ from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution, TokenScores
+from clotho.settings.bounds import Absent
+from clotho.settings.learner import LearnerSection
+from clotho.settings.objectives import RatioObjective, Reinforce
 from clotho.training.objectives.contract import Objective, ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.importance_correction import interpolated_proximal
 from clotho.training.objectives.loss import LossCoefficients, LossInputs, MetricSums, policy_loss

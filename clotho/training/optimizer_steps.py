@@ -12,12 +12,12 @@ import numpy as np
 from msgspec.structs import fields
 from numpy.typing import ArrayLike, NDArray
 
-from clotho.config.sections_training import EssStepScale, LearnerSection
 from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy_model import WeightedModel
 from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch, sampled_mask_T
 from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.settings.learner import EssStepScale, LearnerSection
 from clotho.training.batch import Minibatch, TrainingBatch
 from clotho.training.gradient import (
     FixedLogprobs,

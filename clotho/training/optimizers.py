@@ -25,8 +25,9 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
-from clotho.config.sections_training import Adafactor as AdafactorSettings
-from clotho.config.sections_training import (
+from clotho.models.parameters import Arrays
+from clotho.settings.learner import Adafactor as AdafactorSettings
+from clotho.settings.learner import (
     AdamW,
     ConstantSchedule,
     CosineSchedule,
@@ -38,7 +39,6 @@ from clotho.config.sections_training import (
     Schedule,
     Sgd,
 )
-from clotho.models.parameters import Arrays
 
 MUON_UPDATE_RMS = 0.2
 """Root mean square of a Muon update before the learning rate, which is about AdamW's (arXiv:2502.16982, equation 4)."""

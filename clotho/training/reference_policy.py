@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-from clotho.config.sections_training import (
+from clotho.models.parameters import Arrays, Parameters, flat, nested
+from clotho.models.policy import TrainablePolicy
+from clotho.models.policy_model import WeightedModel
+from clotho.settings.learner import (
     AverageReference,
     BaseReference,
     EnvironmentReference,
     LearnerSection,
     SnapshotReference,
 )
-from clotho.models.parameters import Arrays, Parameters, flat, nested
-from clotho.models.policy import TrainablePolicy
-from clotho.models.policy_model import WeightedModel
 
 
 def averaged(reference: Arrays, policy: Arrays, keep: float) -> Arrays:

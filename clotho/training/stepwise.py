@@ -15,14 +15,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from clotho.config.bounds import Absent
-from clotho.config.objectives import Reinforce
-from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Arrays, flat, nested
 from clotho.scoring.sequences import sampled_mask_T
+from clotho.settings.bounds import Absent
+from clotho.settings.learner import LearnerSection
+from clotho.settings.objectives import Reinforce
 from clotho.training import gradient as micro
 from clotho.training.batch import Minibatch, compute_advantages, minibatches
 from clotho.training.gradient import FixedLogprobs, LossConfig, StepPosition, compute_logprobs
+from clotho.training.learner_state import with_prefix
 from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizer_steps import (
@@ -33,7 +34,6 @@ from clotho.training.optimizer_steps import (
     take_step,
 )
 from clotho.training.optimizers import learning_rate as scheduled_rate
-from clotho.training.rollback import with_prefix
 from clotho.training.update import PolicyLearner, Update
 from protocols.errors import CheckpointError
 from protocols.rollout import ScoredGroup

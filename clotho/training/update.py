@@ -45,28 +45,22 @@ import mlx.core as mx
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.config.sections_training import LearnerSection
+from attachments.alarms.rollback import RollbackPolicy
 from clotho.models.machine import random_state, restore_random_state
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat
 from clotho.models.policy import TrainablePolicy
 from clotho.models.turns import UNSHARED, TurnBudget, Turns
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
+from clotho.settings.learner import LearnerSection
 from clotho.training.batch import PerTokenAdvantages, TrainingBatch, prepare
 from clotho.training.gradient import LossConfig, OtherRanks
+from clotho.training.learner_state import LearnerState, Snapshot, state_arrays, state_from_arrays, with_prefix
 from clotho.training.objectives.controllers import initial_loss_coefficients, next_loss_coefficients
 from clotho.training.objectives.registry import objective
 from clotho.training.optimizer_steps import MetricTotals, OptimizerProgress, TokenRecord, take_optimizer_steps
 from clotho.training.optimizers import initial_state, learning_rate
 from clotho.training.reference_policy import ReferencePolicy
-from clotho.training.rollback import (
-    LearnerState,
-    RollbackPolicy,
-    Snapshot,
-    state_arrays,
-    state_from_arrays,
-    with_prefix,
-)
 from clotho.training.update_checks import AdapterCheck, update_kl
 from protocols.learnability import require_learnable
 from protocols.rollout import ScoredGroup

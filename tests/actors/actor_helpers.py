@@ -9,17 +9,18 @@ from typing import Any, TypeVar
 
 import anyio
 
-from clotho.config.schema import EngineSection, ModelSection
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
+from clotho.lanes.compute_thread import Compute
 from clotho.models.policy import Policy, load_policy
-from clotho.runtime.compute_thread import Compute
-from clotho.runtime.queues import Queue
+from clotho.settings.engine import EngineSection
+from clotho.settings.model import ModelSection
 from protocols.accounting import LedgerState
 from protocols.prompt import Problem, Prompt
 from protocols.queues import Inbox
 from protocols.step import PolicyUpdated, StepReport, TrainedGroup
 from tests.learner_settings import policy_settings
 from tests.saved_models import save
+from training_run.supervision.queues import Queue
 
 T = TypeVar("T")
 

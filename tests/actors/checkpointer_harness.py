@@ -8,18 +8,18 @@ from typing import Any
 import mlx.core as mx
 
 from actors.checkpointer import Checkpointer
-from clotho.config.schema import CheckpointSection
-from clotho.data.group_outcomes import GroupOutcomes
-from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Queue
-from clotho.storage.best_checkpoint import BestCheckpointKeeper
-from clotho.storage.checkpoints import records_of
+from attachments.curriculum.group_outcomes import GroupOutcomes
+from attachments.curriculum.messages import CountedGroup, CurriculumState, CurriculumUpdate
 from protocols.checkpoint import AdapterConfig
-from protocols.curriculum import CountedGroup, CurriculumState, CurriculumUpdate
 from protocols.step import PolicyUpdated, ReplayGroup
 from tests.actors.actor_helpers import policy_updated
-from tests.storage.made_checkpoints import ADAPTER, state
 from tests.training.policies_and_groups import scored_group
+from tests.training_run.directory.made_checkpoints import ADAPTER, state
+from training_run.directory.best_checkpoint import BestCheckpointKeeper
+from training_run.directory.checkpoints import records_of
+from training_run.profile.schema import CheckpointSection
+from training_run.supervision.latest import Latest
+from training_run.supervision.queues import Queue
 
 
 def parameters(value: float = 0.0) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from clotho.runtime.compute_thread import Compute
+from clotho.lanes.compute_thread import Compute
 from tests.actors.actor_helpers import compute_thread
 
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from actors.learner import Learner, LearnerProgress
-from clotho.config.bounds import Off
-from clotho.config.sections_training import CollapseSection, ReplaySection
-from clotho.monitoring.collapse_detection import CollapseMonitor
-from clotho.runtime.compute_thread import Compute
-from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Queue
-from clotho.training.ledger import Ledger
-from clotho.training.replay import ReplayBuffer
-from protocols.collapse import CollapseState
+from actors.learner import Learner
+from attachments.alarms.collapse_detection import CollapseMonitor
+from attachments.alarms.messages import CollapseState
+from attachments.replay.replay import ReplayBuffer
+from clotho.lanes.compute_thread import Compute
+from clotho.settings.bounds import Off
+from clotho.settings.learner import CollapseSection, ReplaySection
 from protocols.rollout import Discarded, GroupOutcome
 from protocols.step import FirstBatch, GroupsEnded, LearnerReport, PolicyUpdated, StepReport
 from tests.actors.actor_helpers import filled_queue, prompt, receive_all
 from tests.learner_settings import learner_settings
 from tests.training import policies_and_groups
 from tests.training.policies_and_groups import BigramPolicy, scored_group
+from training_run.groups.ledger import Ledger
+from training_run.groups.progress import LearnerProgress
+from training_run.supervision.latest import Latest
+from training_run.supervision.queues import Queue
 
 
 def trainable_group(group_id: int, *, version: int = 0, logprob: float = -1.5) -> GroupOutcome:

@@ -9,14 +9,14 @@ from typing import Any
 from anyio import create_task_group, fail_after
 
 from actors.monitor import Monitor
-from clotho.monitoring.display import Display, NoDisplay, RunView
-from clotho.monitoring.run_alarms import RunAlarms
-from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Queue
-from clotho.storage.jsonl import JsonlWriter
+from attachments.alarms.run_alarms import RunAlarms
 from protocols.evaluation import EvalReport
 from protocols.step import LearnerReport
-from tests.monitoring.display_examples import GAUGES
+from tests.training_run.records.display_examples import GAUGES
+from training_run.directory.jsonl import JsonlWriter
+from training_run.records.display import Display, NoDisplay, RunView
+from training_run.supervision.latest import Latest
+from training_run.supervision.queues import Queue
 
 
 class Clock:

@@ -9,16 +9,16 @@ import pytest
 from structlog.testing import capture_logs
 
 from actors.atropos_fetcher import IN_FLIGHT_KEPT
-from clotho.atropos.api import AtroposApi
-from clotho.atropos.client import Registration
-from clotho.config.schema import AtroposSource
+from attachments.atropos.api import AtroposApi
+from attachments.atropos.client import Registration
+from attachments.atropos.tests.environment_groups import ReaderHarness, group
+from attachments.atropos.tests.fake_api import FakeApi
+from attachments.atropos.tests.fetcher_harness import FetcherHarness, Source, fetched, numbers
 from protocols.errors import ProfileError
 from protocols.queues import EndOfStream, QueueClosed
 from protocols.rollout import Discarded, ScoredGroup
 from tests.actors.actor_helpers import cancel_when_blocked, receive_all, run_and_receive
-from tests.atropos.environment_groups import ReaderHarness, group
-from tests.atropos.fake_api import FakeApi
-from tests.atropos.fetcher_harness import FetcherHarness, Source, fetched, numbers
+from training_run.profile.schema import AtroposSource
 
 
 async def test_every_group_gets_the_next_number_and_is_counted() -> None:

@@ -17,22 +17,24 @@ from mlx.utils import tree_map
 from msgspec import structs
 
 from actors import broadcaster as broadcaster_module
-from actors.broadcaster import Broadcaster, SwapTimes
-from clotho.config.bounds import Off
-from clotho.config.schema import EngineSection, KvPolicy, ParityCheck, ParitySection
+from actors.broadcaster import Broadcaster
+from clotho.lanes.compute_thread import Compute, finish
+from clotho.lanes.sampling_client import Sampler
 from clotho.models.parameters import flat
-from clotho.runtime.compute_thread import Compute, finish
-from clotho.runtime.latest import Latest
-from clotho.runtime.sampling_client import Sampler
 from clotho.scoring.parity_check import ParityChecker, ParityReport, ParitySample
+from clotho.settings.bounds import Off
+from clotho.settings.engine import EngineSection, KvPolicy
 from protocols.errors import ParityError
 from protocols.queues import QueueClosed
 from protocols.sampling import SampleRequest, Sampling
 from protocols.step import PolicyUpdated, TrainedGroup, WeightsReady
 from tests.actors.actor_helpers import filled_queue, policy_updated, served_policy
 from tests.learner_settings import learner_settings
-from tests.run.simulated_run import METRICS
 from tests.training.policies_and_groups import scored_group
+from tests.training_run.simulated_run import METRICS
+from training_run.groups.progress import SwapTimes
+from training_run.profile.schema import ParityCheck, ParitySection
+from training_run.supervision.latest import Latest
 
 PROMPT = (5, 9, 33, 2, 17, 60)
 

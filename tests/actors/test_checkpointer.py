@@ -12,15 +12,15 @@ import pytest
 import structlog
 
 from actors import checkpointer as module
-from clotho.data.group_outcomes import GroupOutcomes
+from attachments.curriculum.group_outcomes import GroupOutcomes
 from clotho.storage.adapters import read_adapter
-from clotho.storage.checkpoints import find_damage, read_checkpoint, recorded_newest
 from protocols.errors import RunDirectoryError
 from protocols.queues import QueueClosed
 from tests.actors.actor_helpers import filled_queue
 from tests.actors.checkpointer_harness import checkpointer_of, counted, parameters, replay, update
-from tests.storage.made_checkpoints import ADAPTER, names, state
 from tests.training.policies_and_groups import same_bits
+from tests.training_run.directory.made_checkpoints import ADAPTER, names, state
+from training_run.directory.checkpoints import find_damage, read_checkpoint, recorded_newest
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,17 @@ import pytest
 from mlx.utils import tree_map
 
 from actors.evaluator import Evaluator, Pinned
-from clotho.config.schema import EngineSection, HeldOutEvaluation
-from clotho.inference.held_out import PinnedSampler, held_out_requests
-from clotho.runtime.compute_thread import Compute
-from clotho.runtime.queues import Queue
+from clotho.lanes.compute_thread import Compute
+from clotho.settings.engine import EngineSection
 from protocols.evaluation import EvalReport, Grade, HeldOut
 from protocols.prompt import Problem
 from protocols.queues import EndOfStream, QueueClosed
 from protocols.sampling import Completion, Sampling
 from protocols.step import PolicyUpdated
 from tests.actors.actor_helpers import cancel_when_blocked, filled_queue, policy_updated, receive_all, served_policy
+from training_run.evaluation.held_out import PinnedSampler, held_out_requests
+from training_run.profile.schema import HeldOutEvaluation
+from training_run.supervision.queues import Queue
 
 SAMPLING = Sampling(max_tokens=4, ignore_eos=True)
 GENERATOR = EngineSection(max_num_seqs=4)

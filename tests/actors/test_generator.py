@@ -8,10 +8,8 @@ from typing import Any
 import anyio
 import pytest
 
-from actors.generator import Generator, StalenessRule
-from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Queue
-from clotho.runtime.sampling_client import Engine, Sampler, Submit
+from actors.generator import Generator
+from clotho.lanes.sampling_client import Engine, Sampler, Submit
 from protocols.errors import ExecutorStoppedError, RequestError
 from protocols.prompt import Prompt
 from protocols.queues import EndOfStream, Inbox, Outbox, QueueClosed
@@ -20,6 +18,9 @@ from protocols.sampling import SampleEvent, SampleRequest, Sampling, completion_
 from protocols.step import WeightsReady
 from tests.actors.actor_helpers import filled_queue, prompt, receive_all, run_and_receive
 from tests.fakes import FakeEngine, fake_token
+from training_run.groups.progress import StalenessRule
+from training_run.supervision.latest import Latest
+from training_run.supervision.queues import Queue
 
 Outcome = RolloutGroup | Discarded
 SAMPLING = Sampling(max_tokens=6, ignore_eos=True)

@@ -11,11 +11,8 @@ import pytest
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 from msgspec.structs import replace
 
-from actors.learner import LearnerProgress
-from clotho.config.sections_training import BufferedReplay
-from clotho.runtime.compute_thread import Compute
-from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Queue
+from clotho.lanes.compute_thread import Compute
+from clotho.settings.learner import BufferedReplay
 from protocols.errors import DivergenceError, ExecutorStoppedError
 from protocols.queues import EndOfStream, QueueClosed
 from protocols.rollout import GroupOutcome, ScoredGroup
@@ -23,6 +20,9 @@ from protocols.step import FirstBatch, StepReport
 from tests.actors.actor_helpers import cancel_when_blocked, receive_all
 from tests.actors.learner_harness import LearnerHarness, discarded_group, trainable_group
 from tests.training.policies_and_groups import scored_group
+from training_run.groups.progress import LearnerProgress
+from training_run.supervision.latest import Latest
+from training_run.supervision.queues import Queue
 
 NAN = float("nan")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from actors.learner import MAX_DISCARDED_HELD, LearnerProgress
-from clotho.runtime.compute_thread import Compute
+from actors.learner import MAX_DISCARDED_HELD
+from clotho.lanes.compute_thread import Compute
 from protocols.accounting import SourceCounts
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 from tests.actors.learner_harness import LearnerHarness, discarded_group, trainable_group
+from training_run.groups.progress import LearnerProgress
 
 
 def group_of_environment(name: str, outcome: GroupOutcome) -> GroupOutcome:

@@ -8,15 +8,15 @@ from typing import Any
 import anyio
 import pytest
 
-from clotho.config.sections_training import (
+from attachments.alarms.messages import BaselineStatistics, CollapseState
+from clotho.lanes.compute_thread import Compute
+from clotho.settings.learner import (
     BufferedReplay,
     CollapseSection,
     RollBackOnCollapse,
     StopOnCollapse,
     WarnOnCollapse,
 )
-from clotho.runtime.compute_thread import Compute
-from protocols.collapse import BaselineStatistics, CollapseState
 from protocols.errors import CollapseError, DivergenceError
 from tests.actors.actor_helpers import receive_all
 from tests.actors.learner_harness import LearnerHarness, discarded_group, trainable_group

@@ -16,24 +16,24 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from actors.monitor import Monitor
-from clotho.monitoring.display import NoDisplay, RunView
-from clotho.monitoring.forecast import Plan, RunForecast
-from clotho.monitoring.metrics import METRICS
-from clotho.monitoring.run_alarms import RunAlarms
-from clotho.monitoring.token_values import TokenValueWriter, read_group
-from clotho.monitoring.trackers import Record, Tracker, Warned
-from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Queue
-from clotho.runtime.supervisor import temporary, transient
-from clotho.storage.jsonl import JsonlWriter
+from attachments.alarms.run_alarms import RunAlarms
+from attachments.dashboard.token_values import TokenValueWriter, read_group
+from attachments.trackers.trackers import Record, Tracker, Warned
 from protocols.evaluation import EvalReport
 from protocols.finding import Finding
 from protocols.queues import EndOfStream, Outbox
 from protocols.step import FirstBatch, GroupsEnded, StepReport
 from protocols.summary import RunGauges
 from tests.actors.monitor_harness import RecordingDisplay, lines, observe
-from tests.monitoring.display_examples import GAUGES, UPDATE, discarded, evaluation, step, trained
-from tests.runtime.scripted_actors import RecordedSupervisor
+from tests.training_run.records.display_examples import GAUGES, UPDATE, discarded, evaluation, step, trained
+from tests.training_run.supervision.scripted_actors import RecordedSupervisor
+from training_run.directory.jsonl import JsonlWriter
+from training_run.records.display import NoDisplay, RunView
+from training_run.records.forecast import Plan, RunForecast
+from training_run.records.metrics import METRICS
+from training_run.supervision.latest import Latest
+from training_run.supervision.queues import Queue
+from training_run.supervision.supervisor import temporary, transient
 
 
 async def test_every_step_is_a_line_of_metrics_and_every_evaluation_a_line_of_evaluations(tmp_path: Path) -> None:

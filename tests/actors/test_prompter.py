@@ -9,11 +9,11 @@ import anyio
 import pytest
 
 from actors.prompter import Prompter
-from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Queue
 from protocols.prompt import Prompt
 from protocols.queues import EndOfStream
 from tests.actors.actor_helpers import cancel_when_blocked, prompt, receive_all, run_and_receive
+from training_run.supervision.latest import Latest
+from training_run.supervision.queues import Queue
 
 
 def replacement_count(replacements: int = 0) -> Latest[int]:

@@ -7,11 +7,11 @@ import anyio
 import pytest
 
 from actors.scorer import Scorer
-from clotho.config.schema import RewardSection
-from clotho.rewards.runner import RewardRunner
-from clotho.runtime.queues import Queue
+from clotho.settings.data import RewardSection
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from tests.rewards.groups import group, problem
+from training_run.rewards.runner import RewardRunner
+from training_run.supervision.queues import Queue
 
 Message = RolloutGroup | Discarded
 

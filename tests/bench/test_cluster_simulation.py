@@ -9,10 +9,10 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
+from attachments.remote import place as rule
 from bench.cluster_costs import Costs, Plan, Workload
 from bench.cluster_simulation import FAILED, freest, simulate
 from bench.cluster_tally import Forecast
-from clotho.remote import place as rule
 
 COSTS = Costs(
     step_seconds=2e-3,

@@ -17,8 +17,8 @@ from bench import curriculum
 from bench.curriculum import CurriculumRun, mixture, ratios, read, rollouts_at, store, table
 from bench.fingerprint import fingerprint
 from bench.runs import Record
-from clotho.config.load import load_profile
 from profiles.times_table_maker.problems import long_multiplication
+from training_run.profile.load import load_profile
 
 
 def made(name: str, seed: int, rollouts: float | None, too_hard: str = "too long") -> CurriculumRun:

@@ -9,8 +9,8 @@ import pytest
 
 from bench import gym
 from bench.runs import Record
-from clotho.config.flags import parse_arguments
-from clotho.config.load import load_profile
+from training_run.profile.flags import parse_arguments
+from training_run.profile.load import load_profile
 
 STEP = {"step": 1, "policy_version": 30, "time/run": 9.0, "time/update": 1.0, "time/wait_for_rollouts": 2.0}
 RECORD = Record(

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import clotho.cpu
+import attachments.cpu
 from bench import metal
 from bench.contenders import clotho_metal, mlx_lm_metal
 from bench.contenders.metal_model import LOGITS, SHAPES, metal_configuration, packed_model
@@ -24,7 +24,7 @@ QUICK = metal.phases(quick=True)
 
 def test_this_module_computes_on_the_device_path() -> None:
     """As a Mac does."""
-    assert not clotho.cpu.computes_on_host()
+    assert not attachments.cpu.computes_on_host()
 
 
 def cases(phase: str, **changes: str | float) -> list[metal.Case]:

@@ -11,10 +11,10 @@ from msgspec import structs
 from bench import methods
 from bench.methods import DEFINITIONS, Family, difference, until
 from bench.trials import ALWAYS, QUICK, Method, Outcome, merged
-from clotho.config.flags import parse_arguments
-from clotho.config.keys import CHOICES
-from clotho.config.load import load_profile
 from tests.bench.made_measurements import made_trial
+from training_run.profile.flags import parse_arguments
+from training_run.profile.keys import CHOICES
+from training_run.profile.load import load_profile
 
 METHODS = DEFINITIONS.methods()
 

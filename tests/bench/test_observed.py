@@ -11,7 +11,7 @@ from bench import overlap
 from bench.contenders import event_client
 from bench.contenders.clotho_observed import FIRST, rate, tokens_of
 from tests.bench.made_measurements import measurement
-from tests.monitoring.display_examples import step
+from tests.training_run.records.display_examples import step
 
 
 def test_the_rate_counts_the_tokens_after_the_first_steps() -> None:

@@ -10,18 +10,18 @@ import mlx.core as mx
 import pytest
 from gguf import GGMLQuantizationType as Quantization
 
+from attachments.files.convert import convert_model
+from attachments.files.tests.gguf_files import TOKENS_1_T, build, byte_level, write
 from bench import real
 from bench.contenders import clotho_train
 from bench.contenders.process import Contender
 from bench.contenders.shapes import REAL, REAL_DIRECTORY, named_model
 from bench.measurement import Measurement, read
 from bench.runs import Record
-from clotho.commands.convert import convert_model
-from clotho.config.bounds import Off
-from clotho.config.flags import parse_arguments
-from clotho.config.load import load_profile
+from clotho.settings.bounds import Off
 from tests.bench.made_measurements import made_up
-from tests.models.gguf_files import TOKENS_1_T, build, byte_level, write
+from training_run.profile.flags import parse_arguments
+from training_run.profile.load import load_profile
 
 
 def test_contenders_read_the_converted_model_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

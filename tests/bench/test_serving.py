@@ -31,9 +31,9 @@ from bench.contenders.http_model import write_adapter, write_model
 from bench.contenders.shapes import EMBEDDED
 from bench.measurement import read, write
 from bench.runs import Record
-from clotho.config.schema import AdaptersSection
-from clotho.models.adapter_files import adapter_targets, read_adapter
+from clotho.models.adapters import adapter_targets, read_adapter
 from clotho.models.tokenizer import ChatTokenizer
+from clotho.settings.server import AdaptersSection
 
 ONE_REQUEST = Load(clients=3, tokens=8, answers=1)
 

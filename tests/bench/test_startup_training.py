@@ -21,12 +21,12 @@ from bench.contenders.shapes import REAL_DIRECTORY
 from bench.contenders.training_task import TrainingClock, TrainingEnded, slowed
 from bench.measurement import Measurement
 from bench.runs import Record
-from clotho.config.load import load_profile
-from clotho.config.schema import Lora
 from clotho.rewards import choice_correctness, math_eval, tag_format
+from clotho.settings.model import Lora
 from protocols.prompt import Problem
 from protocols.sampling import Completion, SampleRequest, Sampling
 from tests.bench.made_measurements import measurement
+from training_run.profile.load import load_profile
 
 ANSWERS = ("67", " 67 ", "+67", "067", "6 7", "-67", "B", "b", "(B)", "B)", "B.", "C", "A or B", "", "the cat")
 FORMS = (

@@ -18,9 +18,10 @@ from bench.contenders.tasks import TASKS, learning, task_of
 from bench.fingerprint import ROOT
 from bench.measurement import read
 from bench.time_to_accuracy import CLOTHO, QUICK, merged
-from clotho.config.load import load_profile
-from clotho.config.schema import HeldOutEvaluation, Lora
+from clotho.settings.model import Lora
 from tests.bench.made_measurements import measurement
+from training_run.profile.load import load_profile
+from training_run.profile.schema import HeldOutEvaluation
 
 SETTINGS: search.Settings = {"learning_rate": 2e-3}
 

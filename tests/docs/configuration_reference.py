@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from clotho.atropos.group_sizes import require_fillable
-from clotho.config.flags import availability, default_in_words
-from clotho.config.keys import KEYS, SECTIONS, Key, Section
-from clotho.config.other_trainers import SHORT, Row, accepted
-from clotho.config.rules import CONTRADICTIONS, NO_EFFECT, learnable_distribution
-from clotho.run.custom_actors import require_positions
+from attachments.atropos.group_sizes import require_fillable
 from tests.docs.pages import DOCS
+from training_run.profile.flags import availability, default_in_words
+from training_run.profile.keys import KEYS, SECTIONS, Key, Section
+from training_run.profile.other_trainers import SHORT, Row, accepted
+from training_run.profile.rules import CONTRADICTIONS, NO_EFFECT, learnable_distribution
+from training_run.supervision.custom_actors import require_positions
 
 PAGE = DOCS / "configuration.md"
 

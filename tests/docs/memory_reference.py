@@ -9,10 +9,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from clotho.config.load import load_profile
-from clotho.memory.estimate import estimate_memory
 from tests.docs.pages import DOCS, replace_between
 from tests.models.simulated_devices import MAC_16_GB, simulate_gpu
+from training_run.memory.estimate import estimate_memory
+from training_run.profile.load import load_profile
 
 PAGE = DOCS / "recipes.md"
 GIB = 2**30

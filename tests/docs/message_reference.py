@@ -11,7 +11,7 @@ import inspect
 import msgspec
 from msgspec import Struct
 
-from protocols.curriculum import CurriculumReport, CurriculumUpdate
+from attachments.curriculum.messages import CurriculumReport, CurriculumUpdate
 from protocols.evaluation import EvalReport
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup, ScoredGroup, TeacherTokens

@@ -1,4 +1,4 @@
-"""Generates the tables of docs/migrating.md from `clotho.config.other_trainers` and the documented command lines.
+"""Generates the tables of docs/migrating.md from the table of other trainers and the documented command lines.
 
 python -m tests.docs.migration_reference
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import shlex
 
-from clotho.config.other_trainers import EARLIER, SYSTEMS, Program, Row, table
-from clotho.config.translation import Given
-from tests.config.earlier_command_lines import LINES, Documented
 from tests.docs.pages import DOCS, replace_between
+from tests.training_run.profile.earlier_command_lines import LINES, Documented
+from training_run.profile.other_trainers import EARLIER, SYSTEMS, Program, Row, table
+from training_run.profile.translation import Given
 
 PAGE = DOCS / "migrating.md"
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import anyio
 
-from clotho.config.schema import EngineSection, FullMethod, HttpServer, ModelSection, PolicySection
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
+from clotho.lanes.compute_thread import Compute
+from clotho.lanes.sampling_client import Sampler
 from clotho.models.policy import Policy, load_policy
-from clotho.runtime.compute_thread import Compute
-from clotho.runtime.sampling_client import Sampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
+from clotho.settings.engine import EngineSection
+from clotho.settings.model import FullMethod, ModelSection, PolicySection
+from clotho.settings.server import HttpServer
 from protocols.sampling import PromptLogprobs, Sampling
 from protocols.step import WeightsReady
 

@@ -13,10 +13,10 @@ import pytest
 from msgspec import Struct
 
 from actors.prompter import Prompter
-from clotho.run.custom_actors import ReplacedActor
-from clotho.runtime.latest import Latest
-from clotho.runtime.queues import Queue
 from tests.e2e.pipeline_process import GroupAccounting, assert_recorded, lines, run
+from training_run.supervision.custom_actors import ReplacedActor
+from training_run.supervision.latest import Latest
+from training_run.supervision.queues import Queue
 
 PAGE = Path(__file__).parents[2] / "docs" / "actors.md"
 EXAMPLE = re.compile(r"```python\n# (\w+)\.py\n(.*?)```\s+```toml\n(.*?)```", re.DOTALL)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from clotho.__main__ import main
-from clotho.config.load import PROFILES, load_profile
-from tests.atropos.atroposlib_python import python_with_atropos
+from attachments.atropos.tests.atroposlib_python import python_with_atropos
+from training_run.__main__ import main
+from training_run.profile.load import PROFILES, load_profile
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "atropos.md").read_text(encoding="utf-8")

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmark-tables.md"
-DECODE = "On Linux, Clotho's decode step is NumPy and BLAS (clotho/cpu); nothing here was measured on Metal."
-LAYERS = (
-    "On Linux, norms, gates, attention and LoRA are Clotho's CPU code (clotho/cpu); nothing here was measured on Metal."
-)
+DECODE = "On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal."
+LAYERS = "On Linux, norms, gates, attention and LoRA are those of attachments/cpu; nothing here was measured on Metal."
 SENTENCES = {
     "decode": DECODE,
     "first_token": DECODE,

@@ -11,7 +11,8 @@ import pytest
 from tests.docs.pages import DOCS, ROOT, between
 
 PAGE = DOCS / "changing.md"
-OTHER_NAMES = "clotho/config/other_trainers.py"
+ROOMS = ("actors", "attachments", "clotho", "protocols", "training_run")
+OTHER_NAMES = "training_run/profile/other_trainers.py"
 ROW = re.compile(
     r"^\| (?P<change>[\w ]+) \| (?P<bound>\d+) \| .*? \| `(?P<symbol>\w+)` \| (?P<files>.*?) \|$", re.MULTILINE
 )
@@ -37,7 +38,7 @@ def modules_with(symbol: str) -> set[str]:
     word = re.compile(rf"\b{symbol}\b")
     sources = [
         ROOT / "pipeline.py",
-        *(path for name in ("actors", "clotho", "protocols") for path in (ROOT / name).rglob("*.py")),
+        *(path for name in ROOMS for path in (ROOT / name).rglob("*.py") if "tests" not in path.parts),
     ]
     return {str(path.relative_to(ROOT)) for path in sources if word.search(path.read_text(encoding="utf-8"))}
 
@@ -59,5 +60,5 @@ def test_every_kind_of_change_has_a_section() -> None:
 
 def test_every_file_on_the_page_exists() -> None:
     """Patterns with an asterisk are not checked."""
-    named = set(re.findall(r"`((?:actors|clotho|protocols)/[\w/]+\.py)`", PAGE.read_text(encoding="utf-8")))
+    named = set(re.findall(rf"`((?:{'|'.join(ROOMS)})/[\w/]+\.py)`", PAGE.read_text(encoding="utf-8")))
     assert [name for name in sorted(named) if not Path(ROOT / name).is_file()] == []

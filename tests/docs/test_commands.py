@@ -30,13 +30,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from clotho.__main__ import main
-from clotho.config.evaluation import evaluation_help, load_evaluation
-from clotho.config.flags import parse_arguments
-from clotho.config.load import load_profile
-from clotho.config.serving import load_serving, serve_help
 from tests.docs.pages import DOCS, ROOT, Block, blocks
 from tests.e2e.pipeline_process import FEW_PROBLEMS
+from training_run.__main__ import main
+from training_run.profile.evaluate_profile import evaluation_help, load_evaluation
+from training_run.profile.flags import parse_arguments
+from training_run.profile.load import load_profile
+from training_run.profile.serve_profile import load_serving, serve_help
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 COMMANDS = {page: [block for block in blocks(page) if block.language == "shell"] for page in PAGES}
@@ -48,8 +48,11 @@ NOT_LINKED = {"runs", ".git", ".atropos", ".contenders", ".venv"}
 INSTALLATION = re.compile(r"^pip install[^\n&]*(?:&& )?", re.MULTILINE)
 BIN = ".bin"
 EXTRA = re.compile(r"pip install -e '\.\[([\w-]+)\]'")
-PARSED = ("show", "convert", "merge", "push", "view")
-"""Commands with a parser of their own."""
+PARSED = {
+    "view": "attachments.dashboard.view",
+    **{name: f"attachments.files.{name}" for name in ("show", "convert", "merge", "push")},
+}
+"""Commands with a parser of their own, and their modules."""
 
 PROGRAM = r"(?:python pipeline\.py|clotho)"
 PLAIN = re.compile(rf"(?:{PROGRAM} |python (?:\w+\.py|-m mlx_lm ))[^|&;<>$`~*]*")
@@ -59,7 +62,7 @@ FILES = re.compile(r"cp [^|&;<>$`~*\n]*|cat > \S+ <<'END'\n.*?\nEND$", re.DOTALL
 """A shell command that writes a file."""
 
 COMMAND = re.compile(rf"^{PROGRAM}\b[^\n&|#]*", re.MULTILINE)
-INSTALLED = '#!/bin/sh\nexec python -m clotho "$@"\n'
+INSTALLED = '#!/bin/sh\nexec python -m training_run "$@"\n'
 """The command that the installation puts on the path, with the test's interpreter and checkout."""
 
 
@@ -117,7 +120,7 @@ def test_commands_that_are_not_executed_have_a_reason_and_valid_flags(page: Path
                     assert evaluation_help(words[1:]) or load_evaluation(words[1:])
                     continue
                 if words[0] in PARSED:
-                    import_module(f"clotho.commands.{words[0]}").parser().parse_args(words[1:])
+                    import_module(PARSED[words[0]]).parser().parse_args(words[1:])
                     continue
                 arguments = parse_arguments(words[1:] if words[:1] == ["doctor"] else words)
                 if not arguments.help:

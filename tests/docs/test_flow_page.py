@@ -9,14 +9,14 @@ import pytest
 
 from tests.docs.trace_modules import TRACED, listed, traced
 
-MAX_MODULES = {"training": 75, "request": 30, "flag": 8}
+MAX_MODULES = {"training": 75, "request": 32, "flag": 9}
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_file_on_the_page_exists() -> None:
     """Every invariant names at least one test."""
     page = (ROOT / "docs" / "flow.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:actors|clotho|tests)/[\w/]+\.py)`", page))
+    named = set(re.findall(r"`((?:actors|attachments|clotho|tests|training_run)/[\w/]+\.py)`", page))
     assert len(named) > 20
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
     invariants = re.findall(r"^\| \*\*(.+?)\*\*.*\| (.*?) \|$", page, re.MULTILINE)

@@ -8,9 +8,9 @@ from typing import get_args
 
 import pytest
 
-from clotho.monitoring.evaluation_history import EVALUATION_METRICS
-from clotho.monitoring.metrics import ENVIRONMENT_METRICS, METRICS, RANK_METRICS, REMOTE_METRICS
 from protocols.rollout import DiscardReason
+from training_run.records.evaluation_history import EVALUATION_METRICS
+from training_run.records.metrics import ENVIRONMENT_METRICS, METRICS, RANK_METRICS, REMOTE_METRICS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
 

@@ -18,13 +18,13 @@ TESTS_BY_CASE = {
     int(match["number"]): REFERENCE.findall(match["tests"])
     for match in TESTS.finditer((DOCS / "reliability-tests.md").read_text(encoding="utf-8"))
 }
-"""Number of a case -> (file below tests/, function)."""
+"""Number of a case -> (file below tests/, or of an attachment; function)."""
 
 
 @cache
 def functions_of(file: str) -> frozenset[str]:
     """Return the names of the test functions of a file, without importing it."""
-    path = ROOT / "tests" / file
+    path = ROOT / file if file.startswith("attachments/") else ROOT / "tests" / file
     if not path.is_file():
         return frozenset()
     tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -5,7 +5,7 @@
     python -m tests.docs.trace_modules write            replace the three lists of docs/flow-modules.md
 
 A module is on a path if one of its functions executes. Executing the module body (an import) does not count. The CPU
-backend is off and its package `clotho/cpu` is not listed, so that the lists are those of a GPU on every platform.
+backend is off and its package `attachments/cpu` is not listed, so that the lists are those of a GPU on every platform.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from tests.e2e.pipeline_process import FEW_PROBLEMS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flow-modules.md"
-OURS = tuple(f"{ROOT}/{name}" for name in ("actors/", "clotho/", "protocols/", "pipeline.py"))
-CPU_BACKEND = "clotho/cpu/"
+ROOMS = ("actors/", "attachments/", "clotho/", "protocols/", "training_run/", "pipeline.py")
+OURS = tuple(f"{ROOT}/{name}" for name in ROOMS)
+CPU_BACKEND = "attachments/cpu/"
 TRACED = {"training": "run", "flag": "run", "request": "server"}
 """The paths, each with the process that executes it."""
 TRAINING_ACTORS = ("prompter", "generator", "scorer", "learner", "broadcaster")
@@ -50,7 +51,7 @@ RUN = (
 PERIODIC = ("resource watch", "startup watch")
 """Threads whose work depends on the duration of the run and not on its path."""
 
-RECORDS = ("clotho/monitoring/", "clotho/run/timeline.py", "clotho/storage/")
+RECORDS = ("training_run/records/", "training_run/directory/", "attachments/dashboard/", "clotho/storage/")
 """What is written in threads is not on the path; it may happen before or after the end of a trace."""
 
 Point = tuple[str, str]
@@ -203,13 +204,13 @@ def run_modules(directory: str) -> None:
     training: from the first prompt to the first published policy version. flag: from the command line to the actor that
     uses the value of the flag.
     """
-    from clotho.__main__ import main
+    from training_run.__main__ import main
 
     importlib.import_module("pipeline")  # imports need no trace
     training = ModuleTrace(begin=("actors/prompter.py", "run"), end=PUBLISHED, actors=TRAINING_ACTORS)
     flag = ModuleTrace(
-        begin=("clotho/__main__.py", "prepare"),
-        end=("clotho/config/load.py", "load_profile"),
+        begin=("training_run/main.py", "prepare"),
+        end=("training_run/profile/load.py", "load_profile"),
         constructed=("actors/generator.py", "__init__"),
         carrying=True,
     )

@@ -7,7 +7,7 @@ import math
 
 import mlx.core as mx
 
-from clotho.config.objectives import Custom
+from clotho.settings.objectives import Custom
 from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 
 

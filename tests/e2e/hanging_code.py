@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from clotho.config.objectives import Custom
+from clotho.settings.objectives import Custom
 from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 from tests.e2e.custom_objective import importance_weighted
 

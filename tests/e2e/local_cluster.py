@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import psutil
 
-from clotho.cluster.connection import ENVIRONMENT
+from attachments.cluster.connection import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 FAULTS = "CLOTHO_TEST_FAULTS"

@@ -19,8 +19,8 @@ from typing import Any, Self
 
 from msgspec import Struct
 
-from clotho.__main__ import main
-from tests import lanes
+from tests import model_lanes
+from training_run.__main__ import main
 
 REPOSITORY = Path(__file__).parents[2]
 BATCH = 4
@@ -164,7 +164,7 @@ def run(
 
 def lane_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
     """Return the flags of the model in the current lane; none if `flags` choose a model."""
-    return () if any(flag.startswith("--model") for flag in flags) else lanes.flags()
+    return () if any(flag.startswith("--model") for flag in flags) else model_lanes.flags()
 
 
 def resume_flag(run_dir: Path) -> tuple[str, ...]:

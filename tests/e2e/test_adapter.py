@@ -7,13 +7,13 @@ from typing import Any
 
 import mlx_lm
 
-from clotho.config.load import load_profile
-from clotho.config.schema import HeldOutEvaluation
-from clotho.rewards.runner import RewardRunner
 from protocols.prompt import Problem
 from tests.e2e.conftest import CompletedRun
 from tests.e2e.pipeline_process import lines
 from tests.rewards.groups import group
+from training_run.profile.load import load_profile
+from training_run.profile.schema import HeldOutEvaluation
+from training_run.rewards.runner import RewardRunner
 
 
 async def test_mlx_lm_reproduces_the_accuracy_of_the_run(synchronous: CompletedRun) -> None:

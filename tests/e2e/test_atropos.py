@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.atropos.atroposlib_python import python_with_atropos
+from attachments.atropos.tests.atroposlib_python import python_with_atropos
 from tests.e2e.child_processes import descendants, find, kill, wait_until_ended
 from tests.e2e.pipeline_process import BATCH, PRINTED_STEPS, Run, RunResult, lines, run
 

@@ -15,8 +15,8 @@ import httpx
 import msgspec
 import pytest
 
+from attachments.atropos.tests.api_servers import JSON, ApiServerUnderTest, api_server
 from clotho.models.tokenizer import ChatTokenizer
-from tests.atropos.api_servers import JSON, ApiServerUnderTest, api_server
 from tests.e2e.pipeline_process import BATCH, PRINTED_STEPS, REPOSITORY, Run, lines
 
 pytestmark = pytest.mark.needs_extra("atroposlib")

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from clotho.__main__ import PreparedRun, main, prepare
-from clotho.config.flags import parse_arguments
-from clotho.config.load import load_profile
-from clotho.monitoring.failure_report import COMPLAINT_LIMIT
-from clotho.storage.run_directory import open_run
 from protocols.errors import visible
 from tests.e2e.conftest import CompletedRun
 from tests.e2e.pipeline_process import FEW_PROBLEMS, PROBLEMS, REPOSITORY, SMALL, run
+from training_run.__main__ import main
+from training_run.directory.run_directory import open_run
+from training_run.main import PreparedRun, prepare
+from training_run.profile.flags import parse_arguments
+from training_run.profile.load import load_profile
+from training_run.records.failure_report import COMPLAINT_LIMIT
 
 TRAIN = REPOSITORY / "profiles" / "embedded" / "train.jsonl"
 

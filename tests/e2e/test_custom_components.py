@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from clotho.runtime.watchdog import ENGINE_RESTARTS
 from tests.e2e.child_processes import descendants, wait_until_ended
 from tests.e2e.custom_components import reward_behavior
 from tests.e2e.pipeline_process import BATCH, Run, RunResult, assert_recorded, lines, run
+from training_run.supervision.watchdog import ENGINE_RESTARTS
 
 MISBEHAVING_REWARD = """
 extends = "local-m3"

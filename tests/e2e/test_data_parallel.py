@@ -19,7 +19,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from clotho.distributed.supervision import CONNECTION, RANK
+from attachments.ranks.supervision import CONNECTION, RANK
 from tests.e2e.pipeline_process import REPOSITORY, SMALL, RunResult, assert_recorded
 from tests.e2e.pipeline_process import run as run_alone
 

@@ -1,6 +1,6 @@
 """Runs of the program with one common fault each: the run names the fault and its remedy, and ends as documented.
 
-`tests/preflight/test_faults.py` injects the same fifteen faults into the checks alone.
+`attachments/doctor/tests/test_faults.py` injects the same fifteen faults into the checks alone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.config.load import load_profile
-from clotho.memory import report
-from clotho.preflight import start
-from clotho.preflight.machine import read_machine
+from attachments.doctor import start
+from attachments.doctor.tests import templates
+from attachments.machine.machine import read_machine
+from attachments.machine.tests import simulated_mac
 from protocols.summary import MemoryLimit
 from tests.e2e.pipeline_process import REPOSITORY, RunResult, lines, metrics, run
 from tests.e2e.test_run import ABOUT_THE_MACHINE
-from tests.preflight import simulated_mac, templates
+from training_run.memory import report
+from training_run.profile.load import load_profile
 
 EMBEDDED = REPOSITORY / "profiles" / "embedded"
 SMALL = (

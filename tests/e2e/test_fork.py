@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.commands.convert import convert
+from attachments.files.convert import convert
 from tests.e2e.conftest import CompletedRun
 from tests.e2e.pipeline_process import REPOSITORY, lines, run
 

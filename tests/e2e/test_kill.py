@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from clotho.storage.atomic_files import UNFINISHED
-from clotho.storage.checkpoints import latest_checkpoint, read_state
 from tests.e2e.conftest import EVALUATED
 from tests.e2e.pipeline_process import BATCH, PRINTED_STEPS, Run, RunResult, assert_recorded, lines, resume_flag, run
+from training_run.directory.checkpoints import latest_checkpoint, read_state
 
 TELLING = f'extends = "local-m3"\n{PRINTED_STEPS}'
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests import lanes
+from tests import model_lanes
 from tests.e2e.pipeline_process import assert_recorded, metrics, run
 
 DEVICE_LANES = [
     pytest.param(lane, id=lane.name, marks=() if lane.name == "float32" else pytest.mark.slow)
-    for lane in lanes.LANES.values()
+    for lane in model_lanes.LANES.values()
     if lane.on_device
 ]
 
@@ -24,9 +24,9 @@ FEW = (
 
 
 @pytest.mark.parametrize("device_lane", DEVICE_LANES)
-def test_a_run_trains_and_resumes_in_every_lane(tmp_path: Path, device_lane: lanes.Lane) -> None:
+def test_a_run_trains_and_resumes_in_every_lane(tmp_path: Path, device_lane: model_lanes.Lane) -> None:
     """Sampler and learner agree, every group ends once, and the resumed run continues at the next step."""
-    with lanes.using(device_lane):
+    with model_lanes.using(device_lane):
         first = run(tmp_path / "run", "--steps", "2", small=FEW)
         assert first.status == 0, first
         resumed = run(tmp_path / "run", "--steps", "3", "--resume", small=FEW)

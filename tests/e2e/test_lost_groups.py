@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from clotho.config.load import write_profile
 from tests.e2e.pipeline_process import Run, RunResult, lines, run
-from tests.run.built_context import tiny_profile
+from tests.training_run.built_context import tiny_profile
+from training_run.profile.load import write_profile
 
 
 def profile(directory: Path, queue: str, *, stage: str = "DroppingStage", **sections: Any) -> tuple[str, ...]:

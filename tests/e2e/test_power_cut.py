@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from clotho.storage.checkpoints import latest_checkpoint, read_state
 from tests.e2e.pipeline_process import RunResult, resume_flag, run
 from tests.e2e.test_kill import adapter_settings, check_result
-from tests.storage.power_cut.simulated_disk import (
+from tests.training_run.directory.power_cut.simulated_disk import (
     RECORDABLE,
     Change,
     SimulatedDisk,
@@ -20,6 +19,7 @@ from tests.storage.power_cut.simulated_disk import (
     read_journal,
     recording,
 )
+from training_run.directory.checkpoints import latest_checkpoint, read_state
 
 pytestmark = [pytest.mark.slow, *RECORDABLE]
 

@@ -6,10 +6,10 @@ import json
 import re
 import tomllib
 
-from clotho.monitoring.display import LABEL_WIDTH
-from clotho.monitoring.metrics import METRICS
 from tests.e2e.conftest import HELD_OUT, CompletedRun
 from tests.e2e.pipeline_process import BATCH, assert_recorded, lines, metrics
+from training_run.records.display import LABEL_WIDTH
+from training_run.records.metrics import METRICS
 
 ABOUT_THE_MACHINE = {"slow", "memory_pressure", "swap_growing", "thermal_pressure", "low_power_mode", "on_battery"}
 

@@ -23,9 +23,9 @@ from msgspec import Struct
 from openai import BaseModel
 from pydantic import ConfigDict, Field
 
-from clotho.__main__ import main
+from attachments.adapters.tests.adapter_models import write_mlx_adapter
 from tests.e2e.pipeline_process import PATIENCE_SECONDS, REPOSITORY
-from tests.inference.adapter_models import write_mlx_adapter
+from training_run.__main__ import main
 
 KEY = "secret"
 EMBEDDED = str(REPOSITORY / "profiles" / "embedded")
@@ -116,7 +116,7 @@ def test_a_server_answers_by_every_name_of_its_model_and_drains() -> None:
 
 HANGING = """
 import ctypes, sys
-from clotho.cpu import load_blas
+from attachments.cpu import load_blas
 load_blas()
 from clotho.inference import DecodeEngine
 
@@ -125,7 +125,7 @@ def hang(engine):
     ctypes.CDLL(None).sleep(3600)
 
 DecodeEngine.tick = hang
-from clotho.__main__ import main
+from training_run.__main__ import main
 sys.exit(main())
 """
 

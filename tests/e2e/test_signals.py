@@ -80,7 +80,7 @@ def test_a_crash_of_native_code_prints_the_stacks_of_all_threads(tmp_path: Path)
         result = running.finish()
     assert result.status == -signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in result.err
-    files = ("tests/e2e/crashing_code.py", "clotho/runtime/compute_thread.py", "clotho/__main__.py")
+    files = ("tests/e2e/crashing_code.py", "clotho/lanes/compute_thread.py", "training_run/main.py")
     assert all(name in result.err for name in files)
     resumed = run(run_dir, *flags, "--steps", str(checkpointed(run_dir) + 2), "--resume")
     assert resumed.status == 0, resumed

@@ -13,13 +13,13 @@ from msgspec import Struct
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from clotho.config.load import load_profile
-from clotho.config.schema import Profile
 from tests.e2e.conftest import CompletedRun
 from tests.e2e.pipeline_process import lines, run
 from tests.learner_settings import short_names
 from tests.oracle.advantages import advantages
 from tests.oracle.policy_loss import Example, cuts, gradient_shares
+from training_run.profile.load import load_profile
+from training_run.profile.schema import Profile
 
 NOT_TRAINED = 4
 FORWARD_ERROR = 3e-5

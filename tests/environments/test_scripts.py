@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.atropos.atroposlib_python import python_with_atropos
+from attachments.atropos.tests.atroposlib_python import python_with_atropos
 from tests.environments.paths import EMBEDDED, ENVIRONMENTS
 
 pytestmark = pytest.mark.needs_extra("atroposlib")

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.contenders.shapes import Shape, quantized_model, random_model
-from clotho.config.schema import EngineSection
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
 from clotho.models.turns import TurnBudget
+from clotho.settings.engine import EngineSection
 from protocols.sampling import (
     Completion,
     CompletionDone,
@@ -25,7 +25,7 @@ from protocols.sampling import (
     Sampling,
     TokenSampled,
 )
-from tests import lanes
+from tests import model_lanes
 from tests.small_models import FixedSource, tiny_source
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -163,7 +163,7 @@ def reference_logprobs(
     With temperature 0, also check that each token is the most probable one; in 16 bits on a GPU, up to the tolerance of
     the lane.
     """
-    tolerance = 0.0 if lanes.is_batch_invariant() else lanes.atol(0.0)
+    tolerance = 0.0 if model_lanes.is_batch_invariant() else model_lanes.atol(0.0)
     tokens = [*prompt, *completion.tokens]
     logits_T_V = full_logits(model, tokens)
     start = len(prompt)

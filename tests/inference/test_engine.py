@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import ChunkedKVCache
 from msgspec.structs import replace
 
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
 from protocols.errors import ModelError
 from protocols.sampling import CompletionDone, SampleRequest, Sampling
 from tests.inference.engine_helpers import (

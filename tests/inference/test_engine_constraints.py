@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from clotho.inference.sample_log import SampleLog
+from attachments.atropos.sample_log import SampleLog
 from protocols.constraints import Constraint, Grammar, GrammarKind
 from protocols.errors import RequestError
 from protocols.sampling import Completion, SampleRequest, Sampling

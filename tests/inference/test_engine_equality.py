@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import clotho.cpu
+import attachments.cpu
 from protocols.sampling import Completion, Sampling
-from tests import lanes
+from tests import model_lanes
 from tests.inference.engine_helpers import (
     complete_alone,
     make_engine,
@@ -37,14 +37,14 @@ def engine_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """
     shared = request.param.endswith("prompts shared")
     if shared or request.param.endswith("rows divided"):
-        monkeypatch.setattr("clotho.cpu.row_runs.MIN_UNEVEN_COLUMNS", 4)
-        monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SAVED_SCORES", 4)
-        monkeypatch.setattr("clotho.cpu.row_runs.MIN_RUN_BYTES", {"cpu": 1})
-    monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SHARED_TOKENS", 1 if shared else 10**9)
+        monkeypatch.setattr("clotho.inference.row_runs.MIN_UNEVEN_COLUMNS", 4)
+        monkeypatch.setattr("attachments.cpu.kv_cache.MIN_SAVED_SCORES", 4)
+        monkeypatch.setattr("clotho.inference.row_runs.MIN_RUN_BYTES", {"cpu": 1})
+    monkeypatch.setattr("attachments.cpu.kv_cache.MIN_SHARED_TOKENS", 1 if shared else 10**9)
     monkeypatch.setattr("clotho.inference.cache_layout.MIN_SAVED_BYTES", {"cpu": 1 if shared else 10**9})
     if request.param.startswith("MLX"):
-        monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
-    if shared and lanes.current().dtype != "float32":
+        monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
+    if shared and model_lanes.current().dtype != "float32":
         pytest.skip("16-bit results are rounded in another order; see test_shared_prompts.py")
 
 
@@ -53,7 +53,7 @@ DECODED_ALONE: dict[tuple[object, ...], Completion] = {}
 
 def alone(architecture: str, source: FixedSource, prompt: tuple[int, ...], sampling: Sampling, seed: int) -> Completion:
     """Complete one prompt alone. Tests of the same computation, with prompts shared or not, have one result."""
-    key = (architecture, lanes.current().name, clotho.cpu.KERNELS_ENABLED, prompt, sampling, seed)
+    key = (architecture, model_lanes.current().name, attachments.cpu.KERNELS_ENABLED, prompt, sampling, seed)
     if key not in DECODED_ALONE:
         DECODED_ALONE[key] = complete_alone(source, prompt, sampling, seed)
     return DECODED_ALONE[key]
@@ -91,7 +91,7 @@ def test_greedy_rows_equal_the_reference_without_a_cache(architecture: str) -> N
         assert first.tokens == second.tokens
         reference = reference_logprobs(source.model, prompt, first, sampling)
         for completion in answer.completions:
-            np.testing.assert_allclose(completion.logprobs, reference, atol=lanes.atol(1e-4))
+            np.testing.assert_allclose(completion.logprobs, reference, atol=model_lanes.atol(1e-4))
 
 
 @pytest.mark.lanes("bfloat16", engine_mode=ON_DEVICE, architecture=("qwen3",))
@@ -128,7 +128,7 @@ def test_sampled_rows_are_independent_of_their_neighbours(architecture: str) -> 
         for completion, seed in ((first, 10 * i), (second, 10 * i + 1))[i % 2 :: 2]:
             assert completion.tokens == alone(architecture, source, prompt, sampling, seed).tokens
         reference = reference_logprobs(source.model, prompt, first, sampling)
-        np.testing.assert_allclose(first.logprobs, reference, atol=lanes.atol(1e-4))
+        np.testing.assert_allclose(first.logprobs, reference, atol=model_lanes.atol(1e-4))
 
 
 SETTINGS = (
@@ -175,7 +175,7 @@ def test_sampling_parameters_apply_per_row(rows: str) -> None:
         completion = answer.completions[0]
         assert completion.tokens == alone("qwen3", source, make_prompt(5 + i, i), sampling, i).tokens
         reference = reference_logprobs(source.model, make_prompt(5 + i, i), completion, sampling)
-        np.testing.assert_allclose(completion.logprobs, reference, atol=lanes.atol(1e-4))
+        np.testing.assert_allclose(completion.logprobs, reference, atol=model_lanes.atol(1e-4))
 
 
 @pairs(

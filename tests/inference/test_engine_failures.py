@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.config.bounds import Off
-from clotho.config.schema import PromptDrafts
-from clotho.cpu.decoder import HostDecoder
-from clotho.cpu.interface import PrefilledPrompt
-from clotho.cpu.kv_cache import HostKVCache
+from attachments.cpu.decoder import HostDecoder
+from attachments.cpu.kv_cache import HostKVCache
 from clotho.inference.kv_cache import BatchKVCache
+from clotho.inference.rows import PrefilledPrompt
+from clotho.settings.bounds import Off
+from clotho.settings.engine import PromptDrafts
 from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
 from tests.inference.engine_helpers import (
     GREEDY,

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from protocols.sampling import Completion, SampleRequest, Sampling
-from tests import lanes
+from tests import model_lanes
 from tests.inference.engine_helpers import (
     SAMPLED,
     RecordedEvents,
@@ -137,7 +137,7 @@ def test_supports_survive_an_interruption() -> None:
     answers = [submit_request(engine, make_prompt(4 + i), NUCLEUS, (i, i + 9), record_support=True) for i in range(2)]
     tick_until(engine, lambda: engine.stats().tokens_sampled >= 16)
     old = source.model.parameters()
-    new = lanes.scaled(old, 1.3)
+    new = model_lanes.scaled(old, 1.3)
     source.model.update(new)
     source.version += 1
     engine.weights_changed("recompute")

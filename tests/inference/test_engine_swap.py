@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from clotho.config.schema import KvPolicy
+from attachments.adapters.tests.adapter_models import engine_with_adapters, write_mlx_adapter
+from clotho.settings.engine import KvPolicy
 from protocols.sampling import Sampling
-from tests import lanes
-from tests.inference.adapter_models import engine_with_adapters, write_mlx_adapter
+from tests import model_lanes
 from tests.inference.engine_helpers import make_engine, make_prompt, run, submit_request, tick_until
 from tests.small_models import FixedSource, tiny, tiny_source
 
@@ -25,7 +25,7 @@ class Published:
 
     def __call__(self) -> float:
         """Return a duration in seconds."""
-        self.source.model.update(lanes.scaled(self.source.model.parameters(), 1.3))
+        self.source.model.update(model_lanes.scaled(self.source.model.parameters(), 1.3))
         self.source.version += 1
         return 0.25
 

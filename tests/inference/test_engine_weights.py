@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
 from protocols.sampling import Sampling
-from tests import lanes
+from tests import model_lanes
 from tests.inference.engine_helpers import (
     full_logits,
     log_softmax,
@@ -27,7 +27,7 @@ LONG = Sampling(max_tokens=20, ignore_eos=True)
 
 def swap(source: FixedSource) -> None:
     """Publish other weights as the next version."""
-    source.model.update(lanes.scaled(source.model.parameters(), 1.3))
+    source.model.update(model_lanes.scaled(source.model.parameters(), 1.3))
     source.version += 1
 
 
@@ -66,7 +66,7 @@ def test_the_version_of_a_token_is_that_of_its_logits(architecture: str) -> None
                 by_version.append(full_logits(source.model, tokens))
             for i, (logprob, version) in enumerate(zip(completion.logprobs, completion.versions, strict=True)):
                 reference = log_softmax(by_version[version][len(prompt) + i - 1])
-                np.testing.assert_allclose(logprob, reference[completion.tokens[i]], atol=lanes.atol(1e-4))
+                np.testing.assert_allclose(logprob, reference[completion.tokens[i]], atol=model_lanes.atol(1e-4))
 
 
 def test_keep_continues_with_the_caches_of_the_old_weights() -> None:
@@ -105,7 +105,7 @@ def test_drain_finishes_running_rows_before_the_swap() -> None:
         assert set(completion.versions) == {1}
         logits = full_logits(source.model, [*make_prompt(8), *completion.tokens])
         reference = [log_softmax(logits[7 + i])[t] for i, t in enumerate(completion.tokens)]
-        np.testing.assert_allclose(completion.logprobs, reference, atol=lanes.atol(1e-4))
+        np.testing.assert_allclose(completion.logprobs, reference, atol=model_lanes.atol(1e-4))
 
 
 def test_recompute_restarts_a_prefill_in_progress() -> None:
@@ -121,7 +121,7 @@ def test_recompute_restarts_a_prefill_in_progress() -> None:
     completion = answer.completions[0]
     logits = full_logits(source.model, [*make_prompt(60), *completion.tokens])
     reference = [log_softmax(logits[59 + i])[t] for i, t in enumerate(completion.tokens)]
-    np.testing.assert_allclose(completion.logprobs, reference, atol=lanes.atol(1e-4))
+    np.testing.assert_allclose(completion.logprobs, reference, atol=model_lanes.atol(1e-4))
 
 
 def test_recompute_prefills_the_prompt_of_a_split_group_again() -> None:
@@ -137,4 +137,4 @@ def test_recompute_prefills_the_prompt_of_a_split_group_again() -> None:
     last = answer.completions[3]
     assert set(last.versions) == {1}
     logits = full_logits(source.model, [*make_prompt(8), *last.tokens])
-    np.testing.assert_allclose(last.logprobs[0], log_softmax(logits[7])[last.tokens[0]], atol=lanes.atol(1e-4))
+    np.testing.assert_allclose(last.logprobs[0], log_softmax(logits[7])[last.tokens[0]], atol=model_lanes.atol(1e-4))

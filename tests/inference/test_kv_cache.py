@@ -8,16 +8,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import clotho.cpu
-from clotho.cpu.interface import PrefilledPrompt
-from clotho.cpu.kv_cache import NOT_SHARED, HostKVCache
-from clotho.inference import DecodeEngine
+import attachments.cpu
+from attachments.cpu.kv_cache import NOT_SHARED, HostKVCache
+from attachments.cpu.tests.supported_models import PLAIN, Rows, arrival_of, plain_source
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout
+from clotho.inference.engine import DecodeEngine
 from clotho.inference.kv_cache import BatchKVCache, ColumnState
+from clotho.inference.rows import PrefilledPrompt
 from protocols.sampling import Sampling
-from tests import lanes
-from tests.cpu.supported_models import PLAIN, Rows, arrival_of, plain_source
+from tests import model_lanes
 from tests.inference.engine_helpers import make_engine, make_prompt, reference_logprobs, run, submit_request, tick_until
 from tests.small_models import tiny_source
 
@@ -50,7 +50,7 @@ def buffers(engine: DecodeEngine) -> int:
 
 def test_buffers_are_allocated_for_whole_completions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffers of a batch of rollouts have as many columns as its rows can use and are never moved."""
-    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
     engine = make_engine()
     submit_request(engine, make_prompt(8), Sampling(max_tokens=200, ignore_eos=True), (1, 2), background=True)
     tick_until(engine, lambda: engine.running == 2)
@@ -64,7 +64,7 @@ def test_buffers_are_allocated_for_whole_completions(monkeypatch: pytest.MonkeyP
 
 def test_buffers_ahead_are_within_the_limit_on_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different age would need more columns than either: long ones behind the current one, new ones ahead."""
-    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
     engine = make_engine(kv_cache_tokens=480)
     sampling = Sampling(max_tokens=120, ignore_eos=True)
     answer = submit_request(engine, make_prompt(120), sampling)
@@ -80,7 +80,7 @@ def test_buffers_ahead_are_within_the_limit_on_the_kv_cache(monkeypatch: pytest.
 @pytest.mark.parametrize("unequal", [True, False])
 def test_a_step_builds_one_contiguous_mask(unequal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers get the same array with an axis for query heads, which Metal need not copy; equal rows need none."""
-    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
     masks: list[mx.array | None] = []
     usual: Any = mx.fast.scaled_dot_product_attention
 
@@ -113,7 +113,7 @@ SPARED = 128
 @pytest.fixture(autouse=True)
 def worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the sharing threshold to the value these tests assume."""
-    monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SHARED_TOKENS", SPARED)
+    monkeypatch.setattr("attachments.cpu.kv_cache.MIN_SHARED_TOKENS", SPARED)
 
 
 @pytest.mark.needs_cpu_path
@@ -170,7 +170,7 @@ def test_groups_that_join_and_leave_keep_correct_log_probabilities(architecture:
     for prompt, sampling, answer in submitted:
         for completion in answer.completions:
             reference = reference_logprobs(source.model, prompt, completion, sampling)
-            np.testing.assert_allclose(completion.logprobs, reference, atol=lanes.atol(1e-4))
+            np.testing.assert_allclose(completion.logprobs, reference, atol=model_lanes.atol(1e-4))
 
 
 @pytest.mark.needs_cpu_path

@@ -9,15 +9,15 @@ from typing import Literal
 import numpy as np
 import pytest
 
-import clotho.cpu
-from clotho.config.schema import HistoryDrafts, PromptDrafts
-from clotho.inference import DecodeEngine
+import attachments.cpu
+from attachments.speculation.speculative_batch import SpeculativeBatch
 from clotho.inference.decoding import Turns
-from clotho.inference.speculative_batch import SpeculativeBatch
-from clotho.runtime.arbiter import LONG_SHARE
+from clotho.inference.engine import DecodeEngine
+from clotho.lanes.arbiter import LONG_SHARE
+from clotho.settings.engine import HistoryDrafts, PromptDrafts
 from protocols.errors import RequestError
 from protocols.sampling import CompletionDone, SampleEvent, SampleFailed, SampleRequest, Sampling
-from tests import lanes
+from tests import model_lanes
 from tests.inference.engine_helpers import (
     RecordedEvents,
     make_engine,
@@ -50,7 +50,7 @@ def set_short(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode on the host and as on a GPU."""
     if request.param != "host":
-        monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+        monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
     if request.param == "MLX, sampled on the device":
         monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda parameters: False)
 
@@ -182,11 +182,11 @@ def test_rows_that_become_long_and_their_neighbours_do_not_change(
     for divided, together in zip(*answers, strict=True):
         for one, other in zip(divided.completions, together.completions, strict=True):
             assert (one.tokens, one.versions, one.text) == (other.tokens, other.versions, other.text)
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=lanes.atol(1e-4))
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=model_lanes.atol(1e-4))
         assert [event.token for event in divided.streamed()] == [event.token for event in together.streamed()]
     sampled = answers[0][0].completions[0]
     reference = reference_logprobs(source.model, make_prompt(5), sampled, SAMPLINGS[0])
-    np.testing.assert_allclose(sampled.logprobs, reference, atol=lanes.atol(1e-4))
+    np.testing.assert_allclose(sampled.logprobs, reference, atol=model_lanes.atol(1e-4))
 
 
 def submit_beside_rollouts(engine: DecodeEngine) -> list[RecordedEvents]:
@@ -347,7 +347,7 @@ def test_a_swap_concerns_long_rows(policy: Literal["keep", "recompute"]) -> None
 
 def publish_scaled(source: FixedSource) -> None:
     """Publish other weights as the next version."""
-    source.model.update(lanes.scaled(source.model.parameters(), 1.3))
+    source.model.update(model_lanes.scaled(source.model.parameters(), 1.3))
     source.version += 1
 
 

@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.cpu.interface import PADDING
-from clotho.cpu.sampling import apply_filters
-from clotho.cpu.sampling import support_tokens as support_tokens_on_cpu
+from attachments.cpu.sampling import apply_filters
+from attachments.cpu.sampling import support_tokens as support_tokens_on_cpu
+from clotho.inference.rows import PADDING
 from clotho.inference.sampling import apply_filters as filter_on_device
 from clotho.inference.sampling import (
     choose_token,

@@ -9,7 +9,7 @@ import pytest
 
 from clotho.inference.kv_budget import KVBudget, Load, Loads
 from clotho.inference.scheduler import ActiveRequest, PrefillJob, Row, Scheduler, client_rows
-from clotho.runtime.fair_queue import FairQueue
+from clotho.lanes.fair_queue import FairQueue
 from protocols.errors import RequestError
 from protocols.sampling import SampleFailed, SampleRequest, Sampling
 from tests.inference.engine_helpers import make_engine, make_prompt, submit_request, tick_until

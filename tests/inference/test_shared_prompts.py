@@ -9,17 +9,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import clotho.cpu
+import attachments.cpu
+from attachments.cpu.tests.supported_models import Rows, arrival_of
 from bench.contenders.shapes import Shape, configuration
 from bench.shapes import make_policy
-from clotho.config.schema import EngineSection, PolicySection
-from clotho.inference import DecodeEngine
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout
+from clotho.inference.engine import DecodeEngine
 from clotho.inference.kv_cache import BatchKVCache
 from clotho.inference.shared_prompts import SharedPrompts
+from clotho.settings.engine import EngineSection
+from clotho.settings.model import PolicySection
 from protocols.sampling import Sampling
-from tests.cpu.supported_models import Rows, arrival_of
 from tests.inference.engine_helpers import (
     base_model,
     make_engine,
@@ -40,7 +41,7 @@ THRESHOLD = "clotho.inference.cache_layout.MIN_SAVED_BYTES"
 @pytest.fixture(autouse=True)
 def _device_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute as on a GPU, and share every prompt of two rows."""
-    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
     monkeypatch.setattr(THRESHOLD, {"cpu": 1, "gpu": 1})
 
 

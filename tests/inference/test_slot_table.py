@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from attachments.adapters.adapter_store import LoadedAdapter
 from clotho.inference.batch import SlotTable
 from clotho.inference.scheduler import ActiveRequest, Row
-from clotho.models.adapter_store import LoadedAdapter
 from protocols.sampling import SampleRequest, Sampling
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clotho.cpu.interface import TokenMasks
-from clotho.cpu.sampling import sample_on_cpu
+from attachments.cpu.sampling import sample_on_cpu
+from clotho.inference.rows import TokenMasks
 from clotho.inference.sampling import row_parameters, sample, uniforms
 from clotho.inference.stop_strings import IncrementalDetokenizer
 from clotho.inference.token_masks import MaskedRows

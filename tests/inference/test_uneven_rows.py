@@ -9,16 +9,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import clotho.cpu
-from clotho.cpu.decoder import RunAttention
-from clotho.cpu.kv_cache import HostKVCache
-from clotho.cpu.row_runs import MIN_UNEVEN_COLUMNS
-from clotho.inference import DecodeEngine
+import attachments.cpu
+from attachments.cpu.decoder import RunAttention
+from attachments.cpu.kv_cache import HostKVCache
+from attachments.cpu.tests.supported_models import Rows, plain_source
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout
+from clotho.inference.engine import DecodeEngine
 from clotho.inference.kv_cache import BatchKVCache
+from clotho.inference.row_runs import MIN_UNEVEN_COLUMNS
 from protocols.sampling import Sampling
-from tests.cpu.supported_models import Rows, plain_source
 from tests.inference.engine_helpers import (
     RecordedEvents,
     complete_alone,
@@ -36,9 +36,9 @@ LONG_PROMPT = 2 * MIN_UNEVEN_COLUMNS
 @pytest.fixture(autouse=True)
 def worth_dividing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divide rows also where little is saved, and store every prompt per row."""
-    monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SAVED_SCORES", 64)
-    monkeypatch.setattr("clotho.cpu.row_runs.MIN_RUN_BYTES", {"cpu": 1})
-    monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SHARED_TOKENS", 10**9)
+    monkeypatch.setattr("attachments.cpu.kv_cache.MIN_SAVED_SCORES", 64)
+    monkeypatch.setattr("clotho.inference.row_runs.MIN_RUN_BYTES", {"cpu": 1})
+    monkeypatch.setattr("attachments.cpu.kv_cache.MIN_SHARED_TOKENS", 10**9)
 
 
 def lengths_of(shapes: Sequence[tuple[int, ...]]) -> set[tuple[int, int]]:
@@ -56,7 +56,7 @@ def test_a_step_in_mlx_reads_the_columns_of_each_run(monkeypatch: pytest.MonkeyP
         result: mx.array = usual(queries, keys, values, **options)
         return result
 
-    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
     layout = CacheLayout(tiny_source("qwen3").model)
     probe_batching(layout)
     rows = Rows(layout.model, 4, cache=BatchKVCache(layout, 4, 10**6))
@@ -72,7 +72,7 @@ def test_a_step_in_mlx_reads_the_columns_of_each_run(monkeypatch: pytest.MonkeyP
 @pytest.mark.needs_cpu_path
 def test_a_step_on_the_host_reads_the_columns_of_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of groups that share a prompt, one part of which is in another run."""
-    monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SHARED_TOKENS", 1)
+    monkeypatch.setattr("attachments.cpu.kv_cache.MIN_SHARED_TOKENS", 1)
     runs: list[tuple[int, int]] = []
     usual = RunAttention.__init__
 
@@ -99,7 +99,7 @@ def positions(engine: DecodeEngine) -> list[int]:
 def test_rows_are_ordered_by_length_while_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the order has cost as much as a copy of the KV cache. Completions do not change."""
     scores = 3 * LONG_PROMPT  # of the short rows between two long ones, a run saves less; of all short rows, more
-    monkeypatch.setattr("clotho.cpu.kv_cache.MIN_SAVED_SCORES", scores)
+    monkeypatch.setattr("attachments.cpu.kv_cache.MIN_SAVED_SCORES", scores)
     monkeypatch.setattr("clotho.inference.kv_cache.min_saved_scores", lambda token_bytes: scores)
     monkeypatch.setattr("clotho.inference.engine.short_tokens", lambda *_: 2 * LONG_PROMPT)  # one batch
     source = tiny_source()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import clotho.cpu
-from clotho.inference import DecodeEngine
+import attachments.cpu
 from clotho.inference.decoding import FIRST_ROWS, Allowance
+from clotho.inference.engine import DecodeEngine
 from clotho.models.turns import TurnBudget
 from protocols.sampling import Sampling
-from tests import lanes
+from tests import model_lanes
 from tests.inference.engine_helpers import RecordedEvents, make_engine, make_prompt, run, submit_request, tick_until
 from tests.small_models import FixedSource, tiny_source
 
@@ -23,7 +23,7 @@ ROWS = 16
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode on the host and as on a GPU."""
     if request.param != "host":
-        monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", False)
+        monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
     if request.param == "MLX, sampled on the device":
         monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda parameters: False)
 
@@ -95,7 +95,7 @@ def test_parts_and_first_steps_change_no_result(architecture: str, monkeypatch: 
     for one, other in zip(divided, whole, strict=True):
         for mine, its in zip(one.completions, other.completions, strict=True):
             assert (mine.tokens, mine.versions) == (its.tokens, its.versions)
-            np.testing.assert_allclose(mine.logprobs, its.logprobs, atol=lanes.atol(1e-5))
+            np.testing.assert_allclose(mine.logprobs, its.logprobs, atol=model_lanes.atol(1e-5))
         assert [event.token for event in one.streamed()] == [event.token for event in other.streamed()]
 
 
@@ -186,7 +186,7 @@ def test_a_swap_within_a_step_happens_after_it(monkeypatch: pytest.MonkeyPatch) 
 
     def publish() -> float:
         assert not engine._short.in_progress
-        source.model.update(lanes.scaled(source.model.parameters(), 1.3))
+        source.model.update(model_lanes.scaled(source.model.parameters(), 1.3))
         source.version += 1
         return 0.0
 

@@ -13,14 +13,14 @@ from mlx.utils import tree_map
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
-import clotho.cpu
+import attachments.cpu
 from bench.graph_counts import operations
-from clotho.config.schema import Dora, Lora, PolicySection
 from clotho.models.folded_lora import FoldedLoRALinear, FoldedLoRASwitchLinear
 from clotho.models.lora import LINEAR, install_adapter
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
 from clotho.models.tokenizer import ChatTokenizer
+from clotho.settings.model import Dora, Lora, PolicySection
 from tests.small_models import tiny
 from tests.training.policies_and_groups import model_with
 
@@ -39,7 +39,7 @@ Convert = Callable[[nn.Module], None]
 
 def test_this_module_computes_on_the_device_path() -> None:
     """As a Mac does; the host path has no folded layers."""
-    assert not clotho.cpu.computes_on_host()
+    assert not attachments.cpu.computes_on_host()
 
 
 def in_bfloat16(model: nn.Module) -> None:
@@ -275,7 +275,7 @@ def test_dora_layers_stay_those_of_mlx_lm() -> None:
 @pytest.mark.needs_cpu_path
 def test_float32_layers_on_the_host_are_not_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU backend has its own layers, and its NumPy decoder reads the weights of mlx-lm's."""
-    monkeypatch.setattr(clotho.cpu, "KERNELS_ENABLED", True)
+    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", True)
     policy = make_policy("qwen3_moe", Lora(dropout=0.1))
     folded = (FoldedLoRALinear, FoldedLoRASwitchLinear)
     assert not any(isinstance(module, folded) for module in policy.model.modules())

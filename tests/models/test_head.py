@@ -15,7 +15,7 @@ from mlx.utils import tree_map
 from clotho.models.head import split_model
 from clotho.models.parameters import flat
 from clotho.scoring.head_scores import HeadScores, SampledTokens, SamplingDistribution, TokenScores
-from tests import lanes
+from tests import model_lanes
 from tests.small_models import ARCHITECTURES, tiny
 from tests.training.policies_and_groups import Bigram
 
@@ -152,11 +152,13 @@ def test_every_architecture_is_split_with_finite_gradients(architecture: str) ->
         return arrays
 
     bare, padded = gradient(5), gradient(16)
-    scale = max(float(np.abs(lanes.numpy(value)).max()) for value in bare.values())
+    scale = max(float(np.abs(model_lanes.numpy(value)).max()) for value in bare.values())
     assert 1e-4 < scale < math.inf
     for name, value in bare.items():
-        tolerance = lanes.rtol(2e-5) * max(1.0, scale)
-        np.testing.assert_allclose(lanes.numpy(padded[name]), lanes.numpy(value), atol=tolerance, err_msg=name)
+        tolerance = model_lanes.rtol(2e-5) * max(1.0, scale)
+        np.testing.assert_allclose(
+            model_lanes.numpy(padded[name]), model_lanes.numpy(value), atol=tolerance, err_msg=name
+        )
 
 
 class Wrapper(nn.Module):

@@ -13,16 +13,16 @@ import pytest
 from gguf import GGMLQuantizationType as Quantization
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from clotho.config.schema import ModelSection
-from clotho.cpu import computes_on_host
+from attachments.cpu import computes_on_host
+from attachments.files.tests.gguf_files import CONFIG as LLAMA
+from attachments.files.tests.gguf_files import build as build_llama
+from attachments.files.tests.gguf_files import byte_level, write
 from clotho.models.loading import SHAPES, find_model, open_base, open_shape, shipped_shape
 from clotho.models.parameters import flat
 from clotho.models.policy import load_policy
+from clotho.settings.model import ModelSection
 from protocols.errors import ModelError
 from tests.learner_settings import policy_settings
-from tests.models.gguf_files import CONFIG as LLAMA
-from tests.models.gguf_files import build as build_llama
-from tests.models.gguf_files import byte_level, write
 from tests.saved_models import CONFIG, TOKENS_1_T, UNTIED, build, save
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from mlx_lm.utils import quantize_model
 
-from clotho.config.schema import Lora
 from clotho.models.lora import (
     install_adapter,
     is_quantized,
@@ -21,8 +20,9 @@ from clotho.models.lora import (
     token_weights,
 )
 from clotho.models.parameters import flat, nested
+from clotho.settings.model import Lora
 from protocols.errors import ModelError
-from tests import lanes
+from tests import model_lanes
 from tests.learner_settings import adapter_settings
 from tests.saved_models import CONFIG, MIXTURE, TOKENS_1_T, UNTIED, build
 from tests.small_models import ARCHITECTURES, tiny
@@ -98,7 +98,7 @@ def test_a_quantized_base_accepts_only_adapters() -> None:
 
 def test_full_training_trains_floating_point_parameters_only() -> None:
     """Integer parameters have no gradient and stay frozen."""
-    lanes.skip_full_training("full")
+    model_lanes.skip_full_training("full")
     model = build()
     model.layers[0].mlp.table = mx.array([1, 2, 3])
     open_all_weights(model)
@@ -139,7 +139,7 @@ def test_dora_computes_the_equation_of_the_paper() -> None:
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_every_kind_of_trainable_parameter_has_a_gradient(kind: Any) -> None:
     """Low-rank matrices, magnitudes, embeddings and head, at a point where B is not 0."""
-    lanes.skip_quantized()
+    model_lanes.skip_quantized()
     model = build(UNTIED)
     install_adapter(model, adapter_settings(kind=kind, train_embeddings=True, train_head=True), seed=0)
     moved = {name: array + 0.05 for name, array in trainable(model).items()}
@@ -172,7 +172,7 @@ def test_dropout_applies_to_the_input_of_the_adapter() -> None:
 )
 def test_layers_without_dora_in_mlx_lm_are_refused(config: Any, bits: int, section: Any, reason: str) -> None:
     """The message names an alternative, and the remaining layers are trainable."""
-    lanes.skip_quantized()
+    model_lanes.skip_quantized()
     model = build(config)
     if bits:
         model, _ = quantize_model(model, dict(config), group_size=32, bits=bits)
@@ -269,7 +269,7 @@ GPT2: dict[str, Any] = {
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_token_weights_finds_embeddings_and_head(architecture: str) -> None:
     """Doubling an embedding or the head changes the logits. No other matrix of that height remains."""
-    lanes.skip_quantized()
+    model_lanes.skip_quantized()
     model = tiny(architecture, vocab_size=80)
     tokens_1_T = mx.array([[3, 5, 8]])
     before = model(tokens_1_T)

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clotho.config.schema import ModelSection
 from clotho.models.loading import open_base
 from clotho.models.policy import load_policy
 from clotho.models.tokenizer import ChatTokenizer
+from clotho.settings.model import ModelSection
 from protocols.errors import ModelError
-from tests import lanes
+from tests import model_lanes
 from tests.learner_settings import policy_settings
 from tests.saved_models import CONFIG, save
 
@@ -93,7 +93,7 @@ def rewrite_config(path: Path, **changes: object) -> None:
 def test_hostile_configurations_are_refused(directory: Path, changes: dict[str, object]) -> None:
     """Wrong types, absurd sizes, and quantization that the weights do not have."""
     if "quantization" in changes:
-        lanes.skip_quantized()
+        model_lanes.skip_quantized()
     rewrite_config(directory, **changes)
     refusal(directory)
 

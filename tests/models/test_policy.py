@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from clotho.cpu.layers import install_cpu_layers
+from attachments.cpu.layers import install_cpu_layers
 from clotho.models.parameters import fingerprint, flat, nested
 from clotho.models.policy import Parameters, Policy
 from clotho.models.policy_model import PolicyModel

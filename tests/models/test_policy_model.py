@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from clotho import cpu
+from attachments import cpu
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
 from clotho.models.policy_model import PolicyModel
-from tests import lanes
+from tests import model_lanes
 from tests.learner_settings import policy_settings
 from tests.models.test_policy import NO_TOKENIZER, base_logits, logits, make, moved, same
 from tests.saved_models import CONFIG, MIXTURE, TOKENS_1_T, UNTIED, build
@@ -42,9 +42,9 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def policy_of(kind: str, *, bits: int = 0) -> Policy:
     """Return a policy of a kind with parameters that have moved. bits: of the base; 0 = not quantized."""
     config, section = KINDS[kind]
-    lanes.skip_full_training(section.get("kind", "lora"))
+    model_lanes.skip_full_training(section.get("kind", "lora"))
     if "train_embeddings" in section:
-        lanes.skip_quantized()
+        model_lanes.skip_quantized()
     if not bits:
         policy = make(config, keep_reference=True, **section)
     else:
@@ -132,7 +132,7 @@ def test_computing_with_a_copy_does_not_change_what_the_policy_computes(kind: st
 def test_replaced_parameters_are_freed(kind: str) -> None:
     """A policy and a released copy keep none of them, whatever part of the weights is trained."""
     config, section = KINDS[kind]
-    lanes.skip_full_training(section.get("kind", "lora"))
+    model_lanes.skip_full_training(section.get("kind", "lora"))
     policy = make(config, **section)
     copied = policy.copy_model()
     copied.use(moved(policy.trainable()))
@@ -226,7 +226,7 @@ def test_a_copy_of_a_model_that_computes_as_the_reference_does_so_too() -> None:
 
 def test_initial_embeddings_and_head_are_kept_only_if_required() -> None:
     """The reference policy uses the arrays of the base. An adapter alone needs no copy."""
-    lanes.skip_quantized()
+    model_lanes.skip_quantized()
     base = build(UNTIED)
     initial = (base.model.embed_tokens.weight, base.lm_head.weight)
     section = policy_settings(train_embeddings=True, train_head=True)
@@ -244,7 +244,7 @@ def test_initial_embeddings_and_head_are_kept_only_if_required() -> None:
 
 def test_full_training_keeps_a_frozen_reference_only_if_required() -> None:
     """Every floating-point parameter is trainable. Without the copy, the error says how to keep it."""
-    lanes.skip_full_training("full")
+    model_lanes.skip_full_training("full")
     policy = make(kind="full", keep_reference=True)
     base = logits(policy)
     assert flat(policy.trainable()).keys() == flat(policy.model.parameters()).keys()
@@ -269,7 +269,7 @@ def test_two_threads_compute_at_the_same_time_what_they_compute_alone(kind: str)
     start = Barrier(2)
 
     def decode(model: PolicyModel) -> list[bytes]:
-        return [lanes.numpy(logits(model)).tobytes() for _ in range(20)]
+        return [model_lanes.numpy(logits(model)).tobytes() for _ in range(20)]
 
     def learn(model: PolicyModel) -> list[bytes]:
         found = [gradient(model, other) for _ in range(10)]

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from clotho.config.schema import ModelSection, PolicySection
-from clotho.cpu import computes_on_host
+from attachments.cpu import computes_on_host
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy, load_policy
 from clotho.models.policy_model import PolicyModel
+from clotho.settings.model import ModelSection, PolicySection
 from clotho.storage.adapters import write_adapter
 from tests.inference.engine_helpers import GREEDY, complete_alone, reference_logprobs
 from tests.learner_settings import policy_settings

@@ -9,17 +9,17 @@ import mlx.core as mx
 import pytest
 from mlx_lm import convert
 
-from clotho.config.bounds import Absent
-from clotho.config.schema import ModelSection, QuantizeAtLoad
-from clotho.memory.estimate import serving_memory
 from clotho.models.loading import load_base
 from clotho.models.parameters import flat
 from clotho.models.policy import load_policy
+from clotho.settings.bounds import Absent
+from clotho.settings.model import ModelSection, QuantizeAtLoad
 from protocols.checkpoint import BaseQuantization
 from protocols.errors import ModelError
 from tests.learner_settings import policy_settings
-from tests.run.built_context import tiny_profile
 from tests.saved_models import CONFIG, MIXTURE, save
+from tests.training_run.built_context import tiny_profile
+from training_run.memory.estimate import serving_memory
 
 pytestmark = pytest.mark.needs_cpu_path
 

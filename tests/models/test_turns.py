@@ -18,7 +18,7 @@ from clotho.models.stages import Stage
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.training.update import Update
 from protocols.rollout import ScoredGroup
-from tests import lanes
+from tests import model_lanes
 from tests.learner_settings import policy_settings
 from tests.recorded_turns import RecordedTurns
 from tests.small_models import ATTENTION, tiny
@@ -44,7 +44,7 @@ SHORT = 1e-9
 
 def policy_of(family: str, **section: Any) -> Policy:
     """A random model of a family with an adapter on every linear layer."""
-    lanes.skip_full_training(section.get("kind", "lora"))
+    model_lanes.skip_full_training(section.get("kind", "lora"))
     settings = policy_settings(**{"rank": 4, "scale": 2.0, **section})
     config = {"model_type": family, **ATTENTION, "vocab_size": VOCABULARY}
     return Policy(tiny(family), cast(Any, None), settings, config=config, seed=0, keep_reference=True)
@@ -131,7 +131,7 @@ class OtherWork:
         self._logits = self._served()
 
     def _served(self) -> bytes:
-        return lanes.numpy(self._policy.model(mx.array([[1, 2, 3]]))).tobytes()
+        return model_lanes.numpy(self._policy.model(mx.array([[1, 2, 3]]))).tobytes()
 
     def __call__(self, number: int) -> None:
         state = random_state()

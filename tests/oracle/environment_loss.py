@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from msgspec import Struct
 
-from clotho.config.sections_training import LearnerSection
+from clotho.settings.learner import LearnerSection
 from protocols.rollout import ScoredGroup
 from protocols.sampling import Completion
 from tests.learner_settings import short_names

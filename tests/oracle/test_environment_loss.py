@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clotho.config.keys import CHOICES
-from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import flat
 from clotho.scoring.token_scores import SamplingDistribution
+from clotho.settings.learner import LearnerSection
 from protocols.rollout import ScoredGroup
 from tests.learner_settings import learner_settings
 from tests.oracle.environment_loss import Run, environment_loss
 from tests.training.environment_groups import environment_groups
 from tests.training.policies_and_groups import BigramPolicy, whole_gradient
+from training_run.profile.keys import CHOICES
 
 BIAS = ((3, 0.4), (0, -0.2))
 BESIDE: dict[str, Any] = {"kl_beta": 0.1, "entropy_weight": 0.05, "distillation_weight": 0.3}

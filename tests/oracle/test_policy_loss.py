@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.config.sections_training import LearnerSection
+from clotho.settings.learner import LearnerSection
 from clotho.training.objectives.aggregation import loss_weights
 from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.loss import LossInputs, policy_loss

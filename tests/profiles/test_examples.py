@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from clotho.config.load import load_profile
-from clotho.run.prompts import inspect_dataset
+from training_run.groups.prompts import inspect_dataset
+from training_run.profile.load import load_profile
 
 EXAMPLES = Path(__file__).parents[2] / "profiles" / "examples"
 EMBEDDED = EXAMPLES.parent / "embedded"

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from clotho.config.load import PROFILES, load_profile
-from clotho.config.schema import Profile
-from clotho.memory.estimate import estimate_memory
+from attachments.doctor.template import opened_tags
+from attachments.doctor.tests import templates
 from clotho.models.machine import memory_limit
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.preflight.template import opened_tags
 from clotho.rewards.registry import load_reward
 from protocols.prompt import Problem
 from tests.models.real_templates import TEMPLATES
 from tests.models.simulated_devices import MAC_16_GB, simulate_gpu
-from tests.preflight import templates
+from training_run.memory.estimate import estimate_memory
+from training_run.profile.load import PROFILES, load_profile
+from training_run.profile.schema import Profile
 
 PROBLEM = Problem(prompt="What is 40 + 2?", answer="42", type="math")
 SWITCHES = ("/think", "/no_think")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from clotho.config.load import PROFILES
+from attachments.tools.tool_grammars import tool_format
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.serving.tool_grammars import tool_format
+from training_run.profile.load import PROFILES
 
 HERMES = PROFILES / "templates" / "tools-hermes.jinja"
 FUNCTION: dict[str, Any] = {"name": "weather", "description": "It's é.", "parameters": {"type": "object"}}

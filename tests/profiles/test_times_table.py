@@ -14,7 +14,6 @@ import pytest
 from mlx_lm.models.qwen3 import Model
 from tokenizers import Tokenizer
 
-from clotho.config.load import load_profile
 from profiles.maker.evaluate import complete, is_right
 from profiles.maker.problem import write_problems
 from profiles.maker.tokenizer import train_tokenizer
@@ -24,6 +23,7 @@ from profiles.times_table_maker.demonstrations import demonstrate, is_known, tea
 from profiles.times_table_maker.learning import measure
 from profiles.times_table_maker.problems import KINDS, draw, factors, long_multiplication
 from profiles.times_table_maker.records import TARGET, RunRecord, add_run, read_policy_record, read_runs
+from training_run.profile.load import load_profile
 
 TIMES_TABLE = Path(__file__).parents[2] / "profiles" / "times_table"
 MAX_BYTES = 3_000_000

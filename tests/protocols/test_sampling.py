@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from clotho.cpu.sampling import sample_on_cpu
+from attachments.cpu.sampling import sample_on_cpu
 from clotho.inference.sampling import row_parameters, sample, validate
 from protocols.errors import RequestError
 from protocols.sampling import (

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from clotho.config.schema import RewardSection
 from clotho.rewards.registry import (
     BUILT_IN,
     RewardFunction,
@@ -19,6 +18,7 @@ from clotho.rewards.registry import (
     load_reward,
     source_file,
 )
+from clotho.settings.data import RewardSection
 from protocols.errors import ProfileError
 from tests.rewards import sample_rewards
 from tests.rewards.groups import answered, problem

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from clotho.config.schema import EngineSection
 from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.models.parameters import Parameters
 from clotho.models.policy import TrainablePolicy
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.scoring.parity_check import ParityReport, ParitySample, TeacherForcedDecoder, check_parity
 from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.settings.engine import EngineSection
 
 
 def checked(

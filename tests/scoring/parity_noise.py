@@ -23,8 +23,7 @@ import numpy as np
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import load_model
 
-from clotho.config.schema import EngineSection, PolicySection
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
 from clotho.models.folded_lora import FoldedLoRALinear
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
@@ -34,6 +33,8 @@ from clotho.scoring.parity_check import ParityReport, ParitySample
 from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
+from clotho.settings.engine import EngineSection
+from clotho.settings.model import PolicySection
 from tests.scoring.checked_parity import checked
 from tests.small_models import byte_tokenizer, tiny
 from tests.split_k import split_k

@@ -11,9 +11,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from clotho.config.schema import EngineSection
-from clotho.cpu.decoder import HostDecoder
-from clotho.inference import DecodeEngine
+from attachments.cpu.decoder import HostDecoder
+from attachments.cpu.tests.supported_models import scaled_parts
+from clotho.inference.engine import DecodeEngine
 from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy, TrainablePolicy
@@ -31,8 +31,8 @@ from clotho.scoring.parity_check import (
 )
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
-from tests import lanes
-from tests.cpu.supported_models import scaled_parts
+from clotho.settings.engine import EngineSection
+from tests import model_lanes
 from tests.inference.engine_helpers import (
     SAMPLED,
     complete_alone,
@@ -91,7 +91,7 @@ def test_every_architecture_passes_the_parity_check(architecture: str) -> None:
     policy = BigramPolicy(source.model, vocab_size=source.vocab_size)
     engine = DecodeEngine(source, EngineSection())
     report = check(policy, engine, range(1, 13), (4, 5, 6, 7, 8, 9), 0.8)
-    assert report.max_difference < lanes.atol(2e-4)
+    assert report.max_difference < model_lanes.atol(2e-4)
 
 
 def test_turns_of_limited_length_change_nothing() -> None:
@@ -100,10 +100,10 @@ def test_turns_of_limited_length_change_nothing() -> None:
     moved = nested({name: value + 0.05 for name, value in flat(policy.trainable()).items()})
     engine = engine_of(policy)
     sample = ParitySample((1, 2, 3), ((4, 5, 6, 7), (8, 9, 10, 11)))
-    logits = lanes.numpy(policy.model(mx.array([[1, 2, 3]])))
+    logits = model_lanes.numpy(policy.model(mx.array([[1, 2, 3]])))
 
     def between(number: int) -> None:
-        assert lanes.numpy(policy.model(mx.array([[1, 2, 3]]))).tobytes() == logits.tobytes()
+        assert model_lanes.numpy(policy.model(mx.array([[1, 2, 3]]))).tobytes() == logits.tobytes()
         assert not policy.model.training
 
     reports, pauses = [], []
@@ -274,7 +274,7 @@ def test_dropout_has_no_effect_on_a_check() -> None:
     policy = tiny_policy(dropout=0.5)
     moved = {name: value + 0.05 for name, value in flat(policy.trainable()).items()}
     policy.publish(nested(moved), version=1, step=1, fingerprint="moved")
-    assert check(policy, engine_of(policy), (1, 2, 3), (4, 5, 6)).mean_kl < lanes.atol(1e-4) / 10
+    assert check(policy, engine_of(policy), (1, 2, 3), (4, 5, 6)).mean_kl < model_lanes.atol(1e-4) / 10
 
 
 class NoisyDecoder:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from clotho import cpu
+from attachments import cpu
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
 from clotho.scoring.parity_check import LIMITS, MAX_ROWS, SERVED_KL, ParityReport

@@ -12,19 +12,20 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.config.schema import AdaptersSection, EngineSection
-from clotho.inference import DecodeEngine
-from clotho.models.adapter_store import AdapterStore, LoadedAdapter
+from attachments.adapters.adapter_store import AdapterStore, LoadedAdapter
+from clotho.inference.engine import DecodeEngine
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.settings.engine import EngineSection
+from clotho.settings.server import AdaptersSection
 from clotho.storage.adapters import write_adapter
 from protocols.errors import GenerationError
 from protocols.sampling import PromptLogprobs
-from tests import lanes
+from tests import model_lanes
 from tests.recorded_turns import RecordedTurns
 from tests.scoring.layouts.reference_scores import policy_of
 from tests.small_models import tiny_source
@@ -48,7 +49,7 @@ def test_prompt_log_probabilities_equal_teacher_forcing(architecture: str, chunk
     policy = policy_of(architecture)
     found = scored(policy, TOKENS, chunk=chunk)
     forced = TeacherForcing(policy.model, 64).sequence(TOKENS[:1], TOKENS[1:], distribution=SamplingDistribution(1.0))
-    assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=lanes.atol(2e-4))
+    assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=model_lanes.atol(2e-4))
 
 
 def test_the_alternatives_are_the_most_probable_tokens() -> None:
@@ -56,16 +57,16 @@ def test_the_alternatives_are_the_most_probable_tokens() -> None:
     policy = tiny_policy()
     for top in (0, 1, 5, VOCAB + 10):
         found = scored(policy, TOKENS, top=top)
-        logits_S_V = lanes.numpy(policy.model(mx.array([TOKENS]))).astype(np.float64)[0]
+        logits_S_V = model_lanes.numpy(policy.model(mx.array([TOKENS]))).astype(np.float64)[0]
         logp_S_V = logits_S_V - np.log(np.exp(logits_S_V).sum(-1, keepdims=True))
         assert len(found.top_logprobs) == len(TOKENS) - 1
         for place, logp_V, token in zip(found.top_logprobs, logp_S_V, TOKENS[1:], strict=False):
             assert [logprob for _, logprob in place] == pytest.approx(
-                sorted(logp_V)[::-1][: min(top, VOCAB)], abs=lanes.atol(1e-4)
+                sorted(logp_V)[::-1][: min(top, VOCAB)], abs=model_lanes.atol(1e-4)
             )
-            assert all(logprob == pytest.approx(logp_V[other], abs=lanes.atol(1e-4)) for other, logprob in place)
+            assert all(logprob == pytest.approx(logp_V[other], abs=model_lanes.atol(1e-4)) for other, logprob in place)
             if top > VOCAB:
-                assert dict(place)[token] == pytest.approx(logp_V[token], abs=lanes.atol(1e-4))
+                assert dict(place)[token] == pytest.approx(logp_V[token], abs=model_lanes.atol(1e-4))
 
 
 def test_a_temperature_applies_as_in_teacher_forcing() -> None:
@@ -75,10 +76,10 @@ def test_a_temperature_applies_as_in_teacher_forcing() -> None:
     forced = TeacherForcing(policy.model, VOCAB).sequence(
         TOKENS[:1], TOKENS[1:], distribution=SamplingDistribution(0.6)
     )
-    assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=lanes.atol(2e-4))
+    assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=model_lanes.atol(2e-4))
     for place, token, logprob in zip(found.top_logprobs, TOKENS[1:], found.logprobs, strict=True):
-        assert dict(place)[token] == pytest.approx(logprob, abs=lanes.atol(1e-4))
-        assert sum(math.exp(value) for _, value in place) == pytest.approx(1.0, abs=lanes.atol(1e-4))
+        assert dict(place)[token] == pytest.approx(logprob, abs=model_lanes.atol(1e-4))
+        assert sum(math.exp(value) for _, value in place) == pytest.approx(1.0, abs=model_lanes.atol(1e-4))
 
 
 @pytest.mark.parametrize("limit", [0.0, 1e-12])
@@ -151,6 +152,6 @@ def test_an_adapter_is_scored_like_a_policy_with_its_weights(tmp_path: Path) -> 
     with ThreadPoolExecutor(1) as thread:
         found, own = thread.submit(score, adapter).result(), thread.submit(score, None).result()
     assert found.version == adapter.version
-    assert found.logprobs == pytest.approx(scored(same_weights, TOKENS).logprobs, abs=lanes.atol(1e-4))
+    assert found.logprobs == pytest.approx(scored(same_weights, TOKENS).logprobs, abs=model_lanes.atol(1e-4))
     assert found.logprobs != pytest.approx(before.logprobs, abs=1e-3)
     assert own == before == scored(policy, TOKENS)

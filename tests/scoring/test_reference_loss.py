@@ -9,12 +9,12 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from clotho.config.schema import ModelSection
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy, load_policy
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.scoring.reference_loss import reference_losses
-from tests import lanes
+from clotho.settings.model import ModelSection
+from tests import model_lanes
 from tests.learner_settings import policy_settings
 from tests.saved_models import save
 from tests.training.policies_and_groups import model_with
@@ -47,7 +47,7 @@ def test_the_loss_is_the_negative_log_likelihood_of_the_tokens_after_the_prompt(
     assert [loss.tokens if loss else None for loss in found] == [3, None, 1, 5]
     scored = [(p, r, loss.nats) for p, r, loss in zip(PROMPTS, REFERENCES, found, strict=True) if loss]
     measured = [value for _, _, value in scored]
-    assert measured == pytest.approx([nats(policy, pinned, p, r) for p, r, _ in scored], abs=lanes.atol(2e-4))
+    assert measured == pytest.approx([nats(policy, pinned, p, r) for p, r, _ in scored], abs=model_lanes.atol(2e-4))
     assert measured != pytest.approx([nats(policy, served, p, r) for p, r, _ in scored], abs=0.01)
 
 

@@ -18,7 +18,7 @@ from clotho.training.update import Update
 from clotho.training.update_checks import limited_k3
 from protocols.rollout import ScoredGroup
 from protocols.sampling import Completion
-from tests import lanes
+from tests import model_lanes
 from tests.learner_settings import OBJECTIVES, learner_settings
 from tests.training.environment_groups import environment_groups, with_completions
 from tests.training.policies_and_groups import (
@@ -187,8 +187,8 @@ def test_on_policy_metrics_use_only_sampled_tokens() -> None:
     one = replace(first, logprobs=tuple(logprobs.tolist()))
     group = with_completions(group, [one, one])
     metrics = learner(policy).update([group]).metrics
-    assert metrics.mismatch_kl == pytest.approx(0.0, abs=lanes.atol(1e-6))
-    assert (metrics.ratio_mean, metrics.ess) == pytest.approx((1.0, 1.0), abs=lanes.atol(1e-5))
+    assert metrics.mismatch_kl == pytest.approx(0.0, abs=model_lanes.atol(1e-6))
+    assert (metrics.ratio_mean, metrics.ess) == pytest.approx((1.0, 1.0), abs=model_lanes.atol(1e-5))
 
 
 def reference_logprobs(policy: Policy, parameters: Any, group: ScoredGroup, i: int) -> np.ndarray:
@@ -217,7 +217,7 @@ def test_the_update_kl_is_measured_on_sampled_tokens(budget: int, temperatures: 
             for i in (0, 1)
         ]
     )
-    assert update.metrics.update_kl == pytest.approx(limited_k3(ratio_N).mean(), rel=lanes.rtol(1e-3))
+    assert update.metrics.update_kl == pytest.approx(limited_k3(ratio_N).mean(), rel=model_lanes.rtol(1e-3))
 
 
 def test_a_full_sampled_mask_equals_no_mask() -> None:

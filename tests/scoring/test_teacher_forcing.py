@@ -12,7 +12,7 @@ from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.errors import ModelError
-from tests import lanes
+from tests import model_lanes
 from tests.small_models import tiny
 from tests.training.policies_and_groups import VOCAB, Bigram, tiny_policy
 
@@ -38,10 +38,10 @@ def test_scores_equal_those_of_single_forward_passes(layout: str, distribution: 
     scores = TeacherForcing(model, VOCAB, layout=layout).sequence(PROMPT, TOKENS, distribution=distribution)
     assert scores.logp_N.shape == scores.entropy_N.shape == (len(TOKENS),)
     for t, token in enumerate(TOKENS):
-        logits_V = lanes.numpy(model(mx.array([PROMPT + TOKENS[:t]]))[0, -1])
+        logits_V = model_lanes.numpy(model(mx.array([PROMPT + TOKENS[:t]]))[0, -1])
         logp, entropy = reference_scores(logits_V, token, distribution)
-        assert scores.logp_N[t].item() == pytest.approx(logp, abs=lanes.atol(2e-5))
-        assert scores.entropy_N[t].item() == pytest.approx(entropy, abs=lanes.atol(2e-5))
+        assert scores.logp_N[t].item() == pytest.approx(logp, abs=model_lanes.atol(2e-5))
+        assert scores.entropy_N[t].item() == pytest.approx(entropy, abs=model_lanes.atol(2e-5))
 
 
 class HeadOverTwoPositions(Bigram):
@@ -60,8 +60,10 @@ def test_the_support_of_a_token_limits_its_distribution(whole: bool) -> None:
     sequence = scored_only(PROMPT, TOKENS[:1])._replace(supports=(support,))
     (micro,) = build_micro_batches([sequence], layout="padded", budget=1)
     scores = TeacherForcing(model, VOCAB)(micro, distribution=SamplingDistribution(1.0))
-    logits_V = lanes.numpy(model(mx.array([PROMPT]))[0, -1])
-    assert scores.logp_N[0].item() == pytest.approx(-np.log1p(np.exp(logits_V[7] - logits_V[1])), abs=lanes.atol(2e-5))
+    logits_V = model_lanes.numpy(model(mx.array([PROMPT]))[0, -1])
+    assert scores.logp_N[0].item() == pytest.approx(
+        -np.log1p(np.exp(logits_V[7] - logits_V[1])), abs=model_lanes.atol(2e-5)
+    )
 
 
 @pytest.mark.parametrize(("architecture", "layout"), [("qwen3", "auto"), ("mamba2", "padded"), ("lfm2", "padded")])

@@ -9,14 +9,14 @@ from pathlib import Path
 import anyio
 from msgspec import structs
 
-from clotho.config.schema import HttpServer
-from clotho.inference.sample_log import SampleLog
-from clotho.run.context import RunContext
-from clotho.run.run_monitor import RunMonitor
+from attachments.atropos.sample_log import SampleLog
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport
+from clotho.settings.server import HttpServer
 from protocols.sampling import Completion, SampleRequest
-from tests.run.built_context import open_context, tiny_profile
+from tests.training_run.built_context import open_context, tiny_profile
+from training_run.run import RunContext
+from training_run.run_monitor import RunMonitor
 
 EMBEDDED = Path(__file__).parents[2] / "profiles" / "embedded"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
 
 
 class HeldEngine:

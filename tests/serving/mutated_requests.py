@@ -286,9 +286,9 @@ async def send_all(http: httpx.AsyncClient, requests: int, seed: int) -> tuple[C
 
 def write_model(directory: Path) -> Path:
     """Write the embedded policy with a chat template that knows tools, and `ADAPTERS` beside it; return the model."""
-    from clotho.config.schema import ModelSection
+    from attachments.adapters.tests.adapter_models import write_mlx_adapter
     from clotho.models.loading import load_base
-    from tests.inference.adapter_models import write_mlx_adapter
+    from clotho.settings.model import ModelSection
 
     policy = load_base(ModelSection(path=str(EMBEDDED)))[0]
     for seed, name in enumerate(ADAPTERS):

@@ -13,11 +13,11 @@ from anyio.abc import TaskStatus
 from msgspec import structs
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from clotho.config.schema import HttpServer
-from clotho.runtime.sampling_client import Sampler
-from clotho.serving.control import EngineControl
+from attachments.dialects.control import EngineControl
+from clotho.lanes.sampling_client import Sampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
+from clotho.settings.server import HttpServer
 from protocols.sampling import PromptLogprobs, Sampling
 from protocols.step import WeightsReady
 from tests.fakes import CharacterTokenizer, FakeEngine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from clotho.config.schema import HttpServer
 from clotho.serving.auth import Clients
+from clotho.settings.server import HttpServer
 from tests.serving.running_server import serving
 
 ROUTES = [

@@ -8,15 +8,15 @@ import anyio
 import httpx
 import pytest
 
-from clotho.config.schema import HttpServer
-from clotho.runtime.sampling_client import Sampler
-from clotho.runtime.supervisor import ChildState, RestartPolicy, Supervisor, permanent
-from clotho.runtime.watchdog import EngineGuard
+from clotho.lanes.sampling_client import Sampler
 from clotho.serving.server import ApiServer, base_url, listen
 from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
+from clotho.settings.server import HttpServer
 from protocols.errors import ActorError
 from protocols.sampling import Sampling
 from tests.serving.test_with_engine import Stack, base_weights, unused_prompt_logprobs
+from training_run.supervision.supervisor import ChildState, RestartPolicy, Supervisor, permanent
+from training_run.supervision.watchdog import EngineGuard
 
 LONG = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
 

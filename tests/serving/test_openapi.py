@@ -9,10 +9,10 @@ from msgspec import structs
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
+from attachments.adapters.adapters import AdapterRegistry
+from attachments.dialects.control import EngineControl
 from clotho import __version__
-from clotho.serving.adapters import AdapterRegistry
 from clotho.serving.app import build_app
-from clotho.serving.control import EngineControl
 from clotho.serving.limits import ConcurrencyLimit
 from tests.serving.running_server import Served, server_context, serving
 

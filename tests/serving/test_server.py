@@ -11,8 +11,7 @@ import anyio
 import httpx
 import pytest
 
-from clotho.config.schema import HttpServer
-from clotho.runtime.sampling_client import Sampler
+from clotho.lanes.sampling_client import Sampler
 from clotho.serving.server import (
     ApiServer,
     ClientWriter,
@@ -21,6 +20,7 @@ from clotho.serving.server import (
     raise_open_files_limit,
     while_loading,
 )
+from clotho.settings.server import HttpServer
 from protocols.errors import ModelError, ServerError
 from tests.fakes import FakeEngine
 from tests.serving.running_server import Served, server_context, serving

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from clotho.inference.sample_log import SampleLog
+from attachments.atropos.sample_log import SampleLog
 from protocols.sampling import Completion, SampleRequest
 from tests.fakes import CharacterTokenizer
 from tests.serving.running_server import Served, server_context, serving

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from clotho.config.schema import EngineSection, HttpServer
-from clotho.inference import DecodeEngine
-from clotho.runtime.compute_thread import Compute
-from clotho.runtime.sampling_client import Sampler
+from clotho.inference.engine import DecodeEngine
+from clotho.lanes.compute_thread import Compute
+from clotho.lanes.sampling_client import Sampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
+from clotho.settings.engine import EngineSection
+from clotho.settings.server import HttpServer
 from protocols.sampling import PromptLogprobs, Sampling
 from protocols.step import WeightsReady
 from tests.small_models import FixedSource, byte_tokenizer, tiny_source

@@ -13,18 +13,18 @@ import httpx
 import numpy as np
 import pytest
 
-from clotho.config.schema import HttpServer
+from clotho.lanes.compute_thread import finish
+from clotho.lanes.sampling_client import Sampler
 from clotho.models.parameters import flat, nested
-from clotho.run.context import RunContext
-from clotho.run.run_monitor import RunMonitor
-from clotho.runtime.compute_thread import finish
-from clotho.runtime.sampling_client import Sampler
 from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.serving.server import ApiServer
+from clotho.settings.server import HttpServer
 from protocols.step import WeightsReady
-from tests.run.built_context import open_context, tiny_profile
 from tests.serving.held_engine import HeldEngine
+from tests.training_run.built_context import open_context, tiny_profile
+from training_run.run import RunContext
+from training_run.run_monitor import RunMonitor
 
 PROMPT = [5, 9, 33, 1, 1, 17]
 

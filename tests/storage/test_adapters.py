@@ -13,8 +13,8 @@ import pytest
 from mlx.utils import tree_map
 from msgspec.structs import replace
 
-from clotho.config.schema import ModelSection, PolicySection
 from clotho.models.policy import Policy, load_policy
+from clotho.settings.model import ModelSection, PolicySection
 from clotho.storage.adapters import (
     CONFIG,
     TENSORS,

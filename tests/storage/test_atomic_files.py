@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clotho.storage.atomic_files import make_directory, new_directory, replace_file, sync
-from clotho.storage.jsonl import sync_files
+from training_run.directory.jsonl import sync_files
 
 F_FULLFSYNC = 51
 """The command of `fcntl` on macOS."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from clotho.config.sections_training import LearnerSection
+from clotho.settings.learner import LearnerSection
 from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 
 

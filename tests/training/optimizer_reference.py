@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
-from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Arrays
+from clotho.settings.learner import LearnerSection
 from clotho.training.optimizers import OptimizerState, apply_step, initial_state
 from tests.learner_settings import learner_settings
 

@@ -13,13 +13,13 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models import qwen3
 
-from clotho.config.schema import SamplingSection
-from clotho.config.sections_training import LearnerSection
 from clotho.models.parameters import Parameters, flat
 from clotho.models.policy import Policy, TrainablePolicy
 from clotho.models.turns import UNDIVIDED, UNSHARED, Turns
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
+from clotho.settings.engine import SamplingSection
+from clotho.settings.learner import LearnerSection
 from clotho.training.batch import prepare
 from clotho.training.gradient import LossConfig, StepPosition, micro_batch_gradient
 from clotho.training.objectives.controllers import initial_loss_coefficients
@@ -29,7 +29,7 @@ from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
-from tests import lanes
+from tests import model_lanes
 from tests.learner_settings import learner_settings, policy_settings
 
 VOCAB = 32
@@ -111,14 +111,14 @@ def tiny_policy(*, tied: bool = True, **section: Any) -> Policy:
         "max_position_embeddings": 128,
         "rope_theta": 10000.0,
         "tie_word_embeddings": tied,
-        **lanes.sizes(),
+        **model_lanes.sizes(),
     }
-    lanes.skip_full_training(section.get("kind", "lora"))
+    model_lanes.skip_full_training(section.get("kind", "lora"))
     mx.random.seed(7)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))  # type: ignore[no-untyped-call]
     weights = model.parameters()  # type: ignore[no-untyped-call]
     model.update(tree_map(lambda array: array * 3.0 if array.ndim == 2 else array, weights))
-    lanes.converted(model)
+    model_lanes.converted(model)
     settings = policy_settings(**{"rank": 4, "scale": 2.0, **section})
     return Policy(model, cast(Any, None), settings, config=config, seed=0, keep_reference=True)
 
@@ -257,4 +257,4 @@ def largest_difference(first: Parameters, second: Parameters) -> float:
     """Largest absolute difference of any element of two trees of equal shape."""
     one, other = flat(first), flat(second)
     assert one.keys() == other.keys()
-    return max(float(np.abs(lanes.numpy(one[name]) - lanes.numpy(other[name])).max()) for name in one)
+    return max(float(np.abs(model_lanes.numpy(one[name]) - model_lanes.numpy(other[name])).max()) for name in one)

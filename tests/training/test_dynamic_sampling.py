@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from clotho.config.schema import SuccessRateCurriculum
-from clotho.data.curriculum import Curriculum
+from attachments.curriculum.curriculum import Curriculum
+from attachments.curriculum.messages import CurriculumEvidence, CurriculumState
 from clotho.data.order import ProblemOrder
-from clotho.runtime.compute_thread import Compute
-from protocols.curriculum import CurriculumEvidence, CurriculumState
+from clotho.lanes.compute_thread import Compute
+from clotho.settings.data import SuccessRateCurriculum
 from tests.actors.actor_helpers import compute_thread
-from tests.run.simulated_run import PROBLEMS, SimulatedRun, SimulationSettings, random_groups, report_groups
+from tests.training_run.simulated_run import PROBLEMS, SimulatedRun, SimulationSettings, random_groups, report_groups
 
 
 @pytest.fixture(scope="module")

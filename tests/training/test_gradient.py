@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.config.objectives import Objective
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
 from clotho.models.policy_model import WeightedModel
@@ -18,6 +17,7 @@ from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.settings.objectives import Objective
 from clotho.training.batch import prepare
 from clotho.training.gradient import FixedLogprobs, Gradient, LossConfig, StepPosition, micro_batch_gradient
 from clotho.training.objectives.contract import Objective as ObjectiveFunction
@@ -26,7 +26,7 @@ from clotho.training.objectives.controllers import initial_loss_coefficients
 from clotho.training.objectives.registry import objective
 from clotho.training.reference_policy import ReferencePolicy
 from protocols.rollout import ScoredGroup
-from tests import lanes
+from tests import model_lanes
 from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import (
     VOCAB,
@@ -160,13 +160,15 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(budget: int) -> No
     parts = gradients(policy, groups, budget=budget, kl_beta=0.1, entropy_weight=0.05)
     assert len(parts) > 1
     expected = vector(whole)
-    assert np.linalg.norm(sum(vector(part) for part in parts) - expected) < lanes.rtol(2e-5) * np.linalg.norm(expected)
+    assert np.linalg.norm(sum(vector(part) for part in parts) - expected) < model_lanes.rtol(2e-5) * np.linalg.norm(
+        expected
+    )
     assert sum(float(part.loss) for part in parts) == pytest.approx(
-        float(whole.loss), rel=lanes.rtol(1e-4), abs=lanes.atol(1e-4)
+        float(whole.loss), rel=model_lanes.rtol(1e-4), abs=model_lanes.atol(1e-4)
     )
     for name, sums in whole.metrics.items():
         added = np.sum([np.array(part.metrics[name]) for part in parts], axis=0)
-        np.testing.assert_allclose(added, np.array(sums), rtol=lanes.rtol(1e-4), atol=lanes.atol(1e-4))
+        np.testing.assert_allclose(added, np.array(sums), rtol=model_lanes.rtol(1e-4), atol=model_lanes.atol(1e-4))
 
 
 def test_the_order_of_groups_and_completions_does_not_matter() -> None:
@@ -182,7 +184,7 @@ def test_the_order_of_groups_and_completions_does_not_matter() -> None:
         for g in reversed(groups)
     ]
     (one,), (other,) = gradients(policy, groups), gradients(policy, shuffled)
-    assert np.linalg.norm(vector(other) - vector(one)) < lanes.rtol(2e-5) * np.linalg.norm(vector(one))
+    assert np.linalg.norm(vector(other) - vector(one)) < model_lanes.rtol(2e-5) * np.linalg.norm(vector(one))
 
 
 def test_longer_padding_never_changes_the_gradient() -> None:
@@ -191,7 +193,9 @@ def test_longer_padding_never_changes_the_gradient() -> None:
     group = scored_group([[3, 4, 5], [6, 7]], [1.0, 0.0])
     neighbour = scored_group([[8] * 60] * 2, [1.0, 1.0], group_id=1)
     (alone,), (beside,) = gradients(policy, [group]), gradients(policy, [group, neighbour])
-    assert np.linalg.norm(vector(beside) * 125 / 5 - vector(alone)) < lanes.rtol(2e-5) * np.linalg.norm(vector(alone))
+    assert np.linalg.norm(vector(beside) * 125 / 5 - vector(alone)) < model_lanes.rtol(2e-5) * np.linalg.norm(
+        vector(alone)
+    )
 
 
 @pytest.mark.parametrize("grad_checkpoint", [False, True])
@@ -203,7 +207,9 @@ def test_only_the_adapter_is_differentiated(grad_checkpoint: bool) -> None:
     assert all(".lora_" in name for name in gradient.arrays)
     assert all(np.abs(np.array(g)).max() > 0 for name, g in gradient.arrays.items() if name.endswith("lora_b"))
     (expected,) = gradients(plain, random_groups(32))
-    assert np.linalg.norm(vector(gradient) - vector(expected)) < lanes.rtol(2e-5) * np.linalg.norm(vector(expected))
+    assert np.linalg.norm(vector(gradient) - vector(expected)) < model_lanes.rtol(2e-5) * np.linalg.norm(
+        vector(expected)
+    )
 
 
 class BrokenObjectiveError(Exception):
@@ -255,14 +261,14 @@ def test_after_a_gradient_the_model_has_its_parameters_and_no_tracer(*, fails: b
     assert all(flat(model.model.trainable_parameters())[name] is array for name, array in flat(parameters).items())
     tokens = mx.array([[1, 2, 3, 4]])
     expected = model_with(policy, parameters)(tokens)
-    assert lanes.numpy(model.model(tokens)).tobytes() == lanes.numpy(expected).tobytes()
+    assert model_lanes.numpy(model.model(tokens)).tobytes() == model_lanes.numpy(expected).tobytes()
 
 
 def test_a_gradient_does_not_change_what_the_policy_serves() -> None:
     """The learner's model is a copy, so a decode step may run at any time, also while a loss is traced."""
     policy = tiny_policy(dropout=0.3, grad_checkpoint=True)
     tokens, seen = mx.array([[1, 2, 3, 4]]), []
-    logits = lanes.numpy(policy.model(tokens)).tobytes()
+    logits = model_lanes.numpy(policy.model(tokens)).tobytes()
 
     def looking(logp_N: mx.array, tokens: ObjectiveInputs, settings: Objective) -> PolicyLoss:
         seen.append(policy.model.training)
@@ -271,7 +277,7 @@ def test_a_gradient_does_not_change_what_the_policy_serves() -> None:
     micro, known = first_micro_batch(policy)
     gradient_with(policy.copy_model(), policy.trainable(), micro, known, looking)
     assert seen == [False]
-    assert lanes.numpy(policy.model(tokens)).tobytes() == logits
+    assert model_lanes.numpy(policy.model(tokens)).tobytes() == logits
 
 
 def test_whoever_holds_the_parameters_never_sees_a_tracer() -> None:

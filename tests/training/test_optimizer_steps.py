@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from clotho.config.schema import SamplingSection
+from clotho.settings.engine import SamplingSection
 from clotho.training.update import PolicyLearner
 from protocols.rollout import ScoredGroup
 from protocols.step import Cut, TokenValues

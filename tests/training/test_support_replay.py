@@ -13,7 +13,7 @@ from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import MicroBatch, TrainingSequence
 from clotho.scoring.teacher_forcing import TeacherForcing
 from protocols.sampling import Completion, Sampling
-from tests import lanes
+from tests import model_lanes
 from tests.inference.engine_helpers import make_engine, make_prompt, run, submit_request
 from tests.small_models import FixedSource, tiny_source
 
@@ -85,13 +85,13 @@ def test_the_learner_scores_replayed_supports_as_the_sampler_drew_from_them(samp
         micro_batches = build_micro_batches(sequences, layout=layout, budget=budget)
         difference_N = learner_differences(source, micro_batches, layout, law_of(sampling))
         assert len(difference_N) == sum(len(sequence.tokens) for sequence in sequences)
-        np.testing.assert_allclose(difference_N, 0.0, atol=lanes.atol(TOLERANCE))
+        np.testing.assert_allclose(difference_N, 0.0, atol=model_lanes.atol(TOLERANCE))
 
 
 def adjusted_logits(source: FixedSource, prompt: tuple[int, ...], completion: Completion, s: Sampling) -> np.ndarray:
     """(Logits + bias) / temperature before every token of a completion, float64, from one forward pass."""
     tokens = [*prompt, *completion.tokens]
-    logits_T_V = lanes.numpy(source.model(mx.array([tokens[:-1]]))[0, len(prompt) - 1 :]).astype(np.float64)
+    logits_T_V = model_lanes.numpy(source.model(mx.array([tokens[:-1]]))[0, len(prompt) - 1 :]).astype(np.float64)
     for token, value in s.logit_bias:
         logits_T_V[:, token] += value
     adjusted: np.ndarray = logits_T_V / s.temperature
@@ -123,7 +123,7 @@ def test_scoring_over_the_whole_vocabulary_is_off_by_the_log_of_the_kept_mass(sa
     bias_N = learner_differences(source, micro_batches, "padded", law_of(sampling))
     expected_N = np.concatenate([log_kept_mass(source, prompt, one, sampling) for _, prompt, one in completions])
     assert np.median(expected_N) < -0.02
-    np.testing.assert_allclose(bias_N, expected_N, atol=lanes.atol(TOLERANCE))
+    np.testing.assert_allclose(bias_N, expected_N, atol=model_lanes.atol(TOLERANCE))
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "lfm2", "mixtral"])
@@ -139,7 +139,7 @@ def test_other_architectures_replay_their_supports_too(architecture: str) -> Non
             support_N_K[n, : len(support) // 4] = np.frombuffer(support, dtype="<u4")
         target_N = mx.array(np.array(completion.tokens, dtype=np.int32))
         scores = token_scores(logits_N_V, target_N, distribution=law_of(sampling), support_N_K=mx.array(support_N_K))
-        np.testing.assert_allclose(np.array(scores.logp_N), completion.logprobs, atol=lanes.atol(TOLERANCE))
+        np.testing.assert_allclose(np.array(scores.logp_N), completion.logprobs, atol=model_lanes.atol(TOLERANCE))
         entropy_N = np.array(scores.entropy_N)
         sizes_N = np.count_nonzero(support_N_K >= 0, axis=-1)
         assert (entropy_N >= -1e-5).all()

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from clotho.config.schema import SamplingSection
 from clotho.models.parameters import flat
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing, sampled_tokens_of
 from clotho.scoring.token_scores import SamplingDistribution
+from clotho.settings.engine import SamplingSection
 from clotho.training.update import PolicyLearner, Update
 from protocols.rollout import ScoredGroup
 from tests.learner_settings import learner_settings

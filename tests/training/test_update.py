@@ -12,14 +12,14 @@ from msgspec import json
 from msgspec.structs import replace
 
 from bench.graph_counts import GraphCounts, count
+from clotho.lanes.arbiter import WorkCancelled
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
-from clotho.runtime.arbiter import WorkCancelled
 from clotho.training import optimizer_steps as optimization
 from clotho.training.gradient import Gradient, micro_batch_gradient
 from clotho.training.update import Update
 from protocols.rollout import ScoredGroup
-from tests import lanes
+from tests import model_lanes
 from tests.recorded_turns import RecordedTurns
 from tests.training.policies_and_groups import (
     BigramPolicy,
@@ -68,15 +68,15 @@ def test_an_update_never_changes_what_is_served() -> None:
     policy = tiny_policy(dropout=0.2)
     tokens = mx.array([[1, 2, 3, 4]])
     first: Update | None = None
-    expected = lanes.numpy(policy.model(tokens))
+    expected = model_lanes.numpy(policy.model(tokens))
 
     def between(number: int) -> None:
         nonlocal expected
         assert not policy.model.training
-        assert lanes.numpy(policy.model(tokens)).tobytes() == expected.tobytes()
+        assert model_lanes.numpy(policy.model(tokens)).tobytes() == expected.tobytes()
         if first is not None and policy.version == 0 and number > 1:
             policy.publish(first.parameters, version=1, step=1, fingerprint=first.fingerprint)
-            expected = lanes.numpy(policy.model(tokens))
+            expected = model_lanes.numpy(policy.model(tokens))
 
     lane = RecordedTurns(between)
     one = learner(policy, micro_batch_tokens=24, lane=lane)
@@ -96,10 +96,10 @@ def test_the_split_into_micro_batches_does_not_change_the_update(budget: int) ->
     ]
     for name, value in flat(updates[0].parameters).items():
         np.testing.assert_allclose(
-            np.array(flat(updates[1].parameters)[name]), np.array(value), atol=1e-2 * lanes.rtol(1e-3)
+            np.array(flat(updates[1].parameters)[name]), np.array(value), atol=1e-2 * model_lanes.rtol(1e-3)
         )
-    assert updates[1].metrics.loss == pytest.approx(updates[0].metrics.loss, abs=lanes.atol(5e-6))
-    assert updates[1].metrics.grad_norm == pytest.approx(updates[0].metrics.grad_norm, rel=lanes.rtol(2e-5))
+    assert updates[1].metrics.loss == pytest.approx(updates[0].metrics.loss, abs=model_lanes.atol(5e-6))
+    assert updates[1].metrics.grad_norm == pytest.approx(updates[0].metrics.grad_norm, rel=model_lanes.rtol(2e-5))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -269,8 +269,8 @@ def test_metrics_of_a_fresh_sampler() -> None:
     policy = tiny_policy()
     groups = on_policy(policy, random_groups(32))
     metrics = learner(policy).update(groups).metrics
-    assert metrics.ratio_mean == pytest.approx(1.0, abs=lanes.atol(1e-5))
-    assert metrics.mismatch_kl == pytest.approx(0.0, abs=lanes.atol(1e-6) ** 2 + 1e-6)
+    assert metrics.ratio_mean == pytest.approx(1.0, abs=model_lanes.atol(1e-5))
+    assert metrics.mismatch_kl == pytest.approx(0.0, abs=model_lanes.atol(1e-6) ** 2 + 1e-6)
     assert metrics.clip_fraction == 0.0
     assert metrics.trained_tokens == sum(len(c.tokens) for g in groups for c in g.group.completions)
     assert 0.0 < metrics.entropy < math.log(32)
@@ -296,7 +296,7 @@ def on_policy(policy: Policy, groups: list[ScoredGroup]) -> list[ScoredGroup]:
         for c in g.group.completions:
             tokens = (*g.group.prompt.tokens, *c.tokens)
             logits_S_V = policy.model(mx.array([tokens]))[0, :-1].astype(mx.float32)
-            logp_S_V = lanes.numpy(logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True))
+            logp_S_V = model_lanes.numpy(logits_S_V - mx.logsumexp(logits_S_V, axis=-1, keepdims=True))
             rows = range(len(tokens) - 1 - len(c.tokens), len(tokens) - 1)
             completions.append(completion(c.tokens, [float(logp_S_V[t, tokens[t + 1]]) for t in rows]))
         result.append(replace(g, group=replace(g.group, completions=tuple(completions))))
@@ -318,7 +318,7 @@ def test_the_policy_learns_to_say_what_is_rewarded() -> None:
     rng = np.random.default_rng(0)
 
     def probabilities() -> np.ndarray:
-        p_V = lanes.numpy(mx.softmax(policy.model(mx.array([[1, 2]]))[0, -1])).astype(np.float64)
+        p_V = model_lanes.numpy(mx.softmax(policy.model(mx.array([[1, 2]]))[0, -1])).astype(np.float64)
         return np.asarray(p_V / p_V.sum())
 
     target = int(np.abs(probabilities() - 0.05).argmin())

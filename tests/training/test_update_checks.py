@@ -15,7 +15,7 @@ from clotho.training.optimizers import apply_step, initial_state
 from clotho.training.update_checks import COMPLETIONS, AdapterCheck, limited_k3
 from protocols.errors import AdapterError
 from protocols.rollout import ScoredGroup
-from tests import lanes
+from tests import model_lanes
 from tests.learner_settings import learner_settings
 from tests.recorded_turns import RecordedTurns
 from tests.training.policies_and_groups import learner, model_with, random_groups, tiny_policy
@@ -42,7 +42,7 @@ def test_it_is_the_mean_over_completions_of_the_batch(budget: int, layout: str) 
     one = learner(policy, measure_update_kl=True, micro_batch_tokens=budget, layout=layout, learning_rate=0.1)
     update = one.update(groups)
     expected = limited_k3(log_ratios(policy, update.parameters, groups)).mean()
-    assert update.metrics.update_kl == pytest.approx(expected, rel=lanes.rtol(1e-3))
+    assert update.metrics.update_kl == pytest.approx(expected, rel=model_lanes.rtol(1e-3))
     assert update.metrics.update_kl is not None
     assert update.metrics.update_kl > 1e-4
 

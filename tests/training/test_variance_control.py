@@ -20,7 +20,7 @@ from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.objectives.registry import objective
 from clotho.training.optimizer_steps import effective_sample_size, step_scale
 from protocols.rollout import ScoredGroup
-from tests import lanes
+from tests import model_lanes
 from tests.learner_settings import learner_settings
 from tests.training.environment_groups import with_completions
 from tests.training.policies_and_groups import (
@@ -231,7 +231,7 @@ def test_the_split_into_micro_batches_does_not_change_an_update_with_variance_co
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
     for name, value in flat(updates[0].parameters).items():
         found = np.array(flat(updates[1].parameters)[name])
-        np.testing.assert_allclose(found, np.array(value), atol=2e-2 * lanes.rtol(1e-3))
+        np.testing.assert_allclose(found, np.array(value), atol=2e-2 * model_lanes.rtol(1e-3))
 
 
 def test_a_restored_learner_with_variance_control_continues_bit_for_bit() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from clotho.config.bounds import Absent
-from clotho.config.sections_training import (
+from clotho.settings.bounds import Absent
+from clotho.settings.learner import (
     AdaptiveCoefficient,
     AdaptiveEntropyBonus,
     FixedEntropyBonus,

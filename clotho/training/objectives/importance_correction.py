@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from clotho.config.objectives import (
+from clotho.settings.objectives import (
     BoundedCorrection,
     MaskCorrection,
     ObjectiveSettings,

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from clotho.config.bounds import Absent
-from clotho.config.objectives import ObjectiveSettings, RatioObjective
-from clotho.config.sections_training import KLPenalty, LearnerSection, LossKLPenalty
+from clotho.settings.bounds import Absent
+from clotho.settings.learner import KLPenalty, LearnerSection, LossKLPenalty
+from clotho.settings.objectives import ObjectiveSettings, RatioObjective
 from clotho.training.objectives.contract import Objective, ObjectiveInputs
 from clotho.training.objectives.importance_correction import CorrectionWeights, correction_weights
 from clotho.training.objectives.kl import ESTIMATORS, bounded_log_ratio, k3, ratio_weighted

@@ -8,10 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from clotho.config import objectives as settings
-from clotho.runtime.user_code import import_user_module
+from clotho.settings import objectives as settings
 from clotho.training.objectives import sequence_level, token_level
 from clotho.training.objectives.contract import Objective, ObjectiveInputs, PolicyLoss
+from clotho.user_code import import_user_module
 from protocols.errors import ProfileError
 
 OBJECTIVES: Mapping[type[settings.ObjectiveSettings], Objective] = {

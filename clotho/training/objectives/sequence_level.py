@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from clotho.config.objectives import Gspo, GspoToken, ObjectiveSettings, Rloo
+from clotho.settings.objectives import Gspo, GspoToken, ObjectiveSettings, Rloo
 from clotho.training.objectives.contract import Objective, ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.kl import MAX_LOG_RATIO
 from clotho.training.objectives.token_level import clipped

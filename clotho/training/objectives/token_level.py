@@ -5,14 +5,14 @@ Departures from the papers, for all objectives in this package:
    "batch_start"` it is against the policy at the start of the batch (`ppo_decoupled`).
 2. Log-ratios are clamped to plus or minus 20 nats; beyond, their gradient is zero.
 3. An objective is the loss of tokens. The papers' choices of advantage, aggregation and KL penalty are the defaults of
-   the objective's settings (`clotho.config.objectives`).
+   the objective's settings (`clotho.settings.objectives`).
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
-from clotho.config.objectives import (
+from clotho.settings.objectives import (
     Bnpo,
     Cispo,
     ClippedObjective,

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 FAULTS = os.environ.get("CLOTHO_TEST_FAULTS")
-MODULE = "clotho.cluster.worker_process"
+MODULE = "attachments.cluster.worker_process"
 
 
 def malformed(reply: bytes) -> bytes:

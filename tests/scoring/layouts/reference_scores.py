@@ -14,7 +14,7 @@ from clotho.scoring.head_scores import SamplingDistribution, TokenScores, token_
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import TrainingSequence
 from clotho.scoring.teacher_forcing import TeacherForcing
-from tests import lanes
+from tests import model_lanes
 from tests.learner_settings import policy_settings
 from tests.small_models import tiny
 
@@ -53,7 +53,7 @@ def random_sequences(shapes: Shapes, *, seed: int = 0) -> list[TrainingSequence]
 
 def policy_of(architecture: str, *, kind: str = "lora", **section: Any) -> Policy:
     """A tiny model with an adapter that has moved, or with all weights trained."""
-    lanes.skip_full_training(kind)
+    model_lanes.skip_full_training(kind)
     settings = policy_settings(**{"kind": kind, "rank": 2, "scale": 2.0, **section})
     config = {"model_type": architecture, "vocab_size": VOCAB}
     policy = Policy(
@@ -93,7 +93,9 @@ def the_plain_way(policy: Policy, sequences: Sequence[TrainingSequence]) -> Outc
     model.model.train()
     (value, logp), gradient = mx.value_and_grad(loss)(policy.trainable())
     return Outcome(
-        [lanes.numpy(a) for a in logp], float(np.array(value)), {n: lanes.numpy(g) for n, g in flat(gradient).items()}
+        [model_lanes.numpy(a) for a in logp],
+        float(np.array(value)),
+        {n: model_lanes.numpy(g) for n, g in flat(gradient).items()},
     )
 
 
@@ -116,7 +118,7 @@ def the_way_of(layout: str, policy: Policy, sequences: Sequence[TrainingSequence
             (value, logp_N), tree = mx.value_and_grad(loss)(policy.trainable())
             total += float(np.array(value))
             for name, array in flat(tree).items():
-                gradient[name] = gradient.get(name, 0.0) + lanes.numpy(array).astype(np.float64)
+                gradient[name] = gradient.get(name, 0.0) + model_lanes.numpy(array).astype(np.float64)
         for b, member in enumerate(micro.members):
             mine_N = np.flatnonzero(micro.table.sequence_N == b)[: len(sequences[member].tokens)]
             logp[member] = np.array(logp_N)[mine_N]

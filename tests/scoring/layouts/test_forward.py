@@ -12,7 +12,7 @@ from clotho.models.policy import Policy
 from clotho.scoring.layouts.forward import check_layout, hidden_states
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.teacher_forcing import TeacherForcing
-from tests import lanes
+from tests import model_lanes
 from tests.scoring.layouts.reference_scores import (
     LAW,
     VOCAB,
@@ -63,8 +63,8 @@ def test_log_probabilities_loss_and_gradients_are_those_of_the_plain_way(
     architecture: str, kind: str, grad_checkpoint: bool, layout: str
 ) -> None:
     """Within 3e-5 relative, for every parameter; beyond the sliding window of 8 tokens, where there is one."""
-    tolerance = lanes.rtol(3e-5)
-    if lanes.current().bits and architecture == "gemma3_text":
+    tolerance = model_lanes.rtol(3e-5)
+    if model_lanes.current().bits and architecture == "gemma3_text":
         tolerance = ROUNDED_GEMMA
     found = the_way_of(layout, policy(architecture, kind, grad_checkpoint), random_sequences(RAGGED), budget=150)
     assert largest_error(plain(architecture, kind, RAGGED), found) < tolerance
@@ -76,7 +76,7 @@ def test_log_probabilities_loss_and_gradients_are_those_of_the_plain_way(
 def test_any_shape_of_a_batch_gives_the_same(layout: str, budget: int, shapes: Shapes) -> None:
     """Groups of equal size, of one-token completions, of one completion, of very different lengths; cut up or whole."""
     found = the_way_of(layout, policy("qwen3", "lora", True), random_sequences(shapes), budget=budget)
-    assert largest_error(plain("qwen3", "lora", shapes), found) < lanes.rtol(3e-5)
+    assert largest_error(plain("qwen3", "lora", shapes), found) < model_lanes.rtol(3e-5)
 
 
 def test_inputs_of_a_layout_that_was_not_proven_are_refused() -> None:

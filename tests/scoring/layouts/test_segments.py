@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from clotho.scoring.layouts.shared_prefix import PASS_COST, segments
-from tests import lanes
+from tests import model_lanes
 from tests.scoring.layouts.reference_scores import largest_error, policy_of, random_sequences, the_plain_way, the_way_of
 
 
@@ -47,4 +47,4 @@ def test_stretches_change_no_result(monkeypatch: pytest.MonkeyPatch, grad_checkp
     monkeypatch.setattr("clotho.scoring.layouts.shared_prefix.PASS_COST", 1)
     policy = policy_of("qwen3", grad_checkpoint=grad_checkpoint)
     found = the_way_of("shared", policy, random_sequences(shapes), budget=1000)
-    assert largest_error(the_plain_way(policy_of("qwen3"), random_sequences(shapes)), found) < lanes.rtol(1e-5)
+    assert largest_error(the_plain_way(policy_of("qwen3"), random_sequences(shapes)), found) < model_lanes.rtol(1e-5)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from clotho.config.sections_training import LearnerSection
+from clotho.settings.learner import LearnerSection
 from clotho.training.objectives.contract import Objective, ObjectiveInputs
 
 OLD_LOGP = -2.0

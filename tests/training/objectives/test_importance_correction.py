@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.config.objectives import RejectGeometricCorrection, RejectSequenceCorrection
+from clotho.settings.objectives import RejectGeometricCorrection, RejectSequenceCorrection
 from clotho.training.objectives.importance_correction import (
     CORRECTIONS,
     correction_weights,

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.config.objectives import Custom
-from clotho.config.sections_training import LearnerSection
+from clotho.settings.learner import LearnerSection
+from clotho.settings.objectives import Custom
 from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.registry import OBJECTIVES as FUNCTIONS
 from clotho.training.objectives.registry import objective

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from clotho.config.sections_training import LearnerSection
+from clotho.settings.learner import LearnerSection
 from clotho.training.objectives.contract import Objective
 from clotho.training.objectives.importance_correction import truncate
 from clotho.training.objectives.token_level import (

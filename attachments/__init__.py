@@ -1,0 +1,1 @@
+"""What a run can lack: every folder can be deleted, with its tests."""

@@ -1,0 +1,1 @@
+"""Many adapters at once: kept in banks, loaded by name, and served beside the policy."""

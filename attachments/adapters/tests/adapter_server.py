@@ -1,0 +1,105 @@
+"""An engine with adapters, its compute thread, and an HTTP server that loads adapters for clients."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+from msgspec.structs import replace
+
+from attachments.adapters.adapter_store import AdapterStore
+from attachments.adapters.tests.adapter_models import write_mlx_adapter
+from clotho.inference.engine import DecodeEngine
+from clotho.lanes.compute_thread import Compute
+from clotho.lanes.sampling_client import Sampler
+from clotho.serving.server import ApiServer
+from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
+from clotho.settings.engine import EngineSection
+from clotho.settings.server import AdaptersSection, HttpServer
+from protocols.sampling import SampleRequest, Sampling
+from protocols.step import WeightsReady
+from tests.small_models import tiny, tiny_source
+from training_run.serving import ServingState, served_adapters
+
+
+def write_root(directory: Path) -> Path:
+    """Write adapters below `root`, and one beside it; return the root."""
+    model = tiny("qwen3", vocab_size=257)
+    write_mlx_adapter(directory / "outside", model, seed=9)
+    write_mlx_adapter(directory / "root" / "a", model, rank=4, seed=1)
+    write_mlx_adapter(directory / "root" / "nested" / "b", model, rank=8, seed=2)
+    return directory / "root"
+
+
+def base_weights() -> WeightsReady:
+    """Return the version of the base model."""
+    return WeightsReady(version=0, step=0, fingerprint="base")
+
+
+MODEL = ServedModel(id="models/base", aliases=frozenset({"policy"}), root="models/base", weights=base_weights)
+
+
+class Served:
+    """An engine with its compute thread, and a registry of adapters below a root."""
+
+    def __init__(self, root: str, limits: AdaptersSection) -> None:
+        self.compute = Compute(decode_share=0.5, slots=2)
+        self.compute.start()
+        source = self.compute.decode.submit(lambda: tiny_source("qwen3")).result()
+        self.settings = HttpServer(port=0, shutdown_seconds=1.0, adapters=replace(limits, root=root))
+        self.source = source
+        self.store = self.compute.decode.submit(lambda: AdapterStore(source.model, limits)).result()
+        self.engine = self.compute.decode.submit(lambda: DecodeEngine(source, EngineSection(), self.store)).result()
+        self.compute.decode.attach(self.engine)
+        unscored: Any = None  # prompts are not scored
+        self.state = ServingState(
+            self.compute,
+            self.engine,
+            served=unscored,
+            scorer=unscored,
+            settings=EngineSection(),
+            children=dict,
+        )
+        self.registry = self.state.registry(self.settings, [MODEL])
+        self.sampler = Sampler(self.compute.decode.submit, self.engine)
+
+    async def sample(self, weights: str, seed: int = 0) -> tuple[int, ...]:
+        """Return the tokens of a completion."""
+        sampling = Sampling(max_tokens=8, ignore_eos=True)
+        request = SampleRequest(prompt=(1, 2, 3), sampling=sampling, seeds=(seed,), weights=weights)
+        return (await self.sampler.complete(request))[0].tokens
+
+    def context(self) -> ServerContext:
+        """Return the server's interface."""
+        return ServerContext(
+            models=lambda: (MODEL, *served_adapters(self.registry.loaded.values(), MODEL.id)),
+            adapters=self.registry,
+            sampler=self.sampler,
+            tokenizer=self.source.tokenizer,
+            settings=self.settings,
+            sampling=Sampling(max_tokens=16),
+            prompt_logprobs=self.state.score,
+            weights=base_weights,
+            health=lambda: HealthReport(status="ok"),
+            snapshot=RunSnapshot,
+            context_length=self.source.context_length,
+            vocab_size=self.source.vocab_size,
+        )
+
+
+@asynccontextmanager
+async def serving_adapters(root: str, limits: AdaptersSection) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
+    """Serve adapters below a root over HTTP."""
+    served = Served(root, limits)
+    try:
+        async with anyio.create_task_group() as tasks:
+            url = await tasks.start(ApiServer(served.context()).run)
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                yield served, client
+            tasks.cancel_scope.cancel()
+    finally:
+        served.compute.stop()

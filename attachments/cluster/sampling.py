@@ -1,0 +1,102 @@
+"""The servers of a run whose rollouts are sampled by workers on a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from anyio.to_thread import run_sync
+
+from attachments.cluster.messages import WorkerSettings
+from attachments.cluster.published_weights import PublishedWeights
+from attachments.cluster.ray_worker import RayWorker
+from attachments.remote.attachment import RayCluster
+from attachments.remote.messages import RolloutAnswer, ServedPolicy
+from attachments.remote.place import InferenceServer
+from attachments.remote.server import RemoteFailure, Traffic
+from attachments.remote.weights import Weights
+from clotho.lanes.sampling_client import GenerationError
+from protocols.sampling import SampleRequest
+from training_run.run import RunContext
+
+
+class RayWorkers:
+    """The workers of a cluster, as they join. The first call connects to the cluster."""
+
+    def __init__(self, context: RunContext, settings: RayCluster) -> None:
+        assert context.cluster is not None
+        self._connection = context.cluster
+        self._settings, self._run_id = settings, context.directory.run_id
+        profile = context.profile
+        self._worker = WorkerSettings(
+            model=profile.model,
+            policy=profile.policy,
+            sampling=profile.sampling,
+            engine=profile.engine,
+            monitor=profile.monitor,
+            seed=profile.seed,
+        )
+        start = Weights(ready=context.weights.value, parameters=context.policy_learner.parameters)
+        self._weights = PublishedWeights(self._connection.put, start=None if context.policy.keeps_base else start)
+
+    async def joined(self) -> Sequence[InferenceServer]:
+        """Return the workers that have joined since the last call.
+
+        Raises ProfileError without a cluster, and RemoteError if it has ended.
+        """
+        await self._connection.connect()
+        await run_sync(self._connection.check)
+        return [
+            RayWorker(
+                name,
+                actor,
+                weights=self._weights,
+                run_id=self._run_id,
+                timeout_seconds=self._settings.group_seconds,
+            )
+            for name, actor in await self._connection.new_workers(self._worker)
+        ]
+
+    async def close(self) -> None:
+        """Do nothing: the connection belongs to the run."""
+
+
+class LocalEngine:
+    """The decode engine of the run as one of the workers. The broadcaster replaces its weights."""
+
+    name, restarts = "local", False
+
+    def __init__(self, context: RunContext, layout: str, fingerprints: Mapping[int, str]) -> None:
+        """fingerprints: of the versions of this run."""
+        self.traffic = Traffic()
+        self._context, self._layout, self._fingerprints = context, layout, fingerprints
+
+    async def served(self) -> ServedPolicy:
+        """Return the policy that the run serves."""
+        weights, policy = self._context.weights.value, self._context.policy
+        return ServedPolicy(
+            version=weights.version,
+            step=weights.step,
+            fingerprint=weights.fingerprint,
+            run_id=self._context.directory.run_id,
+            layout=self._layout,
+            vocab_size=policy.vocab_size,
+            context_length=policy.context_length,
+        )
+
+    async def push(self, weights: Weights) -> ServedPolicy:
+        """Wait until the run serves the weights."""
+        await self._context.weights.wait_until(lambda ready: ready.version >= weights.ready.version)
+        return await self.served()
+
+    async def sample(self, request: SampleRequest) -> RolloutAnswer:
+        """Return one completion per seed. Raises RequestError if the engine refuses the request."""
+        try:
+            completions = await self._context.sampler.complete(request)
+        except GenerationError as error:
+            raise RemoteFailure(str(error)) from error
+        versions = {version for completion in completions for version in completion.versions}
+        known = {version: self._fingerprints[version] for version in versions if version in self._fingerprints}
+        return RolloutAnswer(completions=tuple(completions), fingerprints=known)
+
+    async def close(self) -> None:
+        """Do nothing: the engine belongs to the run."""

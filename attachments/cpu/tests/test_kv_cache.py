@@ -1,0 +1,44 @@
+"""The KV cache of the host path: free columns are used before it grows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from attachments.cpu.decoder import HostDecoder
+from attachments.cpu.kv_cache import HostKVCache
+from clotho.inference.rows import PrefilledPrompt
+
+DECODER = cast(HostDecoder, SimpleNamespace(depth=1, key_shape=(1, 4)))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "column", "tokens", "has_room"),
+    [(0, 0, 0, False), (8, 2, 3, False), (8, 3, 3, True), (8, 4, 3, True)],
+)
+def test_a_prompt_fits_to_the_left_of_the_current_column(
+    capacity: int, column: int, tokens: int, *, has_room: bool
+) -> None:
+    """Into columns that exist: an empty cache has none."""
+    cache = HostKVCache(DECODER, rows=2)
+    cache.capacity, cache.column = capacity, column
+    prompt = PrefilledPrompt(rows=1, tokens=tokens, state=None, reserved=8)
+    assert cache.has_room([prompt]) is has_room
+
+
+@pytest.mark.parametrize("slots", [[1, 0, 2, 3], [0, 2, 3], [3, 2, 1, 0], [0, 1]])
+def test_rows_keep_their_columns_in_whatever_order_they_are_taken(slots: list[int]) -> None:
+    """Slots whose place does not change lie before, between and behind those that move."""
+    cache = HostKVCache(DECODER, rows=4)
+    positions_B = np.full(4, 2, dtype=np.int32)
+    cache.make_room(positions_B, np.zeros(4, dtype=np.bool_), [PrefilledPrompt(1, 2, None, 8)])
+    for slot in range(4):
+        keys = mx.full((1, 1, 2, 4), float(slot))
+        cache.enter([slot], PrefilledPrompt(1, 2, ((keys, keys),), 8))
+    cache.take(slots, positions_B[slots])
+    found = [cache.state(row, 2)[0][0] for row in range(len(slots))]
+    assert [np.unique(np.array(keys)).tolist() for keys in found] == [[float(slot)] for slot in slots]

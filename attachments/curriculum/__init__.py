@@ -1,0 +1,1 @@
+"""Problems chosen by their success rates."""

@@ -1,0 +1,1 @@
+"""Dialects of the HTTP API: SGLang, vLLM, TRL, tokens, and `/v1/responses`."""

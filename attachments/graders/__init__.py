@@ -1,0 +1,1 @@
+"""Graders with a dependency: a model as judge, and math-verify."""

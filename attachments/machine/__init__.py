@@ -1,0 +1,1 @@
+"""The machine under a run: its resources, memory pressure and macOS settings."""

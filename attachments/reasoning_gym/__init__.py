@@ -1,0 +1,1 @@
+"""Problems that Reasoning Gym generates, and their rewards."""

@@ -1,0 +1,1 @@
+"""Tool calls, reasoning and structured outputs of the chat API."""

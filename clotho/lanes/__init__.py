@@ -1,0 +1,1 @@
+"""Lanes of computation: threads with a stream of MLX each, their arbiter, and access from the event loop."""

@@ -1,0 +1,1 @@
+"""Settings of what the library computes, as frozen structs with bounds."""

@@ -1,0 +1,309 @@
+"""Sections of a profile about training: the learner, the replay buffer and collapse detection."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Struct
+
+from clotho.settings.bounds import (
+    AboveOne,
+    Absent,
+    Fraction,
+    FractionBelowOne,
+    NonNegative,
+    NonNegativeFloat,
+    Off,
+    Positive,
+    PositiveFloat,
+    PositiveFraction,
+    Variant,
+    about,
+)
+from clotho.settings.objectives import Grpo, Objective
+
+Estimator = Literal["k1", "k2", "k3", "abs"]
+Layout = Literal["auto", "padded", "packed", "shared"]
+Priority = Literal["advantage", "recency"]
+EntropyCoefficient = Annotated[NonNegativeFloat, about("Entropy coefficient at the first update.")]
+Beta1 = Annotated[FractionBelowOne, about("Decay of the moving average of the gradient.")]
+Beta2 = Annotated[FractionBelowOne, about("Decay of the moving average of the squared gradient.")]
+Epsilon = Annotated[PositiveFloat, about("Constant added to the root of the average squared gradient.")]
+Momentum = Annotated[FractionBelowOne, about("Share of the accumulated gradient that each step keeps.")]
+
+
+class OptimizerSettings(Variant, frozen=True, kw_only=True):
+    """The settings that every optimizer has."""
+
+    learning_rate: Annotated[PositiveFloat, about("Highest learning rate; Lion needs a tenth of AdamW's.")] = 1e-5
+    weight_decay: Annotated[NonNegativeFloat, about("Decoupled weight decay per unit of step size.")] = 0.0
+
+
+class AdamW(OptimizerSettings, frozen=True, kw_only=True, tag="adamw"):
+    """AdamW with bias correction (arXiv:1711.05101)."""
+
+    beta1: Beta1 = 0.9
+    beta2: Beta2 = 0.99
+    epsilon: Epsilon = 1e-8
+
+
+class Adafactor(OptimizerSettings, frozen=True, kw_only=True, tag="adafactor"):
+    """Adafactor with a factored second moment and no momentum (arXiv:1804.04235)."""
+
+
+class Lion(OptimizerSettings, frozen=True, kw_only=True, tag="lion"):
+    """Lion, which steps by the sign of an average of gradients (arXiv:2302.06675)."""
+
+    beta1: Beta1 = 0.9
+    beta2: Beta2 = 0.99
+
+
+class Muon(OptimizerSettings, frozen=True, kw_only=True, tag="muon"):
+    """Muon for hidden matrices and AdamW for all other parameters."""
+
+    momentum: Momentum = 0.9
+    beta1: Beta1 = 0.9
+    beta2: Beta2 = 0.99
+    epsilon: Epsilon = 1e-8
+
+
+class Sgd(OptimizerSettings, frozen=True, kw_only=True, tag="sgd"):
+    """Stochastic gradient descent with momentum."""
+
+    momentum: Momentum = 0.9
+
+
+Optimizer = AdamW | Adafactor | Lion | Muon | Sgd
+
+
+class ScheduleSettings(Variant, frozen=True, kw_only=True):
+    """The settings that every schedule has."""
+
+    warmup_steps: Annotated[NonNegative, about("Steps of the linear rise of the learning rate.")] = 0
+
+
+class ConstantSchedule(ScheduleSettings, frozen=True, kw_only=True, tag="constant"):
+    """The learning rate stays constant after the warm-up."""
+
+
+class DecaySchedule(ScheduleSettings, frozen=True, kw_only=True):
+    """A schedule whose learning rate falls after the warm-up."""
+
+    min_learning_rate: Annotated[NonNegativeFloat, about("Learning rate one step after the last.")] = 0.0
+
+
+class LinearSchedule(DecaySchedule, frozen=True, kw_only=True, tag="linear"):
+    """The learning rate falls linearly after the warm-up."""
+
+
+class CosineSchedule(DecaySchedule, frozen=True, kw_only=True, tag="cosine"):
+    """The learning rate falls along half a cosine after the warm-up."""
+
+
+Schedule = ConstantSchedule | LinearSchedule | CosineSchedule
+
+
+class EssStepScale(Variant, frozen=True, kw_only=True, tag="ess"):
+    """A power of the effective sample size of completions scales the learning rate of each step (arXiv:2602.17616)."""
+
+    exponent: Annotated[PositiveFloat, about("Exponent; 0.5 suits adaptive optimizers, 1 suits sgd.")] = 0.5
+    base: Annotated[PositiveFraction, about("Effective sample size from which on the learning rate is not scaled.")] = (
+        1.0
+    )
+
+
+StepScale = Absent | EssStepScale
+
+
+class BaseReference(Variant, frozen=True, kw_only=True, tag="base"):
+    """The base model, without adapter."""
+
+
+class SnapshotReference(Variant, frozen=True, kw_only=True, tag="snapshot"):
+    """A snapshot of the policy."""
+
+    interval: Annotated[NonNegative, about("Updates between two snapshots; 0 keeps the first.")] = 0
+
+
+class AverageReference(Variant, frozen=True, kw_only=True, tag="average"):
+    """An exponential moving average of the policy."""
+
+    decay: Annotated[float, about("Share that the average keeps per update.", gt=0.0, lt=1.0)] = 0.99
+
+
+class EnvironmentReference(Variant, frozen=True, kw_only=True, tag="environment"):
+    """The reference policy of the environment; its log-probabilities are part of the groups."""
+
+
+Reference = BaseReference | SnapshotReference | AverageReference | EnvironmentReference
+
+
+class FixedCoefficient(Variant, frozen=True, kw_only=True, tag="fixed"):
+    """The coefficient of the KL penalty stays constant."""
+
+
+class AdaptiveCoefficient(Variant, frozen=True, kw_only=True, tag="adaptive"):
+    """The coefficient of the KL penalty follows the measured divergence (arXiv:1909.08593)."""
+
+    target: Annotated[PositiveFloat, about("Divergence from the reference to aim at, in nats per token.")]
+    horizon: Annotated[Positive, about("Number of updates over which the coefficient adapts.")] = 100
+
+
+Control = Annotated[FixedCoefficient | AdaptiveCoefficient, about("Whether the KL coefficient adapts.")]
+
+
+class KLPenalty(Variant, frozen=True, kw_only=True):
+    """A penalty for the divergence from a reference policy."""
+
+    coef: Annotated[PositiveFloat, about("Coefficient of the KL penalty.")] = 0.04
+    estimator: Annotated[Estimator, about("KL estimator per token; k2, half the squared log-ratio, is mse.")] = "k3"
+    control: Control = FixedCoefficient()
+    reference: Annotated[Reference, about("Reference policy of the KL penalty.")] = BaseReference()
+
+
+class LossKLPenalty(KLPenalty, frozen=True, kw_only=True, tag="loss"):
+    """The KL penalty is added to the loss."""
+
+    importance_weighted: Annotated[bool, about("Weight the estimate by the importance ratio.")] = False
+
+
+class RewardKLPenalty(KLPenalty, frozen=True, kw_only=True, tag="reward"):
+    """The KL penalty is subtracted from the reward."""
+
+
+class FixedEntropyBonus(Variant, frozen=True, kw_only=True, tag="fixed"):
+    """An entropy bonus whose coefficient is constant or decays."""
+
+    coef: EntropyCoefficient
+    decay: Annotated[PositiveFraction, about("Factor of the entropy coefficient per update.")] = 1.0
+
+
+class AdaptiveEntropyBonus(Variant, frozen=True, kw_only=True, tag="adaptive"):
+    """An entropy bonus whose coefficient follows the measured entropy (arXiv:2505.22312)."""
+
+    coef: EntropyCoefficient = 0.0
+    target: Annotated[PositiveFloat, about("Entropy in nats per token below which the coefficient rises.")]
+    step: Annotated[PositiveFloat, about("Change of the entropy coefficient per update.")] = 1e-4
+
+
+AnyKLPenalty = Absent | LossKLPenalty | RewardKLPenalty
+EntropyBonus = Absent | FixedEntropyBonus | AdaptiveEntropyBonus
+
+
+class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The policy update."""
+
+    objective: Annotated[Objective, about("Objective of the learner: the loss that it minimizes.")] = Grpo()
+    optimizer: Annotated[Optimizer, about("Optimizer that turns gradients into steps.")] = AdamW()
+    schedule: Annotated[Schedule, about("Learning rate after the warm-up.")] = CosineSchedule()
+    step_scale: Annotated[StepScale, about("Scale of the learning rate for stale rollouts.")] = Absent()
+    kl_penalty: Annotated[AnyKLPenalty, about("Penalty for the divergence from a reference.")] = Absent()
+    entropy_bonus: Annotated[EntropyBonus, about("Bonus for the policy's entropy.")] = Absent()
+    distillation_weight: Annotated[NonNegativeFloat, about("Coefficient of the cross-entropy with a teacher.")] = 0.0
+    batch_size: Annotated[Positive, about("Number of prompts (groups) per update.")] = 16
+    update_epochs: Annotated[Positive, about("Number of passes over each batch.")] = 1
+    num_minibatches: Annotated[Positive, about("Number of optimizer steps per pass over the batch.")] = 1
+    micro_batch_tokens: Annotated[Positive, about("Padded tokens per forward and backward pass.")] = 1024
+    max_turn_ms: Annotated[NonNegativeFloat, about("Longest turn of updates and prefill in ms; 0: no limit.")] = 250.0
+    layout: Annotated[Layout, about("Rows of a micro-batch; shared: one prompt; auto: padded or shared.")] = "auto"
+    max_grad_norm: Annotated[NonNegativeFloat, about("Limit on the gradient's norm; 0 means none.")] = 1.0
+    lora_plus: Annotated[float, about("Factor of the B matrices' learning rate (LoRA+).", ge=1.0)] = 1.0
+    max_staleness: Annotated[
+        NonNegative | None,
+        about("Groups that are more versions old are discarded; none: 2 x max_batches_ahead."),
+    ] = None
+    max_bad_steps: Annotated[Positive, about("Limit of non-finite updates in a row; then the run ends.")] = 5
+    max_failed_batches: Annotated[
+        NonNegative, about("Batches in a row in which a reward fails for every group; then the run ends. 0: no limit.")
+    ] = 3
+    max_equal_batches: Annotated[
+        NonNegative, about("Batches in a row of groups with equal rewards; then the run ends. 0: no limit.")
+    ] = 20
+
+    @property
+    def reference(self) -> Reference | None:
+        """The reference policy of the KL penalty; None without a penalty."""
+        return None if isinstance(self.kl_penalty, Absent) else self.kl_penalty.reference
+
+
+class UniformReplay(Variant, frozen=True, kw_only=True, tag="uniform"):
+    """Groups are sampled at random."""
+
+
+class ReplayPriority(Variant, frozen=True, kw_only=True):
+    """Groups are preferred by a priority."""
+
+    priority: Annotated[Priority, about("Priority of a group: its mean |advantage|, or its age.")] = "advantage"
+
+
+class PriorityReplay(ReplayPriority, frozen=True, kw_only=True, tag="priority"):
+    """The groups with the highest priority are replayed."""
+
+
+class WeightedReplay(ReplayPriority, frozen=True, kw_only=True, tag="weighted"):
+    """Groups are sampled in proportion to priority ** exponent."""
+
+    exponent: Annotated[PositiveFloat, about("Exponent of the priority in weighted sampling.")] = 1.0
+
+
+ReplaySampling = UniformReplay | PriorityReplay | WeightedReplay
+
+
+class BufferedReplay(Variant, frozen=True, kw_only=True, tag="buffer"):
+    """Groups are kept after an update and trained on again."""
+
+    capacity: Annotated[Positive, about("Number of groups that the replay buffer keeps.")] = 64
+    groups: Annotated[Positive, about("Number of replayed groups that are added to each update.")] = 4
+    sampling: Annotated[ReplaySampling, about("How replayed groups are chosen.")] = UniformReplay()
+    max_age: Annotated[Positive, about("Age in policy versions at which a group leaves the buffer.")] = 16
+
+
+ReplaySection = Annotated[Off | BufferedReplay, about("Groups that are trained on more than once.")]
+
+
+class CollapseChecks(Variant, frozen=True, kw_only=True):
+    """Signs of a collapsing policy or of reward hacking."""
+
+    patience: Annotated[Positive, about("Bad updates in a row until a collapse; one at 5 x update_kl_high.")] = 2
+    window: Annotated[Positive, about("Healthy updates whose median is the normal value of a statistic.")] = 5
+    update_kl_high: Annotated[PositiveFloat, about("Highest KL divergence of one update, in nats per token.")] = 0.1
+    ess_low: Annotated[Fraction, about("Lower limit on the effective sample size, as a fraction of the tokens.")] = 0.3
+    kl_high: Annotated[PositiveFloat, about("Highest divergence from the reference, in nats per token.")] = 2.0
+    reward_drop: Annotated[PositiveFraction, about("Largest drop of the mean reward, relative to its range.")] = 0.3
+    entropy_low: Annotated[FractionBelowOne, about("Lowest entropy, relative to its highest normal value.")] = 0.01
+    entropy_high: Annotated[AboveOne, about("Highest entropy, relative to its lowest normal value.")] = 4.0
+    length_high: Annotated[AboveOne, about("Highest mean completion length, relative to its normal value.")] = 4.0
+    truncated_high: Annotated[PositiveFraction, about("Largest rise of the fraction of truncated completions.")] = 0.3
+    empty_format_high: Annotated[PositiveFraction, about("Largest rise of the share with only a format reward.")] = 0.35
+
+
+class WarnOnCollapse(CollapseChecks, frozen=True, kw_only=True, tag="warn"):
+    """A collapse is logged as a warning."""
+
+
+class StopOnCollapse(CollapseChecks, frozen=True, kw_only=True, tag="stop"):
+    """A collapse ends the run."""
+
+
+class RollBackOnCollapse(CollapseChecks, frozen=True, kw_only=True, tag="rollback"):
+    """After a collapse, the run returns to the last healthy policy with a smaller learning rate."""
+
+    rollback_rate: Annotated[PositiveFraction, about("Factor of the learning rate after a rollback.")] = 0.3
+    max_rollbacks: Annotated[Positive, about("The run ends at the collapse after these rollbacks.")] = 3
+
+
+CollapseSection = Annotated[
+    Off | WarnOnCollapse | StopOnCollapse | RollBackOnCollapse, about("Response to a collapse or to reward hacking.")
+]
+
+
+class DistributedSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The ranks of a data-parallel learner, which mlx.launch starts. No effect on a run of one process."""
+
+    hang_seconds: Annotated[PositiveFloat, about("A rank that gives no sign of life for so long is lost.")] = 8.0
+    collective_seconds: Annotated[PositiveFloat, about("Time in which the ranks must add 8 MB of gradients.")] = 10.0
+    share_seconds: Annotated[PositiveFloat, about("Time for the share of a rank after that of rank 0.")] = 120.0
+    restarts: Annotated[NonNegative, about("How often ranks are started again after one was lost.")] = 5
+    shares: Annotated[
+        tuple[PositiveFloat, ...], about("Relative work of each rank, rank 0 first; empty: all ranks get the same.")
+    ] = ()

@@ -1,0 +1,271 @@
+"""The objectives of the learner: one struct per objective, whose defaults are the values of its paper.
+
+The equations are in `clotho.training.objectives`. A new objective is a struct in the union `Objective` here, and a
+function there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import field
+
+from clotho.settings.bounds import (
+    Absent,
+    Fraction,
+    FractionBelowOne,
+    ModuleName,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    PositiveFraction,
+    Variant,
+    about,
+)
+
+Deviation = Literal["population", "sample"]
+GradientNorm = Literal["probabilities", "length", "exact"]
+WeightLow = Annotated[Fraction, about("Lower bound of the importance weight.")]
+WeightHigh = Annotated[float, about("Upper bound of the importance weight.", ge=1.0)]
+
+
+class NormalizedAdvantage(Variant, frozen=True, kw_only=True):
+    """An advantage that is divided by a standard deviation of rewards."""
+
+    deviation: Annotated[Deviation, about("Standard deviation with divisor n, or n - 1 for a sample.")] = "population"
+    epsilon: Annotated[PositiveFloat, about("Constant added to the standard deviation of rewards.")] = 1e-4
+
+
+class GroupAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, tag="group"):
+    """Rewards minus the mean of their group, divided by the standard deviation of their group."""
+
+
+class MeanAdvantage(Variant, frozen=True, kw_only=True, tag="mean"):
+    """Rewards minus the mean of their group."""
+
+
+class LeaveOneOutAdvantage(Variant, frozen=True, kw_only=True, tag="leave_one_out"):
+    """Each reward minus the mean of the other rewards of its group."""
+
+
+class BatchAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, tag="batch"):
+    """Rewards minus the mean of the batch, divided by the standard deviation of the batch."""
+
+
+class BatchCentredAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, tag="batch_centred"):
+    """Rewards minus the mean of their group, divided by the standard deviation over the batch."""
+
+
+class MaxRLAdvantage(Variant, frozen=True, kw_only=True, tag="max_rl"):
+    """Rewards minus the mean of their group, divided by the mean of their group (arXiv:2602.02710)."""
+
+
+class OptimalBaselineAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, tag="optimal_baseline"):
+    """Rewards minus a baseline of least variance, divided by the standard deviation of their group (VCPO)."""
+
+    gradient_norm: Annotated[
+        GradientNorm, about("Gradient norm of a completion: from its probabilities, from its length, or exact.")
+    ] = "probabilities"
+
+
+class EnvironmentAdvantage(Variant, frozen=True, kw_only=True, tag="environment"):
+    """Advantages per token, which every group must contain."""
+
+
+Normalized = GroupAdvantage | BatchAdvantage | BatchCentredAdvantage | OptimalBaselineAdvantage
+Other = MeanAdvantage | LeaveOneOutAdvantage | MaxRLAdvantage | EnvironmentAdvantage
+Advantage = Annotated[Normalized | Other, about("How advantages follow from rewards, if groups contain no advantages.")]
+
+
+class BoundedCorrection(Variant, frozen=True, kw_only=True):
+    """A correction by the ratio of the policy at the start of the batch to the rollout policy."""
+
+    low: WeightLow = 0.0
+    high: WeightHigh = 2.0
+
+
+class TruncateCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="truncate"):
+    """The importance weight of each token is clipped to its bounds (TIS)."""
+
+
+class MaskCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="mask"):
+    """Tokens whose importance weight is out of bounds are ignored; the others keep it (IcePop)."""
+
+    low: WeightLow = 0.5
+    high: WeightHigh = 5.0
+
+
+class TruncateSequenceCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="truncate_sequence"):
+    """The importance weight of each completion is clipped to its bounds."""
+
+
+class RejectSequenceCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="reject_sequence"):
+    """Completions whose importance weight is out of bounds are ignored."""
+
+
+class RejectGeometricCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="reject_geometric"):
+    """Completions are ignored if the geometric mean of their importance weights is out of bounds."""
+
+    low: WeightLow = 0.99
+    high: WeightHigh = 1.01
+
+
+TokenCorrection = TruncateCorrection | MaskCorrection
+SequenceCorrection = TruncateSequenceCorrection | RejectSequenceCorrection | RejectGeometricCorrection
+Correction = Annotated[
+    Absent | TokenCorrection | SequenceCorrection, about("Correction of the mismatch with the rollout policy.")
+]
+
+
+class LinearOverlongPenalty(Variant, frozen=True, kw_only=True, tag="linear"):
+    """A penalty that grows linearly over the last tokens before `sampling.max_tokens` (DAPO, section 3.4)."""
+
+    buffer: Annotated[Positive, about("Number of tokens over which the overlong penalty grows.")]
+    max_penalty: Annotated[PositiveFloat, about("Penalty at the length sampling.max_tokens.")] = 1.0
+
+
+OverlongPenalty = Annotated[Absent | LinearOverlongPenalty, about("Penalty near sampling.max_tokens.")]
+AnyMean = Literal["token_mean", "sequence_mean", "token_sum", "group_mean"]
+Aggregation = Annotated[AnyMean, about("Mean of token losses by token, sequence, sampling.max_tokens or group.")]
+Denominator = Literal["sampler", "batch_start", "batch_start_interpolated"]
+RatioReference = Annotated[Denominator, about("Denominator of the importance ratio; interpolated: an approximation.")]
+ClipLow = Annotated[PositiveFraction, about("Lower end of the clip range: 1 - clip_low (dppo_tv: a probability).")]
+ClipHigh = Annotated[PositiveFloat, about("Upper end of the clip range: 1 + clip_high (dppo_tv: a probability).")]
+MaxRatio = Annotated[NonNegativeFloat, about("Most groups per update, in batches; 0 disables dynamic sampling.")]
+
+
+class ObjectiveSettings(Variant, frozen=True, kw_only=True):
+    """The settings that every objective has."""
+
+    advantage: Advantage = GroupAdvantage()
+    loss_aggregation: Aggregation = "sequence_mean"
+    overlong_penalty: OverlongPenalty = Absent()
+    mask_truncated: Annotated[bool, about("Ignore completions that were truncated.")] = False
+    dynamic_sampling_max_ratio: MaxRatio = 0.0
+    outlier_low: Annotated[FractionBelowOne, about("Lowest learner-to-sampler ratio of completions; 0: none.")] = 0.0
+    outlier_high: Annotated[NonNegativeFloat, about("Highest learner-to-sampler ratio of completions; 0: none.")] = 0.0
+    off_policy_mask: Annotated[
+        NonNegativeFloat, about("Limit in nats of mean log(sampler / learner) for negative advantages; 0: none.")
+    ] = 0.0
+
+
+class RatioObjective(ObjectiveSettings, frozen=True, kw_only=True):
+    """An objective with a choice of what its importance ratio is measured against."""
+
+    ratio_reference: RatioReference = "sampler"
+    importance_correction: Correction = Absent()
+
+
+class ClippedObjective(RatioObjective, frozen=True, kw_only=True):
+    """An objective with the clipped surrogate of PPO."""
+
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
+    dual_clip: Annotated[NonNegativeFloat, about("Limit of the loss, x |A|, at a negative advantage A; 0: none.")] = 0.0
+
+
+class Grpo(ClippedObjective, frozen=True, kw_only=True, tag="grpo"):
+    """Group Relative Policy Optimization (arXiv:2402.03300)."""
+
+
+class DrGrpo(ClippedObjective, frozen=True, kw_only=True, tag="dr_grpo"):
+    """GRPO without division by the standard deviation and by the length (arXiv:2503.20783)."""
+
+    advantage: Advantage = MeanAdvantage()
+    loss_aggregation: Aggregation = "token_sum"
+
+
+class Bnpo(ClippedObjective, frozen=True, kw_only=True, tag="bnpo"):
+    """GRPO normalized by the tokens of the batch (TRL's loss type bnpo)."""
+
+    loss_aggregation: Aggregation = "token_mean"
+
+
+class Dapo(ClippedObjective, frozen=True, kw_only=True, tag="dapo"):
+    """Decoupled clip and dynamic sampling (arXiv:2503.14476)."""
+
+    loss_aggregation: Aggregation = "token_mean"
+    clip_high: ClipHigh = 0.28
+    dynamic_sampling_max_ratio: MaxRatio = 4.0
+
+
+class Gspo(ClippedObjective, frozen=True, kw_only=True, tag="gspo"):
+    """Group Sequence Policy Optimization: one ratio per completion (arXiv:2507.18071)."""
+
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
+
+
+class GspoToken(ClippedObjective, frozen=True, kw_only=True, tag="gspo_token"):
+    """GSPO for advantages that differ from token to token (arXiv:2507.18071)."""
+
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
+
+
+class Cispo(RatioObjective, frozen=True, kw_only=True, tag="cispo"):
+    """Policy gradient with a clipped importance weight (arXiv:2506.13585)."""
+
+    loss_aggregation: Aggregation = "token_mean"
+    clip_low: ClipLow = 1.0
+    clip_high: ClipHigh = 4.0
+
+
+class Rloo(ClippedObjective, frozen=True, kw_only=True, tag="rloo"):
+    """REINFORCE leave-one-out with one ratio per completion (arXiv:2402.14740)."""
+
+    advantage: Advantage = LeaveOneOutAdvantage()
+
+
+class Reinforce(RatioObjective, frozen=True, kw_only=True, tag="reinforce"):
+    """The policy gradient without a clip range (Williams, 1992)."""
+
+    advantage: Advantage = MeanAdvantage()
+    loss_aggregation: Aggregation = "token_mean"
+    ratio_reference: RatioReference = "batch_start"
+    importance_correction: Correction = TruncateCorrection()
+
+
+class ReinforcePlusPlus(ClippedObjective, frozen=True, kw_only=True, tag="reinforce_plus_plus"):
+    """REINFORCE++ with advantages normalized over the batch (arXiv:2501.03262)."""
+
+    advantage: Advantage = BatchCentredAdvantage()
+    loss_aggregation: Aggregation = "token_mean"
+
+
+class PpoDecoupled(ClippedObjective, frozen=True, kw_only=True, tag="ppo_decoupled"):
+    """PPO with a clip range around the batch-start policy and an importance weight for staleness (arXiv:2505.24298)."""
+
+    loss_aggregation: Aggregation = "token_mean"
+    ratio_reference: RatioReference = "batch_start"
+    importance_correction: Correction = MaskCorrection(low=0.0, high=5.0)
+
+
+class DppoTv(ObjectiveSettings, frozen=True, kw_only=True, tag="dppo_tv"):
+    """Divergence PPO: a trust region in probabilities instead of ratios (arXiv:2602.04879)."""
+
+    advantage: Advantage = MeanAdvantage()
+    loss_aggregation: Aggregation = "token_mean"
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
+    quadratic_kl: Annotated[NonNegativeFloat, about("Coefficient of the squared log-ratio.")] = 1e-3
+
+
+class Sapo(RatioObjective, frozen=True, kw_only=True, tag="sapo"):
+    """Soft Adaptive Policy Optimization: a sigmoid instead of a clip range (arXiv:2511.20347)."""
+
+    sapo_tau_pos: Annotated[PositiveFloat, about("Sigmoid temperature for positive advantages.")] = 1.0
+    sapo_tau_neg: Annotated[PositiveFloat, about("Sigmoid temperature for other advantages.")] = 1.05
+
+
+class Custom(ClippedObjective, frozen=True, kw_only=True, tag="custom"):
+    """A function of your own, `objective(logp_N, tokens, settings) -> PolicyLoss`."""
+
+    function: Annotated[ModuleName, about("Objective as module:function.", title="module:function")]
+    options: Annotated[dict[str, Any], about("Settings that the function reads as settings.options.")] = field(
+        default_factory=dict
+    )
+
+
+PaperObjective = Grpo | DrGrpo | Bnpo | Dapo | Gspo | GspoToken | Cispo | Rloo | Reinforce | ReinforcePlusPlus
+Objective = PaperObjective | PpoDecoupled | DppoTv | Sapo | Custom

@@ -1,0 +1,55 @@
+"""Settings of the HTTP server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Struct
+
+from clotho.settings.bounds import NonNegativeFloat, Off, Positive, PositiveFloat, Variant, about
+
+ToolParser = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral"]
+
+
+ReasoningParser = Literal["auto", "off"]
+
+
+class AdaptersSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """LoRA adapters that clients may load."""
+
+    root: Annotated[str, about("Directory of adapters that clients may load; empty: clients load none.")] = ""
+    max_loaded: Annotated[Positive, about("Adapters that are loaded at once; the least recently used leave.")] = 16
+    max_bytes: Annotated[Positive, about("Size of all loaded adapters in float32, in bytes.")] = 1_073_741_824
+    max_rank: Annotated[Positive, about("Maximum rank of an adapter.")] = 128
+
+
+class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
+    """The policy is served over HTTP during the run."""
+
+    host: Annotated[str, about("Address that the HTTP server binds.")] = "127.0.0.1"
+    port: Annotated[int, about("Port of the HTTP server; 0 takes any free port.", ge=0, le=65535)] = 8000
+    api_key: Annotated[str, about("API key of clients; required unless the host is a loopback address.")] = ""
+    api_keys_file: Annotated[str, about("TOML file of API keys with names and limits; empty: none.")] = ""
+    model_name: Annotated[str, about("Name of the policy in /v1/models.")] = "policy"
+    max_queue_seconds: Annotated[NonNegativeFloat, about("Time until a request is admitted; 0: no limit.")] = 1200.0
+    max_answer_seconds: Annotated[
+        NonNegativeFloat, about("Time from the admission in which a request is answered; 0: no limit.")
+    ] = 3600.0
+    max_concurrent: Annotated[Positive, about("Requests that are processed at once; others wait.")] = 256
+    max_choices: Annotated[Positive, about("Maximum completions of a request: prompts times n.")] = 64
+    max_body_bytes: Annotated[Positive, about("Maximum size of a request body in bytes.")] = 4_194_304
+    body_seconds: Annotated[PositiveFloat, about("Time in which a request body must arrive.")] = 30.0
+    send_seconds: Annotated[PositiveFloat, about("Time after which a client that does not read is cut off.")] = 30.0
+    adapters: AdaptersSection = AdaptersSection()
+    shutdown_seconds: Annotated[PositiveFloat, about("Time in which running requests may finish at the end.")] = 10.0
+    accept_weights: Annotated[bool, about("Serve the weights that the training run of another process sends.")] = False
+    weights_root: Annotated[str, about("Directory of weights that a training run shares by path; empty: none.")] = ""
+    dashboard: Annotated[bool, about("Show the run to browsers, on the page at / of the server.")] = True
+    allow_pause: Annotated[bool, about("Clients may pause the decode engine, and with it the rollouts.")] = False
+    tool_parser: Annotated[ToolParser, about("Format of tool calls; auto: from the chat template.")] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser, about("Separation of <think> blocks from the content of a message: auto or off.")
+    ] = "auto"
+
+
+ServerSection = Annotated[Off | HttpServer, about("OpenAI-compatible HTTP server of the run.")]

@@ -1,0 +1,71 @@
+"""The state of a learner between two updates, as arrays: for checkpoints, and to return to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from clotho.models.parameters import Arrays, Parameters
+from clotho.settings.learner import LearnerSection
+from clotho.training import optimizers
+from clotho.training.objectives.loss import LossCoefficients
+from clotho.training.optimizers import OptimizerState
+
+SCALARS = "scalars"
+"""Name of the array that holds the scalars of the state, as the bits of float64."""
+
+
+class LearnerState(NamedTuple):
+    """What the learner carries from update to update besides the parameters.
+
+    loss_coefficients: of the KL penalty and the entropy bonus in the next update. rate_factor: factor of the learning
+    rate, below 1 after a rollback. updates: number of updates applied.
+    """
+
+    optimizer: OptimizerState
+    loss_coefficients: LossCoefficients
+    rate_factor: float = 1.0
+    updates: int = 0
+
+
+def state_arrays(state: LearnerState) -> Arrays:
+    """Name every array of the state: `optimizer.NAME` with the names of the optimizer's state, and `scalars`."""
+    scalars = np.array([*state.loss_coefficients, state.rate_factor, state.updates], dtype=np.float64)
+    named = {f"optimizer.{name}": array for name, array in optimizers.state_arrays(state.optimizer).items()}
+    return named | {SCALARS: mx.array(scalars.view(np.uint32))}
+
+
+def state_from_arrays(arrays: Mapping[str, mx.array], parameters: Arrays, settings: LearnerSection) -> LearnerState:
+    """Rebuild the state that `state_arrays` named, bit for bit.
+
+    parameters: the trainable parameters that the state belongs to. Raises ValueError if it does not fit them.
+    """
+    if SCALARS not in arrays:
+        raise ValueError(f"the learner's state does not fit: {SCALARS} is missing")
+    kl_beta, entropy_coef, rate_factor, updates = np.array(arrays[SCALARS]).view(np.float64).tolist()
+    optimizer = {name.removeprefix("optimizer."): array for name, array in arrays.items() if name != SCALARS}
+    return LearnerState(
+        optimizer=optimizers.state_from_arrays(optimizer, parameters, settings),
+        loss_coefficients=LossCoefficients(kl_beta, entropy_coef),
+        rate_factor=rate_factor,
+        updates=int(updates),
+    )
+
+
+class Snapshot(NamedTuple):
+    """The learner at one moment. The arrays are shared with other holders, because arrays never change.
+
+    reference: parameters of the reference policy, as `ReferencePolicy.arrays` names them.
+    """
+
+    parameters: Parameters
+    state: LearnerState
+    reference: Arrays
+
+
+def with_prefix(arrays: Mapping[str, mx.array], prefix: str) -> Arrays:
+    """Return the arrays whose names start with `prefix`, named without it."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}

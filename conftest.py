@@ -1,0 +1,186 @@
+"""Fixtures, markers and lanes of all tests. Loads the BLAS before any test imports MLX.
+
+Property tests of the fast set repeat the same 100 examples in every run. Those of the slow set draw 20,000 new examples
+in every run; a failure prints the example and a `@reproduce_failure` line.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+import structlog
+from hypothesis import HealthCheck, settings
+
+import attachments.cpu
+from attachments.cpu import computes_on_host, load_blas
+from tests import model_lanes
+from tests.extras import is_installed
+
+load_blas()
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile all modules
+os.environ.setdefault("MLX_ENABLE_TF32", "0")  # float32 products of recent GPUs have 11 significant bits otherwise
+
+structlog.configure(  # by default, an exception is shown with all local variables, which takes half a second
+    processors=[
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
+
+settings.register_profile(
+    "repeatable",
+    max_examples=100,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+settings.load_profile("repeatable")
+settings.register_profile(
+    "many", settings.get_profile("repeatable"), max_examples=20_000, derandomize=False, print_blob=True
+)
+
+LIMIT_SECONDS = 600.0
+"""How long a fast test may take. No test depends on it: a test that hangs is named instead of stopping the suite."""
+
+STANDARD_ERROR = pytest.StashKey[TextIO]()
+"""Standard error of the process, which pytest replaces while a test runs."""
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Run asynchronous tests on asyncio, as the program does."""
+    return "asyncio"
+
+
+@pytest.fixture
+def device_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute as on a GPU: without the kernels of the CPU backend."""
+    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that chooses a lane for all tests."""
+    names = [name for name in model_lanes.LANES if name != model_lanes.DEFAULT.name]
+    parser.addoption(
+        "--lane", choices=names, help="Run the tests that compute in this lane only (tests/model_lanes.py)."
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_are_not_ignored() -> None:
+    """Restore signals that tests inherit as ignored: SIGHUP under `nohup`, SIGINT in the background of a script."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Enter the lane of `--lane`, also for fixtures that several tests share."""
+    config.stash[STANDARD_ERROR] = os.fdopen(os.dup(2), "w")
+    if name := config.getoption("--lane"):
+        model_lanes.choose(model_lanes.LANES[name])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Repeat the tests marked `lanes` in the lanes of their mark, or in all, without `--lane`."""
+    marker = metafunc.definition.get_closest_marker("lanes")
+    if marker and not metafunc.config.getoption("--lane"):
+        names = [model_lanes.DEFAULT.name, *marker.args] if marker.args else list(model_lanes.LANES)
+        metafunc.parametrize("lane", names, indirect=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the process of a fast test that takes longer than its limit, with the stacks of all threads."""
+    if item.get_closest_marker("slow") is None:
+        faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=item.config.stash[STANDARD_ERROR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without garbage collections, and exclude the collected tests from later ones: they stay in use.
+
+    mlx-lm does not import wandb meanwhile, which takes a second; the program hides it too.
+    """
+    gc.disable()
+    modules: dict[str, object] = sys.modules  # type: ignore[assignment]
+    modules["wandb"] = None
+    try:
+        return (yield)
+    finally:
+        del modules["wandb"]
+        gc.enable()
+        gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runs_freeze_no_objects() -> Iterator[None]:
+    """Let a run in this process leave the objects of the tests to the garbage collector."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "freeze", lambda: None)
+        yield
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the tests of the lanes, and skip tests of other systems."""
+    selects = _computes if config.getoption("--lane") else _is_in_fast_lane
+    kept, others = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        (kept if selects(item) else others).append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = kept
+    for item in items:
+        for marker in item.iter_markers("needs_extra"):
+            if not is_installed(marker.args[0]):
+                item.add_marker(pytest.mark.skip(reason=f"{marker.args[0]} is not installed"))
+        if sys.platform != "linux" and (linux := item.get_closest_marker("needs_linux")):
+            item.add_marker(pytest.mark.skip(reason=f"Linux only: {linux.kwargs['reason']}"))
+
+
+def _computes(item: pytest.Item) -> bool:
+    """Whether `--lane` runs a test: it computes, and no parameter is the host path, which the lanes do not have."""
+    on_host = any(isinstance(value, str) and value.partition(",")[0] == "host" for value in _parameters(item).values())
+    place = item.path.relative_to(Path(__file__).parent).as_posix()
+    return not on_host and place.startswith(model_lanes.COMPUTING)
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+
+
+def _is_in_fast_lane(item: pytest.Item) -> bool:
+    """Whether a test runs without `--lane`: the arguments of its marker limit the parameters in further lanes."""
+    parameters = _parameters(item)
+    if parameters.get("lane", model_lanes.DEFAULT.name) == model_lanes.DEFAULT.name:
+        return True
+    marker = item.get_closest_marker("lanes")
+    limits = marker.kwargs if marker else {}
+    return all(parameters[name] in chosen for name, chosen in limits.items())
+
+
+@pytest.fixture(autouse=True)
+def lane(request: pytest.FixtureRequest) -> Iterator[model_lanes.Lane]:
+    """Run the test in its lane."""
+    chosen = model_lanes.LANES[request.param] if hasattr(request, "param") else model_lanes.current()
+    with model_lanes.using(chosen):
+        if request.node.get_closest_marker("needs_cpu_path") and not computes_on_host():
+            pytest.skip("the host path is off, or the device is a GPU")
+        if request.node.get_closest_marker("needs_batch_invariance") and not model_lanes.is_batch_invariant():
+            pytest.skip("the 16-bit kernels of a GPU depend on the number of rows")
+        if request.node.get_closest_marker("needs_float32") and chosen.dtype != "float32":
+            pytest.skip("the test needs float32, or chooses its precisions itself")
+        yield chosen

@@ -1,0 +1,35 @@
+"""Where groups from outside come from, and how they are read."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from msgspec import Raw
+
+from protocols.rollout import GroupOutcome
+
+
+class BatchSource(Protocol):
+    """An Atropos API server, or the mock."""
+
+    async def open(self, *, step: int) -> None:
+        """Register a trainer that has completed `step` steps; wait until the source is available.
+
+        Raises ProfileError for errors that the user has to correct.
+        """
+
+    async def batch(self, *, step: int) -> list[Raw] | None:
+        """Return the next groups as JSON; None if there is no batch yet. Waits while the source is unavailable."""
+
+    async def waiting_for(self) -> str:
+        """Return one line for the log that says why there is no batch."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+
+
+class Reader(Protocol):
+    """Converts groups from JSON to messages, as `attachments.atropos.reader.GroupReader` does."""
+
+    async def read(self, raw: Raw, *, group_id: int, version: int) -> GroupOutcome:
+        """Read one group. version: policy version that serves now. Never raises because of the contents of `raw`."""

@@ -1,0 +1,100 @@
+"""Struct types are prepared before several threads decode them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from msgspec import Struct
+
+from clotho.serving.struct_types import prepare_struct_types
+from tests.e2e.pipeline_process import SMALL
+
+ROOT = Path(__file__).parents[2]
+
+FIRST_DECODES = '''
+import sys, threading, types
+import msgspec
+from clotho.serving.struct_types import prepare_struct_types
+
+SOURCE = """
+import msgspec
+
+class Part(msgspec.Struct):
+    number: "int"
+    text: "str" = ""
+
+class Message(msgspec.Struct):
+    first: "int | str | list[int] | None" = None
+    second: "int | str | list[int] | None" = None
+    part: "Part | None" = None
+"""
+sys.setswitchinterval(1e-6)
+for number in range(int(sys.argv[1])):
+    module = sys.modules[f"module{number}"] = types.ModuleType(f"module{number}")
+    exec(SOURCE, module.__dict__)
+    prepare_struct_types()
+    together = threading.Barrier(4)
+
+    def decode():
+        together.wait()
+        assert msgspec.convert({"part": {"number": 1}}, module.Message).part.number == 1
+
+    threads = [threading.Thread(target=decode) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+'''
+"""Several threads decode the first value of a type, as often as the argument says. Without the preparation, msgspec
+0.22 crashes the process after about ten types.
+"""
+
+AFTER_A_RUN = """
+import sys
+from training_run.__main__ import main
+from clotho.serving.struct_types import prepare_struct_types
+
+status = main(sys.argv[1:])
+found = {kind.__module__ for kind in prepare_struct_types()}
+ours = {"actors", "attachments", "clotho", "protocols", "training_run"}
+print(*sorted(name for name in found if name.split(".")[0] in ours), file=sys.stderr)
+sys.exit(status)
+"""
+"""Runs the pipeline; prints the modules whose types were not prepared to standard error."""
+
+
+def test_threads_decode_the_first_values_of_a_prepared_type() -> None:
+    """Four threads at once, for each of 100 types."""
+    finished = subprocess.run([sys.executable, "-c", FIRST_DECODES, "100"], cwd=ROOT, capture_output=True, text=True)
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
+def test_a_later_call_prepares_the_types_that_are_new() -> None:
+    """Types of modules that were imported meanwhile."""
+    prepare_struct_types()
+
+    class Late(Struct):
+        value: int
+
+    assert Late in prepare_struct_types()
+    assert Late not in prepare_struct_types()
+
+
+def test_a_type_that_cannot_be_decoded_is_left_out() -> None:
+    """An annotation without a meaning is no error: such a type is no message."""
+
+    class Broken(Struct):
+        value: NotDefined  # type: ignore[name-defined]  # noqa: F821
+
+    assert Broken in prepare_struct_types()
+
+
+def test_a_run_prepares_all_types_before_its_threads_decode(tmp_path: Path) -> None:
+    """No module with types is imported after the server has started, also with a curriculum."""
+    command = ["--run-dir", str(tmp_path / "run"), "--steps", "1", *SMALL, "--data.curriculum", "success_rate"]
+    finished = subprocess.run(
+        [sys.executable, "-c", AFTER_A_RUN, *command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert finished.stderr.split() == []

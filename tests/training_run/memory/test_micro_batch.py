@@ -1,0 +1,66 @@
+"""The shape of the largest micro-batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clotho.settings.bounds import Off
+from clotho.settings.data import DataSection, RewardSection
+from clotho.settings.engine import SamplingSection
+from clotho.settings.learner import BufferedReplay, ReplaySection
+from clotho.settings.model import ModelSection
+from tests.learner_settings import learner_settings
+from training_run.memory.micro_batch import BlockPass, MicroBatchShape, largest_micro_batch
+from training_run.profile.schema import Profile
+
+NO_REPLAY = Off()
+
+
+def shape(
+    *, prompt: int = 24, completion: int = 41, size: int = 8, replay: ReplaySection = NO_REPLAY, **learner: Any
+) -> MicroBatchShape:
+    """Of batches of four groups, in micro-batches of 512 tokens."""
+    profile = Profile(
+        model=ModelSection(path="model"),
+        data=DataSection(train="train.jsonl"),
+        rewards=(RewardSection(name="exact"),),
+        sampling=SamplingSection(max_tokens=completion, group_size=size),
+        learner=learner_settings(**{"batch_size": 4, "micro_batch_tokens": 512, "layout": "padded", **learner}),
+        replay=replay,
+    )
+    return largest_micro_batch(profile, prompt=prompt, completion=completion)
+
+
+def test_padded_rows_hold_prompt_and_completion_without_its_last_token() -> None:
+    """24 + 40 tokens: eight rows of 64 fill 512; 8 x 41 scored tokens are rounded up to 384."""
+    padded = shape()
+    assert padded.passes == (BlockPass(rows=8, queries=64, keys=64),)
+    assert (padded.positions, padded.pairs, padded.scored, padded.several) == (512, 8 * 64 * 64, 384, True)
+
+
+def test_a_shared_prompt_counts_once_and_is_attended_to_by_every_completion() -> None:
+    """One prompt of 24 and eight completions of 40, each of whose tokens sees 64 keys."""
+    shared = shape(layout="shared", batch_size=1)
+    assert shared.passes == (BlockPass(rows=1, queries=24, keys=24), BlockPass(rows=8, queries=40, keys=64))
+    assert shared.positions == 24 + 8 * 40
+    assert not shared.several
+
+
+def test_mini_batches_are_cut_apart_before_micro_batches_are() -> None:
+    """Four groups of two in one step are 512 tokens; in four steps, each has 128."""
+    assert shape(size=2).positions == 512
+    quarter = shape(size=2, num_minibatches=4)
+    assert quarter.positions == 128
+    assert not quarter.several
+
+
+def test_groups_from_the_replay_buffer_are_learnt_from_as_well() -> None:
+    """Beside one new group of two there may be two old ones: six rows of 64; without a buffer there are none."""
+    assert shape(size=2, batch_size=1).positions == 2 * 64
+    assert shape(size=2, batch_size=1, replay=NO_REPLAY).positions == 2 * 64
+    assert shape(size=2, batch_size=1, replay=BufferedReplay(capacity=8, groups=2)).positions == 6 * 64
+
+
+def test_a_large_batch_is_not_laid_out_as_a_whole() -> None:
+    """The largest part of a million sequences is that of a few."""
+    assert shape(batch_size=1_000_000).passes == shape().passes

@@ -1,0 +1,113 @@
+"""The keys read from the structs, and the help texts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from protocols.errors import ProfileError
+from training_run.profile.flags import COMMON, availability, default_in_words, help_text
+from training_run.profile.keys import CHOICES, KEYS, REQUIRED, SECTIONS, SETTABLE, flag_key, flag_of, types_of
+from training_run.profile.other_trainers import SHORT
+from training_run.profile.schema import Profile
+
+
+def test_every_key_has_help_and_says_what_is_allowed() -> None:
+    """A key without a description cannot be understood from --help."""
+    assert [key.path for key in KEYS.values() if not key.help] == []
+    table = {key.path for key in KEYS.values() if key.allowed == "a table"}
+    names = {path.rpartition(".")[2] for path in table}
+    assert names == {"options", "chat_template_kwargs", "type_weights", "settings"}
+
+
+def test_the_schema_covers_every_field_of_every_section() -> None:
+    """Flags and manual are made from it: a field that is missing here could not be set or found."""
+    assert {section.name for section in SECTIONS.values()} >= {"", "model", "policy", "sampling", "rewards", "actors"}
+    top = set(Profile.__struct_encode_fields__)
+    assert top == {key.path.partition(".")[0] for key in KEYS.values()}
+
+
+def test_types_defaults_and_bounds_are_read_from_the_annotations() -> None:
+    """The words of an error message are the struct's own bounds."""
+    assert KEYS["learner.optimizer.learning_rate"].allowed == "a number > 0"
+    assert KEYS["policy.method.scale"].allowed == "a number > 0 or none"
+    assert KEYS["seed"].allowed == "an integer >= 0 and < 4294967296"
+    assert KEYS["engine.kv_policy"].allowed == "one of drain, keep, recompute"
+    assert KEYS["sampling.logit_bias"].allowed == "a list, each [an integer >= 0, a number >= -100 and <= 100]"
+    assert KEYS["policy.method.ranks"].allowed == "a list, each text of the form name=rank"
+    assert KEYS["model.path"].variants[0].default is REQUIRED
+    assert KEYS["sampling.top_p"].help.startswith("Nucleus")
+
+
+def test_the_key_of_a_union_has_its_types() -> None:
+    """The first type of the union is the default unless the field says otherwise."""
+    assert CHOICES["learner.schedule.type"] == ("constant", "linear", "cosine")
+    assert KEYS["learner.schedule.type"].variants[0].default == "cosine"
+
+
+def test_a_key_of_a_union_names_the_types_that_have_it_and_their_defaults() -> None:
+    """The defaults of an objective are the values of its paper."""
+    key = KEYS["learner.objective.clip_high"]
+    assert types_of(key, "learner.objective.type")[:2] == ("grpo", "dr_grpo")
+    assert availability(key) == "Not with learner.objective = reinforce or sapo."
+    assert default_in_words(key) == "0.2; 0.28 for dapo; 0.0004 for gspo, gspo_token; 4.0 for cispo"
+    assert availability(KEYS["learner.optimizer.learning_rate"]) == ""
+
+
+def test_every_description_is_a_sentence_and_no_two_are_alike() -> None:
+    """A description makes sense alone: it begins with a capital letter and ends with a full stop."""
+    descriptions = {path: key.help for path, key in KEYS.items()}
+    assert [path for path, text in descriptions.items() if not re.fullmatch(r"[A-Z]\S* \S+ .*\.", text)] == []
+    assert [text for text, count in Counter(descriptions.values()).items() if count > 1] == []
+
+
+def test_the_help_of_everything_names_every_flag_and_stays_narrow() -> None:
+    """`--help-all` shows the full schema."""
+    text = help_text("all", width=80)
+    arrays = {section.name for section in SECTIONS.values() if section.repeated}
+    shown = [flag_of(path) for path in SETTABLE if path not in arrays and path not in SHORT.values()]
+    assert [flag for flag in shown if f"  {flag}  " not in text] == []
+    inner = [path.rpartition(".")[2] for section in SECTIONS.values() if section.repeated for path in section.keys]
+    assert [name for name in inner if f"    {name}  " not in text] == []
+    assert "required" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_the_short_help_shows_the_twenty_most_used_flags_on_one_screen() -> None:
+    """`--help` says how to see the other flags."""
+    text = help_text()
+    flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+    assert len(flags) == 20
+    assert len(text.splitlines()) <= 45
+    assert "--help-all" in text
+    assert "--help SECTION" in text
+    assert [path for path in COMMON if flag_key(path) is None] == []
+
+
+def test_the_help_of_a_section_is_complete() -> None:
+    """Every key with its allowed values, its default and its description."""
+    text = " ".join(help_text("learner").split())
+    for key in KEYS.values():
+        if key.path.startswith("learner."):
+            for part in (flag_of(key.path), key.allowed, default_in_words(key), key.help):
+                assert " ".join(part.split()) in text
+    assert "--sampling" not in help_text("learner")
+
+
+def test_the_help_of_an_array_of_tables_shows_its_flag() -> None:
+    """The flag takes all tables at once."""
+    assert "--rewards '[{...}, ...]'" in help_text("rewards")
+
+
+def test_help_for_one_key_is_its_row() -> None:
+    """`--help steps` and `--help sampling.top-k`."""
+    assert help_text("steps").startswith("  --steps  an integer >= 1  (100)")
+    assert "--sampling.top-k" in help_text("sampling.top_k")
+
+
+def test_help_for_a_section_that_does_not_exist_names_the_nearest() -> None:
+    """`--help lerner`."""
+    with pytest.raises(ProfileError, match="did you mean learner"):
+        help_text("lerner")

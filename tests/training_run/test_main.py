@@ -1,0 +1,113 @@
+"""The command line answers questions and reports mistakes before it imports MLX."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from training_run.__main__ import main
+from training_run.main import _import_mlx_lm
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"mlx_lm", "transformers", "starlette", "training_run.start.startup"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "status"),
+    [
+        (["--help"], 0),
+        (["--help", "learner"], 0),
+        (["--help-all"], 0),
+        (["--stepps", "3"], 2),
+        (["--steps", "0"], 2),
+        (["--profile", "local-m4"], 2),
+        (["--run-dir", str(ROOT / "docs")], 2),
+        (["--resume", "--run-dir", str(ROOT / "no_such_run")], 2),
+    ],
+)
+def test_answers_without_a_model_precede_the_imports_of_a_run(flags: list[str], status: int) -> None:
+    """Flags, profile and run directory are checked first, because the imports take ten times as long."""
+    command = [sys.executable, "-X", "importtime", "pipeline.py", *flags]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
+    lines = ended.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert ended.returncode == status
+    assert "training_run.profile.flags" in imported
+    assert imported & HEAVY == set()
+    assert status == 0 or "clotho: " in ended.stderr
+
+
+@pytest.mark.parametrize("entries", [[], [".lock", ".run_id"]], ids=["empty", "no files of a run"])
+def test_a_directory_without_a_run_is_not_resumed(
+    entries: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The refusal names the nearest run beside the directory, and the directory keeps its entries."""
+    (tmp_path / "run-1").mkdir()
+    (tmp_path / "run-1" / "profile.toml").touch()
+    (tmp_path / "run-2").mkdir()
+    for entry in entries:
+        (tmp_path / "run-2" / entry).touch()
+    assert main(["--resume", "--run-dir", str(tmp_path / "run-2"), "--server.port", "0"]) == 2
+    assert f"did you mean {tmp_path / 'run-1'}?" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "run-2").iterdir()) == entries
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], []], ids=["dry run", "run"])
+def test_environments_that_cannot_fill_a_batch_are_refused_before_the_run(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run checks group sizes too, and writes nothing."""
+    monkeypatch.chdir(tmp_path)
+    environments = "[{name = 'e', script = 'e.py', group_size = 256}]"
+    assert main(["--profile", "atropos-local", "--environments", environments, *flags]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("clotho: environments: ")
+    assert "group_size" in output.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_installed_command_is_the_same_program() -> None:
+    """`clotho` and `python pipeline.py` behave alike."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert EntryPoint("clotho", scripts["clotho"], "console_scripts").load() is main
+
+
+def test_garbage_collection_is_off_only_during_the_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is on again in every case."""
+    assert main(["--model", "/no/such/model", "--run-dir", str(tmp_path / "run"), "--server.port", "0"]) == 2
+    assert "/no/such/model" in capsys.readouterr().err
+    assert gc.isenabled()
+
+
+def test_mlx_lm_is_imported_without_garbage_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the commands that start no run. They are on again afterwards."""
+    collects = []
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib, "import_module", lambda name: collects.append(gc.isenabled()))
+        _import_mlx_lm()
+    assert (collects, gc.isenabled()) == ([False], True)
+
+
+@pytest.mark.parametrize(("display", "line"), [("plain", "loading  profiles/embedded ...\n"), ("none", "")])
+def test_a_run_says_what_it_loads_before_the_imports(
+    display: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The imports and the model take seconds, in which the terminal is not empty; `none` writes nothing."""
+    shown = []
+
+    def interrupted() -> None:
+        shown.append(capsys.readouterr().out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("training_run.main._import_mlx_lm", interrupted)
+    monkeypatch.chdir(ROOT)
+    assert main(["--run-dir", str(tmp_path / "run"), "--monitor.display", display]) == 130
+    assert shown == [line]

@@ -1,0 +1,31 @@
+"""The installed command `clotho`, which is also `python -m training_run`.
+
+It is `pipeline.py` without the imports of a run, which take a second: they follow when profile and run directory are
+known to be valid.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from training_run import main as program
+
+if TYPE_CHECKING:
+    from training_run.main import Train
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program, and return the exit status. argv: as of `training_run.main.main`."""
+    return program.main(argv, load_train=_load_train)
+
+
+def _load_train() -> Train:
+    from pipeline import train
+
+    return train
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""The switch `--dry-run`: checks and prints what needs neither weights nor a run directory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import anyio
+from rich.console import Console
+
+from clotho.data.order import HeldOutSplit
+from clotho.models.machine import memory_limit
+from clotho.settings.bounds import Off
+from training_run.groups.prompts import inspect_dataset, read_split
+from training_run.memory.estimate import estimate_memory, local_files
+from training_run.memory.report import describe, describe_limit
+from training_run.profile.load import changed_toml, resolved_toml
+from training_run.profile.schema import Profile
+from training_run.records.display import print_line
+from training_run.records.summary import print_dataset, print_estimate
+from training_run.rewards.runner import rewards_of
+from training_run.start.importable import require_importable
+
+CHANGED = "# settings that differ from the defaults; --dry-run full prints all"
+
+
+def dry_run(profile: Profile, console: Console, *, shown: Literal["changed", "full"]) -> int:
+    """Print the settings of a profile, the memory of its run and the contents of its dataset; write nothing.
+
+    shown: the settings that differ from the defaults, or all. What a start imports is imported, and its refusals are
+    raised before anything is printed.
+    """
+    require_importable(profile)
+    estimate = estimate_memory(profile.model, profile)
+    split = read_split(profile)
+    if isinstance(profile.atropos, Off):
+        anyio.run(_require_rewards, profile, split)
+    say = partial(print_line, console)
+    dataset, prompts = inspect_dataset(profile, local_files(profile.model.path), split=split, say=say)
+    limit = memory_limit()
+    settings = resolved_toml(profile, mask_secrets=True) if shown == "full" else f"{CHANGED}\n{changed_toml(profile)}"
+    console.print(settings, markup=False, highlight=False, soft_wrap=True)
+    print_estimate(console, estimate, describe(estimate), limit.bytes, describe_limit(limit))
+    print_dataset(console, dataset, prompts)
+    return 0
+
+
+async def _require_rewards(profile: Profile, split: HeldOutSplit) -> None:
+    """Load the rewards, in their worker processes too, and check that the dataset has their columns."""
+    rewards = rewards_of(profile)
+    try:
+        await rewards.start()
+        rewards.require_columns([*split.train, *split.heldout])
+    finally:
+        rewards.close()

@@ -1,0 +1,399 @@
+"""The command `eval`: a base model and adapters on the same problems, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import structlog
+from msgspec import Struct
+from msgspec.structs import replace
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from attachments.adapters.adapter_store import AdapterStore
+from clotho.inference.engine import DecodeEngine
+from clotho.lanes.compute_thread import Compute, ComputeThread, finish
+from clotho.models.base_model import BaseModel
+from clotho.models.loading import find_model
+from clotho.models.machine import compute_slots
+from clotho.models.turns import TurnBudget
+from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.scoring.reference_loss import reference_losses
+from clotho.serving.struct_types import prepare_struct_types
+from clotho.settings.server import AdaptersSection
+from clotho.storage.atomic_files import replace_file
+from protocols.errors import AdapterRequestError, ModelError, ProfileError, RequestError
+from protocols.evaluation import Estimate, ReferenceLoss
+from protocols.sampling import BASE, Completion, SampleRequest
+from training_run.commands.command_line import require_new_file
+from training_run.evaluation.accuracy import (
+    Accuracy,
+    Comparison,
+    Judged,
+    Outcome,
+    accuracy,
+    avg_at_k,
+    compare,
+    graded,
+    measures,
+    pass_at_k,
+    powers_of_two,
+)
+from training_run.evaluation.held_out import by_problem, complete_all, held_out_requests
+from training_run.groups.prompts import read_split
+from training_run.groups.rendering import Rendered, Renderer
+from training_run.memory.estimate import serving_memory
+from training_run.memory.report import limit_memory
+from training_run.profile.evaluate_profile import EvaluationArguments
+from training_run.records.event_log import event_log
+from training_run.records.terminal_text import number, percent, terminal_text
+from training_run.rewards.runner import RewardRunner
+from training_run.serving import read_chosen
+
+log = structlog.get_logger(actor="eval")
+
+BASE_NAME = "base"
+"""Name of the base model in the results."""
+
+
+class Graded(Struct, frozen=True, kw_only=True):
+    """A completion. correct: None if no reward with `correct = true` applies. truncated: it reached the token limit.
+
+    reward: weighted sum of the functions that apply; None if none does, or one failed. rewards: their values.
+    """
+
+    text: str
+    correct: bool | None
+    reward: float | None
+    rewards: Mapping[str, float]
+    tokens: int
+    truncated: bool
+
+
+class Record(Struct, frozen=True, kw_only=True):
+    """One problem with the completions of one policy. loss: of the reference completion; None if there is none."""
+
+    type: str
+    prompt: str
+    answer: str
+    greedy: Graded
+    samples: tuple[Graded, ...]
+    loss: ReferenceLoss | None
+
+
+class PolicyResult(Struct, frozen=True, kw_only=True):
+    """The results of the base model or of an adapter; None, or a missing key, if no problem has a value.
+
+    greedy: accuracy of greedy completions. avg: mean accuracy of sampled completions. pass_at: by k, the probability
+    that at least one of k sampled completions is correct. failed: number of problems with a reward function that
+    failed. comparison: with the base model. Other fields: as in `HeldOutMeasures`.
+    """
+
+    greedy: Accuracy
+    avg: Accuracy | None
+    pass_at: dict[str, Accuracy]
+    failed: int
+    reward: Estimate | None
+    rewards: Mapping[str, Estimate]
+    sampled_reward: Estimate | None
+    loss: Estimate | None
+    completion_length: float | None
+    truncated: float | None
+    comparison: Comparison | None
+    records: tuple[Record, ...] = ()
+
+
+class Evaluation(Struct, frozen=True, kw_only=True):
+    """The results of all policies, by name. samples: sampled completions per problem."""
+
+    model: str
+    dataset: str
+    part: str
+    problems: int
+    samples: int
+    temperature: float
+    seed: int
+    policies: dict[str, PolicyResult]
+
+
+async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
+    """Evaluate, print the table or the JSON text, and write the output file; the exit status is 0.
+
+    Raises ClothoError if an input cannot be used; nothing is written then.
+    """
+    flags, profile = arguments.flags, arguments.profile
+    output = new_file(flags.output) if flags.output else None
+    with ExitStack() as stack:
+        stack.enter_context(event_log(console))
+        rewards = RewardRunner(profile.rewards, overlong=None, keep_zero_variance=True)
+        stack.callback(rewards.close)
+        prepare_struct_types()
+        compute = Compute(decode_share=profile.engine.decode_share, slots=compute_slots())
+        compute.start()
+        stack.callback(compute.stop)
+        await rewards.start()
+        base, engine = await finish(compute.decode.submit(lambda: load(arguments)))
+        rendered, references = problems_of(arguments, base)
+        require_graded(rendered, rewards)
+        rewards.require_columns(rendered.problems)
+        outcomes: dict[str, list[Outcome]] = {}
+        for name in (*([BASE_NAME] if flags.base else []), *arguments.adapters):
+            log.info("evaluating", policy=name, problems=len(rendered.problems))
+            completions, losses = await completions_of(
+                arguments, name, rendered, references, base, engine, compute.decode
+            )
+            outcomes[name] = await graded(rendered.problems, completions, rewards.grade, losses=losses)
+    results = {name: result_of(name, found, outcomes.get(BASE_NAME)) for name, found in outcomes.items()}
+    found = Evaluation(
+        model=profile.model.path,
+        dataset=profile.data.train,
+        part=flags.part,
+        problems=len(rendered.problems),
+        samples=flags.samples,
+        temperature=profile.sampling.temperature,
+        seed=profile.seed,
+        policies=results,
+    )
+    if output is not None:
+        replace_file(output, [msgspec.json.format(msgspec.json.encode(found), indent=1), b"\n"])
+    show(console, found, as_json=flags.json)
+    return 0
+
+
+def new_file(name: str) -> Path:
+    """Return the path of a file that does not exist, in a directory that exists. Raises ProfileError."""
+    path = Path(name).expanduser()
+    require_new_file(path)
+    return path
+
+
+def load(arguments: EvaluationArguments) -> tuple[BaseModel, DecodeEngine]:
+    """Load the base model and all adapters, in a compute thread. Raises ModelError."""
+    profile = arguments.profile
+    find_model(profile.model.path)
+    limit_memory(serving_memory(profile.model, profile.engine, profile.sampling), profile.monitor)
+    base = BaseModel(profile.model)
+    store = AdapterStore(base.model, AdaptersSection(max_loaded=max(1, len(arguments.adapters))))
+    engine = DecodeEngine(base, profile.engine, store)
+    for name, path in arguments.adapters.items():
+        try:
+            engine.load_adapter(name, read_chosen(path, profile.model.path, store), protected=arguments.adapters)
+        except AdapterRequestError as error:
+            raise ModelError(f"--adapter {path}: {error}") from error
+    return base, engine
+
+
+def problems_of(arguments: EvaluationArguments, base: BaseModel) -> tuple[Rendered, Sequence[tuple[int, ...]]]:
+    """The problems to evaluate with their prompts, and their reference completions.
+
+    Raises DatasetError, ModelError, and ProfileError if a prompt is long.
+    """
+    flags, profile = arguments.flags, arguments.profile
+    split = read_split(profile)
+    chosen = {"heldout": split.heldout, "train": split.train, "all": (*split.train, *split.heldout)}[flags.part]
+    if not chosen:
+        raise ProfileError("no problems are held out: set data.heldout_fraction, or evaluate --part all")
+    renderer = Renderer(profile.data, base.tokenizer, log.info if flags.json else log.warning)
+    rendered = renderer.render(chosen[: flags.limit or None])
+    longest = max(rendered.lengths) + profile.sampling.max_tokens
+    limit = min(base.context_length, profile.engine.kv_cache_tokens)
+    if longest > limit:
+        raise ProfileError(
+            f"the longest prompt and sampling.max_tokens together have {longest} tokens, more than the {limit} of the "
+            "context and of engine.kv_cache_tokens: set data.max_prompt_tokens or lower sampling.max_tokens"
+        )
+    return rendered, renderer.references(rendered)
+
+
+def require_graded(rendered: Rendered, rewards: RewardRunner) -> None:
+    """Raise ProfileError if no reward with `correct = true` applies to any problem."""
+    types = {problem.type for problem in rendered.problems}
+    if set(rewards.types_without_correct(types)) == types:
+        raise ProfileError("rewards: no reward with correct = true applies to the problems")
+
+
+async def completions_of(
+    arguments: EvaluationArguments,
+    name: str,
+    rendered: Rendered,
+    references: Sequence[tuple[int, ...]],
+    base: BaseModel,
+    engine: DecodeEngine,
+    thread: ComputeThread,
+) -> tuple[list[list[Completion]], list[ReferenceLoss | None]]:
+    """Return the completions of each problem by one policy, and the losses of the reference completions."""
+    profile, prompts = arguments.profile, rendered.prompts
+    weights = BASE if name == BASE_NAME else name
+    requests = held_out_requests(
+        prompts, profile.sampling, samples=arguments.flags.samples, seed=profile.seed, weights=weights
+    )
+    rows, pause = profile.engine.max_num_seqs, thread.lane.pause
+    decoded = await finish(thread.submit(lambda: _decode(engine, requests, rows, pause)))
+    completions = by_problem(decoded, len(prompts))
+    if not any(references):
+        return completions, []
+
+    def losses() -> list[ReferenceLoss | None]:
+        adapter, parameters = engine.adapter(weights), base.served()[0]
+        scorer = PromptScorer(
+            base.copy_model(),
+            chunk=profile.engine.prefill_chunk,
+            adapters=engine.adapters,
+            turns=TurnBudget(0.0, thread.lane),
+        )
+        return reference_losses(
+            lambda tokens: scorer.score(parameters, tokens, version=0, adapter=adapter),
+            prompts,
+            references,
+            context_length=base.context_length,
+        )
+
+    return completions, await finish(thread.submit(losses))
+
+
+def _decode(
+    engine: DecodeEngine, requests: Sequence[SampleRequest], rows: int, pause: Callable[[], None]
+) -> list[list[Completion]]:
+    try:
+        return complete_all(engine, requests, rows=rows, pause=pause)
+    except RequestError as error:
+        raise ProfileError(f"sampling.{error.param}: {error}") from error
+
+
+def result_of(name: str, outcomes: Sequence[Outcome], base: Sequence[Outcome] | None) -> PolicyResult:
+    """Summarize the outcomes of one policy. base: those of the base model, if it was evaluated."""
+    found, samples = measures(outcomes), len(outcomes[0].samples)
+    return PolicyResult(
+        greedy=accuracy(outcomes),
+        avg=avg_at_k(outcomes) if samples else None,
+        pass_at={str(k): pass_at_k(outcomes, k) for k in powers_of_two(samples)},
+        failed=sum(one.failed for one in outcomes),
+        reward=found.reward,
+        rewards=found.rewards,
+        sampled_reward=found.sampled.reward if found.sampled else None,
+        loss=found.loss,
+        completion_length=found.completion_length,
+        truncated=found.truncated,
+        comparison=None if base is None or name == BASE_NAME else compare(base, outcomes),
+        records=tuple(map(_record, outcomes)),
+    )
+
+
+def _record(outcome: Outcome) -> Record:
+    problem = outcome.problem
+    return Record(
+        type=problem.type,
+        prompt=problem.prompt,
+        answer=problem.answer,
+        greedy=_graded(outcome.greedy),
+        samples=tuple(map(_graded, outcome.samples)),
+        loss=outcome.loss,
+    )
+
+
+def _graded(judged: Judged) -> Graded:
+    completion, grade = judged.completion, judged.grade
+    return Graded(
+        text=completion.text,
+        correct=grade.correct,
+        reward=grade.reward,
+        rewards=grade.parts,
+        tokens=len(completion.tokens),
+        truncated=completion.finish_reason == "length",
+    )
+
+
+def show(console: Console, found: Evaluation, *, as_json: bool) -> None:
+    """Print the results as tables, or as JSON without the completions."""
+    if as_json:
+        short = {name: replace(result, records=()) for name, result in found.policies.items()}
+        text = msgspec.json.format(msgspec.json.encode(replace(found, policies=short)), indent=1).decode()
+        console.print(Text(text), soft_wrap=True)
+        return
+    console.print(_greedy_table(found))
+    if found.samples:
+        console.print(_samples_table(found))
+    if any(result.comparison for result in found.policies.values()):
+        console.print(_comparison_table(found))
+
+
+def _greedy_table(found: Evaluation) -> Table:
+    title = f"greedy completions of {found.problems} problems ({found.part}), intervals of 95 %"
+    table = _table(title, found.policies)
+    results = list(found.policies.values())
+    _add(table, "accuracy (%)", [_share(result.greedy.overall) for result in results])
+    for kind in sorted({kind for result in results for kind in result.greedy.by_type}):
+        _add(table, f"  {kind}", [_share(result.greedy.by_type.get(kind)) for result in results])
+    _add(table, "reward", [_value(result.reward) for result in results])
+    for name in sorted({name for result in results for name in result.rewards}):
+        _add(table, f"  {name}", [_value(result.rewards.get(name)) for result in results])
+    if any(result.loss for result in results):
+        _add(table, "held-out loss", [_value(result.loss) for result in results])
+    _add(table, "mean length", [number(result.completion_length, ".1f") for result in results])
+    _add(table, "truncated", [percent(result.truncated) for result in results])
+    if any(result.greedy.ungraded for result in results):
+        _add(table, "ungraded problems", [str(result.greedy.ungraded) for result in results])
+    if any(result.failed for result in results):
+        _add(table, "failed rewards", [str(result.failed) for result in results])
+    return table
+
+
+def _samples_table(found: Evaluation) -> Table:
+    title = f"{found.samples} completions per problem at temperature {found.temperature:g}"
+    table = _table(title, found.policies)
+    results = list(found.policies.values())
+    _add(table, f"avg@{found.samples} (%)", [_share(result.avg.overall if result.avg else None) for result in results])
+    for k in powers_of_two(found.samples):
+        _add(table, f"pass@{k} (%)", [_share(result.pass_at[str(k)].overall) for result in results])
+    _add(table, "reward", [_value(result.sampled_reward) for result in results])
+    return table
+
+
+def _comparison_table(found: Evaluation) -> Table:
+    compared = {name: result.comparison for name, result in found.policies.items() if result.comparison}
+    table = _table("difference to the base model, intervals of 95 %", compared)
+    results = list(compared.values())
+    _add(table, "accuracy (points)", [_share(result.accuracy, signed=True) for result in results])
+    _add(table, "  solved by one only", [f"{result.gained} gained, {result.lost} lost" for result in results])
+    _add(table, "  p (McNemar)", [f"{result.p_value:.3g}" for result in results])
+    _add(table, "reward", [_value(result.reward, signed=True) for result in results])
+    if any(result.loss for result in results):
+        _add(table, "held-out loss", [_value(result.loss, signed=True) for result in results])
+    if found.samples:
+        _add(table, f"avg@{found.samples} (points)", [_share(result.avg, signed=True) for result in results])
+    for k in powers_of_two(found.samples):
+        _add(table, f"pass@{k} (points)", [_share(result.pass_at.get(str(k)), signed=True) for result in results])
+    return table
+
+
+def _table(title: str, columns: Iterable[str]) -> Table:
+    table = Table(title=Text(title), title_justify="left", safe_box=True)
+    table.add_column(overflow="fold")
+    for name in columns:
+        table.add_column(Text(terminal_text(name, 40)), justify="right", no_wrap=True)
+    return table
+
+
+def _add(table: Table, label: str, cells: Iterable[str]) -> None:
+    table.add_row(Text(terminal_text(label, 40)), *map(Text, cells))
+
+
+def _share(estimate: Estimate | None, *, signed: bool = False) -> str:
+    """Format a share or a difference of shares in percent with its interval; `-` if there is none."""
+    return _in_words(estimate, 100, "+.1f" if signed else ".1f")
+
+
+def _value(estimate: Estimate | None, *, signed: bool = False) -> str:
+    """Format a mean or a difference of means with its interval; `-` if there is none."""
+    return _in_words(estimate, 1, "+.3f" if signed else ".3f")
+
+
+def _in_words(estimate: Estimate | None, factor: int, form: str) -> str:
+    if estimate is None:
+        return "-"
+    value, low, high = (format(end * factor, form) for end in (estimate.value, estimate.low, estimate.high))
+    return f"{value} ({low} to {high})"

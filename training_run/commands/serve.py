@@ -1,0 +1,257 @@
+"""The command `serve`: a model behind the HTTP API, without a learner and without a run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+
+import anyio
+import structlog
+from anyio.abc import TaskStatus
+from msgspec import Struct, structs
+from rich.console import Console
+
+from attachments.adapters.adapter_store import AdapterStore
+from attachments.adapters.adapters import AdapterRegistry
+from attachments.cpu import compute_path, load_blas
+from attachments.remote.policy_receiver import SwappingReceiver
+from clotho.inference.engine import DecodeEngine
+from clotho.lanes.compute_thread import Compute, finish
+from clotho.lanes.sampling_client import Sampler
+from clotho.models.base_model import BaseModel
+from clotho.models.fingerprints import model_fingerprint
+from clotho.models.loading import find_model
+from clotho.models.machine import compute_slots, core_division, describe_machine
+from clotho.models.policy import Policy, load_policy
+from clotho.models.turns import TurnBudget
+from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.serving.server import ApiServer, base_url, listen, while_loading
+from clotho.serving.services import NullPolicyReceiver, PolicyReceiver, RunSnapshot, ServedModel, ServerContext
+from protocols.step import WeightsReady
+from training_run.memory.estimate import serving_memory
+from training_run.memory.report import limit_memory
+from training_run.profile.serve_profile import ServeArguments
+from training_run.records.display import machine_lines, print_line
+from training_run.records.event_log import event_log
+from training_run.records.terminal_text import memory, relative_path, size
+from training_run.serving import ServingState, names_of, read_chosen, served_adapters
+from training_run.start.startup import adapter_store, startup_watch
+from training_run.supervision.latest import Latest
+from training_run.supervision.process_signals import finish_computation
+from training_run.supervision.signals import handle_signals
+from training_run.supervision.supervisor import RestartPolicy, Supervisor, describe_error, permanent, transient
+from training_run.supervision.watchdog import ENGINE_RESTARTS, EngineGuard
+
+log = structlog.get_logger(actor="serve")
+
+SERVER_RESTARTS = RestartPolicy(max_restarts=3)
+
+
+class Serving(Struct, frozen=True, kw_only=True, eq=False):
+    """A loaded model with its engine.
+
+    base: the policy of a training run if the server accepts weights. model: the base as requests name it.
+    weights: the served weights. engine_failure: gets an exception if a decode step raises.
+    """
+
+    arguments: ServeArguments
+    compute: Compute
+    base: BaseModel | Policy
+    model: ServedModel
+    weights: Latest[WeightsReady]
+    engine: DecodeEngine
+    engine_failure: Future[None]
+    sampler: Sampler
+    registry: AdapterRegistry
+
+    def models(self) -> tuple[ServedModel, ...]:
+        """The models that requests can name."""
+        return (self.model, *served_adapters(self.registry.loaded.values(), self.model.id))
+
+    def server_context(self, state: ServingState) -> ServerContext:
+        """The HTTP server's interface to the engine."""
+        profile = self.arguments.profile
+        return ServerContext(
+            models=self.models,
+            adapters=self.registry,
+            control=state.control(may_pause=True),
+            sampler=self.sampler,
+            tokenizer=self.base.tokenizer,
+            settings=structs.replace(profile.server, model_name=self.model.id),
+            sampling=profile.sampling,
+            prompt_logprobs=state.score,
+            weights=self.model.weights,
+            health=state.health,
+            snapshot=lambda: RunSnapshot(engine=state.engine_snapshot(), restarts=state.restarts()),
+            context_length=self.base.context_length,
+            vocab_size=self.base.vocab_size,
+            receiver=self.receiver(),
+        )
+
+    def receiver(self) -> PolicyReceiver:
+        """The interface for training runs of other processes."""
+        if not isinstance(self.base, Policy):
+            return NullPolicyReceiver()
+        root = self.arguments.profile.server.weights_root
+        return SwappingReceiver(self.base, self.engine, self.compute, self.weights, kv_policy="keep", root=root)
+
+
+class UntilDrained:
+    """The actor whose end ends the server: it shows the start-up screen and waits for `drain`."""
+
+    name = "serving"
+
+    def __init__(self, on_ready: Callable[[], None]) -> None:
+        self._on_ready, self._drained = on_ready, anyio.Event()
+
+    def drain(self) -> None:
+        """End."""
+        self._drained.set()
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Call `on_ready`, and wait for `drain`."""
+        self._on_ready()
+        task_status.started()
+        await self._drained.wait()
+
+
+async def serve(arguments: ServeArguments, console: Console) -> int:
+    """Serve until a signal arrives, and return the exit status: 0, or 128 plus the number of the second signal.
+
+    The first signal drains: no request is admitted any more, and running requests have `server.shutdown_seconds` to
+    finish. Raises ClothoError if the model cannot be served or an actor fails.
+    """
+    profile = arguments.profile
+    settings = profile.server
+    with ExitStack() as stack:
+        stack.enter_context(event_log(console))
+        listener = stack.enter_context(listen(settings))
+        compute = Compute(decode_share=profile.engine.decode_share, slots=compute_slots())
+        compute.start()
+        stack.callback(compute.stop)
+        watch = startup_watch(profile.monitor.watchdog_seconds)
+        with watch.phase("model and tokenizer"):
+            loading = finish(compute.decode.submit(lambda: load(arguments)))
+            base, engine = await while_loading(listener, settings, loading)
+        weights = served_weights(arguments, base)
+        supervisor = Supervisor(on_failure=_report_failure, grace_seconds=settings.shutdown_seconds + 5.0)
+        scorer = PromptScorer(
+            base.copy_model(),
+            chunk=profile.engine.prefill_chunk,
+            adapters=engine.adapters,
+            turns=TurnBudget(0.0, compute.scoring.lane),
+        )
+        state = ServingState(
+            compute,
+            engine,
+            served=base.served,
+            scorer=scorer,
+            settings=profile.engine,
+            children=supervisor.status,
+        )
+        model = served_base(arguments, base, weights)
+        serving = Serving(
+            arguments=arguments,
+            compute=compute,
+            base=base,
+            model=model,
+            weights=weights,
+            engine=engine,
+            engine_failure=compute.attach(engine, core_division(base.description.parameters)),
+            sampler=Sampler(compute.decode.submit, engine),
+            registry=state.registry(settings, [model]),
+        )
+        assert engine.adapters is not None, "an engine behind a server has adapters"
+        read = partial(read_chosen, model=profile.model.path, store=engine.adapters)
+        with watch.phase("adapters"):
+            for name, path in arguments.adapters.items():
+                await serving.registry.load(name, path, keep=True, read=read)
+        address = base_url(listener)
+        until_drained = UntilDrained(lambda: show(console, serving, address))
+        children = [
+            permanent(state.watchdog(profile.monitor)),
+            permanent(state.memory_watch()),
+            permanent(_guard(serving), ENGINE_RESTARTS),
+            permanent(ApiServer(serving.server_context(state), listener=listener), SERVER_RESTARTS),
+            transient(until_drained),
+        ]
+
+        def drain() -> None:
+            log.warning("draining", hint="running requests finish; interrupt again to stop at once")
+            until_drained.drain()
+
+        async with handle_signals(supervisor) as signals:
+            await supervisor.run(children, on_drain=drain)
+        finish_computation(compute, signals)
+        return signals.exit_status
+
+
+def load(arguments: ServeArguments) -> tuple[BaseModel | Policy, DecodeEngine]:
+    """Load the model and create its engine, in the decode thread. Raises ModelError or ProfileError."""
+    profile = arguments.profile
+    find_model(profile.model.path)
+    adapters = profile.server.adapters if arguments.adapters or profile.server.adapters.root else None
+    limit_memory(serving_memory(profile.model, profile.engine, profile.sampling, adapters), profile.monitor)
+    if not profile.server.accept_weights:
+        base = BaseModel(profile.model)
+        return base, DecodeEngine(base, profile.engine, AdapterStore(base.model, profile.server.adapters))
+    policy = load_policy(profile.model, profile.policy, seed=0, keep_reference=False)
+    return policy, DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server))
+
+
+def served_weights(arguments: ServeArguments, base: BaseModel | Policy) -> Latest[WeightsReady]:
+    """Return the cell of the served weights; before weights are sent, the fingerprint is that of the base."""
+    weights = Latest[WeightsReady]("weights")
+    files = base.files or find_model(arguments.profile.model.path)
+    fingerprint = base.fingerprint if isinstance(base, Policy) else model_fingerprint(files)
+    weights.put(WeightsReady(version=0, step=0, fingerprint=fingerprint))
+    return weights
+
+
+def served_base(arguments: ServeArguments, base: BaseModel | Policy, weights: Latest[WeightsReady]) -> ServedModel:
+    """Return the base model, or the policy, as requests name it.
+
+    Without a name of its own it is also `policy`, as in a run, unless an adapter has this name.
+    """
+    path = arguments.profile.model.path
+    files = base.files or find_model(path)
+    root = relative_path(path)
+    name = arguments.model_name or root
+    usual = {arguments.profile.server.model_name} - arguments.adapters.keys()
+    aliases = names_of(path, files) | {root} | usual
+    return ServedModel(id=name, aliases=aliases - {name}, root=root, weights=lambda: weights.value)
+
+
+def show(console: Console, serving: Serving, address: str) -> None:
+    """Print the start-up screen."""
+    for line in screen(serving, address):
+        print_line(console, line)
+
+
+def screen(serving: Serving, address: str) -> Iterator[str]:
+    """Return the lines of the start-up screen: machine, compute path, model, memory, names, address."""
+    profile, base = serving.arguments.profile, serving.base.description
+    yield from machine_lines(describe_machine(blas=load_blas()), compute_path(load_blas()))
+    bits = f", {base.quantization_bits} bits" if base.quantization_bits else ""
+    yield (
+        f"model    {relative_path(profile.model.path)}: {base.architecture}, {size(base.parameters)} parameters, "
+        f"{base.layers} layers{bits}, {base.dtype}; context {base.context_length} tokens, {memory(base.bytes)}"
+    )
+    names = [model.id for model in serving.models()]
+    yield f"serves   {', '.join(names)}"
+    yield f"API      {address}/v1"
+
+
+def _guard(serving: Serving) -> EngineGuard:
+    return EngineGuard(
+        serving.engine_failure,
+        submit=serving.compute.decode.submit,
+        fail_requests=serving.engine.fail_all,
+        attach=lambda: serving.compute.decode.attach(serving.engine),
+    )
+
+
+def _report_failure(name: str, error: Exception) -> None:
+    log.warning("actor_failed", actor=name, error=describe_error(error))

@@ -1,0 +1,121 @@
+"""Completions of held-out problems by one pinned policy version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from clotho.inference.engine import DecodeEngine
+from clotho.models.pinned_weights import PinnedWeights
+from clotho.models.policy import Parameters, Policy
+from clotho.models.turns import UNDIVIDED, TurnBudget
+from clotho.settings.bounds import Off
+from clotho.settings.engine import EngineSection
+from protocols.sampling import (
+    PARAMETERS,
+    POLICY,
+    Completion,
+    CompletionDone,
+    SampleEvent,
+    SampleFailed,
+    SampleRequest,
+    Sampling,
+    derive,
+)
+
+NEUTRAL_FILTERS: dict[str, Any] = {
+    name: parameter.neutral for name, parameter in PARAMETERS.items() if parameter.learner == "replays support"
+}
+
+
+def greedy(sampling: Sampling) -> Sampling:
+    """The sampling parameters of a greedy completion with the same limits and penalties."""
+    return replace(sampling, **NEUTRAL_FILTERS, temperature=0.0)
+
+
+def held_out_requests(
+    prompts: Sequence[tuple[int, ...]], sampling: Sampling, *, samples: int, seed: int, weights: str = POLICY
+) -> list[SampleRequest]:
+    """One greedy request per prompt; with `samples`, then one request per prompt for that number of completions.
+
+    The seeds of sampled completions are a function of (seed, index of the prompt), so that evaluations of different
+    weights sample with the same random numbers. weights: as in `SampleRequest`.
+    """
+    requests = [
+        SampleRequest(prompt=prompt, sampling=greedy(sampling), seeds=(0,), weights=weights) for prompt in prompts
+    ]
+    if samples:
+        sampled = replace(sampling, top_logprobs=0)
+        for index, prompt in enumerate(prompts):
+            seeds = tuple(derive(seed, "eval", index, sample) for sample in range(samples))
+            requests.append(SampleRequest(prompt=prompt, sampling=sampled, seeds=seeds, weights=weights))
+    return requests
+
+
+def complete_all(
+    engine: DecodeEngine, requests: Sequence[SampleRequest], *, rows: int, pause: Callable[[], None] = lambda: None
+) -> list[list[Completion]]:
+    """Decode requests with an engine.
+
+    rows: `engine.max_num_seqs`; twice as many completions are requested ahead. pause: called after each decode step.
+    Returns the completions of each request, in the order of its seeds. Raises RequestError if a prompt does not fit,
+    and RuntimeError if a request fails.
+    """
+    answers: dict[int, dict[int, Completion]] = {index: {} for index in range(len(requests))}
+    failures: list[str] = []
+    finished = 0
+
+    def receive(index: int, event: SampleEvent) -> None:
+        nonlocal finished
+        match event:
+            case CompletionDone():
+                answers[index][event.index] = event.completion
+                finished += 1
+            case SampleFailed():
+                failures.append(event.reason)
+
+    submitted, started = 0, 0
+    while submitted < len(requests) or engine.has_work:
+        ahead = finished + 2 * rows  # a full batch, and as many waiting
+        while submitted < len(requests) and started < ahead:
+            request = requests[submitted]
+            engine.submit(replace(request, background=True), partial(receive, submitted))
+            submitted, started = submitted + 1, started + len(request.seeds)
+        engine.tick()
+        if failures:
+            raise RuntimeError(f"evaluation failed: {failures[0]}")
+        pause()
+    return [[answers[index][i] for i in range(len(request.seeds))] for index, request in enumerate(requests)]
+
+
+def by_problem(completions: Sequence[Sequence[Completion]], problems: int) -> list[list[Completion]]:
+    """Return the completions of each problem, the greedy one first. completions: those of `held_out_requests`."""
+    sampled = completions[problems:] or [()] * problems
+    return [[*first, *others] for first, others in zip(completions[:problems], sampled, strict=True)]
+
+
+class PinnedSampler:
+    """Decodes requests with given weights, in one thread, independent of the served ones.
+
+    It has a model and an engine of its own over the same base weights.
+    """
+
+    def __init__(self, policy: Policy, settings: EngineSection, turns: TurnBudget = UNDIVIDED) -> None:
+        """turns: limits the duration of prefill in one turn. Call this in the thread that decodes."""
+        self._weights, self._turns, self._rows = PinnedWeights(policy), turns, settings.max_num_seqs
+        self._engine = DecodeEngine(self._weights, replace(settings, speculation=Off()), turns=turns)
+
+    def completions(
+        self, parameters: Parameters, requests: Sequence[SampleRequest], *, version: int
+    ) -> list[list[Completion]]:
+        """Return the completions of each request. Raises the errors of `complete_all`."""
+        self._weights.use(parameters, version)
+        self._engine.weights_changed("recompute")
+        try:
+            return complete_all(self._engine, requests, rows=self._rows, pause=self._turns.pause)
+        finally:
+            self._engine.fail_all("the evaluation has ended")
+            self._weights.release()

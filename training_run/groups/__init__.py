@@ -1,0 +1,1 @@
+"""Groups of a run: from prompts to batches, and their conservation."""

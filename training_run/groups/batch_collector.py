@@ -1,0 +1,133 @@
+"""Collects the groups of one batch, with dynamic sampling: replacement of groups that cannot be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from math import isfinite
+
+from clotho.settings.learner import EnvironmentReference, LearnerSection
+from clotho.settings.objectives import EnvironmentAdvantage
+from protocols.rollout import MAX_GROUP_REWARD, Discarded, DiscardReason, GroupOutcome, ScoredGroup, bounded
+
+
+class BatchCollector:
+    """Counts the groups of one batch and requests replacements for groups that cannot be trained on.
+
+    DAPO (arXiv:2503.14476, section 3.2) samples until a batch has `size` groups with unequal rewards. Here at most
+    `limit` groups are requested; the batch is then complete with fewer groups to train on. limit = size requests no
+    replacement: a batch is `size` groups, trained on or discarded. limit = infinity waits for `size` groups to train
+    on, as for environments, which send groups without a request.
+
+    fresh, discarded: groups in the order of arrival. replaced: number of replacement groups requested.
+    """
+
+    def __init__(self, *, size: int, limit: float, rounds: bool) -> None:
+        """rounds: request replacements only after all requested groups have ended."""
+        self._size, self._limit, self._rounds = size, max(size, limit), rounds
+        self.fresh: list[ScoredGroup] = []
+        self.discarded: list[Discarded] = []
+        self.replaced = 0
+        self._taken_out = 0
+
+    def add(self, outcome: GroupOutcome) -> None:
+        """Add a group: discarded, or to be trained on."""
+        if isinstance(outcome, Discarded):
+            self.discarded.append(outcome)
+        else:
+            self.fresh.append(outcome)
+
+    def request_replacements(self) -> int:
+        """Return the number of replacement groups to request now, and count them as requested."""
+        running = self.requested - self.ended
+        if self._rounds and running:
+            return 0
+        missing = self._size - len(self.fresh) - running
+        more = int(max(0, min(missing, self._limit - self.requested)))
+        self.replaced += more
+        return more
+
+    def take_discarded(self) -> tuple[Discarded, ...]:
+        """Remove and return the discarded groups so far; they still count as ended."""
+        taken, self.discarded = tuple(self.discarded), []
+        self._taken_out += len(taken)
+        return taken
+
+    @property
+    def requested(self) -> int:
+        """Number of groups requested for this batch."""
+        return self._size + self.replaced
+
+    @property
+    def ended(self) -> int:
+        """Number of groups that arrived."""
+        return len(self.fresh) + len(self.discarded) + self._taken_out
+
+    @property
+    def complete(self) -> bool:
+        """Whether the batch is complete; valid after `request_replacements`."""
+        return self.ended >= self.requested
+
+    @property
+    def limited(self) -> bool:
+        """Whether the batch is complete only because the limit of requested groups is reached."""
+        return self.complete and self._limit > self._size > len(self.fresh)
+
+
+def discard_unusable(outcome: GroupOutcome, *, version: int, settings: LearnerSection, oldest: int = 0) -> GroupOutcome:
+    """Discard a group that a learner at policy version `version` cannot train on, or that is too stale.
+
+    oldest: oldest allowed policy version, after a rollback.
+    """
+    if isinstance(outcome, Discarded):
+        return outcome
+    for reason, detail in _faults(outcome, version, settings, oldest):
+        return discard(outcome, reason, detail)
+    return outcome
+
+
+def _faults(
+    scored: ScoredGroup, version: int, settings: LearnerSection, oldest: int
+) -> Iterator[tuple[DiscardReason, str]]:
+    completions = scored.group.completions
+    if not any(completion.length for completion in completions):
+        yield "invalid", "no completion has a token"
+        return
+    if not bounded(scored.rewards):
+        yield "invalid", f"a reward is not finite, or beyond {MAX_GROUP_REWARD:g} in absolute size"
+    if isinstance(settings.objective.advantage, EnvironmentAdvantage):
+        if not scored.token_advantages:
+            yield (
+                "invalid",
+                'the group has no token advantages, and learner.objective.advantage = "environment" needs them',
+            )
+        if not all(map(isfinite, chain.from_iterable(scored.token_advantages))):
+            yield "invalid", "a token advantage is not finite"
+    if isinstance(settings.reference, EnvironmentReference) and not scored.reference_logprobs:
+        yield (
+            "invalid",
+            'the group has no reference log-probabilities, and learner.kl_penalty.reference = "environment" needs them',
+        )
+    if settings.objective.mask_truncated and all(c.finish_reason == "length" or not c.length for c in completions):
+        yield (
+            "zero_variance",
+            "every completion was truncated, and learner.objective.mask_truncated excludes truncated completions",
+        )
+    sampled = scored.group.oldest_version
+    if sampled < oldest:
+        yield "stale", "sampled before a rollback"
+    limit = settings.max_staleness
+    if limit is not None and version - sampled > limit:
+        yield "stale", f"{version - sampled} versions old, learner.max_staleness is {limit}"
+
+
+def discard(scored: ScoredGroup, reason: DiscardReason, detail: str) -> Discarded:
+    """Return a scored group as discarded, with its completions and rewards."""
+    return Discarded(
+        prompt=scored.group.prompt,
+        reason=reason,
+        detail=detail,
+        completions=scored.group.completions,
+        rewards=scored.rewards,
+        parts=scored.parts,
+    )

@@ -1,0 +1,358 @@
+"""Memory estimate of a run: bytes of MLX arrays by purpose, computed before any weight is read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import huggingface_hub
+import mlx.core as mx
+import mlx.nn as nn
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+from msgspec.structs import replace
+
+from attachments.adapters.adapter_rows import KEPT_BANKS
+from attachments.remote.attachment import RayCluster
+from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
+from clotho.inference.prefill import MAX_ENTRIES
+from clotho.inference.rows import spare_columns
+from clotho.inference.scheduler import client_rows
+from clotho.models.adapters import adapter_targets
+from clotho.models.folded_lora import converted_bytes
+from clotho.models.loading import (
+    DTYPES,
+    HIDDEN_KEYS,
+    OFFLINE_PROFILE,
+    context_length,
+    describe_model,
+    find_model,
+    is_local,
+    open_base,
+    open_shape,
+    setting,
+    shipped_shape,
+)
+from clotho.models.lora import install_adapter, open_all_weights
+from clotho.models.parameters import flat
+from clotho.settings.bounds import Off
+from clotho.settings.engine import EngineSection, ModelDrafts
+from clotho.settings.learner import AverageReference, BaseReference, RollBackOnCollapse, SnapshotReference
+from clotho.settings.model import FullMethod, ModelSection
+from clotho.settings.server import AdaptersSection, HttpServer
+from clotho.training.optimizers import state_bytes
+from protocols.errors import ModelError
+from protocols.sampling import PARAMETERS, Sampling, in_use
+from protocols.summary import MemoryEstimate
+from training_run.memory.activations import (
+    FLOAT32,
+    activation_bytes,
+    attention_heads,
+    dora_bytes,
+    experts_per_token,
+    kept_per_token,
+    logits_bytes,
+)
+from training_run.memory.micro_batch import MicroBatchShape, largest_micro_batch, most_groups
+from training_run.profile.schema import AtroposSource, Profile
+
+
+class LearningBytes(NamedTuple):
+    """Bytes of the arrays that training keeps.
+
+    trained: trainable parameters. in_full: trainable parameters of the base model, without the adapter. gradient: one
+    gradient of all trainable parameters. optimizer: optimizer state. reference, rollback, published: older versions.
+    midway: parameters and state between the optimizer steps of one update. update: the gradient of an optimizer step,
+    its new arrays and its temporary arrays.
+    """
+
+    trained: int
+    in_full: int
+    gradient: int
+    optimizer: int
+    reference: int
+    rollback: int
+    published: int
+    midway: int
+    update: int
+
+
+def learning_bytes(base: nn.Module, profile: Profile) -> LearningBytes:
+    """Make the trainable parameters of the policy trainable in `base`, and count bytes; nothing is evaluated."""
+    learner, method = profile.learner, profile.policy.method
+    full = isinstance(method, FullMethod)
+    if isinstance(method, FullMethod):
+        open_all_weights(base)
+        beside: set[str] = set()
+    else:
+        config, _ = install_adapter(base, method, seed=profile.seed)
+        beside = set(config.trained_weights)
+    arrays = flat(base.trainable_parameters())
+    trained = sum(array.nbytes for array in arrays.values())
+    in_full = trained if full else sum(array.nbytes for name, array in arrays.items() if name in beside)
+    float32 = FLOAT32 * sum(array.size for array in arrays.values())
+    optimizer = state_bytes(arrays, learner)
+    average = float32 if isinstance(learner.reference, AverageReference) else 0
+    snapshot = trained if isinstance(learner.reference, SnapshotReference) else 0
+    taken_anew = snapshot if isinstance(learner.reference, SnapshotReference) and learner.reference.interval else 0
+    initial = in_full if isinstance(learner.reference, BaseReference) else 0
+    largest = FLOAT32 * max((array.size for array in arrays.values()), default=0)
+    several = learner.update_epochs * min(learner.num_minibatches, most_groups(profile)) > 1
+    return LearningBytes(
+        trained=trained,
+        in_full=in_full,
+        gradient=float32,
+        optimizer=optimizer,
+        reference=average + snapshot + initial,
+        rollback=2 * (trained + optimizer + average + taken_anew)
+        if isinstance(profile.collapse_detection, RollBackOnCollapse)
+        else 0,
+        published=trained if in_full and isinstance(profile.cluster, RayCluster) else 0,
+        midway=trained + optimizer if several else 0,
+        update=float32 + trained + optimizer + average + largest,
+    )
+
+
+PROMPT_TOKENS = 256
+"""Length of a prompt in tokens if the caller gives none."""
+
+SUM_COPIES = 3
+"""The gradient of a rank, its copy that becomes the sum, and the arrays of the sum."""
+
+DECODE_COPIES = 2
+"""Number of float32 arrays of the size of the logits that sampling one token uses."""
+
+
+MARGIN = 0.25
+"""Allowance for temporary arrays, as a share of the largest turn: peaks measured in tests reach 1.21 times the turn."""
+
+
+def estimate_memory(
+    model: ModelSection, profile: Profile, *, prompt_tokens: int = PROMPT_TOKENS, ranks: bool = False
+) -> MemoryEstimate:
+    """Estimate the peak bytes of MLX arrays of a run of `profile` on `model`.
+
+    No weight is read: shapes and types come from the configuration and from the headers of the files. For a hub model
+    that is not in the local cache, the configuration that ships with the project is used, if there is one.
+    `total` assumes that every completion reaches `sampling.max_tokens` and that every cache is full, so a run whose
+    completions end earlier stays below it; `minimum` counts the cache of one sequence. prompt_tokens: length of the
+    longest prompt; for groups of environments, `atropos.max_tokens` bounds the whole sequence. ranks: whether the
+    learner has several ranks.
+
+    For transformers `total` is 1 to 1.4 times the peak of a run that fills its caches;
+    `training_run.memory.activations` says where it is rougher. Not counted in it: the freed buffers that MLX keeps for
+    reuse, because MLX returns them to the system when memory is short, and the memory of the process besides arrays.
+
+    Call it before `load_policy`, because both seed the random state of the calling thread. Raises ModelError if the
+    model cannot be found, read or trained with these settings. Nothing is downloaded.
+    """
+    base, config, shipped = _open(model)
+    layout = CacheLayout(base)
+    weights = sum(array.nbytes for array in flat(base.parameters()).values())
+    limits = profile.server.adapters if isinstance(profile.server, HttpServer) else AdaptersSection()
+    adapters = _adapters(base, config, limits) if limits.root else 0
+    learning = learning_bytes(base, profile)
+    length, completion = _longest(profile, prompt_tokens, context_length(config))
+    micro = largest_micro_batch(profile, prompt=length - completion, completion=completion)
+    vocabulary = describe_model(base, config).vocab_size
+    seqs = profile.engine.max_num_seqs
+    clients = client_rows(seqs) if isinstance(profile.server, HttpServer) else 0
+    rows = max(1, min(seqs + clients, profile.engine.kv_cache_tokens // length))
+    logits = logits_bytes(micro, vocabulary)
+    draft_weights, draft_caches = _draft_model(profile.engine, rows, length)
+    estimate = MemoryEstimate(
+        base=weights - learning.in_full + draft_weights,
+        trained=learning.trained + converted_bytes(base, _itemsize(base, config)),
+        optimizer=learning.optimizer,
+        reference=learning.reference,
+        rollback=learning.rollback,
+        published=learning.published,
+        midway=learning.midway,
+        caches=_caches(layout, rows, length) + draft_caches,
+        prefixes=_prefixes(layout, profile.engine.prefix_cache_tokens, min(prompt_tokens, length)),
+        evaluation=_caches(layout, _evaluated_rows(profile, length), length),
+        gradients=learning.gradient * (2 if micro.several else 1),
+        sums=SUM_COPIES * learning.gradient if ranks else 0,
+        activations=_activations(base, config, layout, micro, profile, logits=logits),
+        logits=logits,
+        update=learning.update,
+        decode=_draw_copies(profile.sampling) * rows * _tokens_of_step(profile.engine) * vocabulary * FLOAT32,
+        adapters=adapters,
+        freed=profile.monitor.cache_limit_mb * 2**20,
+        one_sequence=_caches(layout, 1, length),
+        shipped_shape=shipped,
+    )
+    return replace(estimate, margin=int(MARGIN * estimate.turn))
+
+
+def serving_memory(
+    model: ModelSection, engine: EngineSection, sampling: Sampling, adapters: AdaptersSection | None = None
+) -> MemoryEstimate:
+    """Estimate the peak bytes of MLX arrays of a server without a learner; see `estimate_memory`.
+
+    adapters: limits of the adapters that are loaded; None if none can be loaded.
+    Clients may request longer completions than `sampling.max_tokens`; `engine.kv_cache_tokens` limits their caches.
+    """
+    base, config, shipped = _open(model)
+    layout = CacheLayout(base)
+    length = min(PROMPT_TOKENS + sampling.max_tokens, context_length(config))
+    rows = max(1, min(engine.max_num_seqs, engine.kv_cache_tokens // length))
+    vocabulary = describe_model(base, config).vocab_size
+    decode = _draw_copies(sampling) * rows * _tokens_of_step(engine) * vocabulary * FLOAT32
+    draft_weights, draft_caches = _draft_model(engine, rows, length)
+    return MemoryEstimate(
+        base=sum(array.nbytes for array in flat(base.parameters()).values()) + draft_weights,
+        trained=0,
+        optimizer=0,
+        reference=0,
+        rollback=0,
+        midway=0,
+        caches=_caches(layout, rows, length) + draft_caches,
+        prefixes=_prefixes(layout, engine.prefix_cache_tokens, min(PROMPT_TOKENS, length)),
+        gradients=0,
+        activations=0,
+        logits=0,
+        update=0,
+        decode=decode,
+        adapters=_adapters(base, config, adapters) if adapters is not None else 0,
+        margin=int(MARGIN * decode),
+        one_sequence=_caches(layout, 1, length),
+        shipped_shape=shipped,
+    )
+
+
+def _open(model: ModelSection) -> tuple[nn.Module, dict[str, Any], bool]:
+    """Return the unevaluated model, its configuration, and whether the configuration ships with the project."""
+    local = local_files(model.path)
+    if local is not None:
+        return *open_base(local, model, read_weights=False), False
+    shape = shipped_shape(model.path)
+    if shape is None:
+        raise ModelError(
+            f"model {model.path} is not a directory and not in the local cache of the hub. An estimate downloads "
+            f"nothing: fetch the model first (hf download {model.path}); the profile {OFFLINE_PROFILE} needs no hub"
+        )
+    return *open_shape(shape, model), True
+
+
+def local_files(path: str) -> Path | None:
+    """Return directory or GGUF file of the model without using the network; None if not found. Raises ModelError."""
+    if is_local(path):
+        return find_model(path)
+    try:
+        found = huggingface_hub.snapshot_download(path, allow_patterns=DEFAULT_ALLOW_PATTERNS, local_files_only=True)
+    except HFValidationError as error:
+        raise ModelError(f"model {path} is neither a directory nor the name of a hub repository") from error
+    except LocalEntryNotFoundError:
+        return None
+    return Path(found)
+
+
+def _evaluated_rows(profile: Profile, length: int) -> int:
+    """Return how many rows an evaluation has beside the rollouts of training; 0 if there is none during training."""
+    settings = profile.eval
+    if isinstance(settings, Off) or not settings.interval:
+        return 0
+    rows = min(profile.engine.max_num_seqs, max(1, profile.engine.kv_cache_tokens // length))
+    problems = settings.problems_between or settings.problems
+    return min(rows, problems * (1 + settings.samples)) if problems else rows
+
+
+def _draw_copies(sampling: Sampling) -> int:
+    return DECODE_COPIES + sum(PARAMETERS[name].logits_copies for name in in_use(sampling))
+
+
+def _tokens_of_step(engine: EngineSection) -> int:
+    """Return how many tokens of a row a decode step computes at most."""
+    return 1 if isinstance(engine.speculation, Off) else 1 + engine.speculation.max_draft
+
+
+def _draft_model(engine: EngineSection, rows: int, tokens: int) -> tuple[int, int]:
+    """Return the bytes of the weights of the draft model and of its KV caches; 0 without a draft model."""
+    if not isinstance(engine.speculation, ModelDrafts):
+        return 0, 0
+    draft, _, _ = _open(ModelSection(path=engine.speculation.path))
+    weights = sum(array.nbytes for array in flat(draft.parameters()).values())
+    return weights, _caches(CacheLayout(draft), rows, tokens + engine.speculation.max_draft)
+
+
+def _adapters(base: nn.Module, config: dict[str, Any], limits: AdaptersSection) -> int:
+    """Return the bytes of the largest adapters that the limits allow, with their copies in the compute type.
+
+    The device path keeps one copy of each adapter, and `KEPT_BANKS` copies for passes with several adapters.
+    """
+    targets = adapter_targets(base).values()
+    per_rank = sum(max(1, one.experts) * (one.inputs + one.outputs) for one in targets)
+    loaded = min(limits.max_bytes, limits.max_loaded * limits.max_rank * per_rank * FLOAT32)
+    return loaded + (1 + KEPT_BANKS) * loaded * _itemsize(base, config) // FLOAT32
+
+
+def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:
+    """Return the bytes of the KV caches of the running rows, with the columns that are allocated ahead."""
+    total = 0
+    for leaf in layout.leaves:
+        if isinstance(leaf, AttentionLeaf):
+            visible = tokens if leaf.window is None else min(tokens, leaf.window)
+            total += rows * (visible + spare_columns(visible)) * leaf.token_bytes
+        else:
+            total += rows * _state_bytes(leaf)
+    return total
+
+
+def _prefixes(layout: CacheLayout, tokens: int, prompt: int) -> int:
+    """Return the bytes of a full prefix cache whose entries are prompts of `prompt` tokens."""
+    entries = min(MAX_ENTRIES, -(-tokens // max(1, prompt)))
+    total = 0
+    for leaf in layout.leaves:
+        if isinstance(leaf, AttentionLeaf):
+            total += min(tokens, entries * (leaf.window or tokens)) * leaf.token_bytes
+        else:
+            total += entries * _state_bytes(leaf)
+    return total
+
+
+def _state_bytes(leaf: StateLeaf) -> int:
+    return sum(math.prod(shape) * dtype.size for shape, dtype in zip(leaf.shapes, leaf.dtypes, strict=True))
+
+
+def _activations(
+    model: nn.Module,
+    config: dict[str, Any],
+    layout: CacheLayout,
+    micro: MicroBatchShape,
+    profile: Profile,
+    *,
+    logits: int,
+) -> int:
+    """Return the bytes that the blocks hold in a backward pass, which ends at the first block with a gradient."""
+    itemsize = _itemsize(model, config)
+    blocks = list(model.layers)
+    first = next((i for i, block in enumerate(blocks) if flat(block.trainable_parameters())), 0)
+    full, experts = isinstance(profile.policy.method, FullMethod), experts_per_token(config)
+    attention_blocks = min(len(blocks), sum(isinstance(leaf, AttentionLeaf) for leaf in layout.leaves))
+    scores = attention_heads(config) * itemsize * attention_blocks // len(blocks)
+    in_blocks = activation_bytes(
+        [kept_per_token(block, full=full, itemsize=itemsize, experts=experts) for block in blocks[first:]],
+        micro,
+        residual=(setting(config, HIDDEN_KEYS) or 0) * itemsize,
+        scores=scores,
+        logits=logits,
+        checkpointed=profile.policy.grad_checkpoint,
+    )
+    return in_blocks + dora_bytes(blocks)
+
+
+def _itemsize(model: nn.Module, config: dict[str, Any]) -> int:
+    """Return the bytes per number of the compute type."""
+    dtype = DTYPES.get(describe_model(model, config).dtype, mx.float32)
+    return dtype.size
+
+
+def _longest(profile: Profile, prompt_tokens: int, context: int) -> tuple[int, int]:
+    """Return the length of the longest training sequence, and the largest number of its tokens that are sampled."""
+    if isinstance(profile.atropos, AtroposSource):
+        length = min(profile.atropos.max_tokens, context)
+        return length, length - 1
+    length = min(prompt_tokens + profile.sampling.max_tokens, context)
+    return length, min(profile.sampling.max_tokens, length - 1)

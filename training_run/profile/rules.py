@@ -1,0 +1,248 @@
+"""Rules between settings: rows of two tables, which apply only if the chosen types have their keys, and functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from attachments.remote.attachment import RemoteGeneration, RestartedServers
+from clotho.serving.loopback import is_loopback
+from clotho.settings.data import GYM
+from protocols.errors import did_you_mean, visible
+from protocols.learnability import unlearnable
+from protocols.sampling import PARAMETERS, in_use
+from training_run.profile.keys import KEYS, SETTABLE, chosen_types
+from training_run.profile.schema import Profile
+
+Values = dict[str, Any]  # a resolved profile by key path; arrays of tables are tuples of structs
+
+
+class Complaint(NamedTuple):
+    """An invalid key, and a sentence with the reason and the remedy.
+
+    decided_by: keys that leave it without effect; if a higher layer set such a key, the invalid key gets its default.
+    """
+
+    key: str
+    text: str
+    decided_by: tuple[str, ...] = ()
+
+
+class Rule(NamedTuple):
+    """A condition (profile, value) under which keys are refused. In the reason, `{}` is the value, `v` the profile."""
+
+    keys: str
+    refused: Callable[[Values, Any], bool]
+    reason: str
+    decided_by: str = ""
+
+
+RATIO = "learner.objective.ratio_reference"
+ADVANTAGE, FROM_GROUPS = "learner.objective.advantage.type", "environment"
+OVERLONG = "learner.objective.overlong_penalty.type"
+MAX_RATIO = "learner.objective.dynamic_sampling_max_ratio"
+CLIP_RANGE = " ".join(f"learner.objective.{key}" for key in ("clip_low", "clip_high", "dual_clip"))
+SIGMOID = "learner.objective.sapo_tau_pos learner.objective.sapo_tau_neg"
+
+
+def one_step(v: Values) -> bool:
+    """Whether there is one optimizer step per batch, so that its policy is the policy at the start of the batch."""
+    return bool(v["learner.update_epochs"] * v["learner.num_minibatches"] == 1)
+
+
+def custom_flow(v: Values) -> bool:
+    """Whether groups pass through a custom actor, which may add data that built-in actors do not."""
+    return any(actor.is_in_group_flow for actor in v["actors"])
+
+
+# fmt: off
+NO_EFFECT = (
+    Rule("environments", lambda v, _: not v.get("atropos.python"),
+         "no atropos.python is set, which runs them", "atropos.type atropos.python"),
+    Rule(f"queues.prompts queues.rollouts {MAX_RATIO} {OVERLONG}", lambda v, _: v["atropos.type"] != "off",
+         "groups and their rewards come from environments (atropos)", "atropos.type"),
+    Rule("learner.max_failed_batches", lambda v, _: v["atropos.type"] != "off" and not custom_flow(v),
+         "the rewards of environments (atropos) do not fail in the run", "atropos.type actors"),
+    Rule("learner.distillation_weight", lambda v, _: v["atropos.type"] == "off",
+         "only environments (atropos) send a teacher's alternatives", "atropos.type"),
+    Rule("generator.api_key", lambda v, _: v["generator.weights.type"] == "restart",
+         "mlx_lm.server has no API key", "generator.weights.type"),
+    Rule("policy.method.scaling", lambda v, _: v["policy.method.alpha"] is None,
+         "it defines policy.method.alpha, which is not set", "policy.method.alpha policy.method.scale"),
+    Rule("learner.lora_plus", lambda v, _: v["policy.method.type"] == "full",
+         'policy.method = "full" trains no adapter', "policy.method.type"),
+    Rule("rollouts.max_batches_ahead learner.max_staleness", lambda v, _: not v["async"],
+         "with async = false no batch is sampled ahead", "async"),
+    Rule("rollouts.lag", lambda v, _: v["async"],
+         "with async = true the age of a batch depends on the machine", "async"),
+    Rule("data.heldout_fraction", lambda v, _: bool(v["data.heldout"] or v["data.heldout_split"]),
+         "data.heldout or data.heldout_split names the held-out problems", "data.heldout data.heldout_split"),
+    Rule("data.reasoning_gym", lambda v, _: not any(v[key].startswith(GYM) for key in ("data.train", "data.heldout")),
+         "neither data.train nor data.heldout is reasoning_gym:NAME", "data.train data.heldout"),
+    Rule("learner.kl_penalty.reference.interval", lambda v, x: x >= v["steps"],
+         "it must be less than steps = {v[steps]}: the reference would never move", "steps"),
+    Rule("tracking.run_name tracking.tags", lambda v, _: not v["trackers"], "no [[trackers]] are listed", "trackers"),
+    Rule("tracking.project tracking.group", lambda v, _: not v["trackers"] and v["atropos.type"] == "off",
+         "no [[trackers]] are listed", "trackers atropos.type"),
+    Rule("checkpoint.keep_last", lambda v, _: v["checkpoint.interval"] == 0,
+         "checkpoint.interval = 0 writes one checkpoint, at the end", "checkpoint.interval"),
+    Rule("eval.problems_between", lambda v, _: v["eval.interval"] == 0,
+         "eval.interval = 0 disables evaluation during training", "eval.interval"),
+    Rule("collapse_detection.kl_high", lambda v, _: v["learner.kl_penalty.type"] == "none",
+         'learner.kl_penalty = "none" means that no divergence is computed', "learner.kl_penalty.type"),
+    Rule("collapse_detection.empty_format_high", lambda v, _: not custom_flow(v) and
+         (v["atropos.type"] != "off" or "format" not in {reward.name for reward in v["rewards"]}),
+         'no reward is named "format"', "rewards actors atropos.type"),
+    Rule(f"{CLIP_RANGE} {SIGMOID}",
+         lambda v, _: v.get(RATIO, "sampler") != "sampler" and one_step(v) and v["learner.objective.type"] != "custom",
+         "with one optimizer step per batch (learner.update_epochs, learner.num_minibatches) the importance ratio is 1",
+         f"{RATIO} learner.update_epochs learner.num_minibatches"),
+)
+"""Settings that are refused unless they have their default. Ordered: a row precedes rows that depend on its keys."""
+
+CONTRADICTIONS = (
+    Rule("policy.method.alpha", lambda v, x: None not in (x, v["policy.method.scale"]),
+         "and policy.method.scale exclude each other"),
+    Rule("policy.method.num_layers", lambda v, x: x == 0, "must be -1 (all blocks) or positive, not 0"),
+    Rule("policy.method.dropout", lambda v, x: x > 0 and v["policy.grad_checkpoint"],
+         "= {} and policy.grad_checkpoint exclude each other: a recomputed block would sample another dropout mask"),
+    Rule("learner.objective.importance_correction.type", lambda v, x: x != "none" and v[RATIO] == "sampler",
+         f'= "{{}}" corrects the mismatch with the sampler a second time: set {RATIO} = "batch_start"'),
+    Rule(RATIO, lambda v, x: x == "batch_start_interpolated" and one_step(v),
+         '= "{}" has no effect with one optimizer step per batch: use "batch_start"'),
+    Rule("learner.objective.outlier_high learner.objective.dual_clip", lambda v, x: 0 < x <= 1,
+         "must be 0 (off) or greater than 1, not {}"),
+    Rule(MAX_RATIO, lambda v, x: x > 0 and int(x * v["learner.batch_size"]) <= v["learner.batch_size"],
+         "= {} must allow at least one group more than learner.batch_size = {v[learner.batch_size]}"),
+    Rule(MAX_RATIO, lambda v, x: x > 0 and any((a.mode, a.at) == ("replace", "learner") for a in v["actors"]),
+         "belongs to the built-in learner, which a custom actor replaces"),
+    Rule(MAX_RATIO, lambda v, x: x > 0 and v["rollouts.lag"] > 0,
+         "= {} and rollouts.lag exclude each other: replacements are sampled with the newest weights"),
+    Rule(ADVANTAGE, lambda v, x: x == "environment" and v["atropos.type"] == "off" and not custom_flow(v),
+         '= "{}" needs groups with advantages per token: from environments (atropos) or from a custom actor'),
+    Rule(f"{OVERLONG} learner.kl_penalty.type", lambda v, x: x in ("linear", "reward") and v[ADVANTAGE] == FROM_GROUPS,
+         '= "{}" has no effect: learner.objective.advantage = "environment" ignores rewards'),
+    Rule("learner.kl_penalty.reference.type", lambda v, x: x == "environment" and v["atropos.type"] == "off",
+         '= "{}" needs groups from environments (atropos)'),
+    Rule("learner.num_minibatches", lambda v, x: x > v["learner.batch_size"] + v.get("replay.groups", 0),
+         "= {} must be at most the number of groups per update: learner.batch_size and replay.groups"),
+    Rule("replay.groups", lambda v, x: x > v["replay.capacity"],
+         "= {} must be at most replay.capacity = {v[replay.capacity]}"),
+    Rule("sampling.max_tokens", lambda v, x: x >= v["engine.kv_cache_tokens"],
+         "= {} must be less than engine.kv_cache_tokens = {v[engine.kv_cache_tokens]}"),
+    Rule("learner.objective.overlong_penalty.buffer", lambda v, x: x >= v["sampling.max_tokens"],
+         "= {} must be less than sampling.max_tokens = {v[sampling.max_tokens]}"),
+    Rule("learner.schedule.min_learning_rate", lambda v, x: x > v["learner.optimizer.learning_rate"],
+         "= {} exceeds learner.optimizer.learning_rate", "learner.optimizer.learning_rate learner.optimizer.type"),
+    Rule("data.curriculum.type", lambda v, x: x == "success_rate" and v["atropos.type"] != "off",
+         '= "{}" contradicts atropos: environments choose their problems themselves'),
+    Rule("data.curriculum.type", lambda v, x: x == "success_rate"
+         and any(a.mode == "replace" and a.at in ("prompter", "learner") for a in v["actors"]),
+         '= "{}" belongs to the built-in prompter and learner, and a custom actor replaces one of the two'),
+    Rule("data.answer_key", lambda v, x: x == v["data.prompt_key"], 'and data.prompt_key are both "{}"'),
+    Rule("data.heldout_fraction", lambda v, x: x == 0 and not v["data.heldout"] + v["data.heldout_split"]
+         and v["eval.type"] != "off",
+         '= 0 means no held-out problems: set data.heldout, or eval = "off"'),
+    Rule("run_dir", lambda v, x: not x or "{" in x.replace("{profile}", ""),
+         'must name a directory, and {{profile}} is the only placeholder, not "{}"'),
+    Rule("trackers", lambda v, x: any(one.mode != "auto" and one.name != "wandb" for one in x),
+         'have a mode for wandb only; trackio and tensorboard always write to this machine'),
+    Rule("rewards", lambda v, x: all(reward.weight == 0 for reward in x),
+         "need a weight other than 0, because every advantage would be 0"),
+    Rule("rewards", lambda v, x: v["eval.type"] != "off" and not any(reward.correct for reward in x),
+         'need one with correct = true for evaluation; mark one, or set eval = "off"'),
+    Rule("rewards", lambda v, x: v["cluster.type"] == "off" and any(reward.where == "cluster" for reward in x),
+         'with where = "cluster" need a cluster: set cluster = "ray", or remove where'),
+    Rule("server.host", lambda v, x: not (v["server.api_key"] or v["server.api_keys_file"] or is_loopback(x)),
+         '= "{}" is reachable from other machines: set server.api_keys_file or server.api_key, or bind 127.0.0.1'),
+    Rule("atropos.python", lambda v, x: not x and v["atropos.type"] == "start", "must name an interpreter, not '{}'"),
+    Rule("atropos.python", lambda v, x: bool(x) and not v["environments"],
+         "starts environments: list at least one in [[environments]]"),
+    Rule("server.type", lambda v, x: x == "off" and v["atropos.type"] != "off",
+         '= "{}" contradicts atropos: environments sample over HTTP'),
+    Rule("server.accept_weights server.weights_root", lambda v, x: bool(x),
+         "belongs to the command serve: a training run serves its own weights"),
+    Rule("cluster.type", lambda v, x: x != "off" and v["atropos.type"] != "off",
+         '= "{}" contradicts atropos: environments sample on the HTTP server of the run'),
+    Rule("cluster.type", lambda v, x: x != "off" and v["generator.type"] == "remote",
+         '= "{}" contradicts generator = "remote": choose either inference servers or workers of a cluster'),
+    Rule("cluster.address", lambda v, x: x.startswith("ray://"),
+         '= "{}" is that of a Ray Client: the run must be on a machine of the cluster, with "auto" or HOST:PORT'),
+    Rule("generator.type", lambda v, x: x == "remote" and v["atropos.type"] != "off",
+         '= "{}" contradicts atropos: environments sample on the HTTP server of the run'),
+    Rule("async", lambda v, x: not x and v["atropos.type"] != "off",
+         "= false and atropos exclude each other: environments run ahead; learner.max_staleness limits how far"),
+)
+"""Settings that are refused in any case."""
+# fmt: on
+
+
+def first_complaint(profile: Profile) -> Complaint | None:
+    """The complaint of the first violated rule; None if the profile is valid."""
+    checks = (learnable_distribution, distribution_of_mlx_lm, violated_rows, named_gym_tables)
+    return next((complaint for check in checks for complaint in check(profile)), None)
+
+
+def learnable_distribution(profile: Profile) -> Iterator[Complaint]:
+    """The learner can evaluate the sampling distribution; parameters that only add to API responses are refused."""
+    if (found := unlearnable(profile.sampling)) is not None:
+        yield Complaint(f"sampling.{found.parameter}", f"sampling.{found.reason}")
+    for name in in_use(profile.sampling, affects="report"):
+        text = f"sampling.{name} must be {PARAMETERS[name].neutral} in training: only API requests report it"
+        yield Complaint(f"sampling.{name}", text)
+
+
+def distribution_of_mlx_lm(profile: Profile) -> Iterator[Complaint]:
+    """The servers of `generator.weights = "restart"` know the log-probabilities of the model's distribution only."""
+    generator = profile.generator
+    if not isinstance(generator, RemoteGeneration) or not isinstance(generator.weights, RestartedServers):
+        return
+    for name in (*in_use(profile.sampling, affects="distribution"), *in_use(profile.sampling, affects="length")):
+        if name not in ("max_tokens", "logit_bias"):
+            reason = 'generator.weights = "restart" samples with mlx_lm.server, which has no log-probabilities for it'
+            yield Complaint(f"sampling.{name}", f"sampling.{name} must be {PARAMETERS[name].neutral}: {reason}")
+
+
+def named_gym_tables(profile: Profile) -> Iterator[Complaint]:
+    """Each table of `data.reasoning_gym` has a name of its own, which `data.train` or `data.heldout` contains."""
+    data, key = profile.data, "data.reasoning_gym"
+    named = {name for path in (data.train, data.heldout) if path.startswith(GYM) for name in gym_names(path)}
+    for number, table in enumerate(data.reasoning_gym):
+        if table.label in [other.label for other in data.reasoning_gym[:number]]:
+            text = f"{key} has two tables with the name {table.label!r}: set name in one of them"
+            yield Complaint(key, text)
+        if table.label not in named:
+            hint = did_you_mean(table.label, named) or ""
+            where = f"{key}[{number}].{'name' if table.name else 'dataset'}"
+            text = f"{where} {visible(table.label, 60)!r} is not named in data.train or data.heldout{hint}"
+            yield Complaint(key, text)
+
+
+def gym_names(path: str) -> list[str]:
+    """The names in `reasoning_gym:NAME,NAME`."""
+    return [name.strip() for name in path.removeprefix(GYM).split(",")]
+
+
+def violated_rows(profile: Profile) -> Iterator[Complaint]:
+    """The complaints of both tables."""
+    arrays = {"rewards": profile.rewards, "actors": profile.actors, "environments": profile.environments}
+    arrays["trackers"] = profile.trackers
+    v: Values = _by_path(msgspec.to_builtins(profile), "") | arrays
+    chosen = chosen_types(v)
+    for rule in (*NO_EFFECT, *CONTRADICTIONS):
+        for key in rule.keys.split():
+            variant = SETTABLE[key].variant(chosen)
+            if variant and rule.refused(v, v[key]) and not (rule in NO_EFFECT and v[key] == variant.default):
+                reason = rule.reason.format(v[key], v=v)
+                text = f"{key.removesuffix('.type')} {'has no effect: ' if rule in NO_EFFECT else ''}{reason}"
+                yield Complaint(key, text, tuple(rule.decided_by.split()))
+
+
+def _by_path(tree: dict[str, Any], prefix: str) -> Values:
+    found: Values = {}
+    for name, value in tree.items():
+        path = prefix + name
+        found |= _by_path(value, f"{path}.") if isinstance(value, dict) and path not in KEYS else {path: value}
+    return found

@@ -1,0 +1,343 @@
+"""Displays: what a run shows on the terminal, and the plain display, which writes lines without cursor movements."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from msgspec import Struct
+from rich.console import Console
+from rich.text import Text
+
+from protocols.evaluation import EvalReport
+from protocols.prompt import Problem
+from protocols.step import StepReport
+from protocols.summary import Gauges, MachineDescription, PolicyDescription, RemoteServerGauge
+from training_run.records.held_out_rows import accuracy_text, rows
+from training_run.records.metrics import MetricsLine
+from training_run.records.terminal_text import (
+    duration,
+    in_lines,
+    memory,
+    number,
+    percent,
+    share,
+    size,
+    terminal_text,
+    wrapped,
+)
+
+LINE_LIMIT = 1000
+"""Maximum number of characters of a line."""
+
+SECONDS_BETWEEN_LINES = 2.0
+"""Minimum time between two steps that the plain display writes."""
+
+REMINDER_SECONDS = 30.0
+"""Time without a line after which the plain display writes what the run waits for."""
+
+MAX_SERVERS = 4
+"""Number of remote inference servers that are shown one by one."""
+
+LABEL_WIDTH = 9
+"""Width of the labels of the facts."""
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """One completion of the latest batch, for the live display."""
+
+    prompt: str
+    answer: str
+    completion: str
+    reward: float | None
+
+
+def sample(report: StepReport) -> Sample | None:
+    """Return one completion of a batch; its position in the group changes with the step. None without completions."""
+    for group in report.trained:
+        scored = group.scored
+        i = report.step % len(scored.group.completions)
+        return _sample(scored.group.prompt.problem, scored.group.completions[i].text, scored.rewards[i])
+    for discarded in report.discarded:
+        if discarded.completions:
+            i = report.step % len(discarded.completions)
+            reward = discarded.rewards[i] if discarded.rewards else None
+            return _sample(discarded.prompt.problem, discarded.completions[i].text, reward)
+    return None
+
+
+def _sample(problem: Problem, completion: str, reward: float | None) -> Sample:
+    return Sample(prompt=problem.prompt, answer=problem.answer, completion=completion, reward=reward)
+
+
+class RunFacts(Struct, frozen=True, kw_only=True):
+    """Constant facts of a run, for the startup screen.
+
+    compute_path: what computes decoding and training. address: URL of the HTTP API; None if it is off. steps: of the
+    whole run. resumed_from: step of the checkpoint that the run resumed from; 0 without a checkpoint; None for a new
+    run. estimated_memory: estimated peak memory of arrays in bytes. system_message: of every prompt; empty: none.
+    rewards: weight, name and expected format of every reward; empty if environments compute rewards.
+    """
+
+    profile: str
+    model: str
+    machine: MachineDescription
+    compute_path: str
+    policy: PolicyDescription
+    address: str | None
+    run_dir: str
+    steps: int
+    resumed_from: int | None = None
+    estimated_memory: int
+    system_message: str = ""
+    rewards: tuple[str, ...] = ()
+
+
+class RunView(Struct, frozen=True, kw_only=True):
+    """State of a run after a report.
+
+    step: number of batches consumed. seconds: since the process started. seconds_left: estimated time until the end of
+    the run; None before the first batch. tokens_per_second: mean of the last steps; of all steps if the run has ended.
+    trained, discarded: number of groups. rewards: mean rewards of the latest batches, oldest first. evaluations: the
+    first and the latest ones. latest: the latest line of metrics.jsonl. has_ended: nothing changes any more.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    seconds_left: float | None = None
+    tokens_per_second: float | None = None
+    trained: int = 0
+    discarded: dict[str, int] = {}
+    rewards: tuple[float, ...] = ()
+    evaluations: tuple[EvalReport, ...] = ()
+    latest: MetricsLine | None = None
+    sample: Sample | None = None
+    has_ended: bool = False
+
+
+class Display(Protocol):
+    """A display. All methods are called from the event loop and return immediately."""
+
+    def start(self) -> None:
+        """Start, with the facts of the run."""
+
+    def show(self, view: RunView) -> None:
+        """Show the state of the run."""
+
+    def close(self) -> None:
+        """End. Closing again has no effect."""
+
+
+class NoDisplay:
+    """A display that shows nothing."""
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def show(self, view: RunView) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class PlainDisplay:
+    """Writes the facts, every evaluation, and a step every few seconds, in lines that fit the width of the console.
+
+    The first step without a line is announced, once. If nothing was written for `REMINDER_SECONDS`, one line says what
+    the run waits for. For files, pipes and simple terminals: no colors, no cursor movements.
+    """
+
+    def __init__(
+        self, console: Console, facts: RunFacts, gauges: Gauges, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._facts, self._gauges, self._clock = console, facts, gauges, clock
+        self._next_line_at, self._shown_step = 0.0, facts.resumed_from or 0
+        self._evaluation: EvalReport | None = None
+        self._said_that_steps_are_left_out = False
+        self._view = RunView()
+        self._written_at = clock()
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Write the facts."""
+        print_facts(self._console, self._facts)
+        threading.Thread(target=self._remind, name="reminder", daemon=True).start()
+
+    def show(self, view: RunView) -> None:
+        """Write a new evaluation immediately, and a new step if enough time has passed or it is the last."""
+        self._view = view
+        if view.evaluations and view.evaluations[-1] != self._evaluation:
+            self._evaluation = view.evaluations[-1]
+            self._write(self._position(self._evaluation.step), evaluation_pieces(self._evaluation))
+        if view.has_ended or view.step >= self._facts.steps or self._clock() >= self._next_line_at:
+            self._show_step()
+        elif view.step != self._shown_step and not self._said_that_steps_are_left_out:
+            self._said_that_steps_are_left_out = True
+            text = f"a step is written every {SECONDS_BETWEEN_LINES:g} s at most; metrics.jsonl has all steps"
+            self._write(" " * (len(self._position(0)) + 2), [text])
+
+    def close(self) -> None:
+        """Write the last step if it is not shown yet, as after a drain."""
+        self._closed.set()
+        self._show_step()
+
+    def remind(self) -> None:
+        """Write what the run waits for, if nothing was written for a while."""
+        if self._clock() - self._written_at >= REMINDER_SECONDS:
+            waiting = self._gauges().waiting_for or "the update of the policy"
+            self._write(self._position(self._view.step), [f"waiting for {waiting}"])
+
+    def _remind(self) -> None:
+        while not self._closed.wait(REMINDER_SECONDS):
+            with suppress(Exception):  # a console that cannot be written
+                self.remind()
+
+    def _show_step(self) -> None:
+        if self._view.latest is None or self._view.step == self._shown_step:
+            return
+        self._shown_step, self._next_line_at = self._view.step, self._clock() + SECONDS_BETWEEN_LINES
+        self._write(self._position(self._view.step), self._step_pieces(self._view, self._view.latest))
+        indent = " " * (len(self._position(0)) + 2)
+        gauges = self._gauges()
+        self._write(indent, reward_pieces(self._view.latest))
+        self._write(indent, list(server_pieces(gauges.remote.servers, self._view.latest))[:1])
+        self._write(indent, rank_pieces(self._view.latest))
+        self._write(indent, [f"alarm {finding.name}" for finding in gauges.findings])
+
+    def _write(self, start: str, pieces: Iterable[str]) -> None:
+        found = list(pieces)
+        if not found:
+            return
+        self._written_at = self._clock()
+        first = f"{start}  {found[0]}" if start.strip() else f"{start}{found[0]}"
+        for line in in_lines([first, *found[1:]], self._console.width, indent=len(self._position(0)) + 2):
+            print_line(self._console, line)
+
+    def _step_pieces(self, view: RunView, latest: MetricsLine) -> Iterator[str]:
+        yield f"reward {number(latest['reward/mean']):>6}"
+        yield f"loss {number(latest['loss'], '.4f'):>7}"
+        yield f"truncated {share(latest['truncated_fraction']):>5}"
+        yield f"{number(view.tokens_per_second, '.0f'):>6} tokens/s"
+        yield from known("kl", latest["kl"], ".4f")
+        yield f"entropy {number(latest['entropy'])}"
+        yield f"staleness {number(latest['staleness/mean'], '.1f')}"
+        yield f"{duration(view.seconds)} elapsed"
+        yield f"{duration(view.seconds_left)} left"
+        if latest["groups/discarded"]:
+            yield f"discarded {latest['groups/discarded']}"
+        if latest["curriculum/zero_variance_expected"] is not None:
+            yield zero_variance(latest)
+
+    def _position(self, step: int) -> str:
+        digits = len(str(self._facts.steps))
+        return f"step {step:>{digits}}/{self._facts.steps}"
+
+
+def known(name: str, value: float | None, form: str = ".3f") -> Iterator[str]:
+    """Yield a name with its value, unless the run does not compute it."""
+    if value is not None:
+        yield f"{name} {number(value, form)}"
+
+
+def evaluation_pieces(report: EvalReport) -> Iterator[str]:
+    """Yield accuracy and duration of an evaluation, the accuracy by type of problem, and the other measures."""
+    yield f"held-out accuracy {accuracy_text(report)}"
+    yield f"in {duration(report.seconds)}"
+    for name, accuracy in report.by_type.items():
+        yield f"{name} {percent(accuracy)}"
+    for row in rows(report.measures, functions=False):
+        yield f"{row.label} {row.text}"
+
+
+def zero_variance(latest: MetricsLine) -> str:
+    """Format the observed and the expected share of zero-variance groups in a run with a curriculum."""
+    observed, expected = latest["curriculum/zero_variance_observed"], latest["curriculum/zero_variance_expected"]
+    return f"zero variance {share(observed)} ({share(expected)} expected)"
+
+
+def reward_pieces(latest: MetricsLine) -> Iterator[str]:
+    """Yield mean, standard deviation and failures of each reward function that applied to a problem of the step."""
+    for name, values in latest["rewards"].items():
+        failed = f" ({values['failures']} failed)" if values["failures"] else ""
+        if values["count"] or failed:
+            yield f"{name} {number(values['mean'])} sd {number(values['std'])}{failed}"
+
+
+def server_pieces(servers: Sequence[RemoteServerGauge], latest: MetricsLine | None) -> Iterator[str]:
+    """Yield the state of all remote inference servers together, then that of the first servers if there are several."""
+    if not servers:
+        return
+    rates = {name: found["tokens_per_second"] for name, found in latest["remote_servers"].items()} if latest else {}
+    ready = sum(one.state == "ready" for one in servers)
+    yield f"{ready} of {len(servers)} servers ready, {_server_text(servers, rates)}"
+    for one in servers[:MAX_SERVERS] if len(servers) > 1 else ():
+        yield f"{one.name} {one.state}, {_server_text([one], rates)}"
+
+
+def _server_text(servers: Sequence[RemoteServerGauge], rates: Mapping[str, float | None]) -> str:
+    rate = sum(rates.get(one.name) or 0.0 for one in servers)
+    lag = max((one.lag for one in servers if one.lag is not None), default=None)
+    moved = sum(one.bytes_sent + one.bytes_received for one in servers)
+    return (
+        f"{rate:.0f} tokens/s, lag {number(lag, 'd')}, {sum(one.rows for one in servers)} sequences, "
+        f"{sum(one.restarts for one in servers)} restarts, {memory(moved)} moved"
+    )
+
+
+def rank_pieces(latest: MetricsLine | None) -> Iterator[str]:
+    """Yield the speed of each rank of a data-parallel learner in the latest step, and how long rank 0 has waited."""
+    if latest is None or not latest["learner_ranks"]:
+        return
+    speeds = [number(found["positions_per_second"], ".0f") for found in latest["learner_ranks"].values()]
+    yield f"ranks {' + '.join(speeds)} positions/s"
+    yield f"{number(latest['time/wait_for_ranks'], '.1f')} s waited for ranks"
+
+
+def print_facts(console: Console, facts: RunFacts) -> None:
+    """Write the facts of a run, in lines that fit the width of the console as far as words can be separated."""
+    for text in fact_lines(facts):
+        for line in wrapped(text, console.width, indent=LABEL_WIDTH):
+            print_line(console, line)
+
+
+def print_line(console: Console, line: str) -> None:
+    """Write one line without wrapping, markup or control characters."""
+    console.print(Text(terminal_text(line, LINE_LIMIT, ascii_only=console.options.ascii_only)), soft_wrap=True)
+
+
+def machine_lines(machine: MachineDescription, compute_path: str) -> Iterator[str]:
+    """Return the lines about the machine and about what computes. Processor and BLAS are named once."""
+    device = "" if machine.device in (machine.processor, machine.backend) else f" ({machine.device})"
+    blas = "" if machine.blas in compute_path else f"; BLAS {machine.blas}"
+    yield (
+        f"machine  {machine.processor}, {machine.cores} cores, {memory(machine.memory_bytes)}, {machine.system}; "
+        f"MLX {machine.mlx_version} on {machine.backend}{device}{blas}"
+    )
+    yield f"compute  {compute_path}"
+
+
+def fact_lines(facts: RunFacts) -> Iterator[str]:
+    """Return the lines of the startup screen: machine, policy, memory, system message, rewards, address, run."""
+    policy = facts.policy
+    yield from machine_lines(facts.machine, facts.compute_path)
+    bits = f", {policy.quantization_bits} bits" if policy.quantization_bits else ""
+    yield (
+        f"policy   {facts.model}: {policy.architecture}, {size(policy.parameters)} parameters, {policy.layers} layers"
+        f"{bits}, {policy.dtype}; {size(policy.trainable_parameters)} trained, {memory(policy.bytes)}"
+    )
+    yield f"memory   at most {memory(facts.estimated_memory)} (estimate; --dry-run shows its parts)"
+    yield f"system   {facts.system_message or 'no system message'}"
+    for number_of_reward, reward in enumerate(facts.rewards or ("computed by the environments",)):
+        yield f"{'' if number_of_reward else 'rewards':<9}{reward}"
+    yield f"API      {facts.address}/v1" if facts.address else "API      off"
+    if facts.address:
+        yield f"page     {facts.address}/"
+    yield f"run      {facts.profile}, {facts.steps} steps, in {facts.run_dir}"
+    if facts.resumed_from:
+        yield f"resumed  from the checkpoint of step {facts.resumed_from}"
+    elif facts.resumed_from == 0:
+        yield "resumed  from the beginning, because the run has no checkpoint yet"

@@ -1,0 +1,343 @@
+"""Metrics: one line of metrics.jsonl per step.
+
+The update reports its own metrics, and they are written out unchanged. `METRICS` describes every key. A new metric of
+the update needs a value in `training.objectives.loss` and a field of `UpdateMetrics`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any, get_type_hints
+
+import msgspec
+from msgspec import Struct
+
+from attachments.curriculum.messages import CurriculumReport
+from protocols.finding import Finding
+from protocols.rollout import ScoredGroup, bounded
+from protocols.sampling import Completion
+from protocols.step import StepReport, UpdateMetrics
+from protocols.summary import RankGauge, RankGauges, RemoteGauges, RunGauges
+
+MetricsLine = dict[str, Any]
+"""One line of metrics.jsonl: values by metric name."""
+
+
+def _described(fields: type[Struct]) -> dict[str, str]:
+    return {
+        name: annotation.__metadata__[0].description
+        for name, annotation in get_type_hints(fields, include_extras=True).items()
+    }
+
+
+UPDATE_METRICS = _described(UpdateMetrics)
+"""Metrics of the update by name. All are null for a batch without an update."""
+
+METRICS = {
+    "step": "Number of batches consumed.",
+    "policy_version": "Policy version after the step; a step without an update keeps the version.",
+    "weights_hash": "Hash of the trainable weights after the step.",
+    "time/run": "Age of the run in seconds, summed over restarts.",
+    "reward/mean": "Mean reward of all scored completions, trained on or discarded.",
+    "reward/std": "Standard deviation of these rewards.",
+    "rewards": "Of each reward function: `mean` and `std` of its values, `count`, the number of values, and "
+    "`failures`, the number of groups for which it failed; a function that applied to no completion and never failed "
+    "is missing.",
+    **UPDATE_METRICS,
+    "groups/trained": "Number of groups that the step trained on.",
+    "groups/discarded": "Number of groups that were discarded since the line before.",
+    "groups/discarded_by_reason": "Number of discarded groups by reason.",
+    "groups/replaced": "Number of zero-variance groups that dynamic sampling replaced by another group.",
+    "groups/replayed": "Number of groups from the replay buffer.",
+    **{f"curriculum/{name}": text for name, text in _described(CurriculumReport).items()},
+    "staleness/mean": "Mean staleness of the trained groups: policy version of the learner minus the oldest version "
+    "that sampled the group.",
+    "staleness/max": "Largest staleness of a trained group.",
+    "staleness/histogram": "Number of trained groups by staleness.",
+    "completion_length/mean": "Mean number of tokens per completion.",
+    "completion_length/total": "Total number of completion tokens of the step.",
+    "truncated_fraction": "Fraction of completions that reached `sampling.max_tokens` or the context length.",
+    "tokens_per_second": "Completion tokens of the step per second of wall-clock time since the line before, whenever "
+    "they were sampled.",
+    "decode_tokens_per_second/idle": "Tokens per second of decoding while the learner has no work.",
+    "decode_tokens_per_second/learning": "Tokens per second of decoding while an update is computed.",
+    "speculation/passes": "Forward passes over a sequence since the line before; each samples one token or more. 0 if "
+    "speculation is off.",
+    "speculation/draft_tokens": "Tokens of the drafts that the engine verified since the line before.",
+    "speculation/accepted_tokens": "Accepted tokens of these drafts.",
+    "sequences_limit": "Sequences that are decoded at once at most; memory pressure lowers `engine.max_num_seqs`.",
+    "time/decode": "Seconds of decode steps since the line before.",
+    "time/update": "Seconds from the start to the end of the update.",
+    "time/longest_learner_turn": "Longest turn of the update in seconds; on a GPU, nothing is decoded in it.",
+    "time/wait_for_rollouts": "Seconds that the learner waited for groups before the update.",
+    "time/weight_swap": "Seconds of the latest weight swap.",
+    "peak_memory_bytes": "Peak memory of MLX arrays since the process started.",
+    "resources/resident_bytes": "Resident memory of the process. All values of resources are from the latest reading, "
+    "which is at most about ten seconds old; null if the system does not report them.",
+    "resources/cpu_share": "CPU seconds of the process per second; 1 is one core.",
+    "resources/swap_bytes": "Used swap of the machine.",
+    "resources/swap_change_bytes": "Change of the used swap since the start of the process.",
+    "resources/available_bytes": "Memory of the machine that is available without swap.",
+    "resources/gpu_share": "Fraction of the time in which the GPU works.",
+    "resources/power_watts": "Power of the GPU (NVIDIA), or of the whole machine (Mac with a battery).",
+    "findings": "Findings that apply at the step, by `name`. `severity`, `fact`, `consequence`, `advice`, `remedy`, "
+    "`command` and `example` are in the line in which the finding begins, and later in the lines in which they change.",
+    "rolled_back": "Whether the weights are those of an earlier version again.",
+    "environments": "Metrics of each Atropos environment, by name.",
+    "remote_servers": "State of each remote inference server, by address; totals since the last start.",
+    "learner_ranks": "Work of each rank of a data-parallel learner since the line before, by number of the rank.",
+    "time/wait_for_ranks": "Seconds that rank 0 waited for the shares of other ranks and for sums of gradients since "
+    "the line before; null without other ranks.",
+}
+"""Every key of metrics.jsonl with a description. docs/operating.md contains this table."""
+
+RESOURCES = tuple(name.removeprefix("resources/") for name in METRICS if name.startswith("resources/"))
+"""Fields of `ResourceReading` that metrics.jsonl contains."""
+
+ENVIRONMENT_METRICS = {
+    "groups/trained": "Number of groups of the environment that the step trained on.",
+    "groups/discarded": "Number of discarded groups of the environment.",
+    "groups/discarded_by_reason": "Number of discarded groups by reason.",
+    "reward/mean": "Mean reward of the completions of the trained groups.",
+    "completion_length/mean": "Mean number of sampled tokens per completion of the trained groups.",
+    "logprob_error_max": "Largest difference, in nats, between log-probabilities that the environment returned and "
+    "those of the engine; null if none could be compared.",
+}
+"""Every key of an entry of `environments`."""
+
+REMOTE_METRICS = {
+    "state": "State: `ready` (gets groups), `updating` (gets weights), or `failed` (at the last attempt to use it).",
+    "version": "Policy version that it serves; null while it gets no groups.",
+    "lag": "Versions that it is behind the run; null while it gets no groups.",
+    "rows": "Completions in flight.",
+    "groups": "Number of groups requested from it.",
+    "tokens_per_second": "Tokens of the groups that it has completed since the line before, per second.",
+    "failures": "Number of failed attempts and groups.",
+    "restarts": "Number of restarts of its process.",
+    "bytes_sent": "Bytes of weights and requests for it.",
+    "bytes_received": "Bytes of its answers.",
+    "push_seconds": "Time until it served the last weights that it got.",
+}
+"""Every key of an entry of `remote_servers`."""
+
+RANK_METRICS = {
+    "positions": "Positions of its micro-batches, padding included.",
+    "seconds": "Seconds between its shares and their results; at rank 0, with the decode steps in this time.",
+    "positions_per_second": "Positions per second; null without a share.",
+    "bytes_sent": "Bytes of weights and shares that rank 0 has sent it.",
+}
+"""Every key of an entry of `learner_ranks`."""
+
+
+class Measurement(Struct, frozen=True, kw_only=True):
+    """Age of the run, and values of the gauges. The findings are those of the line that was written then."""
+
+    seconds: float
+    gauges: RunGauges
+
+
+def step_metrics(
+    report: StepReport,
+    *,
+    now: Measurement,
+    before: Measurement,
+    discarded_between: Mapping[tuple[str, str], int] = {},
+    failures_between: Mapping[str, int] = {},
+) -> MetricsLine:
+    """Return the line of metrics.jsonl for a report, with the change of the gauges since the line before.
+
+    discarded_between: number of groups that were discarded while the batch was collected, by (environment, reason).
+    failures_between: number of these groups for which a reward function failed, by function.
+    """
+    discarded = Counter(discarded_between)
+    discarded.update((group.prompt.source, group.reason) for group in report.discarded)
+    seconds = now.seconds - before.seconds
+    completions = _completion_metrics(report)
+    speculation, speculated = now.gauges.speculation, before.gauges.speculation
+    return {
+        "step": report.step,
+        "policy_version": report.version,
+        "weights_hash": report.fingerprint,
+        "time/run": now.seconds,
+        **_reward_metrics(report),
+        "rewards": reward_parts(report, failures_between),
+        **dict.fromkeys(UPDATE_METRICS),
+        **_update_metrics(report),
+        **_group_metrics(report, discarded),
+        **_curriculum_metrics(report.curriculum or CurriculumReport()),
+        **completions,
+        "tokens_per_second": completions["completion_length/total"] / seconds if seconds > 0 else None,
+        "decode_tokens_per_second/idle": now.gauges.decode_rate_idle,
+        "decode_tokens_per_second/learning": now.gauges.decode_rate_learning,
+        "speculation/passes": speculation.passes - speculated.passes,
+        "speculation/draft_tokens": speculation.draft_tokens - speculated.draft_tokens,
+        "speculation/accepted_tokens": speculation.accepted_tokens - speculated.accepted_tokens,
+        "sequences_limit": now.gauges.rows_limit,
+        "time/decode": now.gauges.decode_seconds - before.gauges.decode_seconds,
+        "time/update": report.train_seconds,
+        "time/longest_learner_turn": report.longest_turn_seconds,
+        "time/wait_for_rollouts": report.wait_seconds,
+        "time/weight_swap": now.gauges.swap_seconds_last,
+        "peak_memory_bytes": now.gauges.peak_memory_bytes,
+        **{f"resources/{key}": getattr(now.gauges.resources, key) for key in RESOURCES},
+        "findings": _finding_changes(now.gauges.findings, before.gauges.findings),
+        "rolled_back": report.rolled_back,
+        "environments": environment_metrics([group.scored for group in report.trained], discarded),
+        "remote_servers": _remote_metrics(now.gauges.remote, before.gauges.remote, seconds),
+        "learner_ranks": _rank_metrics(now.gauges.learner_ranks, before.gauges.learner_ranks),
+        "time/wait_for_ranks": now.gauges.learner_ranks.waited_seconds - before.gauges.learner_ranks.waited_seconds
+        if now.gauges.learner_ranks.ranks
+        else None,
+    }
+
+
+def _finding_changes(now: Iterable[Finding], before: Iterable[Finding]) -> list[dict[str, Any]]:
+    """Return the name of each finding with the fields that differ from the line before; all fields if it begins."""
+    known = {finding.name: msgspec.structs.asdict(finding) for finding in before}
+    changes = []
+    for finding in now:
+        earlier = known.get(finding.name, {})
+        fields = msgspec.structs.asdict(finding).items()
+        changes.append({key: value for key, value in fields if key == "name" or earlier.get(key) != value})
+    return changes
+
+
+def _remote_metrics(now: RemoteGauges, before: RemoteGauges, seconds: float) -> dict[str, MetricsLine]:
+    """Return the metrics of each server by name. seconds: since the line before."""
+    tokens = {one.name: one.tokens for one in before.servers}
+    return {
+        one.name: {key: getattr(one, key, None) for key in REMOTE_METRICS}
+        | {"tokens_per_second": (one.tokens - tokens.get(one.name, 0)) / seconds if seconds > 0 else None}
+        for one in now.servers
+    }
+
+
+def _rank_metrics(now: RankGauges, before: RankGauges) -> dict[str, MetricsLine]:
+    """Return the work of each rank since the line before, by name."""
+    earlier = {one.name: one for one in before.ranks}
+    found = {}
+    for one in now.ranks:
+        start = earlier.get(one.name, RankGauge(name=one.name, positions=0, seconds=0.0, bytes_sent=0))
+        positions, seconds = one.positions - start.positions, one.seconds - start.seconds
+        found[one.name] = {
+            "positions": positions,
+            "seconds": seconds,
+            "positions_per_second": positions / seconds if seconds > 0 else None,
+            "bytes_sent": one.bytes_sent - start.bytes_sent,
+        }
+    return found
+
+
+def environment_metrics(
+    trained: Iterable[ScoredGroup], discarded: Mapping[tuple[str, str], int]
+) -> dict[str, MetricsLine]:
+    """Return the metrics of each environment by name. Groups from the run's own dataset are not included.
+
+    discarded: number of groups by (environment, reason).
+    """
+    trained_by_source: defaultdict[str, list[ScoredGroup]] = defaultdict(list)
+    discarded_by_source: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for group in trained:
+        trained_by_source[group.group.prompt.source].append(group)
+    for (source, reason), count in discarded.items():
+        discarded_by_source[source][reason] = count
+    sources = sorted({*trained_by_source, *discarded_by_source} - {""})
+    return {name: _environment(trained_by_source[name], discarded_by_source[name]) for name in sources}
+
+
+def _environment(trained: list[ScoredGroup], discarded: dict[str, int]) -> MetricsLine:
+    rewards = [reward for group in trained for reward in group.rewards]
+    lengths = [completion.length for group in trained for completion in group.group.completions]
+    errors = [group.logprob_error for group in trained if group.logprob_error is not None]
+    return {
+        "groups/trained": len(trained),
+        "groups/discarded": sum(discarded.values()),
+        "groups/discarded_by_reason": discarded,
+        "reward/mean": _mean(rewards),
+        "completion_length/mean": _mean(lengths),
+        "logprob_error_max": max(errors, default=None),
+    }
+
+
+def _reward_metrics(report: StepReport) -> MetricsLine:
+    rewards = [reward for group in report.trained for reward in group.scored.rewards]
+    rewards += [reward for group in report.discarded for reward in group.rewards]
+    counted = [reward for reward in rewards if bounded([reward])]
+    return {"reward/mean": _mean(counted), "reward/std": pstdev(counted) if counted else None}
+
+
+def _update_metrics(report: StepReport) -> MetricsLine:
+    """Return the metrics of the update. A value that the update did not compute is None."""
+    update = report.update
+    if update is None:
+        return {}
+    before = report.version - int(update.update_applied)
+    on_policy = any(completion.versions[-1:] == (before,) for completion in _trained_completions(report))
+    has_teacher = any(group.scored.teacher for group in report.trained)
+    return msgspec.structs.asdict(update) | {
+        "kl": update.kl if update.kl_beta > 0 else None,
+        "mismatch_kl": update.mismatch_kl if on_policy or report.rolled_back else None,
+        "distillation_loss": update.distillation_loss if has_teacher else None,
+    }
+
+
+def reward_parts(report: StepReport, failures_between: Mapping[str, int] = {}) -> dict[str, MetricsLine]:
+    """Return mean, standard deviation and number of the values of each reward function, and its failed groups."""
+    failures = Counter(failures_between)
+    failures.update(name for group in report.discarded for name in group.failed_rewards)
+    values: defaultdict[str, list[float]] = defaultdict(list, {name: [] for name in failures})
+    for parts in (*(t.scored.parts for t in report.trained), *(d.parts for d in report.discarded)):
+        for name, found in parts.items():
+            values[name] += [value for value in found if value is not None and bounded([value])]
+    return {
+        name: {
+            "mean": _mean(found),
+            "std": pstdev(found) if found else None,
+            "count": len(found),
+            "failures": failures[name],
+        }
+        for name, found in sorted(values.items())
+        if found or failures[name]
+    }
+
+
+def _group_metrics(report: StepReport, discarded: Counter[tuple[str, str]]) -> MetricsLine:
+    reasons = Counter[str]()
+    for (_, reason), count in discarded.items():
+        reasons[reason] += count
+    return {
+        "groups/trained": len(report.trained),
+        "groups/discarded": discarded.total(),
+        "groups/discarded_by_reason": dict(reasons),
+        "groups/replaced": report.replaced,
+        "groups/replayed": report.replayed,
+        "staleness/mean": _mean(report.staleness),
+        "staleness/max": max(report.staleness, default=None),
+        "staleness/histogram": dict(sorted(Counter(report.staleness).items())),
+    }
+
+
+def _curriculum_metrics(report: CurriculumReport) -> MetricsLine:
+    return {f"curriculum/{name}": value for name, value in msgspec.structs.asdict(report).items()}
+
+
+def _completion_metrics(report: StepReport) -> MetricsLine:
+    completions = _trained_completions(report)
+    for discarded in report.discarded:
+        completions += discarded.completions
+    lengths = [completion.length for completion in completions]
+    return {
+        "completion_length/mean": _mean(lengths),
+        "completion_length/total": sum(lengths),
+        "truncated_fraction": _mean([completion.finish_reason == "length" for completion in completions]),
+    }
+
+
+def _trained_completions(report: StepReport) -> list[Completion]:
+    return [completion for trained in report.trained for completion in trained.scored.group.completions]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None

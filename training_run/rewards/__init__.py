@@ -1,0 +1,1 @@
+"""Rewards of user code: workers, time limits, and the runner that combines functions."""

@@ -1,0 +1,216 @@
+"""The context of a run: everything that the actors are constructed from. Built once, at start-up."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from attachments.alarms.run_alarms import RunAlarms
+from attachments.atropos.sample_log import SampleLog
+from attachments.cluster.connection import RayConnection
+from attachments.cpu import compute_path
+from attachments.curriculum.curriculum import Curriculum
+from attachments.trackers.trackers import Tracker
+from clotho.inference.engine import DecodeEngine
+from clotho.lanes.compute_thread import Compute, finish
+from clotho.lanes.sampling_client import Sampler
+from clotho.models.machine import describe_machine
+from clotho.models.policy import Policy
+from clotho.rewards.registry import expected
+from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.scoring.token_scores import SamplingDistribution
+from clotho.settings.bounds import Off
+from clotho.settings.data import RewardSection
+from clotho.training.update import PolicyLearner
+from protocols.checkpoint import Origin, RunState
+from protocols.evaluation import EvalReport, HeldOut
+from protocols.finding import Finding
+from protocols.prompt import Prompt
+from protocols.sampling import PromptLogprobs
+from protocols.step import ReplayGroup, WeightsReady
+from protocols.summary import HistoryGap, MemoryEstimate
+from training_run.directory.best_checkpoint import BestCheckpointKeeper
+from training_run.directory.run_directory import RunDirectory
+from training_run.groups.ledger import Ledger
+from training_run.groups.progress import LearnerProgress, StalenessRule, SwapTimes
+from training_run.groups.prompts import PromptBuilder
+from training_run.profile.schema import Profile
+from training_run.records.display import RunFacts
+from training_run.records.evaluation_history import RunHistory
+from training_run.records.forecast import Plan
+from training_run.records.terminal_text import relative_path
+from training_run.rewards.runner import RewardRunner
+from training_run.supervision.custom_actors import Services
+from training_run.supervision.latest import Latest
+from training_run.supervision.watchdog import EngineGuard
+
+if TYPE_CHECKING:
+    from attachments.ranks.learner_ranks import LearnerRanks
+
+
+class RunContext(Struct, frozen=True, kw_only=True, eq=False):
+    """Start-up -> wiring. The references are fixed; some of the objects are state that actors share.
+
+    engine_failure: gets an exception if a decode step raises; never a result.
+    cluster: the Ray cluster of the run; None without one.
+    inputs: fingerprints of model, tokenizer and dataset.
+    state: the checkpoint that the run resumes from. history: evaluations from before the last start.
+    history_gaps: records that the checkpoint covers and that the history files lack.
+    origin: what the run started from; None for the base model alone. best: finds the best checkpoint.
+    base: parameters before the first update, if they still need to be evaluated after a resume.
+    replay: groups of the checkpoint's replay buffer. curriculum: chooses the problems; None: all equally often.
+    trackers: experiment trackers, which are already running.
+    estimated_memory: estimated peak, in bytes. warnings: to be logged when the run starts. preflight: findings of the
+    checks at the start.
+    address: base URL of the HTTP server; empty without a server. ranks: of a data-parallel learner; None without.
+
+    Shared state, with the actor that writes it:
+    weights: the served weights (broadcaster). replacements: number of groups that are replaced by others (learner).
+    logged: last step in the log files, alarms: findings of the run (monitor). progress, ledger: of the learner.
+    swap_times: of the broadcaster.
+    evaluations: reports since the last start (evaluator). sample_log: completions of HTTP clients (server).
+    """
+
+    profile: Profile
+    directory: RunDirectory
+    compute: Compute
+    policy: Policy
+    engine: DecodeEngine
+    engine_failure: Future[None]
+    policy_learner: PolicyLearner
+    prompts: PromptBuilder
+    curriculum: Curriculum | None
+    held_out: HeldOut
+    rewards: RewardRunner
+    inputs: dict[str, str]
+    state: RunState | None
+    history: RunHistory
+    history_gaps: tuple[HistoryGap, ...]
+    origin: Origin | None
+    best: BestCheckpointKeeper
+    base: Any | None
+    ranks: LearnerRanks | None
+    replay: tuple[ReplayGroup, ...]
+    memory: MemoryEstimate
+    warnings: tuple[str, ...]
+    preflight: tuple[Finding, ...]
+    address: str
+    sampler: Sampler
+    scorer: PromptScorer
+    ledger: Ledger
+    progress: LearnerProgress
+    weights: Latest[WeightsReady]
+    replacements: Latest[int]
+    logged: Latest[int]
+    alarms: RunAlarms
+    trackers: tuple[Tracker, ...]
+    sample_log: SampleLog
+    swap_times: SwapTimes
+    evaluations: list[EvalReport]
+    cluster: RayConnection | None = None
+
+    def close(self) -> None:
+        """End the processes of the rewards, and disconnect from the cluster."""
+        self.rewards.close()
+        if self.cluster is not None:
+            self.cluster.close()
+
+    @property
+    def resumed_from(self) -> int | None:
+        """Step of the checkpoint that the run resumes from; 0 without a checkpoint; None for a new run."""
+        if self.state is not None:
+            return self.state.step
+        return 0 if self.directory.resumed else None
+
+    @property
+    def plan(self) -> Plan:
+        """What the run still does, for the forecast of its end."""
+        settings, steps = self.profile.eval, self.profile.steps
+        if isinstance(settings, Off):
+            return Plan(steps=steps, evaluates=False)
+        return Plan(steps=steps, evaluates=True, interval=settings.interval, between=settings.problems_between)
+
+    @property
+    def total_groups(self) -> int:
+        """Number of groups in the batches of the whole run."""
+        return self.profile.steps * self.profile.learner.batch_size
+
+    @property
+    def replaced_groups_limit(self) -> int | None:
+        """`total_groups` if groups may be replaced (`learner.objective.dynamic_sampling_max_ratio`), otherwise None."""
+        return self.total_groups if self.profile.learner.objective.dynamic_sampling_max_ratio else None
+
+    @property
+    def staleness_rule(self) -> StalenessRule:
+        """How far rollouts may run ahead of the served weights."""
+        return StalenessRule(
+            weights=self.weights,
+            replacements=self.replacements,
+            batch_size=self.profile.learner.batch_size,
+            max_batches_ahead=self.profile.max_batches_ahead,
+        )
+
+    def choose_prompt(self, group_id: int) -> Prompt:
+        """The prompt of a group, with the problem that the curriculum chooses if the run has one."""
+        return self.prompts.prompt(group_id, None if self.curriculum is None else self.curriculum.choose(group_id))
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Maximum length of a sequence that an environment may send."""
+        atropos, context_length = self.profile.atropos, self.policy.context_length
+        return context_length if isinstance(atropos, Off) else min(context_length, atropos.max_tokens)
+
+    async def recompute_logprobs(self, tokens: tuple[int, ...], temperature: float) -> PromptLogprobs:
+        """Log-probabilities of tokens under the run's sampling distribution at a temperature."""
+        distribution = SamplingDistribution(temperature, self.profile.sampling.logit_bias)
+        parameters, version = await finish(self.compute.decode.submit(self.policy.served))
+        return await finish(
+            self.compute.scoring.submit(
+                lambda: self.scorer.score(parameters, tokens, version=version, distribution=distribution)
+            )
+        )
+
+    def engine_guard(self) -> EngineGuard:
+        """Return the actor that restarts the decode engine if it fails."""
+        return EngineGuard(
+            self.engine_failure,
+            submit=self.compute.decode.submit,
+            fail_requests=self.engine.fail_all,
+            attach=lambda: self.compute.decode.attach(self.engine),
+        )
+
+    def services(self) -> Services:
+        """What custom actors may use."""
+        return Services(
+            profile=self.profile,
+            directory=self.directory.path,
+            sampler=self.sampler,
+            tokenizer=self.policy.tokenizer,
+            weights=self.weights,
+        )
+
+    def facts(self, *, blas: str) -> RunFacts:
+        """The constant part of the display. blas: name of the BLAS library in use."""
+        return RunFacts(
+            profile=self.directory.path.name,
+            model=relative_path(self.profile.model.path),
+            machine=describe_machine(blas=blas),
+            compute_path=compute_path(blas),
+            policy=self.policy.description,
+            address=self.address or None,
+            run_dir=relative_path(self.directory.path),
+            steps=self.profile.steps,
+            estimated_memory=self.memory.total,
+            resumed_from=self.resumed_from,
+            system_message=self.profile.data.system,
+            rewards=tuple(map(_described, self.profile.rewards)) if isinstance(self.profile.atropos, Off) else (),
+        )
+
+
+def _described(reward: RewardSection) -> str:
+    """Return weight and name of a reward, and what it expects if that is known."""
+    description = f": {text}" if (text := expected(reward)) else ""
+    types = f" ({', '.join(reward.types)})" if reward.types else ""
+    return f"{reward.weight:g} {reward.name}{types}{description}"

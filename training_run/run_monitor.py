@@ -1,0 +1,248 @@
+"""The state of a run as seen from outside: metrics, health, and the final summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+from msgspec import structs
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from attachments.cpu import usable_cores
+from attachments.dashboard.timeline import RunObserver
+from attachments.dashboard.token_texts import TokenTexts
+from attachments.dashboard.token_values import TokenValueWriter
+from attachments.machine.pressure import read_memory
+from attachments.machine.resources import READ_SECONDS, ResourceProbe
+from clotho.models.machine import peak_memory
+from clotho.serving.services import (
+    NullSampleLog,
+    QueueSnapshot,
+    RunSnapshot,
+    ServedModel,
+    ServerContext,
+    no_routes,
+)
+from clotho.settings.bounds import Off
+from clotho.settings.model import FullMethod
+from clotho.settings.server import HttpServer, ServerSection
+from protocols.checkpoint import BestCheckpoint
+from protocols.sampling import BASE
+from protocols.step import WeightsReady
+from protocols.summary import QueueGauge, RankGauges, RemoteGauges, ResourceReading, RunGauges, RunSummary
+from training_run.accounting import GroupAccounting
+from training_run.directory.checkpoints import checkpoint_path
+from training_run.records.summary import resume_command
+from training_run.records.terminal_text import relative_path
+from training_run.run import RunContext
+from training_run.serving import ServingState, names_of, served_adapters
+from training_run.supervision.queues import Queue
+from training_run.supervision.supervisor import ChildStatus
+from training_run.supervision.watchdog import PeriodicReading
+
+
+def loading_page(server: ServerSection) -> ASGIApp | None:
+    """Return the page that the server shows while the model is loaded; None without a dashboard."""
+    if isinstance(server, Off) or not server.dashboard:
+        return None
+    from attachments.dashboard.page_files import page_app
+
+    return page_app()
+
+
+def token_value_writer(context: RunContext) -> TokenValueWriter | None:
+    """Return the writer of per-token values; None if the profile disables them."""
+    tokenizer, limit = context.policy.tokenizer, context.profile.monitor.token_values_mb
+    if not limit:
+        return None
+    texts = TokenTexts(tokenizer, tokenizer.encode("a", add_special_tokens=False)[-1])
+    return TokenValueWriter(context.directory.tokens, limit_bytes=limit << 20, texts=texts)
+
+
+class RunMonitor:
+    """Reads the state that actors share through the context, and counts events that belong to no actor.
+
+    serving: the state of the served engine. All methods return at once.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        *,
+        queues: Sequence[Queue[Any]],
+        children: Callable[[], dict[str, ChildStatus]],
+        events_lost: Callable[[], int] = lambda: 0,
+        remote: Callable[[], RemoteGauges] = RemoteGauges,
+    ) -> None:
+        """queues: all queues of the run. children: status of the supervised actors, by name.
+
+        events_lost: number of events that the event log could not write. remote: state of remote inference servers.
+        """
+        self._context, self._queues, self._events_lost = context, queues, events_lost
+        self._remote = remote
+        self._observer = RunObserver(context, queues)
+        self._began = time.monotonic()
+        self._api_requests, self._resources = 0, ResourceReading()
+        self.serving = ServingState(
+            context.compute,
+            context.engine,
+            served=context.policy.served,
+            scorer=context.scorer,
+            settings=context.profile.engine,
+            children=children,
+            continues="the server and the training continue",
+        )
+
+    def count_request(self) -> None:
+        """Count a request that the HTTP server has admitted."""
+        self._api_requests += 1
+
+    def gauges(self) -> RunGauges:
+        """Current metrics for the display and metrics.jsonl."""
+        context, swaps = self._context, self._context.swap_times
+        rates, stats, remote = context.compute.rates(), context.engine.stats(), self._remote()
+        return RunGauges(
+            queues=tuple(
+                QueueGauge(name=queue.name, depth=queue.depth, capacity=queue.capacity) for queue in self._queues
+            ),
+            tokens_sampled=stats.tokens_sampled + remote.tokens_sampled,
+            decode_steps=stats.decode_steps,
+            decode_seconds=rates.seconds,
+            decode_rate_idle=rates.idle or None,
+            decode_rate_learning=rates.learning or None,
+            decode_share_learning=rates.share or None,
+            speculation=stats.speculation,
+            rows_running=stats.running_rows,
+            rows_limit=stats.rows_limit,
+            api_requests=self._api_requests,
+            cache_holders=stats.cache_holders,
+            groups_scored_at_once=context.rewards.concurrency,
+            scorer_full_seconds=context.rewards.full_seconds,
+            swaps=swaps.count,
+            swap_seconds_last=swaps.last,
+            swap_seconds_median=swaps.median,
+            swap_seconds_max=swaps.longest,
+            peak_memory_bytes=peak_memory(),
+            remote=remote,
+            learner_ranks=self._learner_ranks(),
+            resources=self._resources,
+            findings=context.alarms.findings,
+            waiting_for="" if context.progress.updating else self._observer.waiting_for(),
+        )
+
+    def resource_watch(self) -> PeriodicReading[ResourceReading]:
+        """Return the actor that reads the resources of the machine."""
+        return PeriodicReading(
+            "resource watch", ResourceProbe(read_memory).read, self._take_resources, seconds=READ_SECONDS
+        )
+
+    def _take_resources(self, reading: ResourceReading) -> None:
+        self._resources = reading
+        self._context.alarms.observe_resources(reading)
+
+    def snapshot(self) -> RunSnapshot:
+        """Current metrics for /metrics."""
+        context, report = self._context, self._context.progress.last_report
+        groups = context.ledger.state()
+        rewards = [reward for group in report.trained for reward in group.scored.rewards] if report else []
+        staleness = report.staleness if report else ()
+        return RunSnapshot(
+            engine=self.serving.engine_snapshot(),
+            reward_mean=sum(rewards) / len(rewards) if rewards else None,
+            staleness_mean=sum(staleness) / len(staleness) if staleness else None,
+            staleness_max=max(staleness, default=None),
+            learner_turn_seconds=report.longest_turn_seconds if report else None,
+            swap_seconds=context.swap_times.last,
+            groups_trained=groups.trained,
+            discarded=groups.discarded,
+            environments_trained={name: counts.trained for name, counts in groups.sources.items()},
+            environments_discarded={name: counts.ended - counts.trained for name, counts in groups.sources.items()},
+            queues=tuple(QueueSnapshot(**structs.asdict(queue.stats())) for queue in self._queues),
+            restarts=self.serving.restarts(),
+            events_lost=self._events_lost(),
+            remote=self._remote(),
+            learner_ranks=self._learner_ranks(),
+        )
+
+    def _learner_ranks(self) -> RankGauges:
+        ranks = self._context.ranks
+        return RankGauges() if ranks is None else ranks.gauges()
+
+    def server_context(self, settings: HttpServer) -> ServerContext:
+        """The HTTP server's interface to the run."""
+        context, profile = self._context, self._context.profile
+        adapted = not isinstance(profile.policy.method, FullMethod)
+        path, files = relative_path(profile.model.path), context.policy.files
+        policy = ServedModel(
+            id=settings.model_name, parent=path if adapted else None, root=path, weights=lambda: context.weights.value
+        )
+        base = ServedModel(
+            id=path,
+            aliases=names_of(profile.model.path, files) - {path},
+            root=path,
+            weights=partial(WeightsReady, version=0, step=0, fingerprint=context.inputs["model"]),
+            source=BASE,
+        )
+        fixed = (policy, base) if context.policy.keeps_base else (policy,)
+        registry = self.serving.registry(settings, fixed)
+        return ServerContext(
+            models=lambda: (*fixed, *served_adapters(registry.loaded.values(), path)),
+            adapters=registry,
+            control=self.serving.control(may_pause=settings.allow_pause),
+            sampler=context.sampler,
+            tokenizer=context.policy.tokenizer,
+            settings=settings,
+            sampling=profile.sampling,
+            prompt_logprobs=self.serving.score,
+            weights=lambda: context.weights.value,
+            health=lambda: structs.replace(self.serving.health(), findings=context.alarms.findings),
+            snapshot=self.snapshot,
+            context_length=context.policy.context_length,
+            vocab_size=context.policy.vocab_size,
+            sample_log=NullSampleLog() if isinstance(profile.atropos, Off) else context.sample_log,
+            record_supports=not isinstance(profile.atropos, Off),
+            dashboard=self._dashboard_routes if settings.dashboard else no_routes,
+        )
+
+    def _dashboard_routes(self, stopped: anyio.Event) -> Sequence[Route]:
+        """Return the routes of the dashboard. stopped: set when the server stops."""
+        from attachments.dashboard.routes import Dashboard, run_of_server
+
+        return Dashboard([run_of_server(self._context.directory.path)], stopped).routes()
+
+    def summary(self, accounting: GroupAccounting, *, best: BestCheckpoint | None = None, complete: bool) -> RunSummary:
+        """The end of the run. best: the best checkpoint. complete: every actor has returned."""
+        context, progress = self._context, self._context.progress
+        first = next((report for report in context.evaluations if report.step == 0 and not report.final), None)
+        last = next((report for report in context.evaluations if report.final), None)
+        between = [report for report in context.evaluations if report.step > 0 and not report.final]
+        return RunSummary(
+            steps=progress.step,
+            planned_steps=context.profile.steps,
+            version=context.policy_learner.version,
+            before=first or context.history.before,
+            after=last or context.history.after,
+            balance=accounting.balance(complete=complete),
+            gauges=self.gauges(),
+            training_seconds=progress.last_update - progress.began,
+            computing=progress.computing,
+            cores=usable_cores(),
+            evaluation_seconds=sum(report.seconds for report in between),
+            other_evaluation_seconds=sum(report.seconds for report in context.evaluations if report not in between),
+            total_seconds=time.monotonic() - self._began,
+            base_model=relative_path(context.profile.model.path),
+            adapter=relative_path(context.directory.adapters),
+            best=best,
+            best_path=relative_path(checkpoint_path(context.directory.checkpoints, best.step)) if best else "",
+            resume_command=resume_command(context.directory.profile),
+            history_gaps=context.history_gaps,
+            findings=context.alarms.findings,
+            files=tuple(context.directory.written()),
+            is_adapter=not isinstance(context.profile.policy.method, FullMethod),
+            run_dir=relative_path(context.directory.path),
+            profile=relative_path(context.directory.profile),
+        )

@@ -1,0 +1,191 @@
+"""The served engine as the HTTP server sees it: health, metrics, models by name, and scores of prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from attachments.adapters.adapter_store import AdapterStore
+from attachments.adapters.adapters import AdapterRegistry
+from attachments.adapters.messages import AdapterInfo
+from attachments.dialects.control import EngineControl
+from attachments.files.adapters import read_adapter_of
+from attachments.machine.pressure import CHECK_SECONDS, MemoryReading, MemoryWatch, read_memory
+from clotho.inference.engine import DecodeEngine
+from clotho.lanes.compute_thread import Compute, finish
+from clotho.models.adapters import AdapterContents
+from clotho.models.machine import free_buffers
+from clotho.models.parameters import Parameters
+from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.server import engine_snapshot
+from clotho.serving.services import EngineSnapshot, HealthReport, ServedModel
+from clotho.settings.engine import EngineSection
+from clotho.settings.server import HttpServer
+from protocols.errors import ProfileError, visible
+from protocols.sampling import PromptLogprobs
+from protocols.step import WeightsReady
+from training_run.profile.schema import MonitorSection
+from training_run.records.terminal_text import relative_path
+from training_run.start.adapter_settings import find_adapter
+from training_run.supervision.supervisor import ChildState, ChildStatus
+from training_run.supervision.watchdog import EngineGuard, PeriodicCheck, Watchdog
+
+log = structlog.get_logger(actor="pipeline")
+
+
+class ServingState:
+    """Reads the state of the compute threads, the engine and the supervised actors.
+
+    All methods but the coroutines return at once.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        engine: DecodeEngine,
+        *,
+        served: Callable[[], tuple[Parameters, int]],
+        scorer: PromptScorer,
+        settings: EngineSection,
+        children: Callable[[], dict[str, ChildStatus]],
+        continues: str = "the server continues",
+    ) -> None:
+        """served: returns parameters and version that the engine samples from. scorer: scores prompts in its thread.
+
+        children: status of the supervised actors, by name. continues: what a failed temporary actor does not end.
+        """
+        self._compute, self._engine, self._served, self._scorer = compute, engine, served, scorer
+        self._settings, self._children, self._continues = settings, children, continues
+        self._stalled = False
+
+    def watchdog(self, settings: MonitorSection) -> Watchdog:
+        """Return the actor that reports stalls of the compute threads."""
+        return Watchdog(
+            "watchdog",
+            lambda: self._compute.busy_since,
+            limit_seconds=settings.watchdog_seconds,
+            on_stall=self.on_stall,
+            on_recovered=self.on_recovery,
+        )
+
+    def memory_watch(self, read: Callable[[], MemoryReading] = read_memory) -> PeriodicCheck:
+        """Return the actor that limits the concurrency of the decode engine under memory pressure."""
+        watch = MemoryWatch(self._engine.stats().rows_limit, apply=self._limit_rows, read=read)
+        return PeriodicCheck("memory watch", watch.check, seconds=CHECK_SECONDS)
+
+    def _limit_rows(self, rows: int) -> None:
+        """Set the limit in the decode thread; if it is lower, also free the buffers that MLX keeps for reuse."""
+
+        def limit() -> None:
+            if rows < self._engine.stats().rows_limit:
+                free_buffers()
+            self._engine.limit_rows(rows)
+
+        self._compute.decode.submit(limit)
+
+    def on_stall(self, seconds: float) -> None:
+        """Record that a compute thread has made no progress for `seconds`."""
+        self._stalled = True
+        log.error("compute_thread_stalled", seconds=round(seconds, 1))
+
+    def on_recovery(self) -> None:
+        """Record that it makes progress again."""
+        self._stalled = False
+        log.warning("compute_thread_recovered")
+
+    def health(self) -> HealthReport:
+        """The state for /health. A stalled compute thread and a decode engine that restarts are outages.
+
+        A failed temporary actor is not.
+        """
+        children = {name: status.state.value for name, status in self._children().items()}
+        failed = sorted(name for name, state in children.items() if state == ChildState.FAILED)
+        busy = max(0.0, time.monotonic() - self._compute.busy_since)
+        if self._stalled:
+            detail = f"a compute thread has made no progress for {busy:.0f} seconds"
+            return HealthReport(status="stalled", detail=detail, children=children, progress_seconds=busy)
+        if children.get(EngineGuard.name) == ChildState.RESTARTING:
+            detail = f"{EngineGuard.name} restarts after a failure"
+            return HealthReport(status="restarting", detail=detail, children=children, progress_seconds=busy)
+        detail = f"failed: {', '.join(failed)}; {self._continues}" if failed else ""
+        return HealthReport(status="ok", detail=detail, children=children, progress_seconds=busy)
+
+    def restarts(self) -> dict[str, int]:
+        """Number of restarts of each supervised actor."""
+        return {name: status.restarts for name, status in self._children().items()}
+
+    async def score(self, tokens: tuple[int, ...], top: int, source: str) -> PromptLogprobs:
+        """Log-probabilities of a prompt under the policy, the base model or an adapter, with `top` alternatives.
+
+        source: as `SampleRequest.weights`. Raises RequestError for an unknown adapter.
+        """
+        adapter = await finish(self._compute.decode.submit(lambda: self._engine.adapter(source)))
+        parameters, version = await finish(self._compute.decode.submit(self._served))
+        return await finish(
+            self._compute.scoring.submit(
+                lambda: self._scorer.score(parameters, tokens, version=version, top=top, adapter=adapter)
+            )
+        )
+
+    def registry(self, settings: HttpServer, models: Iterable[ServedModel]) -> AdapterRegistry:
+        """Return what loads adapters for clients. models: whose names no adapter may have."""
+        store = self._engine.adapters
+        assert store is not None, "an engine behind a server has adapters"
+        root, reserved = settings.adapters.root, frozenset().union(*({one.id, *one.aliases} for one in models))
+        return AdapterRegistry(self._compute.decode.submit, self._engine, store.read, root=root, reserved=reserved)
+
+    def control(self, *, may_pause: bool) -> EngineControl:
+        """Return what lets clients pause the engine and abort requests."""
+        return EngineControl(self._compute.decode.submit, self._engine, may_pause=may_pause)
+
+    def engine_snapshot(self) -> EngineSnapshot:
+        """The engine's part of /metrics."""
+        return engine_snapshot(self._compute, self._engine, self._settings)
+
+
+def read_chosen(path: Path, model: str, store: AdapterStore) -> AdapterContents:
+    """Read an adapter that the operator names, in any of the forms of `policy.adapter`, in a compute thread.
+
+    model: value of `model.path`. Raises an error with exit status 2, also for what cannot be served beside other
+    adapters: DoRA, weights in full, adapters of embeddings, and what exceeds the limits of the store.
+    """
+    flag = "--adapter"
+    found = read_adapter_of(find_adapter(str(path), flag), model)
+    if found.is_dora or found.weights:
+        what = "DoRA" if found.is_dora else "weights in full"
+        raise ProfileError(f"{flag}: {path} has {what}; only LoRA can be served beside other adapters")
+    if others := [module for module in found.ranks if module not in store.targets]:
+        raise ProfileError(f"{flag}: {path} adapts {visible(others[0], 100)}, which is not served with adapters")
+    rank = max(found.ranks.values())
+    contents = AdapterContents(
+        arrays=found.arrays, scales=found.scales, rank=rank, path=str(found.path), ranks=found.ranks
+    )
+    for key, value in (("max_rank", rank), ("max_bytes", contents.bytes)):
+        if value > (limit := getattr(store.limits, key)):
+            raise ProfileError(f"{flag}: {path} exceeds server.adapters.{key} = {limit}: it has {value}")
+    return contents
+
+
+def served_adapters(loaded: Iterable[AdapterInfo], base: str) -> tuple[ServedModel, ...]:
+    """Return loaded adapters as models that requests can name. base: id of the base model."""
+    return tuple(
+        ServedModel(
+            id=info.name,
+            parent=base,
+            root=info.path,
+            weights=partial(WeightsReady, version=info.version, step=0, fingerprint=info.fingerprint),
+            source=info.name,
+        )
+        for info in loaded
+    )
+
+
+def names_of(path: str, files: Path | None) -> frozenset[str]:
+    """Return the names of a base model in requests: its path, and the hub repository whose files it was loaded from."""
+    cached = [part for part in (files.parts if files else ()) if part.startswith("models--")]
+    repositories = [part.removeprefix("models--").replace("--", "/") for part in cached[-1:]]
+    return frozenset({path, relative_path(path), *([str(files)] if files else []), *repositories})

@@ -1,0 +1,1 @@
+"""The start of a run, new or resumed."""

@@ -1,0 +1,300 @@
+"""Resume: finds the checkpoint, restores the run's state, and compares the histories with the checkpoint.
+
+The histories are metrics.jsonl, evaluations.jsonl and rollouts.jsonl. Damage is repaired and reported. Nothing that a
+checkpoint covers is lost without a message, and a run whose checkpoints are all lost does not start over by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from attachments.dashboard.token_values import token_files
+from clotho.lanes.compute_thread import Compute, finish
+from clotho.models.machine import restore_random_state
+from clotho.models.policy import Policy
+from clotho.storage.atomic_files import copy_file, make_directory, new_directory, sync_directory
+from clotho.training.update import PolicyLearner
+from protocols.checkpoint import RunState
+from protocols.errors import CheckpointError, RunDirectoryError
+from protocols.summary import HistoryGap
+from training_run.directory.best_checkpoint import INITIAL
+from training_run.directory.checkpoints import (
+    Checkpoint,
+    checkpoint_path,
+    checkpoint_steps,
+    find_damage,
+    latest_checkpoint,
+    read_checkpoint,
+    read_state,
+    record_newest,
+    recorded_newest,
+    require_same_inputs,
+)
+from training_run.directory.integer_set import IntegerSet
+from training_run.directory.jsonl import Scan, rewrite, scan
+from training_run.directory.run_directory import RunDirectory
+from training_run.directory.run_paths import chosen_checkpoint
+from training_run.profile.schema import Profile
+from training_run.records.evaluation_history import EvaluationRecord
+
+
+class ResumePoint(Struct, frozen=True, kw_only=True):
+    """Where a run continues. path: checkpoint; None at step 0."""
+
+    path: Path | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class RestoredHistories(Struct, frozen=True, kw_only=True):
+    """Result of `restore_histories`. gaps: records that the checkpoint covers and that the files lack."""
+
+    warnings: tuple[str, ...] = ()
+    gaps: tuple[HistoryGap, ...] = ()
+
+
+class StepRecord(Struct, frozen=True, kw_only=True):
+    """The key that the lines of all histories have."""
+
+    step: int
+
+
+class MetricsRecord(Struct, frozen=True, kw_only=True):
+    """The keys of metrics.jsonl that a resumed run reads."""
+
+    step: int
+    seconds: float = msgspec.field(name="time/run", default=0.0)
+
+
+class RolloutRecord(Struct, frozen=True, kw_only=True):
+    """The keys of rollouts.jsonl that a resumed run reads."""
+
+    step: int
+    group_id: int
+
+
+class Difference:
+    """A history compared with a checkpoint. unit: what one line records. covered: what the checkpoint covers.
+
+    may_have_more: further records are no fault.
+    """
+
+    def __init__(self, found: Scan, unit: str, covered: IntegerSet, *, may_have_more: bool = False) -> None:
+        self._found, self._unit, self._covered = found, unit, covered
+        self.missing = covered - found.recorded
+        self._further = (
+            ()
+            if may_have_more
+            else (
+                ("more than once", found.repeated),
+                ("unknown to the checkpoint", found.recorded - covered),
+            )
+        )
+
+    @property
+    def gap(self) -> HistoryGap:
+        """The number of missing records."""
+        return HistoryGap(file=self._found.path.name, unit=f"{self._unit}s", missing=len(self.missing))
+
+    def messages(self) -> Iterator[str]:
+        """Yield what the history lacks, has more than once, or has beyond the checkpoint."""
+        name = self._found.path.name
+        if self.missing:
+            lacks = f"{name} lacks" if self._found.exists else f"{name} is gone, and with it"
+            total = _counted(len(self._covered), self._unit)
+            yield f"{lacks} {len(self.missing)} of {total} that the checkpoint covers: {self.missing}"
+        for what, numbers in self._further:
+            if numbers:
+                yield f"{name} has {_counted(len(numbers), self._unit)} {what}: {numbers}"
+
+
+def find_resume_point(directory: RunDirectory) -> ResumePoint:
+    """Find the newest intact checkpoint of a resumed run.
+
+    Raises CheckpointError if the run has written checkpoints and none is intact; the checkpoint of the initial weights
+    does not count. A run that ended before its first checkpoint starts over, with a warning if it had completed steps;
+    CheckpointError is raised if the run has groups, but no file of its steps.
+    With `--resume-step`, the checkpoint of this step is used, and CheckpointError is raised if it is not intact.
+    """
+    if not directory.resumed:
+        return ResumePoint()
+    if directory.resume_step is not None:
+        return _chosen(directory, directory.resume_step)
+    found = latest_checkpoint(directory.checkpoints)
+    newest = recorded_newest(directory.newest_checkpoint)
+    step = read_state(found.path).step if found.path else INITIAL
+    if step == INITIAL and (found.warnings or newest is not None):
+        raise _no_checkpoint(directory, newest, found.warnings)
+    if found.path is None or step == INITIAL:
+        return ResumePoint(path=found.path, warnings=_starts_over(directory))
+    if newest is not None and newest > step and not (directory.checkpoints / f"step-{newest:06d}").exists():
+        lost = f"the checkpoint of step {newest} is gone: the run resumes from step {step}"
+        return ResumePoint(path=found.path, warnings=(*found.warnings, lost))
+    return ResumePoint(path=found.path, warnings=found.warnings)
+
+
+def _chosen(directory: RunDirectory, step: int) -> ResumePoint:
+    path = chosen_checkpoint(directory.checkpoints, step, "--resume-step")
+    if damage := find_damage(path):
+        raise CheckpointError(f"--resume-step {step}: checkpoint {path} is damaged: {damage}")
+    return ResumePoint(path=path)
+
+
+def set_aside(directory: RunDirectory, step: int) -> tuple[str, ...]:
+    """Move everything of a run that is later than a step to a new entry of `superseded/`; nothing is deleted.
+
+    Later checkpoints are moved, newest first, so that a kill leaves a run that can be resumed; so are the per-token
+    values of later steps. The histories are copied, because `restore_histories` then reduces them to the step. Return a
+    message if anything was later. Raises RunDirectoryError if the disk refuses.
+    """
+    later = [number for number in checkpoint_steps(directory.checkpoints) if number > step]
+    histories = (directory.metrics, directory.evaluations, directory.rollouts)
+    lines = sum(scan(path, step, StepRecord).later for path in histories)
+    if not later and not lines:
+        return ()
+    try:
+        make_directory(directory.superseded)
+        place = directory.superseded / f"{len(list(directory.superseded.iterdir())) + 1:03d}-after-step-{step:06d}"
+        with new_directory(place) as unfinished:
+            for path in (*histories, directory.timeline):
+                if path.is_file():
+                    copy_file(path, unfinished / path.name)
+            (unfinished / "checkpoints").mkdir()
+            (unfinished / directory.tokens.name).mkdir()
+        for number, path in token_files(directory.tokens).items():
+            if number > step:
+                path.rename(place / directory.tokens.name / path.name)
+        for number in later:
+            moved = checkpoint_path(directory.checkpoints, number)
+            moved.rename(place / "checkpoints" / moved.name)
+        sync_directory(place / "checkpoints")
+        sync_directory(directory.checkpoints)
+        record_newest(directory.newest_checkpoint, step)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"what is later than step {step} cannot be moved to {directory.superseded}: {error.strerror or error}"
+        ) from error
+    moved_steps = f" ({IntegerSet(later)})" if later else ""
+    return (
+        f"the run continues from step {step}: {_counted(len(later), 'later checkpoint')}{moved_steps} and a copy of "
+        f"the histories, with {_counted(lines, 'later line')}, are in {place}",
+    )
+
+
+def _no_checkpoint(directory: RunDirectory, newest: int | None, damage: Sequence[str]) -> CheckpointError:
+    reached = f" of step {newest}" if newest else ""
+    reason = damage[0] if damage else f"the newest one{reached} is gone"
+    return CheckpointError(
+        f"{directory.checkpoints} has no intact checkpoint ({reason}): restore the directory from a copy, or start "
+        "over with --clean, which deletes the run"
+    )
+
+
+def _starts_over(directory: RunDirectory) -> tuple[str, ...]:
+    """Return what a run that starts over drops. Raises CheckpointError if more of it is gone than its checkpoints."""
+    steps, groups = (
+        scan(directory.metrics, -1, MetricsRecord).later,
+        scan(directory.rollouts, -1, RolloutRecord).later,
+    )
+    if groups and not directory.metrics.exists():  # a run creates this file first
+        raise CheckpointError(
+            f"{directory.path} has {_counted(groups, 'group')} in {directory.rollouts.name}, and neither "
+            f"{directory.metrics.name} nor a checkpoint: restore them from a copy, or start over with --clean, which "
+            "deletes the run"
+        )
+    if not steps and not groups:
+        return ()
+    dropped = f"the records of {_counted(steps, 'step')} and {_counted(groups, 'group')} are dropped"
+    return (f"the run ended before its first checkpoint: it starts over, and {dropped}",)
+
+
+async def restore(
+    path: Path, compute: Compute, policy: Policy, learner: PolicyLearner, inputs: dict[str, str]
+) -> Checkpoint:
+    """Read a checkpoint, and restore policy, learner and random state from it.
+
+    inputs: fingerprints of the inputs of this process. Raises CheckpointError if they differ, or if the checkpoint
+    belongs to another policy.
+    """
+    require_same_inputs(read_state(path), inputs)
+    return await finish(compute.learner.submit(lambda: _restore(path, policy, learner)))
+
+
+def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> Checkpoint:
+    checkpoint = read_checkpoint(path, expected=policy.trainable(), adapter_config=policy.adapter_config)
+    state = checkpoint.state
+    policy.publish(checkpoint.parameters, version=state.version, step=state.step, fingerprint=state.fingerprint)
+    try:
+        learner.restore(checkpoint.optimizer)
+    except ValueError as error:
+        raise CheckpointError(f"cannot resume from {path}: {error}") from error
+    restore_random_state(state.random_state)
+    return checkpoint
+
+
+def restore_histories(directory: RunDirectory, state: RunState | None, profile: Profile) -> RestoredHistories:
+    """Truncate the histories to the step of the checkpoint, repair them, and compare them with the checkpoint.
+
+    Per-token values of later steps are deleted.
+
+    metrics.jsonl must have each step once, rollouts.jsonl each group that has ended once, evaluations.jsonl the
+    evaluations that it had when the checkpoint was written. Lines that are missing are reported; they are not needed
+    to continue. All files are read before the first one is changed. Raises RunDirectoryError if one cannot be read
+    or written.
+    """
+    step = state.step if state else -1
+    metrics = scan(directory.metrics, step, MetricsRecord)
+    evaluations = scan(directory.evaluations, step, EvaluationRecord)
+    rollouts = scan(directory.rollouts, step, RolloutRecord, lambda line: line.group_id)
+    rewrite(metrics, step, MetricsRecord)
+    rewrite(evaluations, step, EvaluationRecord)
+    rewrite(rollouts, step, RolloutRecord)
+    _delete_token_values(directory, step)
+    warnings = [*_repairs(metrics), *_repairs(evaluations), *_repairs(rollouts)]
+    if state is None or _replaces_monitor(profile):
+        return RestoredHistories(warnings=tuple(warnings))
+    steps, evaluated = IntegerSet(ranges=[range(1, step + 1)] if step > 0 else ()), IntegerSet(state.evaluated)
+    differences = [
+        Difference(metrics, "step", steps),
+        Difference(evaluations, "evaluation", evaluated, may_have_more=True),
+    ]
+    if profile.monitor.rollouts:
+        below = state.ledger.all_ended_below
+        ended = IntegerSet(state.ledger.ended_above, ranges=[range(below)] if below else ())
+        differences.append(Difference(rollouts, "group", ended))
+    return RestoredHistories(
+        warnings=(*warnings, *(line for difference in differences for line in difference.messages())),
+        gaps=tuple(difference.gap for difference in differences if difference.missing),
+    )
+
+
+def _delete_token_values(directory: RunDirectory, step: int) -> None:
+    try:
+        for number, path in token_files(directory.tokens).items():
+            if number > step:
+                path.unlink()
+    except OSError as error:
+        raise RunDirectoryError(f"{directory.tokens} cannot be changed: {error.strerror or error}") from error
+
+
+def _replaces_monitor(profile: Profile) -> bool:
+    """Whether a custom actor writes the histories, in a form of its own."""
+    return any(section.mode == "replace" and section.at == "monitor" for section in profile.actors)
+
+
+def _repairs(found: Scan) -> list[str]:
+    """One message for each kind of damage that `rewrite` removed from a file."""
+    name, messages = found.path.name, []
+    if found.padding:
+        messages.append(f"{name}: {found.padding} NUL bytes, which a power failure left, were removed")
+    if found.invalid:
+        count = _counted(len(found.invalid), "incomplete or invalid line")
+        messages.append(f"{name}: {count} ({found.invalid_bytes} bytes) dropped: line {found.invalid}")
+    return messages
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,289 @@
+"""Where a run starts: at step 0, at a checkpoint of its own, or at a checkpoint of another run (a fork).
+
+A run that trains an adapter, and a fork, write their initial state as their first checkpoint before any rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from anyio.to_thread import run_sync
+from msgspec import Struct
+from msgspec.structs import replace
+
+from attachments.curriculum.messages import CurriculumEvidence
+from clotho.lanes.compute_thread import Compute, finish
+from clotho.models.machine import random_state, restore_random_state
+from clotho.models.policy import Policy
+from clotho.settings.model import FullMethod
+from clotho.storage.adapters import TENSORS, read_adapter_config
+from clotho.storage.atomic_files import digest_file, replace_file
+from clotho.training.update import PolicyLearner
+from protocols.accounting import LedgerState
+from protocols.checkpoint import AdapterConfig, Origin, RunState
+from protocols.errors import CheckpointError, ClothoError, RunDirectoryError
+from protocols.step import ReplayGroup
+from protocols.summary import HistoryGap
+from training_run.directory.checkpoints import (
+    Checkpoint,
+    Snapshot,
+    read_checkpoint,
+    record_newest,
+    records_of,
+    write_checkpoint,
+)
+from training_run.directory.jsonl import copy_until
+from training_run.directory.run_directory import RunDirectory, read_run_id
+from training_run.directory.run_paths import run_of
+from training_run.profile.load import load_profile, resolved_toml
+from training_run.profile.schema import Profile
+from training_run.records.evaluation_history import EvaluationRecord
+from training_run.start.compatibility import differences, refuse_if_incompatible
+from training_run.start.resume import (
+    MetricsRecord,
+    RolloutRecord,
+    find_resume_point,
+    restore,
+    restore_histories,
+    set_aside,
+)
+
+
+class StartingPoint(Struct, frozen=True, kw_only=True, eq=False):
+    """Where a run starts.
+
+    state: the checkpoint; None at step 0 of a new run. replay: groups of its replay buffer.
+    evidence: of its curriculum; None without one.
+    initial: parameters at step 0, as far as the process knows them. origin: what the run started from; None if it
+    started from the base model alone. gaps: records that the checkpoint covers and the histories lack.
+    """
+
+    state: RunState | None
+    replay: tuple[ReplayGroup, ...] = ()
+    evidence: CurriculumEvidence | None = None
+    initial: Any | None = None
+    origin: Origin | None = None
+    gaps: tuple[HistoryGap, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+class Fork(NamedTuple):
+    """A checkpoint of another run that the policy was loaded from. warnings: state that does not fit the settings."""
+
+    checkpoint: Checkpoint
+    warnings: tuple[str, ...] = ()
+
+
+def publish_fork(policy: Policy, path: Path) -> Fork:
+    """Serve the weights of another run's checkpoint, in a compute thread.
+
+    Raises CheckpointError if the checkpoint is damaged, or if its trainable parameters are not those of the policy.
+    """
+    config = _with_dropout_of(read_adapter_config(path), policy.adapter_config)
+    try:
+        checkpoint = read_checkpoint(path, expected=policy.trainable(), adapter_config=config)
+    except CheckpointError as error:
+        raise CheckpointError(f"--fork: {error}") from error
+    state = checkpoint.state
+    policy.publish(checkpoint.parameters, version=state.version, step=state.step, fingerprint=state.fingerprint)
+    return Fork(checkpoint)
+
+
+def restore_learner(learner: PolicyLearner, fork: Fork) -> Fork:
+    """Restore the learner's state of a fork; a state that does not fit the settings is replaced by a new one."""
+    try:
+        learner.restore(fork.checkpoint.optimizer)
+    except (KeyError, ValueError) as error:
+        text = f"the optimizer state of the forked run does not fit the settings and starts anew: {error}"
+        return fork._replace(warnings=(*fork.warnings, text))
+    return fork
+
+
+def _with_dropout_of(found: AdapterConfig, wanted: AdapterConfig) -> AdapterConfig:
+    """Return the policy's configuration with the dropout of a file: dropout may change, because no weight has it."""
+    if found.lora_parameters is None or wanted.lora_parameters is None:
+        return wanted
+    dropout = found.lora_parameters.dropout
+    return replace(wanted, lora_parameters=replace(wanted.lora_parameters, dropout=dropout))
+
+
+async def begin(
+    profile: Profile,
+    directory: RunDirectory,
+    compute: Compute,
+    policy: Policy,
+    learner: PolicyLearner,
+    *,
+    fork: Fork | None,
+    origin: Origin | None,
+    inputs: dict[str, str],
+) -> StartingPoint:
+    """Take the run directory into use, and restore or write the state that the run starts from.
+
+    origin: the adapter whose weights are served; None without one. inputs: fingerprints of model, tokenizer and
+    dataset. Raises CheckpointError or RunDirectoryError.
+    """
+    if directory.resumed and directory.profile.exists():
+        before = load_profile(str(directory.profile))
+        refuse_if_incompatible(before, profile, run=directory.path, step=directory.resume_step)
+    directory.begin()
+    initial = policy.trainable()
+    if fork is not None:
+        return await _begin_fork(profile, directory, compute, policy, learner, fork, inputs)
+    found = find_resume_point(directory)
+    state: RunState | None = None
+    replay: tuple[ReplayGroup, ...] = ()
+    evidence: CurriculumEvidence | None = None
+    warnings = found.warnings
+    if found.path is not None:
+        checkpoint = await restore(found.path, compute, policy, learner, inputs)
+        state, replay, evidence = checkpoint.state, checkpoint.replay, checkpoint.evidence
+    elif origin is not None or not isinstance(profile.policy.method, FullMethod):
+        snapshot = await finish(compute.learner.submit(lambda: _snapshot(policy, learner, None, inputs)))
+        if origin is not None:
+            await run_sync(write_origin, directory.lineage, origin)
+        await run_sync(lambda: _write_first(directory, snapshot, profile))
+    if directory.resume_step is not None:
+        warnings += await run_sync(set_aside, directory, directory.resume_step)
+    restored = restore_histories(directory, state, profile)
+    return StartingPoint(
+        state=state,
+        replay=replay,
+        evidence=evidence,
+        initial=initial,
+        origin=origin if found.path is None else None,
+        gaps=restored.gaps,
+        warnings=(*warnings, *restored.warnings),
+    )
+
+
+async def _begin_fork(
+    profile: Profile,
+    directory: RunDirectory,
+    compute: Compute,
+    policy: Policy,
+    learner: PolicyLearner,
+    fork: Fork,
+    inputs: dict[str, str],
+) -> StartingPoint:
+    """Copy the histories of the forked run up to its step, and write the first checkpoint of the new run."""
+    source = directory.fork
+    assert source is not None
+    before = fork.checkpoint.state
+    changed = tuple(sorted(name for name in inputs if before.inputs.get(name) != inputs[name]))
+    origin = await run_sync(lambda: _fork_origin(source, profile, before, changed))
+    state = replace(before, inputs=inputs)
+    replay, evidence = fork.checkpoint.replay, fork.checkpoint.evidence
+
+    def snapshot() -> Snapshot:
+        restore_random_state(state.random_state)
+        return replace(_snapshot(policy, learner, state, inputs), replay=replay, evidence=evidence)
+
+    written = await finish(compute.learner.submit(snapshot))
+    await run_sync(partial(_write_fork, directory, written, origin, profile))
+    restored = restore_histories(directory, state, profile)
+    warned = (f"the fork has other inputs than the forked run: {', '.join(changed)}",) if changed else ()
+    return StartingPoint(
+        state=state,
+        replay=replay,
+        evidence=evidence,
+        origin=origin,
+        gaps=restored.gaps,
+        warnings=(*fork.warnings, *warned, *restored.warnings),
+    )
+
+
+def _snapshot(
+    policy: Policy,
+    learner: PolicyLearner,
+    state: RunState | None,
+    inputs: dict[str, str],
+) -> Snapshot:
+    """Return the checkpoint of the weights that are served now, in the learner's thread. state: None at step 0."""
+    return Snapshot(
+        parameters=policy.trainable(),
+        optimizer=learner.state(),
+        state=state
+        or RunState(
+            step=0,
+            version=policy.version,
+            fingerprint=policy.fingerprint,
+            ledger=LedgerState(),
+            prompted=0,
+            random_state=random_state(),
+            bad_steps=0,
+            train_seconds=0.0,
+            sampled_tokens=0,
+            trained_tokens=0,
+            inputs=inputs,
+        ),
+        adapter_config=policy.adapter_config,
+    )
+
+
+def checkpoint_records(profile: Profile, directory: RunDirectory) -> Callable[[int], dict[str, bytes]]:
+    """Return the function of a step that gives the records of its checkpoint: the profile without API keys, metrics."""
+    return partial(records_of, resolved_toml(profile, mask_secrets=True), directory.metrics)
+
+
+def _write_first(directory: RunDirectory, snapshot: Snapshot, profile: Profile) -> None:
+    snapshot = replace(snapshot, records=checkpoint_records(profile, directory)(snapshot.state.step))
+    write_checkpoint(directory.checkpoints, snapshot, keep_last=profile.checkpoint.keep_last)
+    record_newest(directory.newest_checkpoint, snapshot.state.step)
+
+
+def _write_fork(directory: RunDirectory, snapshot: Snapshot, origin: Origin, profile: Profile) -> None:
+    """Write lineage, histories and checkpoint of a fork; the checkpoint last, because it relies on the others."""
+    run = run_of(Path(origin.path))
+    if run is not None:
+        step = snapshot.state.step
+        copy_until(run / directory.metrics.name, directory.metrics, step, MetricsRecord)
+        copy_until(run / directory.evaluations.name, directory.evaluations, step, EvaluationRecord)
+        if profile.monitor.rollouts:
+            copy_until(run / directory.rollouts.name, directory.rollouts, step, RolloutRecord)
+    write_origin(directory.lineage, origin)
+    _write_first(directory, snapshot, profile)
+
+
+def _fork_origin(checkpoint: Path, profile: Profile, state: RunState, inputs: tuple[str, ...]) -> Origin:
+    run = run_of(checkpoint)
+    settings: tuple[str, ...] = ()
+    run_id = ""
+    if run is not None:
+        run_id = read_run_id(run)
+        try:
+            before = load_profile(str(run / "profile.toml"))
+        except ClothoError:
+            settings = ("the profile of the forked run cannot be read",)
+        else:
+            own = {"run_dir", "policy.adapter"}
+            settings = tuple(text for key, text in differences(before, profile).items() if key not in own)
+    return Origin(
+        kind="fork",
+        path=str(checkpoint.absolute()),
+        sha256=digest_file(checkpoint / TENSORS).sha256,
+        step=state.step,
+        run_id=run_id,
+        settings=settings,
+        inputs=inputs,
+    )
+
+
+def write_origin(path: Path, origin: Origin) -> None:
+    """Write `lineage.json`. Raises RunDirectoryError if the disk refuses."""
+    try:
+        replace_file(path, [msgspec.json.format(msgspec.json.encode(origin), indent=2) + b"\n"])
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def read_origin(path: Path) -> Origin | None:
+    """Read `lineage.json`; None if there is none, or if it is not valid."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Origin)
+    except (OSError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,437 @@
+"""Start-up: checks the profile, loads data and policy, resumes, and builds the run's context."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import structlog
+from anyio.to_thread import run_sync
+from msgspec.structs import replace
+
+from attachments.adapters.adapter_store import AdapterStore
+from attachments.alarms.run_alarms import RunAlarms
+from attachments.atropos.sample_log import SampleLog, token_cost
+from attachments.cluster.connection import RayConnection
+from attachments.cluster.reward_worker import ClusterRewards
+from attachments.curriculum.curriculum import Curriculum
+from attachments.doctor.start import PreflightReport, start_findings, write_report
+from attachments.ranks.supervision import is_rank
+from attachments.remote.attachment import RayCluster, RemoteGeneration
+from attachments.trackers.trackers import TrackedRun, open_trackers
+from clotho.data.problems import problems_fingerprint
+from clotho.inference.decoding import LONGEST_PART
+from clotho.inference.engine import DecodeEngine
+from clotho.inference.sampling import validate
+from clotho.lanes.arbiter import Lane
+from clotho.lanes.compute_thread import Compute, finish
+from clotho.lanes.sampling_client import Sampler
+from clotho.models.fingerprints import model_fingerprint, tokenizer_fingerprint
+from clotho.models.loading import find_model
+from clotho.models.machine import core_division
+from clotho.models.policy import Policy, load_policy
+from clotho.models.turns import TurnBudget
+from clotho.rewards.registry import expectations
+from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.serving.struct_types import prepare_struct_types
+from clotho.settings.bounds import Off
+from clotho.settings.data import SuccessRateCurriculum
+from clotho.settings.learner import BaseReference, DistributedSection, RollBackOnCollapse
+from clotho.settings.server import ServerSection
+from clotho.training.update import PolicyLearner
+from protocols.checkpoint import Origin, RunState
+from protocols.errors import ProfileError, RequestError
+from protocols.evaluation import EvalReport, HeldOut
+from protocols.finding import Finding
+from protocols.sampling import SampleRequest, restricts_support
+from protocols.step import WeightsReady
+from protocols.summary import MemoryEstimate
+from training_run.directory.best_checkpoint import INITIAL, BestCheckpointKeeper
+from training_run.directory.checkpoints import checkpoint_path, checkpoint_steps
+from training_run.directory.run_directory import RunDirectory
+from training_run.groups.ledger import Ledger
+from training_run.groups.progress import LearnerProgress, SwapTimes
+from training_run.groups.prompts import MAX_LISTED_TYPES, LoadedPrompts, PromptBuilder, dataset_warnings, load_prompts
+from training_run.memory.estimate import estimate_memory
+from training_run.memory.report import limit_memory
+from training_run.profile.load import resolved_toml, write_profile
+from training_run.profile.schema import HeldOutEvaluation, Profile
+from training_run.records.evaluation_history import RunHistory, read_history
+from training_run.records.remedies import RunCommands
+from training_run.rewards.runner import RewardRunner, rewards_of
+from training_run.run import RunContext
+from training_run.start.importable import require_importable
+from training_run.start.initial_adapter import publish_first_checkpoint, publish_initial, read_initial
+from training_run.start.starting_point import Fork, StartingPoint, begin, publish_fork, restore_learner
+from training_run.start.warmup_step import run_warmup_step
+from training_run.supervision.latest import Latest
+from training_run.supervision.process_signals import process_signals
+from training_run.supervision.watchdog import StartupWatch
+
+if TYPE_CHECKING:
+    from attachments.ranks.learner_ranks import LearnerRanks
+
+T = TypeVar("T")
+
+log = structlog.get_logger(actor="pipeline")
+
+
+async def build_context(
+    profile: Profile,
+    directory: RunDirectory,
+    compute: Compute,
+    *,
+    address: str = "",
+    slow_seconds: float = 120.0,
+) -> RunContext:
+    """Load and check all inputs of a run, cheap checks first; then lock the run directory.
+
+    address: base URL of the HTTP server. slow_seconds: a phase that takes longer is reported.
+    Raises the errors of `protocols.errors`. The run directory is unchanged unless the directory itself is the problem.
+    """
+    watch = startup_watch(slow_seconds)
+    ranks = await run_sync(_join_ranks, profile.distributed) if is_rank() else None
+    with watch.phase("custom actors, environments and rewards"):
+        require_importable(profile)
+        cluster = RayConnection(profile.cluster) if isinstance(profile.cluster, RayCluster) else None
+        rewards = rewards_of(profile, cluster=ClusterRewards(cluster) if cluster is not None else None)
+    prepare_struct_types()
+    try:
+        context = await _build_context(profile, directory, compute, rewards, watch, ranks, address=address)
+        if ranks is not None:
+            await _set_up(ranks, context)
+    except BaseException:
+        rewards.close()
+        if cluster is not None:
+            cluster.close()
+        if ranks is not None:
+            ranks.close()
+        raise
+    return replace(context, cluster=cluster)
+
+
+def _join_ranks(settings: DistributedSection) -> LearnerRanks:
+    """Join the other ranks of a data-parallel learner, in a thread."""
+    from attachments.ranks.learner_ranks import LearnerRanks
+    from attachments.ranks.membership import Membership
+
+    def join(receive: Callable[[int, bytes], None]) -> Membership:
+        return Membership(settings, receive=receive, exit_process=process_signals.exit)
+
+    ranks = LearnerRanks(join, share_seconds=settings.share_seconds, shares=settings.shares)
+    process_signals.before_exit(ranks.close)
+    return ranks
+
+
+async def _set_up(ranks: LearnerRanks, context: RunContext) -> None:
+    model, parameters = context.inputs["model"], context.policy_learner.parameters
+    memory_bytes = context.memory.minimum
+    ranks.resumable(str(context.directory.path))
+    await run_sync(lambda: ranks.set_up(context.profile, parameters, model=model, memory_bytes=memory_bytes))
+
+
+def startup_watch(slow_seconds: float) -> StartupWatch:
+    """Return the watch that logs a phase of the start when it takes longer than `slow_seconds`."""
+    return StartupWatch(limit_seconds=slow_seconds, on_slow=_report_slow)
+
+
+def _report_slow(phase: str, seconds: float) -> None:
+    log.warning("start_takes_long", phase=phase, seconds=round(seconds), hint="interrupt to end the process")
+
+
+async def _build_context(
+    profile: Profile,
+    directory: RunDirectory,
+    compute: Compute,
+    rewards: RewardRunner,
+    watch: StartupWatch,
+    ranks: LearnerRanks | None,
+    *,
+    address: str,
+) -> RunContext:
+    loading = compute.learner.submit(lambda: _load_policy(profile, directory, ranks, compute.learner.lane))
+    with watch.phase("worker processes of rewards"):
+        await rewards.start()
+    with watch.phase("model and tokenizer"):
+        ready = await finish(loading)
+        policy, policy_learner = ready.policy, ready.learner
+        engine = await finish(compute.decode.submit(lambda: _make_engine(profile, policy, compute.decode.lane)))
+    engine_failure = compute.attach(engine, core_division(policy.description.parameters))
+    warmup = compute.learner.submit(lambda: run_warmup_step(policy_learner, profile, context=policy.context_length))
+    with watch.phase("problems"):
+        loaded = await run_sync(lambda: _load_prompts(profile, policy, rewards))
+        prompts, held_out = loaded.builder, loaded.held_out
+        ungraded = _require_correct_rewards(profile, held_out, rewards)
+        inputs = await run_sync(lambda: _fingerprint_inputs(profile, loaded))
+        preflight = await run_sync(start_findings, profile, policy.tokenizer, prompts.problems, ready.estimate)
+    with watch.phase("warmup step"):
+        await finish(warmup)
+    with watch.phase("checkpoint and histories"):
+        fork, origin = ready.fork, ready.origin
+        start = await begin(
+            profile, directory, compute, policy, policy_learner, fork=fork, origin=origin, inputs=inputs
+        )
+        state = start.state
+        write_profile(profile, directory.profile)
+        preflight, alarms = _alarms(profile, directory, preflight)
+        history = read_history(directory.metrics, directory.evaluations)
+    ledger, progress = Ledger(state.ledger if state else None), _progress(state)
+    evaluations: list[EvalReport] = []
+    return RunContext(
+        profile=profile,
+        directory=directory,
+        compute=compute,
+        policy=policy,
+        engine=engine,
+        engine_failure=engine_failure,
+        policy_learner=policy_learner,
+        prompts=prompts,
+        curriculum=_curriculum(profile, prompts, start),
+        held_out=held_out,
+        rewards=rewards,
+        inputs=inputs,
+        state=state,
+        history=history,
+        base=start.initial if state and not history.before else None,
+        ranks=ranks,
+        replay=start.replay,
+        memory=ready.estimate,
+        history_gaps=start.gaps,
+        origin=start.origin,
+        warnings=(*dataset_warnings(loaded), *ungraded, *start.warnings),
+        preflight=preflight,
+        address=address,
+        sampler=Sampler(compute.decode.submit, engine),
+        scorer=_make_scorer(profile, policy, engine, compute.scoring.lane),
+        ledger=ledger,
+        progress=progress,
+        weights=_cell("weights", _served(policy)),
+        replacements=_cell("replacements", ledger.ended - progress.step * profile.learner.batch_size),
+        logged=Latest[int]("logged"),
+        alarms=alarms,
+        trackers=open_trackers(profile.tracking, profile.trackers, _tracked(profile, directory)),
+        sample_log=SampleLog(capacity_tokens=_sample_log_tokens(profile), logit_bias=profile.sampling.logit_bias),
+        swap_times=SwapTimes(),
+        evaluations=evaluations,
+        best=_best_checkpoint(profile, directory, history, evaluations, alarms),
+    )
+
+
+def _alarms(
+    profile: Profile, directory: RunDirectory, findings: tuple[Finding, ...]
+) -> tuple[tuple[Finding, ...], RunAlarms]:
+    """Return the findings of the start with their commands, which the run directory records too, and the alarms."""
+    commands = RunCommands(directory.path)
+    completed = tuple(map(commands.complete, findings))
+    write_report(directory.preflight, PreflightReport(findings=completed))
+    reported = [finding.name for finding in completed]
+    return completed, RunAlarms(expectations(profile.rewards), reported=reported, complete=commands.complete)
+
+
+def _best_checkpoint(
+    profile: Profile,
+    directory: RunDirectory,
+    history: RunHistory,
+    evaluations: list[EvalReport],
+    alarms: RunAlarms,
+) -> BestCheckpointKeeper:
+    interval = profile.eval.interval if isinstance(profile.eval, HeldOutEvaluation) else 0
+    return BestCheckpointKeeper(
+        checkpoints=directory.checkpoints,
+        marker=directory.best,
+        reports=lambda: [*history.evaluations, *evaluations],
+        is_evaluated=lambda step: interval > 0 and step % interval == 0,
+        named=lambda: alarms.named_checkpoints,
+    )
+
+
+def _curriculum(profile: Profile, prompts: PromptBuilder, start: StartingPoint) -> Curriculum | None:
+    settings = profile.data.curriculum
+    if not isinstance(settings, SuccessRateCurriculum):
+        return None
+    return Curriculum(
+        [problem.type for problem in prompts.problems],
+        prompts.order,
+        settings,
+        rewards=profile.rewards,
+        seed=profile.seed,
+        dataset=problems_fingerprint(prompts.problems),
+        state=start.state.curriculum if start.state else None,
+        evidence=start.evidence,
+    )
+
+
+def _served(policy: Policy) -> WeightsReady:
+    return WeightsReady(version=policy.version, step=policy.step, fingerprint=policy.fingerprint)
+
+
+def _cell(name: str, value: T) -> Latest[T]:
+    cell = Latest[T](name)
+    cell.put(value)
+    return cell
+
+
+def _sample_log_tokens(profile: Profile) -> int:
+    """Capacity of the sample log: twice the completions that environments may hold, and at least 2^20 tokens."""
+    completions = profile.learner.batch_size * profile.sampling.group_size
+    completion_tokens = profile.sampling.max_tokens * token_cost(profile.sampling) + 32
+    return max(2**20, 2 * (profile.rollouts.max_batches_ahead + 3) * completions * completion_tokens)
+
+
+class LoadedPolicy(NamedTuple):
+    """What the learner's thread loads. fork: the checkpoint of another run with which the run starts.
+
+    origin: the adapter that was read; None without one, or if the first checkpoint of the run has its weights.
+    """
+
+    policy: Policy
+    learner: PolicyLearner
+    estimate: MemoryEstimate
+    fork: Fork | None
+    origin: Origin | None
+
+
+def _load_policy(profile: Profile, directory: RunDirectory, ranks: LearnerRanks | None, lane: Lane) -> LoadedPolicy:
+    find_model(profile.model.path)
+    starts_from_adapter = bool(profile.policy.adapter) and directory.fork is None
+    from_checkpoint = starts_from_adapter and directory.resumed and INITIAL in checkpoint_steps(directory.checkpoints)
+    initial = (
+        read_initial(profile.policy.adapter, profile.model.path)
+        if starts_from_adapter and not from_checkpoint
+        else None
+    )
+    estimate = estimate_memory(profile.model, profile, ranks=ranks is not None)
+    limit_memory(estimate, profile.monitor)
+    keep_reference = isinstance(profile.learner.reference, BaseReference)
+    policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)
+    fork = publish_fork(policy, directory.fork) if directory.fork else None
+    if initial is not None:
+        publish_initial(policy, initial)
+    elif from_checkpoint:
+        publish_first_checkpoint(policy, checkpoint_path(directory.checkpoints, INITIAL))
+    collapse = profile.collapse_detection
+    compared = isinstance(profile.generator, RemoteGeneration) or isinstance(profile.cluster, RayCluster)
+    learner = PolicyLearner(
+        policy,
+        profile.learner,
+        profile.sampling,
+        steps=profile.steps,
+        seed=profile.seed,
+        rollback_window=collapse.window if isinstance(collapse, RollBackOnCollapse) else 0,
+        measure_update_kl=0 if isinstance(collapse, Off) else collapse.patience,
+        token_values=profile.monitor.token_values_mb > 0 or compared,
+        ranks=ranks,
+        lane=lane,
+    )
+    if fork is not None:
+        fork = restore_learner(learner, fork)
+    return LoadedPolicy(policy, learner, estimate, fork, initial.origin if initial else None)
+
+
+def _make_engine(profile: Profile, policy: Policy, lane: Lane) -> DecodeEngine:
+    turns = TurnBudget(min(profile.learner.max_turn_ms / 1000.0, LONGEST_PART), lane)
+    return DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server), turns=turns)
+
+
+def _make_scorer(profile: Profile, policy: Policy, engine: DecodeEngine, lane: Lane) -> PromptScorer:
+    turns = TurnBudget(profile.learner.max_turn_ms / 1000.0, lane)
+    chunk = profile.engine.prefill_chunk
+    return PromptScorer(policy.copy_model(), chunk=chunk, adapters=engine.adapters, turns=turns)
+
+
+def adapter_store(policy: Policy, server: ServerSection) -> AdapterStore | None:
+    """Return the adapters that clients can use beside the policy; None without a server."""
+    if isinstance(server, Off):
+        return None
+    return AdapterStore(policy.model, server.adapters, adapted=policy.adapted, base_is_served=policy.keeps_base)
+
+
+def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> LoadedPrompts:
+    """The prompts of the run, checked against the context length and the engine's limits."""
+    sure = min(policy.context_length, profile.engine.kv_cache_tokens) - profile.sampling.max_tokens
+    loaded = load_prompts(profile, policy.tokenizer, rewards.grade, longest=sure, say=log.warning)
+    held_out = loaded.held_out
+    if isinstance(profile.atropos, Off):
+        rewards.require_columns([*loaded.builder.problems, *held_out.problems])
+    _require_short_prompts(loaded.longest, policy.context_length, profile)
+    _require_valid_requests(loaded.longest, policy, profile)
+    if isinstance(profile.eval, HeldOutEvaluation) and profile.eval.problems > len(held_out.problems):
+        log.warning(
+            "fewer_heldout_problems_than_requested",
+            key="eval.problems",
+            requested=profile.eval.problems,
+            available=len(held_out.problems),
+        )
+    return loaded
+
+
+def _require_short_prompts(longest: int, context: int, profile: Profile) -> None:
+    if longest >= context:
+        raise ProfileError(
+            f"the longest prompt of {profile.data.train} and its held-out problems has {longest} tokens, and the "
+            f"policy's context length is {context}: set data.max_prompt_tokens, or choose another model"
+        )
+
+
+def _require_valid_requests(longest: int, policy: Policy, profile: Profile) -> None:
+    """Raise ProfileError if the engine would refuse the longest prompt with the profile's sampling parameters."""
+    limit = profile.engine.kv_cache_tokens
+    request = SampleRequest(
+        prompt=(0,) * longest,
+        sampling=profile.sampling,
+        seeds=(0,),
+        record_support=restricts_support(profile.sampling),
+    )
+    try:
+        validate(request, vocabulary=policy.vocab_size, context=policy.context_length, cache_tokens=limit)
+    except RequestError as error:
+        raise ProfileError(
+            f"sampling.{error.param}: {error} (the longest prompt has {longest} tokens, and "
+            f"engine.kv_cache_tokens is {limit})"
+        ) from error
+
+
+def _fingerprint_inputs(profile: Profile, loaded: LoadedPrompts) -> dict[str, str]:
+    model = find_model(profile.model.path)
+    return {
+        "model": model_fingerprint(model),
+        "tokenizer": tokenizer_fingerprint(model, profile.model.chat_template),
+        "dataset": loaded.dataset.fingerprint,
+    }
+
+
+def _require_correct_rewards(profile: Profile, held_out: HeldOut, rewards: RewardRunner) -> tuple[str, ...]:
+    """Return a warning for each type of held-out problem that no reward with `correct = true` is listed for.
+
+    Raises ProfileError if no held-out problem has such a reward.
+    """
+    if isinstance(profile.eval, Off):
+        return ()
+    types = {problem.type for problem in held_out.problems}
+    missing = rewards.types_without_correct(types)
+    if missing and len(missing) == len(types):
+        raise ProfileError(
+            f"rewards: no reward with correct = true applies to the held-out problems, which have the types "
+            f'{", ".join(missing[:MAX_LISTED_TYPES])}: add such a reward, or set eval = "off"'
+        )
+    return tuple(
+        f"no reward with correct = true applies to held-out problems of type {kind}: they count as ungraded"
+        for kind in missing[:MAX_LISTED_TYPES]
+    )
+
+
+def _tracked(profile: Profile, directory: RunDirectory) -> TrackedRun:
+    settings = tomllib.loads(resolved_toml(profile, mask_secrets=True))
+    return TrackedRun(id=directory.run_id, name=directory.path.name, directory=directory.path, settings=settings)
+
+
+def _progress(state: RunState | None) -> LearnerProgress:
+    if state is None:
+        return LearnerProgress()
+    return LearnerProgress(
+        step=state.step,
+        bad_steps=state.bad_steps,
+        train_seconds=state.train_seconds,
+        trained_tokens=state.trained_tokens,
+    )
