@@ -14,9 +14,11 @@ A name imports its module when it is first used, so that `import clotho` takes m
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -90,6 +92,21 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """List the public names."""
     return __all__
+
+
+def _require_own_messages() -> None:
+    """Raise ImportError if a module of the working directory, or of the path before this one, hides `protocols`."""
+    spec = find_spec("protocols")
+    found = str(spec.origin or spec.name) if spec else "none"
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if os.path.realpath(found) != os.path.realpath(os.path.join(here, "protocols", "__init__.py")):
+        raise ImportError(
+            f"clotho needs its own package `protocols` ({here}), but Python finds {found}: rename that one, "
+            "or start Python in another directory"
+        )
+
+
+_require_own_messages()
 
 
 class _BlasFirst(MetaPathFinder):

@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,15 @@ def test_importing_the_library_loads_nothing_else() -> None:
         "import sys, clotho; print([m for m in sys.modules if m.startswith(('mlx', 'numpy', 'clotho'))])"
     )
     assert loaded.split() == ["['clotho']"]
+
+
+def test_a_foreign_module_that_hides_the_messages_is_named(tmp_path: Path) -> None:
+    """A script in a directory with a module `protocols` would otherwise fail in its midst."""
+    (tmp_path / "protocols.py").touch()
+    ended = subprocess.run([sys.executable, "-c", "import clotho"], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("ImportError: clotho needs its own package `protocols`")
+    assert str(tmp_path / "protocols.py") in ended.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["Sampling", "GRPO", "LoRA", "AdamW", "Problem", "Completion", "ClothoError"])
