@@ -1,1 +1,1 @@
-"""A run: command line, start-up and run context."""
+"""What a run needs around its actors: command line, profile, start, supervision and records."""

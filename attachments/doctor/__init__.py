@@ -1,1 +1,1 @@
-"""Checks before the first prompt: of the machine, the libraries, the chat template and the problems, and `doctor`."""
+"""Checks before the first prompt: of the settings, the libraries, the chat template and the problems, and `doctor`."""

@@ -1,4 +1,4 @@
-"""Reward functions: one function per module, a registry, and the runner that applies the functions of a profile.
+"""Reward functions: one function per module, a registry, and their weighted sum.
 
 A reward function scores one completion of one problem:
 
@@ -30,12 +30,12 @@ Names in a profile (`[[rewards]] name`):
     `module:function`: a module on the Python path; the current directory is searched last.
     `path/to/file.py:function`: a Python file.
 
-Processes: a function of the user runs in worker processes of its own (`worker_pool`), each of which answers one call at
+Processes: a function of the user runs in worker processes of its own, each of which answers one call at
 a time. A call scores all completions of one group. A synchronous function runs in the main thread of its process. The
 event loop of an asynchronous function exists as long as its process, so that the function may keep a client open; all
 completions of a group are awaited concurrently.
 
-Threads: most built-in functions, and functions with `run_in = "thread"`, run in threads of the run (`calls`). Calls for
+Threads: most built-in functions, and functions with `run_in = "thread"`, run in threads of the run. Calls for
 several groups may overlap. Python cannot interrupt a thread inside a C call, and a call that holds the GIL stops the
 run.
 """

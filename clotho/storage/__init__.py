@@ -1,1 +1,1 @@
-"""Storage: run directory, checkpoints, adapters, datasets, atomic files."""
+"""Storage: files that are written whole or not at all, tensors, adapters, and JSON text."""

@@ -1,1 +1,1 @@
-"""Profiles: schema, layers, rules, flags and the generated reference page."""
+"""Profiles: schema, layers, rules and flags."""

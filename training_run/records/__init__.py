@@ -1,1 +1,1 @@
-"""Monitoring: metrics, logs, displays, collapse detection."""
+"""Records of a run: metrics, logs, displays, findings and the summary."""

@@ -1,1 +1,1 @@
-"""The runtime: queues, latest-value cell, supervisor, signals, compute threads, plug-ins."""
+"""What keeps actors running: queues, latest values, the supervisor, watchdogs, signals and custom actors."""
