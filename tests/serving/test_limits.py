@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -332,6 +333,20 @@ async def test_a_shutdown_rejects_queued_requests_immediately() -> None:
         assert served.engine.running == 1
         served.engine.allow(10**6)
         assert (await answer.aread()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_shutdown_waits_for_nothing_if_no_request_runs() -> None:
+    """The grace period is for running requests only."""
+    limit, has_ended = limits.ConcurrencyLimit(1), anyio.Event()
+
+    async def drain() -> None:
+        await limit.drain(math.inf)
+        has_ended.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(drain)
+        await anyio.wait_all_tasks_blocked()
+        assert has_ended.is_set()
 
 
 async def test_a_full_queue_of_the_engine_is_a_503() -> None:
