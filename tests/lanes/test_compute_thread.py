@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import get_args
 
 import pytest
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 
-from clotho.lanes.arbiter import WorkCancelled
+from clotho.lanes.arbiter import WorkCancelled, WorkKind
 from clotho.lanes.compute_thread import Compute, ComputeThread, finish
 from protocols.errors import ExecutorStoppedError
 
@@ -422,6 +423,17 @@ async def test_work_cancelled_by_its_thread_raises_an_error() -> None:
     future.cancel()
     with fail_after(LIMIT), pytest.raises(WorkCancelled):
         await finish(future)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("learner", "update"), ("evaluation", "evaluation"), ("parity", "parity"), ("scoring", "scoring")],
+)
+def test_work_has_the_kind_of_its_thread_before_the_first_turn(name: str, kind: WorkKind) -> None:
+    """The first call of the learner counts as an update while it waits for its turn."""
+    compute = Compute(decode_share=0.5, slots=1)
+    compute.arbiter.set_work(THREADS[name](compute).lane, has_work=True)
+    assert [one for one in get_args(WorkKind) if compute.arbiter.works(one)] == [kind]
 
 
 def test_turns_are_measured_by_kind(simulated: Compute, clock: Clock) -> None:
