@@ -295,15 +295,20 @@ async def test_interruptible_hanging_calls_do_not_count_towards_the_limit(
 
 
 async def test_concurrency_is_limited() -> None:
-    """Further calls wait."""
+    """Further calls wait. Groups and held-out problems have one limit."""
+    entered = sample_rewards.ENTERED
     with runner(sample("enters"), concurrency=2) as rewards:
         async with anyio.create_task_group() as tasks:
-            for _ in range(4):
+            for _ in range(2):
                 tasks.start_soon(rewards.score, group("a"))
+                tasks.start_soon(rewards.grade, problem(), group("a").completions)
             await anyio.wait_all_tasks_blocked()
-            assert sample_rewards.ENTERED.qsize() == 2
+            with anyio.fail_after(60):
+                while entered.qsize() < 2:
+                    await anyio.lowlevel.checkpoint()
+            assert entered.qsize() == 2
             sample_rewards.LEAVE.set()
-    assert sample_rewards.ENTERED.qsize() == 4
+    assert entered.qsize() == 4
 
 
 async def test_types_without_a_correct_reward_are_listed() -> None:
