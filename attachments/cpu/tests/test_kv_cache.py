@@ -42,3 +42,14 @@ def test_rows_keep_their_columns_in_whatever_order_they_are_taken(slots: list[in
     cache.take(slots, positions_B[slots])
     found = [cache.state(row, 2)[0][0] for row in range(len(slots))]
     assert [np.unique(np.array(keys)).tolist() for keys in found] == [[float(slot)] for slot in slots]
+
+
+def test_a_shared_prompt_is_freed_when_no_row_uses_it() -> None:
+    """Not before: the other rows of the prompt still read it."""
+    cache, keys = HostKVCache(DECODER, rows=2), mx.zeros((1, 1, 256, 4))
+    cache.enter([0, 1], PrefilledPrompt(2, 256, ((keys, keys),), 8))
+    tokens = [cache.tokens]
+    for slot in range(2):
+        cache.enter([slot], PrefilledPrompt(1, 0, None, 8))
+        tokens.append(cache.tokens)
+    assert tokens == [256, 256, 0]
