@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -332,6 +334,27 @@ def test_the_policy_learns_to_say_what_is_rewarded() -> None:
         policy.publish(update.parameters, version=update.version, step=step, fingerprint=update.fingerprint)
     assert before < 0.1
     assert probabilities()[target] > 0.8
+
+
+def test_the_parameters_before_an_update_are_freed() -> None:
+    """The learner's model refers to no parameters between updates, so the process holds the newest and the served."""
+    one = learner(tiny_policy())
+    replaced = [weakref.ref(array) for array in flat(one.update(random_groups(32)).parameters).values()]
+    one.update(random_groups(32, seed=1))
+    gc.collect()
+    assert replaced
+    assert not any(array() is not None for array in replaced)
+
+
+def test_a_rehearsal_ends_at_the_first_update_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No further batch is asked for."""
+    one = learner(tiny_policy())
+    batches = ((step, random_groups(32, seed=step)) for step in range(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(optimization, "micro_batch_gradient", PoisonedGradient(math.nan, number=2))
+        found = one.rehearse(batches)
+    assert [metrics is not None for metrics in found] == [True, False]
+    assert [step for step, _ in batches] == [2]
 
 
 def test_the_arrays_of_a_checkpoint_are_evaluated() -> None:
