@@ -118,7 +118,7 @@ HANGING = """
 import ctypes, sys
 from attachments.cpu import load_blas
 load_blas()
-from clotho.inference import DecodeEngine
+from clotho.inference.engine import DecodeEngine
 
 def hang(engine):
     print("hanging", flush=True)
