@@ -12,11 +12,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from clotho.lanes.compute_thread import finish
-from clotho.library import compute, settings
+from clotho.library import DEFAULT, compute, result_of, settings
 from clotho.models.machine import restore_random_state
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy
-from clotho.sampler import DEFAULT, result_of
 from clotho.settings.learner import ConstantSchedule, LearnerSection, Optimizer
 from clotho.settings.objectives import Objective
 from clotho.storage.adapters import write_adapter

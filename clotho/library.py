@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import cache
 from typing import Any, TypeVar
 
@@ -16,10 +17,15 @@ from clotho.models.machine import compute_slots, core_division, limit_mlx_memory
 from clotho.models.policy import Policy, load_policy
 from clotho.settings.model import Dtype, Method, ModelSection, PolicySection, QuantizeAtLoad
 from protocols.errors import ProfileError
+from protocols.sampling import Sampling
 from training_run.profile.load import Layer, decode_tables, flatten, merge
 from training_run.profile.schema import MonitorSection
 
 S = TypeVar("S", bound=Struct)
+T = TypeVar("T")
+
+DEFAULT = Sampling()
+"""At most 256 tokens from the model's own distribution."""
 
 _sizes: list[int] = []
 """Parameters of the models that were loaded; the largest decides how the cores are divided."""
@@ -42,6 +48,15 @@ def compute() -> Compute:
     threads.start()
     atexit.register(threads.stop, timeout=STOP_SECONDS)
     return threads
+
+
+def result_of(future: Future[T]) -> T:
+    """Wait for a result; an interrupt cancels the work."""
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
 
 
 def settings(name: str, kind: type[S], values: Mapping[str, Any], overrides: Mapping[str, Any] = NONE) -> S:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import structlog
 
@@ -14,7 +14,7 @@ from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import finish
 from clotho.lanes.sampling_client import Flight, Item, Progress, event_or_error
 from clotho.lanes.sampling_client import Sampler as Client
-from clotho.library import compute, settings
+from clotho.library import DEFAULT, compute, result_of, settings
 from clotho.models.pinned_weights import PinnedWeights
 from clotho.models.policy import Policy
 from clotho.models.turns import TurnBudget
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-T = TypeVar("T")
-
-DEFAULT = Sampling()
-"""At most 256 tokens from the model's own distribution."""
 
 TURN_SECONDS = 0.25
 """Longest turn of prefill and scoring beside a learner, where both share a device."""
@@ -179,13 +175,14 @@ class Sampler:
         self._scorer: PromptScorer | None = None
         self._closed = False
 
+        engines = _engines().engines
+
         def make() -> tuple[PinnedWeights, DecodeEngine]:
             weights = PinnedWeights(policy)
             engine = DecodeEngine(weights, self.settings, turns=TurnBudget(TURN_SECONDS, self._decode.lane))
-            _engines_here.append(engine)
+            engines.append(engine)
             return weights, engine
 
-        _engines_here = _engines().engines
         self._weights, self.engine = self._decode.submit(make).result()
         self._fingerprint = policy.fingerprint
 
@@ -373,15 +370,6 @@ class Sampler:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the sampler is closed: use it inside its with block")
-
-
-def result_of(future: Future[T]) -> T:
-    """Wait for a result; an interrupt cancels the work."""
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
 
 
 def _many(prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:

@@ -11,8 +11,8 @@ import anyio
 
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
-from clotho.library import compute, settings
-from clotho.sampler import DEFAULT, Sampler
+from clotho.library import DEFAULT, compute, settings
+from clotho.sampler import Sampler
 from clotho.serving.server import ApiServer, base_url, listen
 from clotho.serving.services import EngineSnapshot, HealthReport, RunSnapshot, ServedModel, ServerContext
 from clotho.settings.engine import EngineSection

@@ -142,7 +142,7 @@ def test_a_single_slow_step_is_no_long_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert slow_after == [False, False, False, True, True]
 
 
-def test_rollouts_keep_their_share_beside_visitors_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_tokens_keep_to_their_share_beside_visitors_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """First tokens have a twentieth of the time once their credit is used up, and visitors then join the others."""
     every_step_is_long(monkeypatch)
     engine = make_engine(prefix_cache_tokens=0, max_num_seqs=64)
