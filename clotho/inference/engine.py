@@ -106,7 +106,7 @@ class DecodeEngine:
         self._begun: list[PrefillJob] = []
         self._turns, self._visits = Turns(), Allowance(VISIT_SHARE)
         self._swap: _Swap | None = None
-        self._aborted: list[int] = []
+        self._aborted: set[int] = set()
         self._limits_checked = 0.0
         self._timed_out: Counter[str] = Counter()
         self._requests = self._rows = 0
@@ -161,15 +161,15 @@ class DecodeEngine:
         The id of an unknown or finished request is ignored, because a request may finish while it is aborted.
         """
         if request_id in self._sender.requests:
-            self._aborted.append(request_id)
+            self._aborted.add(request_id)
 
     def abort_clients(self, request_ids: Collection[str] | None, client: str = "") -> int:
         """Abort requests by their `request_id`; None: all requests that are not `background`. Returns their number.
 
-        client: only requests of this client; empty: of all.
+        client: only requests of this client; empty: of all. A request is counted once, also if it has not ended yet.
         """
-        found = self._sender.found(request_ids, client)
-        self._aborted += found
+        found = [number for number in self._sender.found(request_ids, client) if number not in self._aborted]
+        self._aborted.update(found)
         return len(found)
 
     def release_caches(self) -> None:
@@ -320,7 +320,7 @@ class DecodeEngine:
 
     def _remove_ended(self) -> None:
         """Free the rows of requests that were aborted, exceeded a limit on their time, or were closed by a failure."""
-        aborted, self._aborted = self._aborted, []
+        aborted, self._aborted = self._aborted, set()
         requests = self._sender.requests
         self._end({requests[number] for number in aborted if number in requests}, "abort")
         self._end_overdue()

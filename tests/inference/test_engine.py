@@ -195,6 +195,16 @@ def test_abort_frees_rows_and_returns_the_sampled_tokens() -> None:
     assert engine.stats().finished == {"abort": 6, "length": 1}
 
 
+def test_a_request_that_is_aborted_twice_before_the_next_step_is_counted_once() -> None:
+    """Requests that ended are counted no more either."""
+    engine = make_engine()
+    for client in ("a", "b"):
+        engine.submit(SampleRequest(prompt=(1, 2), sampling=GREEDY, seeds=(1,), client=client), lambda event: None)
+    assert [engine.abort_clients(None, client) for client in ("a", "a", "", "")] == [1, 0, 1, 0]
+    engine.tick()
+    assert engine.abort_clients(None) == 0
+
+
 def test_an_idle_engine_holds_no_rows() -> None:
     """All gauges return to zero."""
     engine = make_engine()
