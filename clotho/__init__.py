@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from protocols.prompt import Problem
     from protocols.sampling import Completion, CompletionDone, Sampling, TokenSampled
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "GRPO", "AdamW", "ClothoError", "Completion", "CompletionDone", "Datum", "DoRA", "Full", "Gradient", "Learner",

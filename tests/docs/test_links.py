@@ -10,7 +10,7 @@ import pytest
 from tests.docs.pages import DOCS, ROOT
 from training_run.profile.keys import KEYS
 
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)(?P<file>[^)#\s]*)(?:#(?P<anchor>[^)]+))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
