@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from training_run import main as program
@@ -17,7 +18,15 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program, and return the exit status. argv: as of `training_run.main.main`."""
+    """Run the program, and return the exit status. argv: as of `training_run.main.main`.
+
+    A foreign module that hides one of ours ends it before the program takes over the standard streams.
+    """
+    try:
+        import_module("clotho")
+    except ImportError as error:
+        sys.stderr.write(f"clotho: {error}\n")
+        return 1
     return program.main(argv, load_train=_load_train)
 
 
