@@ -48,7 +48,6 @@ from attachments.dashboard.timeline import timeline_recorder
 from attachments.doctor.start import log_findings
 from attachments.remote.sampling import remote_sampler
 from attachments.replay.replay import ReplayBuffer
-from attachments.trackers.trackers import close_trackers
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.machine import compute_slots
@@ -71,7 +70,7 @@ from training_run.records.forecast import RunForecast
 from training_run.records.live_display import make_display
 from training_run.records.summary import print_summary
 from training_run.run import RunContext
-from training_run.run_monitor import RunMonitor, loading_page, token_value_writer
+from training_run.run_monitor import RunMonitor, loading_page
 from training_run.services import wire_atropos, wire_services
 from training_run.start.starting_point import checkpoint_records
 from training_run.start.startup import build_context
@@ -205,10 +204,9 @@ def wire_monitor(
         metrics=JsonlWriter(directory.metrics),
         evaluations=JsonlWriter(directory.evaluations),
         rollouts=JsonlWriter(directory.rollouts) if settings.rollouts else None,
-        tokens=token_value_writer(context),
         logged=context.logged,
         alarms=context.alarms,
-        trackers=context.trackers,
+        observers=context.attached.observers,
         forecast=RunForecast(context.plan, began=context.history.seconds),
         first_step=context.progress.step,
         seconds_before=context.history.seconds,
@@ -440,12 +438,8 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         stack.callback(compute.stop)
         address = base_url(listener) if listener else ""
         slow_seconds = profile.monitor.watchdog_seconds
-        loading = build_context(profile, directory, compute, address=address, slow_seconds=slow_seconds)
+        loading = build_context(profile, directory, compute, stack, address=address, slow_seconds=slow_seconds)
         context = await while_loading(listener, server, loading, page=loading_page(server))
-        stack.callback(context.close)
-        stack.callback(close_trackers, context.trackers)
-        if context.ranks is not None:
-            stack.callback(context.ranks.close)
         stack.enter_context(no_idle_sleep(enabled=profile.monitor.prevent_sleep))
         events.open(directory.log)
         for warning in context.warnings:

@@ -12,8 +12,6 @@ from anyio import to_thread
 from msgspec.structs import replace
 
 from attachments.alarms.run_alarms import RunAlarms
-from attachments.dashboard.token_values import TokenValueWriter
-from attachments.trackers.trackers import Tracker, Warned, evaluation_values, step_records
 from protocols.evaluation import EvalReport
 from protocols.queues import Inbox
 from protocols.step import FirstBatch, GroupsEnded, LearnerReport, StepReport
@@ -24,6 +22,7 @@ from training_run.records.evaluation_history import evaluation_record
 from training_run.records.forecast import RunForecast
 from training_run.records.metrics import Measurement, MetricsLine, step_metrics
 from training_run.records.rollout_log import rollout_records
+from training_run.supervision.hooks import ReportObserver
 from training_run.supervision.latest import Latest
 
 log = structlog.get_logger(actor="monitor")
@@ -69,23 +68,21 @@ class Monitor:
         metrics: JsonlWriter,
         evaluations: JsonlWriter,
         rollouts: JsonlWriter | None,
-        tokens: TokenValueWriter | None = None,
         logged: Latest[int],
         alarms: RunAlarms,
-        trackers: Sequence[Tracker] = (),
+        observers: Sequence[ReportObserver] = (),
         forecast: RunForecast | None = None,
         first_step: int = 0,
         seconds_before: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """rollouts, tokens: None writes no rollout log or no per-token values. forecast: None shows no remaining time.
+        """rollouts: None writes no rollout log. observers: of the reports. forecast: None shows no remaining time.
 
         first_step, seconds_before: step and age of a resumed run.
         """
         self._inbox, self._gauges, self._display = inbox, gauges, display
         self._metrics_file, self._evaluations_file, self._rollouts_file = metrics, evaluations, rollouts
-        self._tokens = tokens
-        self.logged, self._alarms, self._trackers = logged, alarms, trackers
+        self.logged, self._alarms, self._observers = logged, alarms, observers
         self._step, self._forecast = first_step, forecast
         self._seconds_before, self._clock, self._started_at = seconds_before, clock, clock()
         self._last = Measurement(seconds=seconds_before, gauges=replace(gauges(), findings=()))
@@ -94,7 +91,7 @@ class Monitor:
         self._discarded_between, self._failures_between = Counter[tuple[str, str]](), Counter[str]()
         self._rewards: deque[float] = deque(maxlen=MAX_REWARDS)
         self._work, self._all_work = deque[Work](maxlen=SPEED_STEPS), Work()
-        self._tracked = set[str]()
+        self._known = set[str]()
         self._first_evaluation: EvalReport | None = None
         self._evaluations: deque[EvalReport] = deque(maxlen=MAX_EVALUATIONS)
         self._latest: MetricsLine | None = None
@@ -107,7 +104,7 @@ class Monitor:
                 self._show(start=True)
                 async for report in self._inbox:
                     await self._observe(report)
-                await self._write_tokens()
+                await self._let_observers_write()
                 self._show(has_ended=True)
             except Exception:
                 log.error("monitor_failed", exc_info=True)
@@ -130,7 +127,7 @@ class Monitor:
                 await self._observe_groups(report)
             case FirstBatch():
                 self._alarms.preview(report.groups)
-                self._track(report.step)
+                self._pass_findings(report.step)
                 self.logged.put(self._step)
             case EvalReport():
                 await self._observe_evaluation(report)
@@ -159,35 +156,34 @@ class Monitor:
         if metrics["reward/mean"] is not None:
             self._rewards.append(metrics["reward/mean"])
         self._sample = sample(report) or self._sample
-        for tracker in self._trackers:
-            for record in step_records(report, metrics, tracker.completions):
-                tracker.put(record)
-        self._track(report.step)
+        for observer in self._observers:
+            observer.step(report, metrics)
+        self._pass_findings(report.step)
         if self._rollouts_file is not None:
             await self._write(self._rollouts_file, rollout_records(report))
         if not await self._write(self._metrics_file, [metrics]):
             self._last = replace(now, gauges=replace(gauges, findings=()))
         self.logged.put(report.step)
-        await self._add_tokens(report)
-        await self._write_tokens()
+        await self._let_observers_write()
 
-    def _track(self, step: int) -> None:
-        """Pass findings that began since the last call to the trackers."""
+    def _pass_findings(self, step: int) -> None:
+        """Pass findings that began since the last call to the observers."""
         findings = {finding.name: finding for finding in self._alarms.findings}
-        for name in findings.keys() - self._tracked:
-            for tracker in self._trackers:
-                tracker.put(Warned(step=step, text=findings[name].text))
-        self._tracked = set(findings)
+        for name in findings.keys() - self._known:
+            for observer in self._observers:
+                observer.finding(step, findings[name])
+        self._known = set(findings)
 
     async def _observe_groups(self, report: GroupsEnded) -> None:
         self._alarms.observe(report, self._gauges())
-        self._track(report.step)
+        self._pass_findings(report.step)
         self._failures_between.update(name for group in report.discarded for name in group.failed_rewards)
         self._discarded.update(group.reason for group in report.discarded)
         self._discarded_between.update((group.prompt.source, group.reason) for group in report.discarded)
         if self._rollouts_file is not None:
             await self._write(self._rollouts_file, rollout_records(report))
-        await self._add_tokens(report)
+        for observer in self._observers:
+            observer.groups(report)
 
     async def _observe_evaluation(self, report: EvalReport) -> None:
         if self._first_evaluation is None:
@@ -196,8 +192,8 @@ class Monitor:
             self._evaluations.append(report)
         if self._forecast is not None:
             self._forecast.add_evaluation(report)
-        for tracker in self._trackers:
-            tracker.put(evaluation_values(report))
+        for observer in self._observers:
+            observer.evaluation(report)
         await self._write(self._evaluations_file, [evaluation_record(report, run_seconds=self._age())])
 
     async def _write(self, file: JsonlWriter, records: Iterable[Any]) -> bool:
@@ -209,13 +205,9 @@ class Monitor:
 
         return await self._attempt(file.path.name, append)
 
-    async def _add_tokens(self, report: StepReport | GroupsEnded) -> None:
-        if self._tokens is not None:
-            await to_thread.run_sync(self._tokens.add, report)
-
-    async def _write_tokens(self) -> None:
-        if self._tokens is not None and self._tokens.pending:
-            await self._attempt(self._tokens.path.name, self._tokens.write)
+    async def _let_observers_write(self) -> None:
+        for observer in self._observers:
+            await self._attempt(observer.name, observer.write)
 
     async def _attempt(self, name: str, write: Callable[[], None]) -> bool:
         """Write in a worker thread. Returns whether it succeeded; if not, the data are lost and the run continues."""

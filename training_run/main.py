@@ -271,6 +271,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
     from attachments.atropos.group_sizes import require_fillable
     from clotho.storage.adapters import require_own_adapter
     from protocols.errors import ClothoError
+    from training_run.attachment import installed_attachments
     from training_run.directory.run_directory import open_run
     from training_run.profile.flags import help_text, parse_arguments
     from training_run.profile.load import load_profile
@@ -282,10 +283,8 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
     fork = find_fork(arguments) if arguments.fork else None
     profile = load_profile(arguments.profile, arguments.overrides, adjust=partial(adjusted, arguments))
     require_fillable(profile)
-    if profile.trackers:
-        from attachments.trackers.trackers import require_trackers
-
-        require_trackers(profile.trackers)
+    for attachment in installed_attachments():
+        attachment.check(profile)
     if profile.actors:
         from training_run.supervision.custom_actors import require_positions
 

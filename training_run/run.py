@@ -12,7 +12,6 @@ from attachments.atropos.sample_log import SampleLog
 from attachments.cluster.connection import RayConnection
 from attachments.cpu import compute_path
 from attachments.curriculum.curriculum import Curriculum
-from attachments.trackers.trackers import Tracker
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import Sampler
@@ -31,6 +30,7 @@ from protocols.prompt import Prompt
 from protocols.sampling import PromptLogprobs
 from protocols.step import ReplayGroup, WeightsReady
 from protocols.summary import HistoryGap, MemoryEstimate
+from training_run.attachment import Attached
 from training_run.directory.best_checkpoint import BestCheckpointKeeper
 from training_run.directory.run_directory import RunDirectory
 from training_run.groups.ledger import Ledger
@@ -61,9 +61,9 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     origin: what the run started from; None for the base model alone. best: finds the best checkpoint.
     base: parameters before the first update, if they still need to be evaluated after a resume.
     replay: groups of the checkpoint's replay buffer. curriculum: chooses the problems; None: all equally often.
-    trackers: experiment trackers, which are already running.
     estimated_memory: estimated peak, in bytes. warnings: to be logged when the run starts. preflight: findings of the
     checks at the start.
+    attached: what the attachments of this installation have added.
     address: base URL of the HTTP server; empty without a server. ranks: of a data-parallel learner; None without.
 
     Shared state, with the actor that writes it:
@@ -105,17 +105,11 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     replacements: Latest[int]
     logged: Latest[int]
     alarms: RunAlarms
-    trackers: tuple[Tracker, ...]
     sample_log: SampleLog
     swap_times: SwapTimes
     evaluations: list[EvalReport]
+    attached: Attached
     cluster: RayConnection | None = None
-
-    def close(self) -> None:
-        """End the processes of the rewards, and disconnect from the cluster."""
-        self.rewards.close()
-        if self.cluster is not None:
-            self.cluster.close()
 
     @property
     def resumed_from(self) -> int | None:

@@ -14,8 +14,6 @@ from starlette.types import ASGIApp
 
 from attachments.cpu import usable_cores
 from attachments.dashboard.timeline import RunObserver
-from attachments.dashboard.token_texts import TokenTexts
-from attachments.dashboard.token_values import TokenValueWriter
 from attachments.machine.pressure import read_memory
 from attachments.machine.resources import READ_SECONDS, ResourceProbe
 from clotho.models.machine import peak_memory
@@ -52,15 +50,6 @@ def loading_page(server: ServerSection) -> ASGIApp | None:
     from attachments.dashboard.page_files import page_app
 
     return page_app()
-
-
-def token_value_writer(context: RunContext) -> TokenValueWriter | None:
-    """Return the writer of per-token values; None if the profile disables them."""
-    tokenizer, limit = context.policy.tokenizer, context.profile.monitor.token_values_mb
-    if not limit:
-        return None
-    texts = TokenTexts(tokenizer, tokenizer.encode("a", add_special_tokens=False)[-1])
-    return TokenValueWriter(context.directory.tokens, limit_bytes=limit << 20, texts=texts)
 
 
 class RunMonitor:

@@ -214,8 +214,7 @@ async def diagnose(
             stack.callback(compute.stop)
             work.phase("loading the model, with a first update")
             with found.refused("model", "run_refused", "correct what the message names"):
-                context = await _context(profile, directory, compute)
-            stack.callback(context.close)
+                context = await _context(profile, directory, compute, stack)
             found.add("model", _model(context, estimate))
             work.start()
             await _rehearse(found, context, work)
@@ -290,14 +289,14 @@ def _system(state: MachineState, system: str) -> str:
     return ", ".join(parts)
 
 
-async def _context(profile: Profile, directory: Path, compute: Compute) -> RunContext:
+async def _context(profile: Profile, directory: Path, compute: Compute, ending: ExitStack) -> RunContext:
     """Build the run without its server and trackers, in a temporary directory. Updates are always measured."""
     own = replace(profile, trackers=(), run_dir=str(directory))
     if isinstance(own.collapse_detection, Off):
         own = replace(own, collapse_detection=WarnOnCollapse())
     run_directory = open_run(directory, resume=False, clean=False)
     try:
-        return await build_context(own, run_directory, compute, slow_seconds=profile.monitor.watchdog_seconds)
+        return await build_context(own, run_directory, compute, ending, slow_seconds=profile.monitor.watchdog_seconds)
     finally:
         run_directory.close()
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from clotho.settings.bounds import NonNegativeFloat, Off, Positive, PositiveFloat, Variant, about
+from training_run.attachment import Attachment
 
 ServerUrl = Annotated[str, Meta(pattern=r"^https?://[^\s/]+\S*$", title="http://HOST:PORT")]
 
@@ -61,3 +62,5 @@ class RayCluster(Variant, frozen=True, kw_only=True, tag="ray"):
 
 
 ClusterSection = Annotated[Off | RayCluster, about("Rollout workers on other processes or machines.")]
+
+ATTACHMENT = Attachment()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ from structlog.testing import capture_logs
 
 from actors.monitor import Monitor
 from attachments.alarms.run_alarms import RunAlarms
-from attachments.dashboard.token_values import TokenValueWriter, read_group
-from attachments.trackers.trackers import Record, Tracker, Warned
 from protocols.evaluation import EvalReport
 from protocols.finding import Finding
 from protocols.queues import EndOfStream, Outbox
@@ -31,6 +30,7 @@ from training_run.directory.jsonl import JsonlWriter
 from training_run.records.display import NoDisplay, RunView
 from training_run.records.forecast import Plan, RunForecast
 from training_run.records.metrics import METRICS
+from training_run.supervision.hooks import ReportObserver
 from training_run.supervision.latest import Latest
 from training_run.supervision.queues import Queue
 from training_run.supervision.supervisor import temporary, transient
@@ -174,24 +174,6 @@ async def test_the_text_of_a_finding_is_repeated_after_a_line_that_is_lost(
     await observe(tmp_path, *(step(number, groups=(), discarded=dropped, update=None) for number in (1, 2, 3)))
     named = [[list(finding) for finding in line["findings"]] for line in lines(tmp_path / "metrics.jsonl")]
     assert named == [[list(Finding.__struct_fields__)], [["name", "fact"]]]
-
-
-async def test_per_token_values_that_cannot_be_written_are_reported_once(tmp_path: Path) -> None:
-    """The other files are written, and the monitor continues."""
-    (tmp_path / "tokens").touch()
-    writer = TokenValueWriter(tmp_path / "tokens", limit_bytes=1 << 20, texts=lambda tokens, text: [""] * len(tokens))
-    with structlog.testing.capture_logs() as logs:
-        reports = (step(number, discarded=(discarded(number),)) for number in range(1, 4))
-        await observe(tmp_path, *reports, tokens=writer)
-    assert [(entry["event"], entry["file"]) for entry in logs] == [("write_failed", "tokens")]
-    assert len(lines(tmp_path / "metrics.jsonl")) == 3
-
-
-async def test_groups_that_ended_after_the_last_batch_have_per_token_values(tmp_path: Path) -> None:
-    """They are written when the inbox has ended."""
-    writer = TokenValueWriter(tmp_path / "tokens", limit_bytes=1 << 20, texts=lambda tokens, text: [""] * len(tokens))
-    await observe(tmp_path, step(1), GroupsEnded(step=2, discarded=(discarded(7),)), tokens=writer)
-    assert len(read_group(tmp_path, 2, 7)) == 2
 
 
 class FailingDisplay(NoDisplay):
@@ -375,24 +357,52 @@ async def test_the_first_groups_are_checked_when_they_arrive(tmp_path: Path) -> 
     assert not (tmp_path / "rollouts.jsonl").exists() or lines(tmp_path / "rollouts.jsonl") == []
 
 
-class RecordingTracker(Tracker):
-    """A tracker that keeps its records."""
+class RecordingObserver(ReportObserver):
+    """An observer that keeps what it is told, and cannot write it."""
+
+    name = "observed"
 
     def __init__(self) -> None:
-        self.completions, self.records = 0, list[Record]()
+        self.told: list[tuple[str, int]] = []
+        self.found: list[tuple[int, str]] = []
+        self.writes = 0
 
-    def put(self, record: Record) -> None:
-        self.records.append(record)
+    def step(self, report: StepReport, line: Mapping[str, Any]) -> None:
+        self.told.append(("step", line["step"]))
+
+    def groups(self, report: GroupsEnded) -> None:
+        self.told.append(("groups", report.step))
+
+    def evaluation(self, report: EvalReport) -> None:
+        self.told.append(("evaluation", report.step))
+
+    def finding(self, step: int, finding: Finding) -> None:
+        self.found.append((step, finding.name))
+
+    def write(self) -> None:
+        self.writes += 1
+        raise OSError(28, "No space left on device")
 
 
-async def test_trackers_get_a_finding_when_it_begins(tmp_path: Path) -> None:
+async def test_observers_are_told_of_every_report(tmp_path: Path) -> None:
+    """In order, and asked to write after each step and at the end. A write that fails is reported once."""
+    observer = RecordingObserver()
+    with structlog.testing.capture_logs() as logs:
+        ended = GroupsEnded(step=2, discarded=(discarded(7),))
+        await observe(tmp_path, step(1), evaluation(1, 0.5), ended, step(2), observers=[observer])
+    assert observer.told == [("step", 1), ("evaluation", 1), ("groups", 2), ("step", 2)]
+    assert observer.writes == 3
+    assert [(entry["event"], entry["file"]) for entry in logs] == [("write_failed", "observed")]
+    assert len(lines(tmp_path / "metrics.jsonl")) == 2
+
+
+async def test_observers_get_a_finding_when_it_begins(tmp_path: Path) -> None:
     """Once, however long it lasts."""
-    tracker = RecordingTracker()
+    observer = RecordingObserver()
     dropped = tuple(replace(discarded(number), parts={"format": (0.0, 0.0)}) for number in range(4))
     silent = [step(number, groups=(), discarded=dropped, update=None) for number in (1, 2, 3)]
-    await observe(tmp_path, *silent, trackers=(tracker,))
-    warned = [record for record in tracker.records if isinstance(record, Warned)]
-    assert [record.step for record in warned] == [1]
+    await observe(tmp_path, *silent, observers=[observer])
+    assert observer.found == [(1, "all_truncated")]
     assert [[found["name"] for found in line["findings"]] for line in lines(tmp_path / "metrics.jsonl")] == [
         ["all_truncated"]
     ] * 3

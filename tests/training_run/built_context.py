@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,7 @@ async def open_context(
     try:
         with compute_thread() as compute:
             slow_seconds = profile.monitor.watchdog_seconds
-            parts = await build_context(profile, directory, compute, slow_seconds=slow_seconds)
-            try:
-                yield parts
-            finally:
-                parts.rewards.close()
+            with ExitStack() as ending:
+                yield await build_context(profile, directory, compute, ending, slow_seconds=slow_seconds)
     finally:
         directory.close()

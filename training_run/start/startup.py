@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import structlog
@@ -19,7 +19,6 @@ from attachments.curriculum.curriculum import Curriculum
 from attachments.doctor.start import PreflightReport, start_findings, write_report
 from attachments.ranks.supervision import is_rank
 from attachments.remote.attachment import RayCluster, RemoteGeneration
-from attachments.trackers.trackers import TrackedRun, open_trackers
 from clotho.data.problems import problems_fingerprint
 from clotho.inference.decoding import LONGEST_PART
 from clotho.inference.engine import DecodeEngine
@@ -47,6 +46,7 @@ from protocols.finding import Finding
 from protocols.sampling import SampleRequest, restricts_support
 from protocols.step import WeightsReady
 from protocols.summary import MemoryEstimate
+from training_run.attachment import Attached, Plan, prepare_attachments
 from training_run.directory.best_checkpoint import INITIAL, BestCheckpointKeeper
 from training_run.directory.checkpoints import checkpoint_path, checkpoint_steps
 from training_run.directory.run_directory import RunDirectory
@@ -55,7 +55,7 @@ from training_run.groups.progress import LearnerProgress, SwapTimes
 from training_run.groups.prompts import MAX_LISTED_TYPES, LoadedPrompts, PromptBuilder, dataset_warnings, load_prompts
 from training_run.memory.estimate import estimate_memory
 from training_run.memory.report import limit_memory
-from training_run.profile.load import resolved_toml, write_profile
+from training_run.profile.load import write_profile
 from training_run.profile.schema import HeldOutEvaluation, Profile
 from training_run.records.evaluation_history import RunHistory, read_history
 from training_run.records.remedies import RunCommands
@@ -81,34 +81,38 @@ async def build_context(
     profile: Profile,
     directory: RunDirectory,
     compute: Compute,
+    ending: ExitStack,
     *,
     address: str = "",
     slow_seconds: float = 120.0,
 ) -> RunContext:
     """Load and check all inputs of a run, cheap checks first; then lock the run directory.
 
-    address: base URL of the HTTP server. slow_seconds: a phase that takes longer is reported.
+    ending: receives what must be closed at the end of the run, or after a failed start. address: base URL of the HTTP
+    server. slow_seconds: a phase that takes longer is reported.
     Raises the errors of `protocols.errors`. The run directory is unchanged unless the directory itself is the problem.
     """
     watch = startup_watch(slow_seconds)
+    plan = Plan(profile=profile, directory=directory, ending=ending)
     ranks = await run_sync(_join_ranks, profile.distributed) if is_rank() else None
+    if ranks is not None:
+        ending.callback(ranks.close)
     with watch.phase("custom actors, environments and rewards"):
         require_importable(profile)
+        prepared = await prepare_attachments(plan)
         cluster = RayConnection(profile.cluster) if isinstance(profile.cluster, RayCluster) else None
-        rewards = rewards_of(profile, cluster=ClusterRewards(cluster) if cluster is not None else None)
-    prepare_struct_types()
-    try:
-        context = await _build_context(profile, directory, compute, rewards, watch, ranks, address=address)
-        if ranks is not None:
-            await _set_up(ranks, context)
-    except BaseException:
-        rewards.close()
         if cluster is not None:
-            cluster.close()
-        if ranks is not None:
-            ranks.close()
-        raise
-    return replace(context, cluster=cluster)
+            ending.callback(cluster.close)
+        rewards = rewards_of(profile, cluster=ClusterRewards(cluster) if cluster is not None else None)
+        ending.callback(rewards.close)
+    prepare_struct_types()
+    context = await _build_context(plan, compute, rewards, watch, ranks, address=address)
+    if ranks is not None:
+        await _set_up(ranks, context)
+    context = replace(context, cluster=cluster)
+    for attach in prepared:
+        await attach(context)
+    return context
 
 
 def _join_ranks(settings: DistributedSection) -> LearnerRanks:
@@ -141,8 +145,7 @@ def _report_slow(phase: str, seconds: float) -> None:
 
 
 async def _build_context(
-    profile: Profile,
-    directory: RunDirectory,
+    plan: Plan,
     compute: Compute,
     rewards: RewardRunner,
     watch: StartupWatch,
@@ -150,7 +153,8 @@ async def _build_context(
     *,
     address: str,
 ) -> RunContext:
-    loading = compute.learner.submit(lambda: _load_policy(profile, directory, ranks, compute.learner.lane))
+    profile, directory = plan.profile, plan.directory
+    loading = compute.learner.submit(lambda: _load_policy(plan, ranks, compute.learner.lane))
     with watch.phase("worker processes of rewards"):
         await rewards.start()
     with watch.phase("model and tokenizer"):
@@ -201,6 +205,7 @@ async def _build_context(
         origin=start.origin,
         warnings=(*dataset_warnings(loaded), *ungraded, *start.warnings),
         preflight=preflight,
+        attached=Attached(ending=plan.ending),
         address=address,
         sampler=Sampler(compute.decode.submit, engine),
         scorer=_make_scorer(profile, policy, engine, compute.scoring.lane),
@@ -210,7 +215,6 @@ async def _build_context(
         replacements=_cell("replacements", ledger.ended - progress.step * profile.learner.batch_size),
         logged=Latest[int]("logged"),
         alarms=alarms,
-        trackers=open_trackers(profile.tracking, profile.trackers, _tracked(profile, directory)),
         sample_log=SampleLog(capacity_tokens=_sample_log_tokens(profile), logit_bias=profile.sampling.logit_bias),
         swap_times=SwapTimes(),
         evaluations=evaluations,
@@ -292,7 +296,8 @@ class LoadedPolicy(NamedTuple):
     origin: Origin | None
 
 
-def _load_policy(profile: Profile, directory: RunDirectory, ranks: LearnerRanks | None, lane: Lane) -> LoadedPolicy:
+def _load_policy(plan: Plan, ranks: LearnerRanks | None, lane: Lane) -> LoadedPolicy:
+    profile, directory = plan.profile, plan.directory
     find_model(profile.model.path)
     starts_from_adapter = bool(profile.policy.adapter) and directory.fork is None
     from_checkpoint = starts_from_adapter and directory.resumed and INITIAL in checkpoint_steps(directory.checkpoints)
@@ -320,7 +325,7 @@ def _load_policy(profile: Profile, directory: RunDirectory, ranks: LearnerRanks 
         seed=profile.seed,
         rollback_window=collapse.window if isinstance(collapse, RollBackOnCollapse) else 0,
         measure_update_kl=0 if isinstance(collapse, Off) else collapse.patience,
-        token_values=profile.monitor.token_values_mb > 0 or compared,
+        token_values=plan.token_values or compared,
         ranks=ranks,
         lane=lane,
     )
@@ -419,11 +424,6 @@ def _require_correct_rewards(profile: Profile, held_out: HeldOut, rewards: Rewar
         f"no reward with correct = true applies to held-out problems of type {kind}: they count as ungraded"
         for kind in missing[:MAX_LISTED_TYPES]
     )
-
-
-def _tracked(profile: Profile, directory: RunDirectory) -> TrackedRun:
-    settings = tomllib.loads(resolved_toml(profile, mask_secrets=True))
-    return TrackedRun(id=directory.run_id, name=directory.path.name, directory=directory.path, settings=settings)
 
 
 def _progress(state: RunState | None) -> LearnerProgress:

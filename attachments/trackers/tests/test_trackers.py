@@ -14,8 +14,10 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from attachments.trackers import trackers
+from attachments.trackers.attachment import TrackedReports
 from attachments.trackers.trackers import (
     CAPACITY,
+    Completions,
     Record,
     TrackedRun,
     Tracker,
@@ -29,6 +31,7 @@ from attachments.trackers.trackers import (
     step_records,
 )
 from protocols.errors import ProfileError
+from protocols.finding import CHECK, Finding
 from tests.training_run.records.display_examples import (
     MEASURES,
     discarded,
@@ -50,6 +53,8 @@ LINE: dict[str, Any] = {
     "rewards": {"format": {"mean": 0.25}},
     "findings": [],
 }
+
+FINDING = Finding(name="slow", severity="warning", fact="f", consequence="c", advice="a", remedy=CHECK)
 
 
 def tracked(directory: Path) -> TrackedRun:
@@ -240,3 +245,26 @@ def test_only_wandb_has_an_offline_mode() -> None:
     load_profile("local-m3", {"trackers": [{"name": "wandb", "mode": "offline"}]})
     with pytest.raises(ProfileError, match="trackers"):
         load_profile("local-m3", {"trackers": [{"name": "tensorboard", "mode": "offline"}]})
+
+
+class RecordingTracker(Tracker):
+    """A tracker that keeps its records."""
+
+    def __init__(self) -> None:
+        self.completions, self.records = 1, list[Record]()
+
+    def put(self, record: Record) -> None:
+        self.records.append(record)
+
+
+def test_trackers_get_steps_evaluations_and_findings() -> None:
+    """In the order in which the monitor tells them. A step has its numbers and a table of completions."""
+    tracker = RecordingTracker()
+    reports = TrackedReports((tracker,))
+    reports.step(step(3, groups=(trained(1),)), LINE)
+    reports.finding(3, FINDING)
+    reports.evaluation(evaluation(4, 0.5))
+    assert [(type(record), record.step) for record in tracker.records] == [
+        (Values, 3), (Completions, 3), (Warned, 3), (Values, 4),
+    ]  # fmt: skip
+    assert [record.text for record in tracker.records if isinstance(record, Warned)] == [FINDING.text]

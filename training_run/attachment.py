@@ -1,0 +1,84 @@
+"""Attachments of a run: what a folder of `attachments/` adds, and when it is asked.
+
+A folder takes part through `attachment.py`, whose `ATTACHMENT` is an instance of a subclass of `Attachment`. Nothing
+else names a folder, so that a run without it is a run that lacks its feature and nothing else. What the folder adds to
+the library is in its `library.py` (`clotho/extension.py`).
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
+
+from training_run.supervision.hooks import ReportObserver
+
+if TYPE_CHECKING:
+    from training_run.directory.run_directory import RunDirectory
+    from training_run.profile.schema import Profile
+    from training_run.run import RunContext
+
+Attach = Callable[["RunContext"], Awaitable[None]]
+
+
+class Plan(Struct, kw_only=True, eq=False):
+    """Start-up -> attachments, before the policy is loaded. What an attachment sets decides how the run is loaded.
+
+    ending: closed when the run ends, also if its start fails; last in, first out. token_values: updates return the
+    values of their tokens; may be set, and is never cleared.
+    """
+
+    profile: Profile
+    directory: RunDirectory
+    ending: ExitStack
+    token_values: bool = False
+
+
+class Attached(Struct, frozen=True, kw_only=True, eq=False):
+    """Attachments -> wiring: what they have added to a run that is loaded and has not begun.
+
+    observers: told by the monitor. ending: closed when the run ends, last in, first out.
+    """
+
+    ending: ExitStack
+    observers: list[ReportObserver] = field(default_factory=list)
+
+
+class Attachment:
+    """What one folder adds to a run. An instance has no state: that of a run lives in what `prepare` returns.
+
+    Every method adds nothing by default. They are called in the order below. `attachment.py` is imported at every
+    start, so that it imports what is expensive only where it is used.
+    """
+
+    def check(self, profile: Profile) -> None:
+        """Raise ProfileError for what cannot work; in milliseconds, and before the run directory is touched."""
+
+    async def prepare(self, plan: Plan) -> Attach | None:
+        """Begin what must exist before the policy is loaded. The returned function completes the loaded run.
+
+        It receives the run before its first actor is constructed, and adds to `run.attached`. None: the run does not
+        use the attachment.
+        """
+
+
+@cache
+def installed_attachments() -> tuple[Attachment, ...]:
+    """Return the attachments of this installation that take part in runs, by the names of their folders."""
+    package = find_spec("attachments")
+    places = package.submodule_search_locations if package else None
+    names = sorted(one.name for one in pkgutil.iter_modules(places or []) if one.ispkg)
+    modules = [f"attachments.{name}.attachment" for name in names]
+    return tuple(import_module(module).ATTACHMENT for module in modules if find_spec(module))
+
+
+async def prepare_attachments(plan: Plan) -> list[Attach]:
+    """Prepare the attachments of a run. Returns what completes it, in order."""
+    prepared = [await attachment.prepare(plan) for attachment in installed_attachments()]
+    return [attach for attach in prepared if attach is not None]

@@ -1,0 +1,37 @@
+"""What takes part in a run beside its actors: observers of the reports, and the parts of a run that they add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from protocols.evaluation import EvalReport
+from protocols.finding import Finding
+from protocols.step import GroupsEnded, StepReport
+
+
+class ReportObserver:
+    """Is told by the monitor what it has seen. Every method does nothing by default, and returns at once.
+
+    name: what `write` writes, in a warning that it failed.
+    """
+
+    name = "observer"
+
+    def step(self, report: StepReport, line: Mapping[str, Any]) -> None:
+        """Take a step into account. line: its line of metrics.jsonl."""
+
+    def groups(self, report: GroupsEnded) -> None:
+        """Take groups into account that ended between two steps."""
+
+    def evaluation(self, report: EvalReport) -> None:
+        """Take an evaluation into account."""
+
+    def finding(self, step: int, finding: Finding) -> None:
+        """Take a finding into account that has begun."""
+
+    def write(self) -> None:
+        """Do the slow work for the last report. Called in a worker thread after every report, and at the end.
+
+        An OSError is reported once, and the run continues; so is the first write that succeeds afterwards.
+        """
