@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("actors", "attachments", "clotho", "profiles", "protocols", "training_run")
-SOURCES = (*PACKAGES, "examples", "pipeline.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
+FILES = ("pipeline.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 UNBUILT = shutil.ignore_patterns("__pycache__", "*.egg-info")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 FOREIGN = 'raise RuntimeError("not of this project")\n'
@@ -36,7 +36,7 @@ class Built:
 
     def __init__(self, directory: Path) -> None:
         source, built = directory / "source", directory / "built"
-        for name in SOURCES:
+        for name in (*PACKAGES, "examples", *FILES):
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, source / name, ignore=UNBUILT)
             else:
@@ -44,18 +44,18 @@ class Built:
                 shutil.copy(ROOT / name, source / name)
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
         subprocess.run([sys.executable, "-m", "venv", directory / "builder"], check=True)
-        builder = directory / "builder" / "bin" / "python"
+        builder = str(directory / "builder" / "bin" / "python")
         pip = [builder, "-m", "pip", "--disable-pip-version-check", "--quiet"]
         subprocess.run([*pip, "install", *project["build-system"]["requires"]], check=True)
         subprocess.run([builder, "-c", BUILD, built], cwd=source, check=True, stdout=subprocess.DEVNULL)
         (self.sdist,) = built.glob("*.tar.gz")
-        wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", built, self.sdist]
+        wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(built), str(self.sdist)]
         subprocess.run(wheel, check=True)
         (self.wheel,) = built.glob("*.whl")
         self.environment = directory / "environment"
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.environment], check=True)
-        python = self.environment / "bin" / "python"
-        install = ["--python", python, "install", "--no-deps", "--no-index", self.wheel]
+        python = str(self.environment / "bin" / "python")
+        install = ["--python", python, "install", "--no-deps", "--no-index", str(self.wheel)]
         subprocess.run([*pip, *install], check=True)
         (packages,) = self.environment.glob("lib/python*/site-packages")
         dependencies = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
@@ -66,7 +66,7 @@ class Built:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         if path is not None:
             environment["PYTHONPATH"] = str(path)
-        program = [self.environment / "bin" / command[0], *command[1:]]
+        program = [str(self.environment / "bin" / command[0]), *command[1:]]
         return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -80,8 +80,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """An empty folder, and one with modules of the same names."""
     if request.param == "foreign":
-        names = ("pipeline.py", "protocols.py", *(f"{name}/__init__.py" for name in ("actors", "attachments", "clotho")))
-        for name in names:
+        for name in (
+            "pipeline.py",
+            "protocols.py",
+            "actors/__init__.py",
+            "attachments/__init__.py",
+            "clotho/__init__.py",
+        ):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(FOREIGN, encoding="utf-8")
     return tmp_path
