@@ -15,11 +15,11 @@ from attachments.cpu import configure_malloc
 from clotho.lanes.compute_thread import Compute
 from clotho.models.machine import compute_slots, core_division, limit_mlx_memory, memory_limit
 from clotho.models.policy import Policy, load_policy
+from clotho.settings.keys import Keys
+from clotho.settings.layers import Layer, decode_merged, flatten_table, merge_layers
 from clotho.settings.model import Dtype, Method, ModelSection, PolicySection, QuantizeAtLoad
 from protocols.errors import ProfileError
 from protocols.sampling import Sampling
-from training_run.profile.load import Layer, decode_tables, flatten, merge
-from training_run.profile.schema import MonitorSection
 
 S = TypeVar("S", bound=Struct)
 T = TypeVar("T")
@@ -35,6 +35,9 @@ LABEL = "clotho"
 
 NONE: Mapping[str, Any] = {}
 
+CACHE_BYTES = 512 * 2**20
+"""Limit of MLX's cache of freed buffers."""
+
 STOP_SECONDS = 5.0
 """How long the end of the process waits for what the compute threads are doing."""
 
@@ -43,7 +46,7 @@ STOP_SECONDS = 5.0
 def compute() -> Compute:
     """Return the compute threads of this process, which start at the first call and share the device fairly."""
     configure_malloc()
-    limit_mlx_memory(memory_limit(), held=0, cache=MonitorSection().cache_limit_mb * 2**20)
+    limit_mlx_memory(memory_limit(), held=0, cache=CACHE_BYTES)
     threads = Compute(decode_share=0.5, slots=compute_slots())
     threads.start()
     atexit.register(threads.stop, timeout=STOP_SECONDS)
@@ -70,10 +73,18 @@ def settings(name: str, kind: type[S], values: Mapping[str, Any], overrides: Map
         table = msgspec.to_builtins({key: value for key, value in values.items() if value is not None})
     except TypeError as error:
         raise ProfileError(f"{LABEL}: settings are numbers, text, tables and structs of clotho: {error}") from error
-    given = {**flatten({name: table}, LABEL), **{key: one for key, one in overrides.items() if one is not None}}
-    holder = msgspec.defstruct("Holder", [(name, kind)], kw_only=True, frozen=True)
-    found: S = getattr(decode_tables(merge([Layer(LABEL, given)]), holder), name)
+    keys, holder = _keys(name, kind)
+    given = flatten_table(keys, {name: table}, LABEL)
+    given |= {key: one for key, one in overrides.items() if one is not None}
+    found: S = getattr(decode_merged(keys, merge_layers(keys, [Layer(LABEL, given)]), holder), name)
     return found
+
+
+@cache
+def _keys(name: str, kind: type[Struct]) -> tuple[Keys, type[Struct]]:
+    """The keys of a section, and the struct whose only field it is."""
+    holder = msgspec.defstruct("Holder", [(name, kind)], kw_only=True, frozen=True)
+    return Keys(holder), holder
 
 
 def load(

@@ -10,7 +10,7 @@ from msgspec import convert, to_builtins
 from clotho.settings.learner import LearnerSection
 from clotho.settings.model import AdapterMethod, PolicySection
 from clotho.settings.objectives import Advantage
-from training_run.profile.keys import CHOICES, KEYS, chosen_types
+from training_run.profile.keys import CHOICES, KEYS, PROFILE_KEYS
 
 OBJECTIVES = tuple(name for name in CHOICES["learner.objective.type"] if name != "custom")
 """Names of the built-in objectives."""
@@ -123,7 +123,7 @@ def path_of(name: str) -> str:
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
     """The [learner] table of these values by path, with the defaults of the chosen types; removes the used values."""
-    chosen, tree = chosen_types(values), dict[str, Any]()
+    chosen, tree = PROFILE_KEYS.chosen_types(values), dict[str, Any]()
     for path, key in KEYS.items():
         variant = next((variant for variant in key.variants if variant.types.items() <= chosen.items()), None)
         if variant is None:

@@ -15,10 +15,11 @@ from attachments.dashboard.charts import HIDDEN, chart_catalogue
 from attachments.dashboard.growing_file import read_small
 from attachments.dashboard.histories import decoded, number
 from attachments.dashboard.run_files import RunFiles
+from clotho.settings.keys import REQUIRED
 from clotho.storage.json_text import encode
 from protocols.errors import ProfileError
 from training_run.directory.run_directory import FACTS, PREFLIGHT
-from training_run.profile.keys import KEYS, REQUIRED, SECTIONS, chosen_types
+from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS
 from training_run.profile.load import MASK, flatten
 from training_run.records.evaluation_history import EVALUATION_METRICS
 from training_run.records.forecast import STEP_METRICS, WINDOW, EvaluationTime, Plan, StepTime, seconds_left
@@ -137,7 +138,7 @@ def _settings(text: bytes) -> Settings:
     try:
         profile = _masked(tomllib.loads(text.decode()))
         values = flatten(profile, "profile.toml")
-        chosen = chosen_types(values)
+        chosen = PROFILE_KEYS.chosen_types(values)
     except ProfileError:
         return Settings(profile)
     except (ValueError, RecursionError):

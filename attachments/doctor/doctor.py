@@ -53,6 +53,7 @@ from clotho.models.machine import compute_slots, describe_machine, memory_limit
 from clotho.rewards.registry import expectations
 from clotho.serving.server import listen
 from clotho.settings.bounds import Off, PositiveFloat, about
+from clotho.settings.keys import Keys
 from clotho.settings.learner import WarnOnCollapse
 from clotho.settings.model import FullMethod
 from clotho.settings.server import HttpServer
@@ -68,7 +69,6 @@ from training_run.groups.prompts import read_split
 from training_run.main import adjusted
 from training_run.memory.estimate import estimate_memory
 from training_run.memory.report import describe_limit, too_large
-from training_run.profile import keys
 from training_run.profile.flags import COMMON, Arguments, help_topic, key_help, parse_flags
 from training_run.profile.keys import flag_key
 from training_run.profile.load import load_profile
@@ -99,7 +99,7 @@ class DoctorFlags(Struct, frozen=True, kw_only=True):
     seconds: Annotated[PositiveFloat, about("Time for completions and rehearsals; says what it cuts off.")] = SECONDS
 
 
-OWN = {name: key for name, key in keys.read_sections(DoctorFlags)[""].keys.items() if key.help}
+OWN = {name: key for name, key in Keys(DoctorFlags).settable.items() if key.help}
 
 
 class Completed(Struct, frozen=True, kw_only=True):

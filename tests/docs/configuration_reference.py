@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 
 from attachments.atropos.group_sizes import require_fillable
+from clotho.settings.keys import Key, Section
 from tests.docs.pages import DOCS
 from training_run.profile.flags import availability, default_in_words
-from training_run.profile.keys import KEYS, SECTIONS, Key, Section
+from training_run.profile.keys import KEYS, SECTIONS
 from training_run.profile.other_trainers import SHORT, Row, accepted
 from training_run.profile.rules import CONTRADICTIONS, NO_EFFECT, learnable_distribution
 from training_run.supervision.custom_actors import require_positions

@@ -12,21 +12,13 @@ from msgspec import Struct
 from clotho.settings.bounds import NonNegative, about
 from clotho.settings.data import DataSection, RewardSection
 from clotho.settings.engine import EngineSection, SamplingSection
+from clotho.settings.keys import Keys
+from clotho.settings.layers import COMMAND_LINE, Layer
 from clotho.settings.model import ModelSection
 from protocols.errors import ProfileError, visible
-from training_run.profile import keys
 from training_run.profile.flags import WIDTH, help_topic, key_help, parse_flags
 from training_run.profile.keys import SETTABLE, flag_of
-from training_run.profile.load import (
-    COMMAND_LINE,
-    Layer,
-    decode_tables,
-    file_layers,
-    flatten,
-    located,
-    merge,
-    profile_path,
-)
+from training_run.profile.load import decode_tables, file_layers, flatten, located, merge, profile_path
 from training_run.profile.program import program
 from training_run.profile.schema import MonitorSection
 from training_run.profile.serve_profile import NAME
@@ -69,7 +61,7 @@ class EvaluationArguments(Struct, frozen=True, kw_only=True):
     adapters: dict[str, Path]
 
 
-OWN = {name: key for name, key in keys.read_sections(EvaluationFlags)[""].keys.items() if key.help}
+OWN = {name: key for name, key in Keys(EvaluationFlags).settable.items() if key.help}
 USED = ("model", "data", "sampling", "engine", "monitor", "rewards", "seed")
 NOT_EVALUATED = frozenset({
     "sampling.group_size", "sampling.top_logprobs", "data.shuffle", "data.type_weights", "data.curriculum",

@@ -13,20 +13,9 @@ import msgspec
 from msgspec import Struct, inspect
 
 from clotho.settings.bounds import NonNegative, about
+from clotho.settings.keys import REQUIRED, TYPE, Key, Keys, Section, array_items, members_of, shown
 from protocols.errors import ProfileError, did_you_mean, visible
-from training_run.profile import keys
-from training_run.profile.keys import (
-    KEYS,
-    REQUIRED,
-    SECTIONS,
-    SETTABLE,
-    Key,
-    Section,
-    converted,
-    flag_of,
-    members_of,
-    shown,
-)
+from training_run.profile.keys import CHOICES, KEYS, PROFILE_KEYS, SECTIONS, SETTABLE, flag_key, flag_of
 from training_run.profile.other_trainers import SHORT, accepted, advice
 from training_run.profile.program import program
 from training_run.profile.translation import Dialect, Given, announce_words, translate
@@ -54,7 +43,7 @@ class Arguments(Struct, frozen=True, kw_only=True):
     help: str | None = None
 
 
-OWN = {name: key for name, key in keys.read_sections(Arguments)[""].keys.items() if key.help}
+OWN = {name: key for name, key in Keys(Arguments).settable.items() if key.help}
 """Flags that are not keys of a profile."""
 
 RARE = frozenset({"resume_step", "fork"})
@@ -137,7 +126,7 @@ def parse_flags(argv: Sequence[str], own: Mapping[str, Key], command: str = "") 
 
 
 def _key_of(name: str, own: Mapping[str, Key]) -> Key | None:
-    return own.get(name) or keys.flag_key(SHORT.get(name, name))
+    return own.get(name) or flag_key(SHORT.get(name, name))
 
 
 def _is_valid(one: Given, own: Mapping[str, Key]) -> bool:
@@ -200,7 +189,7 @@ def _target(flag: str, before: list[str], own: Mapping[str, Key]) -> Key:
         return key
     table = name.rpartition(".")[0]
     hint = f"did you mean {flag_of(table)}?" if table in SETTABLE else ""
-    hint = hint or keys.suggestion(name, [*SETTABLE, *own, *SHORT, *(() if table else accepted())], flag_of)
+    hint = hint or PROFILE_KEYS.suggestion(name, [*SETTABLE, *own, *SHORT, *(() if table else accepted())], flag_of)
     raise ProfileError(f"unknown flag {visible(flag, 60)}; {hint}")
 
 
@@ -228,7 +217,7 @@ def _value(key: Key, text: str, flag: str) -> Any:
             raise ProfileError(f"{flag} must be {key.allowed}, written as TOML or JSON, not {shown(text)}") from None
     value = [value] if items and not isinstance(value, list) else value
     custom = key.path == "learner.objective.type" and ":" in text
-    return value if custom or keys.array_items(key.shape) else converted(key, value, flag, text=True)
+    return value if custom or array_items(key.shape) else PROFILE_KEYS.converted(key, value, flag, text=True)
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
@@ -241,8 +230,8 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
         if path.endswith("api_key"):
             continue
         plain = msgspec.to_builtins(value)
-        if keys.array_items(SETTABLE[path].shape):
-            plain = keys.changed_rows(path, plain)
+        if array_items(SETTABLE[path].shape):
+            plain = PROFILE_KEYS.changed_rows(path, plain)
         text = plain if isinstance(plain, str) else "none" if plain is None else json.dumps(plain, ensure_ascii=False)
         words += [flag_of(path), text]
     return words
@@ -254,12 +243,10 @@ def help_text(topic: str = "", width: int = WIDTH) -> str:
     if topic == "":
         top = ", ".join(name for name in SECTIONS if name and "." not in name)
         more = fill(f"--help-all shows every flag, --help SECTION the flags of one section: {top}.", width)
-        return (
-            "\n".join([*own, *(key_help(key, width) for path in COMMON if (key := keys.flag_key(path))), more]) + "\n"
-        )
+        return "\n".join([*own, *(key_help(key, width) for path in COMMON if (key := flag_key(path))), more]) + "\n"
     found = [section for name, section in SECTIONS.items() if topic == "all" or f"{name}.".startswith(f"{topic}.")]
     parts = [*(["\n".join(own)] if topic == "all" else []), *(_section_help(section, width) for section in found)]
-    if not parts and (key := keys.flag_key(SHORT.get(topic, topic))) is not None:
+    if not parts and (key := flag_key(SHORT.get(topic, topic))) is not None:
         parts = [key_help(key, width)]
     if not parts:
         hint = did_you_mean(topic, [*filter(None, SECTIONS), *SETTABLE])
@@ -314,8 +301,8 @@ def _in_words(default: Any) -> str:
 def availability(key: Key) -> str:
     """A sentence that names the types that have a key; empty if every type has it."""
     for choice in reversed(key.variants[0].types):
-        if having := keys.types_of(key, choice):
-            lacking = [name for name in keys.CHOICES[choice] if name not in having]
+        if having := PROFILE_KEYS.types_of(key, choice):
+            lacking = [name for name in CHOICES[choice] if name not in having]
             which, types = ("Only", list(having)) if len(having) <= len(lacking) + 1 else ("Not", lacking)
-            return f"{which} with {choice.removesuffix(f'.{keys.TYPE}')} = {' or '.join(types)}."
+            return f"{which} with {choice.removesuffix(f'.{TYPE}')} = {' or '.join(types)}."
     return ""

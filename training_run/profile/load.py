@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import stat
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import tomli_w
@@ -16,11 +16,12 @@ from msgspec import Struct
 
 from clotho.data.records import is_hub_dataset
 from clotho.settings.data import GYM
+from clotho.settings.keys import array_items, is_default, shown
+from clotho.settings.layers import COMMAND_LINE, Layer, Merged, decode_merged, flatten_table, merge_layers
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, did_you_mean, visible
-from training_run.profile import keys
 from training_run.profile.earlier_profiles import EARLIER, import_profile
-from training_run.profile.keys import CHOICES, KEYS, REQUIRED, SECTIONS, SETTABLE, TYPE, chosen_types, shown
+from training_run.profile.keys import CHOICES, PROFILE_KEYS, SETTABLE
 from training_run.profile.program import announce
 from training_run.profile.rules import first_complaint
 from training_run.profile.schema import Profile
@@ -28,8 +29,8 @@ from training_run.profile.schema import Profile
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 """Directory of the shipped profiles."""
 
-COMMAND_LINE, ADAPTER, MASK = "command line", "policy.adapter", "********"
-"""The names of the layers of flags and of the settings of an adapter, and the text that hides an API key."""
+MASK = "********"
+"""The text that hides an API key."""
 
 MAX_BYTES, MAX_FILES, MAX_NAME, MAX_PATH = 2**20, 16, 255, 4000
 """Limits: bytes of a profile, files that extend each other, and bytes of a file name and of a path."""
@@ -41,50 +42,10 @@ INPUT_PATHS = (
 CALLERS_PATHS = ("run_dir", "checkpoint.adapter_path", "atropos.python")
 """Keys whose paths are always relative to the working directory."""
 
-OWN = {"learner.objective.type": "learner.objective.", "learner.optimizer.type": "learner.optimizer.learning_rate"}
-"""Settings that never pass to another type, by choice: an objective is the recipe of one paper."""
-
-DISPLACES = {
-    "policy.method.scale": ("policy.method.alpha",),
-    "policy.method.alpha": ("policy.method.scale",),
-    "data.train": (
-        "data.heldout",
-        "data.subset",
-        "data.train_split",
-        "data.heldout_split",
-        "data.type_weights",
-        "data.reasoning_gym",
-    ),
-    "model.path": ("model.chat_template", "model.chat_template_kwargs"),
-}
-"""A layer that sets the first key removes the values of the others, unless it sets them, from lower layers."""
-
 GYM_REWARDS = [{"name": "reasoning_gym", "correct": True}]
 """The rewards of datasets of Reasoning Gym in a profile that lists none."""
 
-
 P = TypeVar("P", bound=Struct)
-
-
-class Layer(NamedTuple):
-    """One source of settings: its name in error messages, and values by key path; None removes a lower value."""
-
-    label: str
-    values: dict[str, Any]
-
-
-class Merged(Struct, frozen=True, kw_only=True):
-    """All layers combined. origin: number of the layer that set, or reset, each key; higher layers win."""
-
-    labels: tuple[str, ...]
-    values: dict[str, Any]
-    origin: dict[str, int]
-
-    def label(self, path: str) -> str:
-        """The label of the layer that set a key; the label of the profile if no layer did."""
-        number = self.origin.get(path, self.origin.get(f"{path}.{TYPE}"))
-        files = [label for label in self.labels if label not in (COMMAND_LINE, ADAPTER)]
-        return files[-1] if number is None else self.labels[number]
 
 
 def load_profile(
@@ -182,37 +143,9 @@ def read_text(path: Path, label: str) -> str:
         raise ProfileError(f"{label}: cannot be read: {error}") from error
 
 
-def flatten(table: dict[str, Any], label: str, prefix: str = "") -> dict[str, Any]:
-    """The settings of a table by key path. Raises ProfileError, with a suggestion, for an unknown key or section.
-
-    `optimizer = "muon"` is short for `optimizer = { type = "muon" }`, and `objective = "module:function"` for the type
-    `custom` with that function.
-    """
-    flat: dict[str, Any] = {}
-    for name, value in table.items():
-        path = prefix + name
-        section = SECTIONS.get(path)
-        if section is None:
-            _require_known(path, label)
-            custom = path == "learner.objective.type" and isinstance(value, str) and ":" in value
-            flat |= {path: "custom", "learner.objective.function": value} if custom else {path: value}
-        elif section.repeated:
-            if not isinstance(value, list | tuple) or not all(isinstance(entry, dict) for entry in value):
-                raise ProfileError(f"{label}: {path} must be a list of tables: [[{path}]], then one key per line")
-            for key in (key for entry in value for key in entry):
-                _require_known(f"{path}.{key}", label)
-            flat[path] = value
-        elif isinstance(value, dict) or (section.types and isinstance(value, str)):
-            flat |= flatten(value if isinstance(value, dict) else {TYPE: value}, label, f"{path}.")
-        else:
-            raise ProfileError(f"{label}: {path} must be a section: [{path}], then one key per line")
-    return flat
-
-
-def _require_known(path: str, label: str) -> None:
-    if path not in KEYS:
-        hint = keys.suggestion(path, {*KEYS, *filter(None, SECTIONS)})
-        raise ProfileError(f"{label}: unknown {'key' if '.' in path else 'key or section'} {visible(path, 60)}; {hint}")
+def flatten(table: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """The settings of a table by key path. Raises ProfileError, with a suggestion, for an unknown key or section."""
+    return flatten_table(PROFILE_KEYS, table, label)
 
 
 def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, Any]:
@@ -256,51 +189,19 @@ def is_gym_dataset(name: object) -> bool:
     return isinstance(name, str) and name.startswith(GYM)
 
 
-def merge(layers: list[Layer]) -> Merged:
-    """Combine layers key by key; later layers win. Lists are replaced as a whole.
+def merge(layers: Sequence[Layer]) -> Merged:
+    """Combine layers key by key; later layers win.
 
     A layer that replaces another dataset by one of Reasoning Gym and lists no rewards also sets the gym's reward.
-    A layer that sets a key of a union whose type is `none` or `off` chooses the first type that has the key. A layer
-    that changes the type of a union keeps the settings that `_stale` does not name.
     """
-    merged = Merged(labels=tuple(layer.label for layer in layers), values={}, origin={})
-    for number, layer in enumerate(layers):
-        given = {**dict(_implied(merged.values, layer.values)), **layer.values}
-        if is_gym_dataset(given.get("data.train")) and not is_gym_dataset(merged.values.get("data.train")):
-            given = {"rewards": GYM_REWARDS, **given}
-        gone = {old for path, others in DISPLACES.items() if path in given for old in others if old not in given}
-        gone |= {path for path, value in given.items() if value is None} | set(_stale(merged.values, given))
-        for path in gone & merged.values.keys():
-            del merged.values[path], merged.origin[path]
-        given = {path: value for path, value in given.items() if value is not None}
-        merged.values.update(given)
-        merged.origin.update(dict.fromkeys(given, number))
-    return merged
-
-
-def _implied(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The types that the settings of a layer imply, by choice."""
-    chosen = chosen_types({**values, **given})
-    for choice in CHOICES:
-        if choice not in given and chosen.get(choice) in ("none", "off"):
-            below = [path for path in given if path.startswith(choice.removesuffix(TYPE)) and path in KEYS]
-            yield from ((choice, keys.types_of(KEYS[path], choice)[0]) for path in below[:1])
-
-
-def _stale(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """The settings of lower layers that do not pass to the types that a layer chooses.
-
-    A setting passes to another type if both types have the key with the same default, except the settings in `OWN`.
-    """
-    left, before, after = dict(values), chosen_types(values), chosen_types({**values, **given})
-    for path in types_first(values):
-        old, new = SETTABLE[path].variant(before), SETTABLE[path].variant(after)
-        changed = [choice for choice in (old.types if old else ()) if before[choice] != after.get(choice)]
-        own = any(path.startswith(OWN.get(choice, " ")) for choice in changed)
-        if old and changed and (own or new is None or new.default != old.default):
-            left.pop(path)
-            after = chosen_types({**left, **given})
-            yield path
+    complete: list[Layer] = []
+    below: object = ""
+    for layer in layers:
+        train = layer.values.get("data.train", below)
+        implies = is_gym_dataset(train) and not is_gym_dataset(below)
+        complete.append(Layer(layer.label, {"rewards": GYM_REWARDS, **layer.values}) if implies else layer)
+        below = train
+    return merge_layers(PROFILE_KEYS, complete)
 
 
 def decode(merged: Merged) -> Profile:
@@ -310,27 +211,7 @@ def decode(merged: Merged) -> Profile:
 
 def decode_tables(merged: Merged, kind: type[P]) -> P:
     """Build a struct with some or all tables of a profile. Raises ProfileError as `decode`."""
-    checked, chosen = dict[str, Any](), chosen_types(merged.values)
-    for path in types_first(merged.values):
-        label, key = merged.label(path), SETTABLE[path]
-        checked[path] = keys.converted(key, merged.values[path], f"{label}: {path.removesuffix(f'.{TYPE}')}")
-        if (why := keys.why_unavailable(key, chosen)) is not None:
-            raise ProfileError(f"{label}: {why}")
-    tree, chosen = dict[str, Any](), chosen_types(checked)
-    for path, key in sorted(SETTABLE.items(), key=lambda setting: "." not in setting[0]):
-        if path.partition(".")[0] in kind.__struct_encode_fields__ and (variant := key.variant(chosen)) is not None:
-            value = checked.get(path, variant.default)
-            if value is REQUIRED:
-                what = f"[[{path}]]" if keys.array_items(key.shape) else path
-                raise ProfileError(f"{merged.label(path.rpartition('.')[0])}: {what} is missing: {key.help}")
-            *tables, name = path.split(".")
-            reduce(lambda table, part: table.setdefault(part, {}), tables, tree)[name] = value
-    return msgspec.convert(tree, kind)
-
-
-def types_first(paths: Iterable[str]) -> list[str]:
-    """The types of outer unions, of inner unions, then all other keys."""
-    return sorted(paths, key=lambda path: (path not in CHOICES, path.count("."), path))
+    return decode_merged(PROFILE_KEYS, merged, kind)
 
 
 def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:
@@ -342,14 +223,14 @@ def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:
 def changed_toml(profile: Profile) -> str:
     """The settings that differ from the defaults as TOML, with hidden API keys; loading it gives an equal profile."""
     tree = _masked(_without_none(msgspec.to_builtins(profile)))
-    chosen = chosen_types({path: value for path in CHOICES if (value := _at(tree, path)) is not None})
+    chosen = PROFILE_KEYS.chosen_types({path: value for path in CHOICES if (value := _at(tree, path)) is not None})
     changed: dict[str, Any] = {}
     for path, key in SETTABLE.items():
         variant, value = key.variant(chosen), _at(tree, path)
-        if variant is None or value is None or keys.is_default(variant.default, value):
+        if variant is None or value is None or is_default(variant.default, value):
             continue
-        if keys.array_items(key.shape):
-            value = keys.changed_rows(path, value)
+        if array_items(key.shape):
+            value = PROFILE_KEYS.changed_rows(path, value)
         *tables, name = path.split(".")
         reduce(lambda table, part: table.setdefault(part, {}), tables, changed)[name] = value
     return tomli_w.dumps(changed)

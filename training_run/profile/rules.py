@@ -13,7 +13,7 @@ from clotho.settings.data import GYM
 from protocols.errors import did_you_mean, visible
 from protocols.learnability import unlearnable
 from protocols.sampling import PARAMETERS, in_use
-from training_run.profile.keys import KEYS, SETTABLE, chosen_types
+from training_run.profile.keys import KEYS, PROFILE_KEYS, SETTABLE
 from training_run.profile.schema import Profile
 
 Values = dict[str, Any]  # a resolved profile by key path; arrays of tables are tuples of structs
@@ -230,7 +230,7 @@ def violated_rows(profile: Profile) -> Iterator[Complaint]:
     arrays = {"rewards": profile.rewards, "actors": profile.actors, "environments": profile.environments}
     arrays["trackers"] = profile.trackers
     v: Values = _by_path(msgspec.to_builtins(profile), "") | arrays
-    chosen = chosen_types(v)
+    chosen = PROFILE_KEYS.chosen_types(v)
     for rule in (*NO_EFFECT, *CONTRADICTIONS):
         for key in rule.keys.split():
             variant = SETTABLE[key].variant(chosen)

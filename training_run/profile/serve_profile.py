@@ -12,22 +12,14 @@ from msgspec import Struct
 
 from clotho.settings.bounds import about
 from clotho.settings.engine import EngineSection, SamplingSection
+from clotho.settings.keys import Keys
+from clotho.settings.layers import COMMAND_LINE, Layer
 from clotho.settings.model import ModelSection, PolicySection
 from clotho.settings.server import HttpServer
 from protocols.errors import ProfileError, did_you_mean, visible
-from training_run.profile import keys
 from training_run.profile.flags import WIDTH, help_topic, key_help, parse_flags
 from training_run.profile.keys import SETTABLE, flag_of
-from training_run.profile.load import (
-    COMMAND_LINE,
-    Layer,
-    decode_tables,
-    file_layers,
-    flatten,
-    located,
-    merge,
-    profile_path,
-)
+from training_run.profile.load import decode_tables, file_layers, flatten, located, merge, profile_path
 from training_run.profile.program import program
 from training_run.profile.schema import MonitorSection
 
@@ -69,7 +61,7 @@ class ServeArguments(Struct, frozen=True, kw_only=True):
     model_name: str = ""
 
 
-OWN = {name: key for name, key in keys.read_sections(ServeFlags)[""].keys.items() if key.help}
+OWN = {name: key for name, key in Keys(ServeFlags).settable.items() if key.help}
 
 NOT_SERVED = frozenset({
     "sampling.group_size", "sampling.top_logprobs", "server.type", "server.allow_pause", "server.dashboard",

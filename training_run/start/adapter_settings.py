@@ -19,14 +19,15 @@ from attachments.files.adapters import Adapter, read_adapter_of
 from clotho.models.adapter_formats import is_named
 from clotho.models.loading import is_local
 from clotho.models.model_files import require_file
+from clotho.settings.keys import shown
+from clotho.settings.layers import ADAPTER, Layer
 from clotho.settings.model import Lora
 from clotho.storage.adapters import CONFIG, read_adapter_config
 from protocols.checkpoint import AdapterConfig
 from protocols.errors import ClothoError, ProfileError, visible
 from training_run.directory.checkpoints import MANIFEST
 from training_run.directory.run_paths import find_checkpoint, split_step
-from training_run.profile.keys import shown
-from training_run.profile.load import ADAPTER, Layer, merge
+from training_run.profile.load import merge
 
 KEY, METHOD = ADAPTER, "policy.method."
 FILES = (".gguf", ".npz", ".safetensors")

@@ -10,8 +10,7 @@ import msgspec
 
 from protocols.errors import CheckpointError
 from training_run.directory.checkpoints import checkpoint_steps
-from training_run.profile.keys import SETTABLE
-from training_run.profile.load import types_first
+from training_run.profile.keys import PROFILE_KEYS, SETTABLE
 from training_run.profile.schema import Profile
 from training_run.records.remedies import new_run_line
 from training_run.records.summary import resume_command
@@ -93,7 +92,7 @@ def _changed(old: Profile, new: Profile) -> dict[str, Any]:
     """Return the new values of the settings that differ, by the key path of their flag."""
     before, after = (_settings(msgspec.to_builtins(profile)) for profile in (old, new))
     changed = [key for key in SETTABLE if key in after and after[key] != before.get(key) and key != "run_dir"]
-    return {key: after[key] for key in types_first(changed)}
+    return {key: after[key] for key in PROFILE_KEYS.types_first(changed)}
 
 
 def _settings(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from clotho.settings.keys import REQUIRED, Key
 from clotho.settings.learner import LossKLPenalty
 from clotho.settings.objectives import Custom, Grpo, PpoDecoupled, TruncateCorrection
 from protocols.errors import ProfileError
 from training_run.profile.flags import Arguments, parse_arguments
-from training_run.profile.keys import REQUIRED, SETTABLE, Key, converted, flag_of
+from training_run.profile.keys import PROFILE_KEYS, SETTABLE, flag_of
 from training_run.profile.load import load_profile
 from training_run.profile.other_trainers import by_name
 
@@ -43,7 +44,7 @@ def example(key: Key) -> str:
 def accepts(key: Key, text: str) -> bool:
     """Whether a text of a flag becomes a value of the key."""
     try:
-        converted(key, parse_arguments([flag_of(key.path), text]).overrides[key.path], "", text=True)
+        PROFILE_KEYS.converted(key, parse_arguments([flag_of(key.path), text]).overrides[key.path], "", text=True)
     except ProfileError:
         return False
     return True
@@ -58,7 +59,7 @@ def test_every_key_is_a_flag() -> None:
         assert parse_arguments([f"--{path}={text}"]).overrides == dashed
         default = key.variants[0].default
         if default not in (REQUIRED, None, "all"):  # all: instead of a number
-            assert type(converted(key, dashed[path], "", text=True)) is type(default), path
+            assert type(PROFILE_KEYS.converted(key, dashed[path], "", text=True)) is type(default), path
 
 
 def test_a_command_line_of_an_earlier_trainer_gives_a_valid_profile() -> None:

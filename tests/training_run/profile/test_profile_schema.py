@@ -7,9 +7,10 @@ from collections import Counter
 
 import pytest
 
+from clotho.settings.keys import REQUIRED
 from protocols.errors import ProfileError
 from training_run.profile.flags import COMMON, availability, default_in_words, help_text
-from training_run.profile.keys import CHOICES, KEYS, REQUIRED, SECTIONS, SETTABLE, flag_key, flag_of, types_of
+from training_run.profile.keys import CHOICES, KEYS, PROFILE_KEYS, SECTIONS, SETTABLE, flag_key, flag_of
 from training_run.profile.other_trainers import SHORT
 from training_run.profile.schema import Profile
 
@@ -50,7 +51,7 @@ def test_the_key_of_a_union_has_its_types() -> None:
 def test_a_key_of_a_union_names_the_types_that_have_it_and_their_defaults() -> None:
     """The defaults of an objective are the values of its paper."""
     key = KEYS["learner.objective.clip_high"]
-    assert types_of(key, "learner.objective.type")[:2] == ("grpo", "dr_grpo")
+    assert PROFILE_KEYS.types_of(key, "learner.objective.type")[:2] == ("grpo", "dr_grpo")
     assert availability(key) == "Not with learner.objective = reinforce or sapo."
     assert default_in_words(key) == "0.2; 0.28 for dapo; 0.0004 for gspo, gspo_token; 4.0 for cispo"
     assert availability(KEYS["learner.optimizer.learning_rate"]) == ""

@@ -15,6 +15,7 @@ from mlx.utils import tree_map
 
 from attachments.files.convert import convert
 from clotho.models.parameters import flat
+from clotho.settings.layers import Layer
 from clotho.settings.model import AdapterMethod
 from clotho.storage.adapters import write_adapter
 from clotho.storage.atomic_files import digest_file
@@ -23,7 +24,7 @@ from tests.training.policies_and_groups import same_bits
 from tests.training_run.built_context import open_context, tiny_profile
 from tests.training_run.directory.made_checkpoints import state
 from training_run.directory.checkpoints import Snapshot, write_checkpoint
-from training_run.profile.load import Layer, load_profile
+from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
 from training_run.run import RunContext
 from training_run.start.adapter_settings import METHOD, with_adapter

@@ -1,0 +1,289 @@
+"""The keys of settings, read from their structs, and the check of a value against its key.
+
+A struct is a table. A union of structs with the tag field `type` is a table whose keys depend on its type. A choice is
+the path of the type of a union, `TABLE.type`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct, inspect
+
+from protocols.errors import CUTOFF, ProfileError, did_you_mean, similarity, visible
+
+REQUIRED, TYPE = msgspec.NODEFAULT, "type"
+"""The default of a key without a default, and the tag field of every union."""
+
+HANDICAP, MAX_DEPTH, MAX_INTEGER = 0.15, 32, 2**53
+"""Additional similarity that a suggestion of another table needs, and limits of values: levels and size of integers."""
+
+
+Advice = Callable[[str, Callable[[str], str]], str | None]
+"""Says which key replaces a name of another program; None for a name that no other program has. The function that it
+gets spells a key."""
+
+Planned = Callable[[str, str], str]
+"""Says of the value of a choice that it is planned; empty for any other value."""
+
+
+class Variant(NamedTuple):
+    """The default of a key under one combination of types. types: the type of each union around the key, by choice."""
+
+    types: dict[str, str]
+    default: Any
+
+
+class Key(Struct, frozen=True, kw_only=True):
+    """One setting. shape: the type of its value. variants: one for each combination of types that has the key."""
+
+    path: str
+    annotation: Any
+    shape: inspect.Type
+    help: str
+    variants: list[Variant]
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values, in words: `an integer >= 1`, `one of keep, drain`."""
+        return _in_words(self.shape)
+
+    def variant(self, chosen: Mapping[str, str]) -> Variant | None:
+        """The variant in a profile with these types; None if the profile does not have the key."""
+        for variant in self.variants:
+            if variant.types.items() <= chosen.items():
+                return variant
+        return None
+
+
+class Section(Struct, frozen=True, kw_only=True):
+    """A table, or an array of tables (repeated), of the profile. types: the description of each type of a union."""
+
+    name: str
+    title: str = ""
+    repeated: bool = False
+    types: dict[str, str] = {}
+    keys: dict[str, Key] = {}
+
+
+def read_sections(root: type[Struct]) -> dict[str, Section]:
+    """The tables of a struct by path (empty at the top), in the order of the fields, nested tables after parents."""
+    tables: dict[str, Section] = {}
+
+    def visit(struct: Any, name: str, types: dict[str, str], defaults: Any, *, repeated: bool = False) -> None:
+        """Add the keys of a table under one combination of types. defaults: an instance with the defaults, or None."""
+        table = tables.setdefault(name, Section(name=name, title=_title(struct), repeated=repeated))
+        for field, annotated in zip(struct.fields, msgspec.structs.fields(struct.cls), strict=True):
+            path, shape, annotation = f"{name}.{field.encode_name}".lstrip("."), field.type, annotated.type
+            given = field.default_factory() if callable(field.default_factory) else field.default
+            given = getattr(defaults, field.name) if type(defaults) is struct.cls else given
+            text, owner, key_path, default = _extra(shape, "description"), table, path, given
+            first, *others = members = members_of(shape)
+            union = {str(member.tag): member for member in members if isinstance(member, inspect.StructType)}
+            if isinstance(first, inspect.StructType) and not others and first.tag is None:
+                visit(first, path, types, given)
+                continue
+            if items := array_items(shape):
+                visit(items, path, types, None, repeated=True)
+                text = tables[path].title
+            elif union:
+                owner, key_path = tables.setdefault(path, Section(name=path)), f"{path}.{TYPE}"
+                owner.types.update({tag: _title(member) for tag, member in union.items()})
+                default = given if given is REQUIRED else type(given).__struct_config__.tag
+                tags: Any = tuple(union)
+                shape, annotation = inspect.LiteralType(tags), Literal[tags]
+            key = Key(path=key_path, annotation=annotation, shape=shape, help=text, variants=[])
+            owner.keys.setdefault(key_path, key).variants.append(Variant(types, default))
+            for tag, member in union.items():
+                visit(member, path, {**types, key_path: tag}, given)
+
+    visit(inspect.type_info(root), "", {}, None)
+    return tables
+
+
+def is_default(default: Any, value: Any) -> bool:
+    """Whether a value is the default of its key. Either may be a struct or a tuple, or their plain counterpart."""
+    return default is not REQUIRED and msgspec.json.encode(value) == msgspec.json.encode(default)
+
+
+class Keys:
+    """The keys of a struct and of the tables in it.
+
+    sections: tables by path. all: keys by path, including arrays of tables and the keys inside. settable: the keys
+    outside arrays of tables, and each array of tables as a whole. choices: the types of every union, by choice, for
+    example `learner.optimizer.type`; outer unions precede inner ones.
+    """
+
+    def __init__(
+        self, root: type[Struct], *, advice: Advice = lambda *_: None, planned: Planned = lambda *_: ""
+    ) -> None:
+        self.sections = read_sections(root)
+        self.all = {path: key for section in self.sections.values() for path, key in section.keys.items()}
+        self.settable = {
+            path: key for path, key in self.all.items() if not self.sections[path.rpartition(".")[0]].repeated
+        }
+        self.choices = {
+            f"{name}.{TYPE}": tuple(section.types) for name, section in self.sections.items() if section.types
+        }
+        self._advice, self._planned = advice, planned
+
+    def changed_rows(self, path: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the tables of an array without the keys that have their default."""
+        defaults = {name: self.all[f"{path}.{name}"].variants[0].default for row in rows for name in row}
+        return [{name: row[name] for name in row if not is_default(defaults[name], row[name])} for row in rows]
+
+    def types_of(self, key: Key, choice: str) -> tuple[str, ...]:
+        """Return the types of the union at `choice` that have the key; nothing if every type has it."""
+        found = dict.fromkeys(variant.types[choice] for variant in key.variants if choice in variant.types)
+        return () if found.keys() == set(self.choices[choice]) else tuple(found)
+
+    def chosen_types(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """Return the type of every union with these settings, by choice."""
+        chosen: dict[str, str] = {}
+        for path in self.choices:
+            if (variant := self.all[path].variant(chosen)) is not None:
+                chosen[path] = values.get(path, variant.default)
+        return chosen
+
+    def types_first(self, paths: Iterable[str]) -> list[str]:
+        """Order paths: the types of outer unions, of inner unions, then all other keys."""
+        return sorted(paths, key=lambda path: (path not in self.choices, path.count("."), path))
+
+    def why_unavailable(self, key: Key, chosen: Mapping[str, str]) -> str | None:
+        """Return the reason why there is no such key with these types; None if there is."""
+        if key.variant(chosen):
+            return None
+        needed = {choice: self.types_of(key, choice) for choice in key.variants[0].types}
+        choice = next(choice for choice, types in needed.items() if types and chosen.get(choice) not in types)
+        union, having = choice.removesuffix(f".{TYPE}"), ", ".join(needed[choice])
+        return f"{key.path} is not a setting of {union} {chosen.get(choice)!r}; it belongs to {having}"
+
+    def require_known(self, path: str, label: str) -> None:
+        """Raise ProfileError, with a suggestion, if there is no such key. label: where the key was found."""
+        if path not in self.all:
+            hint = self.suggestion(path, {*self.all, *filter(None, self.sections)})
+            what = "key" if "." in path else "key or section"
+            raise ProfileError(f"{label}: unknown {what} {visible(path, 60)}; {hint}")
+
+    def suggestion(self, path: str, candidates: Collection[str], spelled: Callable[[str], str] = str) -> str:
+        """Return the end of the refusal of the unknown key, table or flag `path`. spelled: how a path is written.
+
+        A name of another program leads to the corresponding key. Otherwise the most similar candidate is suggested, if
+        possible of the same table; if no candidate is similar, the keys and types of the table are listed.
+        """
+        table, _, name = path.rpartition(".")
+        if hint := self._advice(path, spelled) or self._advice(name, spelled):
+            return hint
+        parents = {candidate: candidate.removesuffix(f".{TYPE}").rpartition(".") for candidate in candidates}
+        ranks = {c: similarity(name, last) - HANDICAP * (parent != table) for c, (parent, _, last) in parents.items()}
+        best = max(ranks, key=ranks.__getitem__)
+        if ranks[best] >= CUTOFF:
+            return f"did you mean {spelled(best)}?"
+        beside = [c for c in sorted(candidates) if table in (parents[c][0], c.removesuffix(f".{TYPE}"))]
+        types = {c: f" ({', '.join(self.choices[c])})" if c in self.choices else "" for c in beside}
+        there = [f"{spelled(c)}{types[c]}" for c in beside if c != table]
+        return f"there are: {', '.join(there)}" if there and (table or spelled is str) else "see --help"
+
+    def converted(self, key: Key, value: Any, where: str, *, text: bool = False) -> Any:
+        """Return the value as the type of its key. where: the key in the error. text: numbers may be texts.
+
+        Raises ProfileError with the allowed values and the value found.
+        """
+        flaw, found = _flaw(value), value
+        try:
+            found = flaw or msgspec.convert(value, key.annotation, strict=not text)
+        except msgspec.ValidationError as error:
+            raise ProfileError(where + self._mistake(key, value, str(error))) from None
+        if flaw := flaw or _flaw(found):
+            raise ProfileError(f"{where} must {flaw}, not {shown(value)}")
+        return found
+
+    def _mistake(self, key: Key, value: Any, error: str) -> str:
+        """Which part of a value is wrong, and the allowed values. error: the message of msgspec."""
+        place, name = re.findall(r"(?: - at `\$(?:\[(\d+)\])?(?:\.(\w+))?.*`)?$", error)[0]
+        inside, items = f"[{place}]" if place else "", members_of(key.shape)[0]
+        if missing := re.match(r"Object missing required field `(\w+)`", error):
+            return f"{inside}.{missing[1]} is missing"
+        allowed = key.allowed
+        if place and isinstance(items, inspect.VarTupleType):
+            value, allowed = value[int(place)], _in_words(items.item_type)
+        if name and isinstance(value, dict) and (field := self.all.get(f"{key.path}.{name}")):
+            value, inside, allowed = value.get(name), f"{inside}.{name}", field.allowed
+        hint = ""
+        if key.path in self.choices and isinstance(value, str):
+            hint = self._planned(key.path, value) or did_you_mean(value, self.choices[key.path])
+        return f"{inside} must be {allowed}, not {shown(value)}{hint}"
+
+
+def shown(value: object) -> str:
+    """A value for a message, in the form of TOML, shortened."""
+    try:
+        return visible(json.dumps(value, default=str, ensure_ascii=False), 60)
+    except (RecursionError, ValueError):
+        return "this value"
+
+
+def _flaw(value: object, depth: int = 0) -> str:
+    """What any value must be, if it is not; empty if there is no objection."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "be finite"
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        return f"be between -{MAX_INTEGER} and {MAX_INTEGER}"
+    if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+        return "not contain NUL or bytes that are not UTF-8"
+    if (value is None and depth) or depth > MAX_DEPTH:
+        return f"not contain null or more than {MAX_DEPTH} levels"
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return next(filter(None, (_flaw(part, depth + 1) for part in inner)), "")
+
+
+def members_of(shape: inspect.Type) -> tuple[inspect.Type, ...]:
+    """The types of a union, without descriptions; the type itself if it is not a union."""
+    if isinstance(shape, inspect.Metadata):
+        return members_of(shape.type)
+    return tuple(members_of(part)[0] for part in shape.types) if isinstance(shape, inspect.UnionType) else (shape,)
+
+
+def array_items(shape: inspect.Type) -> inspect.StructType | None:
+    """The struct of an array of tables; None for other types."""
+    items = getattr(members_of(shape)[0], "item_type", None)
+    return items if isinstance(items, inspect.StructType) else None
+
+
+def _in_words(shape: inspect.Type) -> str:
+    if title := _extra(shape, "title"):
+        return f"text of the form {title}"
+    match shape:
+        case inspect.Metadata():
+            return _in_words(shape.type)
+        case inspect.UnionType():
+            return " or ".join(map(_in_words, shape.types))
+        case inspect.LiteralType():
+            return "one of " + ", ".join(map(str, shape.values))
+        case inspect.VarTupleType():
+            least = f", at least {shape.min_length}" if shape.min_length else ""
+            return f"a list, each {_in_words(shape.item_type)}{least}"
+        case inspect.TupleType():
+            return f"[{', '.join(map(_in_words, shape.item_types))}]"
+        case inspect.StrType():
+            return "text, not empty" if shape.min_length else "text"
+        case inspect.IntType() | inspect.FloatType():
+            limits = {">=": shape.ge, ">": shape.gt, "<=": shape.le, "<": shape.lt}
+            bounds = " and ".join(f"{sign} {limit:.12g}" for sign, limit in limits.items() if limit is not None)
+            return f"{'an integer' if isinstance(shape, inspect.IntType) else 'a number'} {bounds}".strip()
+    words: dict[type, str] = {inspect.BoolType: "true or false", inspect.NoneType: "none"}
+    return words.get(type(shape), "a table")
+
+
+def _extra(shape: inspect.Type, name: str) -> str:
+    return str((shape.extra_json_schema or {}).get(name, "")) if isinstance(shape, inspect.Metadata) else ""
+
+
+def _title(struct: inspect.StructType) -> str:
+    """The first paragraph of the docstring."""
+    return " ".join((struct.cls.__doc__ or "").partition("\n\n")[0].split())
