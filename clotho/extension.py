@@ -1,11 +1,46 @@
-"""The door of the library: what a folder of `attachments/` adds to it, and how the library finds the folders."""
+"""The door of the library: what a folder of `attachments/` adds to it, and how the library finds the folders.
+
+Tables name what an attachment provides, such as a format of files. A row names its functions as text, `module:name`,
+and `provided` imports them when they are used.
+"""
 
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from clotho.rewards.registry import BuiltIn
+
+Entry = TypeVar("Entry")
+
+
+class Generator(Struct, frozen=True, kw_only=True):
+    """A source of generated problems; the key is the prefix of its datasets, such as `reasoning_gym:`.
+
+    open: called with `[data]`, returns a context manager of a `clotho.generators.Generate`. weights: called with
+    `[data]` and the problems, returns the weight of each type in an epoch. rewards: `[[rewards]]` of a profile that
+    lists none.
+    """
+
+    open: str
+    weights: str
+    rewards: tuple[Mapping[str, Any], ...] = ()
+
+
+OWNERS: Mapping[str, str] = {
+    "judge": "graders",
+    "math_verify": "graders",
+    "reasoning_gym": "reasoning_gym",
+    "reasoning_gym:": "reasoning_gym",
+}
+"""The attachment that each name of the tables below belongs to, so that a name is refused by its attachment."""
 
 
 class Extension:
@@ -14,6 +49,19 @@ class Extension:
     A subclass states what it adds; every method adds nothing by default. `library.py` imports no MLX and no web
     framework, and the modules that need them only when they are used, because it is imported at every start.
     """
+
+    @property
+    def attachment(self) -> str:
+        """Name of the folder."""
+        return type(self).__module__.split(".")[1]
+
+    def generators(self) -> Mapping[str, Generator]:
+        """Return sources of generated problems, by the prefix of their datasets."""
+        return {}
+
+    def rewards(self) -> Mapping[str, BuiltIn]:
+        """Return built-in reward functions, by name."""
+        return {}
 
 
 @cache
@@ -27,3 +75,28 @@ def extensions() -> tuple[Extension, ...]:
     names = sorted(one.name for one in pkgutil.iter_modules(places or []) if one.ispkg)
     modules = [f"attachments.{name}.library" for name in names]
     return tuple(import_module(module).EXTENSION for module in modules if find_spec(module))
+
+
+def provided(place: str) -> Any:
+    """Import what a row names as `module:name`."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+def absence(name: str) -> str:
+    """Return why no table has a name: its attachment is not installed. Empty for names of no attachment."""
+    return f"needs the attachment {OWNERS[name]!r}, which this installation lacks" if name in OWNERS else ""
+
+
+def generators() -> dict[str, Generator]:
+    """Return the sources of generated problems by the prefix of their datasets."""
+    return _joined(one.generators() for one in extensions())
+
+
+def extension_rewards() -> dict[str, BuiltIn]:
+    """Return the reward functions of all attachments by name."""
+    return _joined(one.rewards() for one in extensions())
+
+
+def _joined(tables: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
+    return {name: entry for table in tables for name, entry in table.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from clotho.rewards.answer import with_answer
-from clotho.rewards.registry import BUILT_IN, RewardFunction
+from clotho.rewards.registry import RewardFunction, built_in
 from clotho.settings.data import RewardSection
 from protocols.errors import RecordsError, visible
 from protocols.finding import CHECK, Finding
@@ -95,12 +95,13 @@ def _answer_rewards(problem: Problem, rewards: Sequence[RewardSection]) -> tuple
     applicable = [reward for reward in rewards if _applies(reward, problem.type)]
     if any(_function(reward) is None for reward in applicable):
         return ()
-    return tuple(reward for reward in applicable if BUILT_IN[reward.name].reads_answer)
+    return tuple(reward for reward in applicable if built_in()[reward.name].reads_answer)
 
 
 def _function(reward: RewardSection) -> RewardFunction | None:
     """Return a function that is cheap enough for these checks."""
-    return BUILT_IN[reward.name].function if reward.name in BUILT_IN else None
+    found = built_in().get(reward.name)
+    return found.function if found else None
 
 
 def _earns(problem: Problem, rewards: Sequence[RewardSection]) -> bool:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.rewards.answer import ANSWER, ANSWER_END, THINK, THINK_END
-from clotho.rewards.registry import BUILT_IN
+from clotho.rewards.registry import built_in
 from protocols.errors import RequestError, visible
 from protocols.finding import CHECK, Change, Finding, Remedy
 
@@ -27,12 +27,6 @@ NEXT: Message = {"role": "user", "content": "And 2 + 2?"}
 
 NO_THINKING: Sequence[Mapping[str, Any]] = ({"enable_thinking": False}, {"thinking": False})
 """Variables with which templates stop to open a thought, by family of models."""
-
-EXPECTS: Mapping[str, frozenset[str]] = {
-    THINK: frozenset({"format"}),
-    ANSWER: frozenset({"format", *(name for name, reward in BUILT_IN.items() if reward.reads_answer)}),
-}
-"""Built-in rewards that are 0 for every completion that lacks an opening tag."""
 
 HERMES, TURN_OF_CHATML = "tools-hermes", "<|im_start|>"
 """The shipped template that shows tools, and what the templates of the models contain that it suits."""
@@ -85,11 +79,17 @@ def opened_tags(tokenizer: ChatTokenizer, variables: Mapping[str, Any] | None = 
     return tuple(tag for tag, closing in CLOSING.items() if tail.count(tag) > tail.count(closing))
 
 
+def _expecting(tag: str) -> frozenset[str]:
+    """Return the built-in rewards that are 0 for every completion that lacks an opening tag."""
+    reading = [name for name, reward in built_in().items() if reward.reads_answer] if tag == ANSWER else []
+    return frozenset({"format", *reading})
+
+
 def _opened(tokenizer: ChatTokenizer, use: TemplateUse) -> tuple[str, list[Finding]]:
     opened = opened_tags(tokenizer)
     found = []
     for tag in opened:
-        if rewards := [name for name in dict.fromkeys(use.rewards) if name in EXPECTS[tag]]:
+        if rewards := [name for name in dict.fromkeys(use.rewards) if name in _expecting(tag)]:
             closed = [variables for variables in NO_THINKING if tag not in opened_tags(tokenizer, variables)]
             switch = f"set model.chat_template_kwargs = {_inline(closed[0])}, or " if closed else ""
             found.append(

@@ -28,9 +28,9 @@ from attachments.files.merging import (
     weights_of,
 )
 from attachments.files.model_writer import common_dtype, write_beside, write_weights
-from attachments.reasoning_gym.reasoning_gym import GymProcesses, gym_problems
 from clotho.data.problems import Columns, conversation, load_problems
 from clotho.data.records import Source
+from clotho.generators import Generators, prefix_of
 from clotho.models.loading import open_stored
 from clotho.models.model_files import BITS, GROUP_SIZES
 from clotho.models.quantization import quantize_base
@@ -40,7 +40,7 @@ from clotho.settings.model import ModelSection, QuantizeAtLoad
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ArtifactError, ProfileError
 from training_run.commands.command_line import CommandParser
-from training_run.profile.load import is_gym_dataset, load_profile
+from training_run.profile.load import load_profile
 from training_run.records.display import print_line
 from training_run.records.terminal_text import memory, percent
 
@@ -283,9 +283,9 @@ def _conversations(dataset: str, adapter_path: Path, count: int) -> Iterator[tup
         data, seed = profile.data, profile.seed
         source = Source(path=data.train, subset=data.subset, split=data.train_split)
         columns = Columns(prompt=data.prompt_key, messages=data.messages_key, answer=data.answer_key)
-    if is_gym_dataset(source.path):
-        with GymProcesses() as processes:
-            problems = gym_problems(data, source.path, processes, seed=seed)
+    if prefix_of(source.path):
+        with Generators(data) as generators:
+            problems = generators.problems(source.path, seed=seed)
     else:
         problems = load_problems(source, columns=columns)
     for problem in problems[:count]:

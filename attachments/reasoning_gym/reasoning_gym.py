@@ -19,8 +19,9 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from typing import IO
 
@@ -28,6 +29,7 @@ import msgspec
 import structlog
 
 from attachments.reasoning_gym.gym_library import BLOCK_SECONDS, BOOT, INSTALL, Entry, Generated, Job, Refused
+from clotho.generators import Generate
 from clotho.settings.data import GYM, DataSection, GymSection
 from protocols.errors import DatasetError, visible
 from protocols.prompt import Problem
@@ -51,8 +53,8 @@ ORIGIN = "reasoning_gym"
 
 def gym_problems(
     data: DataSection,
-    path: str,
     processes: GymProcesses,
+    path: str,
     *,
     seed: int,
     part: str = "train",
@@ -103,8 +105,6 @@ def epoch_weights(data: DataSection, problems: Sequence[Problem]) -> Mapping[str
     Datasets of Reasoning Gym have places in proportion to their weights, and no problem occurs twice in an epoch:
     the largest scale with places <= problems for every dataset. `data.type_weights` multiplies these weights.
     """
-    if not data.train.startswith(GYM):
-        return data.type_weights
     counts = Counter(problem.type for problem in problems)
     shares = {section.label: section.weight for section in sections_of(data, data.train) if counts[section.label]}
     scale = min((counts[name] / share for name, share in shares.items()), default=0.0)
@@ -168,6 +168,13 @@ class _Pool:
                 self._seen.add(entry.question)
                 self.entries.append(entry)
                 self._exhausted = False
+
+
+@contextmanager
+def opened(data: DataSection) -> Iterator[Generate]:
+    """Return what generates the problems of a profile, in processes that end with the context."""
+    with GymProcesses() as processes:
+        yield partial(gym_problems, data, processes)
 
 
 class GymProcesses:

@@ -26,7 +26,7 @@ Errors:
     reason `reward_error`. So does a completion to which no function applies. The run continues.
 
 Names in a profile (`[[rewards]] name`):
-    `format`, `math_eval`, ...: a key of `registry.BUILT_IN`.
+    `format`, `math_eval`, ...: a key of `registry.built_in`.
     `module:function`: a module on the Python path; the current directory is searched last.
     `path/to/file.py:function`: a Python file.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from clotho.extension import absence, extension_rewards, provided
 from clotho.rewards import choice_correctness, exact, jaccard, math_eval, tag_format
 from clotho.rewards.answer import PLACES
 from clotho.user_code import import_user_module
@@ -42,13 +42,13 @@ class BuiltIn(Struct, frozen=True, kw_only=True):
 
     expects: what it expects of a completion; `{place}` stands for the place of the answer, if it reads the answer.
     function: a function with a bounded cost for every text, which runs in threads; None if it runs in worker processes.
-    module: the module of such a function. `load(options)` of the module returns the function, imports what it needs,
-    and raises ProfileError. has_settings: whether it accepts `settings`.
+    load: `module:name` of what loads such a function. It is called with the `RewardOptions`, imports what the function
+    needs, returns it, and raises ProfileError. has_settings: whether it accepts `settings`.
     """
 
     expects: str
     function: RewardFunction | None = None
-    module: str = ""
+    load: str = ""
     has_settings: bool = False
 
     @property
@@ -57,23 +57,22 @@ class BuiltIn(Struct, frozen=True, kw_only=True):
         return "{place}" in self.expects
 
 
-BUILT_IN: dict[str, BuiltIn] = {
+CORE: Mapping[str, BuiltIn] = {
     "format": BuiltIn(expects="<think>...</think><answer>...</answer>, and nothing else", function=tag_format.reward),
     "math_eval": BuiltIn(expects="the value of the answer {place}", function=math_eval.reward),
-    "math_verify": BuiltIn(
-        expects="an expression that equals the answer {place}", module="attachments.graders.math_verify"
-    ),
     "jaccard": BuiltIn(expects="words of the answer {place}", function=jaccard.reward),
     "choice_correctness": BuiltIn(
         expects="the letter or text of the correct option {place}", function=choice_correctness.reward
     ),
-    "reasoning_gym": BuiltIn(expects="the answer to the question {place}", module="attachments.reasoning_gym.reward"),
     "exact": BuiltIn(expects="the answer itself {place}", function=exact.reward),
-    "judge": BuiltIn(
-        expects="what the judge model scores highly", module="attachments.graders.judge", has_settings=True
-    ),
 }
-"""Built-in reward functions."""
+"""Built-in reward functions of the library."""
+
+
+def built_in() -> Mapping[str, BuiltIn]:
+    """Return the built-in reward functions by name: those of the library, and those of attachments."""
+    return {**CORE, **extension_rewards()}
+
 
 LISTS = frozenset({"prompts", "completions", "completion_ids"})
 """Parameters by which a function of a group is recognized."""
@@ -81,14 +80,11 @@ LISTS = frozenset({"prompts", "completions", "completion_ids"})
 ARGUMENTS = LISTS | {"trainer_state"}
 """Arguments of a function of a group beside the columns of the dataset."""
 
-ALLOWED = f"use {', '.join(BUILT_IN)}, module:function, or path/to/file.py:function"
-
 
 def expected(section: RewardSection) -> str:
     """Return what a reward expects of a completion; empty for a function of the user."""
-    if section.name not in BUILT_IN:
-        return ""
-    return BUILT_IN[section.name].expects.format(place=PLACES[section.answer_in or "tags"])
+    found = built_in().get(section.name)
+    return found.expects.format(place=PLACES[section.answer_in or "tags"]) if found else ""
 
 
 def expectations(sections: Iterable[RewardSection]) -> dict[str, str]:
@@ -104,34 +100,39 @@ def expects_tag(section: RewardSection) -> bool:
     """Return whether a built-in reward is 0 for every completion without `<answer>`."""
     if section.name == "format":
         return True
-    return section.name in BUILT_IN and BUILT_IN[section.name].reads_answer and section.answer_in in (None, "tags")
+    found = built_in().get(section.name)
+    return found is not None and found.reads_answer and section.answer_in in (None, "tags")
 
 
 def load_reward(name: str, options: RewardOptions | None = None, *, file: str = "") -> RewardFunction:
     """Return the reward function with a name from the profile.
 
-    `name` is a key of `BUILT_IN`, `module:function`, or `path/to/file.py:function`. file: a copy of the file that
+    `name` is a key of `built_in`, `module:function`, or `path/to/file.py:function`. file: a copy of the file that
     contains the function, to import in its place. Raises ProfileError if the name is unknown, the module or a library
     that it needs cannot be imported, or the function has another signature.
     """
     options = options or RewardOptions()
-    if name not in BUILT_IN:
+    found = built_in().get(name)
+    if found is None:
         module_name, attribute = split_name(name)
         return _function(name, _module(name, file or module_name), attribute)
-    built_in = BUILT_IN[name]
-    if built_in.function is None:
-        function: RewardFunction = importlib.import_module(built_in.module).load(options)
+    if found.function is None:
+        function: RewardFunction = provided(found.load)(options)
         return function
-    return partial(built_in.function, answer_in=options.answer_in) if built_in.reads_answer else built_in.function
+    return partial(found.function, answer_in=options.answer_in) if found.reads_answer else found.function
 
 
 def split_name(name: str) -> tuple[str, str]:
     """Return the module or file and the function of a name that is not built in. Raises ProfileError."""
     module_name, colon, attribute = name.rpartition(":")
+    if not colon and absence(name):
+        raise ProfileError(f"rewards.name {name!r} {absence(name)}")
+    names = built_in()
+    allowed = f"use {', '.join(names)}, module:function, or path/to/file.py:function"
     if not colon:
-        raise ProfileError(f"rewards.name {name!r} is unknown{did_you_mean(name, BUILT_IN)}; {ALLOWED}")
+        raise ProfileError(f"rewards.name {name!r} is unknown{did_you_mean(name, names)}; {allowed}")
     if not module_name or not attribute.isidentifier():
-        raise ProfileError(f"rewards.name {name!r} is malformed; {ALLOWED}")
+        raise ProfileError(f"rewards.name {name!r} is malformed; {allowed}")
     return module_name, attribute
 
 
@@ -141,7 +142,7 @@ def source_file(name: str) -> Path | None:
     None for built-in functions, packages, and modules that Python finds elsewhere. Raises ProfileError if the name is
     malformed.
     """
-    if name in BUILT_IN:
+    if name in built_in():
         return None
     module_name, _ = split_name(name)
     if module_name.endswith(".py"):

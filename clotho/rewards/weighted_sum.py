@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from clotho.rewards.registry import BUILT_IN, RewardOptions, group_parameters, load_reward
+from clotho.extension import absence
+from clotho.rewards.registry import RewardOptions, built_in, group_parameters, load_reward
 from clotho.rewards.values import Completions, Reward, RewardError, call_all
 from protocols.errors import ProfileError, did_you_mean
 from protocols.prompt import AnswerIn, Problem
@@ -27,20 +28,20 @@ class Rewards:
         weights: of built-in functions. Raises ProfileError for an unknown name, a missing library, and a function of
         whole groups, as TRL has them: in a loop of your own, call it with your lists.
         """
-        names = ", ".join(BUILT_IN)
+        table = built_in()
+        names = ", ".join(table)
         if not own and not weights:
             raise ProfileError(f"Rewards needs a function: a built-in one of {names}, or your own")
         self._terms: list[tuple[Reward, float]] = []
         for function, weight in (own or {}).items():
             self._add(getattr(function, "__name__", type(function).__name__), function, weight)
         for name, weight in weights.items():
-            if name not in BUILT_IN:
-                raise ProfileError(
-                    f"Rewards: {name!r} is no built-in function{did_you_mean(name, BUILT_IN)}; there are {names}"
-                )
+            if name not in table:
+                reason = absence(name) or f"is no built-in function{did_you_mean(name, table)}; there are {names}"
+                raise ProfileError(f"Rewards: {name!r} {reason}")
             self._add(name, load_reward(name, RewardOptions(answer_in=answer_in)), weight)
-        judging = {name for name in weights if BUILT_IN[name].reads_answer}
-        self._judges = judging or {reward.name for reward, _ in self._terms if reward.name not in BUILT_IN}
+        judging = {name for name in weights if table[name].reads_answer}
+        self._judges = judging or {reward.name for reward, _ in self._terms if reward.name not in table}
 
     def _add(self, name: str, function: Function, weight: float) -> None:
         if group_parameters(function) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clotho.rewards.registry import BUILT_IN, load_reward
+from clotho.rewards.registry import built_in, load_reward
 from tests.rewards.groups import problem
 
 ANSWERS = {
@@ -36,7 +36,7 @@ PROBLEMS = [problem("42"), problem("B", prompt="Which is larger? A) 1 B) 2"), pr
 
 
 @pytest.mark.parametrize("largest", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [name for name, built_in in BUILT_IN.items() if built_in.function])
+@pytest.mark.parametrize("name", [name for name, one in built_in().items() if one.function])
 def test_a_built_in_reward_reads_a_long_pathological_completion(name: str, largest: int) -> None:
     """It returns a value from 0 to 1, or None. A quadratic function would not return within the time of the suite."""
     reward = load_reward(name)

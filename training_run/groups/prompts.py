@@ -11,10 +11,10 @@ from statistics import median
 import msgspec
 from msgspec import Struct
 
-from attachments.reasoning_gym.reasoning_gym import GymProcesses, epoch_weights, gym_problems
 from clotho.data.order import HeldOutSplit, ProblemOrder, split_heldout
 from clotho.data.problems import Columns, conversation, load_problems, problems_fingerprint
 from clotho.data.records import Source
+from clotho.generators import Generators, epoch_weights, prefix_of
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.bounds import Off
 from protocols.errors import DatasetError, ProfileError
@@ -23,7 +23,6 @@ from protocols.prompt import Problem, Prompt, group_seed
 from protocols.summary import DatasetReport, PromptReport
 from training_run.groups.rendering import CHECKED, Rendered, Renderer, Say
 from training_run.profile.evaluate_profile import EvaluationProfile
-from training_run.profile.load import is_gym_dataset
 from training_run.profile.schema import Profile
 
 DEFAULT_SPLIT = "train"
@@ -175,15 +174,15 @@ def read_split(profile: Profile | EvaluationProfile) -> HeldOutSplit:
     )
     if data.train_split != DEFAULT_SPLIT and Path(data.train).expanduser().is_file():
         raise DatasetError(f"data.train_split names a split, and {data.train} is a file, which has no splits")
-    with GymProcesses() as processes:
+    with Generators(data) as generators:
 
         def read(source: Source, part: str, excluded: Collection[Problem] = ()) -> list[Problem]:
-            """Generate problems of Reasoning Gym, without the prompts of `excluded`; read those of another dataset."""
-            if not is_gym_dataset(source.path):
+            """Generate problems, without the prompts of `excluded`, or read those of another dataset."""
+            if not prefix_of(source.path):
                 return load_problems(source, columns=columns)
             _require_no_split(source)
             prompts = {problem.prompt for problem in excluded}
-            return gym_problems(data, source.path, processes, seed=profile.seed, part=part, excluded=prompts)
+            return generators.problems(source.path, seed=profile.seed, part=part, excluded=prompts)
 
         problems = read(Source(path=data.train, subset=data.subset, split=data.train_split), "train")
         if data.heldout or data.heldout_split:

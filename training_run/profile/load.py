@@ -15,7 +15,7 @@ import tomli_w
 from msgspec import Struct
 
 from clotho.data.records import is_hub_dataset
-from clotho.settings.data import GYM
+from clotho.generators import prefix_of, rewards_of
 from clotho.settings.keys import array_items, is_default, shown
 from clotho.settings.layers import COMMAND_LINE, Layer, Merged, decode_merged, flatten_table, merge_layers
 from clotho.storage.atomic_files import replace_file
@@ -41,9 +41,6 @@ INPUT_PATHS = (
 )  # fmt: skip
 CALLERS_PATHS = ("run_dir", "checkpoint.adapter_path", "atropos.python")
 """Keys whose paths are always relative to the working directory."""
-
-GYM_REWARDS = [{"name": "reasoning_gym", "correct": True}]
-"""The rewards of datasets of Reasoning Gym in a profile that lists none."""
 
 P = TypeVar("P", bound=Struct)
 
@@ -166,7 +163,7 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
         here = os.path.abspath(directory / found)
         if key in CALLERS_PATHS:
             return found
-        if key.startswith("data.") and is_gym_dataset(written):
+        if key.startswith("data.") and prefix_of(written):
             return written
         if f"{written}/".startswith(("./", "../")) or os.path.isabs(found) or os.path.exists(here):
             return here
@@ -184,22 +181,18 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
     return found
 
 
-def is_gym_dataset(name: object) -> bool:
-    """Whether the value of `data.train` or `data.heldout` names datasets of Reasoning Gym."""
-    return isinstance(name, str) and name.startswith(GYM)
-
-
 def merge(layers: Sequence[Layer]) -> Merged:
     """Combine layers key by key; later layers win.
 
-    A layer that replaces another dataset by one of Reasoning Gym and lists no rewards also sets the gym's reward.
+    A layer that replaces another dataset by one that is generated and lists no rewards also sets those of its source.
     """
     complete: list[Layer] = []
     below: object = ""
     for layer in layers:
         train = layer.values.get("data.train", below)
-        implies = is_gym_dataset(train) and not is_gym_dataset(below)
-        complete.append(Layer(layer.label, {"rewards": GYM_REWARDS, **layer.values}) if implies else layer)
+        rewards = [dict(reward) for reward in rewards_of(train)]
+        implies = rewards and prefix_of(train) != prefix_of(below)
+        complete.append(Layer(layer.label, {"rewards": rewards, **layer.values}) if implies else layer)
         below = train
     return merge_layers(PROFILE_KEYS, complete)
 

@@ -16,9 +16,9 @@ from msgspec import Struct
 from clotho.rewards.overlong import OVERLONG, Overlong
 from clotho.rewards.registry import (
     ARGUMENTS,
-    BUILT_IN,
     GroupParameters,
     RewardOptions,
+    built_in,
     group_parameters,
     is_async,
     load_reward,
@@ -263,7 +263,7 @@ class RewardRunner:
             max_steps=self._max_steps,
         )
         if runs_in_process(section):
-            if section.name not in BUILT_IN:
+            if section.name not in built_in():
                 split_name(section.name)
             memory_bytes = (section.memory_limit_mb or DEFAULT_MEMORY_MB) * 2**20
             function = ProcessFunction(name=section.name, options=options, memory_bytes=memory_bytes)
@@ -275,9 +275,10 @@ class RewardRunner:
             self._pools.append(pool)
             return _Component(section=section, caller=pool)
         loaded = load_reward(section.name, options)
-        group = None if section.name in BUILT_IN else group_parameters(loaded)
+        is_built_in = section.name in built_in()
+        group = None if is_built_in else group_parameters(loaded)
         reward = Reward(name=section.name, function=loaded, group=group, max_steps=self._max_steps)
-        if section.name in BUILT_IN:
+        if is_built_in:
             return _Component(section=section, caller=None, reward=reward)
         loop = WorkerLoop() if is_async(loaded) else None
         if loop is not None:
@@ -390,8 +391,8 @@ def runs_in_process(section: RewardSection) -> bool:
     """Return whether a function runs in worker processes: a function of the user, unless its section says otherwise."""
     if section.where == "cluster":
         return True
-    if section.name in BUILT_IN:
-        return BUILT_IN[section.name].function is None
+    if found := built_in().get(section.name):
+        return found.function is None
     return section.run_in != "thread"
 
 
@@ -413,13 +414,14 @@ def _check_sections(sections: Sequence[RewardSection], *, reserved: Sequence[str
 
 def _check_effect(section: RewardSection) -> None:
     """Refuse settings that have no effect on this function."""
-    built_in, in_process = BUILT_IN.get(section.name), runs_in_process(section)
+    table, in_process = built_in(), runs_in_process(section)
+    found = table.get(section.name)
     place = "process" if in_process else "thread"
     if section.where == "cluster" and section.run_in == "thread":
         raise ProfileError(
             f'rewards.run_in of {section.name!r}: with where = "cluster" it runs in a process; remove one of the keys'
         )
-    if built_in and section.run_in not in ("auto", place):
+    if found and section.run_in not in ("auto", place):
         raise ProfileError(
             f"rewards.run_in of {section.name!r}: this built-in function runs in a {place}; remove the key"
         )
@@ -429,9 +431,9 @@ def _check_effect(section: RewardSection) -> None:
                 f"rewards.{key} of {section.name!r} has no effect: the function runs in threads of the run "
                 '(rewards.run_in = "process" would change that for a function of your own)'
             )
-    if section.answer_in is not None and not (built_in and built_in.reads_answer):
-        reading = ", ".join(name for name, one in BUILT_IN.items() if one.reads_answer)
+    if section.answer_in is not None and not (found and found.reads_answer):
+        reading = ", ".join(name for name, one in table.items() if one.reads_answer)
         raise ProfileError(f"rewards.answer_in of {section.name!r} has no effect: only {reading} find an answer")
-    if section.settings and not (built_in and built_in.has_settings):
-        having = ", ".join(name for name, one in BUILT_IN.items() if one.has_settings)
+    if section.settings and not (found and found.has_settings):
+        having = ", ".join(name for name, one in table.items() if one.has_settings)
         raise ProfileError(f"rewards.settings of {section.name!r} has no effect: only {having} has settings")

@@ -71,11 +71,6 @@ def test_shares_of_an_epoch_follow_the_weights_without_repetition() -> None:
     assert doubled["a"] == pytest.approx(1.0)
 
 
-def test_other_datasets_keep_their_type_weights() -> None:
-    """Only datasets of Reasoning Gym have shares."""
-    assert epoch_weights(DataSection(train="x.jsonl", type_weights={"a": 2.0}), []) == {"a": 2.0}
-
-
 def test_metadata_becomes_json() -> None:
     """Tuples and sets become lists; keys and unknown objects become text."""
     assert as_json({1: (2, {3}), "x": 4j, "y": float("inf")}) == {"1": [2, [3]], "x": "4j", "y": "inf"}
@@ -85,7 +80,7 @@ def test_a_missing_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the dataset and the package."""
     monkeypatch.setattr(reasoning_gym, "find_spec", lambda name: None)
     with GymProcesses() as processes, pytest.raises(DatasetError) as caught:
-        gym_problems(data("reasoning_gym:gcd"), "reasoning_gym:gcd", processes, seed=0)
+        gym_problems(data("reasoning_gym:gcd"), processes, "reasoning_gym:gcd", seed=0)
     assert "reasoning_gym:gcd" in str(caught.value)
     assert "pip install" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -103,13 +98,13 @@ def test_problems_depend_on_nothing_but_seed_part_and_table(processes: GymProces
     """More problems, and other datasets beside them, keep the first ones. Other seeds and parts give others."""
     path = "reasoning_gym:easy"
     chosen = data(path, EASY)
-    problems = gym_problems(chosen, path, processes, seed=0)
-    assert problems == gym_problems(chosen, path, processes, seed=0)
+    problems = gym_problems(chosen, processes, path, seed=0)
+    assert problems == gym_problems(chosen, processes, path, seed=0)
     more = data("reasoning_gym:gcd,easy", GymSection(dataset="gcd", size=5), replace(EASY, size=180))
-    beside = gym_problems(more, "reasoning_gym:gcd,easy", processes, seed=0)
+    beside = gym_problems(more, processes, "reasoning_gym:gcd,easy", seed=0)
     assert [problem for problem in beside if problem.type == "easy"][:100] == problems[:100]
-    for other in (gym_problems(chosen, path, processes, seed=1),
-                  gym_problems(chosen, path, processes, seed=0, part="heldout")):  # fmt: skip
+    for other in (gym_problems(chosen, processes, path, seed=1),
+                  gym_problems(chosen, processes, path, seed=0, part="heldout")):  # fmt: skip
         assert len({p.prompt for p in other} & {p.prompt for p in problems}) < 50
 
 
@@ -117,7 +112,7 @@ def test_problems_depend_on_nothing_but_seed_part_and_table(processes: GymProces
 def test_a_problem_has_the_prompt_the_answer_and_what_its_scorer_needs(processes: GymProcesses) -> None:
     """The type is the name of the table. No prompt occurs twice, also in another part."""
     path = "reasoning_gym:easy"
-    problems = gym_problems(data(path, EASY), path, processes, seed=0)
+    problems = gym_problems(data(path, EASY), processes, path, seed=0)
     assert len(problems) == len({problem.prompt for problem in problems}) == 150
     first = problems[0]
     assert first.type == "easy"
@@ -127,7 +122,7 @@ def test_a_problem_has_the_prompt_the_answer_and_what_its_scorer_needs(processes
     assert (first.extra["question"], first.extra["answer"]) == (first.prompt, first.answer)
     assert first.extra["metadata"]["num_terms"] == 2
     excluded = {problem.prompt for problem in problems}
-    others = gym_problems(data(path, EASY), path, processes, seed=0, part="heldout", excluded=excluded)
+    others = gym_problems(data(path, EASY), processes, path, seed=0, part="heldout", excluded=excluded)
     assert len(others) == 150
     assert excluded.isdisjoint(problem.prompt for problem in others)
 
@@ -136,7 +131,7 @@ def test_a_problem_has_the_prompt_the_answer_and_what_its_scorer_needs(processes
 def test_a_dataset_with_few_different_prompts_has_fewer_problems(processes: GymProcesses) -> None:
     """All 100 products of two digits are found, once each."""
     path = "reasoning_gym:few"
-    problems = gym_problems(data(path, FEW), path, processes, seed=0)
+    problems = gym_problems(data(path, FEW), processes, path, seed=0)
     assert len({problem.prompt for problem in problems}) == len(problems)
     assert 90 < len(problems) <= 100
 
@@ -160,7 +155,7 @@ def test_a_wrong_table_is_refused_with_its_key(processes: GymProcesses, table: G
     """One line; a similar name is suggested."""
     path = f"reasoning_gym:gcd,{table.label}"
     with pytest.raises(DatasetError) as caught:
-        gym_problems(data(path, GymSection(dataset="gcd", size=2), table), path, processes, seed=0)
+        gym_problems(data(path, GymSection(dataset="gcd", size=2), table), processes, path, seed=0)
     assert str(caught.value).startswith(f"data.reasoning_gym[1].{key}: ")
     assert "\n" not in str(caught.value)
     if "max_term" in table.settings:
@@ -171,7 +166,7 @@ def test_a_wrong_table_is_refused_with_its_key(processes: GymProcesses, table: G
 def test_an_unknown_name_in_data_train_is_refused(processes: GymProcesses) -> None:
     """A similar name is suggested."""
     with pytest.raises(DatasetError, match=r"reasoning_gym:chian_sum: .*did you mean chain_sum\?"):
-        gym_problems(data("reasoning_gym:chian_sum"), "reasoning_gym:chian_sum", processes, seed=0)
+        gym_problems(data("reasoning_gym:chian_sum"), processes, "reasoning_gym:chian_sum", seed=0)
 
 
 @needs_library
