@@ -138,7 +138,7 @@ def wire(
     """
     profile, capacity = context.profile, context.profile.queues
     limit = profile.monitor.watchdog_seconds
-    lost = LostGroups(limit_seconds=limit, report=context.alarms.add, end=supervisor.drain)
+    lost = LostGroups(limit_seconds=limit, report=context.findings.add, end=supervisor.drain)
     custom = CustomActors(profile.actors, context.services(), lost)
     scored: Channel[GroupOutcome] = custom.channel("scored", capacity.scored)
     reports: Channel[LearnerReport | EvalReport] = custom.channel("reports", capacity.reports)
@@ -205,7 +205,7 @@ def wire_monitor(
         evaluations=JsonlWriter(directory.evaluations),
         rollouts=JsonlWriter(directory.rollouts) if settings.rollouts else None,
         logged=context.logged,
-        alarms=context.alarms,
+        findings=context.findings,
         observers=context.attached.observers,
         forecast=RunForecast(context.plan, began=context.history.seconds),
         first_step=context.progress.step,

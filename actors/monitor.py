@@ -11,7 +11,6 @@ import structlog
 from anyio import to_thread
 from msgspec.structs import replace
 
-from attachments.alarms.run_alarms import RunAlarms
 from protocols.evaluation import EvalReport
 from protocols.queues import Inbox
 from protocols.step import FirstBatch, GroupsEnded, LearnerReport, StepReport
@@ -19,6 +18,7 @@ from protocols.summary import Gauges
 from training_run.directory.jsonl import JsonlWriter
 from training_run.records.display import Display, NoDisplay, RunView, Sample, sample
 from training_run.records.evaluation_history import evaluation_record
+from training_run.records.findings import RunFindings
 from training_run.records.forecast import RunForecast
 from training_run.records.metrics import Measurement, MetricsLine, step_metrics
 from training_run.records.rollout_log import rollout_records
@@ -69,7 +69,7 @@ class Monitor:
         evaluations: JsonlWriter,
         rollouts: JsonlWriter | None,
         logged: Latest[int],
-        alarms: RunAlarms,
+        findings: RunFindings,
         observers: Sequence[ReportObserver] = (),
         forecast: RunForecast | None = None,
         first_step: int = 0,
@@ -82,7 +82,7 @@ class Monitor:
         """
         self._inbox, self._gauges, self._display = inbox, gauges, display
         self._metrics_file, self._evaluations_file, self._rollouts_file = metrics, evaluations, rollouts
-        self.logged, self._alarms, self._observers = logged, alarms, observers
+        self.logged, self._findings, self._observers = logged, findings, observers
         self._step, self._forecast = first_step, forecast
         self._seconds_before, self._clock, self._started_at = seconds_before, clock, clock()
         self._last = Measurement(seconds=seconds_before, gauges=replace(gauges(), findings=()))
@@ -126,7 +126,7 @@ class Monitor:
             case GroupsEnded():
                 await self._observe_groups(report)
             case FirstBatch():
-                self._alarms.preview(report.groups)
+                self._findings.preview(report.groups)
                 self._pass_findings(report.step)
                 self.logged.put(self._step)
             case EvalReport():
@@ -135,8 +135,8 @@ class Monitor:
 
     async def _observe_step(self, report: StepReport) -> None:
         seconds, gauges = self._age(), self._gauges()
-        self._alarms.observe(report, gauges)
-        now = Measurement(seconds=seconds, gauges=replace(gauges, findings=self._alarms.findings))
+        self._findings.observe(report, gauges)
+        now = Measurement(seconds=seconds, gauges=replace(gauges, findings=self._findings.now))
         metrics = step_metrics(
             report,
             now=now,
@@ -168,14 +168,14 @@ class Monitor:
 
     def _pass_findings(self, step: int) -> None:
         """Pass findings that began since the last call to the observers."""
-        findings = {finding.name: finding for finding in self._alarms.findings}
+        findings = {finding.name: finding for finding in self._findings.now}
         for name in findings.keys() - self._known:
             for observer in self._observers:
                 observer.finding(step, findings[name])
         self._known = set(findings)
 
     async def _observe_groups(self, report: GroupsEnded) -> None:
-        self._alarms.observe(report, self._gauges())
+        self._findings.observe(report, self._gauges())
         self._pass_findings(report.step)
         self._failures_between.update(name for group in report.discarded for name in group.failed_rewards)
         self._discarded.update(group.reason for group in report.discarded)

@@ -92,6 +92,15 @@ class Remedy(Struct, frozen=True, kw_only=True):
 CHECK = Remedy(action="check")
 """The remedy of findings whose correction is outside of the program."""
 
+LESS_MEMORY = Remedy(
+    action="resume",
+    changes=(
+        Change(key="engine.max_num_seqs", factor=0.5),
+        Change(key="learner.micro_batch_tokens", factor=0.5),
+    ),
+)
+"""Half as many sequences at once, or half as many tokens per pass of the learner: both need less memory and heat."""
+
 
 class Finding(Struct, frozen=True, kw_only=True):
     """A problem that a check found.

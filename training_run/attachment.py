@@ -8,7 +8,7 @@ the library is in its `library.py` (`clotho/extension.py`).
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
 from importlib import import_module
@@ -17,9 +17,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
+from protocols.summary import ResourceReading
 from training_run.supervision.hooks import ReportObserver
+from training_run.supervision.supervisor import Child
 
 if TYPE_CHECKING:
+    from clotho.inference.engine import DecodeEngine
+    from clotho.lanes.compute_thread import Compute
     from training_run.directory.run_directory import RunDirectory
     from training_run.profile.schema import Profile
     from training_run.run import RunContext
@@ -40,14 +44,17 @@ class Plan(Struct, kw_only=True, eq=False):
     token_values: bool = False
 
 
-class Attached(Struct, frozen=True, kw_only=True, eq=False):
+class Attached(Struct, kw_only=True, eq=False):
     """Attachments -> wiring: what they have added to a run that is loaded and has not begun.
 
-    observers: told by the monitor. ending: closed when the run ends, last in, first out.
+    ending: closed when the run ends, last in, first out. observers: told by the monitor. services: children beside the
+    flow of groups. resources: the latest reading of the machine.
     """
 
     ending: ExitStack
     observers: list[ReportObserver] = field(default_factory=list)
+    services: list[Child] = field(default_factory=list)
+    resources: ResourceReading = ResourceReading()
 
 
 class Attachment:
@@ -59,6 +66,10 @@ class Attachment:
 
     def check(self, profile: Profile) -> None:
         """Raise ProfileError for what cannot work; in milliseconds, and before the run directory is touched."""
+
+    def watches(self, compute: Compute, engine: DecodeEngine) -> Sequence[Child]:
+        """Return children that look after a decode engine, in a run and in `serve`."""
+        return ()
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Begin what must exist before the policy is loaded. The returned function completes the loaded run.
@@ -76,6 +87,11 @@ def installed_attachments() -> tuple[Attachment, ...]:
     names = sorted(one.name for one in pkgutil.iter_modules(places or []) if one.ispkg)
     modules = [f"attachments.{name}.attachment" for name in names]
     return tuple(import_module(module).ATTACHMENT for module in modules if find_spec(module))
+
+
+def engine_watches(compute: Compute, engine: DecodeEngine) -> list[Child]:
+    """Return the children of all attachments that look after a decode engine."""
+    return [child for attachment in installed_attachments() for child in attachment.watches(compute, engine)]
 
 
 async def prepare_attachments(plan: Plan) -> list[Attach]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from attachments.alarms.run_alarms import RunAlarms
 from attachments.atropos.sample_log import SampleLog
 from attachments.cluster.connection import RayConnection
 from attachments.cpu import compute_path
@@ -39,6 +38,7 @@ from training_run.groups.prompts import PromptBuilder
 from training_run.profile.schema import Profile
 from training_run.records.display import RunFacts
 from training_run.records.evaluation_history import RunHistory
+from training_run.records.findings import RunFindings
 from training_run.records.forecast import Plan
 from training_run.records.terminal_text import relative_path
 from training_run.rewards.runner import RewardRunner
@@ -68,7 +68,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
 
     Shared state, with the actor that writes it:
     weights: the served weights (broadcaster). replacements: number of groups that are replaced by others (learner).
-    logged: last step in the log files, alarms: findings of the run (monitor). progress, ledger: of the learner.
+    logged: last step in the log files, findings (monitor). progress, ledger: of the learner.
     swap_times: of the broadcaster.
     evaluations: reports since the last start (evaluator). sample_log: completions of HTTP clients (server).
     """
@@ -104,7 +104,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     weights: Latest[WeightsReady]
     replacements: Latest[int]
     logged: Latest[int]
-    alarms: RunAlarms
+    findings: RunFindings
     sample_log: SampleLog
     swap_times: SwapTimes
     evaluations: list[EvalReport]

@@ -14,8 +14,6 @@ from starlette.types import ASGIApp
 
 from attachments.cpu import usable_cores
 from attachments.dashboard.timeline import RunObserver
-from attachments.machine.pressure import read_memory
-from attachments.machine.resources import READ_SECONDS, ResourceProbe
 from clotho.models.machine import peak_memory
 from clotho.serving.services import (
     NullSampleLog,
@@ -31,7 +29,7 @@ from clotho.settings.server import HttpServer, ServerSection
 from protocols.checkpoint import BestCheckpoint
 from protocols.sampling import BASE
 from protocols.step import WeightsReady
-from protocols.summary import QueueGauge, RankGauges, RemoteGauges, ResourceReading, RunGauges, RunSummary
+from protocols.summary import QueueGauge, RankGauges, RemoteGauges, RunGauges, RunSummary
 from training_run.accounting import GroupAccounting
 from training_run.directory.checkpoints import checkpoint_path
 from training_run.records.summary import resume_command
@@ -40,7 +38,6 @@ from training_run.run import RunContext
 from training_run.serving import ServingState, names_of, served_adapters
 from training_run.supervision.queues import Queue
 from training_run.supervision.supervisor import ChildStatus
-from training_run.supervision.watchdog import PeriodicReading
 
 
 def loading_page(server: ServerSection) -> ASGIApp | None:
@@ -75,7 +72,7 @@ class RunMonitor:
         self._remote = remote
         self._observer = RunObserver(context, queues)
         self._began = time.monotonic()
-        self._api_requests, self._resources = 0, ResourceReading()
+        self._api_requests = 0
         self.serving = ServingState(
             context.compute,
             context.engine,
@@ -118,20 +115,10 @@ class RunMonitor:
             peak_memory_bytes=peak_memory(),
             remote=remote,
             learner_ranks=self._learner_ranks(),
-            resources=self._resources,
-            findings=context.alarms.findings,
+            resources=context.attached.resources,
+            findings=context.findings.now,
             waiting_for="" if context.progress.updating else self._observer.waiting_for(),
         )
-
-    def resource_watch(self) -> PeriodicReading[ResourceReading]:
-        """Return the actor that reads the resources of the machine."""
-        return PeriodicReading(
-            "resource watch", ResourceProbe(read_memory).read, self._take_resources, seconds=READ_SECONDS
-        )
-
-    def _take_resources(self, reading: ResourceReading) -> None:
-        self._resources = reading
-        self._context.alarms.observe_resources(reading)
 
     def snapshot(self) -> RunSnapshot:
         """Current metrics for /metrics."""
@@ -188,7 +175,7 @@ class RunMonitor:
             sampling=profile.sampling,
             prompt_logprobs=self.serving.score,
             weights=lambda: context.weights.value,
-            health=lambda: structs.replace(self.serving.health(), findings=context.alarms.findings),
+            health=lambda: structs.replace(self.serving.health(), findings=context.findings.now),
             snapshot=self.snapshot,
             context_length=context.policy.context_length,
             vocab_size=context.policy.vocab_size,
@@ -229,7 +216,7 @@ class RunMonitor:
             best_path=relative_path(checkpoint_path(context.directory.checkpoints, best.step)) if best else "",
             resume_command=resume_command(context.directory.profile),
             history_gaps=context.history_gaps,
-            findings=context.alarms.findings,
+            findings=context.findings.now,
             files=tuple(context.directory.written()),
             is_adapter=not isinstance(context.profile.policy.method, FullMethod),
             run_dir=relative_path(context.directory.path),

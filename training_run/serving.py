@@ -14,11 +14,9 @@ from attachments.adapters.adapters import AdapterRegistry
 from attachments.adapters.messages import AdapterInfo
 from attachments.dialects.control import EngineControl
 from attachments.files.adapters import read_adapter_of
-from attachments.machine.pressure import CHECK_SECONDS, MemoryReading, MemoryWatch, read_memory
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.adapters import AdapterContents
-from clotho.models.machine import free_buffers
 from clotho.models.parameters import Parameters
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.server import engine_snapshot
@@ -32,7 +30,7 @@ from training_run.profile.schema import MonitorSection
 from training_run.records.terminal_text import relative_path
 from training_run.start.adapter_settings import find_adapter
 from training_run.supervision.supervisor import ChildState, ChildStatus
-from training_run.supervision.watchdog import EngineGuard, PeriodicCheck, Watchdog
+from training_run.supervision.watchdog import EngineGuard, Watchdog
 
 log = structlog.get_logger(actor="pipeline")
 
@@ -71,21 +69,6 @@ class ServingState:
             on_stall=self.on_stall,
             on_recovered=self.on_recovery,
         )
-
-    def memory_watch(self, read: Callable[[], MemoryReading] = read_memory) -> PeriodicCheck:
-        """Return the actor that limits the concurrency of the decode engine under memory pressure."""
-        watch = MemoryWatch(self._engine.stats().rows_limit, apply=self._limit_rows, read=read)
-        return PeriodicCheck("memory watch", watch.check, seconds=CHECK_SECONDS)
-
-    def _limit_rows(self, rows: int) -> None:
-        """Set the limit in the decode thread; if it is lower, also free the buffers that MLX keeps for reuse."""
-
-        def limit() -> None:
-            if rows < self._engine.stats().rows_limit:
-                free_buffers()
-            self._engine.limit_rows(rows)
-
-        self._compute.decode.submit(limit)
 
     def on_stall(self, seconds: float) -> None:
         """Record that a compute thread has made no progress for `seconds`."""

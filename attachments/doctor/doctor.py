@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from attachments.alarms.run_alarms import LESS_MEMORY
 from attachments.cpu import compute_path, load_blas
 from attachments.doctor.completions import (
     completion_findings,
@@ -60,7 +59,7 @@ from clotho.settings.server import HttpServer
 from clotho.storage.atomic_files import replace_file
 from clotho.storage.json_text import encode
 from protocols.errors import ClothoError, DatasetError, ProfileError, RecordsError, ServerError, visible
-from protocols.finding import CHECK, Change, Finding, FindingName, Remedy
+from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, FindingName, Remedy
 from protocols.rollout import GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.summary import MemoryEstimate
 from training_run.commands.command_line import require_new_file

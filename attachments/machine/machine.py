@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 from msgspec import Struct
 
-from attachments.alarms.run_alarms import LESS_MEMORY, power_findings
 from attachments.cpu import REFERENCE_BLAS
+from attachments.machine.alarms import power_findings
 from attachments.machine.macos import MacState, read_mac
 from attachments.machine.pressure import read_memory
 from clotho.models.machine import physical_memory
-from protocols.finding import CHECK, Change, Finding, Remedy
+from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, Remedy
 from protocols.summary import MemoryEstimate
 
 GIB = 2**30

@@ -9,12 +9,12 @@ from typing import Any
 from anyio import create_task_group, fail_after
 
 from actors.monitor import Monitor
-from attachments.alarms.run_alarms import RunAlarms
 from protocols.evaluation import EvalReport
 from protocols.step import LearnerReport
 from tests.training_run.records.display_examples import GAUGES
 from training_run.directory.jsonl import JsonlWriter
 from training_run.records.display import Display, NoDisplay, RunView
+from training_run.records.findings import RunFindings
 from training_run.supervision.latest import Latest
 from training_run.supervision.queues import Queue
 
@@ -69,7 +69,7 @@ async def observe(
         evaluations=JsonlWriter(directory / "evaluations.jsonl"),
         rollouts=rollouts,
         logged=options.pop("logged", None) or Latest[int]("logged"),
-        alarms=RunAlarms({}),
+        findings=RunFindings({}),
         clock=Clock(),
         **options,
     )

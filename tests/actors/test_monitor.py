@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from actors.monitor import Monitor
-from attachments.alarms.run_alarms import RunAlarms
 from protocols.evaluation import EvalReport
 from protocols.finding import Finding
 from protocols.queues import EndOfStream, Outbox
@@ -28,6 +27,7 @@ from tests.training_run.records.display_examples import GAUGES, UPDATE, discarde
 from tests.training_run.supervision.scripted_actors import RecordedSupervisor
 from training_run.directory.jsonl import JsonlWriter
 from training_run.records.display import NoDisplay, RunView
+from training_run.records.findings import RunFindings
 from training_run.records.forecast import Plan, RunForecast
 from training_run.records.metrics import METRICS
 from training_run.supervision.hooks import ReportObserver
@@ -277,7 +277,7 @@ def monitor_of(queue: Queue[StepReport | EvalReport], metrics: JsonlWriter) -> M
         evaluations=JsonlWriter(metrics.path.with_name("evaluations.jsonl")),
         rollouts=None,
         logged=Latest[int]("logged"),
-        alarms=RunAlarms({}),
+        findings=RunFindings({}),
     )
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import anyio
-import anyio.lowlevel
 import pytest
 
-from attachments.machine.pressure import MemoryReading
-from attachments.machine.resources import ResourceProbe
 from clotho.settings.server import HttpServer
 from protocols.evaluation import EvalReport
+from protocols.finding import CHECK, Finding
 from protocols.summary import ResourceReading
 from tests.training_run.built_context import open_context, tiny_profile
 from tests.training_run.test_accounting import MinimalActor
@@ -21,8 +18,10 @@ from training_run.run import RunContext
 from training_run.run_monitor import RunMonitor
 from training_run.services import wire_services
 from training_run.supervision.queues import Queue
-from training_run.supervision.supervisor import ChildState, ChildStatus, Restart
-from training_run.supervision.watchdog import EngineGuard
+from training_run.supervision.supervisor import ChildState, ChildStatus, Restart, temporary
+from training_run.supervision.watchdog import EngineGuard, PeriodicCheck
+
+BATTERY = Finding(name="on_battery", severity="warning", fact="f", consequence="c", advice="a", remedy=CHECK)
 
 
 @pytest.fixture
@@ -92,41 +91,21 @@ async def test_the_summary_compares_the_base_policy_with_the_final_one(context: 
     assert (summary.steps, summary.planned_steps) == (0, 10)
 
 
-async def test_memory_pressure_limits_the_engine_of_the_run(
-    context: RunContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The limit is a metric of /metrics and of metrics.jsonl; MLX's freed buffers are returned."""
-    freed: list[None] = []
-    monkeypatch.setattr("training_run.serving.free_buffers", lambda: freed.append(None))
-    critical = MemoryReading(level="critical", swap_bytes=0, available_bytes=0)
-    monitor = RunMonitor(context, queues=[], children=dict)
-    watch = monitor.serving.memory_watch(lambda: critical)
-    assert (monitor.snapshot().engine.sequences_limit, monitor.gauges().rows_limit) == (256, 256)
-    watch.check()
-    context.compute.decode.submit(lambda: None).result()
-    assert (monitor.snapshot().engine.sequences_limit, monitor.gauges().rows_limit) == (128, 128)
-    assert len(freed) == 1
-
-
-async def test_a_run_watches_the_memory(context: RunContext) -> None:
+async def test_attachments_add_services(context: RunContext) -> None:
     """Beside the watchdog and the guard of the decode engine, with or without a server."""
+    context.attached.services.append(temporary(PeriodicCheck("another", lambda: None, seconds=60.0)))
     names = [child.actor.name for child in wire_services(context, RunMonitor(context, queues=[], children=dict), None)]
-    assert names == ["watchdog", "memory watch", "decode engine", "resource watch"]
+    assert (names[0], names[-1]) == ("watchdog", "another")
+    assert "decode engine" in names
 
 
-async def test_gauges_have_the_resources_the_findings_and_what_the_learner_waits_for(
-    context: RunContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_gauges_have_the_resources_the_findings_and_what_the_learner_waits_for(context: RunContext) -> None:
     """Nothing is waited for while an update is computed. /health has the findings too, and stays ok."""
-    reading = ResourceReading(on_battery=True)
-    monkeypatch.setattr(ResourceProbe, "read", lambda _: reading)
     monitor = RunMonitor(context, queues=[], children=dict)
     assert monitor.gauges().waiting_for
-    async with anyio.create_task_group() as group:
-        group.start_soon(monitor.resource_watch().run)
-        while monitor.gauges().resources != reading:
-            await anyio.lowlevel.checkpoint()
-        group.cancel_scope.cancel()
+    context.attached.resources = ResourceReading(on_battery=True)
+    context.findings.add(BATTERY)
+    assert monitor.gauges().resources == ResourceReading(on_battery=True)
     assert [finding.name for finding in monitor.gauges().findings] == ["on_battery"]
     health = monitor.server_context(HttpServer()).health()
     assert (health.status, [finding.name for finding in health.findings]) == ("ok", ["on_battery"])

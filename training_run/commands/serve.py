@@ -30,6 +30,7 @@ from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.serving.server import ApiServer, base_url, listen, while_loading
 from clotho.serving.services import NullPolicyReceiver, PolicyReceiver, RunSnapshot, ServedModel, ServerContext
 from protocols.step import WeightsReady
+from training_run.attachment import engine_watches
 from training_run.memory.estimate import serving_memory
 from training_run.memory.report import limit_memory
 from training_run.profile.serve_profile import ServeArguments
@@ -172,7 +173,7 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
         until_drained = UntilDrained(lambda: show(console, serving, address))
         children = [
             permanent(state.watchdog(profile.monitor)),
-            permanent(state.memory_watch()),
+            *engine_watches(compute, engine),
             permanent(_guard(serving), ENGINE_RESTARTS),
             permanent(ApiServer(serving.server_context(state), listener=listener), SERVER_RESTARTS),
             transient(until_drained),

@@ -11,7 +11,6 @@ from anyio.to_thread import run_sync
 from msgspec.structs import replace
 
 from attachments.adapters.adapter_store import AdapterStore
-from attachments.alarms.run_alarms import RunAlarms
 from attachments.atropos.sample_log import SampleLog, token_cost
 from attachments.cluster.connection import RayConnection
 from attachments.cluster.reward_worker import ClusterRewards
@@ -58,6 +57,7 @@ from training_run.memory.report import limit_memory
 from training_run.profile.load import write_profile
 from training_run.profile.schema import HeldOutEvaluation, Profile
 from training_run.records.evaluation_history import RunHistory, read_history
+from training_run.records.findings import RunFindings
 from training_run.records.remedies import RunCommands
 from training_run.rewards.runner import RewardRunner, rewards_of
 from training_run.run import RunContext
@@ -178,7 +178,7 @@ async def _build_context(
         )
         state = start.state
         write_profile(profile, directory.profile)
-        preflight, alarms = _alarms(profile, directory, preflight)
+        preflight, findings = _findings(profile, directory, preflight)
         history = read_history(directory.metrics, directory.evaluations)
     ledger, progress = Ledger(state.ledger if state else None), _progress(state)
     evaluations: list[EvalReport] = []
@@ -214,23 +214,23 @@ async def _build_context(
         weights=_cell("weights", _served(policy)),
         replacements=_cell("replacements", ledger.ended - progress.step * profile.learner.batch_size),
         logged=Latest[int]("logged"),
-        alarms=alarms,
+        findings=findings,
         sample_log=SampleLog(capacity_tokens=_sample_log_tokens(profile), logit_bias=profile.sampling.logit_bias),
         swap_times=SwapTimes(),
         evaluations=evaluations,
-        best=_best_checkpoint(profile, directory, history, evaluations, alarms),
+        best=_best_checkpoint(profile, directory, history, evaluations, findings),
     )
 
 
-def _alarms(
+def _findings(
     profile: Profile, directory: RunDirectory, findings: tuple[Finding, ...]
-) -> tuple[tuple[Finding, ...], RunAlarms]:
-    """Return the findings of the start with their commands, which the run directory records too, and the alarms."""
+) -> tuple[tuple[Finding, ...], RunFindings]:
+    """Return the findings of the start with their commands, which the run directory records too, and of the run."""
     commands = RunCommands(directory.path)
     completed = tuple(map(commands.complete, findings))
     write_report(directory.preflight, PreflightReport(findings=completed))
     reported = [finding.name for finding in completed]
-    return completed, RunAlarms(expectations(profile.rewards), reported=reported, complete=commands.complete)
+    return completed, RunFindings(expectations(profile.rewards), reported=reported, complete=commands.complete)
 
 
 def _best_checkpoint(
@@ -238,7 +238,7 @@ def _best_checkpoint(
     directory: RunDirectory,
     history: RunHistory,
     evaluations: list[EvalReport],
-    alarms: RunAlarms,
+    findings: RunFindings,
 ) -> BestCheckpointKeeper:
     interval = profile.eval.interval if isinstance(profile.eval, HeldOutEvaluation) else 0
     return BestCheckpointKeeper(
@@ -246,7 +246,7 @@ def _best_checkpoint(
         marker=directory.best,
         reports=lambda: [*history.evaluations, *evaluations],
         is_evaluated=lambda step: interval > 0 and step % interval == 0,
-        named=lambda: alarms.named_checkpoints,
+        named=lambda: findings.named_checkpoints,
     )
 
 

@@ -1,13 +1,25 @@
-"""What takes part in a run beside its actors: observers of the reports, and the parts of a run that they add."""
+"""What takes part in a run beside its actors: checks and observers of the reports."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from protocols.evaluation import EvalReport
 from protocols.finding import Finding
 from protocols.step import GroupsEnded, StepReport
+from protocols.summary import RunGauges
+
+
+class Check:
+    """Examines what a run reports. Its findings apply from the moment in which they are yielded until they are not."""
+
+    def observe(self, report: StepReport, gauges: RunGauges) -> None:
+        """Take a step into account. gauges: the state of the run at this moment."""
+
+    def findings(self) -> Iterable[Finding]:
+        """Return the findings that apply now."""
+        return ()
 
 
 class ReportObserver:

@@ -16,7 +16,8 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from attachments.alarms.tests import test_run_alarms as alarms
+from attachments.alarms.checks import CollapseCheck
+from attachments.alarms.tests import test_checks as alarms
 from attachments.alarms.tests.collapse_reports import GOOD, batch, metrics, report
 from attachments.alarms.tests.test_collapse_detection import detector_with_baseline
 from attachments.cpu import REFERENCE_BLAS
@@ -29,6 +30,7 @@ from attachments.doctor.tests import templates
 from attachments.doctor.tests import test_faults as faults
 from attachments.doctor.tests.test_problems import REWARDS, problems
 from attachments.doctor.versions import version_findings
+from attachments.machine.alarms import MachineCheck
 from attachments.machine.machine import machine_findings
 from attachments.machine.macos import KernelPanic, MacState
 from attachments.machine.tests import simulated_mac
@@ -39,6 +41,7 @@ from protocols.summary import ResourceReading
 from tests.training_run.built_context import tiny_profile
 from tests.training_run.records import test_training_signal as signals
 from tests.training_run.records.display_examples import UPDATE, step
+from tests.training_run.records.observed_run import ObservedRun, groups
 from tests.training_run.simulated_run import METRICS
 from tests.training_run.supervision.test_lost_groups import Stage
 from training_run.__main__ import main
@@ -72,41 +75,41 @@ def of_collapse() -> Iterator[Finding]:
 
 def of_the_machine_during_a_run() -> Iterator[Finding]:
     """A run that becomes slow on a machine that has every fault."""
-    run = alarms.Run()
+    run, check = alarms.observed(), MachineCheck()
     for rate in [1000.0] * 5 + [400.0] * 10:
         run.step(tokens_per_second=rate)
     faulty = ResourceReading(
         memory_level="critical", swap_change_bytes=2**30, thermal="heavy", on_battery=True, low_power=True
     )
-    run.read(faulty)
-    run.read(faulty)
-    yield from run.alarms.findings
+    check.take(faulty)
+    check.take(faulty)
+    yield from (*run.findings.now, *check.findings())
 
 
 def of_the_scorer() -> Iterator[Finding]:
     """The learner waits for rewards."""
-    run = alarms.Run()
+    run = ObservedRun()
     for number in range(1, 4):
         run.gauges = replace(run.gauges, scorer_full_seconds=8.0 * number, groups_scored_at_once=8)
-        run.step(replace(step(number, groups=alarms.groups(1.0)), wait_seconds=8.0))
-    yield from run.alarms.findings
+        run.step(replace(step(number, groups=groups(1.0)), wait_seconds=8.0))
+    yield from run.findings.now
 
 
 def of_the_kv_cache() -> Iterator[Finding]:
     """Rows wait for the long requests of clients."""
-    run = alarms.Run()
+    run = ObservedRun()
     run.gauges = replace(run.gauges, cache_holders=("chatcmpl-1",))
     for number in range(1, 4):
-        run.step(step(number, groups=alarms.groups(1.0)))
-    yield from run.alarms.findings
+        run.step(step(number, groups=groups(1.0)))
+    yield from run.findings.now
 
 
 def of_a_collapsed_run() -> Iterator[Finding]:
     """The reward falls at step 5 of a run; the best mean is that of the first four steps."""
-    run = alarms.Run()
+    run = alarms.observed()
     for number in range(1, 9):
-        run.step(step(number, groups=alarms.groups(2.0 if number < 5 else 0.02), update=UPDATE))
-    yield from run.alarms.findings
+        run.step(step(number, groups=groups(2.0 if number < 5 else 0.02), update=UPDATE))
+    yield from run.findings.now
 
 
 def of_the_rewards() -> Iterator[Finding]:
@@ -359,9 +362,9 @@ def test_a_run_directory_that_exists_is_not_proposed(tmp_path: Path) -> None:
 
 def test_the_checkpoint_that_a_command_names_is_known_to_the_alarms(ended: Ended) -> None:
     """So that it is not deleted while the finding applies."""
-    found = alarms.Run(complete=RunCommands(ended.path).complete)
+    found = ObservedRun(lambda clock: CollapseCheck(), complete=RunCommands(ended.path).complete)
     found.step(alarms.collapsed(3))
-    assert found.alarms.named_checkpoints == {2}
+    assert found.findings.named_checkpoints == {2}
 
 
 def test_flags_are_read_back() -> None:

@@ -1,0 +1,126 @@
+"""Signs of a collapse and slow decoding: each has its own finding with a remedy, and a healthy run has none."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from attachments.alarms.checks import CALM_UPDATES, CollapseCheck, ThroughputCheck
+from attachments.alarms.collapse_detection import LOWER_RATE
+from attachments.alarms.tests.collapse_reports import completion, scored
+from protocols.finding import Finding
+from protocols.step import StepReport, TrainedGroup
+from tests.training_run.records.display_examples import UPDATE, step, trained
+from tests.training_run.records.observed_run import ObservedRun, groups
+
+SEVERE = Finding(name="update_too_large", severity="error", fact="f", consequence="c", advice="a", remedy=LOWER_RATE)
+
+
+def observed() -> ObservedRun:
+    """A run with the checks of this attachment."""
+    return ObservedRun(lambda clock: CollapseCheck(), ThroughputCheck)
+
+
+def collapsed(number: int = 1, *, applied: bool = True, findings: tuple[Finding, ...] = (SEVERE,)) -> StepReport:
+    """Return the report of a step with signs of a collapse."""
+    report = step(number, groups=groups(1.0), update=replace(UPDATE, update_applied=applied))
+    return replace(report, collapse_findings=findings)
+
+
+def test_a_healthy_run_has_no_finding() -> None:
+    """Rewards vary and rise, and the rate is steady."""
+    run = observed()
+    for number in range(40):
+        assert run.step(step(number, groups=groups(1.0 + number / 100)), tokens_per_second=1000 + number % 7) == set()
+
+
+def test_a_rate_far_below_the_best_of_the_run_is_a_finding_until_it_rises() -> None:
+    """Only if it stays low for several steps."""
+    run = observed()
+    for _ in range(5):
+        run.step()
+    for _ in range(5):
+        assert run.step(tokens_per_second=400) == set()
+    for _ in range(5):
+        found = run.step(tokens_per_second=400)
+    assert found == {"slow"}
+    for _ in range(3):
+        found = run.step()
+    assert found == set()
+
+
+def test_a_rate_is_compared_with_that_of_comparable_work() -> None:
+    """Longer completions are slower."""
+    run = observed()
+    for _ in range(5):
+        run.step()
+    group = scored((1.0, 0.0), completions=[completion(300), completion(300)])
+    longer = (TrainedGroup(scored=group, advantages=(1.0, -1.0)),) * 16
+    for _ in range(12):
+        found = run.step(step(1, groups=longer), tokens_per_second=300)
+    assert found == set()
+
+
+def test_a_reward_that_falls_is_a_finding_that_names_the_learning_rate() -> None:
+    """Equal rewards afterwards, and batches without an update, do not end it; a rising reward does."""
+    run = observed()
+    for _ in range(4):
+        run.step(step(1, groups=groups(2.0)))
+    for _ in range(4):
+        run.step(step(2, groups=groups(0.02), update=replace(UPDATE, learning_rate=5e-3)))
+    (finding,) = run.findings.now
+    assert (finding.name, finding.severity) == ("reward_collapse", "error")
+    assert "learner.optimizer.learning_rate (at most 0.005 so far)" in finding.advice
+    assert run.step(step(3, groups=groups(0.02), update=None)) == {"reward_collapse"}
+    for _ in range(3):
+        names = run.step(step(4, groups=groups(2.0)))
+    assert names == set()
+
+
+def test_a_noisy_reward_is_no_collapse() -> None:
+    """The drop must exceed the noise of both means, and half of the range."""
+    run = observed()
+    for solved in (8, 6, 9, 5, 7, 8):
+        batch = tuple(trained(number, rewards=(2.0 * (number < solved), 0.0)) for number in range(16))
+        assert run.step(step(1, groups=batch)) == set()
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_problems_of_which_few_can_be_solved_are_no_collapse(batch_size: int) -> None:
+    """A third of the groups earns the whole reward, the others that of the format, in hundreds of batches."""
+    run, draws = observed(), random.Random(0)
+    for _ in range(5000 // batch_size):
+        rewards = [1.2 if draws.random() < 0.3 else 0.2 for _ in range(batch_size)]
+        batch = tuple(trained(number, rewards=(reward,) * 4) for number, reward in enumerate(rewards))
+        assert run.step(step(1, groups=batch)) == set()
+
+
+def test_the_loss_of_all_that_was_learned_is_a_collapse() -> None:
+    """Within a few batches, although the format is still rewarded."""
+    run, draws = observed(), random.Random(0)
+    for chance in [0.6] * 20 + [0.0] * 4:
+        rewards = [1.2 if draws.random() < chance else 0.2 for _ in range(16)]
+        batch = tuple(trained(number, rewards=(reward,) * 4) for number, reward in enumerate(rewards))
+        names = run.step(step(1, groups=batch))
+    assert "reward_collapse" in names
+
+
+def test_a_sign_of_collapse_stays_until_several_updates_show_none() -> None:
+    """Batches without an update do not count, because a collapsed policy often has none."""
+    run = observed()
+    assert run.step(collapsed()) == {"update_too_large"}
+    for _ in range(10):
+        assert run.step(collapsed(applied=False, findings=())) == {"update_too_large"}
+    for _ in range(CALM_UPDATES - 1):
+        assert run.step(collapsed(findings=())) == {"update_too_large"}
+    assert run.step(collapsed(findings=())) == set()
+
+
+def test_a_rollback_ends_the_signs_of_collapse() -> None:
+    """The step of the rollback has them. Then the weights are healthy again."""
+    run = observed()
+    run.step(collapsed())
+    assert run.step(replace(collapsed(), rolled_back=True)) == {"update_too_large"}
+    assert run.step(collapsed(findings=())) == set()

@@ -1,0 +1,63 @@
+"""The machine of a run: readings of its resources, findings about them, and fewer rows under memory pressure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from protocols.summary import ResourceReading
+from training_run.attachment import Attach, Attachment, Plan
+from training_run.supervision.supervisor import Child, permanent, temporary
+from training_run.supervision.watchdog import PeriodicCheck, PeriodicReading
+
+if TYPE_CHECKING:
+    from clotho.inference.engine import DecodeEngine
+    from clotho.lanes.compute_thread import Compute
+    from training_run.run import RunContext
+
+
+class Machine(Attachment):
+    """Watches memory, swap, heat and power."""
+
+    def watches(self, compute: Compute, engine: DecodeEngine) -> Sequence[Child]:
+        """Return the child that limits the rows of an engine under memory pressure."""
+        from attachments.machine.pressure import CHECK_SECONDS, MemoryWatch, read_memory
+        from clotho.models.machine import free_buffers
+
+        def apply(rows: int) -> None:
+            """Set the limit in the decode thread; if it is lower, also free the buffers that MLX keeps for reuse."""
+
+            def limit() -> None:
+                if rows < engine.stats().rows_limit:
+                    free_buffers()
+                engine.limit_rows(rows)
+
+            compute.decode.submit(limit)
+
+        watch = MemoryWatch(engine.stats().rows_limit, apply=apply, read=read_memory)
+        return [permanent(PeriodicCheck("memory watch", watch.check, seconds=CHECK_SECONDS))]
+
+    async def prepare(self, plan: Plan) -> Attach | None:
+        """Read the resources of the machine while the run goes on."""
+
+        async def attach(run: RunContext) -> None:
+            from attachments.machine.alarms import MachineCheck
+            from attachments.machine.pressure import read_memory
+            from attachments.machine.resources import READ_SECONDS, ResourceProbe
+
+            check = MachineCheck()
+            run.findings.add_check(check)
+
+            def take(reading: ResourceReading) -> None:
+                run.attached.resources = reading
+                check.take(reading)
+                run.findings.refresh()
+
+            probe = ResourceProbe(read_memory)
+            watch = PeriodicReading("resource watch", probe.read, take, seconds=READ_SECONDS)
+            run.attached.services.append(temporary(watch))
+
+        return attach
+
+
+ATTACHMENT = Machine()

@@ -1,0 +1,49 @@
+"""The machine of a run: its watches, readings and findings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from attachments.machine.attachment import ATTACHMENT
+from attachments.machine.pressure import MemoryReading
+from attachments.machine.resources import ResourceProbe
+from protocols.summary import ResourceReading
+from tests.training_run.built_context import open_context, tiny_profile
+from training_run.run_monitor import RunMonitor
+from training_run.supervision.watchdog import PeriodicCheck
+
+
+async def test_memory_pressure_limits_the_engine_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is a metric of /metrics and of metrics.jsonl; MLX's freed buffers are returned."""
+    freed: list[None] = []
+    monkeypatch.setattr("clotho.models.machine.free_buffers", lambda: freed.append(None))
+    critical = MemoryReading(level="critical", swap_bytes=0, available_bytes=0)
+    monkeypatch.setattr("attachments.machine.pressure.read_memory", lambda: critical)
+    async with open_context(tiny_profile(tmp_path)) as run:
+        monitor = RunMonitor(run, queues=[], children=dict)
+        (child,) = ATTACHMENT.watches(run.compute, run.engine)
+        assert (monitor.snapshot().engine.sequences_limit, monitor.gauges().rows_limit) == (256, 256)
+        assert isinstance(child.actor, PeriodicCheck)
+        child.actor.check()
+        run.compute.decode.submit(lambda: None).result()
+        assert (monitor.snapshot().engine.sequences_limit, monitor.gauges().rows_limit) == (128, 128)
+    assert len(freed) == 1
+
+
+async def test_a_run_has_the_readings_of_its_machine_and_their_findings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first reading on."""
+    reading = ResourceReading(on_battery=True)
+    monkeypatch.setattr(ResourceProbe, "read", lambda _: reading)
+    async with open_context(tiny_profile(tmp_path)) as run, anyio.create_task_group() as tasks:
+        (watch,) = (child.actor for child in run.attached.services if child.actor.name == "resource watch")
+        tasks.start_soon(watch.run)
+        while run.attached.resources != reading:
+            await anyio.lowlevel.checkpoint()
+        assert "on_battery" in [finding.name for finding in run.findings.now]
+        tasks.cancel_scope.cancel()
