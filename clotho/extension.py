@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 Entry = TypeVar("Entry")
 
 
+class ModelFormat(Struct, frozen=True, kw_only=True):
+    """A format of model files; the key is their suffix, such as `.gguf`.
+
+    open: called with the path and `read_weights`, as `clotho.models.loading.open_base`, returns the model and its
+    configuration. tokenizer: called with the path, returns a tokenizer of transformers.
+    """
+
+    open: str
+    tokenizer: str
+
+
 class Generator(Struct, frozen=True, kw_only=True):
     """A source of generated problems; the key is the prefix of its datasets, such as `reasoning_gym:`.
 
@@ -35,6 +46,10 @@ class Generator(Struct, frozen=True, kw_only=True):
 
 
 OWNERS: Mapping[str, str] = {
+    ".gguf": "files",
+    "gguf": "files",
+    "npz": "files",
+    "peft": "files",
     "judge": "graders",
     "math_verify": "graders",
     "reasoning_gym": "reasoning_gym",
@@ -54,6 +69,14 @@ class Extension:
     def attachment(self) -> str:
         """Name of the folder."""
         return type(self).__module__.split(".")[1]
+
+    def model_formats(self) -> Mapping[str, ModelFormat]:
+        """Return formats of model files, by their suffix."""
+        return {}
+
+    def adapter_formats(self) -> Mapping[str, str]:
+        """Return what reads adapters of each format: `module:name` of a `clotho.models.adapter_reading.ReadAdapter`."""
+        return {}
 
     def generators(self) -> Mapping[str, Generator]:
         """Return sources of generated problems, by the prefix of their datasets."""
@@ -86,6 +109,16 @@ def provided(place: str) -> Any:
 def absence(name: str) -> str:
     """Return why no table has a name: its attachment is not installed. Empty for names of no attachment."""
     return f"needs the attachment {OWNERS[name]!r}, which this installation lacks" if name in OWNERS else ""
+
+
+def model_formats() -> dict[str, ModelFormat]:
+    """Return the formats of model files by their suffix."""
+    return _joined(one.model_formats() for one in extensions())
+
+
+def adapter_formats() -> dict[str, str]:
+    """Return what reads adapters of each format that is not the library's own."""
+    return _joined(one.adapter_formats() for one in extensions())
 
 
 def generators() -> dict[str, Generator]:

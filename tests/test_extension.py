@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import mlx.core as mx
 import pytest
 
-from clotho.extension import OWNERS, absence, extension_rewards, extensions, generators, provided
+from clotho.extension import (
+    OWNERS,
+    absence,
+    adapter_formats,
+    extension_rewards,
+    extensions,
+    generators,
+    model_formats,
+    provided,
+)
 from clotho.generators import Generators, epoch_weights, prefix_of, rewards_of
+from clotho.models.adapter_reading import read_adapter_of
+from clotho.models.loading import find_model, is_local
+from clotho.models.tokenizer import ChatTokenizer
 from clotho.rewards.registry import load_reward
 from clotho.rewards.weighted_sum import Rewards
 from clotho.settings.data import DataSection
-from protocols.errors import DatasetError, ProfileError
+from protocols.errors import ArtifactError, DatasetError, ModelError, ProfileError
 from tests.absent import without
 
 
 def test_every_name_of_a_table_is_known_with_its_attachment() -> None:
     """Whether or not the attachment is installed; the names of the tables differ from each other."""
     found = [
-        (name, one.attachment) for one in extensions() for table in (one.generators(), one.rewards()) for name in table
+        (name, one.attachment)
+        for one in extensions()
+        for table in (one.model_formats(), one.adapter_formats(), one.generators(), one.rewards())
+        for name in table
     ]
     assert dict(found) == OWNERS
     assert len(found) == len(OWNERS)
@@ -26,6 +45,8 @@ def test_every_row_names_something_that_can_be_imported() -> None:
     """As text, so that nothing is imported before it is used."""
     places = [row.load for row in extension_rewards().values()]
     places += [place for row in generators().values() for place in (row.open, row.weights)]
+    places += [place for row in model_formats().values() for place in (row.open, row.tokenizer)]
+    places += adapter_formats().values()
     assert all(callable(provided(place)) for place in places)
 
 
@@ -68,3 +89,41 @@ def test_other_datasets_are_not_generated_and_keep_their_type_weights() -> None:
     """Files, directories, and repositories of the hub."""
     assert [prefix_of(name) for name in ("x.jsonl", "openai/gsm8k", "C:x", None)] == ["", "", "", ""]
     assert epoch_weights(DataSection(train="x.jsonl", type_weights={"a": 2.0}), []) == {"a": 2.0}
+
+
+def test_a_model_file_of_an_absent_attachment_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The name is still that of a file, and of no repository of the hub. Other files are no models."""
+    file, other = tmp_path / "model.gguf", tmp_path / "model.bin"
+    file.write_bytes(b"GGUF")
+    other.write_bytes(b"")
+    without(monkeypatch, "files")
+    with pytest.raises(ModelError, match="needs the attachment 'files'"):
+        find_model(str(file))
+    with pytest.raises(ModelError, match="needs the attachment 'files'"):
+        ChatTokenizer.from_files(file)
+    with pytest.raises(ModelError, match="is expected"):
+        find_model(str(other))
+    assert is_local("model.gguf")
+
+
+@pytest.mark.parametrize("name", ["adapter.gguf", "adapter.npz", "peft"])
+def test_an_adapter_of_another_program_is_refused_without_its_attachment(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Adapters of mlx-lm, which a run writes, are read by the library."""
+    path = tmp_path / name
+    config = {"peft_type": "LORA"} if name == "peft" else {"lora_parameters": {"scale": 1.0}}
+    (path if name == "peft" else tmp_path).mkdir(exist_ok=True)
+    ((path if name == "peft" else tmp_path) / "adapter_config.json").write_text(json.dumps(config))
+    without(monkeypatch, "files")
+    with pytest.raises(ArtifactError, match="needs the attachment 'files'"):
+        read_adapter_of(path)
+    layer = "model.layers.0.mlp.down_proj"
+    matrices = {f"{layer}.lora_a": mx.zeros((4, 2)), f"{layer}.lora_b": mx.zeros((2, 4))}
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "adapter_config.json").write_text(json.dumps({"lora_parameters": {"scale": 1.0}}))
+    mx.save_safetensors(str(own / "adapters.safetensors"), matrices)
+    assert read_adapter_of(own).ranks == {layer: 2}

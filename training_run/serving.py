@@ -13,9 +13,9 @@ from attachments.adapters.adapter_store import AdapterStore
 from attachments.adapters.adapters import AdapterRegistry
 from attachments.adapters.messages import AdapterInfo
 from attachments.dialects.control import EngineControl
-from attachments.files.adapters import read_adapter_of
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
+from clotho.models.adapter_reading import read_adapter_of
 from clotho.models.adapters import AdapterContents
 from clotho.models.parameters import Parameters
 from clotho.scoring.prompt_logprobs import PromptScorer

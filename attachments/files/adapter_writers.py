@@ -11,7 +11,6 @@ import gguf
 import msgspec
 import numpy as np
 
-from attachments.files.adapters import Adapter
 from attachments.files.gguf import pair_rotation
 from attachments.files.gguf_names import BLOCK, architecture_of, block_relative, gguf_names, heads_key
 from clotho.models.adapter_formats import (
@@ -25,6 +24,7 @@ from clotho.models.adapter_formats import (
     alpha_of,
     expert_layer,
 )
+from clotho.models.adapter_reading import Adapter
 from clotho.models.adapters import Floats
 from clotho.storage.adapters import encode_config
 from clotho.storage.atomic_files import write_file

@@ -1,4 +1,4 @@
-"""Adapters of every format, read from a path: one structure, in the layout of mlx-lm, with the bits of the file."""
+"""Adapters in the formats of PEFT, NPZ and llama.cpp, read as `clotho.models.adapter_reading` reads those of mlx-lm."""
 
 from __future__ import annotations
 
@@ -9,123 +9,76 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from msgspec import Struct, field
 from msgspec.structs import replace
 
-from attachments.files.base import Base, open_base_model, recorded_base
 from attachments.files.gguf import half_rotation
 from attachments.files.gguf_header import BF16, F16, F32, GgufHeader
 from attachments.files.gguf_header import read_header as read_gguf_header
 from attachments.files.gguf_names import ARCHITECTURES, gguf_names, heads_key
+from clotho.models.adapter_base import Base, recorded_base
 from clotho.models.adapter_formats import (
-    CONFIG,
     DTYPES,
     GGUF,
-    MATRIX_AXES,
     NPZ,
     PEFT,
     WEIGHTS,
-    AdapterFormat,
     Config,
-    FormatName,
-    MlxLmConfig,
     PeftConfig,
-    Target,
     is_named,
-    stacked_module,
 )
+from clotho.models.adapter_reading import UNLIMITED, Adapter, adapter_directory, adapter_from
 from clotho.models.adapters import (
-    AdapterContents,
     AdapterSource,
     Floats,
     as_float32,
-    format_of,
     opened_tensors,
     read_config,
-    validated,
 )
 from clotho.models.loading import open_stored
 from clotho.models.model_files import TensorHeader, one_line
 from clotho.models.parameters import flat
 from clotho.settings.model import ModelSection
-from clotho.settings.server import AdaptersSection
-from protocols.checkpoint import BaseQuantization
 from protocols.errors import ArtifactError, visible
-
-UNLIMITED = AdaptersSection(max_bytes=2**50, max_rank=2**20)
-"""Limits of an adapter that the user chose, not a client."""
 
 MAX_SHOWN = 5
 """Number of weights that a message names."""
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
-TEXT_MODEL = re.compile(r"model\.layers\.\d+\..+|lm_head|model\.embed_tokens")
-"""Names of layers that are the same in mlx-lm and Hugging Face."""
 
 
-class Adapter(Struct, frozen=True, kw_only=True, eq=False):
-    """An adapter. Dictionaries without `arrays` and `dtypes` are by module.
-
-    arrays: `MODULE.lora_a`, `MODULE.lora_b`, and with DoRA `MODULE.m`, in mlx-lm's layout as float32.
-    dtypes: type in the file of each array; the conversion of the values to it is exact. ranks: without padding.
-    targets: the layers. base: the base model if it is on this machine. base_name: its name. base_quantization: how a
-    run quantized the base model at load. weights: by parameter, the weights that replace those of the base model.
-    """
-
-    path: Path
-    format: FormatName
-    arrays: dict[str, Floats]
-    dtypes: dict[str, str]
-    scales: dict[str, float]
-    ranks: dict[str, int]
-    targets: Mapping[str, Target]
-    is_dora: bool
-    dropout: float
-    base_name: str
-    base_quantization: BaseQuantization | None = None
-    base: Base | None = field(default=None)
-    weights: dict[str, Floats] = field(default_factory=dict)
-
-    def changes(self, module: str) -> bool:
-        """Whether a layer has a weight of its own, or matrices."""
-        return module in self.ranks or f"{module}.weight" in self.weights
-
-    @property
-    def bytes(self) -> int:
-        """Size of the tensors in the file."""
-        return sum(array.size * DTYPES[self.dtypes[name]] for name, array in self.arrays.items())
-
-
-def read_adapter_of(path: Path, model: str = "") -> Adapter:
-    """Read an adapter of any format.
-
-    path: a directory of mlx-lm or PEFT, a directory with `adapter.npz`, such a file, a GGUF file, or the directory of a
-    run or checkpoint. model: the base model, as in `model.path`; without it, the base model that the adapter names is
-    used if it is on this machine. Raises ArtifactError, AdapterRequestError or ModelError.
-    """
-    base = open_base_model(model) if model else None
-    if path.suffix == ".gguf":
-        return _read_gguf(path, base)
-    directory = _directory(path)
+def read_peft(path: Path, base: Base | None) -> Adapter:
+    """Read an adapter of PEFT. Raises ArtifactError, AdapterRequestError or ModelError."""
+    directory = adapter_directory(path)
     config = read_config(directory)
-    form = NPZ if path.suffix == ".npz" or _has_npz_only(directory, config) else format_of(config)
     base = base or recorded_base(config.base, directory, *directory.parents[:3])
-    opened = _opened_npz(directory / NPZ.tensors) if form is NPZ else opened_tensors(directory / form.tensors, 2**50)
-    with opened as file:
-        matrices, stored = _divided(file) if form is PEFT else (file, {})
-        targets = _targets(matrices, form, base)
-        contents = validated(matrices, form, config, targets, UNLIMITED)
+    with opened_tensors(directory / PEFT.tensors, UNLIMITED.max_bytes) as file:
+        matrices, stored = _divided(file)
+        found = adapter_from(matrices, PEFT, config, base, path=path)
         weights = replaced_weights(file, stored, base) if stored else {}
+    _require_saved(directory, config, stored)
+    _require_head(found)
+    return replace(found, weights=weights)
+
+
+def read_npz(path: Path, base: Base | None) -> Adapter:
+    """Read an adapter in an NPZ file. Raises ArtifactError, AdapterRequestError or ModelError."""
+    directory = adapter_directory(path)
+    config = read_config(directory)
+    base = base or recorded_base(config.base, directory, *directory.parents[:3])
+    with _opened_npz(directory / NPZ.tensors) as file:
+        found = adapter_from(file, NPZ, config, base, path=path)
+    _require_saved(directory, config, {})
+    return found
+
+
+def _require_saved(directory: Path, config: Config, stored: Mapping[str, str]) -> None:
+    """Refuse a file that lacks weights in full that its configuration names. stored: see `_divided`."""
     for name in (config.modules_to_save or ()) if isinstance(config, PeftConfig) else ():
         if not any(is_named(parameter.rpartition(".")[0], name) for parameter in stored):
             raise ArtifactError(
                 f"{directory}: modules_to_save names {visible(name, 100)}, and the file has no weights of it",
                 reason="unreadable",
             )
-    found = _adapter(path, form, contents, config, base, targets)
-    if form is PEFT:
-        _require_head(found)
-    return replace(found, weights=weights)
 
 
 def _divided(source: AdapterSource) -> tuple[AdapterSource, dict[str, str]]:
@@ -203,99 +156,6 @@ def _require_head(adapter: Adapter) -> None:
         )
 
 
-def _directory(path: Path) -> Path:
-    """Return the directory with the configuration. Raises ArtifactError if there is none."""
-    for place in (path, path / "adapters", path.parent if path.suffix in (".npz", ".safetensors") else path):
-        if (place / CONFIG).is_file():
-            return place
-    what = f"has no {CONFIG}" if path.exists() else "does not exist"
-    raise ArtifactError(f"{path} {what}: it is no adapter of mlx-lm, PEFT, NPZ or GGUF", reason="unreadable")
-
-
-def _has_npz_only(directory: Path, config: Config) -> bool:
-    is_safe = (directory / format_of(config).tensors).exists()
-    return isinstance(config, MlxLmConfig) and not is_safe and (directory / NPZ.tensors).exists()
-
-
-def _adapter(
-    path: Path,
-    form: AdapterFormat,
-    contents: AdapterContents,
-    config: Config,
-    base: Base | None,
-    targets: Mapping[str, Target],
-) -> Adapter:
-    """Return the adapter without the padding of ranks, which Clotho's configuration records."""
-    own = config.ranks if isinstance(config, MlxLmConfig) else {}
-    arrays, ranks = dict(contents.arrays), dict(contents.ranks)
-    for module, rank in contents.ranks.items():
-        keys = [key for key in own if is_named(module, key)]
-        smaller = own[max(keys, key=len)] if keys else rank
-        if smaller < rank:
-            ranks[module] = smaller
-            for matrix in ("lora_a", "lora_b"):
-                name = f"{module}.{matrix}"
-                axis = MATRIX_AXES[matrix, arrays[name].ndim]
-                kept, padding = np.split(arrays[name], [smaller], axis=axis)
-                if padding.any():
-                    raise ArtifactError(f"{path}: {name} has a larger rank than {smaller}", reason="unreadable")
-                arrays[name] = np.ascontiguousarray(kept)
-    return Adapter(
-        path=path,
-        format=form.name,
-        arrays=arrays,
-        dtypes=contents.dtypes,
-        scales=contents.scales,
-        ranks=ranks,
-        targets={module: targets[module] for module in ranks},
-        is_dora=config.is_dora,
-        dropout=config.dropout,
-        base_name=config.base,
-        base_quantization=config.base_quantization if isinstance(config, MlxLmConfig) else None,
-        base=base,
-    )
-
-
-def _targets(source: AdapterSource, form: AdapterFormat, base: Base | None) -> Mapping[str, Target]:
-    """Return the layers of the base model; without it, the layers that the shapes in the file state."""
-    return base.targets if base else stated_targets(source, form)
-
-
-def stated_targets(source: AdapterSource, form: AdapterFormat) -> dict[str, Target]:
-    """Return the layers whose adapters a file contains, by the names of mlx-lm.
-
-    Raises ArtifactError for names that mlx-lm and Hugging Face do not share, which only a base model can translate.
-    """
-    sides: dict[str, dict[str, int]] = {}
-    for name, header in source.headers.items():
-        found = form.parse(name)
-        if found is None or found.matrix == "m" or len(header.shape) not in (2, 3):
-            continue
-        module, expert = stacked_module(found.module) if form is PEFT else (found.module, None)
-        if form is PEFT and not TEXT_MODEL.fullmatch(module):
-            raise ArtifactError(
-                f"{source.path}: mlx-lm and Hugging Face can name {visible(module, 100)} differently; "
-                "name the base model: --model MODEL",
-                reason="base",
-            )
-        side = sides.setdefault(module, {"inputs": 0, "outputs": 0, "experts": 0})
-        shape = header.shape
-        if len(shape) == 3 or form.transposed or expert is not None:
-            shape = shape[::-1]  # (inputs, rank, ...) for A, (rank, outputs, ...) for B
-        if found.matrix == "lora_a":
-            side["inputs"] = shape[0]
-        else:
-            side["outputs"] = shape[1]
-        side["experts"] = shape[2] if len(shape) == 3 else max(side["experts"], 0 if expert is None else expert + 1)
-    return {module: Target(**side, embedding=is_embedding(module)) for module, side in sides.items()}
-
-
-def is_embedding(module: str) -> bool:
-    """Whether a module has the name of an embedding."""
-    name = module.rpartition(".")[2]
-    return "emb" in name or name == "wte"
-
-
 @contextmanager
 def _opened_npz(path: Path) -> Iterator[AdapterSource]:
     """Read an NPZ file; objects, which can contain code, are refused. Raises ArtifactError."""
@@ -312,7 +172,7 @@ def _opened_npz(path: Path) -> Iterator[AdapterSource]:
     yield AdapterSource(path, headers, lambda name: np.ascontiguousarray(arrays[name], np.float32))
 
 
-def _read_gguf(path: Path, base: Base | None) -> Adapter:
+def read_gguf(path: Path, base: Base | None) -> Adapter:
     """Read an adapter of llama.cpp. Raises ArtifactError or ModelError."""
     header = read_gguf_header(path)
     metadata = header.metadata
@@ -329,8 +189,7 @@ def _read_gguf(path: Path, base: Base | None) -> Adapter:
         peft_type="LORA", lora_alpha=float(str(np.float32(alpha))), base_model_name_or_path=name or None
     )
     source = _gguf_source(path, header, base)
-    targets = _targets(source, GGUF, base)
-    return _adapter(path, GGUF, validated(source, GGUF, config, targets, UNLIMITED), config, base, targets)
+    return adapter_from(source, GGUF, config, base, path=path)
 
 
 BLOCK_LAYERS = (

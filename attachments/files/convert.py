@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from attachments.files.adapter_writers import WRITERS
-from attachments.files.adapters import Adapter, read_adapter_of
-from attachments.files.gguf import open_gguf
+from attachments.files.gguf import SUFFIX, open_gguf
 from attachments.files.gguf_header import read_header
 from attachments.files.gguf_tokenizer import gguf_tokenizer
 from clotho.models.adapter_formats import FormatName
-from clotho.models.loading import GGUF, PACKAGE, find_model
+from clotho.models.adapter_reading import Adapter, read_adapter_of
+from clotho.models.loading import PACKAGE, find_model
 from clotho.models.parameters import flat
 from clotho.storage.atomic_files import make_directory, new_directory, replaced_from_directory, write_file
 from clotho.storage.tensors import write_tensors
@@ -107,7 +107,7 @@ def is_model(source: Path) -> bool:
     """Whether a path is a GGUF file with a model, not with an adapter. Raises ModelError for a damaged file."""
     if str(source).startswith(PACKAGE):
         return True
-    is_file = source.suffix.lower() == GGUF and source.is_file()
+    is_file = source.suffix.lower() == SUFFIX and source.is_file()
     return is_file and read_header(source).metadata.get("general.type") != "adapter"
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from attachments.files.gguf import SUFFIX
 from attachments.files.gguf_header import read_header as read_gguf_header
-from clotho.models.loading import GGUF, PACKAGE, find_model
+from clotho.models.loading import PACKAGE, find_model
 from clotho.models.model_files import TensorHeader, read_config, read_model_headers, read_tensor_headers, require_file
 from clotho.settings.model import FullMethod, QuantizeAtLoad
 from protocols.checkpoint import RunState
@@ -94,7 +95,7 @@ def describe(text: str) -> Description:
             ((path / CONFIG).exists(), describe_adapter),
             ((path / "config.json").exists(), describe_model),
             (bool(checkpoint_steps(path)), describe_checkpoints),
-            (path.is_file() and path.suffix.lower() == GGUF, describe_gguf),
+            (path.is_file() and path.suffix.lower() == SUFFIX, describe_gguf),
         )
         found = next((describe_kind for applies, describe_kind in kinds if applies), None)
         exists = path.exists()

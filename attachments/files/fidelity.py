@@ -18,8 +18,8 @@ from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 from msgspec import Struct, structs
 
-from attachments.files.adapters import Adapter
 from attachments.files.merging import Change
+from clotho.models.adapter_reading import Adapter
 from clotho.models.loading import find_model, open_base
 from clotho.models.stages import recorded_stages
 from clotho.settings.model import ModelSection

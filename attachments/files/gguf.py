@@ -22,6 +22,8 @@ from attachments.files.gguf_header import BF16, F32, Q4_0, Q4_1, Q8_0, TensorInf
 from clotho.models.model_files import one_line, require_bounded_sizes
 from protocols.errors import ModelError, visible
 
+SUFFIX = ".gguf"
+
 ARCHITECTURES: Mapping[str, Any] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
 """Modules of mlx-lm by architecture. Their names are equal in llama.cpp and mlx-lm."""
 

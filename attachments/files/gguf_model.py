@@ -15,8 +15,6 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from attachments.files.adapters import Adapter
-from attachments.files.base import Base
 from attachments.files.gguf import (
     LLAMA3,
     LLAMA3_FACTORS,
@@ -29,6 +27,8 @@ from attachments.files.gguf import (
 from attachments.files.gguf_names import KINDS, GgufArchitecture, architecture_of, gguf_names, heads_key
 from attachments.files.gguf_vocabulary import add_tokenizer, require_same_tokens
 from attachments.files.merging import MergeSettings, Packing, Weights, full_weight, stored_dtype, with_adapter
+from clotho.models.adapter_base import Base
+from clotho.models.adapter_reading import Adapter
 from clotho.models.loading import context_length
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import ArtifactError, visible

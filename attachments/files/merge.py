@@ -11,7 +11,6 @@ import msgspec
 from msgspec import structs
 from rich.console import Console
 
-from attachments.files.adapters import Adapter, read_adapter_of
 from attachments.files.convert import require_new, write_new
 from attachments.files.fidelity import Fidelity, compare
 from attachments.files.gguf_model import PACKINGS, write_gguf_model, write_gguf_of_directory
@@ -31,6 +30,7 @@ from attachments.files.model_writer import common_dtype, write_beside, write_wei
 from clotho.data.problems import Columns, conversation, load_problems
 from clotho.data.records import Source
 from clotho.generators import Generators, prefix_of
+from clotho.models.adapter_reading import Adapter, read_adapter_of
 from clotho.models.loading import open_stored
 from clotho.models.model_files import BITS, GROUP_SIZES
 from clotho.models.quantization import quantize_base

@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from msgspec import Struct
 
-from attachments.files.adapters import Adapter
 from clotho.models.adapter_formats import expert_layer
+from clotho.models.adapter_reading import Adapter
 from clotho.models.loading import DTYPES
 from clotho.models.parameters import Arrays, flat
 from protocols.errors import ArtifactError

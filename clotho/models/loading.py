@@ -18,7 +18,7 @@ import mlx.nn as nn
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model
 
-from attachments.files.gguf import open_gguf
+from clotho.extension import OWNERS, ModelFormat, absence, model_formats, provided
 from clotho.models.model_files import check_model, one_line, read_config
 from clotho.models.parameters import flat
 from clotho.models.quantization import quantize_base
@@ -29,8 +29,8 @@ from protocols.summary import PolicyDescription
 OFFLINE_PROFILE = "local-m3"
 """The profile whose model and data ship with the project."""
 
-PACKAGE, GGUF = "package:", ".gguf"
-"""Beginning of the path of a file in a Python package, and suffix of a GGUF file."""
+PACKAGE = "package:"
+"""Beginning of the path of a file in a Python package."""
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -77,7 +77,8 @@ def open_base(files: Path, section: ModelSection, *, read_weights: bool = True) 
 def open_stored(files: Path, section: ModelSection, *, read_weights: bool = True) -> tuple[nn.Module, dict[str, Any]]:
     """Build the base model as `open_base`, with the quantization and the types of its files."""
     if not files.is_dir():
-        return open_gguf(files, read_weights=read_weights)
+        opened: tuple[nn.Module, dict[str, Any]] = provided(file_format(files).open)(files, read_weights=read_weights)
+        return opened
     _check_files(files, section)
     try:
         model, config = load_model(files, lazy=True, trust_remote_code=section.trust_remote_code)
@@ -88,12 +89,23 @@ def open_stored(files: Path, section: ModelSection, *, read_weights: bool = True
 
 def is_local(path: str) -> bool:
     """Whether a path names files of this machine, and not a repository of the hub."""
-    return (
-        path.startswith((PACKAGE, "/", ".", "~"))
-        or path.count("/") > 1
-        or path.lower().endswith(GGUF)
-        or Path(path).exists()
-    )
+    return path.startswith((PACKAGE, "/", ".", "~")) or path.count("/") > 1 or _has_suffix(path) or Path(path).exists()
+
+
+def _has_suffix(path: str) -> bool:
+    """Whether a path has the suffix of a format of model files, also if the attachment that reads it is missing."""
+    return path.lower().endswith(tuple(name for name in {**OWNERS, **model_formats()} if name.startswith(".")))
+
+
+def file_format(path: Path) -> ModelFormat:
+    """Return the format of a file with a model. Raises ModelError if it has none, or its attachment is missing."""
+    suffix, formats = path.suffix.lower(), model_formats()
+    if suffix in formats:
+        return formats[suffix]
+    if reason := absence(suffix):
+        raise ModelError(f"model {path}: a file *{suffix} {reason}")
+    files = "".join(f", or a file *{known}," for known in formats)
+    raise ModelError(f"model {path} is a file; a directory with config.json and *.safetensors{files} is expected")
 
 
 def find_model(path: str) -> Path:
@@ -113,14 +125,11 @@ def find_model(path: str) -> Path:
         if not os.path.lexists(local / "config.json"):
             raise ModelError(f"model directory {path} has no config.json")
         return local
-    if exists and local.suffix.lower() == GGUF:
-        return local
     if exists:
-        raise ModelError(
-            f"model {path} is a file; a directory with config.json and *.safetensors, or a file *{GGUF}, is expected"
-        )
+        file_format(local)
+        return local
     if is_local(path):
-        kind = "file" if path.lower().endswith(GGUF) else "directory"
+        kind = "file" if _has_suffix(path) else "directory"
         raise ModelError(f"model {kind} {path} does not exist")
     return _download(path)
 

@@ -15,9 +15,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from attachments.files.gguf_tokenizer import gguf_tokenizer
+from clotho.extension import provided
 from clotho.models.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 from clotho.models.control_tokens import ControlTokens
+from clotho.models.loading import file_format
 from clotho.models.model_files import one_line, require_tokenizer_files
 from clotho.settings.model import ModelSection
 from protocols.constraints import Constraint, Grammar
@@ -92,7 +93,7 @@ class ChatTokenizer:
         directory = Path(path)
         template = _read_template(chat_template)
         if directory.is_file():
-            return cls(gguf_tokenizer(directory), template=template, variables=variables)
+            return cls(provided(file_format(directory).tokenizer)(directory), template=template, variables=variables)
         if not directory.is_dir():
             raise ModelError(f"{directory} is not a directory with a tokenizer")
         require_tokenizer_files(directory)

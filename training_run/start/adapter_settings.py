@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from attachments.files.adapters import Adapter, read_adapter_of
 from clotho.models.adapter_formats import is_named
+from clotho.models.adapter_reading import Adapter, read_adapter_of
 from clotho.models.loading import is_local
 from clotho.models.model_files import require_file
 from clotho.settings.keys import shown

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attachments.files.adapters import Adapter, read_adapter_of
+from clotho.models.adapter_reading import Adapter, read_adapter_of
 from clotho.models.adapters import Floats
 from clotho.models.parameters import Arrays, as_parameters, fingerprint, flat, nested
 from clotho.models.policy import Policy

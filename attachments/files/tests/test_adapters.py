@@ -14,7 +14,6 @@ from mlx_lm.utils import load_model
 from safetensors.numpy import load_file, save_file
 
 from attachments.adapters.tests.adapter_models import LIMITS
-from attachments.files.adapters import read_adapter_of
 from attachments.files.convert import convert
 from attachments.files.merge import merge
 from attachments.files.merging import MergeSettings
@@ -22,6 +21,7 @@ from attachments.files.tests import hub_models
 from attachments.files.tests.hub_models import logits
 from attachments.files.tests.test_convert import TENSORS, adapter, set_config
 from clotho.models.adapter_formats import FormatName
+from clotho.models.adapter_reading import read_adapter_of
 from clotho.models.adapters import adapter_targets, read_adapter
 from protocols.errors import AdapterRequestError, ArtifactError, ProfileError
 from training_run.start.adapter_settings import adapter_values
