@@ -44,7 +44,6 @@ from attachments.alarms.collapse_detection import CollapseMonitor
 from attachments.alarms.messages import CollapseState
 from attachments.atropos.batch_source import batch_source, group_reader, running_url
 from attachments.cpu import load_blas
-from attachments.dashboard.timeline import timeline_recorder
 from attachments.doctor.start import log_findings
 from attachments.remote.sampling import remote_sampler
 from attachments.replay.replay import ReplayBuffer
@@ -61,6 +60,7 @@ from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
 from protocols.step import LearnerReport, PolicyUpdated
 from protocols.summary import RemoteGauges, RunSummary
 from training_run.accounting import GroupAccounting, group_source
+from training_run.attachment import Wired
 from training_run.directory.jsonl import JsonlWriter
 from training_run.directory.run_directory import RunDirectory
 from training_run.profile.schema import AtroposSource, HeldOutEvaluation, Profile
@@ -162,8 +162,9 @@ def wire(
         remote=remote.gauges if remote else RemoteGauges,
     )
     facts = context.facts(blas=load_blas())
+    wired = Wired(queues=[*queues, *updates.values()], facts=facts)
     flow = [
-        temporary(timeline_recorder(context, facts, [*queues, *updates.values()])),
+        *(recorder(wired) for recorder in context.attached.recorders),
         wire_monitor(context, custom, reports, run_monitor, console, facts),
         *reports.children,
         *scored.children,

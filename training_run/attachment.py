@@ -13,12 +13,14 @@ from contextlib import ExitStack
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
 from protocols.summary import ResourceReading
 from training_run.supervision.hooks import ReportObserver
+from training_run.supervision.queues import Queue
 from training_run.supervision.supervisor import Child
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from clotho.lanes.compute_thread import Compute
     from training_run.directory.run_directory import RunDirectory
     from training_run.profile.schema import Profile
+    from training_run.records.display import RunFacts
     from training_run.run import RunContext
 
 Attach = Callable[["RunContext"], Awaitable[None]]
@@ -44,16 +47,27 @@ class Plan(Struct, kw_only=True, eq=False):
     token_values: bool = False
 
 
+class Wired(Struct, frozen=True, kw_only=True, eq=False):
+    """Wiring -> attachments: what is known when the actors of the flow have been constructed.
+
+    queues: all queues of the run, those of a channel in the order in which messages pass them. facts: of the display.
+    """
+
+    queues: Sequence[Queue[Any]]
+    facts: RunFacts
+
+
 class Attached(Struct, kw_only=True, eq=False):
     """Attachments -> wiring: what they have added to a run that is loaded and has not begun.
 
     ending: closed when the run ends, last in, first out. observers: told by the monitor. services: children beside the
-    flow of groups. resources: the latest reading of the machine.
+    flow of groups. recorders: return children that record the flow. resources: the latest reading of the machine.
     """
 
     ending: ExitStack
     observers: list[ReportObserver] = field(default_factory=list)
     services: list[Child] = field(default_factory=list)
+    recorders: list[Callable[[Wired], Child]] = field(default_factory=list)
     resources: ResourceReading = ResourceReading()
 
 
@@ -66,6 +80,12 @@ class Attachment:
 
     def check(self, profile: Profile) -> None:
         """Raise ProfileError for what cannot work; in milliseconds, and before the run directory is touched."""
+
+    def rewind(self, directory: RunDirectory, step: int, place: Path | None) -> None:
+        """Remove what the attachment has recorded in a run directory about later steps than `step`.
+
+        place: directory that keeps what is removed; None: nothing does. Raises OSError.
+        """
 
     def watches(self, compute: Compute, engine: DecodeEngine) -> Sequence[Child]:
         """Return children that look after a decode engine, in a run and in `serve`."""

@@ -13,7 +13,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from attachments.cpu import usable_cores
-from attachments.dashboard.timeline import RunObserver
 from clotho.models.machine import peak_memory
 from clotho.serving.services import (
     NullSampleLog,
@@ -34,6 +33,7 @@ from training_run.accounting import GroupAccounting
 from training_run.directory.checkpoints import checkpoint_path
 from training_run.records.summary import resume_command
 from training_run.records.terminal_text import relative_path
+from training_run.records.waiting import GroupsInFlight
 from training_run.run import RunContext
 from training_run.serving import ServingState, names_of, served_adapters
 from training_run.supervision.queues import Queue
@@ -70,7 +70,7 @@ class RunMonitor:
         """
         self._context, self._queues, self._events_lost = context, queues, events_lost
         self._remote = remote
-        self._observer = RunObserver(context, queues)
+        self._groups = GroupsInFlight(context, queues)
         self._began = time.monotonic()
         self._api_requests = 0
         self.serving = ServingState(
@@ -117,7 +117,7 @@ class RunMonitor:
             learner_ranks=self._learner_ranks(),
             resources=context.attached.resources,
             findings=context.findings.now,
-            waiting_for="" if context.progress.updating else self._observer.waiting_for(),
+            waiting_for="" if context.progress.updating else self._groups.waiting_for(),
         )
 
     def snapshot(self) -> RunSnapshot:

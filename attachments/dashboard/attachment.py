@@ -1,16 +1,20 @@
-"""The values of each token of a run, which its page shows: measured in updates and written by an observer."""
+"""What the page of a run shows besides its histories: a timeline, and the values of each token."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clotho.storage.atomic_files import copy_file
 from protocols.step import GroupsEnded, StepReport
 from training_run.attachment import Attach, Attachment, Plan
 from training_run.supervision.hooks import ReportObserver
+from training_run.supervision.supervisor import temporary
 
 if TYPE_CHECKING:
     from attachments.dashboard.token_values import TokenValueWriter
+    from training_run.directory.run_directory import RunDirectory
     from training_run.run import RunContext
 
 
@@ -40,25 +44,49 @@ class WrittenTokenValues(ReportObserver):
 
 
 class Dashboard(Attachment):
-    """`monitor.token_values_mb` of a profile."""
+    """The timeline of a run, and the values of its tokens within `monitor.token_values_mb`."""
+
+    def rewind(self, directory: RunDirectory, step: int, place: Path | None) -> None:
+        """Move the values of later steps to `place`, with a copy of the timeline; without a place, delete the values.
+
+        The recorder of the timeline shortens it itself.
+        """
+        if place is not None:
+            (place / directory.tokens.name).mkdir(exist_ok=True)
+            if directory.timeline.is_file():
+                copy_file(directory.timeline, place / directory.timeline.name)
+        from attachments.dashboard.token_values import token_files
+
+        for number, path in token_files(directory.tokens).items():
+            if number <= step:
+                continue
+            if place is None:
+                path.unlink()
+            else:
+                path.rename(place / directory.tokens.name / path.name)
 
     async def prepare(self, plan: Plan) -> Attach | None:
-        """Let updates return the values of their tokens."""
+        """Record the timeline, and let updates return the values of their tokens."""
         limit = plan.profile.monitor.token_values_mb
-        if not limit:
-            return None
-        plan.token_values = True
+        plan.token_values |= limit > 0
 
         async def attach(run: RunContext) -> None:
-            from attachments.dashboard.token_texts import TokenTexts
-            from attachments.dashboard.token_values import TokenValueWriter
+            from attachments.dashboard.timeline import timeline_recorder
 
-            tokenizer = run.policy.tokenizer
-            texts = TokenTexts(tokenizer, tokenizer.encode("a", add_special_tokens=False)[-1])
-            writer = TokenValueWriter(run.directory.tokens, limit_bytes=limit << 20, texts=texts)
-            run.attached.observers.append(WrittenTokenValues(writer))
+            run.attached.recorders.append(lambda wired: temporary(timeline_recorder(run, wired.facts, wired.queues)))
+            if limit:
+                run.attached.observers.append(_written_token_values(run, limit << 20))
 
         return attach
+
+
+def _written_token_values(run: RunContext, limit_bytes: int) -> WrittenTokenValues:
+    from attachments.dashboard.token_texts import TokenTexts
+    from attachments.dashboard.token_values import TokenValueWriter
+
+    tokenizer = run.policy.tokenizer
+    texts = TokenTexts(tokenizer, tokenizer.encode("a", add_special_tokens=False)[-1])
+    return WrittenTokenValues(TokenValueWriter(run.directory.tokens, limit_bytes=limit_bytes, texts=texts))
 
 
 ATTACHMENT = Dashboard()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import groupby
@@ -27,7 +26,7 @@ from clotho.storage.atomic_files import replace_file
 from clotho.storage.json_text import encode
 from training_run.directory.run_directory import RunDirectory
 from training_run.records.display import RunFacts, machine_lines
-from training_run.records.waiting import GroupStages, waits_for
+from training_run.records.waiting import GroupsInFlight, GroupStages
 from training_run.run import RunContext
 from training_run.supervision.queues import Queue
 
@@ -75,12 +74,12 @@ class TimelineLine(Struct, frozen=True, kw_only=True):
 
 
 class RunObserver:
-    """Reads the lines of the timeline from the state of a run. `waiting_for` may be called in any thread."""
+    """Reads the lines of the timeline from the state of a run."""
 
     def __init__(self, context: RunContext, queues: Sequence[Queue[Any]]) -> None:
         """queues: all queues of the run, those of a channel in the order in which messages pass them."""
-        self._context, self._queues = context, queues
-        self._began, self._ended_before = time.monotonic(), context.ledger.ended
+        self._context, self._queues, self._groups = context, queues, GroupsInFlight(context, queues)
+        self._began = time.monotonic()
         self._totals, self._swaps = context.compute.arbiter.totals(), context.swap_times.count
 
     def line(self) -> TimelineLine:
@@ -88,7 +87,7 @@ class RunObserver:
         context, totals, swaps = self._context, self._context.compute.arbiter.totals(), self._context.swap_times
         spent, ended = totals.since(self._totals), swaps.ended_after(self._swaps)
         self._totals, self._swaps = totals, swaps.count
-        stages = self._stages()
+        stages = self._groups.stages()
         return TimelineLine(
             t=self._age(time.monotonic()),
             decode=round(spent.decode, 6),
@@ -101,39 +100,11 @@ class RunObserver:
             queues={queue.name: queue.depth for queue in self._queues},
             groups=stages,
             overlap=round(spent.overlap, 6),
-            waiting="" if context.progress.updating else self.waiting_for(stages),
+            waiting="" if context.progress.updating else self._groups.waiting_for(stages),
         )
-
-    def waiting_for(self, stages: GroupStages | None = None) -> str:
-        """Return what the learner waits for. stages: where the groups in flight are."""
-        context = self._context
-        return waits_for(context.profile, context.progress.step, stages or self._stages(), self._full_queue())
 
     def _age(self, moment: float) -> float:
         return round(self._context.history.seconds + moment - self._began, 3)
-
-    def _full_queue(self) -> str:
-        """Return the receiver of updates that the learner waits for, if there is one."""
-        prefix = "updates."
-        full = [one.name for one in self._queues if one.name.startswith(prefix) and one.depth >= one.capacity]
-        return full[0].removeprefix(prefix) if full else ""
-
-    def _stages(self) -> GroupStages:
-        channels = defaultdict[str, list[Queue[Any]]](list)
-        for queue in self._queues:
-            name, _, part = queue.name.partition(".")
-            if not part.startswith("tap") or part == "tapped":  # copies for taps do not belong to the flow
-                channels[name].append(queue)
-        sent = {name: queues[0].sent for name, queues in channels.items()}
-        taken = channels["prompts"][-1].received if "prompts" in sent else 0
-        sampled, scored = sent.get("rollouts", 0), sent.get("scored", 0)
-        ended = self._context.ledger.ended - self._ended_before
-        return GroupStages(
-            queued=max(0, sent.get("prompts", 0) - taken),
-            decoding=max(0, taken - sampled),
-            scoring=max(0, sampled - scored),
-            waiting=max(0, scored - ended),
-        )
 
 
 class TimelineRecorder:

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import anyio
 from anyio.abc import TaskStatus
 
-import pipeline
+from attachments.dashboard import timeline
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from protocols.step import StepReport
@@ -113,7 +113,7 @@ def observed(flags: Sequence[str]) -> None:
 
 def unobserved(flags: Sequence[str]) -> None:
     """Run without monitor, log files, timeline and server."""
-    with patch.object(pipeline, "timeline_recorder", lambda *_: Idle()):
+    with patch.object(timeline, "timeline_recorder", lambda *_: Idle()):
         run([*flags, *NOTHING], REPLACEMENT)
 
 

@@ -1,10 +1,18 @@
-"""What a run waits for."""
+"""Where the groups of a run are, and what its learner waits for."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from training_run.profile.schema import Profile
+from training_run.supervision.queues import Queue
+
+if TYPE_CHECKING:
+    from training_run.run import RunContext
 
 
 class GroupStages(Struct, frozen=True, kw_only=True):
@@ -27,3 +35,41 @@ def waits_for(profile: Profile, step: int, groups: GroupStages, receiver: str) -
     if groups.scoring:
         return "rewards of groups"
     return "prompts" if groups.queued else "groups"
+
+
+class GroupsInFlight:
+    """Counts the groups of a run by their place. Its methods may be called in any thread."""
+
+    def __init__(self, context: RunContext, queues: Sequence[Queue[Any]]) -> None:
+        """queues: all queues of the run, those of a channel in the order in which messages pass them."""
+        self._context, self._queues = context, queues
+        self._ended_before = context.ledger.ended
+
+    def waiting_for(self, stages: GroupStages | None = None) -> str:
+        """Return what the learner waits for. stages: where the groups in flight are."""
+        context = self._context
+        return waits_for(context.profile, context.progress.step, stages or self.stages(), self._full_queue())
+
+    def stages(self) -> GroupStages:
+        """Return where the groups in flight are."""
+        channels = defaultdict[str, list[Queue[Any]]](list)
+        for queue in self._queues:
+            name, _, part = queue.name.partition(".")
+            if not part.startswith("tap") or part == "tapped":  # copies for taps do not belong to the flow
+                channels[name].append(queue)
+        sent = {name: queues[0].sent for name, queues in channels.items()}
+        taken = channels["prompts"][-1].received if "prompts" in sent else 0
+        sampled, scored = sent.get("rollouts", 0), sent.get("scored", 0)
+        ended = self._context.ledger.ended - self._ended_before
+        return GroupStages(
+            queued=max(0, sent.get("prompts", 0) - taken),
+            decoding=max(0, taken - sampled),
+            scoring=max(0, sampled - scored),
+            waiting=max(0, scored - ended),
+        )
+
+    def _full_queue(self) -> str:
+        """Return the receiver of updates that the learner waits for, if there is one."""
+        prefix = "updates."
+        full = [one.name for one in self._queues if one.name.startswith(prefix) and one.depth >= one.capacity]
+        return full[0].removeprefix(prefix) if full else ""

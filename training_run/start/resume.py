@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from attachments.dashboard.token_values import token_files
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.machine import restore_random_state
 from clotho.models.policy import Policy
@@ -21,6 +20,7 @@ from clotho.training.update import PolicyLearner
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, RunDirectoryError
 from protocols.summary import HistoryGap
+from training_run.attachment import Attachment, installed_attachments
 from training_run.directory.best_checkpoint import INITIAL
 from training_run.directory.checkpoints import (
     Checkpoint,
@@ -146,9 +146,9 @@ def _chosen(directory: RunDirectory, step: int) -> ResumePoint:
 def set_aside(directory: RunDirectory, step: int) -> tuple[str, ...]:
     """Move everything of a run that is later than a step to a new entry of `superseded/`; nothing is deleted.
 
-    Later checkpoints are moved, newest first, so that a kill leaves a run that can be resumed; so are the per-token
-    values of later steps. The histories are copied, because `restore_histories` then reduces them to the step. Return a
-    message if anything was later. Raises RunDirectoryError if the disk refuses.
+    Later checkpoints are moved, newest first, so that a kill leaves a run that can be resumed; so are the records of
+    attachments. The histories are copied, because `restore_histories` then reduces them to the step. Return a message
+    if anything was later. Raises RunDirectoryError if the disk refuses.
     """
     later = [number for number in checkpoint_steps(directory.checkpoints) if number > step]
     histories = (directory.metrics, directory.evaluations, directory.rollouts)
@@ -159,14 +159,12 @@ def set_aside(directory: RunDirectory, step: int) -> tuple[str, ...]:
         make_directory(directory.superseded)
         place = directory.superseded / f"{len(list(directory.superseded.iterdir())) + 1:03d}-after-step-{step:06d}"
         with new_directory(place) as unfinished:
-            for path in (*histories, directory.timeline):
+            for path in histories:
                 if path.is_file():
                     copy_file(path, unfinished / path.name)
             (unfinished / "checkpoints").mkdir()
-            (unfinished / directory.tokens.name).mkdir()
-        for number, path in token_files(directory.tokens).items():
-            if number > step:
-                path.rename(place / directory.tokens.name / path.name)
+        for attachment in installed_attachments():
+            attachment.rewind(directory, step, place)
         for number in later:
             moved = checkpoint_path(directory.checkpoints, number)
             moved.rename(place / "checkpoints" / moved.name)
@@ -238,7 +236,7 @@ def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> Checkpoint:
 def restore_histories(directory: RunDirectory, state: RunState | None, profile: Profile) -> RestoredHistories:
     """Truncate the histories to the step of the checkpoint, repair them, and compare them with the checkpoint.
 
-    Per-token values of later steps are deleted.
+    What attachments have recorded about later steps is deleted.
 
     metrics.jsonl must have each step once, rollouts.jsonl each group that has ended once, evaluations.jsonl the
     evaluations that it had when the checkpoint was written. Lines that are missing are reported; they are not needed
@@ -252,7 +250,8 @@ def restore_histories(directory: RunDirectory, state: RunState | None, profile: 
     rewrite(metrics, step, MetricsRecord)
     rewrite(evaluations, step, EvaluationRecord)
     rewrite(rollouts, step, RolloutRecord)
-    _delete_token_values(directory, step)
+    for attachment in installed_attachments():
+        _rewind(attachment, directory, step)
     warnings = [*_repairs(metrics), *_repairs(evaluations), *_repairs(rollouts)]
     if state is None or _replaces_monitor(profile):
         return RestoredHistories(warnings=tuple(warnings))
@@ -271,13 +270,12 @@ def restore_histories(directory: RunDirectory, state: RunState | None, profile: 
     )
 
 
-def _delete_token_values(directory: RunDirectory, step: int) -> None:
+def _rewind(attachment: Attachment, directory: RunDirectory, step: int) -> None:
     try:
-        for number, path in token_files(directory.tokens).items():
-            if number > step:
-                path.unlink()
+        attachment.rewind(directory, step, None)
     except OSError as error:
-        raise RunDirectoryError(f"{directory.tokens} cannot be changed: {error.strerror or error}") from error
+        where = error.filename or directory.path
+        raise RunDirectoryError(f"{where} cannot be changed: {error.strerror or error}") from error
 
 
 def _replaces_monitor(profile: Profile) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from anyio import to_thread
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
@@ -19,8 +18,7 @@ from attachments.dashboard.timeline import RunObserver, TimelineLine, TimelineRe
 from tests.training_run.built_context import open_context, tiny_profile
 from tests.training_run.records.display_examples import facts
 from training_run.directory.run_directory import RunDirectory, open_run
-from training_run.profile.load import load_profile
-from training_run.records.waiting import GroupStages, waits_for
+from training_run.records.waiting import GroupStages
 from training_run.supervision.queues import Queue
 
 
@@ -165,22 +163,3 @@ async def test_the_observer_counts_groups_by_place(tmp_path: Path) -> None:
         assert observer.line().swaps == ()
         context.progress.updating = True
         assert observer.line().waiting == ""
-        assert await to_thread.run_sync(observer.waiting_for) == "groups that are decoded"  # the display's thread
-
-
-def test_the_text_says_what_the_learner_waits_for() -> None:
-    """The place of the groups that are missing, or the receiver that holds the learner up."""
-    profile = load_profile("local-m3", {"learner.batch_size": 4, "steps": 10})
-    texts = [
-        waits_for(profile, step, groups, receiver)
-        for step, groups, receiver in (
-            (1, GroupStages(decoding=2, scoring=1), ""),
-            (1, GroupStages(scoring=1), ""),
-            (1, GroupStages(queued=1), ""),
-            (1, GroupStages(), ""),
-            (1, GroupStages(waiting=4), "checkpointer"),
-            (10, GroupStages(), ""),
-        )
-    ]
-    assert len(set(texts)) == 6
-    assert "checkpointer" in texts[4]
