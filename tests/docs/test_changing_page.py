@@ -1,13 +1,15 @@
-"""docs/changing.md: its examples are in the files that the page names, and in no others."""
+"""docs/changing.md: what a change costs, and examples whose files the page names completely."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.docs.change_reference import Cost, costs, read, with_name, with_stem
 from tests.docs.pages import DOCS, ROOT, between
 
 PAGE = DOCS / "changing.md"
@@ -49,6 +51,31 @@ def test_an_example_is_in_the_files_of_its_row_and_in_no_others(example: Example
     found = modules_with(example.symbol) - {OTHER_NAMES}
     assert found == example.files
     assert 0 < len(found) <= example.bound
+
+
+COST = re.compile(r"^\| (?P<kind>[\w ]+) \| \d+ \| (?P<median>[\d.]+) \| (?P<most>\d+) \(`.+`\) \|$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("found", costs(), ids=lambda found: found.kind)
+def test_no_kind_of_change_costs_more_files_than_the_page_says(found: Cost) -> None:
+    """If a number became smaller, `python -m tests.docs.change_reference` writes it to the page."""
+    stated = {match["kind"]: match for match in COST.finditer(between(PAGE, "costs"))}
+    assert stated.keys() == {one.kind for one in costs()}
+    assert found.median <= float(stated[found.kind]["median"])
+    assert found.most <= int(stated[found.kind]["most"])
+
+
+def test_code_mentions_a_name_and_documentation_does_not() -> None:
+    """Identifiers, texts that are one, and names with dots in messages count."""
+    source = (
+        """'''Of `in_docstring`.'''\nfound.as_attribute = call(as_keyword="as_text", other="key a.in_message is")"""
+    )
+    mentioned = read(ast.parse(source))
+    assert {"as_attribute", "as_keyword", "as_text"} <= mentioned.names
+    assert mentioned.dotted == {"a.in_message"}
+    assert "in_docstring" not in mentioned.names
+    assert "protocols/sampling.py" in with_name("min_p")
+    assert "clotho/settings/model.py" in with_stem("dora")
 
 
 def test_every_kind_of_change_has_a_section() -> None:
