@@ -7,10 +7,11 @@ and `provided` imports them when they are used.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
@@ -87,17 +88,23 @@ class Extension:
         return {}
 
 
+def attachment_modules(name: str) -> Iterator[ModuleType]:
+    """Import the modules of this name in the folders of `attachments/`, by the names of the folders."""
+    package = find_spec("attachments")
+    places = package.submodule_search_locations if package else None
+    for folder in sorted(one.name for one in pkgutil.iter_modules(places or []) if one.ispkg):
+        module = f"attachments.{folder}.{name}"
+        if find_spec(module):
+            yield import_module(module)
+
+
 @cache
 def extensions() -> tuple[Extension, ...]:
     """Return the extensions of the attachments that are installed, by the names of their folders.
 
     An attachment without `library.py` adds nothing to the library.
     """
-    attachments = find_spec("attachments")
-    places = attachments.submodule_search_locations if attachments else None
-    names = sorted(one.name for one in pkgutil.iter_modules(places or []) if one.ispkg)
-    modules = [f"attachments.{name}.library" for name in names]
-    return tuple(import_module(module).EXTENSION for module in modules if find_spec(module))
+    return tuple(module.EXTENSION for module in attachment_modules("library"))
 
 
 def provided(place: str) -> Any:

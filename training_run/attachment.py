@@ -7,29 +7,28 @@ the library is in its `library.py` (`clotho/extension.py`).
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
+from clotho.extension import attachment_modules
 from protocols.summary import ResourceReading
-from training_run.supervision.hooks import ReportObserver
-from training_run.supervision.queues import Queue
-from training_run.supervision.supervisor import Child
 
 if TYPE_CHECKING:
     from clotho.inference.engine import DecodeEngine
     from clotho.lanes.compute_thread import Compute
     from training_run.directory.run_directory import RunDirectory
+    from training_run.profile.rules import Rule
     from training_run.profile.schema import Profile
     from training_run.records.display import RunFacts
     from training_run.run import RunContext
+    from training_run.supervision.hooks import ReportObserver
+    from training_run.supervision.queues import Queue
+    from training_run.supervision.supervisor import Child
 
 Attach = Callable[["RunContext"], Awaitable[None]]
 
@@ -74,9 +73,16 @@ class Attached(Struct, kw_only=True, eq=False):
 class Attachment:
     """What one folder adds to a run. An instance has no state: that of a run lives in what `prepare` returns.
 
+    no_effect, contradictions: rows for the tables of these names in `training_run/profile/rules.py`. may_change: keys
+    of the attachment, and their beginnings, that a resumed run may change.
+
     Every method adds nothing by default. They are called in the order below. `attachment.py` is imported at every
     start, so that it imports what is expensive only where it is used.
     """
+
+    no_effect: Sequence[Rule] = ()
+    contradictions: Sequence[Rule] = ()
+    may_change: Sequence[str] = ()
 
     def check(self, profile: Profile) -> None:
         """Raise ProfileError for what cannot work; in milliseconds, and before the run directory is touched."""
@@ -102,11 +108,7 @@ class Attachment:
 @cache
 def installed_attachments() -> tuple[Attachment, ...]:
     """Return the attachments of this installation that take part in runs, by the names of their folders."""
-    package = find_spec("attachments")
-    places = package.submodule_search_locations if package else None
-    names = sorted(one.name for one in pkgutil.iter_modules(places or []) if one.ispkg)
-    modules = [f"attachments.{name}.attachment" for name in names]
-    return tuple(import_module(module).ATTACHMENT for module in modules if find_spec(module))
+    return tuple(module.ATTACHMENT for module in attachment_modules("attachment"))
 
 
 def engine_watches(compute: Compute, engine: DecodeEngine) -> list[Child]:

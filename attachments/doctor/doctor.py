@@ -69,7 +69,7 @@ from training_run.main import adjusted
 from training_run.memory.estimate import estimate_memory
 from training_run.memory.report import describe_limit, too_large
 from training_run.profile.flags import COMMON, Arguments, help_topic, key_help, parse_flags
-from training_run.profile.keys import flag_key
+from training_run.profile.keys import PROFILE_KEYS
 from training_run.profile.load import load_profile
 from training_run.profile.program import program
 from training_run.profile.schema import Profile
@@ -171,7 +171,8 @@ def _order(finding: Finding) -> bool:
 def run(argv: Sequence[str], console: Console) -> int:
     """Check a profile. Returns 0 without a finding and 1 with findings; raises ProfileError for bad input (2)."""
     if help_topic(argv) is not None:
-        lines = [USAGE, *map(key_help, OWN.values()), *(key_help(key) for path in COMMON if (key := flag_key(path)))]
+        common = [key for path in COMMON if (key := PROFILE_KEYS.named(path))]
+        lines = [USAGE, *map(key_help, [*OWN.values(), *common])]
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         return 0
     values = parse_flags(argv, OWN, "doctor")

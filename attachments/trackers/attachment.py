@@ -6,11 +6,13 @@ import tomllib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from attachments.trackers.sections import TRACKERS
 from protocols.evaluation import EvalReport
 from protocols.finding import Finding
 from protocols.step import StepReport
 from training_run.attachment import Attach, Attachment, Plan
 from training_run.profile.load import resolved_toml
+from training_run.profile.rules import Rule
 from training_run.supervision.hooks import ReportObserver
 
 if TYPE_CHECKING:
@@ -51,16 +53,25 @@ class TrackedReports(ReportObserver):
 class Trackers(Attachment):
     """`[[trackers]]` of a profile."""
 
+    may_change = ("trackers",)
+    contradictions = (
+        Rule(
+            "trackers",
+            lambda v, x: any(one.mode != "auto" and one.name != "wandb" for one in x),
+            "have a mode for wandb only; trackio and tensorboard always write to this machine",
+        ),
+    )
+
     def check(self, profile: Profile) -> None:
         """Raise ProfileError if a tracker is listed twice, or its library is not installed."""
-        if profile.trackers:
+        if sections := TRACKERS.of(profile):
             from attachments.trackers.trackers import require_trackers
 
-            require_trackers(profile.trackers)
+            require_trackers(sections)
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Open the trackers when the run is loaded, so that a start that fails leaves no trace in them."""
-        if not plan.profile.trackers:
+        if not TRACKERS.of(plan.profile):
             return None
 
         async def attach(run: RunContext) -> None:
@@ -71,7 +82,7 @@ class Trackers(Attachment):
             tracked = TrackedRun(
                 id=directory.run_id, name=directory.path.name, directory=directory.path, settings=settings
             )
-            trackers = open_trackers(profile.tracking, profile.trackers, tracked)
+            trackers = open_trackers(profile.tracking, TRACKERS.of(profile), tracked)
             run.attached.ending.callback(close_trackers, trackers)
             run.attached.observers.append(TrackedReports(trackers))
 

@@ -20,10 +20,11 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from attachments.trackers.sections import TrackerSection
 from protocols.errors import ProfileError, visible
 from protocols.evaluation import EvalReport
 from protocols.step import StepReport
-from training_run.profile.schema import TrackerSection, TrackingSection
+from training_run.profile.schema import TrackingSection
 from training_run.records.terminal_text import terminal_text
 
 log = structlog.get_logger(actor="monitor")

@@ -15,7 +15,10 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import Struct, inspect
 
+from clotho.settings.mounted import Setting
 from protocols.errors import CUTOFF, ProfileError, did_you_mean, similarity, visible
+
+NONE: Mapping[str, str] = {}
 
 REQUIRED, TYPE = msgspec.NODEFAULT, "type"
 """The default of a key without a default, and the tag field of every union."""
@@ -32,6 +35,10 @@ Planned = Callable[[str, str], str]
 """Says of the value of a choice that it is planned; empty for any other value."""
 
 
+Described = tuple[inspect.Field, msgspec.structs.FieldInfo]
+"""A field of a struct, as a type and as an annotation."""
+
+
 class Variant(NamedTuple):
     """The default of a key under one combination of types. types: the type of each union around the key, by choice."""
 
@@ -40,13 +47,17 @@ class Variant(NamedTuple):
 
 
 class Key(Struct, frozen=True, kw_only=True):
-    """One setting. shape: the type of its value. variants: one for each combination of types that has the key."""
+    """One setting. shape: the type of its value. variants: one for each combination of types that has the key.
+
+    attachment: the name of the folder that adds the setting; empty for one of the core.
+    """
 
     path: str
     annotation: Any
     shape: inspect.Type
     help: str
     variants: list[Variant]
+    attachment: str = ""
 
     @property
     def allowed(self) -> str:
@@ -62,27 +73,43 @@ class Key(Struct, frozen=True, kw_only=True):
 
 
 class Section(Struct, frozen=True, kw_only=True):
-    """A table, or an array of tables (repeated), of the profile. types: the description of each type of a union."""
+    """A table, or an array of tables (repeated), of the profile. types: the description of each type of a union.
+
+    attachment: the name of the folder that adds the table; empty for one of the core.
+    """
 
     name: str
     title: str = ""
     repeated: bool = False
     types: dict[str, str] = {}
     keys: dict[str, Key] = {}
+    attachment: str = ""
 
 
-def read_sections(root: type[Struct]) -> dict[str, Section]:
-    """The tables of a struct by path (empty at the top), in the order of the fields, nested tables after parents."""
+def read_sections(root: type[Struct], mounted: Mapping[str, Setting[Any]]) -> dict[str, Section]:
+    """The tables of a struct by path (empty at the top), in the order of the fields, nested tables after parents.
+
+    mounted: the settings of attachments by path, which take the places that they name.
+    """
     tables: dict[str, Section] = {}
+
+    def owner(path: str) -> str:
+        """The attachment that adds a key; empty for one of the core."""
+        above = (path.rsplit(".", levels)[0] for levels in range(path.count(".") + 1))
+        return next((mounted[one].attachment for one in above if one in mounted), "")
+
+    def section(path: str, *, title: str = "", repeated: bool = False) -> Section:
+        return Section(name=path, title=title, repeated=repeated, attachment=owner(path))
 
     def visit(struct: Any, name: str, types: dict[str, str], defaults: Any, *, repeated: bool = False) -> None:
         """Add the keys of a table under one combination of types. defaults: an instance with the defaults, or None."""
-        table = tables.setdefault(name, Section(name=name, title=_title(struct), repeated=repeated))
-        for field, annotated in zip(struct.fields, msgspec.structs.fields(struct.cls), strict=True):
+        table = tables.setdefault(name, section(name, title=_title(struct), repeated=repeated))
+        described = zip(struct.fields, msgspec.structs.fields(struct.cls), strict=True)
+        for field, annotated in in_place(list(described), name, mounted):
             path, shape, annotation = f"{name}.{field.encode_name}".lstrip("."), field.type, annotated.type
             given = field.default_factory() if callable(field.default_factory) else field.default
             given = getattr(defaults, field.name) if type(defaults) is struct.cls else given
-            text, owner, key_path, default = _extra(shape, "description"), table, path, given
+            text, holder, key_path, default = _extra(shape, "description"), table, path, given
             first, *others = members = members_of(shape)
             union = {str(member.tag): member for member in members if isinstance(member, inspect.StructType)}
             if isinstance(first, inspect.StructType) and not others and first.tag is None:
@@ -92,18 +119,30 @@ def read_sections(root: type[Struct]) -> dict[str, Section]:
                 visit(items, path, types, None, repeated=True)
                 text = tables[path].title
             elif union:
-                owner, key_path = tables.setdefault(path, Section(name=path)), f"{path}.{TYPE}"
-                owner.types.update({tag: _title(member) for tag, member in union.items()})
+                holder, key_path = tables.setdefault(path, section(path)), f"{path}.{TYPE}"
+                holder.types.update({tag: _title(member) for tag, member in union.items()})
                 default = given if given is REQUIRED else type(given).__struct_config__.tag
                 tags: Any = tuple(union)
                 shape, annotation = inspect.LiteralType(tags), Literal[tags]
-            key = Key(path=key_path, annotation=annotation, shape=shape, help=text, variants=[])
-            owner.keys.setdefault(key_path, key).variants.append(Variant(types, default))
+            added = owner(path)
+            key = Key(path=key_path, annotation=annotation, shape=shape, help=text, variants=[], attachment=added)
+            holder.keys.setdefault(key_path, key).variants.append(Variant(types, default))
             for tag, member in union.items():
                 visit(member, path, {**types, key_path: tag}, given)
 
     visit(inspect.type_info(root), "", {}, None)
     return tables
+
+
+def in_place(fields: list[Described], table: str, mounted: Mapping[str, Setting[Any]]) -> list[Described]:
+    """The fields of a table in the order of lists: each setting of an attachment after the key that it names."""
+    order = [field for field in fields if f"{table}.{field[0].encode_name}".lstrip(".") not in mounted]
+    for field in fields:
+        setting = mounted.get(f"{table}.{field[0].encode_name}".lstrip("."))
+        if setting is not None:
+            names = [one.encode_name for one, _ in order]
+            order.insert(names.index(setting.after) + 1 if setting.after in names else len(names), field)
+    return order
 
 
 def is_default(default: Any, value: Any) -> bool:
@@ -120,9 +159,16 @@ class Keys:
     """
 
     def __init__(
-        self, root: type[Struct], *, advice: Advice = lambda *_: None, planned: Planned = lambda *_: ""
+        self,
+        root: type[Struct],
+        *,
+        mounted: Iterable[Setting[Any]] = (),
+        absent: Mapping[str, str] = NONE,
+        advice: Advice = lambda *_: None,
+        planned: Planned = lambda *_: "",
     ) -> None:
-        self.sections = read_sections(root)
+        """mounted: the settings of attachments in the struct. absent: attachments that are not there, by their keys."""
+        self.sections = read_sections(root, {setting.path: setting for setting in mounted})
         self.all = {path: key for section in self.sections.values() for path, key in section.keys.items()}
         self.settable = {
             path: key for path, key in self.all.items() if not self.sections[path.rpartition(".")[0]].repeated
@@ -130,7 +176,11 @@ class Keys:
         self.choices = {
             f"{name}.{TYPE}": tuple(section.types) for name, section in self.sections.items() if section.types
         }
-        self._advice, self._planned = advice, planned
+        self._absent, self._advice, self._planned = absent, advice, planned
+
+    def named(self, name: str) -> Key | None:
+        """Return the settable key of a name: its path, or the path of a union for its type."""
+        return self.settable.get(name) or self.settable.get(f"{name}.{TYPE}")
 
     def changed_rows(self, path: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the tables of an array without the keys that have their default."""
@@ -166,9 +216,18 @@ class Keys:
     def require_known(self, path: str, label: str) -> None:
         """Raise ProfileError, with a suggestion, if there is no such key. label: where the key was found."""
         if path not in self.all:
+            if lacking := self.lacking(path):
+                raise ProfileError(f"{label}: {visible(path, 60)}: {lacking}")
             hint = self.suggestion(path, {*self.all, *filter(None, self.sections)})
             what = "key" if "." in path else "key or section"
             raise ProfileError(f"{label}: unknown {what} {visible(path, 60)}; {hint}")
+
+    def lacking(self, path: str) -> str:
+        """Return why a key of an attachment that is not there is refused; empty for any other key."""
+        for key, attachment in self._absent.items():
+            if f"{path}.".startswith(f"{key}."):
+                return f"belongs to the attachment {attachment!r}, which this installation lacks"
+        return ""
 
     def suggestion(self, path: str, candidates: Collection[str], spelled: Callable[[str], str] = str) -> str:
         """Return the end of the refusal of the unknown key, table or flag `path`. spelled: how a path is written.

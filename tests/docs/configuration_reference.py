@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from attachments.atropos.group_sizes import require_fillable
 from clotho.settings.keys import Key, Section
 from tests.docs.pages import DOCS
-from training_run.profile.flags import availability, default_in_words
+from training_run.profile.flags import attached, attached_key, availability, default_in_words
 from training_run.profile.keys import KEYS, SECTIONS
 from training_run.profile.other_trainers import SHORT, Row, accepted
-from training_run.profile.rules import CONTRADICTIONS, NO_EFFECT, learnable_distribution
+from training_run.profile.rules import contradictions, learnable_distribution, rules_without_effect
 from training_run.supervision.custom_actors import require_positions
 
 PAGE = DOCS / "configuration.md"
@@ -108,16 +108,17 @@ def _section(section: Section) -> str:
         f"| {_cell(_meaning(key))} |"
         for path, key in section.keys.items()
     ]
-    parts = [title, "", *([section.title, ""] if section.title else []), *kinds, *([""] if kinds else [])]
+    described = " ".join(filter(None, (section.title, attached(section.attachment))))
+    parts = [title, "", *([described, ""] if described else []), *kinds, *([""] if kinds else [])]
     return "\n".join([*parts, "| key | allowed | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
 def _meaning(key: Key) -> str:
-    return " ".join(filter(None, (key.help, availability(key))))
+    return " ".join(filter(None, (key.help, availability(key), attached_key(key))))
 
 
 def _between() -> str:
-    rows = [f"| {_paths(_shown(rule.keys))} | {_cell(_reason(rule.reason))} |" for rule in CONTRADICTIONS]
+    rows = [f"| {_paths(_shown(rule.keys))} | {_cell(_reason(rule.reason))} |" for rule in contradictions()]
     checks = (learnable_distribution, require_positions, require_fillable)
     others = [f"* {' '.join((check.__doc__ or '').split())}" for check in checks]
     return "\n".join(
@@ -141,7 +142,7 @@ def _between() -> str:
 def _effects() -> str:
     rows = [
         f"| {_paths(_shown(rule.keys))} | {_paths(_shown(rule.decided_by))} | {_cell(_reason(rule.reason))} |"
-        for rule in NO_EFFECT
+        for rule in rules_without_effect()
     ]
     return "\n".join(
         ["## Keys that need another", "", "| keys | decided by | refused because |", "|---|---|---|", *rows, ""]

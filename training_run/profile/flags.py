@@ -15,7 +15,7 @@ from msgspec import Struct, inspect
 from clotho.settings.bounds import NonNegative, about
 from clotho.settings.keys import REQUIRED, TYPE, Key, Keys, Section, array_items, members_of, shown
 from protocols.errors import ProfileError, did_you_mean, visible
-from training_run.profile.keys import CHOICES, KEYS, PROFILE_KEYS, SECTIONS, SETTABLE, flag_key, flag_of
+from training_run.profile.keys import CHOICES, KEYS, PROFILE_KEYS, SECTIONS, SETTABLE, flag_of
 from training_run.profile.other_trainers import SHORT, accepted, advice
 from training_run.profile.program import program
 from training_run.profile.translation import Dialect, Given, announce_words, translate
@@ -126,7 +126,7 @@ def parse_flags(argv: Sequence[str], own: Mapping[str, Key], command: str = "") 
 
 
 def _key_of(name: str, own: Mapping[str, Key]) -> Key | None:
-    return own.get(name) or flag_key(SHORT.get(name, name))
+    return own.get(name) or PROFILE_KEYS.named(SHORT.get(name, name))
 
 
 def _is_valid(one: Given, own: Mapping[str, Key]) -> bool:
@@ -187,6 +187,8 @@ def _target(flag: str, before: list[str], own: Mapping[str, Key]) -> Key:
         raise ProfileError(f"unexpected argument {visible(flag, 60)!r}: {hint}")
     if key := _key_of(name, own):
         return key
+    if lacking := PROFILE_KEYS.lacking(name):
+        raise ProfileError(f"{visible(flag, 60)}: {lacking}")
     table = name.rpartition(".")[0]
     hint = f"did you mean {flag_of(table)}?" if table in SETTABLE else ""
     hint = hint or PROFILE_KEYS.suggestion(name, [*SETTABLE, *own, *SHORT, *(() if table else accepted())], flag_of)
@@ -206,7 +208,7 @@ def _value(key: Key, text: str, flag: str) -> Any:
         return None
     if key.path == "rewards" and not text.startswith(("[", "{")):
         return [{"name": name, "correct": name != "format"} for name in text.split(",")]
-    if key.path == "trackers" and not text.startswith(("[", "{")):
+    if _is_named(key) and not text.startswith(("[", "{")):
         return [{"name": name} for name in text.split(",")]
     if isinstance(items or first, TABLES) or (items and text.startswith("[")):
         try:
@@ -218,6 +220,12 @@ def _value(key: Key, text: str, flag: str) -> Any:
     value = [value] if items and not isinstance(value, list) else value
     custom = key.path == "learner.objective.type" and ":" in text
     return value if custom or array_items(key.shape) else PROFILE_KEYS.converted(key, value, flag, text=True)
+
+
+def _is_named(key: Key) -> bool:
+    """Whether a value is an array of tables that need a name and nothing else."""
+    inside = array_items(key.shape)
+    return inside is not None and [one.encode_name for one in inside.fields if one.required] == ["name"]
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
@@ -243,10 +251,13 @@ def help_text(topic: str = "", width: int = WIDTH) -> str:
     if topic == "":
         top = ", ".join(name for name in SECTIONS if name and "." not in name)
         more = fill(f"--help-all shows every flag, --help SECTION the flags of one section: {top}.", width)
-        return "\n".join([*own, *(key_help(key, width) for path in COMMON if (key := flag_key(path))), more]) + "\n"
+        return (
+            "\n".join([*own, *(key_help(key, width) for path in COMMON if (key := PROFILE_KEYS.named(path))), more])
+            + "\n"
+        )
     found = [section for name, section in SECTIONS.items() if topic == "all" or f"{name}.".startswith(f"{topic}.")]
     parts = [*(["\n".join(own)] if topic == "all" else []), *(_section_help(section, width) for section in found)]
-    if not parts and (key := flag_key(SHORT.get(topic, topic))) is not None:
+    if not parts and (key := PROFILE_KEYS.named(SHORT.get(topic, topic))) is not None:
         parts = [key_help(key, width)]
     if not parts:
         hint = did_you_mean(topic, [*filter(None, SECTIONS), *SETTABLE])
@@ -257,7 +268,8 @@ def help_text(topic: str = "", width: int = WIDTH) -> str:
 def _section_help(section: Section, width: int) -> str:
     name = f"[{section.name}]" if section.name else "top of the file"
     name = f"[{name}] or --{section.name} '[{{...}}, ...]' in TOML or JSON" if section.repeated else name
-    lines = [fill(f"{name}  {section.title}".strip(), width, subsequent_indent="  ")]
+    title = f"{name}  {section.title} {attached(section.attachment)}".strip()
+    lines = [fill(title, width, subsequent_indent="  ")]
     for kind, text in section.types.items():
         lines.append(fill(f"{kind}: {text}", width, initial_indent="  ", subsequent_indent=INDENT))
     return "\n".join([*lines, *(key_help(key, width) for key in section.keys.values())])
@@ -268,9 +280,20 @@ def key_help(key: Key, width: int = WIDTH) -> str:
     flag = flag_of(next((name for name, path in SHORT.items() if path == key.path), key.path))
     name = f"  {key.path.rpartition('.')[2]}" if key.path in KEYS and key.path not in SETTABLE else flag
     head = f"  {name}  {key.allowed}  ({default_in_words(key)})"
-    text = f"{key.help} {availability(key)}".strip()
+    text = " ".join(filter(None, (key.help, availability(key), attached_key(key))))
     head = fill(head, width, subsequent_indent=INDENT, break_on_hyphens=False)
     return f"{head}\n{fill(text, width, initial_indent=INDENT, subsequent_indent=INDENT)}"
+
+
+def attached(attachment: str) -> str:
+    """A sentence that names the attachment of a key or a table; empty for the core."""
+    return f"Attachment: {attachment}." if attachment else ""
+
+
+def attached_key(key: Key) -> str:
+    """A sentence that names the attachment of a key in a table of the core; empty for any other key."""
+    section = SECTIONS.get(key.path.rpartition(".")[0])
+    return "" if section and section.attachment else attached(key.attachment)
 
 
 def default_in_words(key: Key) -> str:

@@ -22,6 +22,7 @@ from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, did_you_mean, visible
 from training_run.profile.earlier_profiles import EARLIER, import_profile
 from training_run.profile.keys import CHOICES, PROFILE_KEYS, SETTABLE
+from training_run.profile.mounted import with_attachments
 from training_run.profile.program import announce
 from training_run.profile.rules import first_complaint
 from training_run.profile.schema import Profile
@@ -204,7 +205,7 @@ def decode(merged: Merged) -> Profile:
 
 def decode_tables(merged: Merged, kind: type[P]) -> P:
     """Build a struct with some or all tables of a profile. Raises ProfileError as `decode`."""
-    return decode_merged(PROFILE_KEYS, merged, kind)
+    return decode_merged(PROFILE_KEYS, merged, with_attachments(kind))
 
 
 def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:

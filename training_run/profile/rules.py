@@ -13,7 +13,8 @@ from clotho.settings.data import GYM
 from protocols.errors import did_you_mean, visible
 from protocols.learnability import unlearnable
 from protocols.sampling import PARAMETERS, in_use
-from training_run.profile.keys import KEYS, PROFILE_KEYS, SETTABLE
+from training_run.attachment import installed_attachments
+from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS, SETTABLE
 from training_run.profile.schema import Profile
 
 Values = dict[str, Any]  # a resolved profile by key path; arrays of tables are tuples of structs
@@ -83,8 +84,9 @@ NO_EFFECT = (
          "neither data.train nor data.heldout is reasoning_gym:NAME", "data.train data.heldout"),
     Rule("learner.kl_penalty.reference.interval", lambda v, x: x >= v["steps"],
          "it must be less than steps = {v[steps]}: the reference would never move", "steps"),
-    Rule("tracking.run_name tracking.tags", lambda v, _: not v["trackers"], "no [[trackers]] are listed", "trackers"),
-    Rule("tracking.project tracking.group", lambda v, _: not v["trackers"] and v["atropos.type"] == "off",
+    Rule("tracking.run_name tracking.tags", lambda v, _: not v.get("trackers"),
+         "no [[trackers]] are listed", "trackers"),
+    Rule("tracking.project tracking.group", lambda v, _: not v.get("trackers") and v["atropos.type"] == "off",
          "no [[trackers]] are listed", "trackers atropos.type"),
     Rule("checkpoint.keep_last", lambda v, _: v["checkpoint.interval"] == 0,
          "checkpoint.interval = 0 writes one checkpoint, at the end", "checkpoint.interval"),
@@ -147,8 +149,6 @@ CONTRADICTIONS = (
          '= 0 means no held-out problems: set data.heldout, or eval = "off"'),
     Rule("run_dir", lambda v, x: not x or "{" in x.replace("{profile}", ""),
          'must name a directory, and {{profile}} is the only placeholder, not "{}"'),
-    Rule("trackers", lambda v, x: any(one.mode != "auto" and one.name != "wandb" for one in x),
-         'have a mode for wandb only; trackio and tensorboard always write to this machine'),
     Rule("rewards", lambda v, x: all(reward.weight == 0 for reward in x),
          "need a weight other than 0, because every advantage would be 0"),
     Rule("rewards", lambda v, x: v["eval.type"] != "off" and not any(reward.correct for reward in x),
@@ -227,17 +227,29 @@ def gym_names(path: str) -> list[str]:
 
 def violated_rows(profile: Profile) -> Iterator[Complaint]:
     """The complaints of both tables."""
-    arrays = {"rewards": profile.rewards, "actors": profile.actors, "environments": profile.environments}
-    arrays["trackers"] = profile.trackers
+    arrays = {
+        path: getattr(profile, path) for path, section in SECTIONS.items() if section.repeated and "." not in path
+    }
     v: Values = _by_path(msgspec.to_builtins(profile), "") | arrays
     chosen = PROFILE_KEYS.chosen_types(v)
-    for rule in (*NO_EFFECT, *CONTRADICTIONS):
+    without_effect = rules_without_effect()
+    for rule in (*without_effect, *contradictions()):
         for key in rule.keys.split():
             variant = SETTABLE[key].variant(chosen)
-            if variant and rule.refused(v, v[key]) and not (rule in NO_EFFECT and v[key] == variant.default):
+            if variant and rule.refused(v, v[key]) and not (rule in without_effect and v[key] == variant.default):
                 reason = rule.reason.format(v[key], v=v)
-                text = f"{key.removesuffix('.type')} {'has no effect: ' if rule in NO_EFFECT else ''}{reason}"
+                text = f"{key.removesuffix('.type')} {'has no effect: ' if rule in without_effect else ''}{reason}"
                 yield Complaint(key, text, tuple(rule.decided_by.split()))
+
+
+def rules_without_effect() -> tuple[Rule, ...]:
+    """Return `NO_EFFECT` with the rows of attachments."""
+    return (*NO_EFFECT, *(rule for attachment in installed_attachments() for rule in attachment.no_effect))
+
+
+def contradictions() -> tuple[Rule, ...]:
+    """Return `CONTRADICTIONS` with the rows of attachments."""
+    return (*CONTRADICTIONS, *(rule for attachment in installed_attachments() for rule in attachment.contradictions))
 
 
 def _by_path(tree: dict[str, Any], prefix: str) -> Values:

@@ -128,17 +128,6 @@ class TrackingSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tags: Annotated[tuple[str, ...], about("Labels of the run.")] = ()
 
 
-class TrackerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One experiment tracker, which gets metrics, evaluations, completions and warnings."""
-
-    name: Annotated[Literal["wandb", "trackio", "tensorboard"], about("The library that the run reports to.")]
-    mode: Annotated[
-        Literal["auto", "online", "offline"],
-        about("Offline stores files for a later upload; auto is what WANDB_MODE says, or online; wandb only."),
-    ] = "auto"
-    completions: Annotated[NonNegative, about("Completions in the table of a step; 0: no table.")] = 8
-
-
 class AtroposSource(Variant, frozen=True, kw_only=True):
     """Groups come through the Atropos API instead of data.train; evaluation does not change."""
 
@@ -221,7 +210,6 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     queues: QueuesSection = QueuesSection()
     monitor: MonitorSection = MonitorSection()
     tracking: TrackingSection = TrackingSection()
-    trackers: tuple[TrackerSection, ...] = ()
     actors: tuple[ActorSection, ...] = ()
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from protocols.errors import CheckpointError
+from training_run.attachment import installed_attachments
 from training_run.directory.checkpoints import checkpoint_steps
 from training_run.profile.keys import PROFILE_KEYS, SETTABLE
 from training_run.profile.schema import Profile
@@ -31,7 +32,6 @@ MAY_DIFFER = (
     "queues",
     "monitor",
     "tracking",
-    "trackers",
     "actors",
     "collapse_detection",
     "atropos.missing_logprobs",
@@ -105,7 +105,8 @@ def _settings(node: Any, prefix: str = "") -> dict[str, Any]:
 def _may_differ(key: str) -> bool:
     if REWARD_KEYS_THAT_MAY_DIFFER.fullmatch(key):
         return True
-    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_DIFFER)
+    attached = (key for attachment in installed_attachments() for key in attachment.may_change)
+    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in (*MAY_DIFFER, *attached))
 
 
 def _keys(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from attachments.trackers import trackers
 from attachments.trackers.attachment import TrackedReports
+from attachments.trackers.sections import TrackerSection
 from attachments.trackers.trackers import (
     CAPACITY,
     Completions,
@@ -41,7 +42,7 @@ from tests.training_run.records.display_examples import (
     ungraded_evaluation,
 )
 from training_run.profile.load import load_profile
-from training_run.profile.schema import TrackerSection, TrackingSection
+from training_run.profile.schema import TrackingSection
 
 LOG_BLOCK = 32768
 TRACKING = TrackingSection(project="proj", group="g", run_name="first", tags=("a", "b"))

@@ -14,7 +14,7 @@ from tests.models.simulated_devices import MAC_16_GB, simulate_gpu
 from training_run.memory.estimate import estimate_memory
 from training_run.memory.report import PARTS, describe, require_wired_limit, too_large
 from training_run.profile.flags import parse_arguments
-from training_run.profile.keys import flag_key
+from training_run.profile.keys import PROFILE_KEYS
 from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
 
@@ -65,7 +65,7 @@ def test_the_settings_that_are_named_exist() -> None:
     for _, _, change in PARTS:
         named = [word.strip("(,;)") for word in change.split() if "." in word]
         assert named
-        assert [key for key in named if flag_key(key) is None] == []
+        assert [key for key in named if PROFILE_KEYS.named(key) is None] == []
 
 
 def test_a_run_that_fits_is_not_refused() -> None:

@@ -10,7 +10,8 @@ import pytest
 from clotho.settings.keys import REQUIRED
 from protocols.errors import ProfileError
 from training_run.profile.flags import COMMON, availability, default_in_words, help_text
-from training_run.profile.keys import CHOICES, KEYS, PROFILE_KEYS, SECTIONS, SETTABLE, flag_key, flag_of
+from training_run.profile.keys import CHOICES, KEYS, PROFILE_KEYS, SECTIONS, SETTABLE, flag_of
+from training_run.profile.mounted import with_attachments
 from training_run.profile.other_trainers import SHORT
 from training_run.profile.schema import Profile
 
@@ -26,7 +27,7 @@ def test_every_key_has_help_and_says_what_is_allowed() -> None:
 def test_the_schema_covers_every_field_of_every_section() -> None:
     """Flags and manual are made from it: a field that is missing here could not be set or found."""
     assert {section.name for section in SECTIONS.values()} >= {"", "model", "policy", "sampling", "rewards", "actors"}
-    top = set(Profile.__struct_encode_fields__)
+    top = set(with_attachments(Profile).__struct_encode_fields__)
     assert top == {key.path.partition(".")[0] for key in KEYS.values()}
 
 
@@ -84,7 +85,7 @@ def test_the_short_help_shows_the_twenty_most_used_flags_on_one_screen() -> None
     assert len(text.splitlines()) <= 45
     assert "--help-all" in text
     assert "--help SECTION" in text
-    assert [path for path in COMMON if flag_key(path) is None] == []
+    assert [path for path in COMMON if PROFILE_KEYS.named(path) is None] == []
 
 
 def test_the_help_of_a_section_is_complete() -> None:

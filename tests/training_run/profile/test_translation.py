@@ -17,7 +17,7 @@ from protocols.errors import ProfileError
 from tests.training_run.profile.earlier_command_lines import LINES, Documented
 from tests.training_run.profile.test_flags import example
 from training_run.profile.flags import parse_arguments, problem_of
-from training_run.profile.keys import flag_key
+from training_run.profile.keys import PROFILE_KEYS
 from training_run.profile.load import load_profile
 from training_run.profile.other_trainers import EARLIER, SYSTEMS, VALUE, Row, by_name, table
 from training_run.profile.serve_profile import load_serving
@@ -109,7 +109,7 @@ def written(row: Row) -> Given:
 
 def example_of(row: Row) -> str:
     """A value that the last key of a replacement takes."""
-    key = flag_key(row.keys[-1]) if row.keys else None
+    key = PROFILE_KEYS.named(row.keys[-1]) if row.keys else None
     return example(key) if key else "local-m3"
 
 

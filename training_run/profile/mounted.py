@@ -1,0 +1,31 @@
+"""The settings of this installation's attachments, and the structs of a profile with them."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from msgspec import Struct
+
+from clotho.extension import attachment_modules
+from clotho.settings.mounted import mount
+
+P = TypeVar("P", bound=Struct)
+
+ATTACHED = {
+    "trackers": "trackers",
+}
+"""The attachment of each key that an attachment adds to a profile: a key of an absent one is refused by its name."""
+
+SETTINGS = tuple(setting for module in attachment_modules("sections") for setting in module.SETTINGS)
+"""The settings of the attachments that are installed."""
+
+
+def with_attachments(kind: type[P]) -> type[P]:
+    """Return a struct of tables of a profile with the settings of attachments."""
+    return mount(kind, SETTINGS)
+
+
+def absent_keys() -> dict[str, str]:
+    """Return the keys of `ATTACHED` whose attachment is not installed."""
+    there = {setting.path for setting in SETTINGS}
+    return {key: attachment for key, attachment in ATTACHED.items() if key not in there}
