@@ -7,11 +7,11 @@ the library is in its `library.py` (`clotho/extension.py`).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct, field
 
@@ -74,7 +74,8 @@ class Attachment:
     """What one folder adds to a run. An instance has no state: that of a run lives in what `prepare` returns.
 
     no_effect, contradictions: rows for the tables of these names in `training_run/profile/rules.py`. may_change: keys
-    of the attachment, and their beginnings, that a resumed run may change.
+    of the attachment, and their beginnings, that a resumed run may change. commands: word after the program's name ->
+    module, whose `run(argv, console)` returns the exit status.
 
     Every method adds nothing by default. They are called in the order below. `attachment.py` is imported at every
     start, so that it imports what is expensive only where it is used.
@@ -83,6 +84,7 @@ class Attachment:
     no_effect: Sequence[Rule] = ()
     contradictions: Sequence[Rule] = ()
     may_change: Sequence[str] = ()
+    commands: ClassVar[Mapping[str, str]] = {}
 
     def check(self, profile: Profile) -> None:
         """Raise ProfileError for what cannot work; in milliseconds, and before the run directory is touched."""

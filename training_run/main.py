@@ -73,12 +73,13 @@ def _run(argv: Sequence[str], load_train: LoadTrain) -> tuple[int, bool]:
     """Return the exit status, and whether a run was started."""
     is_training = False
     try:
-        if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
+        known = commands() if argv and not argv[0].startswith("-") else {}
+        if known and argv[0] not in known:
             from training_run.profile.flags import problem_of
             from training_run.profile.translation import replaced_program
 
             argv = replaced_program(argv, problem_of)
-        if argv and (command := COMMANDS.get(argv[0])):
+        if known and argv and (command := known.get(argv[0])):
             return command(argv[1:])
         prepared = prepare(argv)
         if not isinstance(prepared, PreparedRun):
@@ -99,7 +100,7 @@ def _run_launched(argv: Sequence[str]) -> int | None:
     """Run what `mlx.launch` starts: the supervisor of a rank, and ranks other than 0. None for rank 0 and commands."""
     from attachments.ranks import supervision
 
-    if (argv and argv[0] in COMMANDS) or not supervision.has_other_ranks(os.environ):
+    if (argv and argv[0] in commands()) or not supervision.has_other_ranks(os.environ):
         return None
     if not supervision.is_rank():
         return supervision.supervise(argv)
@@ -216,15 +217,12 @@ def _command(module: str) -> Callable[[Sequence[str]], tuple[int, bool]]:
     return run
 
 
-COMMANDS = {
-    "serve": serve,
-    "eval": evaluate,
-    "doctor": _command("attachments.doctor.doctor"),
-    "view": _command("attachments.dashboard.view"),
-    **{name: _command(f"attachments.files.{name}") for name in ("show", "convert", "merge", "push")},
-    "import-profile": _command("attachments.migration.migration"),
-}
-"""The commands besides a run, by the word after the program's name. They return as `_run`."""
+def commands() -> dict[str, Callable[[Sequence[str]], tuple[int, bool]]]:
+    """Return the commands besides a run, by the word after the program's name. They return as `_run`."""
+    from training_run.attachment import installed_attachments
+
+    further = {word: module for one in installed_attachments() for word, module in one.commands.items()}
+    return {"serve": serve, "eval": evaluate, **{word: _command(module) for word, module in further.items()}}
 
 
 class PreparedRun:
@@ -279,7 +277,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
     console = _console()
     arguments = parse_arguments(argv)
     if arguments.help is not None:
-        return _show_help(help_text(arguments.help))[0]
+        return _show_help(help_text(arguments.help, commands()))[0]
     fork = find_fork(arguments) if arguments.fork else None
     profile = load_profile(arguments.profile, arguments.overrides, adjust=partial(adjusted, arguments))
     require_fillable(profile)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from clotho.storage.atomic_files import copy_file
 from protocols.step import GroupsEnded, StepReport
@@ -45,6 +45,8 @@ class WrittenTokenValues(ReportObserver):
 
 class Dashboard(Attachment):
     """The timeline of a run, and the values of its tokens within `monitor.token_values_mb`."""
+
+    commands: ClassVar[Mapping[str, str]] = {"view": "attachments.dashboard.view"}
 
     def rewind(self, directory: RunDirectory, step: int, place: Path | None) -> None:
         """Move the values of later steps to `place`, with a copy of the timeline; without a place, delete the values.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from textwrap import fill
 from typing import Annotated, Any, Literal
@@ -60,8 +60,7 @@ TABLES = (inspect.StructType, inspect.DictType, inspect.TupleType)
 """Types of values that a flag gives as TOML or JSON."""
 
 WIDTH, INDENT = 116, " " * 6
-COMMANDS = "doctor|serve|eval|show|view|convert|merge|push|import-profile"
-USAGE = f"usage: {program()} [--profile NAME] [--KEY VALUE ...] | {COMMANDS}"
+USAGE = f"usage: {program()} [--profile NAME] [--KEY VALUE ...]"
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
@@ -245,9 +244,12 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def help_text(topic: str = "", width: int = WIDTH) -> str:
+def help_text(topic: str = "", commands: Iterable[str] = (), width: int = WIDTH) -> str:
     """The help text of the common flags (``), every flag (`all`), or one table or key; ProfileError if unknown."""
-    own = [USAGE, *(key_help(key, width) for name, key in OWN.items() if topic == "all" or name not in RARE)]
+    own = [
+        " | ".join([USAGE, "|".join(commands)]),
+        *(key_help(key, width) for name, key in OWN.items() if topic == "all" or name not in RARE),
+    ]
     if topic == "":
         top = ", ".join(name for name in SECTIONS if name and "." not in name)
         more = fill(f"--help-all shows every flag, --help SECTION the flags of one section: {top}.", width)
