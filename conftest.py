@@ -19,8 +19,8 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-import attachments.cpu
-from attachments.cpu import computes_on_host, load_blas
+from clotho.backend import Backend, backend
+from clotho.process import load_blas
 from tests import model_lanes
 from tests.extras import is_installed
 
@@ -62,9 +62,22 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture
-def device_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute as on a GPU: without the kernels of the CPU backend."""
-    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
+def device_path() -> Iterator[None]:
+    """Compute as on a GPU: with MLX only."""
+    with model_lanes.device_path():
+        yield
+
+
+@pytest.fixture
+def mlx_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode every model with MLX."""
+    monkeypatch.setattr(type(backend()), "row_decoder", lambda computing, model: None)
+
+
+@pytest.fixture
+def device_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample on the device, so that tokens are read one step later."""
+    monkeypatch.setattr(type(backend()), "row_sampler", lambda computing, parameters: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -177,7 +190,7 @@ def lane(request: pytest.FixtureRequest) -> Iterator[model_lanes.Lane]:
     """Run the test in its lane."""
     chosen = model_lanes.LANES[request.param] if hasattr(request, "param") else model_lanes.current()
     with model_lanes.using(chosen):
-        if request.node.get_closest_marker("needs_cpu_path") and not computes_on_host():
+        if request.node.get_closest_marker("needs_cpu_path") and type(backend()) is Backend:
             pytest.skip("the host path is off, or the device is a GPU")
         if request.node.get_closest_marker("needs_batch_invariance") and not model_lanes.is_batch_invariant():
             pytest.skip("the 16-bit kernels of a GPU depend on the number of rows")

@@ -43,13 +43,13 @@ from actors.scorer import Scorer
 from attachments.alarms.collapse_detection import CollapseMonitor
 from attachments.alarms.messages import CollapseState
 from attachments.atropos.batch_source import batch_source, group_reader, running_url
-from attachments.cpu import load_blas
 from attachments.doctor.start import log_findings
 from attachments.remote.sampling import remote_sampler
 from attachments.replay.replay import ReplayBuffer
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.machine import compute_slots
+from clotho.process import load_blas
 from clotho.serving.server import base_url, listen, while_loading
 from clotho.settings.model import FullMethod
 from clotho.settings.server import HttpServer

@@ -32,7 +32,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from attachments.cpu import SWITCH
 from bench import measurement
 from bench.benchmark import Benchmark, run_benchmark
 from bench.charts import draw_lines
@@ -41,6 +40,7 @@ from bench.contenders.process import Contender, Metric, measure_interleaved
 from bench.contenders.rollouts import RANK
 from bench.measurement import Measurement, results_path
 from bench.tables import closing, side_by_side
+from clotho.backend import SWITCH
 
 NAME = "decode"
 COMMAND = "python -m bench decode"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from attachments.cpu import load_blas
 from clotho.models.machine import describe_machine
+from clotho.process import load_blas
 from protocols.summary import MachineDescription
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -119,7 +119,7 @@ class _BlasFirst(MetaPathFinder):
         """Load the BLAS before the first import of `mlx.core`."""
         if name == "mlx.core":
             sys.meta_path.remove(self)
-            import_module("attachments.cpu").load_blas()
+            import_module("clotho.process").load_blas()
         return None
 
 

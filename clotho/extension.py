@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Struct
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from clotho.backend import Backend
     from clotho.rewards.registry import BuiltIn
 
 Entry = TypeVar("Entry")
@@ -65,6 +68,10 @@ class Extension:
     A subclass states what it adds; every method adds nothing by default. `library.py` imports no MLX and no web
     framework, and the modules that need them only when they are used, because it is imported at every start.
     """
+
+    def backend(self, device: mx.Device) -> Backend | None:
+        """Return what computes on a device instead of MLX; None if MLX does."""
+        return None
 
     @property
     def attachment(self) -> str:

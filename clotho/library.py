@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from attachments.cpu import configure_malloc
 from clotho.lanes.compute_thread import Compute
 from clotho.models.machine import compute_slots, core_division, limit_mlx_memory, memory_limit
 from clotho.models.policy import Policy, load_policy
+from clotho.process import configure_malloc
 from clotho.settings.keys import Keys
 from clotho.settings.layers import Layer, decode_merged, flatten_table, merge_layers
 from clotho.settings.model import Dtype, Method, ModelSection, PolicySection, QuantizeAtLoad

@@ -22,7 +22,7 @@ import pytest
 from msgspec import Struct
 from numpy.typing import NDArray
 
-import attachments.cpu
+from clotho.backend import SWITCH, backend_of
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -122,10 +122,20 @@ def using(lane: Lane) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(_restore, outer)
         if lane.on_device:
-            stack.enter_context(patch.object(attachments.cpu, "KERNELS_ENABLED", False))
-            stack.enter_context(patch.dict("os.environ", {attachments.cpu.SWITCH: "0"}))
+            stack.enter_context(device_path())
             stack.enter_context(patch("clotho.models.loading._target_dtype", _target_dtype))
         yield
+
+
+@contextmanager
+def device_path() -> Iterator[None]:
+    """Compute with MLX only within the block, also in processes that the tests start."""
+    try:
+        with patch.dict("os.environ", {SWITCH: "0"}):
+            backend_of.cache_clear()
+            yield
+    finally:
+        backend_of.cache_clear()
 
 
 def _restore(lane: Lane) -> None:

@@ -68,7 +68,8 @@ MATHEMATICS = (
 )  # fmt: skip
 EVENT_LOOPS = {"asyncio", "anyio", "starlette", "hypercorn", "httpx"}
 MLX = {
-    "clotho/models", "clotho/inference", "clotho/scoring", "clotho/training", "clotho/storage", "attachments",
+    "clotho/backend.py", "clotho/extension.py", "clotho/models", "clotho/inference", "clotho/scoring",
+    "clotho/training", "clotho/storage", "attachments",
     "training_run/directory/checkpoints.py", "training_run/evaluation/held_out.py", "training_run/memory",
     "training_run/start/warmup_step.py",
 }  # fmt: skip

@@ -75,7 +75,7 @@ def test_public_methods_say_what_they_do() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one BLAS")
 def test_mlx_finds_a_fast_blas_whoever_imports_it_after_the_library() -> None:
     """On Linux, the first BLAS that is loaded computes all products."""
-    code = "import clotho, mlx.core; from attachments.cpu import load_blas; print(load_blas())"
+    code = "import clotho, mlx.core; from clotho.process import load_blas; print(load_blas())"
     assert in_a_new_process(code) != "as loaded with MLX\n"
 
 

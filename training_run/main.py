@@ -158,7 +158,7 @@ def _before_mlx() -> None:
     On macOS, `AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1` makes the GPU driver end less work that delays the display. The
     variable is private to the driver and does not suffice on every Mac: a display that is on is still a finding.
     """
-    from attachments.cpu import configure_malloc, load_blas
+    from clotho.process import configure_malloc, load_blas
 
     if platform.system() == "Darwin":
         os.environ.setdefault(RELAXED_GPU_TIMEOUT, "1")

@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from attachments.atropos.sample_log import SampleLog
 from attachments.cluster.connection import RayConnection
-from attachments.cpu import compute_path
 from attachments.curriculum.curriculum import Curriculum
+from clotho.backend import backend
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import Sampler
@@ -191,7 +191,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
             profile=self.directory.path.name,
             model=relative_path(self.profile.model.path),
             machine=describe_machine(blas=blas),
-            compute_path=compute_path(blas),
+            compute_path=backend().compute_path(blas),
             policy=self.policy.description,
             address=self.address or None,
             run_dir=relative_path(self.directory.path),

@@ -12,8 +12,8 @@ from msgspec import structs
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from attachments.cpu import usable_cores
 from clotho.models.machine import peak_memory
+from clotho.process import usable_cores
 from clotho.serving.services import (
     NullSampleLog,
     QueueSnapshot,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from attachments.cluster.messages import Published, Turn, WorkerSettings
-from attachments.cpu import configure_malloc, load_blas
+from clotho.process import configure_malloc, load_blas
 from clotho.serving.struct_types import prepare_struct_types
 
 

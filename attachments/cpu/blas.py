@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from attachments.cpu import REFERENCE_BLAS, load_blas
+from clotho.process import REFERENCE_BLAS, load_blas
 
 Floats = NDArray[np.float32]
 

@@ -12,7 +12,6 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from attachments.cpu import computes_on_host
 from clotho.inference.rows import BLOCK, ONE_STAGE, PADDING, Filters, RowParameters, SampledRows, Supports, TokenMasks
 
 
@@ -68,12 +67,12 @@ def support_tokens(x_R_V: NDArray[np.float32], width: int) -> NDArray[np.uint32]
     return token_R_K
 
 
-def can_sample_on_cpu(parameters: RowParameters) -> bool:
-    """Whether `sample_on_cpu` applies: on the host, without repetition penalty and without alternatives."""
-    return parameters.penalty_B is None and parameters.alternatives is None and computes_on_host()
+def can_sample(parameters: RowParameters) -> bool:
+    """Whether `sample_on_host` applies: without repetition penalty and without alternatives."""
+    return parameters.penalty_B is None and parameters.alternatives is None
 
 
-def sample_on_cpu(
+def sample_on_host(
     x_B_V: NDArray[np.float32],
     uniform_B_2: NDArray[np.float32] | None,
     parameters: RowParameters,
@@ -81,10 +80,7 @@ def sample_on_cpu(
     sampled_R_T: Sequence[NDArray[np.int32]] = (),
     masks: TokenMasks | None = None,
 ) -> SampledRows:
-    """Sample one token per row, as `inference.sampling.sample` does. Overwrites the logits.
-
-    sampled_R_T: tokens of the completions of the rows of `parameters.count_penalties`.
-    """
+    """Sample one token per row; see `RowSampler`."""
     if masks is not None:
         _exclude_tokens(x_B_V, masks)
     _process_logits(x_B_V, parameters, sampled_R_T)

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from attachments.cpu import compute_path, load_blas
 from attachments.doctor.completions import (
     completion_findings,
     draw,
@@ -47,8 +46,10 @@ from attachments.doctor.template import check_template
 from attachments.doctor.versions import installed_versions, version_findings
 from attachments.machine.machine import MachineState, machine_findings, read_machine
 from attachments.remote.attachment import RemoteGeneration
+from clotho.backend import backend
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.machine import compute_slots, describe_machine, memory_limit
+from clotho.process import load_blas
 from clotho.rewards.registry import expectations
 from clotho.serving.server import listen
 from clotho.settings.bounds import Off, PositiveFloat, about
@@ -229,7 +230,7 @@ def check_without_model(found: Diagnosis, profile: Profile, machine: MachineStat
     described = describe_machine(blas=state.blas)
     found.add("machine", f"{described.processor}, {described.cores} cores, {memory(state.memory_bytes)}")
     found.add("system", _system(state, described.system))
-    found.add("compute", f"MLX {described.mlx_version} on {described.backend}; {compute_path(state.blas)}")
+    found.add("compute", f"MLX {described.mlx_version} on {described.backend}; {backend().compute_path(state.blas)}")
     installed = installed_versions()
     found.add("versions", ", ".join(f"{n} {v}" for n, v in installed.items()), version_findings(installed))
     method = profile.policy.method

@@ -9,7 +9,6 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from attachments.cpu import load_blas
 from attachments.doctor.problems import problem_findings
 from attachments.doctor.settings import setting_findings
 from attachments.doctor.template import TemplateUse, check_template
@@ -17,6 +16,7 @@ from attachments.doctor.versions import installed_versions, version_findings
 from attachments.machine.machine import MachineState, RunNeeds, disk_needed, machine_findings, read_machine
 from clotho.models.machine import backend_name
 from clotho.models.tokenizer import ChatTokenizer
+from clotho.process import load_blas
 from clotho.rewards.registry import expects_tag
 from clotho.settings.bounds import Off
 from clotho.storage.atomic_files import replace_file

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 from msgspec import Struct
 
-from attachments.cpu import REFERENCE_BLAS
 from attachments.machine.alarms import power_findings
 from attachments.machine.macos import MacState, read_mac
 from attachments.machine.pressure import read_memory
 from clotho.models.machine import physical_memory
+from clotho.process import REFERENCE_BLAS
 from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, Remedy
 from protocols.summary import MemoryEstimate
 

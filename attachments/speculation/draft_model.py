@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from attachments.cpu.sampling import can_sample_on_cpu, sample_on_cpu
 from attachments.speculation.drafts import Drafted
+from clotho.backend import backend
 from clotho.inference.cache_layout import CacheLayout, Logits, VerifyingCaches
 from clotho.inference.kv_budget import MARGIN
 from clotho.inference.rows import DraftedTokens, PrefilledPrompt, PromptState, RowParameters
@@ -94,9 +94,10 @@ class ModelDrafter:
         uniform_B_2 = None if parameters.all_greedy else uniforms(seed_B.astype(np.uint64), position_B)
         last_B = tokens.first_B + tokens.length_B - 1
         mx.eval(logits_N_V if isinstance(logits_N_V, mx.array) else [], self._cache.arrays)
-        if can_sample_on_cpu(parameters):
+        sampler = backend().row_sampler(parameters)
+        if sampler is not None:
             logits_B_V = np.array(logits_N_V).astype(np.float32, copy=False)[last_B]
-            return np.array(sample_on_cpu(logits_B_V, uniform_B_2, parameters).token_B)
+            return np.array(sampler(logits_B_V, uniform_B_2, parameters).token_B)
         uniform = None if uniform_B_2 is None else mx.array(uniform_B_2)
         chosen = mx.array(logits_N_V)[mx.array(last_B.astype(np.int32))]
         return np.array(sample(chosen, uniform, parameters, None).token_B)

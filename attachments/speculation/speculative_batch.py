@@ -18,17 +18,14 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from attachments.cpu.decoder import HostDecoder
-from attachments.cpu.kv_cache import HostKVCache
-from attachments.cpu.sampling import can_sample_on_cpu, sample_on_cpu
-from attachments.cpu.supported import make_host_decoder
 from attachments.speculation.draft_model import ModelDrafter
 from attachments.speculation.drafts import Drafted, Drafter, HistoryDrafter, PromptLookupDrafter
 from attachments.speculation.payoff import Payoff
 from attachments.speculation.verification import VerifyingKVCache
+from clotho.backend import backend
 from clotho.inference.batch import Batch, Step
 from clotho.inference.batching_probe import probe_batching
-from clotho.inference.cache_layout import CacheLayout, Logits, VerifyingCaches
+from clotho.inference.cache_layout import CacheLayout, Logits, RowDecoder, VerifyingCaches
 from clotho.inference.prefill import Computing
 from clotho.inference.rows import DraftedTokens, Filters, RowLogitBias, RowParameters, SampledRows
 from clotho.inference.sampling import sample, uniforms
@@ -218,11 +215,12 @@ class SpeculativeBatch(Batch):
         masks = self._masks(logits_N_V, due) if self._masked is not None else None
         if masks is not None:
             masks = masks._replace(row_R=tokens.first_B[masks.row_R].astype(np.int32))
-        if can_sample_on_cpu(parameters):
+        sampler = backend().row_sampler(parameters)
+        if sampler is not None:
             if isinstance(logits_N_V, mx.array):
                 mx.eval(logits_N_V, cache.arrays)
                 logits_N_V = np.array(logits_N_V.astype(mx.float32))
-            return sample_on_cpu(logits_N_V, uniform_N_2, parameters, masks=masks)
+            return sampler(logits_N_V, uniform_N_2, parameters, masks=masks)
         uniform = None if uniform_N_2 is None else mx.array(uniform_N_2)
         sampled = sample(mx.array(logits_N_V), uniform, parameters, None, masks=masks)
         mx.eval([a for a in sampled if a is not None], cache.arrays)
@@ -301,11 +299,11 @@ def make_drafter(settings: Drafts, vocabulary: int, cache_tokens: int) -> Drafte
     model.eval()
     layout = CacheLayout(model)
     probe_batching(layout)
-    make_caches = verifying_caches(layout, make_host_decoder(model), cache_tokens)
+    make_caches = verifying_caches(layout, backend().row_decoder(model), cache_tokens)
     return ModelDrafter(layout, make_caches, vocabulary=vocabulary, max_draft=settings.max_draft)
 
 
-def verifying_caches(layout: CacheLayout, decoder: HostDecoder | None, limit: int) -> Callable[[int], VerifyingCaches]:
+def verifying_caches(layout: CacheLayout, decoder: RowDecoder | None, limit: int) -> Callable[[int], VerifyingCaches]:
     """Return what makes the KV caches of a number of rows. limit: maximum number of tokens of all rows.
 
     Raises ModelError for a model with a sliding window or a fixed-size state, which rejected tokens cannot leave.
@@ -317,4 +315,4 @@ def verifying_caches(layout: CacheLayout, decoder: HostDecoder | None, limit: in
         )
     if decoder is None:
         return lambda rows: VerifyingKVCache(layout, rows, limit)
-    return lambda rows: HostKVCache(decoder, rows)
+    return decoder.caches

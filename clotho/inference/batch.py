@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attachments.adapters.adapter_store import LoadedAdapter
-from attachments.cpu.sampling import can_sample_on_cpu, sample_on_cpu
+from clotho.backend import backend
 from clotho.inference.cache_layout import Logits, RowCaches
 from clotho.inference.kv_budget import MARGIN, Load
 from clotho.inference.prefill import Computing, pass_context
@@ -26,6 +26,7 @@ from clotho.inference.rows import (
     PrefilledPrompt,
     PromptState,
     RowParameters,
+    RowSampler,
     SampledRows,
     Supports,
     TokenMasks,
@@ -440,7 +441,7 @@ class Batch:
         if self._cache is None or not due.any():
             return None
         parameters, slot = self._row_parameters(), np.flatnonzero(due)
-        on_cpu = can_sample_on_cpu(parameters)
+        sampler = backend().row_sampler(parameters)
         input_B = self._inputs()
         parts = self._cache.parts(input_B, table.positions, due, divided=divided)
         with pass_context(self._computing, table.adapters() if table.adapter.any() else ()):
@@ -449,16 +450,16 @@ class Batch:
         yield
         uniform_B_2 = None if parameters.all_greedy else uniforms(table.seed, table.launched)
         masks = self._masks(logits_B_V, due) if self._masked is not None else None
-        if on_cpu:
-            sampled = self._sample_on_cpu(logits_B_V, uniform_B_2, parameters, masks)
+        if sampler is not None:
+            sampled = self._sample_on_host(sampler, logits_B_V, uniform_B_2, parameters, masks)
         else:
-            sampled = self._sample_on_gpu(logits_B_V, input_B, uniform_B_2, parameters, masks)
+            sampled = self._sample_on_device(logits_B_V, input_B, uniform_B_2, parameters, masks)
         table.launched[slot] += 1
         table.positions[slot] += 1
         self._input = sampled.token_B
         version_N = table.versions(slot, version)
-        serial_N = table.serial[slot]
-        return Step(sampled=sampled, at_N=slot, slot_N=slot, serial_N=serial_N, version_N=version_N, known=on_cpu)
+        serial_N, known = table.serial[slot], sampler is not None
+        return Step(sampled=sampled, at_N=slot, slot_N=slot, serial_N=serial_N, version_N=version_N, known=known)
 
     def _masks(self, logits_B_V: Logits, due: NDArray[np.bool_]) -> TokenMasks | None:
         """Start the evaluation of the logits, and compute the masks meanwhile."""
@@ -468,14 +469,15 @@ class Batch:
             mx.async_eval(logits_B_V, self._cache.arrays)
         return self._masked.at_step(due, self.table.launched, self.table.tokens_of)
 
-    def _sample_on_cpu(
+    def _sample_on_host(
         self,
+        sampler: RowSampler,
         logits_B_V: Logits,
         uniform_B_2: NDArray[np.float32] | None,
         parameters: RowParameters,
         masks: TokenMasks | None,
     ) -> SampledRows:
-        """Wait for the logits and sample in NumPy."""
+        """Wait for the logits and sample on the host."""
         assert self._cache is not None
         if isinstance(logits_B_V, mx.array):
             mx.async_eval(logits_B_V, self._cache.arrays)
@@ -483,9 +485,9 @@ class Batch:
         sampled_R_T = []
         if parameters.count_penalties is not None:
             sampled_R_T = [self.table.sampled_tokens(slot) for slot in parameters.count_penalties.row_R.tolist()]
-        return sample_on_cpu(logits_B_V, uniform_B_2, parameters, sampled_R_T=sampled_R_T, masks=masks)
+        return sampler(logits_B_V, uniform_B_2, parameters, sampled_R_T=sampled_R_T, masks=masks)
 
-    def _sample_on_gpu(
+    def _sample_on_device(
         self,
         logits_B_V: Logits,
         input_B: mx.array,
@@ -529,8 +531,8 @@ class Batch:
             settings = [row.active.request.sampling if row is not None else None for row in rows]
             self._parameters = row_parameters(settings, self.vocabulary, recorded=recorded)
             self._seen = self._seen_tokens() if self._parameters.penalty_B is not None else None
-            on_cpu = can_sample_on_cpu(self._parameters)
-            penalties = None if on_cpu else self._parameters.count_penalties
+            on_host = backend().row_sampler(self._parameters) is not None
+            penalties = None if on_host else self._parameters.count_penalties
             self._counts = sampled_counts(penalties, self.table, self.vocabulary) if penalties is not None else None
             masked = any(row is not None and row.is_masked for row in rows)
             self._masked = MaskedRows(rows, self._end_tokens, self.vocabulary, self.failed) if masked else None
@@ -540,7 +542,7 @@ class Batch:
     def needs_tokens(self) -> bool:
         """Whether the next step depends on the tokens of the step in flight, which must be read first."""
         parameters = self._row_parameters()
-        counts_on_host = parameters.count_penalties is not None and can_sample_on_cpu(parameters)
+        counts_on_host = parameters.count_penalties is not None and backend().row_sampler(parameters) is not None
         return counts_on_host or (self._masked is not None and self._masked.needs_tokens)
 
     def _seen_tokens(self) -> mx.array:

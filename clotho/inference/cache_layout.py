@@ -6,9 +6,9 @@ mirror the model's layers. Here they are flattened: a `CacheList` (hybrid layers
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from clotho.inference.rows import DraftedTokens, PrefilledPrompt, PromptState
+from clotho.inference.rows import DraftedTokens, PrefilledPrompt, PromptState, RowAdapter
 from protocols.errors import ModelError
 
 MIN_SAVED_BYTES = {"cpu": 2**21, "gpu": 2**23}
@@ -203,7 +203,7 @@ Logits = mx.array | NDArray[np.float32]
 class RowCaches(Protocol):
     """KV caches of the slots of a batch, and the decode step that reads and writes them.
 
-    `BatchKVCache` implements it in MLX, `attachments.cpu.kv_cache.HostKVCache` in NumPy.
+    `BatchKVCache` implements it in MLX; a backend can bring another implementation (`RowDecoder`).
     limit: number of tokens of all rows that buffers may have room for beyond what the rows need, if anything else can
     be done.
     """
@@ -278,8 +278,7 @@ class RowCaches(Protocol):
 class VerifyingCaches(RowCaches, Protocol):
     """KV caches whose steps can verify drafts: several tokens per row, of which each row keeps some.
 
-    `attachments.speculation.verification.VerifyingKVCache` implements it in MLX, `attachments.cpu.kv_cache.HostKVCache`
-    in NumPy.
+    `attachments.speculation.verification.VerifyingKVCache` implements it in MLX.
     computes_tokens_as_rows: whether adapters are selected per token of a verification, or per row.
     """
 
@@ -304,6 +303,17 @@ class VerifyingCaches(RowCaches, Protocol):
     def discard(self, count_B: NDArray[np.int64]) -> None:
         """Discard the newest `count_B` tokens of each row. If any count is not 0, rows with count 0 have no tokens."""
         ...
+
+
+class RowDecoder(NamedTuple):
+    """Decodes the rows of one model instead of the model itself.
+
+    computing: selects the adapter of every row, None for the policy, inside the context. caches: makes KV caches for a
+    number of rows.
+    """
+
+    computing: Callable[[Sequence[RowAdapter | None]], AbstractContextManager[None]]
+    caches: Callable[[int], VerifyingCaches]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The decode engine: continuous batching over the models of mlx-lm.
 
-On the CPU, supported transformers decode in NumPy (`attachments.cpu`). The engine knows nothing of threads, queues or
-HTTP: one thread creates it, submits requests to it, and calls `tick()` while `has_work` is true.
+A backend can decode models that it supports without MLX (`clotho.backend`). The engine knows nothing of threads, queues
+or HTTP: one thread creates it, submits requests to it, and calls `tick()` while `has_work` is true.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import structlog
 from attachments.adapters.adapter_rows import LazyAdapterRows
 from attachments.adapters.adapter_store import AdapterStore, LoadedAdapter
 from attachments.adapters.messages import AdapterInfo
-from attachments.cpu.decoder import HostDecoder
-from attachments.cpu.supported import make_host_decoder
 from attachments.speculation.speculative_batch import SpeculativeBatch, verifying_caches
+from clotho.backend import backend
 from clotho.inference.batch import Batch
 from clotho.inference.batching_probe import probe_batching
-from clotho.inference.cache_layout import CacheLayout
+from clotho.inference.cache_layout import CacheLayout, RowDecoder
 from clotho.inference.decoding import VISIT_SHARE, Allowance, Decoding, FirstTokens, Turns
 from clotho.inference.forced_decoder import ForcedDecoder, MakeCaches, row_caches
 from clotho.inference.interface import EngineStats, ServedModel
@@ -91,7 +90,7 @@ class DecodeEngine:
         self._layout = layout = CacheLayout(source.model)
         probe_batching(layout)
         self._adapters, self._adapter_rows = adapters, LazyAdapterRows(adapters)
-        decoder = make_host_decoder(source.model)
+        decoder = backend().row_decoder(source.model)
         self._computing = self._adapter_rows.computing if decoder is None else decoder.computing
         short = short_tokens(source.model, layout)
         tokens, share = settings.kv_cache_tokens, settings.rollout_share
@@ -111,10 +110,10 @@ class DecodeEngine:
         self._timed_out: Counter[str] = Counter()
         self._requests = self._rows = 0
 
-    def _make_batches(self, decoder: HostDecoder | None) -> tuple[Batch, Batch, Batch]:
+    def _make_batches(self, decoder: RowDecoder | None) -> tuple[Batch, Batch, Batch]:
         """Return empty batches for short rows, for long rows and for first tokens.
 
-        decoder: decodes the model on the host, if it can.
+        decoder: decodes the rows instead of the model; None without one.
         """
         layout, settings = self._layout, self._settings
         common = self._source.tokenizer.eos_ids, self._source.vocab_size, self._computing

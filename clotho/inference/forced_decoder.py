@@ -10,12 +10,10 @@ import mlx.nn as nn
 import numpy as np
 
 from attachments.adapters.adapter_store import LoadedAdapter
-from attachments.cpu.decoder import HostDecoder
-from attachments.cpu.kv_cache import HostKVCache
-from attachments.cpu.supported import make_host_decoder
 from attachments.speculation.speculative_batch import verifying_caches
+from clotho.backend import backend
 from clotho.inference.batching_probe import probe_batching
-from clotho.inference.cache_layout import CacheLayout, RowCaches
+from clotho.inference.cache_layout import CacheLayout, RowCaches, RowDecoder
 from clotho.inference.kv_cache import BatchKVCache
 from clotho.inference.prefill import Computing, pass_context
 from clotho.inference.rows import PrefilledPrompt, undivided
@@ -26,11 +24,11 @@ MakeCaches = Callable[[int], RowCaches]
 """Returns KV caches for a number of rows."""
 
 
-def row_caches(layout: CacheLayout, decoder: HostDecoder | None, limit: int) -> MakeCaches:
-    """Return what makes KV caches of at most `limit` tokens. decoder: in NumPy; None without one."""
+def row_caches(layout: CacheLayout, decoder: RowDecoder | None, limit: int) -> MakeCaches:
+    """Return what makes KV caches of at most `limit` tokens. decoder: of a backend; None without one."""
     if decoder is None:
         return lambda rows: BatchKVCache(layout, rows, limit)
-    return lambda rows: HostKVCache(decoder, rows)
+    return decoder.caches
 
 
 class ForcedDecoder:
@@ -46,7 +44,7 @@ class ForcedDecoder:
         model.eval()
         layout = CacheLayout(model)
         probe_batching(layout)
-        decoder, limit = make_host_decoder(model), settings.kv_cache_tokens
+        decoder, limit = backend().row_decoder(model), settings.kv_cache_tokens
         of_engine = row_caches if isinstance(settings.speculation, Off) else verifying_caches
         return cls(layout, of_engine(layout, decoder, limit), prefill=_none, steps=_none)
 

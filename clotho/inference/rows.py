@@ -206,6 +206,25 @@ class SampledRows(NamedTuple):
     supports: Supports | None = None
 
 
+class RowSampler(Protocol):
+    """Samples on the host."""
+
+    def __call__(
+        self,
+        x_B_V: NDArray[np.float32],
+        uniform_B_2: NDArray[np.float32] | None,
+        parameters: RowParameters,
+        *,
+        sampled_R_T: Sequence[NDArray[np.int32]] = (),
+        masks: TokenMasks | None = None,
+    ) -> SampledRows:
+        """Sample one token per row, as `inference.sampling.sample` does, and overwrite the logits.
+
+        sampled_R_T: tokens of the completions of the rows of `parameters.count_penalties`.
+        """
+        ...
+
+
 def spare_columns(visible: int) -> int:
     """Return how many KV cache columns to allocate in advance; the cache is copied once per that many steps."""
     return max(64, visible // 8)

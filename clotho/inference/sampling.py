@@ -2,8 +2,8 @@
 
 Sampling functions take a batch of logits (B, V) in float32 and stay on the device. Parameters that no row uses cost
 nothing: without filters there is no sort, without penalties no table of previous tokens, without excluded tokens no
-mask, and without recorded supports none are collected. `attachments.cpu.sampling` implements the same algorithm in
-NumPy.
+mask, and without recorded supports none are collected. A backend can bring the same algorithm for the host
+(`clotho.backend.Backend.row_sampler`).
 
 Random numbers depend on (seed, position) only, so a row samples the same tokens whatever its neighbours are.
 """

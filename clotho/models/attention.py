@@ -8,14 +8,15 @@ which tokens attend to which, at which positions, and how attention is computed.
 from __future__ import annotations
 
 import copy
+from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
+from mlx_lm import models
 from mlx_lm.models import base
 from mlx_lm.models.cache import create_attention_mask
 
-from attachments.cpu import computes_on_host
-from attachments.cpu.layers import attend, model_modules
+from clotho.backend import backend
 
 NAME = "scaled_dot_product_attention"
 original = base.scaled_dot_product_attention
@@ -54,6 +55,11 @@ def install_cache_attention() -> None:
             setattr(module, NAME, attention)
 
 
+def model_modules() -> list[ModuleType]:
+    """Return the modules of mlx-lm's models that are loaded."""
+    return [module for module in list(vars(models).values()) if isinstance(module, ModuleType)]
+
+
 KeysAndValues = tuple[mx.array, ...]
 
 
@@ -87,8 +93,8 @@ class LayerKeys:
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | str | None
     ) -> mx.array | None:
-        """Compute attention on the host; None elsewhere, so that mlx-lm computes it."""
-        return attend(queries, keys, values, scale=scale, mask=mask) if computes_on_host() else None
+        """Compute attention with the backend; None if mlx-lm should compute it."""
+        return backend().attend(queries, keys, values, scale=scale, mask=mask)
 
     def holding(self, held: KeysAndValues) -> Self:
         """Return a copy with these keys and values."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.nn as nn
 
-from attachments.cpu.layers import install_cpu_layers
+from clotho.backend import backend
 from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.loading import context_length, describe_model, load_base
 from clotho.models.model_files import one_line
@@ -30,7 +30,7 @@ class BaseModel:
         try:
             model.freeze()
             model.eval()
-            install_cpu_layers(model)
+            backend().install_layers(model)
             self.description = describe_model(model, config)
         except ClothoError:
             raise

@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
-from attachments.cpu import computes_on_host
+from clotho.backend import backend
 from clotho.models.lora import watched_calls
 
 MAX_PADDED_RANK = 64
@@ -120,7 +120,7 @@ class LayerGroup:
 
 def converted_bytes(model: nn.Module, itemsize: int) -> int:
     """Return the bytes of A and B' of the served weights, without padding. itemsize: of the compute type."""
-    if computes_on_host() and itemsize == mx.float32.size:
+    if not backend().folds_adapters(itemsize):
         return 0
     layers = [module for module in model.modules() if isinstance(module, (LoRALinear, LoRASwitchLinear))]
     return itemsize * sum(layer.lora_a.size + layer.lora_b.size for layer in layers)
@@ -246,7 +246,7 @@ class FoldedAdapter:
             self._add(layers, [names[id(layer)] for layer in layers], dtypes[names[id(layers[0])]])
 
     def _add(self, layers: Sequence[Layer], names: Sequence[str], dtype: mx.Dtype) -> None:
-        if computes_on_host() and dtype == mx.float32:
+        if not backend().folds_adapters(dtype.size):
             return
         for layer in layers:
             layer.__class__ = FOLDED[type(layer)]

@@ -13,7 +13,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from attachments.cpu import DIVIDED_PARAMETERS, divide_cores, usable_cores
+from clotho.process import DIVIDED_PARAMETERS, divide_cores, usable_cores
 from protocols.errors import ProfileError
 from protocols.summary import MachineDescription, MemoryLimit
 
@@ -30,7 +30,7 @@ def describe_machine(*, blas: str) -> MachineDescription:
     device = str(info.get("device_name", info.get("architecture", "unknown")))
     return MachineDescription(
         processor=_processor(),
-        cores=_usable_cores(),
+        cores=usable_cores(),
         memory_bytes=physical_memory(),
         backend=backend_name(),
         device=device,
@@ -116,13 +116,6 @@ def backend_name() -> str:
     if mx.default_device().type == mx.cpu:
         return "CPU"
     return "Metal" if mx.metal.is_available() else "CUDA"
-
-
-def _usable_cores() -> int:
-    """Return the number of cores that this process may use, which containers and `taskset` can reduce."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _processor() -> str:

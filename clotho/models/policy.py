@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from msgspec.structs import replace
 
-from attachments.cpu.layers import install_cpu_layers
+from clotho.backend import backend
 from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.loading import context_length, describe_model, load_base
 from clotho.models.lora import AdaptedModule, fused_weights, install_adapter, open_all_weights
@@ -105,7 +105,7 @@ class Policy:
             mx.random.seed(seed)
         else:
             adapter_config, adapted = install_adapter(model, section.method, seed=seed)
-        install_cpu_layers(model)
+        backend().install_layers(model)
         self.model = model
         self.files = files
         self.tokenizer = tokenizer

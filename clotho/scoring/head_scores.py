@@ -7,7 +7,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from attachments.cpu import computes_on_host
+from clotho.backend import backend
 from clotho.models.head import SplitModel
 from clotho.models.stages import mark
 from clotho.scoring.token_scores import (
@@ -22,19 +22,13 @@ from clotho.scoring.token_scores import (
 
 __all__ = ["HeadScores", "SampledTokens", "SamplingDistribution", "TokenScores", "rows_at_once", "token_scores"]
 
-MAX_LOGITS = {"host": 2**20, "gpu": 2**24}
-"""Maximum number of logits (rows x vocabulary) of a chunk: on the host a chunk should stay in the cache."""
-
-MIN_ROWS = {"host": 32, "gpu": 128}
-"""Minimum number of rows of a chunk: each chunk reads all weights of the head, and a GPU needs many rows to be busy."""
-
 Weights = dict[str, mx.array]
 
 
 def rows_at_once(vocab_size: int) -> int:
     """Return the number of rows of a chunk."""
-    where = "host" if computes_on_host() else "gpu"
-    return max(MIN_ROWS[where], MAX_LOGITS[where] // vocab_size)
+    computing = backend()
+    return max(computing.chunk_rows, computing.chunk_logits // vocab_size)
 
 
 class HeadScores:

@@ -22,7 +22,7 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
-from attachments.cpu.layers import exp
+from clotho.backend import backend
 
 LOWEST_LOGIT = -1e9
 """Lower bound of logits, so that the entropy stays finite if a logit is minus infinity."""
@@ -192,7 +192,7 @@ def slopes(logits_N_V: mx.array, sampled: SampledTokens) -> tuple[Totals, mx.arr
     Supports tokens sampled from the whole vocabulary, without a teacher.
     """
     totals, e_N_V, sum_N = _totals(logits_N_V, sampled)
-    at_target_N = 1.0 - exp(totals.logp_N)
+    at_target_N = 1.0 - backend().exp(totals.logp_N)
     slope_N_V = mx.put_along_axis(e_N_V * (-1.0 / sum_N)[:, None], sampled.target_column, at_target_N[:, None], axis=-1)
     return totals, slope_N_V.astype(logits_N_V.dtype)
 
@@ -202,7 +202,7 @@ def _totals(logits_N_V: mx.array, sampled: SampledTokens) -> tuple[Totals, mx.ar
     z_N_M = sampled.scaled(logits_N_V, sampled.support_N_K)
     largest_N_1 = _row_max(z_N_M)
     z_N_M = z_N_M - largest_N_1
-    e_N_M = exp(z_N_M)
+    e_N_M = backend().exp(z_N_M)
     sum_N = _row_sums(e_N_M)
     relative_N = mx.log(sum_N)
     logp_N = mx.take_along_axis(z_N_M, sampled.target_column, axis=-1)[:, 0] - relative_N
@@ -233,8 +233,8 @@ def _logits_gradient(logits_N_V: mx.array, sampled: SampledTokens, cotangents: T
         if sampled.support_N_K is None:
             offset_N = offset_N + g_cross_N
     logp_N_M = sampled.scaled(logits_N_V, sampled.support_N_K) - totals.logsumexp_N[:, None]
-    gradient_N_M = exp(logp_N_M) * (slope_N[:, None] * logp_N_M + offset_N[:, None])
-    target_N = g_logp_N + exp(totals.logp_N) * (slope_N * totals.logp_N + offset_N)
+    gradient_N_M = backend().exp(logp_N_M) * (slope_N[:, None] * logp_N_M + offset_N[:, None])
+    target_N = g_logp_N + backend().exp(totals.logp_N) * (slope_N * totals.logp_N + offset_N)
     gradient_N_M = mx.put_along_axis(gradient_N_M, sampled.target_column, target_N[:, None], axis=-1)
     rows_N_1 = mx.arange(logits_N_V.shape[0])[:, None]
     if sampled.support_N_K is not None:
@@ -251,12 +251,12 @@ def _outside_support(logits_N_V: mx.array, sampled: SampledTokens, g_cross_N: mx
     if sampled.teacher is None:
         return mx.zeros(logits_N_V.shape)
     z_N_V = sampled.scaled(logits_N_V, None)
-    return exp(z_N_V - _logsumexp(z_N_V)[:, None]) * g_cross_N[:, None]
+    return backend().exp(z_N_V - _logsumexp(z_N_V)[:, None]) * g_cross_N[:, None]
 
 
 def _logsumexp(z_N_V: mx.array) -> mx.array:
     largest_N_1 = _row_max(z_N_V)
-    return mx.log(_row_sums(exp(z_N_V - largest_N_1))) + largest_N_1[:, 0]
+    return mx.log(_row_sums(backend().exp(z_N_V - largest_N_1))) + largest_N_1[:, 0]
 
 
 def _row_max(x_N_M: mx.array) -> mx.array:

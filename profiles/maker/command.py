@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from attachments.cpu import load_blas
+from clotho.process import load_blas
 
 
 def run_command(program: str, description: str | None, make: Callable[[Path, int], None]) -> None:

@@ -1,6 +1,6 @@
 """The directory of a task: problems, tokenizer, configuration and trained weights, from a seed.
 
-Importing this module imports MLX: call `attachments.cpu.load_blas` before.
+Importing this module imports MLX: call `clotho.process.load_blas` before.
 """
 
 from __future__ import annotations

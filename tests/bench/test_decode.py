@@ -11,8 +11,6 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-import attachments.cpu
-from attachments.cpu import SWITCH
 from bench import decode, first_token, scaling
 from bench.contenders import (
     clotho_decode,
@@ -26,6 +24,7 @@ from bench.contenders.shapes import Shape, named_model, products, random_model, 
 from bench.contenders.worker import Case, MeasureOnce
 from bench.measurement import read
 from bench.tables import unique
+from clotho.backend import SWITCH
 from tests.bench.made_measurements import Calls, made_up
 
 TINY = Shape(layers=2, width=64, heads=2, key_heads=1, feed_forward=128, vocabulary=100)
@@ -241,9 +240,9 @@ def test_one_part_replaces_its_own_results_only(measured_calls: Calls, tmp_path:
     assert "adapter" in decode.table(after)
 
 
-def test_both_contenders_decode_with_the_same_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("device_path")
+def test_both_contenders_decode_with_the_same_adapter() -> None:
     """The logits of Clotho's folded layers equal those of mlx-lm's LoRA layers, and differ from the base model's."""
-    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
     tokens_1_S = mx.arange(1, 7)[None]
     model, config = named_model("embedded")
     bare = model(tokens_1_S)

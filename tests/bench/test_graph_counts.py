@@ -5,10 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-import attachments.cpu
 from bench.contenders.shapes import Shape, configuration, quantized_model
 from bench.graph_counts import GraphCounts, count, decode_step, fused_operations, micro_batch
 from bench.shapes import make_policy
+from clotho.backend import Backend, backend
 from clotho.models.policy import Policy
 from clotho.scoring import head_scores
 from clotho.settings.model import Lora, PolicySection
@@ -23,7 +23,7 @@ QWEN3_VOCABULARY = 151_936
 
 def test_this_module_computes_on_the_device_path() -> None:
     """As a Mac does."""
-    assert not attachments.cpu.computes_on_host()
+    assert type(backend()) is Backend
 
 
 def make(*, vocabulary: int, layers: int = LAYERS, adapted: int = -1, grad_checkpoint: bool = False) -> Policy:

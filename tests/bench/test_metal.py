@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import attachments.cpu
 from bench import metal
 from bench.contenders import clotho_metal, mlx_lm_metal
 from bench.contenders.metal_model import LOGITS, SHAPES, metal_configuration, packed_model
 from bench.contenders.process import Contender
 from bench.measurement import Measurement, read
+from clotho.backend import Backend, backend
 from tests.bench.made_measurements import HERE
 
 pytestmark = pytest.mark.usefixtures("device_path")
@@ -24,7 +24,7 @@ QUICK = metal.phases(quick=True)
 
 def test_this_module_computes_on_the_device_path() -> None:
     """As a Mac does."""
-    assert not attachments.cpu.computes_on_host()
+    assert type(backend()) is Backend
 
 
 def cases(phase: str, **changes: str | float) -> list[metal.Case]:

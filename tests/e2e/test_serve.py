@@ -116,7 +116,7 @@ def test_a_server_answers_by_every_name_of_its_model_and_drains() -> None:
 
 HANGING = """
 import ctypes, sys
-from attachments.cpu import load_blas
+from clotho.process import load_blas
 load_blas()
 from clotho.inference.engine import DecodeEngine
 

@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.fixture(params=["sampled by the host", "sampled on the device"])
-def read_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def read_mode(request: pytest.FixtureRequest) -> None:
     """Run a test with tokens read at once, and with tokens read one step later, as on a GPU."""
     if request.param == "sampled on the device":
-        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
+        request.getfixturevalue("device_sampler")

@@ -75,11 +75,11 @@ def plain_alone() -> Completion:
 
 
 @pytest.fixture(params=["host", "device"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def path(request: pytest.FixtureRequest) -> None:
     """Decode and sample on the host, and in MLX."""
     if request.param == "device":
-        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda plan: False)
-        monkeypatch.setattr("clotho.inference.engine.make_host_decoder", lambda model: None)
+        request.getfixturevalue("device_sampler")
+        request.getfixturevalue("mlx_decoder")
 
 
 @pytest.mark.usefixtures("path")

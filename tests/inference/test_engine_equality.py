@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import attachments.cpu
+from clotho.backend import backend
 from protocols.sampling import Completion, Sampling
 from tests import model_lanes
 from tests.inference.engine_helpers import (
@@ -43,7 +43,7 @@ def engine_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("attachments.cpu.kv_cache.MIN_SHARED_TOKENS", 1 if shared else 10**9)
     monkeypatch.setattr("clotho.inference.cache_layout.MIN_SAVED_BYTES", {"cpu": 1 if shared else 10**9})
     if request.param.startswith("MLX"):
-        monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
+        request.getfixturevalue("device_path")
     if shared and model_lanes.current().dtype != "float32":
         pytest.skip("16-bit results are rounded in another order; see test_shared_prompts.py")
 
@@ -53,7 +53,7 @@ DECODED_ALONE: dict[tuple[object, ...], Completion] = {}
 
 def alone(architecture: str, source: FixedSource, prompt: tuple[int, ...], sampling: Sampling, seed: int) -> Completion:
     """Complete one prompt alone. Tests of the same computation, with prompts shared or not, have one result."""
-    key = (architecture, model_lanes.current().name, attachments.cpu.KERNELS_ENABLED, prompt, sampling, seed)
+    key = (architecture, model_lanes.current().name, type(backend()), prompt, sampling, seed)
     if key not in DECODED_ALONE:
         DECODED_ALONE[key] = complete_alone(source, prompt, sampling, seed)
     return DECODED_ALONE[key]

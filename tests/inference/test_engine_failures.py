@@ -157,10 +157,10 @@ def test_a_failed_detokenization_fails_only_its_own_request() -> None:
 
 
 @pytest.fixture(params=[pytest.param(HostKVCache, marks=pytest.mark.needs_cpu_path), BatchKVCache])
-def cache_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[HostKVCache | BatchKVCache]:
+def cache_class(request: pytest.FixtureRequest) -> type[HostKVCache | BatchKVCache]:
     """Decode with each of the two KV caches."""
     if request.param is BatchKVCache:
-        monkeypatch.setattr("clotho.inference.engine.make_host_decoder", lambda model: None)
+        request.getfixturevalue("mlx_decoder")
     chosen: type[HostKVCache | BatchKVCache] = request.param
     return chosen
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = """
-from attachments.cpu import load_blas
+from clotho.process import load_blas
 load_blas()
 from tests.inference.engine_helpers import GREEDY, submit_request, make_engine, make_prompt, run
 engine = make_engine()

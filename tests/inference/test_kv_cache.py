@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import attachments.cpu
 from attachments.cpu.kv_cache import NOT_SHARED, HostKVCache
 from attachments.cpu.tests.supported_models import PLAIN, Rows, arrival_of, plain_source
 from clotho.inference.batching_probe import probe_batching
@@ -48,9 +47,9 @@ def buffers(engine: DecodeEngine) -> int:
     return columns
 
 
+@pytest.mark.usefixtures("device_path")
 def test_buffers_are_allocated_for_whole_completions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffers of a batch of rollouts have as many columns as its rows can use and are never moved."""
-    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
     engine = make_engine()
     submit_request(engine, make_prompt(8), Sampling(max_tokens=200, ignore_eos=True), (1, 2), background=True)
     tick_until(engine, lambda: engine.running == 2)
@@ -62,9 +61,9 @@ def test_buffers_are_allocated_for_whole_completions(monkeypatch: pytest.MonkeyP
     assert columns == {208}
 
 
-def test_buffers_ahead_are_within_the_limit_on_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("device_path")
+def test_buffers_ahead_are_within_the_limit_on_the_kv_cache() -> None:
     """Rows of different age would need more columns than either: long ones behind the current one, new ones ahead."""
-    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
     engine = make_engine(kv_cache_tokens=480)
     sampling = Sampling(max_tokens=120, ignore_eos=True)
     answer = submit_request(engine, make_prompt(120), sampling)
@@ -77,10 +76,10 @@ def test_buffers_ahead_are_within_the_limit_on_the_kv_cache(monkeypatch: pytest.
     assert len(answer.completions[0].tokens) == 120
 
 
+@pytest.mark.usefixtures("device_path")
 @pytest.mark.parametrize("unequal", [True, False])
 def test_a_step_builds_one_contiguous_mask(unequal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers get the same array with an axis for query heads, which Metal need not copy; equal rows need none."""
-    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
     masks: list[mx.array | None] = []
     usual: Any = mx.fast.scaled_dot_product_attention
 

@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 import pytest
 
-import attachments.cpu
 from attachments.speculation.speculative_batch import SpeculativeBatch
 from clotho.inference.decoding import Turns
 from clotho.inference.engine import DecodeEngine
@@ -47,12 +46,12 @@ def set_short(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
 
 
 @pytest.fixture(params=["host", "MLX", "MLX, sampled on the device"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def path(request: pytest.FixtureRequest) -> None:
     """Decode on the host and as on a GPU."""
     if request.param != "host":
-        monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
+        request.getfixturevalue("mlx_decoder")
     if request.param == "MLX, sampled on the device":
-        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda parameters: False)
+        request.getfixturevalue("device_sampler")
 
 
 def long_request(engine: DecodeEngine, tokens: int, salt: int = 0, **options: object) -> RecordedEvents:

@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import attachments.cpu
 from attachments.cpu.tests.supported_models import Rows, arrival_of
 from bench.contenders.shapes import Shape, configuration
 from bench.shapes import make_policy
@@ -39,9 +38,8 @@ THRESHOLD = "clotho.inference.cache_layout.MIN_SAVED_BYTES"
 
 
 @pytest.fixture(autouse=True)
-def _device_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def shared_by_two_rows(device_path: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute as on a GPU, and share every prompt of two rows."""
-    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
     monkeypatch.setattr(THRESHOLD, {"cpu": 1, "gpu": 1})
 
 

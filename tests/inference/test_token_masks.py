@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attachments.cpu.sampling import sample_on_cpu
+from attachments.cpu.sampling import sample_on_host
 from clotho.inference.rows import TokenMasks
 from clotho.inference.sampling import row_parameters, sample, uniforms
 from clotho.inference.stop_strings import IncrementalDetokenizer
@@ -86,7 +86,7 @@ def test_penalties_and_exclusions_equal_an_independent_computation(rows: list[tu
     plan, masks = row_parameters(batch.settings, VOCABULARY), batch.masks()
     uniform = uniforms(np.arange(len(rows), dtype=np.uint64), np.zeros(len(rows), dtype=np.int64))
     counted = plan.count_penalties.row_R.tolist() if plan.count_penalties is not None else []
-    here = sample_on_cpu(
+    here = sample_on_host(
         logits.copy(),
         None if plan.all_greedy else uniform,
         plan,
@@ -123,8 +123,8 @@ def test_rows_without_exclusions_keep_their_bits() -> None:
     count = np.stack([np.bincount(tokens, minlength=1000) for tokens in sampled]).astype(np.float32)
     for expected, found in (
         (
-            sample_on_cpu(logits.copy(), uniform, plain),
-            sample_on_cpu(logits.copy(), uniform, mixed, sampled_R_T=sampled, masks=masks),
+            sample_on_host(logits.copy(), uniform, plain),
+            sample_on_host(logits.copy(), uniform, mixed, sampled_R_T=sampled, masks=masks),
         ),
         (
             sample(mx.array(logits), mx.array(uniform), plain, None),

@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import attachments.cpu
 from attachments.cpu.decoder import RunAttention
 from attachments.cpu.kv_cache import HostKVCache
 from attachments.cpu.tests.supported_models import Rows, plain_source
@@ -46,6 +45,7 @@ def lengths_of(shapes: Sequence[tuple[int, ...]]) -> set[tuple[int, int]]:
     return {(shape[0], shape[2]) for shape in shapes}
 
 
+@pytest.mark.usefixtures("device_path")
 def test_a_step_in_mlx_reads_the_columns_of_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every layer, the result is that of a full forward pass of each row."""
     shapes: list[tuple[int, ...]] = []
@@ -56,7 +56,6 @@ def test_a_step_in_mlx_reads_the_columns_of_each_run(monkeypatch: pytest.MonkeyP
         result: mx.array = usual(queries, keys, values, **options)
         return result
 
-    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
     layout = CacheLayout(tiny_source("qwen3").model)
     probe_batching(layout)
     rows = Rows(layout.model, 4, cache=BatchKVCache(layout, 4, 10**6))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import attachments.cpu
 from clotho.inference.decoding import FIRST_ROWS, Allowance
 from clotho.inference.engine import DecodeEngine
 from clotho.models.turns import TurnBudget
@@ -20,12 +19,12 @@ ROWS = 16
 
 
 @pytest.fixture(params=["host", "MLX", "MLX, sampled on the device"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def path(request: pytest.FixtureRequest) -> None:
     """Decode on the host and as on a GPU."""
     if request.param != "host":
-        monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
+        request.getfixturevalue("mlx_decoder")
     if request.param == "MLX, sampled on the device":
-        monkeypatch.setattr("clotho.inference.batch.can_sample_on_cpu", lambda parameters: False)
+        request.getfixturevalue("device_sampler")
 
 
 def every_step_is_long(monkeypatch: pytest.MonkeyPatch) -> None:

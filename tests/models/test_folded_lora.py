@@ -13,8 +13,8 @@ from mlx.utils import tree_map
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
-import attachments.cpu
 from bench.graph_counts import operations
+from clotho.backend import SWITCH, Backend, backend, backend_of
 from clotho.models.folded_lora import FoldedLoRALinear, FoldedLoRASwitchLinear
 from clotho.models.lora import LINEAR, install_adapter
 from clotho.models.parameters import Parameters, flat, nested
@@ -39,7 +39,7 @@ Convert = Callable[[nn.Module], None]
 
 def test_this_module_computes_on_the_device_path() -> None:
     """As a Mac does; the host path has no folded layers."""
-    assert not attachments.cpu.computes_on_host()
+    assert type(backend()) is Backend
 
 
 def in_bfloat16(model: nn.Module) -> None:
@@ -275,7 +275,8 @@ def test_dora_layers_stay_those_of_mlx_lm() -> None:
 @pytest.mark.needs_cpu_path
 def test_float32_layers_on_the_host_are_not_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU backend has its own layers, and its NumPy decoder reads the weights of mlx-lm's."""
-    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", True)
+    monkeypatch.delenv(SWITCH)
+    backend_of.cache_clear()
     policy = make_policy("qwen3_moe", Lora(dropout=0.1))
     folded = (FoldedLoRALinear, FoldedLoRASwitchLinear)
     assert not any(isinstance(module, folded) for module in policy.model.modules())

@@ -13,10 +13,10 @@ import pytest
 from gguf import GGMLQuantizationType as Quantization
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from attachments.cpu import computes_on_host
 from attachments.files.tests.gguf_files import CONFIG as LLAMA
 from attachments.files.tests.gguf_files import build as build_llama
 from attachments.files.tests.gguf_files import byte_level, write
+from clotho.backend import Backend, backend
 from clotho.models.loading import SHAPES, find_model, open_base, open_shape, shipped_shape
 from clotho.models.parameters import flat
 from clotho.models.policy import load_policy
@@ -196,7 +196,7 @@ def test_a_gguf_file_loads_as_a_policy(tmp_path: Path) -> None:
     assert policy.adapter_config.model == str(tmp_path / "m.gguf")
     assert policy.description.quantization_bits == 4
     assert policy.description.architecture == "llama"
-    assert policy.description.dtype == ("float32" if computes_on_host() else "float16")
+    assert policy.description.dtype == ("float16" if type(backend()) is Backend else "float32")
     assert policy.context_length == LLAMA["max_position_embeddings"]
     assert policy.tokenizer.encode("the policy") == tuple(byte_level("smollm").encode("the policy").ids)
 
@@ -207,7 +207,7 @@ def test_a_gguf_file_is_expanded_and_cast_as_other_models(tmp_path: Path) -> Non
     assert expanded.description.quantization_bits is None
     assert expanded.description.parameters == packed.description.parameters
     tokens = mx.array([[5, 90, 133]])
-    atol = 1e-2 if computes_on_host() else 0.1  # float32 on the CPU, else the float16 of the file
+    atol = 0.1 if type(backend()) is Backend else 1e-2  # float32 on the CPU, else the float16 of the file
     assert mx.allclose(packed.model(tokens), expanded.model(tokens), atol=atol).item()
     assert gguf_policy(tmp_path, dtype="bfloat16").description.dtype == "bfloat16"
     assert gguf_policy(tmp_path, dequantize=True, kind="full").description.trainable_parameters > 0

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from attachments.cpu.layers import install_cpu_layers
+from clotho.backend import backend
 from clotho.models.parameters import fingerprint, flat, nested
 from clotho.models.policy import Parameters, Policy
 from clotho.models.policy_model import PolicyModel
@@ -42,7 +42,7 @@ def base_logits(config: dict[str, Any] = CONFIG) -> mx.array:
     """Return logits of the frozen base model with the CPU layers of a policy."""
     model = build(config)
     model.freeze()
-    install_cpu_layers(model)
+    backend().install_layers(model)
     result: mx.array = model(TOKENS_1_T)
     mx.eval(result)
     return result

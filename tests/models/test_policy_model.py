@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from attachments import cpu
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
 from clotho.models.policy_model import PolicyModel
@@ -56,10 +55,11 @@ def policy_of(kind: str, *, bits: int = 0) -> Policy:
     return policy
 
 
-@pytest.fixture(params=[True, False], ids=["host kernels", "device path"])
-def any_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["host", "device"])
+def any_path(request: pytest.FixtureRequest) -> None:
     """Compute with the kernels of the host, and with folded adapters, as on a GPU."""
-    monkeypatch.setattr(cpu, "KERNELS_ENABLED", request.param)
+    if request.param == "device":
+        request.getfixturevalue("device_path")
 
 
 def arrays_of(model: nn.Module) -> dict[str, mx.array]:

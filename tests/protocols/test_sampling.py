@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from attachments.cpu.sampling import sample_on_cpu
+from attachments.cpu.sampling import sample_on_host
 from clotho.inference.sampling import row_parameters, sample, validate
 from protocols.errors import RequestError
 from protocols.sampling import (
@@ -77,4 +77,4 @@ def test_logits_stay_finite_at_the_lowest_temperature_and_penalty() -> None:
     sampled = sample(mx.array(logits_1_V), mx.array(uniform_1_2), row_parameters([sampling], 4), seen_1_V)
     assert np.isfinite(np.array(sampled[1])).all()
     unpenalized = row_parameters([structs.replace(sampling, repetition_penalty=1.0)], 4)
-    assert np.isfinite(np.array(sample_on_cpu(logits_1_V, uniform_1_2, unpenalized)[1])).all()
+    assert np.isfinite(np.array(sample_on_host(logits_1_V, uniform_1_2, unpenalized)[1])).all()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from attachments import cpu
+from clotho.backend import Backend, backend
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
 from clotho.scoring.parity_check import LIMITS, MAX_ROWS, SERVED_KL, ParityReport
@@ -31,7 +31,7 @@ from tests.scoring.parity_noise import (
 from tests.split_k import split_k
 from tests.training.policies_and_groups import learner, scored_group
 
-pytestmark = pytest.mark.needs_float32
+pytestmark = [pytest.mark.usefixtures("device_path"), pytest.mark.needs_float32]
 
 Arrays = dict[str, mx.array]
 
@@ -44,10 +44,9 @@ FAULT_PRECISIONS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def device_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode with MLX, as on a GPU."""
-    monkeypatch.setattr(cpu, "KERNELS_ENABLED", False)
+def test_this_module_computes_on_the_device_path() -> None:
+    """As a GPU does."""
+    assert type(backend()) is Backend
 
 
 def passes(report: ParityReport, dtype: str) -> bool:

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from attachments.adapters.adapter_store import AdapterStore
 from attachments.adapters.adapters import AdapterRegistry
-from attachments.cpu import compute_path, load_blas
 from attachments.remote.policy_receiver import SwappingReceiver
+from clotho.backend import backend
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import Sampler
@@ -26,6 +26,7 @@ from clotho.models.loading import find_model
 from clotho.models.machine import compute_slots, core_division, describe_machine
 from clotho.models.policy import Policy, load_policy
 from clotho.models.turns import TurnBudget
+from clotho.process import load_blas
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.serving.server import ApiServer, base_url, listen, while_loading
 from clotho.serving.services import NullPolicyReceiver, PolicyReceiver, RunSnapshot, ServedModel, ServerContext
@@ -234,7 +235,7 @@ def show(console: Console, serving: Serving, address: str) -> None:
 def screen(serving: Serving, address: str) -> Iterator[str]:
     """Return the lines of the start-up screen: machine, compute path, model, memory, names, address."""
     profile, base = serving.arguments.profile, serving.base.description
-    yield from machine_lines(describe_machine(blas=load_blas()), compute_path(load_blas()))
+    yield from machine_lines(describe_machine(blas=load_blas()), backend().compute_path(load_blas()))
     bits = f", {base.quantization_bits} bits" if base.quantization_bits else ""
     yield (
         f"model    {relative_path(profile.model.path)}: {base.architecture}, {size(base.parameters)} parameters, "

@@ -4,9 +4,9 @@ Per padded token, a block keeps these arrays until its own backward pass: the in
 if layers share it); the output of every linear layer; a second copy of outputs that feed an activation, gate, norm or
 rotation, because that operation keeps its own result; and a row of attention probabilities per head. For a gated MLP of
 width I, a residual stream of width D, queries of width Q, and keys and values of width K each, that is
-4 D + 5 I + 3 Q + 4 K + heads * sequence numbers. On the CPU backend, whose gradients are in closed form
-(`attachments.cpu`), it is 4 D + 3 I + 3 Q + 3 K + heads * sequence in float32. With a 16-bit base, each layer with DoRA
-also keeps a float32 copy of its input. DoRA keeps the outputs of its layers once more and computes with whole weights.
+4 D + 5 I + 3 Q + 4 K + heads * sequence numbers. On the CPU backend, whose gradients are in closed form, it is 4 D +
+3 I + 3 Q + 3 K + heads * sequence in float32. With a 16-bit base, each layer with DoRA also keeps a float32 copy of its
+input. DoRA keeps the outputs of its layers once more and computes with whole weights.
 
 The formula was measured on transformers on the CPU. It is less accurate, in both directions, for blocks that are mostly
 not linear layers (state-space models, convolutions), for mixtures of experts, whose sorted copies of tokens are not
@@ -21,7 +21,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from attachments.cpu import computes_on_host
+from clotho.backend import backend
 from clotho.models.loading import setting
 from clotho.models.lora import LINEAR
 from clotho.scoring.head_scores import rows_at_once
@@ -29,9 +29,6 @@ from training_run.memory.micro_batch import MicroBatchShape
 
 TO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "wo", "w2", "fc2")
 """Last part of the name of linear layers whose output is added to the residual stream."""
-
-KEPT_ONCE = ("v_proj", "gate_proj", "up_proj")
-"""Last part of the name of linear layers whose output the CPU backend keeps once."""
 
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_topk")
 ATTENTION_HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
@@ -75,7 +72,7 @@ def kept_per_token(block: nn.Module, *, full: bool, itemsize: int, experts: int)
         copies = experts if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)) else 1
         width_in, width_out = _widths(module)
         returns = last in TO_RESIDUAL
-        once = returns or (last in KEPT_ONCE and itemsize == FLOAT32 and computes_on_host())
+        once = returns or backend().keeps_once(last, itemsize)
         kept += copies * width_out * itemsize * (1 if once else 2)
         if dora and itemsize < FLOAT32:
             kept += copies * width_in * FLOAT32

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 
-import attachments.cpu
 from attachments.adapters.tests.adapter_models import (
     ATTENTION_ONLY,
     engine_with_adapters,
@@ -35,9 +34,10 @@ PAIRS = pytest.mark.parametrize(
 
 
 @pytest.fixture(params=["host", "device"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def path(request: pytest.FixtureRequest) -> str:
     """Decode in NumPy where the model is supported, or in MLX only."""
-    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", request.param == "host")
+    if request.param != "host":
+        request.getfixturevalue("device_path")
     return str(request.param)
 
 
@@ -128,12 +128,10 @@ def low_precision(kind: str) -> Any:
     return model
 
 
+@pytest.mark.usefixtures("device_path")
 @pytest.mark.parametrize("kind", MISMATCH)
-def test_models_of_low_precision_compute_every_row_with_its_adapter(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_of_low_precision_compute_every_row_with_its_adapter(kind: str, tmp_path: Path) -> None:
     """As on a GPU: for the same tokens, the log-probabilities are those of mlx-lm's layers in one pass."""
-    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
     adapters = {
         name: write_mlx_adapter(tmp_path / name, low_precision(kind), rank=rank, seed=rank, size=0.05)
         for name, rank in (("wide", 8), ("narrow", 4))

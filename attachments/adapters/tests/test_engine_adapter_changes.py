@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-import attachments.cpu
 from attachments.adapters.adapter_store import AdapterStore
 from attachments.adapters.tests.adapter_models import engine_with_adapters, write_mlx_adapter
 from bench.contenders.shapes import Shape, configuration, random_model
@@ -79,9 +78,10 @@ def test_the_policy_recompute_moves_running_rows_to_the_new_version(tmp_path: Pa
 
 
 @pytest.mark.parametrize("on_host", [pytest.param(True, marks=pytest.mark.needs_cpu_path), False])
-def test_replaced_versions_leave_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, on_host: bool) -> None:
+def test_replaced_versions_leave_no_memory(tmp_path: Path, request: pytest.FixtureRequest, *, on_host: bool) -> None:
     """Neither their matrices nor what prompts and decode steps computed from them, without a garbage collection."""
-    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", on_host)
+    if not on_host:
+        request.getfixturevalue("device_path")
     old, new = two_versions(tmp_path)
     engine, store = engine_with_adapters(tiny_source(), {"a": old})
     contents = store.read(new)

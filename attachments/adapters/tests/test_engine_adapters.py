@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-import attachments.cpu
 from bench.contenders.shapes import Shape, configuration
 from bench.shapes import make_policy
+from clotho.backend import Backend, backend
 from clotho.inference.engine import DecodeEngine
 from clotho.models.lora import install_adapter
 from clotho.models.parameters import flat, nested
@@ -31,7 +31,7 @@ MISMATCH = {"float32": 1e-5, "bfloat16": 0.05, "4 bits": 0.05}
 
 def test_this_module_computes_on_the_device_path() -> None:
     """As a Mac does; the host path has no folded layers."""
-    assert not attachments.cpu.computes_on_host()
+    assert type(backend()) is Backend
 
 
 def adapted_policy(precision: str) -> Policy:

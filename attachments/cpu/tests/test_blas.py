@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from attachments.cpu import blas as products
-from attachments.cpu import load_blas
 from attachments.cpu.blas import Floats, Product, matrix, multiply, part, prepared
+from clotho.process import load_blas
 
 
 @pytest.fixture(params=["BLAS", "NumPy"], autouse=True)

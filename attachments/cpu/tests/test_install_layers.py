@@ -99,11 +99,3 @@ def test_linear_weights_that_are_trained_are_left_alone() -> None:
     install_cpu_layers(layer)
     assert layer.weight is weight
     assert np.array(weight, copy=False).strides == (4 * 6, 4)
-
-
-def test_on_a_gpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels are fast already."""
-    monkeypatch.setattr("attachments.cpu.layers.computes_on_host", lambda: False)
-    model = Two()
-    install_cpu_layers(model)
-    assert (type(model.norm), type(model.low_rank)) == (nn.RMSNorm, LoRALinear)

@@ -6,8 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from attachments.cpu import computes_on_host
-from attachments.cpu.sampling import _choose_token, can_sample_on_cpu, sample_on_cpu
+from attachments.cpu.sampling import _choose_token, can_sample, sample_on_host
 from clotho.inference.sampling import row_parameters, sample, uniforms
 from protocols.sampling import Sampling
 
@@ -31,7 +30,7 @@ def test_host_and_device_draw_the_same_tokens_from_the_same_uniforms(vocabulary:
     logits[:, ::3] = -np.inf
     plan = row_parameters(settings, vocabulary, recorded=[row for row in range(0, rows, 2) if settings[row].top_k])
     uniform = uniforms(np.arange(rows, dtype=np.uint64), np.full(rows, 5, dtype=np.int64))
-    here = sample_on_cpu(logits.copy(), None if plan.all_greedy else uniform, plan)
+    here = sample_on_host(logits.copy(), None if plan.all_greedy else uniform, plan)
     there = sample(mx.array(logits), None if plan.all_greedy else mx.array(uniform), plan, None)
     np.testing.assert_array_equal(np.array(here.token_B), np.array(there.token_B))
     np.testing.assert_allclose(np.array(here.logp_B), np.array(there.logp_B), atol=1e-5)
@@ -45,16 +44,16 @@ def test_host_and_device_draw_the_same_tokens_from_the_same_uniforms(vocabulary:
 def test_only_what_the_host_knows_is_drawn_there() -> None:
     """Penalties and alternatives are the device's."""
     for sampling in (Sampling(repetition_penalty=1.1), Sampling(top_logprobs=1)):
-        assert not can_sample_on_cpu(row_parameters([Sampling(), sampling], 10))
+        assert not can_sample(row_parameters([Sampling(), sampling], 10))
     for sampling in (Sampling(), Sampling(top_p=0.5), Sampling(logit_bias=((0, 1.0),))):
-        assert can_sample_on_cpu(row_parameters([sampling], 10)) == computes_on_host()
+        assert can_sample(row_parameters([sampling], 10))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_k=3), Sampling(top_p=0.25, top_k=39)])
 def test_of_equal_logits_those_of_the_lowest_tokens_remain(sampling: Sampling) -> None:
     """As many as the filter keeps, although all reach its threshold."""
     plan = row_parameters([sampling], 12, recorded=[0])
-    found = sample_on_cpu(np.zeros((1, 12), dtype=np.float32), np.zeros((1, 2), dtype=np.float32), plan)
+    found = sample_on_host(np.zeros((1, 12), dtype=np.float32), np.zeros((1, 2), dtype=np.float32), plan)
     assert found.supports is not None
     assert [token for token in np.array(found.supports.token_R_K)[0].tolist() if token < 12] == [0, 1, 2]
 

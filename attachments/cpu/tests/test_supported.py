@@ -13,7 +13,6 @@ from mlx_lm.models import qwen3
 from mlx_lm.tuner.dora import DoRALinear
 from structlog.testing import capture_logs
 
-from attachments.cpu import computes_on_host
 from attachments.cpu.blas import Floats
 from attachments.cpu.decoder import HostDecoder
 from attachments.cpu.layers import install_cpu_layers
@@ -38,7 +37,7 @@ def taken(model: nn.Module) -> bool:
     with capture_logs() as logged:
         found = make_host_decoder(layout.model) is not None
     assert not logged
-    assert found == (computes_on_host() and is_supported(layout.model))
+    assert found == is_supported(layout.model)
     return found
 
 
@@ -86,7 +85,7 @@ LLAMA3 = {
 )
 def test_llamas_with_parts_of_another_kind_are_not(overrides: dict[str, Any]) -> None:
     """Their rotations and windows are the model's own affair."""
-    assert taken(plain_source("llama").model) == computes_on_host()
+    assert taken(plain_source("llama").model)
     assert not taken(plain_source("llama", **overrides).model)
 
 
@@ -121,15 +120,6 @@ def test_other_layers_in_known_places_are_not() -> None:
     inner = norms["model"]
     inner.layers[1].input_layernorm = nn.LayerNorm(inner.layers[1].input_layernorm.weight.size)
     assert [taken(model) for model in (block, embeddings, norms)] == [False] * 3
-
-
-@pytest.mark.needs_float32
-def test_on_a_gpu_none_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels are fast already, and its memory is far."""
-    monkeypatch.setattr("attachments.cpu.supported.computes_on_host", lambda: False)
-    layout = layout_of()
-    assert is_supported(layout.model)
-    assert make_host_decoder(layout.model) is None
 
 
 @pytest.mark.needs_cpu_path

@@ -1,4 +1,4 @@
-"""The switch of the CPU backend: with CLOTHO_CPU_KERNELS=0, MLX's own kernels compute the same."""
+"""When the CPU backend is in use, and what MLX's own kernels compute instead: the same."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import os
 import subprocess
 import sys
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
-import attachments.cpu
 from attachments.cpu.kv_cache import HostKVCache
-from attachments.cpu.supported import make_host_decoder
+from attachments.cpu.library import EXTENSION
+from clotho.backend import SWITCH
 from clotho.inference.kv_cache import BatchKVCache
 from protocols.sampling import Completion, Sampling
+from tests import model_lanes
 from tests.inference.engine_helpers import make_engine, run, submit_request
 from tests.small_models import tiny_source
 
@@ -30,27 +32,32 @@ def completions(cache: type) -> list[Completion]:
 
 
 @pytest.mark.needs_cpu_path
-def test_log_probabilities_agree_with_and_without_the_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_agree_with_and_without_the_cpu_kernels() -> None:
     """The same tokens are sampled from the same seeds, at the same log-probabilities up to rounding."""
     numpy = completions(HostKVCache)
-    monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
-    assert make_host_decoder(tiny_source().model) is None
-    mlx = completions(BatchKVCache)
+    with model_lanes.device_path():
+        mlx = completions(BatchKVCache)
     assert [one.tokens for one in mlx] == [one.tokens for one in numpy]
     for one, other in zip(mlx, numpy, strict=True):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize(("value", "enabled"), [("0", False), ("1", True), (None, True)])
-def test_the_environment_variable_is_read_at_import(value: str | None, enabled: bool) -> None:
-    """Only 0 turns the kernels off, and the description of the compute path says so."""
+def test_the_environment_variable_turns_the_backend_off(value: str | None, enabled: bool) -> None:
+    """Only 0 does, and the description of the compute path says so."""
     code = (
-        "import attachments.cpu, mlx.core as mx; mx.set_default_device(mx.cpu);"
-        "print(attachments.cpu.computes_on_host(), attachments.cpu.compute_path('blas'))"
+        "import mlx.core as mx; mx.set_default_device(mx.cpu);"
+        "from clotho.backend import backend; print(type(backend()).__name__, backend().compute_path('blas'))"
     )
-    variables = {name: text for name, text in os.environ.items() if name != attachments.cpu.SWITCH}
+    variables = {name: text for name, text in os.environ.items() if name != SWITCH}
     if value is not None:
-        variables[attachments.cpu.SWITCH] = value
+        variables[SWITCH] = value
     run_code = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    name = "CpuBackend" if enabled else "Backend"
     path = "host: NumPy/BLAS decode, blas" if enabled else "host: MLX kernels (CLOTHO_CPU_KERNELS=0), blas"
-    assert run_code.stdout.split(maxsplit=1) == [str(enabled), path + "\n"]
+    assert run_code.stdout == f"{name} {path}\n"
+
+
+def test_on_a_gpu_mlx_computes() -> None:
+    """Its kernels are fast already, and its memory is far."""
+    assert EXTENSION.backend(mx.Device(mx.gpu)) is None

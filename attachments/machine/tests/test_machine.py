@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from attachments.cpu import REFERENCE_BLAS
 from attachments.machine import machine as checks
 from attachments.machine.machine import MachineState, disk_needed, machine_findings, read_machine
 from attachments.machine.macos import KernelPanic, MacState
 from attachments.machine.tests.simulated_mac import machine, needs
+from clotho.process import REFERENCE_BLAS
 from protocols.summary import MemoryEstimate
 
 GIB = 2**30

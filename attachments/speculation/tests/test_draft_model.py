@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from mlx_lm.utils import save_config, save_model
 
-import attachments.cpu
 from clotho.inference.engine import DecodeEngine
 from clotho.settings.engine import ModelDrafts
 from protocols.errors import ModelError
@@ -25,10 +24,10 @@ SAMPLINGS = (
 
 
 @pytest.fixture
-def compute_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def compute_path(request: pytest.FixtureRequest) -> str:
     """Run a test on both compute paths."""
     if request.param == "MLX":
-        monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
+        request.getfixturevalue("device_path")
     return str(request.param)
 
 

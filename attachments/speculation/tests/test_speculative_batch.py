@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import attachments.cpu
 from attachments.adapters.tests.adapter_models import engine_with_adapters, write_mlx_adapter
-from attachments.cpu.sampling import sample_on_cpu
+from attachments.cpu.sampling import sample_on_host
 from attachments.speculation.drafts import Drafted
 from attachments.speculation.speculative_batch import accepted_tokens
 from clotho.inference.engine import DecodeEngine
@@ -53,7 +52,7 @@ def engine_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("attachments.cpu.kv_cache.MIN_SHARED_TOKENS", 1 if shared else 10**9)
     monkeypatch.setattr("clotho.inference.cache_layout.MIN_SAVED_BYTES", {"cpu": 1 if shared else 10**9})
     if mode.startswith("MLX"):
-        monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
+        request.getfixturevalue("device_path")
     return mode
 
 
@@ -282,7 +281,7 @@ def test_the_acceptance_rule_is_rejection_sampling() -> None:
         uniform_N_2[tokens.first_B] = uniform_B_2
         with np.errstate(divide="ignore"):
             logits_N_V = np.tile(np.log(p_V), (2 * grid, 1))
-        token_N = np.array(sample_on_cpu(logits_N_V, uniform_N_2, RowParameters(all_greedy=False)).token_B)
+        token_N = np.array(sample_on_host(logits_N_V, uniform_N_2, RowParameters(all_greedy=False)).token_B)
         accepted_B = accepted_tokens(tokens, token_N)
         assert accepted_B.mean() == pytest.approx(p_V[draft], abs=1e-3)
         replaced = Counter(token_N[tokens.first_B][accepted_B == 0].tolist())
@@ -320,10 +319,10 @@ def sample_many(source: FixedSource, first_seed: int, **settings: Any) -> tuple[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["host", "MLX"])
-def test_the_distribution_of_tokens_equals_that_of_plain_sampling(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_distribution_of_tokens_equals_that_of_plain_sampling(device: str, request: pytest.FixtureRequest) -> None:
     """A chi-square test over 200,000 tokens, with other seeds for each half."""
     if device == "MLX":
-        monkeypatch.setattr(attachments.cpu, "KERNELS_ENABLED", False)
+        request.getfixturevalue("device_path")
     source = tiny_source()
     plain, _ = sample_many(source, 0)
     drafted, engine = sample_many(source, 10**6, speculation=HistoryDrafts(max_draft=4, always=True))

@@ -20,7 +20,6 @@ from attachments.alarms.checks import CollapseCheck
 from attachments.alarms.tests import test_checks as alarms
 from attachments.alarms.tests.collapse_reports import GOOD, batch, metrics, report
 from attachments.alarms.tests.test_collapse_detection import detector_with_baseline
-from attachments.cpu import REFERENCE_BLAS
 from attachments.doctor import doctor
 from attachments.doctor.problems import problem_findings
 from attachments.doctor.rehearsal import parity_findings, update_findings
@@ -34,6 +33,7 @@ from attachments.machine.alarms import MachineCheck
 from attachments.machine.machine import machine_findings
 from attachments.machine.macos import KernelPanic, MacState
 from attachments.machine.tests import simulated_mac
+from clotho.process import REFERENCE_BLAS
 from clotho.scoring.parity_check import ParityReport
 from protocols.errors import ProfileError
 from protocols.finding import CHECK, Change, Finding, FindingName, Remedy

@@ -12,7 +12,7 @@ import pytest
 PROGRAM = """
 import ctypes, re, sys, tempfile, threading
 if len(sys.argv) > 1:
-    from attachments.cpu import configure_malloc
+    from clotho.process import configure_malloc
     configure_malloc()
 
 libc, barrier, kept, LARGE = ctypes.CDLL(None), threading.Barrier(4), [], ctypes.c_size_t(3 << 20)
