@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from msgspec import Struct, field
 
 from clotho.extension import attachment_modules
-from protocols.summary import ResourceReading
+from protocols.summary import RankGauges, ResourceReading
 
 if TYPE_CHECKING:
     from clotho.inference.engine import DecodeEngine
     from clotho.lanes.compute_thread import Compute
+    from clotho.training.gradient import OtherRanks
     from training_run.directory.run_directory import RunDirectory
     from training_run.profile.rules import Rule
     from training_run.profile.schema import Profile
@@ -37,13 +38,15 @@ class Plan(Struct, kw_only=True, eq=False):
     """Start-up -> attachments, before the policy is loaded. What an attachment sets decides how the run is loaded.
 
     ending: closed when the run ends, also if its start fails; last in, first out. token_values: updates return the
-    values of their tokens; may be set, and is never cleared.
+    values of their tokens; may be set, and is never cleared. ranks: compute shares of every gradient; None: this
+    process computes them alone.
     """
 
     profile: Profile
     directory: RunDirectory
     ending: ExitStack
     token_values: bool = False
+    ranks: OtherRanks | None = None
 
 
 class Wired(Struct, frozen=True, kw_only=True, eq=False):
@@ -61,6 +64,7 @@ class Attached(Struct, kw_only=True, eq=False):
 
     ending: closed when the run ends, last in, first out. observers: told by the monitor. services: children beside the
     flow of groups. recorders: return children that record the flow. resources: the latest reading of the machine.
+    learner_ranks: reads the work of all ranks.
     """
 
     ending: ExitStack
@@ -68,6 +72,7 @@ class Attached(Struct, kw_only=True, eq=False):
     services: list[Child] = field(default_factory=list)
     recorders: list[Callable[[Wired], Child]] = field(default_factory=list)
     resources: ResourceReading = ResourceReading()
+    learner_ranks: Callable[[], RankGauges] = RankGauges
 
 
 class Attachment:
@@ -85,6 +90,12 @@ class Attachment:
     contradictions: Sequence[Rule] = ()
     may_change: Sequence[str] = ()
     commands: ClassVar[Mapping[str, str]] = {}
+
+    def launch(self, argv: Sequence[str]) -> int | None:
+        """Take over a process that `mlx.launch` has started for a run; return its exit status.
+
+        None: it is the process of the run. argv: the arguments of the run. Called before MLX is imported.
+        """
 
     def check(self, profile: Profile) -> None:
         """Raise ProfileError for what cannot work; in milliseconds, and before the run directory is touched."""

@@ -97,28 +97,18 @@ def _run(argv: Sequence[str], load_train: LoadTrain) -> tuple[int, bool]:
 
 
 def _run_launched(argv: Sequence[str]) -> int | None:
-    """Run what `mlx.launch` starts: the supervisor of a rank, and ranks other than 0. None for rank 0 and commands."""
-    from attachments.ranks import supervision
-
-    if (argv and argv[0] in commands()) or not supervision.has_other_ranks(os.environ):
+    """Run what `mlx.launch` has started beside the run; None for the process of the run, and for other commands."""
+    if argv and argv[0] in commands():
         return None
-    if not supervision.is_rank():
-        return supervision.supervise(argv)
-    if supervision.rank() == 0:
-        return None
-    _before_mlx()
-    from attachments.ranks.worker import run_rank
-    from training_run.records.failure_report import report
+    from training_run.attachment import installed_attachments
 
-    try:
-        process_signals.exit(run_rank())
-    except Exception as error:
-        return report(error)
+    statuses = (attachment.launch(argv) for attachment in installed_attachments())
+    return next((status for status in statuses if status is not None), None)
 
 
 def serve(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `serve`; the result is that of `_run`. argv: the arguments after the command."""
-    _before_mlx()
+    before_mlx()
     from training_run.profile.serve_profile import load_serving, serve_help
 
     if (text := serve_help(argv)) is not None:
@@ -135,7 +125,7 @@ def serve(argv: Sequence[str]) -> tuple[int, bool]:
 
 def evaluate(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `eval`; as `serve`."""
-    _before_mlx()
+    before_mlx()
     from training_run.profile.evaluate_profile import evaluation_help, load_evaluation
 
     if (text := evaluation_help(argv)) is not None:
@@ -152,7 +142,7 @@ def evaluate(argv: Sequence[str]) -> tuple[int, bool]:
     return anyio.run(run_evaluation, arguments, _console()), False
 
 
-def _before_mlx() -> None:
+def before_mlx() -> None:
     """Prepare the process for MLX, before its first import.
 
     On macOS, `AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1` makes the GPU driver end less work that delays the display. The
@@ -210,7 +200,7 @@ def _command(module: str) -> Callable[[Sequence[str]], tuple[int, bool]]:
     """The command of a module, whose `run` takes the arguments and a console."""
 
     def run(argv: Sequence[str]) -> tuple[int, bool]:
-        _before_mlx()
+        before_mlx()
         found = importlib.import_module(module)
         return int(found.run(argv, _console())), False
 
@@ -265,7 +255,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
 
     Exit status: 0 for help and a dry run. Raises ClothoError for bad input, before anything is written.
     """
-    _before_mlx()
+    before_mlx()
     from attachments.atropos.group_sizes import require_fillable
     from clotho.storage.adapters import require_own_adapter
     from protocols.errors import ClothoError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
@@ -46,9 +46,6 @@ from training_run.supervision.custom_actors import Services
 from training_run.supervision.latest import Latest
 from training_run.supervision.watchdog import EngineGuard
 
-if TYPE_CHECKING:
-    from attachments.ranks.learner_ranks import LearnerRanks
-
 
 class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     """Start-up -> wiring. The references are fixed; some of the objects are state that actors share.
@@ -64,7 +61,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     estimated_memory: estimated peak, in bytes. warnings: to be logged when the run starts. preflight: findings of the
     checks at the start.
     attached: what the attachments of this installation have added.
-    address: base URL of the HTTP server; empty without a server. ranks: of a data-parallel learner; None without.
+    address: base URL of the HTTP server; empty without a server.
 
     Shared state, with the actor that writes it:
     weights: the served weights (broadcaster). replacements: number of groups that are replaced by others (learner).
@@ -91,7 +88,6 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     origin: Origin | None
     best: BestCheckpointKeeper
     base: Any | None
-    ranks: LearnerRanks | None
     replay: tuple[ReplayGroup, ...]
     memory: MemoryEstimate
     warnings: tuple[str, ...]

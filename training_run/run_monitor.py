@@ -28,7 +28,7 @@ from clotho.settings.server import HttpServer, ServerSection
 from protocols.checkpoint import BestCheckpoint
 from protocols.sampling import BASE
 from protocols.step import WeightsReady
-from protocols.summary import QueueGauge, RankGauges, RemoteGauges, RunGauges, RunSummary
+from protocols.summary import QueueGauge, RemoteGauges, RunGauges, RunSummary
 from training_run.accounting import GroupAccounting
 from training_run.directory.checkpoints import checkpoint_path
 from training_run.records.summary import resume_command
@@ -114,7 +114,7 @@ class RunMonitor:
             swap_seconds_max=swaps.longest,
             peak_memory_bytes=peak_memory(),
             remote=remote,
-            learner_ranks=self._learner_ranks(),
+            learner_ranks=context.attached.learner_ranks(),
             resources=context.attached.resources,
             findings=context.findings.now,
             waiting_for="" if context.progress.updating else self._groups.waiting_for(),
@@ -141,12 +141,8 @@ class RunMonitor:
             restarts=self.serving.restarts(),
             events_lost=self._events_lost(),
             remote=self._remote(),
-            learner_ranks=self._learner_ranks(),
+            learner_ranks=context.attached.learner_ranks(),
         )
-
-    def _learner_ranks(self) -> RankGauges:
-        ranks = self._context.ranks
-        return RankGauges() if ranks is None else ranks.gauges()
 
     def server_context(self, settings: HttpServer) -> ServerContext:
         """The HTTP server's interface to the run."""

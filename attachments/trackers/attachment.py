@@ -11,7 +11,6 @@ from protocols.evaluation import EvalReport
 from protocols.finding import Finding
 from protocols.step import StepReport
 from training_run.attachment import Attach, Attachment, Plan
-from training_run.profile.load import resolved_toml
 from training_run.profile.rules import Rule
 from training_run.supervision.hooks import ReportObserver
 
@@ -76,6 +75,7 @@ class Trackers(Attachment):
 
         async def attach(run: RunContext) -> None:
             from attachments.trackers.trackers import TrackedRun, close_trackers, open_trackers
+            from training_run.profile.load import resolved_toml
 
             profile, directory = run.profile, run.directory
             settings = tomllib.loads(resolved_toml(profile, mask_secrets=True))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 from anyio.to_thread import run_sync
@@ -16,7 +15,6 @@ from attachments.cluster.connection import RayConnection
 from attachments.cluster.reward_worker import ClusterRewards
 from attachments.curriculum.curriculum import Curriculum
 from attachments.doctor.start import PreflightReport, start_findings, write_report
-from attachments.ranks.supervision import is_rank
 from attachments.remote.attachment import RayCluster, RemoteGeneration
 from clotho.data.problems import problems_fingerprint
 from clotho.inference.decoding import LONGEST_PART
@@ -35,7 +33,7 @@ from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.serving.struct_types import prepare_struct_types
 from clotho.settings.bounds import Off
 from clotho.settings.data import SuccessRateCurriculum
-from clotho.settings.learner import BaseReference, DistributedSection, RollBackOnCollapse
+from clotho.settings.learner import BaseReference, RollBackOnCollapse
 from clotho.settings.server import ServerSection
 from clotho.training.update import PolicyLearner
 from protocols.checkpoint import Origin, RunState
@@ -66,11 +64,7 @@ from training_run.start.initial_adapter import publish_first_checkpoint, publish
 from training_run.start.starting_point import Fork, StartingPoint, begin, publish_fork, restore_learner
 from training_run.start.warmup_step import run_warmup_step
 from training_run.supervision.latest import Latest
-from training_run.supervision.process_signals import process_signals
 from training_run.supervision.watchdog import StartupWatch
-
-if TYPE_CHECKING:
-    from attachments.ranks.learner_ranks import LearnerRanks
 
 T = TypeVar("T")
 
@@ -94,45 +88,20 @@ async def build_context(
     """
     watch = startup_watch(slow_seconds)
     plan = Plan(profile=profile, directory=directory, ending=ending)
-    ranks = await run_sync(_join_ranks, profile.distributed) if is_rank() else None
-    if ranks is not None:
-        ending.callback(ranks.close)
+    prepared = await prepare_attachments(plan)
     with watch.phase("custom actors, environments and rewards"):
         require_importable(profile)
-        prepared = await prepare_attachments(plan)
         cluster = RayConnection(profile.cluster) if isinstance(profile.cluster, RayCluster) else None
         if cluster is not None:
             ending.callback(cluster.close)
         rewards = rewards_of(profile, cluster=ClusterRewards(cluster) if cluster is not None else None)
         ending.callback(rewards.close)
     prepare_struct_types()
-    context = await _build_context(plan, compute, rewards, watch, ranks, address=address)
-    if ranks is not None:
-        await _set_up(ranks, context)
+    context = await _build_context(plan, compute, rewards, watch, address=address)
     context = replace(context, cluster=cluster)
     for attach in prepared:
         await attach(context)
     return context
-
-
-def _join_ranks(settings: DistributedSection) -> LearnerRanks:
-    """Join the other ranks of a data-parallel learner, in a thread."""
-    from attachments.ranks.learner_ranks import LearnerRanks
-    from attachments.ranks.membership import Membership
-
-    def join(receive: Callable[[int, bytes], None]) -> Membership:
-        return Membership(settings, receive=receive, exit_process=process_signals.exit)
-
-    ranks = LearnerRanks(join, share_seconds=settings.share_seconds, shares=settings.shares)
-    process_signals.before_exit(ranks.close)
-    return ranks
-
-
-async def _set_up(ranks: LearnerRanks, context: RunContext) -> None:
-    model, parameters = context.inputs["model"], context.policy_learner.parameters
-    memory_bytes = context.memory.minimum
-    ranks.resumable(str(context.directory.path))
-    await run_sync(lambda: ranks.set_up(context.profile, parameters, model=model, memory_bytes=memory_bytes))
 
 
 def startup_watch(slow_seconds: float) -> StartupWatch:
@@ -149,12 +118,11 @@ async def _build_context(
     compute: Compute,
     rewards: RewardRunner,
     watch: StartupWatch,
-    ranks: LearnerRanks | None,
     *,
     address: str,
 ) -> RunContext:
     profile, directory = plan.profile, plan.directory
-    loading = compute.learner.submit(lambda: _load_policy(plan, ranks, compute.learner.lane))
+    loading = compute.learner.submit(lambda: _load_policy(plan, compute.learner.lane))
     with watch.phase("worker processes of rewards"):
         await rewards.start()
     with watch.phase("model and tokenizer"):
@@ -198,7 +166,6 @@ async def _build_context(
         state=state,
         history=history,
         base=start.initial if state and not history.before else None,
-        ranks=ranks,
         replay=start.replay,
         memory=ready.estimate,
         history_gaps=start.gaps,
@@ -296,7 +263,7 @@ class LoadedPolicy(NamedTuple):
     origin: Origin | None
 
 
-def _load_policy(plan: Plan, ranks: LearnerRanks | None, lane: Lane) -> LoadedPolicy:
+def _load_policy(plan: Plan, lane: Lane) -> LoadedPolicy:
     profile, directory = plan.profile, plan.directory
     find_model(profile.model.path)
     starts_from_adapter = bool(profile.policy.adapter) and directory.fork is None
@@ -306,7 +273,7 @@ def _load_policy(plan: Plan, ranks: LearnerRanks | None, lane: Lane) -> LoadedPo
         if starts_from_adapter and not from_checkpoint
         else None
     )
-    estimate = estimate_memory(profile.model, profile, ranks=ranks is not None)
+    estimate = estimate_memory(profile.model, profile, ranks=plan.ranks is not None)
     limit_memory(estimate, profile.monitor)
     keep_reference = isinstance(profile.learner.reference, BaseReference)
     policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)
@@ -326,7 +293,7 @@ def _load_policy(plan: Plan, ranks: LearnerRanks | None, lane: Lane) -> LoadedPo
         rollback_window=collapse.window if isinstance(collapse, RollBackOnCollapse) else 0,
         measure_update_kl=0 if isinstance(collapse, Off) else collapse.patience,
         token_values=plan.token_values or compared,
-        ranks=ranks,
+        ranks=plan.ranks,
         lane=lane,
     )
     if fork is not None:

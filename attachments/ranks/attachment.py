@@ -1,0 +1,82 @@
+"""The ranks of a data-parallel learner: processes of `mlx.launch` that compute shares of every gradient."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from training_run.attachment import Attach, Attachment, Plan
+
+if TYPE_CHECKING:
+    from attachments.ranks.learner_ranks import LearnerRanks
+    from attachments.ranks.membership import Membership
+    from clotho.settings.learner import DistributedSection
+    from training_run.run import RunContext
+
+
+class Ranks(Attachment):
+    """A run that `mlx.launch` has started in several processes, with `[distributed]` of its profile."""
+
+    def launch(self, argv: Sequence[str]) -> int | None:
+        """Run the supervisor of a rank, or a rank other than 0; None for rank 0, and for a single process."""
+        from attachments.ranks import supervision
+
+        if not supervision.has_other_ranks(os.environ):
+            return None
+        if not supervision.is_rank():
+            return supervision.supervise(argv)
+        return None if supervision.rank() == 0 else _run_rank()
+
+    async def prepare(self, plan: Plan) -> Attach | None:
+        """Join the other ranks. They load the model when this process has loaded it."""
+        from attachments.ranks.supervision import is_rank
+
+        if not is_rank():
+            return None
+        from anyio.to_thread import run_sync
+
+        ranks = await run_sync(_join, plan.profile.distributed)
+        plan.ending.callback(ranks.close)
+        plan.ranks = ranks
+
+        async def attach(run: RunContext) -> None:
+            model, parameters = run.inputs["model"], run.policy_learner.parameters
+            memory_bytes = run.memory.minimum
+            ranks.resumable(str(run.directory.path))
+            await run_sync(lambda: ranks.set_up(run.profile, parameters, model=model, memory_bytes=memory_bytes))
+            run.attached.learner_ranks = ranks.gauges
+
+        return attach
+
+
+def _run_rank() -> int:
+    """Run a rank other than 0, and end the process; the exit status if that fails."""
+    from training_run.main import before_mlx
+    from training_run.supervision.process_signals import process_signals
+
+    before_mlx()
+    from attachments.ranks.worker import run_rank
+    from training_run.records.failure_report import report
+
+    try:
+        process_signals.exit(run_rank())
+    except Exception as error:
+        return report(error)
+
+
+def _join(settings: DistributedSection) -> LearnerRanks:
+    """Join the other ranks of a data-parallel learner, in a thread."""
+    from attachments.ranks.learner_ranks import LearnerRanks
+    from attachments.ranks.membership import Membership
+    from training_run.supervision.process_signals import process_signals
+
+    def join(receive: Callable[[int, bytes], None]) -> Membership:
+        return Membership(settings, receive=receive, exit_process=process_signals.exit)
+
+    ranks = LearnerRanks(join, share_seconds=settings.share_seconds, shares=settings.shares)
+    process_signals.before_exit(ranks.close)
+    return ranks
+
+
+ATTACHMENT = Ranks()
