@@ -50,7 +50,7 @@ from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.machine import compute_slots
 from clotho.process import load_blas
-from clotho.serving.server import base_url, listen, while_loading
+from clotho.serving.server import base_url, listen, loading_page, while_loading
 from clotho.settings.model import FullMethod
 from clotho.settings.server import HttpServer
 from protocols.accounting import GroupSource
@@ -70,7 +70,7 @@ from training_run.records.forecast import RunForecast
 from training_run.records.live_display import make_display
 from training_run.records.summary import print_summary
 from training_run.run import RunContext
-from training_run.run_monitor import RunMonitor, loading_page
+from training_run.run_monitor import RunMonitor
 from training_run.services import wire_atropos, wire_services
 from training_run.start.starting_point import checkpoint_records
 from training_run.start.startup import build_context

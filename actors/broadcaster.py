@@ -9,8 +9,7 @@ import structlog
 from anyio.abc import TaskStatus
 
 from clotho.inference.engine import DecodeEngine
-from clotho.lanes.compute_thread import Compute, ComputeThread, finish
-from clotho.models.parameters import Parameters
+from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.policy import Policy
 from clotho.scoring.parity_check import (
     LIMITS,
@@ -21,8 +20,9 @@ from clotho.scoring.parity_check import (
     ParitySample,
     parity_sample,
 )
-from clotho.settings.engine import EngineSection, KvPolicy
+from clotho.settings.engine import EngineSection
 from clotho.settings.learner import LearnerSection
+from clotho.weight_swap import swap_weights
 from protocols.errors import ParityError
 from protocols.queues import Inbox
 from protocols.step import PolicyUpdated, StepReport, WeightsReady
@@ -31,25 +31,6 @@ from training_run.profile.schema import ParityCheck, ParitySection
 from training_run.supervision.latest import Latest
 
 log = structlog.get_logger(actor="broadcaster")
-
-
-async def swap_weights(
-    decode: ComputeThread,
-    policy: Policy,
-    engine: DecodeEngine,
-    kv_policy: KvPolicy,
-    parameters: Parameters,
-    ready: WeightsReady,
-) -> float:
-    """Serve `parameters`, which are evaluated, from now on; return the duration of the swap in seconds.
-
-    With the KV policy `drain`, running rows finish first. Raises ValueError if the parameters are not the policy's.
-    """
-
-    def publish() -> float:
-        return policy.publish(parameters, version=ready.version, step=ready.step, fingerprint=ready.fingerprint)
-
-    return await finish(await finish(decode.submit(lambda: engine.swap(publish, kv_policy))))
 
 
 class Broadcaster:

@@ -7,7 +7,7 @@ and `provided` imports them when they are used.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,9 +18,13 @@ from msgspec import Struct
 
 if TYPE_CHECKING:
     import mlx.core as mx
+    from starlette.types import ASGIApp
 
     from clotho.backend import Backend
     from clotho.rewards.registry import BuiltIn
+    from clotho.serving.auth import ClientKey
+    from clotho.serving.parts import ServerParts
+    from clotho.settings.server import HttpServer
 
 Entry = TypeVar("Entry")
 
@@ -93,6 +97,17 @@ class Extension:
     def rewards(self) -> Mapping[str, BuiltIn]:
         """Return built-in reward functions, by name."""
         return {}
+
+    def client_keys(self, _: HttpServer) -> Sequence[ClientKey]:
+        """Return API keys of a server. Raises ProfileError if they are not valid."""
+        return ()
+
+    def loading_page(self, _: HttpServer) -> ASGIApp | None:
+        """Return what the server of a run answers on paths that need no key while the model is loaded."""
+        return None
+
+    def server(self, parts: ServerParts) -> None:
+        """Add to the parts of a server; called once per server. What they share belongs to the parts, not to this."""
 
 
 def attachment_modules(name: str) -> Iterator[ModuleType]:

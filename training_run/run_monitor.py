@@ -7,10 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import anyio
 from msgspec import structs
-from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from clotho.models.machine import peak_memory
 from clotho.process import usable_cores
@@ -20,11 +17,10 @@ from clotho.serving.services import (
     RunSnapshot,
     ServedModel,
     ServerContext,
-    no_routes,
 )
 from clotho.settings.bounds import Off
 from clotho.settings.model import FullMethod
-from clotho.settings.server import HttpServer, ServerSection
+from clotho.settings.server import HttpServer
 from protocols.checkpoint import BestCheckpoint
 from protocols.sampling import BASE
 from protocols.step import WeightsReady
@@ -35,18 +31,9 @@ from training_run.records.summary import resume_command
 from training_run.records.terminal_text import relative_path
 from training_run.records.waiting import GroupsInFlight
 from training_run.run import RunContext
-from training_run.serving import ServingState, names_of, served_adapters
+from training_run.serving import ServingState, names_of
 from training_run.supervision.queues import Queue
 from training_run.supervision.supervisor import ChildStatus
-
-
-def loading_page(server: ServerSection) -> ASGIApp | None:
-    """Return the page that the server shows while the model is loaded; None without a dashboard."""
-    if isinstance(server, Off) or not server.dashboard:
-        return None
-    from attachments.dashboard.page_files import page_app
-
-    return page_app()
 
 
 class RunMonitor:
@@ -160,11 +147,10 @@ class RunMonitor:
             source=BASE,
         )
         fixed = (policy, base) if context.policy.keeps_base else (policy,)
-        registry = self.serving.registry(settings, fixed)
         return ServerContext(
-            models=lambda: (*fixed, *served_adapters(registry.loaded.values(), path)),
-            adapters=registry,
-            control=self.serving.control(may_pause=settings.allow_pause),
+            models=lambda: fixed,
+            engine=self.serving.engine_access(),
+            base_model=path,
             sampler=context.sampler,
             tokenizer=context.policy.tokenizer,
             settings=settings,
@@ -177,14 +163,8 @@ class RunMonitor:
             vocab_size=context.policy.vocab_size,
             sample_log=NullSampleLog() if isinstance(profile.atropos, Off) else context.sample_log,
             record_supports=not isinstance(profile.atropos, Off),
-            dashboard=self._dashboard_routes if settings.dashboard else no_routes,
+            run_directory=context.directory.path,
         )
-
-    def _dashboard_routes(self, stopped: anyio.Event) -> Sequence[Route]:
-        """Return the routes of the dashboard. stopped: set when the server stops."""
-        from attachments.dashboard.routes import Dashboard, run_of_server
-
-        return Dashboard([run_of_server(self._context.directory.path)], stopped).routes()
 
     def summary(self, accounting: GroupAccounting, *, best: BestCheckpoint | None = None, complete: bool) -> RunSummary:
         """The end of the run. best: the best checkpoint. complete: every actor has returned."""

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 
 from attachments.adapters.adapter_store import AdapterStore
-from attachments.adapters.adapters import AdapterRegistry
-from attachments.adapters.messages import AdapterInfo
-from attachments.dialects.control import EngineControl
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.adapter_reading import read_adapter_of
@@ -20,12 +16,10 @@ from clotho.models.adapters import AdapterContents
 from clotho.models.parameters import Parameters
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.server import engine_snapshot
-from clotho.serving.services import EngineSnapshot, HealthReport, ServedModel
+from clotho.serving.services import EngineAccess, EngineSnapshot, HealthReport
 from clotho.settings.engine import EngineSection
-from clotho.settings.server import HttpServer
 from protocols.errors import ProfileError, visible
 from protocols.sampling import PromptLogprobs
-from protocols.step import WeightsReady
 from training_run.profile.schema import MonitorSection
 from training_run.records.terminal_text import relative_path
 from training_run.start.adapter_settings import find_adapter
@@ -114,16 +108,9 @@ class ServingState:
             )
         )
 
-    def registry(self, settings: HttpServer, models: Iterable[ServedModel]) -> AdapterRegistry:
-        """Return what loads adapters for clients. models: whose names no adapter may have."""
-        store = self._engine.adapters
-        assert store is not None, "an engine behind a server has adapters"
-        root, reserved = settings.adapters.root, frozenset().union(*({one.id, *one.aliases} for one in models))
-        return AdapterRegistry(self._compute.decode.submit, self._engine, store.read, root=root, reserved=reserved)
-
-    def control(self, *, may_pause: bool) -> EngineControl:
-        """Return what lets clients pause the engine and abort requests."""
-        return EngineControl(self._compute.decode.submit, self._engine, may_pause=may_pause)
+    def engine_access(self) -> EngineAccess:
+        """Return the engine for attachments that control it."""
+        return EngineAccess(submit=self._compute.decode.submit, engine=self._engine)
 
     def engine_snapshot(self) -> EngineSnapshot:
         """The engine's part of /metrics."""
@@ -151,20 +138,6 @@ def read_chosen(path: Path, model: str, store: AdapterStore) -> AdapterContents:
         if value > (limit := getattr(store.limits, key)):
             raise ProfileError(f"{flag}: {path} exceeds server.adapters.{key} = {limit}: it has {value}")
     return contents
-
-
-def served_adapters(loaded: Iterable[AdapterInfo], base: str) -> tuple[ServedModel, ...]:
-    """Return loaded adapters as models that requests can name. base: id of the base model."""
-    return tuple(
-        ServedModel(
-            id=info.name,
-            parent=base,
-            root=info.path,
-            weights=partial(WeightsReady, version=info.version, step=0, fingerprint=info.fingerprint),
-            source=info.name,
-        )
-        for info in loaded
-    )
 
 
 def names_of(path: str, files: Path | None) -> frozenset[str]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, runtime_checkable
 
 import anyio
 import structlog
 
+from attachments.adapters.adapter_store import AdapterStore
 from attachments.adapters.messages import AdapterInfo
 from clotho.lanes.compute_thread import finish
 from clotho.lanes.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
 from clotho.lanes.sampling_client import Submit
+from clotho.serving.services import ServedModel, ServerContext
 from protocols.errors import AdapterRequestError, visible
+from protocols.step import WeightsReady
 
 log = structlog.get_logger(actor="server")
 
@@ -25,8 +28,17 @@ UNLOADED_NAMES = 256
 """Names of unloaded adapters that stay reserved for each of their owners, the newest ones."""
 
 
+@runtime_checkable
 class AdapterEngine(Protocol):
-    """The part of `DecodeEngine` that manages adapters, in the decode thread only."""
+    """The part of `DecodeEngine` that manages adapters, in the decode thread only.
+
+    adapters: their store, which can be read in every thread; None: the engine has no adapters.
+    """
+
+    @property
+    def adapters(self) -> AdapterStore | None:
+        """The store of adapters."""
+        ...
 
     def load_adapter(self, name: str, contents: Any, /, *, replace: bool, protected: Collection[str]) -> AdapterInfo:
         """Load an adapter under a name. protected: names that are not evicted. Raises AdapterRequestError."""
@@ -60,19 +72,44 @@ class AdapterRegistry:
         *,
         root: str,
         reserved: frozenset[str] = frozenset(),
+        base: str = "",
     ) -> None:
         """read: reads and validates an adapter directory, in any thread. reserved: names of other models.
 
-        root: directory of the adapters; if it is empty, clients can load no adapter.
+        root: directory of the adapters; if it is empty, clients can load no adapter. base: id of the base model.
         """
         self.loaded: dict[str, AdapterInfo] = {}
         self.loads = 0
         self._submit, self._engine, self._read = submit, engine, read
-        self._root, self._reserved = root, reserved
+        self._root, self._reserved, self._base = root, reserved, base
         self._reader = DaemonThreads("adapter", 1, wait_seconds=READ_SECONDS, work_seconds=READ_SECONDS)
         self._lock = anyio.Lock()
         self._owners: dict[str, str] = {}  # of each name, in the order of the last loads
         self._kept: set[str] = set()
+
+    @classmethod
+    def of_server(cls, offered: ServerContext, submit: Submit, engine: AdapterEngine, store: AdapterStore) -> Self:
+        """Return the adapters of a server, whose other models keep their names."""
+        reserved = frozenset(name for one in offered.models() for name in (one.id, *one.aliases))
+        root = offered.settings.adapters.root
+        return cls(submit, engine, store.read, root=root, reserved=reserved, base=offered.base_model)
+
+    def models(self) -> Sequence[ServedModel]:
+        """Return the loaded adapters as models that requests can name."""
+        return [
+            ServedModel(
+                id=info.name,
+                parent=self._base,
+                root=info.path,
+                weights=partial(WeightsReady, version=info.version, step=0, fingerprint=info.fingerprint),
+                source=info.name,
+            )
+            for info in self.loaded.values()
+        ]
+
+    async def load_chosen(self, name: str, path: Path, read: Callable[[Path], Any]) -> None:
+        """Load an adapter that the operator names, and keep it. Raises AdapterRequestError."""
+        await self.load(name, path, keep=True, read=read)
 
     async def load_path(self, name: str, given: str, *, replace: bool, owner: str = "") -> AdapterInfo:
         """Load the adapter at a path that a client gave. Raises AdapterRequestError."""

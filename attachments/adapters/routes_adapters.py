@@ -16,6 +16,7 @@ from clotho.serving.auth import client_of
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError, invalid_field, overloaded
 from clotho.serving.openai_requests import validation_error
+from clotho.serving.parts import Endpoint
 from protocols.errors import AdapterRefusal, AdapterRequestError
 
 Body = TypeVar("Body", bound=Struct)
@@ -82,6 +83,52 @@ class AdapterRoutes:
     def __init__(self, registry: AdapterRegistry) -> None:
         self._registry = registry
         self._active: dict[str, str] = {}  # owner -> the adapter that /lora/load loaded last
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Return all of them."""
+        return (
+            Endpoint(
+                method="POST",
+                path="/v1/load_lora_adapter",
+                handle=self.load,
+                about="Load an adapter (vLLM)",
+                requests=(LoadAdapter,),
+                access="own",
+            ),
+            Endpoint(
+                method="POST",
+                path="/v1/unload_lora_adapter",
+                handle=self.unload,
+                about="Unload an adapter (vLLM)",
+                requests=(UnloadAdapter,),
+                access="own",
+            ),
+            Endpoint(
+                method="POST",
+                path="/lora/load",
+                handle=self.load_by_path,
+                about="Load an adapter (Atropos)",
+                requests=(LoadByPath,),
+                responses=(LoadedByPath,),
+                access="own",
+            ),
+            Endpoint(
+                method="POST",
+                path="/lora/unload",
+                handle=self.unload_by_name,
+                about="Unload an adapter (Atropos)",
+                requests=(UnloadByName,),
+                responses=(AdapterStatus,),
+                access="own",
+            ),
+            Endpoint(
+                method="GET",
+                path="/lora/status",
+                handle=self.status,
+                about="The loaded adapters (Atropos)",
+                responses=(AdapterStatus,),
+            ),
+        )
 
     async def load(self, http: Request) -> Response:
         """Serve POST /v1/load_lora_adapter, which responds with text. Raises ApiError."""

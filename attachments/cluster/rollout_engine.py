@@ -20,6 +20,7 @@ from clotho.models.loading import find_model
 from clotho.models.machine import compute_slots, core_division
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy, load_policy
+from clotho.weight_swap import ReplaceablePolicy
 from protocols.errors import RequestError
 from protocols.sampling import Completion
 from protocols.step import WeightsReady
@@ -62,8 +63,15 @@ class RolloutEngine:
         self._policy = policy
         weights = Latest[WeightsReady]("weights")
         weights.put(WeightsReady(version=0, step=0, fingerprint=policy.fingerprint))
-        kv_policy = settings.engine.kv_policy
-        self._receiver = SwappingReceiver(policy, engine, self._compute, weights, kv_policy=kv_policy)
+        self._receiver = SwappingReceiver(
+            ReplaceablePolicy(
+                policy=policy,
+                engine=engine,
+                compute=self._compute,
+                weights=weights,
+                kv_policy=settings.engine.kv_policy,
+            )
+        )
         self._sampler = Sampler(self._compute.decode.submit, engine)
         self._turns: dict[int, _Turn] = {}
         self._submitted = 0

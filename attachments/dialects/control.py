@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal, Protocol
+from typing import Literal
 
 import anyio
 
 from clotho.lanes.compute_thread import finish
-from clotho.lanes.sampling_client import Submit
 from clotho.serving.errors import ApiError, invalid_field
+from clotho.serving.services import EngineAccess
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What happens to requests in progress: they end as aborted, they finish, or they stand still until `resume`."""
@@ -18,32 +18,17 @@ ID_PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-", "resp_")
 POLL_SECONDS = 0.01
 
 
-class ControlledEngine(Protocol):
-    """The part of `DecodeEngine` that the routes control, in the decode thread only."""
-
-    held: Literal["nothing", "admission", "everything"]
-
-    @property
-    def running(self) -> int:
-        """Number of rows in the batch."""
-        ...
-
-    def abort_clients(self, request_ids: Collection[str] | None, /, client: str = "") -> int:
-        """Abort requests of clients by their names; None: all. client: only those of this client; empty: of all."""
-        ...
-
-    def release_caches(self) -> None:
-        """Free the prefix cache and unused memory."""
-        ...
-
-
 class EngineControl:
     """Pauses and resumes the engine, and aborts requests. Rollouts of a training run are never aborted."""
 
-    def __init__(self, submit: Submit, engine: ControlledEngine, *, may_pause: bool) -> None:
-        """may_pause: whether clients may pause the engine; a training run permits it with `server.allow_pause`."""
-        self._submit, self._engine, self._may_pause = submit, engine, may_pause
+    def __init__(self, access: EngineAccess, *, may_pause: bool) -> None:
+        """may_pause: whether clients may pause the engine."""
+        self._submit, self._engine, self._may_pause = access.submit, access.engine, may_pause
         self.is_paused = self.is_sleeping = False
+
+    def why_paused(self) -> str:
+        """Return why requests wait; empty if they do not."""
+        return "paused; POST /resume continues" if self.is_paused else ""
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Hold the engine: no request begins until `resume`. Raises ApiError with status 403 if that is not permitted.

@@ -7,13 +7,13 @@ import re
 import stat
 import tomllib
 from collections.abc import Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
+from clotho.serving.auth import key_digest
 from protocols.errors import ProfileError, visible
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
@@ -43,17 +43,12 @@ class _Table(KeyLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ApiKey(Struct, frozen=True, kw_only=True):
-    """One key. digest: see `key_digest`; the key itself is not kept. admin: may control the server."""
+    """One key. digest, admin: see `ClientKey`."""
 
     name: str
     digest: bytes
     admin: bool = False
     limits: KeyLimits = KeyLimits()
-
-
-def key_digest(secret: bytes) -> bytes:
-    """Return the SHA-256 of a key. Keys are looked up by it, so that the time of a lookup reveals nothing of a key."""
-    return sha256(secret).digest()
 
 
 def read_api_keys(path: str, environment: Mapping[str, str] = os.environ) -> tuple[ApiKey, ...]:

@@ -7,20 +7,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from attachments.keys.api_keys import KeyLimits
+from attachments.keys.api_keys import ApiKey, KeyLimits
+from clotho.serving.auth import ClientKey, Reservation
 from clotho.serving.errors import ApiError
 
 RETRY_SECONDS = 1
 """`Retry-After` of a refusal whose end depends on other requests."""
 
 
-@dataclass(slots=True)
-class Reservation:
-    """Tokens that a request may use. unused: tokens that it did not use; set when it ends."""
-
-    unused: int = 0
+def limited(key: ApiKey) -> ClientKey:
+    """Return a key with a quota that nothing has used."""
+    return ClientKey(name=key.name, digest=key.digest, admin=key.admin, quota=Quota(key.limits))
 
 
 class Quota:

@@ -12,19 +12,15 @@ from pathlib import Path
 import anyio
 from anyio.to_thread import run_sync
 
-from actors.broadcaster import swap_weights
 from attachments.remote.messages import MAX_LISTED_VERSIONS, ServedPolicy
 from attachments.remote.weight_patch import apply_patches
-from clotho.inference.engine import DecodeEngine
-from clotho.lanes.compute_thread import Compute, finish
+from clotho.lanes.compute_thread import finish
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat, layout, nested
-from clotho.models.policy import Policy
-from clotho.settings.engine import KvPolicy
 from clotho.storage.adapters import tensor_problems
 from clotho.storage.tensors import as_array, as_stored, named_arrays, parse_tensors
+from clotho.weight_swap import ReplaceablePolicy, swap_weights
 from protocols.errors import CheckpointError, visible
 from protocols.step import WeightsReady
-from training_run.supervision.latest import Latest
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.safetensors")
 """Names of files that a training run shares by path; a name never leads out of the directory."""
@@ -40,24 +36,16 @@ class SwappingReceiver:
     are swapped in between two decode steps. max_bytes: maximum size of the weights.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        engine: DecodeEngine,
-        compute: Compute,
-        weights: Latest[WeightsReady],
-        *,
-        kv_policy: KvPolicy,
-        root: str = "",
-    ) -> None:
-        """weights: announces the served weights. root: directory of weights that are shared by path; empty: none."""
+    def __init__(self, served: ReplaceablePolicy, *, root: str = "") -> None:
+        """root: directory of weights that are shared by path; empty: none."""
         self._root = Path(root).expanduser() if root else None
-        self._policy, self._engine, self._compute = policy, engine, compute
-        self._weights, self._kv_policy = weights, kv_policy
-        parameters = policy.trainable()
+        self._policy, self._engine, self._compute = served.policy, served.engine, served.compute
+        self._weights, self._kv_policy = served.weights, served.kv_policy
+        parameters = self._policy.trainable()
         self._layout = layout(parameters)
         self.max_bytes = sum(array.nbytes for array in flat(parameters).values()) + HEADER_BYTES
-        self._fingerprints = {weights.value.version: weights.value.fingerprint}
+        ready = self._weights.value
+        self._fingerprints = {ready.version: ready.fingerprint}
         self._run_id, self._instance = "", secrets.token_hex(8)
         self._swapping = anyio.Lock()
 

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import anyio
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -21,16 +23,66 @@ from attachments.remote.messages import (
     RolloutCall,
     ServedPolicy,
 )
+from clotho.serving.answering import json_response
 from clotho.serving.bodies import declares_more, json_object
 from clotho.serving.errors import ApiError, invalid_field, overloaded
+from clotho.serving.limits import until_disconnect
 from clotho.serving.openai_requests import ValidatedRequest, validation_error
+from clotho.serving.parts import Endpoint, ServerParts
 from clotho.serving.services import ServerContext
 from protocols.errors import CheckpointError
-from protocols.sampling import Completion
 from protocols.step import WeightsReady
 
 MAX_NAME = 64
 """Maximum length of a fingerprint and of the name of a run."""
+
+
+class PolicyReceiver(Protocol):
+    """The served policy as a remote training run sees it, and the way in which it replaces the weights."""
+
+    @property
+    def max_bytes(self) -> int:
+        """Maximum size of weights that are sent."""
+        ...
+
+    def served(self) -> ServedPolicy:
+        """Return the policy that the engine samples from. Raises CheckpointError if the server accepts no weights."""
+        ...
+
+    def fingerprint(self, version: int, /) -> str:
+        """Return the fingerprint of a policy version; empty if the version is not known any more."""
+        ...
+
+    async def read(self, name: str, /) -> bytes:
+        """Return the content of a file in the directory of shared weights. Raises CheckpointError."""
+        ...
+
+    async def receive(self, tensors: bytes, ready: WeightsReady, /, *, run_id: str) -> ServedPolicy:
+        """Serve the weights in the bytes of a safetensors file. Raises CheckpointError if they are not suitable."""
+        ...
+
+
+class NullPolicyReceiver:
+    """A `PolicyReceiver` of a server that accepts no weights."""
+
+    max_bytes = 0
+
+    def served(self) -> ServedPolicy:
+        """Refuse."""
+        raise CheckpointError("this server does not accept weights; start it with --server.accept-weights true")
+
+    def fingerprint(self, _: int) -> str:
+        """Return the fingerprint of an unknown version."""
+        return ""
+
+    async def read(self, _: str) -> bytes:
+        """Refuse."""
+        self.served()
+        return b""
+
+    async def receive(self, _: bytes, __: WeightsReady, *, run_id: str) -> ServedPolicy:
+        """Refuse."""
+        return self.served()
 
 
 def parse_rollout_call(body: bytes, context: ServerContext) -> ValidatedRequest:
@@ -54,20 +106,57 @@ def parse_rollout_call(body: bytes, context: ServerContext) -> ValidatedRequest:
     )
 
 
-def rollout_answer(completions: tuple[Completion, ...], context: ServerContext) -> RolloutAnswer:
-    """Return the response body of /v1/rollouts."""
-    versions = sorted({version for completion in completions for version in completion.versions})
-    return RolloutAnswer(
-        completions=completions, fingerprints={version: context.receiver.fingerprint(version) for version in versions}
-    )
-
-
 class PolicyRoutes:
-    """The routes of the served policy. Weights are received and served one at a time, so that one body is in memory."""
+    """The routes of the served policy. Weights are received and served one at a time, so that one body is in memory.
 
-    def __init__(self, context: ServerContext, seconds: float) -> None:
+    receiver: replaces the weights.
+    """
+
+    def __init__(self, parts: ServerParts, receiver: PolicyReceiver, seconds: float) -> None:
         """seconds: longest time without further bytes of a body."""
-        self._context, self._seconds, self._receiving = context, seconds, False
+        self._parts, self.receiver, self._seconds = parts, receiver, seconds
+        self._receiving = False
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Return all of them."""
+        return (
+            Endpoint(
+                method="POST",
+                path="/v1/rollouts",
+                handle=self.rollouts,
+                about="Sample a group of a training run",
+                requests=(RolloutCall,),
+                responses=(RolloutAnswer,),
+            ),
+            Endpoint(
+                method="GET",
+                path="/v1/policy",
+                handle=self.get,
+                about="The policy that a training run of another process sends",
+                responses=(ServedPolicy,),
+            ),
+            Endpoint(
+                method="PUT",
+                path="/v1/policy/weights",
+                handle=self.put,
+                about="Replace the weights of the policy",
+                responses=(ServedPolicy,),
+                binary=True,
+                access="admin",
+            ),
+        )
+
+    async def rollouts(self, http: Request) -> Response:
+        """Respond with the completions of one group."""
+        answering, context = self._parts.answering, self._parts.context
+        request = await answering.parsed(parse_rollout_call, http)
+        weights, finished = context.weights(), answering.counted(request)
+        sampled = answering.sampler(http).complete_all(request.samples)
+        (completions,) = await until_disconnect(http.receive, sampled)
+        finished(completions)
+        versions = sorted({version for completion in completions for version in completion.versions})
+        fingerprints = {version: self.receiver.fingerprint(version) for version in versions}
+        return json_response(RolloutAnswer(completions=tuple(completions), fingerprints=fingerprints), weights.version)
 
     async def get(self, _: Request) -> Response:
         """Respond with the served policy."""
@@ -75,7 +164,7 @@ class PolicyRoutes:
 
     def _served(self) -> ServedPolicy:
         try:
-            return self._context.receiver.served()
+            return self.receiver.served()
         except CheckpointError as error:
             raise ApiError(403, str(error)) from error
 
@@ -99,7 +188,7 @@ class PolicyRoutes:
             self._receiving = False
 
     async def _receive(self, http: Request, ready: WeightsReady) -> Response:
-        receiver = self._context.receiver
+        receiver = self.receiver
         file, run_id = http.headers.get(FILE_HEADER), http.headers.get(RUN_HEADER, "")[:MAX_NAME]
         if file is not None:
             tensors = await receiver.read(file)

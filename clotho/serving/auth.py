@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from hashlib import sha256
 from ipaddress import IPv6Address, ip_address, ip_network
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from msgspec import Struct
@@ -15,10 +18,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from attachments.keys.api_keys import ApiKey, key_digest, read_api_keys
-from attachments.keys.quotas import Quota, Reservation
+from clotho import extension
 from clotho.serving.errors import ApiError
 from clotho.settings.server import HttpServer
+from protocols.errors import ProfileError
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 OPEN_ROUTES = frozenset({"/health", "/"})
@@ -57,6 +60,55 @@ class LocalOriginMiddleware:
         return name in self._names or f"[{name}]" in self._names
 
 
+@dataclass(slots=True)
+class Reservation:
+    """Tokens that a request may use. unused: tokens that it did not use; set when it ends."""
+
+    unused: int = 0
+
+
+class Quota(Protocol):
+    """What the requests of one API key may use. All methods belong to the event loop."""
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """Number of refused requests by limit."""
+        ...
+
+    def request(self) -> AbstractContextManager[None]:
+        """Count a request from its arrival to its end. Raises ApiError with status 429."""
+        ...
+
+    def reserved(self, tokens: int, /) -> AbstractContextManager[Reservation]:
+        """Count tokens of a request until its end. Raises ApiError with status 429, or 400 if they never fit."""
+        ...
+
+
+class ClientKey(Struct, frozen=True, kw_only=True):
+    """An API key. digest: see `key_digest`; the key itself is not kept. admin: may control the server.
+
+    name: of its client; empty: clients are named after their addresses. quota: None: no limits.
+    """
+
+    name: str
+    digest: bytes
+    admin: bool
+    quota: Quota | None = None
+
+
+def key_digest(secret: bytes) -> bytes:
+    """Return the SHA-256 of a key. Keys are looked up by it, so that the time of a lookup reveals nothing of a key."""
+    return sha256(secret).digest()
+
+
+def client_keys(settings: HttpServer) -> tuple[ClientKey, ...]:
+    """Return the API keys of a server, without those of `server.api_key`. Raises ProfileError if one is not valid."""
+    found = [key for one in extension.extensions() for key in one.client_keys(settings)]
+    if settings.api_keys_file and not found:
+        raise ProfileError("server.api_keys_file: needs the attachment 'keys'")
+    return tuple(found)
+
+
 class Client(Struct, frozen=True, kw_only=True):
     """The client of a request.
 
@@ -93,13 +145,13 @@ class Clients:
     """
 
     def __init__(self, settings: HttpServer) -> None:
-        """Read `server.api_keys_file`. Raises ProfileError."""
-        named = read_api_keys(settings.api_keys_file)
-        self.quotas = {key.name: Quota(key.limits) for key in named}
+        """Raise ProfileError if the API keys are not valid."""
+        named = client_keys(settings)
+        self.quotas = {key.name: key.quota for key in named if key.quota is not None}
         self._keys = {key.digest: key for key in named}
         if settings.api_key:
             digest = key_digest(settings.api_key.encode())
-            self._keys.setdefault(digest, ApiKey(name="", digest=digest, admin=True))
+            self._keys.setdefault(digest, ClientKey(name="", digest=digest, admin=True))
 
     def find(self, scope: Scope) -> Client | None:
         """Return the client of a request; None if the server has keys and the request has none of them."""
@@ -114,8 +166,7 @@ class Clients:
                 return None
             label = label if whole is None else ""
             if key.name:
-                quota = self.quotas[key.name]
-                return Client(name=key.name, label=label, quota=quota, is_admin=key.admin, arrived=now)
+                return Client(name=key.name, label=label, quota=key.quota, is_admin=key.admin, arrived=now)
         return Client(name=_address(scope, label), label=label, is_admin=True, arrived=now)
 
 

@@ -68,7 +68,8 @@ class RequestBodies:
 
     def __init__(self, *, max_bytes: int, seconds: float) -> None:
         """max_bytes, seconds: limits on the size of one body and on the time in which it must arrive."""
-        self._max_bytes, self._seconds = max_bytes, seconds
+        self.seconds = seconds
+        self._max_bytes = max_bytes
         self._incomplete: dict[_Body, None] = {}
         self._rate = ByteRate(BYTES_PER_SECOND, BURST_BYTES)
         self._total = 0
@@ -99,13 +100,13 @@ class RequestBodies:
             self._evict_oldest()
         self._incomplete[body] = None
         try:
-            with body.scope, anyio.move_on_after(self._seconds):
+            with body.scope, anyio.move_on_after(self.seconds):
                 return await self._read_all(body, receive)
         finally:
             self._incomplete.pop(body, None)
         if body.scope.cancelled_caught:
             raise overloaded("The server received other request bodies first; retry later.")
-        message = f"The request body did not arrive within {self._seconds:g} seconds."
+        message = f"The request body did not arrive within {self.seconds:g} seconds."
         raise ApiError(408, message, code="body_timeout")
 
     async def _read_all(self, body: _Body, receive: Receive) -> bytes:

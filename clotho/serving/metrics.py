@@ -6,7 +6,7 @@ Metrics with the meaning of a vLLM metric have vLLM's name, so that vLLM's dashb
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -19,7 +19,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from attachments.keys.quotas import Quota
+from clotho.serving.auth import Quota
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.openai_requests import ValidatedRequest
 from clotho.serving.services import EngineSnapshot, QueueSnapshot, RunSnapshot, ServerContext
@@ -43,8 +43,10 @@ CHOICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class ServerMetrics:
     """Counters and histograms of HTTP requests; `render` adds the state of the server, the engine and the run."""
 
-    def __init__(self, context: ServerContext, limit: ConcurrencyLimit, quotas: Mapping[str, Quota]) -> None:
-        """quotas: of the API keys, by name."""
+    def __init__(
+        self, context: ServerContext, limit: Callable[[], ConcurrencyLimit], quotas: Mapping[str, Quota]
+    ) -> None:
+        """limit: returns that of the running server. quotas: of the API keys, by name."""
         self._registry = CollectorRegistry()
         self._registry.register(_SnapshotCollector(context, limit, quotas))
         self._model = context.settings.model_name
@@ -100,7 +102,9 @@ class ServerMetrics:
 class _SnapshotCollector(Collector):
     """Reads the state of the server, the engine and the run for every scrape."""
 
-    def __init__(self, context: ServerContext, limit: ConcurrencyLimit, quotas: Mapping[str, Quota]) -> None:
+    def __init__(
+        self, context: ServerContext, limit: Callable[[], ConcurrencyLimit], quotas: Mapping[str, Quota]
+    ) -> None:
         self._context, self._limit, self._quotas = context, limit, quotas
 
     def collect(self) -> Iterable[Metric]:
@@ -115,8 +119,8 @@ class _SnapshotCollector(Collector):
         yield _counter("clotho_log_events_lost", "Events that could not be logged.", {"": snapshot.events_lost})
 
     def _server(self) -> Iterator[Metric]:
-        yield _gauge("clotho_http_requests_running", "Admitted HTTP requests.", self._limit.running)
-        yield _gauge("clotho_http_requests_queued", "HTTP requests that wait for admission.", self._limit.queued)
+        yield _gauge("clotho_http_requests_running", "Admitted HTTP requests.", self._limit().running)
+        yield _gauge("clotho_http_requests_queued", "HTTP requests that wait for admission.", self._limit().queued)
         yield _gauge(
             "clotho_sampler_requests", "Sampling requests in flight, of all clients.", self._context.sampler.running
         )
@@ -139,7 +143,7 @@ class _SnapshotCollector(Collector):
         yield _gauge(
             "clotho_clients_waiting", "Clients with requests that wait for the engine.", engine.clients_waiting
         )
-        timed_out = {"queue": self._limit.timed_out + engine.timed_out.get("queue", 0)}
+        timed_out = {"queue": self._limit().timed_out + engine.timed_out.get("queue", 0)}
         timed_out["answer"] = engine.timed_out.get("answer", 0)
         yield _counter("clotho_timed_out_requests", "Requests that exceeded a limit on time.", timed_out, by="limit")
         yield _gauge("clotho_sequences_limit", "Sequences that are decoded at once at most.", engine.sequences_limit)

@@ -361,6 +361,18 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
     prompt_logprobs: PromptPositions = UNSET
 
 
+class ChatResponse(ResponseBody, frozen=True, kw_only=True):
+    """The body of a response of /v1/chat/completions, or of one streamed chunk."""
+
+    choices: Sequence[ChatChoice]
+
+
+class CompletionResponse(ResponseBody, frozen=True, kw_only=True):
+    """The body of a response of /v1/completions, or of one streamed chunk."""
+
+    choices: Sequence[CompletionChoice]
+
+
 class ModelCard(Struct, frozen=True, kw_only=True):
     """One model as an entry of /v1/models. parent: id of the base model; null for a base model."""
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the HTTP API, generated from the structs of requests and responses.
+"""The OpenAPI document of the HTTP API, computed from the endpoints and the structs of requests and responses.
 
 The routes of the dashboard are not part of it: the page is their only client, and they change with it
 (docs/dashboard-internals.md).
@@ -9,81 +9,16 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any
 
 import msgspec
 
-from attachments.adapters.routes_adapters import (
-    AdapterStatus,
-    LoadAdapter,
-    LoadByPath,
-    LoadedByPath,
-    UnloadAdapter,
-    UnloadByName,
-)
-from attachments.dialects.control import PauseMode
-from attachments.dialects.responses_format import ResponseObject
-from attachments.dialects.responses_requests import CreateResponse
-from attachments.dialects.routes_control import (
-    AbortRequest,
-    AbortRequests,
-    ControlStatus,
-    Paused,
-    PauseGeneration,
-    Sleeping,
-)
-from attachments.dialects.routes_generate import SglangRequest, SglangResponse, VllmRequest, VllmResponse
-from attachments.dialects.routes_tokenize import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeChatRequest,
-    TokenizeRequest,
-    TokenizeResponse,
-)
-from attachments.dialects.routes_tokens import TokensRequest, TokensResponse
-from attachments.dialects.routes_trl import TrlRequest, TrlResponse
-from attachments.remote.messages import RolloutAnswer, RolloutCall, ServedPolicy
 from clotho import __version__
-from clotho.serving.completion_requests import CompletionRequest
 from clotho.serving.errors import ErrorBody
-from clotho.serving.openai_fields import ChatRequest
-from clotho.serving.openai_responses import ChatChoice, CompletionChoice, ModelCard, ModelList, ResponseBody
-from clotho.serving.services import Health, Version
-
-
-class ChatResponse(ResponseBody, frozen=True, kw_only=True):
-    """The body of a response of /v1/chat/completions, or of one streamed chunk."""
-
-    choices: Sequence[ChatChoice]
-
-
-class CompletionResponse(ResponseBody, frozen=True, kw_only=True):
-    """The body of a response of /v1/completions, or of one streamed chunk."""
-
-    choices: Sequence[CompletionChoice]
-
+from clotho.serving.parts import Endpoint
 
 REF = "#/components/schemas/{name}"
 JSON, TEXT, EVENTS, BYTES = "application/json", "text/plain", "text/event-stream", "application/octet-stream"
-
-
-class Operation(NamedTuple):
-    """One method of one path.
-
-    requests, responses: structs of the body, each one alternative; without responses, the response is text. streams:
-    the response can be a stream of server-sent events. query: name of each query parameter -> its JSON schema. binary:
-    the body of the request is bytes. access: which clients it is for; see `ACCESS`.
-    """
-
-    method: str
-    summary: str
-    requests: tuple[type, ...] = ()
-    responses: tuple[type, ...] = ()
-    streams: bool = False
-    query: dict[str, Any] = {}  # noqa: RUF012, never changed
-    binary: bool = False
-    access: Literal["all", "own", "admin"] = "all"
 
 
 ACCESS = {
@@ -93,77 +28,22 @@ ACCESS = {
 }
 """Descriptions of operations that are not the same for all clients."""
 
-MODE = {"type": "string", "enum": [*get_args(PauseMode)], "default": "abort"}
-PAUSE = {"mode": MODE, "clear_cache": {"type": "boolean", "default": True}}
-LEVEL = {"mode": MODE, "level": {"type": "integer", "enum": [0, 1], "default": 1}}
 
-OPERATIONS: dict[str, Operation] = {
-    "/v1/chat/completions": Operation("post", "Complete a conversation", (ChatRequest,), (ChatResponse,), streams=True),
-    "/v1/responses": Operation(
-        "post", "Answer the items of a conversation", (CreateResponse,), (ResponseObject,), streams=True
-    ),
-    "/v1/completions": Operation("post", "Complete prompts", (CompletionRequest,), (CompletionResponse,), streams=True),
-    "/generate": Operation(
-        "post",
-        "Sample completions of one prompt (vLLM, SGLang)",
-        (VllmRequest, SglangRequest),
-        (VllmResponse, SglangResponse),
-    ),
-    "/v1/generate": Operation("post", "Sample completions of many prompts (TRL)", (TrlRequest,), (TrlResponse,)),
-    "/inference/v1/generate": Operation(
-        "post", "Token IDs in, token IDs and log-probabilities out", (TokensRequest,), (TokensResponse,)
-    ),
-    "/tokenize": Operation(
-        "post", "Convert text or a conversation to tokens", (TokenizeRequest, TokenizeChatRequest), (TokenizeResponse,)
-    ),
-    "/detokenize": Operation("post", "Convert tokens to text", (DetokenizeRequest,), (DetokenizeResponse,)),
-    "/pause": Operation(
-        "post", "Pause the decode engine (vLLM)", responses=(ControlStatus,), query=PAUSE, access="admin"
-    ),
-    "/resume": Operation("post", "Continue (vLLM)", responses=(ControlStatus,), access="admin"),
-    "/is_paused": Operation("get", "Whether the engine is paused (vLLM)", responses=(Paused,)),
-    "/sleep": Operation(
-        "post", "Pause and free caches (vLLM)", responses=(ControlStatus,), query=LEVEL, access="admin"
-    ),
-    "/wake_up": Operation("post", "Continue after sleep (vLLM)", responses=(ControlStatus,), access="admin"),
-    "/is_sleeping": Operation("get", "Whether the engine sleeps (vLLM)", responses=(Sleeping,)),
-    "/abort_requests": Operation("post", "Abort requests (vLLM)", (AbortRequests,), (ControlStatus,), access="own"),
-    "/abort_request": Operation("post", "Abort a request (SGLang)", (AbortRequest,), (ControlStatus,), access="own"),
-    "/pause_generation": Operation("post", "Pause (SGLang)", (PauseGeneration,), (ControlStatus,), access="admin"),
-    "/continue_generation": Operation("post", "Continue (SGLang)", responses=(ControlStatus,), access="admin"),
-    "/flush_cache": Operation("post", "Empty the prefix cache (SGLang)", responses=(ControlStatus,), access="admin"),
-    "/v1/load_lora_adapter": Operation("post", "Load an adapter (vLLM)", (LoadAdapter,), access="own"),
-    "/v1/unload_lora_adapter": Operation("post", "Unload an adapter (vLLM)", (UnloadAdapter,), access="own"),
-    "/lora/load": Operation("post", "Load an adapter (Atropos)", (LoadByPath,), (LoadedByPath,), access="own"),
-    "/lora/unload": Operation("post", "Unload an adapter (Atropos)", (UnloadByName,), (AdapterStatus,), access="own"),
-    "/lora/status": Operation("get", "The loaded adapters (Atropos)", responses=(AdapterStatus,)),
-    "/v1/rollouts": Operation("post", "Sample a group of a training run", (RolloutCall,), (RolloutAnswer,)),
-    "/v1/policy": Operation(
-        "get", "The policy that a training run of another process sends", responses=(ServedPolicy,)
-    ),
-    "/v1/policy/weights": Operation(
-        "put", "Replace the weights of the policy", responses=(ServedPolicy,), binary=True, access="admin"
-    ),
-    "/v1/models": Operation("get", "List the models that requests can name", responses=(ModelList,)),
-    "/v1/models/{name}": Operation("get", "One model by its name", responses=(ModelCard,)),
-    "/health": Operation("get", "State of the server; status 503 unless it is ok or paused", responses=(Health,)),
-    "/version": Operation("get", "Version of Clotho", responses=(Version,)),
-    "/metrics": Operation("get", "Metrics in the text format of Prometheus"),
-}
-"""Every operation of the API, by path. A path with a trailing slash is not listed twice."""
-
-
-@cache
-def document() -> bytes:
+def document(endpoints: Sequence[Endpoint]) -> bytes:
     """Return the document as JSON."""
-    types = {kind for one in OPERATIONS.values() for kind in (*one.requests, *one.responses)} | {ErrorBody}
+    described = [one for one in endpoints if one.about]
+    types = {kind for one in described for kind in (*one.requests, *one.responses)} | {ErrorBody}
     ordered = sorted(types, key=lambda kind: kind.__name__)
+    paths: dict[str, dict[str, Any]] = {}
+    for one in described:
+        path = plain_path(one)
+        paths.setdefault(path, {})[one.method.lower()] = _operation(path, one)
     _, components = msgspec.json.schema_components(ordered, ref_template=REF)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
             "info": {"title": "Clotho", "version": __version__, "description": "HTTP API of a Clotho server."},
-            "paths": {path: {one.method: _operation(path, one)} for path, one in OPERATIONS.items()},
+            "paths": paths,
             "components": {
                 "schemas": {name: _with_description(schema) for name, schema in components.items()},
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -173,7 +53,12 @@ def document() -> bytes:
     )
 
 
-def _operation(path: str, one: Operation) -> dict[str, Any]:
+def plain_path(one: Endpoint) -> str:
+    """Return the path of an endpoint as the document writes it."""
+    return re.sub(r":\w+}", "}", one.path)
+
+
+def _operation(path: str, one: Endpoint) -> dict[str, Any]:
     content = (
         {JSON: {"schema": _alternatives(one.responses)}} if one.responses else {TEXT: {"schema": {"type": "string"}}}
     )
@@ -181,7 +66,7 @@ def _operation(path: str, one: Operation) -> dict[str, Any]:
         content[EVENTS] = {"schema": {"type": "string"}}
     found: dict[str, Any] = {
         "operationId": re.sub("[{}]", "", path).strip("/").replace("/", "_").replace(".", "_"),
-        "summary": one.summary,
+        "summary": one.about,
         **({"description": ACCESS[one.access]} if one.access in ACCESS else {}),
         "parameters": [
             *({"name": name, "in": "query", "required": False, "schema": schema} for name, schema in one.query.items()),

@@ -25,12 +25,13 @@ from hypercorn.utils import wrap_app
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from attachments.keys.api_keys import read_api_keys
+from clotho import extension
 from clotho.serving.app import build_app
-from clotho.serving.auth import is_open
+from clotho.serving.auth import client_keys, is_open
 from clotho.serving.errors import ApiError
 from clotho.serving.limits import ConcurrencyLimit, UnreadBodyMiddleware
 from clotho.serving.loopback import is_loopback
+from clotho.serving.parts import ServerParts
 from clotho.serving.services import Health, ServerContext
 from clotho.settings.bounds import Off
 from clotho.settings.server import HttpServer, ServerSection
@@ -70,7 +71,7 @@ def listen(settings: HttpServer) -> socket.socket:
     no API key; ProfileError if the file of API keys is not valid.
     """
     host, port = settings.host, settings.port
-    if not (read_api_keys(settings.api_keys_file) or settings.api_key or is_loopback(host)):
+    if not (client_keys(settings) or settings.api_key or is_loopback(host)):
         raise ServerError(
             f"server.host {host!r} is reachable from other machines: set server.api_keys_file or server.api_key, or "
             "bind 127.0.0.1"
@@ -97,6 +98,13 @@ def raise_open_files_limit(limit: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < allowed:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+def loading_page(settings: ServerSection) -> ASGIApp | None:
+    """Return the page that the server of a run shows while the model is loaded; None if no attachment has one."""
+    if isinstance(settings, Off):
+        return None
+    return next((page for one in extension.extensions() if (page := one.loading_page(settings)) is not None), None)
 
 
 async def while_loading(
@@ -159,6 +167,8 @@ class ApiServer:
 
     Cancellation stops the admission of requests, gives running requests `server.shutdown_seconds` to finish, and ends
     the rest with an error response.
+
+    parts: what it is built from, for its whole life.
     """
 
     name = "server"
@@ -172,24 +182,26 @@ class ApiServer:
     ) -> None:
         """listener: a socket from `listen`, bound before the run starts; None: bind in `run`.
 
-        on_request: called for each admitted request.
+        on_request: called for each admitted request. Raises ProfileError if the file of API keys is not valid.
         """
-        self._context, self._listener = context, listener
+        self.parts = ServerParts(context)
+        self._settings, self._listener = context.settings, listener
         self._on_request = on_request
         self.limit = self._new_limit()
 
     def _new_limit(self) -> ConcurrencyLimit:
-        settings = self._context.settings
         return ConcurrencyLimit(
-            settings.max_concurrent, on_admitted=self._on_request, wait_seconds=settings.max_queue_seconds
+            self._settings.max_concurrent,
+            on_admitted=self._on_request,
+            wait_seconds=self._settings.max_queue_seconds,
         )
 
     async def run(self, *, task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; a second call binds the address again. Raises ServerError if it cannot be bound."""
-        listener, self._listener = self._listener or listen(self._context.settings), None
+        listener, self._listener = self._listener or listen(self._settings), None
         self.limit = limit = self._new_limit()
-        settings = self._context.settings
-        connections = Connections(build_app(self._context, limit), send_seconds=settings.send_seconds)
+        settings = self._settings
+        connections = Connections(build_app(self.parts, limit), send_seconds=settings.send_seconds)
         server = await asyncio.start_server(connections.handle, sock=listener, backlog=BACKLOG)
         try:
             task_status.started(base_url(listener))

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import anyio
 from msgspec import Struct, structs
-from starlette.routing import Route
 
-from attachments.adapters.adapters import AdapterRegistry
-from attachments.dialects.control import EngineControl
-from attachments.remote.messages import ServedPolicy
+from clotho.lanes.sampling_client import Submit
 from clotho.serving.auth import Client
 from clotho.serving.errors import ApiError
 from clotho.settings.server import HttpServer
 from protocols.constraints import Constraint, Grammar
-from protocols.errors import CheckpointError, visible
+from protocols.errors import visible
 from protocols.finding import Finding
 from protocols.sampling import POLICY, Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
 from protocols.step import WeightsReady
 from protocols.summary import Distribution, RankGauges, RemoteGauges, SpeculationCounts
+
+if TYPE_CHECKING:
+    from clotho.weight_swap import ReplaceablePolicy
 
 
 class Tokenizer(Protocol):
@@ -105,29 +105,30 @@ class NullSampleLog:
         """Record nothing."""
 
 
-class PolicyReceiver(Protocol):
-    """The served policy as a remote training run sees it, and the way in which it replaces the weights."""
+class ServedEngine(Protocol):
+    """The part of `DecodeEngine` that clients can control, in the decode thread only."""
+
+    held: Literal["nothing", "admission", "everything"]
 
     @property
-    def max_bytes(self) -> int:
-        """Maximum size of weights that are sent."""
+    def running(self) -> int:
+        """Number of rows in the batch."""
         ...
 
-    def served(self) -> ServedPolicy:
-        """Return the policy that the engine samples from. Raises CheckpointError if the server accepts no weights."""
+    def abort_clients(self, request_ids: Collection[str] | None, /, client: str = "") -> int:
+        """Abort requests of clients by their names; None: all. client: only those of this client; empty: of all."""
         ...
 
-    def fingerprint(self, version: int, /) -> str:
-        """Return the fingerprint of a policy version; empty if the version is not known any more."""
+    def release_caches(self) -> None:
+        """Free the prefix cache and unused memory."""
         ...
 
-    async def read(self, name: str, /) -> bytes:
-        """Return the content of a file in the directory of shared weights. Raises CheckpointError."""
-        ...
 
-    async def receive(self, tensors: bytes, ready: WeightsReady, /, *, run_id: str) -> ServedPolicy:
-        """Serve the weights in the bytes of a safetensors file. Raises CheckpointError if they are not suitable."""
-        ...
+class EngineAccess(Struct, frozen=True, kw_only=True, eq=False):
+    """The decode engine, for attachments that control it. submit: runs a call in the decode thread."""
+
+    submit: Submit
+    engine: ServedEngine
 
 
 class HealthReport(Struct, frozen=True, kw_only=True):
@@ -258,34 +259,6 @@ class ServedModel(Struct, frozen=True, kw_only=True):
     source: str = POLICY
 
 
-class NullPolicyReceiver:
-    """A `PolicyReceiver` of a server that accepts no weights."""
-
-    max_bytes = 0
-
-    def served(self) -> ServedPolicy:
-        """Refuse."""
-        raise CheckpointError("this server does not accept weights; start it with --server.accept-weights true")
-
-    def fingerprint(self, _: int) -> str:
-        """Return the fingerprint of an unknown version."""
-        return ""
-
-    async def read(self, _: str) -> bytes:
-        """Refuse."""
-        self.served()
-        return b""
-
-    async def receive(self, _: bytes, __: WeightsReady, *, run_id: str) -> ServedPolicy:
-        """Refuse."""
-        return self.served()
-
-
-def no_routes(_: anyio.Event) -> Sequence[Route]:
-    """Return no routes: the server has no dashboard."""
-    return ()
-
-
 class ServerContext(Struct, frozen=True, kw_only=True):
     """The server's interface to the rest of the program.
 
@@ -293,12 +266,11 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     and nowhere else: it never becomes a path or the name of a repository.
     sampling: defaults for fields that a request does not set. weights: returns the policy version that serves now.
     prompt_logprobs: (tokens, top, source) -> log-probabilities of a prompt with `top` alternatives per token; can be
-    cancelled. adapters: loads and unloads adapters for clients; None: the server has no adapters.
-    control: pauses the engine and aborts requests; None: the server has no such routes.
-    context_length: maximum number of prompt and completion tokens. sample_log: records completions of clients.
-    record_supports: request the support of the sampling distribution if top-k limits its size.
-    receiver: the interface for training runs of other processes that sample their rollouts here.
-    dashboard: returns the routes of the dashboard; its argument is set when the server stops.
+    cancelled. context_length: maximum number of prompt and completion tokens. sample_log: records completions of
+    clients. record_supports: request the support of the sampling distribution if top-k limits its size.
+    engine: None: clients do not control it. base_model: id of the base model of adapters. replaceable: the policy whose
+    weights a training run of another process may replace; None: nobody replaces them. run_directory: of the training
+    run that the server shows; None: there is none.
     """
 
     sampler: SamplerClient
@@ -314,10 +286,10 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     vocab_size: int
     sample_log: SampleRecorder = NullSampleLog()
     record_supports: bool = False
-    adapters: AdapterRegistry | None = None
-    control: EngineControl | None = None
-    receiver: PolicyReceiver = NullPolicyReceiver()
-    dashboard: Callable[[anyio.Event], Sequence[Route]] = no_routes
+    engine: EngineAccess | None = None
+    base_model: str = ""
+    replaceable: ReplaceablePolicy | None = None
+    run_directory: Path | None = None
 
 
 class ClientSampler:

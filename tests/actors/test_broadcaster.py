@@ -24,6 +24,7 @@ from clotho.models.parameters import flat
 from clotho.scoring.parity_check import ParityChecker, ParityReport, ParitySample
 from clotho.settings.bounds import Off
 from clotho.settings.engine import EngineSection, KvPolicy
+from clotho.weight_swap import swap_weights
 from protocols.errors import ParityError
 from protocols.queues import QueueClosed
 from protocols.sampling import SampleRequest, Sampling
@@ -220,7 +221,7 @@ async def test_a_check_waits_until_it_is_within_its_share_of_the_time(
         return difference()
 
     monkeypatch.setattr(ParityChecker, "check", probe)
-    swap = broadcaster_module.swap_weights
+    swap = swap_weights
 
     async def later(*arguments: Any) -> float:
         now[0] += 20.0
@@ -237,7 +238,7 @@ async def test_an_array_that_something_else_put_into_the_served_model_ends_the_r
     """It is found before the next swap, without a computation, whatever the budget is."""
     harness = BroadcasterHarness(compute, tmp_path, parity=ParityCheck(budget=0.0))
     first, second = (harness.update(step=step, version=step, shift=0.1 * step) for step in (1, 2))
-    swap = broadcaster_module.swap_weights
+    swap = swap_weights
 
     def exchange() -> None:
         adapted = harness.policy.adapted[0].adapted

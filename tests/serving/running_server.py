@@ -13,10 +13,9 @@ from anyio.abc import TaskStatus
 from msgspec import structs
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from attachments.dialects.control import EngineControl
 from clotho.lanes.sampling_client import Sampler
 from clotho.serving.server import ApiServer
-from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
+from clotho.serving.services import EngineAccess, HealthReport, RunSnapshot, ServedModel, ServerContext
 from clotho.settings.server import HttpServer
 from protocols.sampling import PromptLogprobs, Sampling
 from protocols.step import WeightsReady
@@ -74,7 +73,7 @@ def server_context(served: Served, **settings: Any) -> ServerContext:
     return ServerContext(
         sampler=served.sampler,
         tokenizer=served.engine.tokenizer,
-        settings=structs.replace(HttpServer(port=0, shutdown_seconds=1.0), **settings),
+        settings=structs.replace(HttpServer(port=0, shutdown_seconds=1.0, allow_pause=True), **settings),
         sampling=Sampling(max_tokens=16),
         prompt_logprobs=served.prompt_logprobs,
         weights=lambda: served.weights,
@@ -89,7 +88,7 @@ def server_context(served: Served, **settings: Any) -> ServerContext:
         ),
         health=lambda: served.health,
         snapshot=lambda: served.snapshot,
-        control=EngineControl(served.engine.submit_call, served.engine, may_pause=True),
+        engine=EngineAccess(submit=served.engine.submit_call, engine=served.engine),
         context_length=CONTEXT,
         vocab_size=CharacterTokenizer.vocab_size,
     )

@@ -10,7 +10,7 @@ import anyio
 import httpx
 import pytest
 
-from clotho.serving import app
+from clotho.serving import answering
 from protocols.errors import RequestError
 from tests.fakes import CharacterTokenizer
 from tests.serving.running_server import CONTEXT, Served, serving
@@ -367,8 +367,8 @@ async def test_completions_are_counted_before_tokenization(route: str, param: st
 
 async def test_a_long_tokenization_does_not_delay_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large bodies have a thread of their own. A second large body gets status 503 when its wait runs out."""
-    monkeypatch.setattr(app, "TOKENIZE_SECONDS", 0.5)
-    gate, large = threading.Event(), {"user": "u" * app.LARGE_BODY_BYTES}
+    monkeypatch.setattr(answering, "TOKENIZE_SECONDS", 0.5)
+    gate, large = threading.Event(), {"user": "u" * answering.LARGE_BODY_BYTES}
     async with serving() as served:
         encode, answers = served.engine.tokenizer.encode, []
 
@@ -397,8 +397,8 @@ async def test_a_long_tokenization_does_not_delay_other_requests(monkeypatch: py
 
 async def test_an_endless_chat_template_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request is rejected, and its thread is free for the next request."""
-    monkeypatch.setattr(app, "TOKENIZE_SECONDS", 0.5)
-    monkeypatch.setattr(app, "TOKENIZER_THREADS", 1)
+    monkeypatch.setattr(answering, "TOKENIZE_SECONDS", 0.5)
+    monkeypatch.setattr(answering, "TOKENIZER_THREADS", 1)
     async with serving() as served:
         render = served.engine.tokenizer.render_chat
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from msgspec import structs
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
-from attachments.adapters.adapters import AdapterRegistry
-from attachments.dialects.control import EngineControl
 from clotho import __version__
 from clotho.serving.app import build_app
 from clotho.serving.limits import ConcurrencyLimit
-from tests.serving.running_server import Served, server_context, serving
+from tests.serving.running_server import Served, serving
 
 
 async def document(served: Served) -> dict[str, Any]:
@@ -35,11 +32,7 @@ async def test_the_document_is_valid() -> None:
 async def test_the_document_describes_every_route() -> None:
     """With its method; a path that differs by a trailing slash is described once."""
     async with serving() as served:
-        unused: Any = None
-        registry = AdapterRegistry(served.engine.submit_call, unused, unused, root="")
-        control = EngineControl(served.engine.submit_call, unused, may_pause=True)
-        context = structs.replace(server_context(served), adapters=registry, control=control)
-        app = build_app(context, ConcurrencyLimit(1))
+        app = build_app(served.server.parts, ConcurrencyLimit(1))
         routes = {
             (route.path.rstrip("/").replace(":path}", "}"), method.lower())
             for route in app.routes

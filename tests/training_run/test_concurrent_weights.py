@@ -12,7 +12,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from actors.broadcaster import swap_weights
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import Sampler
@@ -24,6 +23,7 @@ from clotho.scoring.parity_check import ParityChecker, ParitySample
 from clotho.settings.engine import EngineSection, SamplingSection
 from clotho.settings.model import ModelSection
 from clotho.training.update import PolicyLearner
+from clotho.weight_swap import swap_weights
 from protocols.sampling import Completion, SampleRequest, Sampling
 from protocols.step import WeightsReady
 from tests import model_lanes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -14,8 +14,6 @@ from msgspec import Struct, structs
 from rich.console import Console
 
 from attachments.adapters.adapter_store import AdapterStore
-from attachments.adapters.adapters import AdapterRegistry
-from attachments.remote.policy_receiver import SwappingReceiver
 from clotho.backend import backend
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
@@ -29,7 +27,8 @@ from clotho.models.turns import TurnBudget
 from clotho.process import load_blas
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.serving.server import ApiServer, base_url, listen, while_loading
-from clotho.serving.services import NullPolicyReceiver, PolicyReceiver, RunSnapshot, ServedModel, ServerContext
+from clotho.serving.services import RunSnapshot, ServedModel, ServerContext
+from clotho.weight_swap import ReplaceablePolicy
 from protocols.step import WeightsReady
 from training_run.attachment import engine_watches
 from training_run.memory.estimate import serving_memory
@@ -38,7 +37,7 @@ from training_run.profile.serve_profile import ServeArguments
 from training_run.records.display import machine_lines, print_line
 from training_run.records.event_log import event_log
 from training_run.records.terminal_text import memory, relative_path, size
-from training_run.serving import ServingState, names_of, read_chosen, served_adapters
+from training_run.serving import ServingState, names_of, read_chosen
 from training_run.start.startup import adapter_store, startup_watch
 from training_run.supervision.latest import Latest
 from training_run.supervision.process_signals import finish_computation
@@ -66,22 +65,17 @@ class Serving(Struct, frozen=True, kw_only=True, eq=False):
     engine: DecodeEngine
     engine_failure: Future[None]
     sampler: Sampler
-    registry: AdapterRegistry
-
-    def models(self) -> tuple[ServedModel, ...]:
-        """The models that requests can name."""
-        return (self.model, *served_adapters(self.registry.loaded.values(), self.model.id))
 
     def server_context(self, state: ServingState) -> ServerContext:
         """The HTTP server's interface to the engine."""
         profile = self.arguments.profile
         return ServerContext(
-            models=self.models,
-            adapters=self.registry,
-            control=state.control(may_pause=True),
+            models=lambda: (self.model,),
+            engine=state.engine_access(),
+            base_model=self.model.id,
             sampler=self.sampler,
             tokenizer=self.base.tokenizer,
-            settings=structs.replace(profile.server, model_name=self.model.id),
+            settings=structs.replace(profile.server, model_name=self.model.id, allow_pause=True),
             sampling=profile.sampling,
             prompt_logprobs=state.score,
             weights=self.model.weights,
@@ -89,15 +83,14 @@ class Serving(Struct, frozen=True, kw_only=True, eq=False):
             snapshot=lambda: RunSnapshot(engine=state.engine_snapshot(), restarts=state.restarts()),
             context_length=self.base.context_length,
             vocab_size=self.base.vocab_size,
-            receiver=self.receiver(),
+            replaceable=self.replaceable(),
         )
 
-    def receiver(self) -> PolicyReceiver:
-        """The interface for training runs of other processes."""
+    def replaceable(self) -> ReplaceablePolicy | None:
+        """The policy whose weights training runs of other processes replace, if the server accepts weights."""
         if not isinstance(self.base, Policy):
-            return NullPolicyReceiver()
-        root = self.arguments.profile.server.weights_root
-        return SwappingReceiver(self.base, self.engine, self.compute, self.weights, kv_policy="keep", root=root)
+            return None
+        return ReplaceablePolicy(policy=self.base, engine=self.engine, compute=self.compute, weights=self.weights)
 
 
 class UntilDrained:
@@ -163,20 +156,20 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
             engine=engine,
             engine_failure=compute.attach(engine, core_division(base.description.parameters)),
             sampler=Sampler(compute.decode.submit, engine),
-            registry=state.registry(settings, [model]),
         )
+        server = ApiServer(serving.server_context(state), listener=listener)
         assert engine.adapters is not None, "an engine behind a server has adapters"
         read = partial(read_chosen, model=profile.model.path, store=engine.adapters)
         with watch.phase("adapters"):
             for name, path in arguments.adapters.items():
-                await serving.registry.load(name, path, keep=True, read=read)
+                await server.parts.load_chosen(name, path, read)
         address = base_url(listener)
-        until_drained = UntilDrained(lambda: show(console, serving, address))
+        until_drained = UntilDrained(lambda: show(console, serving, server.parts.context.models(), address))
         children = [
             permanent(state.watchdog(profile.monitor)),
             *engine_watches(compute, engine),
             permanent(_guard(serving), ENGINE_RESTARTS),
-            permanent(ApiServer(serving.server_context(state), listener=listener), SERVER_RESTARTS),
+            permanent(server, SERVER_RESTARTS),
             transient(until_drained),
         ]
 
@@ -226,13 +219,13 @@ def served_base(arguments: ServeArguments, base: BaseModel | Policy, weights: La
     return ServedModel(id=name, aliases=aliases - {name}, root=root, weights=lambda: weights.value)
 
 
-def show(console: Console, serving: Serving, address: str) -> None:
+def show(console: Console, serving: Serving, models: Sequence[ServedModel], address: str) -> None:
     """Print the start-up screen."""
-    for line in screen(serving, address):
+    for line in screen(serving, models, address):
         print_line(console, line)
 
 
-def screen(serving: Serving, address: str) -> Iterator[str]:
+def screen(serving: Serving, models: Sequence[ServedModel], address: str) -> Iterator[str]:
     """Return the lines of the start-up screen: machine, compute path, model, memory, names, address."""
     profile, base = serving.arguments.profile, serving.base.description
     yield from machine_lines(describe_machine(blas=load_blas()), backend().compute_path(load_blas()))
@@ -241,8 +234,7 @@ def screen(serving: Serving, address: str) -> Iterator[str]:
         f"model    {relative_path(profile.model.path)}: {base.architecture}, {size(base.parameters)} parameters, "
         f"{base.layers} layers{bits}, {base.dtype}; context {base.context_length} tokens, {memory(base.bytes)}"
     )
-    names = [model.id for model in serving.models()]
-    yield f"serves   {', '.join(names)}"
+    yield f"serves   {', '.join(model.id for model in models)}"
     yield f"API      {address}/v1"
 
 

@@ -12,6 +12,7 @@ import httpx
 from msgspec.structs import replace
 
 from attachments.adapters.adapter_store import AdapterStore
+from attachments.adapters.adapters import AdapterRegistry
 from attachments.adapters.tests.adapter_models import write_mlx_adapter
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
@@ -23,7 +24,7 @@ from clotho.settings.server import AdaptersSection, HttpServer
 from protocols.sampling import SampleRequest, Sampling
 from protocols.step import WeightsReady
 from tests.small_models import tiny, tiny_source
-from training_run.serving import ServingState, served_adapters
+from training_run.serving import ServingState
 
 
 def write_root(directory: Path) -> Path:
@@ -46,11 +47,12 @@ MODEL = ServedModel(id="models/base", aliases=frozenset({"policy"}), root="model
 class Served:
     """An engine with its compute thread, and a registry of adapters below a root."""
 
-    def __init__(self, root: str, limits: AdaptersSection) -> None:
+    def __init__(self, root: str, limits: AdaptersSection, **settings: Any) -> None:
+        """settings: further keys of [server]."""
         self.compute = Compute(decode_share=0.5, slots=2)
         self.compute.start()
         source = self.compute.decode.submit(lambda: tiny_source("qwen3")).result()
-        self.settings = HttpServer(port=0, shutdown_seconds=1.0, adapters=replace(limits, root=root))
+        self.settings = HttpServer(port=0, shutdown_seconds=1.0, adapters=replace(limits, root=root), **settings)
         self.source = source
         self.store = self.compute.decode.submit(lambda: AdapterStore(source.model, limits)).result()
         self.engine = self.compute.decode.submit(lambda: DecodeEngine(source, EngineSection(), self.store)).result()
@@ -64,8 +66,11 @@ class Served:
             settings=EngineSection(),
             children=dict,
         )
-        self.registry = self.state.registry(self.settings, [MODEL])
         self.sampler = Sampler(self.compute.decode.submit, self.engine)
+        self.server = ApiServer(self._context())
+        (registry,) = self.server.parts.sources
+        assert isinstance(registry, AdapterRegistry)
+        self.registry = registry
 
     async def sample(self, weights: str, seed: int = 0) -> tuple[int, ...]:
         """Return the tokens of a completion."""
@@ -73,11 +78,11 @@ class Served:
         request = SampleRequest(prompt=(1, 2, 3), sampling=sampling, seeds=(seed,), weights=weights)
         return (await self.sampler.complete(request))[0].tokens
 
-    def context(self) -> ServerContext:
-        """Return the server's interface."""
+    def _context(self) -> ServerContext:
         return ServerContext(
-            models=lambda: (MODEL, *served_adapters(self.registry.loaded.values(), MODEL.id)),
-            adapters=self.registry,
+            models=lambda: (MODEL,),
+            engine=self.state.engine_access(),
+            base_model=MODEL.id,
             sampler=self.sampler,
             tokenizer=self.source.tokenizer,
             settings=self.settings,
@@ -97,7 +102,7 @@ async def serving_adapters(root: str, limits: AdaptersSection) -> AsyncIterator[
     served = Served(root, limits)
     try:
         async with anyio.create_task_group() as tasks:
-            url = await tasks.start(ApiServer(served.context()).run)
+            url = await tasks.start(served.server.run)
             async with httpx.AsyncClient(base_url=url, timeout=60) as client:
                 yield served, client
             tasks.cancel_scope.cancel()

@@ -9,17 +9,17 @@ import httpx
 import pytest
 from msgspec import structs
 
-from attachments.dashboard.routes import Dashboard, run_of_server
 from attachments.dashboard.tests.synthetic_run import RunShape, write_run
 from attachments.dashboard.tests.viewed_runs import following, read_until
 from clotho.lanes.sampling_client import Sampler
-from clotho.serving.server import ApiServer, base_url, listen, while_loading
+from clotho.serving.parts import ServerParts
+from clotho.serving.server import ApiServer, base_url, listen, loading_page, while_loading
 from clotho.settings.bounds import Off
 from clotho.settings.server import HttpServer
 from tests.fakes import FakeEngine
 from tests.serving.running_server import Served, server_context
 from tests.training_run.built_context import open_context, tiny_profile
-from training_run.run_monitor import RunMonitor, loading_page
+from training_run.run_monitor import RunMonitor
 
 
 async def test_a_run_in_progress_is_live_until_its_server_ends(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ async def test_a_run_in_progress_is_live_until_its_server_ends(tmp_path: Path) -
     engine = FakeEngine()
     context = structs.replace(
         server_context(Served(engine, Sampler(engine.submit_call, engine)), shutdown_seconds=60.0),
-        dashboard=lambda stopped: Dashboard([run_of_server(run)], stopped).routes(),
+        run_directory=run,
     )
     async with anyio.create_task_group() as tasks:
         url = await tasks.start(ApiServer(context).run)
@@ -70,7 +70,8 @@ async def test_the_dashboard_can_be_switched_off(tmp_path: Path) -> None:
         monitor = RunMonitor(parts, queues=[], children=dict)
         for is_on in (True, False):
             settings = HttpServer(port=0, dashboard=is_on)
-            paths = {route.path for route in monitor.server_context(settings).dashboard(anyio.Event())}
+            added = ServerParts(monitor.server_context(settings))
+            paths = {route.path for pages in added.pages for route in pages(anyio.Event())}
             assert ("/" in paths, "/dashboard/api/runs" in paths) == (is_on, is_on)
             assert (loading_page(settings) is not None) == is_on
     assert loading_page(Off()) is None

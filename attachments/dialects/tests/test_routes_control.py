@@ -11,9 +11,9 @@ import httpx
 import pytest
 from msgspec import structs
 
-from attachments.dialects.control import EngineControl
 from clotho.lanes.compute_thread import finish
 from clotho.serving.server import ApiServer
+from clotho.serving.services import EngineAccess
 from clotho.settings.server import HttpServer
 from protocols.sampling import SampleRequest, Sampling
 from tests.serving.test_with_engine import Stack, services_of
@@ -25,9 +25,9 @@ LONG = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
 async def serving(*, may_pause: bool = True) -> AsyncIterator[tuple[Stack, httpx.AsyncClient]]:
     """Serve a tiny model whose engine clients control."""
     stack = Stack()
-    control = EngineControl(stack.compute.decode.submit, stack.engine, may_pause=may_pause)
-    settings = HttpServer(port=0, shutdown_seconds=0.2, max_concurrent=2)
-    context = structs.replace(services_of(stack), control=control, settings=settings)
+    access = EngineAccess(submit=stack.compute.decode.submit, engine=stack.engine)
+    settings = HttpServer(port=0, shutdown_seconds=0.2, max_concurrent=2, allow_pause=may_pause)
+    context = structs.replace(services_of(stack), engine=access, settings=settings)
     try:
         async with anyio.create_task_group() as tasks:
             url = await tasks.start(ApiServer(context).run)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attachments.keys.api_keys import KeyLimits, key_digest, read_api_keys
+from attachments.keys.api_keys import KeyLimits, read_api_keys
+from clotho.serving.auth import key_digest
 from protocols.errors import ProfileError
 from training_run.profile.load import load_profile, resolved_toml, write_profile
 

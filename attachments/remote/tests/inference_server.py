@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import anyio
@@ -13,6 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from attachments.remote.policy_receiver import SwappingReceiver
+from attachments.remote.routes import PolicyRoutes
 from attachments.remote.sampler import RemoteSampler
 from attachments.remote.server import RemoteServer
 from attachments.remote.weights import Weights
@@ -23,9 +25,11 @@ from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.serving.app import build_app
 from clotho.serving.limits import ConcurrencyLimit
-from clotho.serving.services import HealthReport, NullPolicyReceiver, RunSnapshot, ServedModel, ServerContext
+from clotho.serving.parts import ServerParts
+from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
 from clotho.settings.engine import SamplingSection
 from clotho.settings.server import HttpServer
+from clotho.weight_swap import ReplaceablePolicy
 from protocols.sampling import POLICY, PromptLogprobs, SampleRequest, completion_seeds
 from protocols.step import PolicyUpdated, TrainedGroup, WeightsReady
 from tests.actors.actor_helpers import compute_thread, policy_updated, served_policy
@@ -90,14 +94,14 @@ class InferenceServer:
         self.scorer = PromptScorer(self.policy.copy_model(), chunk=64)
         self.weights = Latest[WeightsReady]("weights")
         self.weights.put(WeightsReady(version=0, step=0, fingerprint=self.policy.fingerprint))
-        self.receiver = SwappingReceiver(
-            self.policy, self.engine, self.compute, self.weights, kv_policy="keep", root=weights_root
+        replaceable = ReplaceablePolicy(
+            policy=self.policy, engine=self.engine, compute=self.compute, weights=self.weights
         )
         model = ServedModel(id="policy", root="policy", weights=lambda: self.weights.value)
-        self.context = ServerContext(
+        context = ServerContext(
             sampler=Sampler(self.compute.decode.submit, self.engine),
             tokenizer=self.policy.tokenizer,
-            settings=HttpServer(port=0),
+            settings=HttpServer(port=0, weights_root=weights_root),
             models=lambda: [model],
             sampling=SAMPLING,
             prompt_logprobs=self.prompt_logprobs,
@@ -106,9 +110,21 @@ class InferenceServer:
             snapshot=RunSnapshot,
             context_length=self.policy.context_length,
             vocab_size=self.policy.vocab_size,
-            receiver=self.receiver if accepts_weights else NullPolicyReceiver(),
+            replaceable=replaceable if accepts_weights else None,
         )
-        self.connection = Connection(build_app(self.context, ConcurrencyLimit(8)))
+        self.parts = ServerParts(context)
+        self.connection = Connection(build_app(self.parts, ConcurrencyLimit(8)))
+
+    @property
+    def receiver(self) -> SwappingReceiver:
+        """What replaces the served weights."""
+        (put,) = (one.handle for one in self.parts.endpoints if one.method == "PUT")
+        assert isinstance(put, MethodType)
+        routes = put.__self__
+        assert isinstance(routes, PolicyRoutes)
+        receiver = routes.receiver
+        assert isinstance(receiver, SwappingReceiver)
+        return receiver
 
     def client(self, port: int = 8000, **changes: Any) -> RemoteServer:
         """Return a client of this server, under an address of its own."""

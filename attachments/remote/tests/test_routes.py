@@ -119,7 +119,7 @@ async def refusal(routes: PolicyRoutes, request: Stalled) -> ApiError:
 async def test_one_body_of_weights_is_received_at_a_time(tmp_path: Path) -> None:
     """Further ones receive status 503 with Retry-After before they are read. A client that hangs up frees the place."""
     with servers(tmp_path, 1) as [server]:
-        routes, first, second = PolicyRoutes(server.context, 30.0), Stalled(), Stalled()
+        routes, first, second = PolicyRoutes(server.parts, server.receiver, 30.0), Stalled(), Stalled()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(routes.put, first.http)
             await first.waiting.wait()
@@ -137,7 +137,8 @@ async def test_one_body_of_weights_is_received_at_a_time(tmp_path: Path) -> None
 async def test_weights_that_stop_to_arrive_are_dropped(tmp_path: Path) -> None:
     """Status 408 after `server.body_seconds` without a byte. Their memory is free again, and so is the place."""
     with ExitStack() as stack:
-        routes = PolicyRoutes(InferenceServer(stack, tmp_path).context, 0.01)
+        server = InferenceServer(stack, tmp_path)
+        routes = PolicyRoutes(server.parts, server.receiver, 0.01)
         tracemalloc.start()
         stack.callback(tracemalloc.stop)
         for _ in range(3):
@@ -150,7 +151,7 @@ async def test_a_declared_size_above_the_limit_is_refused_before_the_body(tmp_pa
     """Status 413."""
     with servers(tmp_path, 1) as [server]:
         request = Stalled(fields={"content-length": str(server.receiver.max_bytes + 1)})
-        assert (await refusal(PolicyRoutes(server.context, 30.0), request)).status == 413
+        assert (await refusal(PolicyRoutes(server.parts, server.receiver, 30.0), request)).status == 413
         assert request.reads == 0
 
 

@@ -1,0 +1,137 @@
+"""The endpoints of the dialects, and the steps from a request to its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+
+from msgspec import Struct, structs
+from starlette.requests import Request
+from starlette.responses import Response
+
+from attachments.dialects.native import GenerationResult, NativeRequest
+from attachments.dialects.responses_format import ResponseObject, ResponsesBuilder
+from attachments.dialects.responses_requests import CreateResponse, ResponsesRequest, parse_responses_request
+from attachments.dialects.routes_generate import (
+    SglangRequest,
+    SglangResponse,
+    VllmRequest,
+    VllmResponse,
+    parse_generate_request,
+)
+from attachments.dialects.routes_tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeRequest,
+    TokenizeResponse,
+    detokenize,
+    tokenize_text,
+)
+from attachments.dialects.routes_tokens import TokensRequest, TokensResponse, parse_tokens_request
+from attachments.dialects.routes_trl import TrlRequest, TrlResponse, parse_trl_request
+from clotho.serving.answering import json_response
+from clotho.serving.limits import until_disconnect
+from clotho.serving.parts import Endpoint, ServerParts
+from clotho.serving.services import ServerContext
+from protocols.step import WeightsReady
+
+
+class DialectRoutes:
+    """The routes of one server that sample or tokenize."""
+
+    def __init__(self, parts: ServerParts) -> None:
+        self._parts = parts
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Return all of them."""
+        return (
+            Endpoint(
+                method="POST",
+                path="/v1/responses",
+                handle=self.responses,
+                about="Answer the items of a conversation",
+                requests=(CreateResponse,),
+                responses=(ResponseObject,),
+                streams=True,
+            ),
+            Endpoint(
+                method="POST",
+                path="/generate",
+                handle=partial(self.native, parse_generate_request),
+                about="Sample completions of one prompt (vLLM, SGLang)",
+                requests=(VllmRequest, SglangRequest),
+                responses=(VllmResponse, SglangResponse),
+            ),
+            Endpoint(
+                method="POST",
+                path="/v1/generate",
+                also=("/v1/generate/",),
+                handle=partial(self.native, parse_trl_request),
+                about="Sample completions of many prompts (TRL)",
+                requests=(TrlRequest,),
+                responses=(TrlResponse,),
+            ),
+            Endpoint(
+                method="POST",
+                path="/inference/v1/generate",
+                handle=partial(self.native, parse_tokens_request),
+                about="Token IDs in, token IDs and log-probabilities out",
+                requests=(TokensRequest,),
+                responses=(TokensResponse,),
+            ),
+            Endpoint(
+                method="POST",
+                path="/tokenize",
+                handle=partial(self.text, tokenize_text),
+                about="Convert text or a conversation to tokens",
+                requests=(TokenizeRequest, TokenizeChatRequest),
+                responses=(TokenizeResponse,),
+            ),
+            Endpoint(
+                method="POST",
+                path="/detokenize",
+                handle=partial(self.text, detokenize),
+                about="Convert tokens to text",
+                requests=(DetokenizeRequest,),
+                responses=(DetokenizeResponse,),
+            ),
+        )
+
+    async def responses(self, http: Request) -> Response:
+        """Serve POST /v1/responses."""
+
+        async def build(request: ResponsesRequest, weights: WeightsReady) -> ResponsesBuilder:
+            return ResponsesBuilder(request, self._parts.context.tokenizer, weights)
+
+        return await self._parts.answering.answer(http, parse_responses_request, build)
+
+    async def native(self, parser: Callable[[bytes, ServerContext], NativeRequest], http: Request) -> Response:
+        """Serve an endpoint whose responses are whole."""
+        answering = self._parts.answering
+        native = await answering.parsed(parser, http)
+        native = structs.replace(native, request=await answering.compiled(native.request))
+        weights, finished = native.request.model.weights(), answering.counted(native.request)
+        result = await until_disconnect(http.receive, self._result(http, native, weights))
+        body = native.respond(result)
+        finished(result.completions)
+        return json_response(body, weights.version)
+
+    async def _result(self, http: Request, native: NativeRequest, weights: WeightsReady) -> GenerationResult:
+        """Complete the prompts, then score the prompt if requested.
+
+        The prompt is scored last, so that a request that the engine rejects costs no forward pass.
+        """
+        answering = self._parts.answering
+        results = await answering.sampler(http).complete_all(native.request.samples)
+        prompt = None
+        if native.prompt_logprobs is not None:
+            (prompt,) = await answering.scores(http, native.request, native.prompt_logprobs)
+        completions = tuple(chain.from_iterable(results))
+        return GenerationResult(model=native.request.model.id, completions=completions, weights=weights, prompt=prompt)
+
+    async def text(self, work: Callable[[bytes, ServerContext], Struct], http: Request) -> Response:
+        """Serve an endpoint that samples nothing."""
+        body = await self._parts.answering.parsed(work, http)
+        return json_response(body, self._parts.context.weights().version)

@@ -1,0 +1,27 @@
+"""What `dialects` adds to the library: the routes of SGLang, vLLM and TRL, /v1/responses, and control of the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from clotho.extension import Extension
+
+if TYPE_CHECKING:
+    from clotho.serving.parts import ServerParts
+
+
+class _Dialects(Extension):
+    def server(self, parts: ServerParts) -> None:
+        from attachments.dialects.endpoints import DialectRoutes
+
+        parts.endpoints += DialectRoutes(parts).endpoints()
+        if (access := parts.offered.engine) is not None:
+            from attachments.dialects.control import EngineControl
+            from attachments.dialects.routes_control import ControlHandlers
+
+            control = EngineControl(access, may_pause=parts.offered.settings.allow_pause)
+            parts.pauses.append(control.why_paused)
+            parts.endpoints += ControlHandlers(control, parts.bodies).endpoints()
+
+
+EXTENSION = _Dialects()

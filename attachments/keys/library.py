@@ -1,0 +1,24 @@
+"""What `keys` adds to the library: API keys with names, limits and rights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from clotho.extension import Extension
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from clotho.serving.auth import ClientKey
+    from clotho.settings.server import HttpServer
+
+
+class _Keys(Extension):
+    def client_keys(self, settings: HttpServer) -> Sequence[ClientKey]:
+        from attachments.keys.api_keys import read_api_keys
+        from attachments.keys.quotas import limited
+
+        return [limited(key) for key in read_api_keys(settings.api_keys_file)]
+
+
+EXTENSION = _Keys()

@@ -1,0 +1,27 @@
+"""What `remote` adds to the library: routes for training runs that sample their rollouts on a server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from clotho.extension import Extension
+
+if TYPE_CHECKING:
+    from attachments.remote.routes import PolicyReceiver
+    from clotho.serving.parts import ServerParts
+
+
+class _Remote(Extension):
+    def server(self, parts: ServerParts) -> None:
+        from attachments.remote.routes import NullPolicyReceiver, PolicyRoutes
+
+        replaceable = parts.offered.replaceable
+        receiver: PolicyReceiver = NullPolicyReceiver()
+        if replaceable is not None:
+            from attachments.remote.policy_receiver import SwappingReceiver
+
+            receiver = SwappingReceiver(replaceable, root=parts.offered.settings.weights_root)
+        parts.endpoints += PolicyRoutes(parts, receiver, parts.bodies.seconds).endpoints()
+
+
+EXTENSION = _Remote()
