@@ -7,7 +7,7 @@ the library is in its `library.py` (`clotho/extension.py`).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from clotho.lanes.compute_thread import Compute
     from clotho.training.gradient import OtherRanks
     from training_run.directory.run_directory import RunDirectory
-    from training_run.profile.rules import Rule
+    from training_run.profile.rules import Complaint, Rule
     from training_run.profile.schema import Profile
     from training_run.records.display import RunFacts
     from training_run.run import RunContext
@@ -96,6 +96,10 @@ class Attachment:
 
         None: it is the process of the run. argv: the arguments of the run. Called before MLX is imported.
         """
+
+    def complaints(self, profile: Profile) -> Iterable[Complaint]:
+        """Return what is wrong between settings, beyond the rows of the two tables."""
+        return ()
 
     def check(self, profile: Profile) -> None:
         """Raise ProfileError for what cannot work; in milliseconds, and before the run directory is touched."""

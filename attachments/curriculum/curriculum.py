@@ -17,8 +17,9 @@ from attachments.curriculum.messages import (
     CurriculumState,
     CurriculumUpdate,
 )
+from attachments.curriculum.sections import CURRICULUM, SuccessRateCurriculum
 from clotho.data.order import ProblemOrder
-from clotho.settings.data import RewardSection, SuccessRateCurriculum
+from clotho.settings.data import DataSection, RewardSection
 from protocols.errors import CheckpointError
 from protocols.prompt import Problem
 from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, bounded
@@ -40,6 +41,12 @@ class Scored(NamedTuple):
     group_id: int
     rewards: tuple[float, ...]
     correct: tuple[bool | None, ...]
+
+
+def success_rate_settings(data: DataSection) -> SuccessRateCurriculum | None:
+    """Return the settings of a curriculum; None if all problems occur equally often."""
+    settings = CURRICULUM.of(data)
+    return settings if isinstance(settings, SuccessRateCurriculum) else None
 
 
 class Curriculum:

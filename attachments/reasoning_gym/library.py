@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from attachments.reasoning_gym.sections import GYM
 from clotho.extension import Extension, Generator
 from clotho.rewards.registry import BuiltIn
-from clotho.settings.data import GYM
 
 
 class ReasoningGym(Extension):

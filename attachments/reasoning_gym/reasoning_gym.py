@@ -29,12 +29,12 @@ import msgspec
 import structlog
 
 from attachments.reasoning_gym.gym_library import BLOCK_SECONDS, BOOT, INSTALL, Entry, Generated, Job, Refused
+from attachments.reasoning_gym.sections import GYM, TABLES, GymSection, gym_names
 from clotho.generators import Generate
-from clotho.settings.data import GYM, DataSection, GymSection
+from clotho.settings.data import DataSection
 from protocols.errors import DatasetError, visible
 from protocols.prompt import Problem
 from protocols.sampling import derive
-from training_run.profile.rules import gym_names
 
 log = structlog.get_logger(__name__)
 
@@ -68,7 +68,7 @@ def gym_problems(
     sections = sections_of(data, path)
     if find_spec("reasoning_gym") is None:
         raise DatasetError(f"{visible(path, 200)} needs the library reasoning-gym: {INSTALL}")
-    tables = {table.label: number for number, table in enumerate(data.reasoning_gym)}
+    tables = {table.label: number for number, table in enumerate(TABLES.of(data))}
     pools = [_Pool(section, derive(seed, ORIGIN, part, section.label), {*excluded}) for section in sections]
     for _ in range(ROUNDS):
         jobs = [(pool, job) for pool in pools for job in pool.jobs()]
@@ -92,7 +92,7 @@ def gym_problems(
 
 def sections_of(data: DataSection, path: str) -> list[GymSection]:
     """Return the table of each dataset in `reasoning_gym:NAME,NAME`, or its defaults. Raises DatasetError."""
-    tables = {table.label: table for table in data.reasoning_gym}
+    tables = {table.label: table for table in TABLES.of(data)}
     names = gym_names(path)
     if "" in names or len(set(names)) < len(names):
         raise DatasetError(f"{visible(path, 200)!r} must be {GYM}NAME,NAME with different names of datasets")

@@ -12,53 +12,14 @@ from clotho.settings.bounds import (
     NonNegativeFloat,
     Positive,
     PositiveFloat,
-    PositiveFraction,
-    Variant,
     about,
 )
 from protocols.prompt import AnswerIn
-
-GYM = "reasoning_gym:"
-"""Start of `data.train` and `data.heldout` for datasets of Reasoning Gym; their names follow, separated by commas."""
-
 
 RunIn = Literal["auto", "process", "thread"]
 
 
 Where = Literal["local", "cluster"]
-
-
-class UniformCurriculum(Variant, frozen=True, kw_only=True, tag="uniform"):
-    """Every problem occurs equally often, up to data.type_weights."""
-
-
-class SuccessRateCurriculum(Variant, frozen=True, kw_only=True, tag="success_rate"):
-    """Prefers problems whose groups probably have both successes and failures; of these, those with more failures."""
-
-    sharpness: Annotated[PositiveFloat, about("Power of the probability of a gradient in the draw of a problem.")] = 1.0
-    explore: Annotated[PositiveFraction, about("Share of groups whose problem is drawn uniformly.")] = 0.05
-    candidates: Annotated[Positive, about("Number of problems among which the problem of a group is chosen.")] = 64
-
-
-CurriculumSection = Annotated[
-    UniformCurriculum | SuccessRateCurriculum, about("Which problems get rollouts: all equally, or by success rate.")
-]
-
-
-class GymSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One dataset of Reasoning Gym that data.train or data.heldout names, with another size or difficulty."""
-
-    dataset: Annotated[str, about("Name of the dataset in the library.", min_length=1)]
-    name: Annotated[str, about("Name in data.train, and type of the problems; empty: data.reasoning_gym.dataset.")] = ""
-    weight: Annotated[PositiveFloat, about("Share of the dataset in an epoch, relative to the others.")] = 1.0
-    size: Annotated[int, about("Number of problems with different prompts.", ge=1, le=1_000_000)] = 1000
-    level: Annotated[NonNegative | None, about("Level of the dataset's curriculum; none: its defaults.")] = None
-    settings: Annotated[dict[str, Any], about("Settings of the dataset, such as { max_terms = 3 }.")] = {}
-
-    @property
-    def label(self) -> str:
-        """The name in `data.train`."""
-        return self.name or self.dataset
 
 
 class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,11 +40,9 @@ class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     type_weights: Annotated[
         dict[str, NonNegativeFloat], about("How often problems of a type occur in an epoch, by type; otherwise once.")
     ] = {}
-    reasoning_gym: tuple[GymSection, ...] = ()
     max_prompt_tokens: Annotated[NonNegative, about("Longer prompts are removed and reported; 0: no limit.")] = 0
     system: Annotated[str, about("System message before every prompt; an empty text means none.")] = ""
     shuffle: Annotated[bool, about("Shuffle the problems in every epoch.")] = True
-    curriculum: CurriculumSection = UniformCurriculum()
 
 
 class RewardSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

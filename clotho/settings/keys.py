@@ -168,7 +168,8 @@ class Keys:
         planned: Planned = lambda *_: "",
     ) -> None:
         """mounted: the settings of attachments in the struct. absent: attachments that are not there, by their keys."""
-        self.sections = read_sections(root, {setting.path: setting for setting in mounted})
+        self.mounted = {setting.path: setting for setting in mounted}
+        self.sections = read_sections(root, self.mounted)
         self.all = {path: key for section in self.sections.values() for path, key in section.keys.items()}
         self.settable = {
             path: key for path, key in self.all.items() if not self.sections[path.rpartition(".")[0]].repeated

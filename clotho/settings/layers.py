@@ -21,14 +21,7 @@ OWN = {"learner.objective.type": "learner.objective.", "learner.optimizer.type":
 DISPLACES = {
     "policy.method.scale": ("policy.method.alpha",),
     "policy.method.alpha": ("policy.method.scale",),
-    "data.train": (
-        "data.heldout",
-        "data.subset",
-        "data.train_split",
-        "data.heldout_split",
-        "data.type_weights",
-        "data.reasoning_gym",
-    ),
+    "data.train": ("data.heldout", "data.subset", "data.train_split", "data.heldout_split", "data.type_weights"),
     "model.path": ("model.chat_template", "model.chat_template_kwargs"),
 }
 """A layer that sets the first key removes the values of the others, unless it sets them, from lower layers."""
@@ -95,6 +88,7 @@ def merge_layers(keys: Keys, layers: Sequence[Layer]) -> Merged:
     for number, layer in enumerate(layers):
         given = {**dict(_implied(keys, merged.values, layer.values)), **layer.values}
         gone = {old for path, others in DISPLACES.items() if path in given for old in others if old not in given}
+        gone |= {path for path, one in keys.mounted.items() if one.displaced_by in given and path not in given}
         gone |= {path for path, value in given.items() if value is None} | set(_stale(keys, merged.values, given))
         for path in gone & merged.values.keys():
             del merged.values[path], merged.origin[path]

@@ -25,6 +25,8 @@ class Setting(Struct, Generic[T], frozen=True, kw_only=True, eq=False):
     """One key of an attachment: its path, such as `engine.speculation`, the type of its value, and its default.
 
     attachment: the name of its folder. after: the key of the same table that it follows in lists; empty: the last.
+    displaced_by: a layer that sets this key removes the value of lower layers, unless it sets one. unused_by: commands
+    that do without the setting.
     """
 
     path: str
@@ -32,6 +34,8 @@ class Setting(Struct, Generic[T], frozen=True, kw_only=True, eq=False):
     default: T
     attachment: str
     after: str = ""
+    displaced_by: str = ""
+    unused_by: tuple[str, ...] = ()
 
     @property
     def table(self) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from attachments.reasoning_gym.sections import TABLES
 from bench import gym
 from bench.runs import Record
 from training_run.profile.flags import parse_arguments
@@ -65,5 +66,5 @@ def test_the_flags_of_every_run_are_valid(dataset: str) -> None:
     arguments = parse_arguments(words)
     profile = load_profile(arguments.profile, arguments.overrides)
     assert profile.data.train == f"reasoning_gym:{dataset}"
-    assert [table.dataset for table in profile.data.reasoning_gym] == [dataset]
+    assert [table.dataset for table in TABLES.of(profile.data)] == [dataset]
     assert [reward.name for reward in profile.rewards] == ["reasoning_gym"]

@@ -10,9 +10,9 @@ import structlog
 
 from attachments.curriculum.curriculum import Curriculum
 from attachments.curriculum.messages import CurriculumEvidence, CurriculumState
+from attachments.curriculum.sections import SuccessRateCurriculum
 from clotho.data.order import ProblemOrder
 from clotho.lanes.compute_thread import Compute
-from clotho.settings.data import SuccessRateCurriculum
 from tests.actors.actor_helpers import compute_thread
 from tests.training_run.simulated_run import PROBLEMS, SimulatedRun, SimulationSettings, random_groups, report_groups
 

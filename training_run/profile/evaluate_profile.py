@@ -19,6 +19,7 @@ from protocols.errors import ProfileError, visible
 from training_run.profile.flags import WIDTH, help_topic, key_help, parse_flags
 from training_run.profile.keys import SETTABLE, flag_of
 from training_run.profile.load import decode_tables, file_layers, flatten, located, merge, profile_path
+from training_run.profile.mounted import unused_by
 from training_run.profile.program import program
 from training_run.profile.schema import MonitorSection
 from training_run.profile.serve_profile import NAME
@@ -64,7 +65,7 @@ class EvaluationArguments(Struct, frozen=True, kw_only=True):
 OWN = {name: key for name, key in Keys(EvaluationFlags).settable.items() if key.help}
 USED = ("model", "data", "sampling", "engine", "monitor", "rewards", "seed")
 NOT_EVALUATED = frozenset({
-    "sampling.group_size", "sampling.top_logprobs", "data.shuffle", "data.type_weights", "data.curriculum",
+    "sampling.group_size", "sampling.top_logprobs", "data.shuffle", "data.type_weights",
     "engine.decode_share", "engine.kv_policy", "engine.rollout_share", "monitor.display", "monitor.rollouts",
     "monitor.token_values_mb", "monitor.watchdog_seconds",
 })  # fmt: skip
@@ -102,7 +103,7 @@ def load_evaluation(argv: Sequence[str]) -> EvaluationArguments:
 
 
 def _applies(path: str) -> bool:
-    return path.partition(".")[0] in USED and path not in NOT_EVALUATED
+    return path.partition(".")[0] in USED and path not in NOT_EVALUATED | unused_by("eval")
 
 
 def _applicable(values: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from clotho.settings.mounted import mount
 P = TypeVar("P", bound=Struct)
 
 ATTACHED = {
+    "data.curriculum": "curriculum",
+    "data.reasoning_gym": "reasoning_gym",
     "trackers": "trackers",
 }
 """The attachment of each key that an attachment adds to a profile: a key of an absent one is refused by its name."""
@@ -23,6 +25,11 @@ SETTINGS = tuple(setting for module in attachment_modules("sections") for settin
 def with_attachments(kind: type[P]) -> type[P]:
     """Return a struct of tables of a profile with the settings of attachments."""
     return mount(kind, SETTINGS)
+
+
+def unused_by(command: str) -> set[str]:
+    """Return the paths of the settings of attachments that a command does without."""
+    return {setting.path for setting in SETTINGS if command in setting.unused_by}
 
 
 def absent_keys() -> dict[str, str]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 
 from attachments.remote.attachment import RemoteGeneration, RestartedServers
 from clotho.serving.loopback import is_loopback
-from clotho.settings.data import GYM
-from protocols.errors import did_you_mean, visible
 from protocols.learnability import unlearnable
 from protocols.sampling import PARAMETERS, in_use
 from training_run.attachment import installed_attachments
@@ -80,8 +78,6 @@ NO_EFFECT = (
          "with async = true the age of a batch depends on the machine", "async"),
     Rule("data.heldout_fraction", lambda v, _: bool(v["data.heldout"] or v["data.heldout_split"]),
          "data.heldout or data.heldout_split names the held-out problems", "data.heldout data.heldout_split"),
-    Rule("data.reasoning_gym", lambda v, _: not any(v[key].startswith(GYM) for key in ("data.train", "data.heldout")),
-         "neither data.train nor data.heldout is reasoning_gym:NAME", "data.train data.heldout"),
     Rule("learner.kl_penalty.reference.interval", lambda v, x: x >= v["steps"],
          "it must be less than steps = {v[steps]}: the reference would never move", "steps"),
     Rule("tracking.run_name tracking.tags", lambda v, _: not v.get("trackers"),
@@ -138,11 +134,6 @@ CONTRADICTIONS = (
          "= {} must be less than sampling.max_tokens = {v[sampling.max_tokens]}"),
     Rule("learner.schedule.min_learning_rate", lambda v, x: x > v["learner.optimizer.learning_rate"],
          "= {} exceeds learner.optimizer.learning_rate", "learner.optimizer.learning_rate learner.optimizer.type"),
-    Rule("data.curriculum.type", lambda v, x: x == "success_rate" and v["atropos.type"] != "off",
-         '= "{}" contradicts atropos: environments choose their problems themselves'),
-    Rule("data.curriculum.type", lambda v, x: x == "success_rate"
-         and any(a.mode == "replace" and a.at in ("prompter", "learner") for a in v["actors"]),
-         '= "{}" belongs to the built-in prompter and learner, and a custom actor replaces one of the two'),
     Rule("data.answer_key", lambda v, x: x == v["data.prompt_key"], 'and data.prompt_key are both "{}"'),
     Rule("data.heldout_fraction", lambda v, x: x == 0 and not v["data.heldout"] + v["data.heldout_split"]
          and v["eval.type"] != "off",
@@ -181,7 +172,12 @@ CONTRADICTIONS = (
 
 def first_complaint(profile: Profile) -> Complaint | None:
     """The complaint of the first violated rule; None if the profile is valid."""
-    checks = (learnable_distribution, distribution_of_mlx_lm, violated_rows, named_gym_tables)
+    checks: list[Callable[[Profile], Iterable[Complaint]]] = [
+        learnable_distribution,
+        distribution_of_mlx_lm,
+        violated_rows,
+        *(attachment.complaints for attachment in installed_attachments()),
+    ]
     return next((complaint for check in checks for complaint in check(profile)), None)
 
 
@@ -203,26 +199,6 @@ def distribution_of_mlx_lm(profile: Profile) -> Iterator[Complaint]:
         if name not in ("max_tokens", "logit_bias"):
             reason = 'generator.weights = "restart" samples with mlx_lm.server, which has no log-probabilities for it'
             yield Complaint(f"sampling.{name}", f"sampling.{name} must be {PARAMETERS[name].neutral}: {reason}")
-
-
-def named_gym_tables(profile: Profile) -> Iterator[Complaint]:
-    """Each table of `data.reasoning_gym` has a name of its own, which `data.train` or `data.heldout` contains."""
-    data, key = profile.data, "data.reasoning_gym"
-    named = {name for path in (data.train, data.heldout) if path.startswith(GYM) for name in gym_names(path)}
-    for number, table in enumerate(data.reasoning_gym):
-        if table.label in [other.label for other in data.reasoning_gym[:number]]:
-            text = f"{key} has two tables with the name {table.label!r}: set name in one of them"
-            yield Complaint(key, text)
-        if table.label not in named:
-            hint = did_you_mean(table.label, named) or ""
-            where = f"{key}[{number}].{'name' if table.name else 'dataset'}"
-            text = f"{where} {visible(table.label, 60)!r} is not named in data.train or data.heldout{hint}"
-            yield Complaint(key, text)
-
-
-def gym_names(path: str) -> list[str]:
-    """The names in `reasoning_gym:NAME,NAME`."""
-    return [name.strip() for name in path.removeprefix(GYM).split(",")]
 
 
 def violated_rows(profile: Profile) -> Iterator[Complaint]:

@@ -13,7 +13,7 @@ from attachments.adapters.adapter_store import AdapterStore
 from attachments.atropos.sample_log import SampleLog, token_cost
 from attachments.cluster.connection import RayConnection
 from attachments.cluster.reward_worker import ClusterRewards
-from attachments.curriculum.curriculum import Curriculum
+from attachments.curriculum.curriculum import Curriculum, success_rate_settings
 from attachments.doctor.start import PreflightReport, start_findings, write_report
 from attachments.remote.attachment import RayCluster, RemoteGeneration
 from clotho.data.problems import problems_fingerprint
@@ -32,7 +32,6 @@ from clotho.rewards.registry import expectations
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.serving.struct_types import prepare_struct_types
 from clotho.settings.bounds import Off
-from clotho.settings.data import SuccessRateCurriculum
 from clotho.settings.learner import BaseReference, RollBackOnCollapse
 from clotho.settings.server import ServerSection
 from clotho.training.update import PolicyLearner
@@ -218,8 +217,8 @@ def _best_checkpoint(
 
 
 def _curriculum(profile: Profile, prompts: PromptBuilder, start: StartingPoint) -> Curriculum | None:
-    settings = profile.data.curriculum
-    if not isinstance(settings, SuccessRateCurriculum):
+    settings = success_rate_settings(profile.data)
+    if settings is None:
         return None
     return Curriculum(
         [problem.type for problem in prompts.problems],

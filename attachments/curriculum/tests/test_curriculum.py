@@ -13,8 +13,9 @@ from msgspec import structs
 
 from attachments.curriculum.curriculum import Curriculum
 from attachments.curriculum.messages import CountedGroup, CurriculumEvidence, CurriculumReport, CurriculumState
+from attachments.curriculum.sections import SuccessRateCurriculum
 from clotho.data.order import ProblemOrder
-from clotho.settings.data import RewardSection, SuccessRateCurriculum
+from clotho.settings.data import RewardSection
 from protocols.prompt import Problem
 from protocols.rollout import Discarded, GroupOutcome
 from tests.actors.actor_helpers import prompt

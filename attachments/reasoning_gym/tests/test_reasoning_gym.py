@@ -19,8 +19,9 @@ from attachments.reasoning_gym.reasoning_gym import (
     gym_problems,
     sections_of,
 )
+from attachments.reasoning_gym.sections import TABLES, GymSection
 from clotho.data.order import ProblemOrder
-from clotho.settings.data import DataSection, GymSection
+from clotho.settings.data import DataSection
 from protocols.errors import DatasetError
 from protocols.prompt import Problem
 
@@ -33,7 +34,7 @@ FEW = GymSection(name="few", dataset="products", size=400, settings={"max_digits
 
 def data(train: str, *tables: GymSection, **values: Any) -> DataSection:
     """The settings with these tables."""
-    return DataSection(train=train, reasoning_gym=tables, **values)
+    return TABLES.put(DataSection(train=train, **values), tables)
 
 
 def job(dataset: str, *, level: int | None = None, count: int = 2, **settings: Any) -> Job:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clotho.settings.data import GymSection
+from attachments.reasoning_gym.sections import TABLES, GymSection
 from clotho.settings.learner import AdamW, AverageReference, ConstantSchedule, Lion, Muon, RewardKLPenalty
 from clotho.settings.model import Dora, Lora
 from clotho.settings.objectives import (
@@ -109,9 +109,9 @@ def test_a_dataset_of_reasoning_gym_brings_its_own_reward(here: Path) -> None:
     assert [reward.name for reward in load_profile(profile, listed).rewards] == ["exact"]
     table = "[[data.reasoning_gym]]\ndataset = 'gcd'\n[[rewards]]"
     above = written(here, MINIMAL.replace("train.jsonl", "reasoning_gym:gcd").replace("[[rewards]]", table), "y.toml")
-    assert load_profile(above, {}).data.reasoning_gym == (GymSection(dataset="gcd"),)
+    assert TABLES.of(load_profile(above, {}).data) == (GymSection(dataset="gcd"),)
     other = load_profile(above, {"data.train": "reasoning_gym:lcm"})
-    assert other.data.reasoning_gym == ()
+    assert TABLES.of(other.data) == ()
     assert [reward.name for reward in other.rewards] == ["exact"]
 
 
