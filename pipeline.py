@@ -45,7 +45,6 @@ from attachments.alarms.messages import CollapseState
 from attachments.atropos.batch_source import batch_source, group_reader, running_url
 from attachments.doctor.start import log_findings
 from attachments.remote.sampling import remote_sampler
-from attachments.replay.replay import ReplayBuffer
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.machine import compute_slots
@@ -241,7 +240,8 @@ def wire_training(
         progress=context.progress,
         replacements=context.replacements,
         logged=context.logged,
-        replay=ReplayBuffer(profile.replay, seed=profile.seed, kept=context.replay),
+        hooks=context.attached.hooks,
+        parts=context.attached.parts.collect,
         collapse=CollapseMonitor(
             profile.collapse_detection,
             state=state.collapse if state else CollapseState(),

@@ -108,7 +108,7 @@ class Checkpointer:
             optimizer=update.optimizer,
             state=state,
             adapter_config=self._adapter_config,
-            replay=update.replay,
+            parts=update.parts,
             evidence=await run_sync(self._outcomes.evidence) if self._outcomes is not None else None,
             records=await run_sync(self._records, update.report.step),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from math import inf
 
@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from attachments.alarms.collapse_detection import CollapseMonitor, CollapseResponse
 from attachments.curriculum.curriculum import Curriculum
-from attachments.replay.replay import ReplayBuffer
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.machine import random_state
 from clotho.settings.learner import LearnerSection
 from clotho.training.update import PolicyLearner, Update
+from protocols.checkpoint import Part
 from protocols.errors import ClothoError, DivergenceError
 from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
@@ -26,6 +26,7 @@ from training_run.groups.batch_collector import BatchCollector, discard, discard
 from training_run.groups.fruitless import FruitlessBatches
 from training_run.groups.ledger import Ledger
 from training_run.groups.progress import LearnerProgress
+from training_run.supervision.hooks import UpdateHook
 from training_run.supervision.latest import Latest, reached
 
 log = structlog.get_logger(actor="learner")
@@ -65,13 +66,14 @@ class Learner:
         progress: LearnerProgress,
         replacements: Latest[int],
         logged: Latest[int],
-        replay: ReplayBuffer,
         collapse: CollapseMonitor,
         steps: int,
         synchronous: bool,
         from_environments: bool,
         first_check_seconds: float = 0.0,
         lag: int = 0,
+        hooks: Sequence[UpdateHook] = (),
+        parts: Callable[[], Mapping[str, Part[object]]] = dict,
         curriculum: Curriculum | None = None,
         stop_sampling: Callable[[str], None] = lambda cause: None,
     ) -> None:
@@ -84,6 +86,7 @@ class Learner:
         first_check_seconds: how long the first update waits for the monitor to check the groups of the first batch; 0:
         these groups are not sent.
         lag: number of batches that arrive between a batch and its update.
+        hooks: take part in every update. parts: collects what attachments keep in the checkpoint of a batch.
         curriculum: records the groups that have ended; None without one.
         stop_sampling: ends the inbox for a cause, because batch after batch has no learning signal.
         """
@@ -91,7 +94,7 @@ class Learner:
         self._compute, self._policy_learner = compute, policy_learner
         self._settings, self._ledger, self._progress = settings, ledger, progress
         self._replacements, self._logged = replacements, logged
-        self._replay, self._steps = replay, steps
+        self._hooks, self._parts, self._steps = hooks, parts, steps
         self._synchronous, self._from_environments = synchronous, from_environments
         self._first_check_seconds, self._held_groups = first_check_seconds, lag * settings.batch_size
         self._curriculum, self._stop_sampling = curriculum, stop_sampling
@@ -192,14 +195,13 @@ class Learner:
         if batch.limited:
             log.warning("dynamic_sampling_limit_reached", prompted=batch.requested, trainable=len(batch.fresh))
         fresh = sorted(batch.fresh, key=_group_id)
-        replayed = self._replay.sample(version=version, step=step) if fresh else ()
+        replayed = [group for hook in self._hooks for group in hook.extra(step=step, version=version)] if fresh else []
         self._progress.updating = True
         update, state = await finish(self._compute.learner.submit(lambda: self._update(fresh, replayed)))
         self._progress.updating = False
         trained, refused = _ends(fresh, update)
         discarded = [*sorted(batch.discarded, key=_group_id), *refused]
         self._record(trained, discarded)
-        self._replay.add(trained, version=self._policy_learner.version)
         self._count(update, time.monotonic() - began)
         report = StepReport(
             step=self._progress.step,
@@ -249,7 +251,8 @@ class Learner:
         """Restore the last good policy. Groups that were sampled by a bad one are neither trained on nor replayed."""
         rate = self._collapse.rollback_rate
         await finish(self._compute.learner.submit(lambda: self._policy_learner.roll_back(rate=rate)))
-        self._replay.clear()
+        for hook in self._hooks:
+            hook.rolled_back()
         self._progress.bad_steps = 0
         self._rolled_back_at = self._policy_learner.version
         log.warning("policy_rolled_back", step=report.step, version=self._policy_learner.version)
@@ -275,6 +278,8 @@ class Learner:
             self._ledger.train(prompt.group_id, source=prompt.source)
         for drop in discarded:
             self._ledger.discard(drop.prompt.group_id, drop.reason, source=drop.prompt.source)
+        for hook in self._hooks:
+            hook.ended(trained, discarded, version=self._policy_learner.version)
         if self._curriculum is not None:
             self._curriculum.record([*(group.scored for group in trained), *discarded])
 
@@ -295,7 +300,7 @@ class Learner:
             bad_steps=self._progress.bad_steps,
             train_seconds=self._progress.train_seconds,
             trained_tokens=self._progress.trained_tokens,
-            replay=self._replay.groups(),
+            parts=self._parts(),
             collapse=self._collapse.state(),
             rollbacks=self._collapse.rollbacks,
             curriculum=self._curriculum.update() if self._curriculum else None,

@@ -110,11 +110,16 @@ class Extension:
         """Add to the parts of a server; called once per server. What they share belongs to the parts, not to this."""
 
 
-def attachment_modules(name: str) -> Iterator[ModuleType]:
-    """Import the modules of this name in the folders of `attachments/`, by the names of the folders."""
+def attachment_names() -> list[str]:
+    """Return the names of the folders of `attachments/` that are installed, sorted."""
     package = find_spec("attachments")
     places = package.submodule_search_locations if package else None
-    for folder in sorted(one.name for one in pkgutil.iter_modules(places or []) if one.ispkg):
+    return sorted(one.name for one in pkgutil.iter_modules(places or []) if one.ispkg)
+
+
+def attachment_modules(name: str) -> Iterator[ModuleType]:
+    """Import the modules of this name in the folders of `attachments/`, by the names of the folders."""
+    for folder in attachment_names():
         module = f"attachments.{folder}.{name}"
         if find_spec(module):
             yield import_module(module)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from msgspec import Meta, Struct, field
 
@@ -12,6 +13,18 @@ from protocols.accounting import LedgerState
 
 Count = Annotated[int, Meta(ge=0)]
 Word = Annotated[int, Meta(ge=0, lt=2**32)]
+
+Value = TypeVar("Value", covariant=True)
+
+
+class Part(Struct, Generic[Value], frozen=True, kw_only=True, eq=False):
+    """What an attachment keeps in a checkpoint, in files of its own.
+
+    value: a struct; `msgspec.Raw` in a checkpoint that was read. arrays: by name; they never change.
+    """
+
+    value: Value
+    arrays: Mapping[str, Any] = {}
 
 
 class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ from msgspec import Meta, Struct
 from attachments.alarms.messages import CollapseState
 from attachments.curriculum.messages import CurriculumReport, CurriculumUpdate
 from protocols.accounting import LedgerState
+from protocols.checkpoint import Part
 from protocols.finding import Finding
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 
@@ -44,18 +46,6 @@ class TokenValues(Struct, frozen=True, kw_only=True):
     advantage: bytes
     cut: bytes
     gradient_share: bytes
-
-
-class ReplayGroup(Struct, frozen=True, kw_only=True):
-    """A group in the replay buffer, as a checkpoint keeps it.
-
-    advantage: mean absolute advantage of its completions when it was first trained on.
-    version: policy version of that update; the staleness of the group counts from it.
-    """
-
-    scored: ScoredGroup
-    advantage: float
-    version: int
 
 
 class TrainedGroup(Struct, frozen=True, kw_only=True):
@@ -155,7 +145,7 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     train_seconds: wall-clock time of the update. longest_turn_seconds: longest time that the update kept the compute
     thread from decoding. wait_seconds: time spent waiting for groups before it.
     replaced: number of groups that were replaced by another group (`learner.objective.dynamic_sampling_max_ratio`).
-    replayed: number of groups from the replay buffer.
+    replayed: number of groups that were trained on beside those of the batch.
     collapse_findings: signs of a collapse that the batch shows.
     rolled_back: the weights are those of an earlier version.
     curriculum: how problems were chosen; None without a curriculum.
@@ -211,7 +201,7 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     random_state: state of the learner's random number generator.
     bad_steps: consecutive updates that were not finite.
     train_seconds, trained_tokens: totals since the run began.
-    replay: groups in the replay buffer, oldest first.
+    parts: what attachments keep in the checkpoint of this batch, by the names of their folders.
     rollbacks: number of rollbacks since the run began.
     curriculum: the groups that the curriculum counted; None without a curriculum.
     """
@@ -224,7 +214,7 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     bad_steps: int
     train_seconds: float
     trained_tokens: int
-    replay: tuple[ReplayGroup, ...] = ()
+    parts: Mapping[str, Part[object]] = {}
     collapse: CollapseState = CollapseState()
     rollbacks: int = 0
     curriculum: CurriculumUpdate | None = None

@@ -15,19 +15,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct, field
 
-from clotho.extension import attachment_modules
+from clotho.extension import attachment_modules, attachment_names
 from protocols.summary import RankGauges, ResourceReading
 
 if TYPE_CHECKING:
     from clotho.inference.engine import DecodeEngine
     from clotho.lanes.compute_thread import Compute
     from clotho.training.gradient import OtherRanks
+    from training_run.directory.checkpoint_parts import CheckpointParts
     from training_run.directory.run_directory import RunDirectory
     from training_run.profile.rules import Complaint, Rule
     from training_run.profile.schema import Profile
     from training_run.records.display import RunFacts
     from training_run.run import RunContext
-    from training_run.supervision.hooks import ReportObserver
+    from training_run.supervision.hooks import ReportObserver, UpdateHook
     from training_run.supervision.queues import Queue
     from training_run.supervision.supervisor import Child
 
@@ -62,12 +63,14 @@ class Wired(Struct, frozen=True, kw_only=True, eq=False):
 class Attached(Struct, kw_only=True, eq=False):
     """Attachments -> wiring: what they have added to a run that is loaded and has not begun.
 
-    ending: closed when the run ends, last in, first out. observers: told by the monitor. services: children beside the
-    flow of groups. recorders: return children that record the flow. resources: the latest reading of the machine.
-    learner_ranks: reads the work of all ranks.
+    ending: closed when the run ends, last in, first out. parts: what they keep in checkpoints. hooks: asked by the
+    learner. observers: told by the monitor. services: children beside the flow of groups. recorders: return children
+    that record the flow. resources: the latest reading of the machine. learner_ranks: reads the work of all ranks.
     """
 
     ending: ExitStack
+    parts: CheckpointParts
+    hooks: list[UpdateHook] = field(default_factory=list)
     observers: list[ReportObserver] = field(default_factory=list)
     services: list[Child] = field(default_factory=list)
     recorders: list[Callable[[Wired], Child]] = field(default_factory=list)
@@ -126,6 +129,14 @@ class Attachment:
 def installed_attachments() -> tuple[Attachment, ...]:
     """Return the attachments of this installation that take part in runs, by the names of their folders."""
     return tuple(module.ATTACHMENT for module in attachment_modules("attachment"))
+
+
+def unknown_parts(names: Iterable[str]) -> tuple[str, ...]:
+    """Return a warning for each part of a checkpoint whose attachment this installation lacks."""
+    return tuple(
+        f"the checkpoint has state of the attachment '{name}', which this installation lacks: it is dropped"
+        for name in sorted(set(names) - set(attachment_names()))
+    )
 
 
 def engine_watches(compute: Compute, engine: DecodeEngine) -> list[Child]:

@@ -27,7 +27,7 @@ from protocols.evaluation import EvalReport, HeldOut
 from protocols.finding import Finding
 from protocols.prompt import Prompt
 from protocols.sampling import PromptLogprobs
-from protocols.step import ReplayGroup, WeightsReady
+from protocols.step import WeightsReady
 from protocols.summary import HistoryGap, MemoryEstimate
 from training_run.attachment import Attached
 from training_run.directory.best_checkpoint import BestCheckpointKeeper
@@ -57,7 +57,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     history_gaps: records that the checkpoint covers and that the history files lack.
     origin: what the run started from; None for the base model alone. best: finds the best checkpoint.
     base: parameters before the first update, if they still need to be evaluated after a resume.
-    replay: groups of the checkpoint's replay buffer. curriculum: chooses the problems; None: all equally often.
+    curriculum: chooses the problems; None: all equally often.
     estimated_memory: estimated peak, in bytes. warnings: to be logged when the run starts. preflight: findings of the
     checks at the start.
     attached: what the attachments of this installation have added.
@@ -88,7 +88,6 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     origin: Origin | None
     best: BestCheckpointKeeper
     base: Any | None
-    replay: tuple[ReplayGroup, ...]
     memory: MemoryEstimate
     warnings: tuple[str, ...]
     preflight: tuple[Finding, ...]

@@ -7,16 +7,37 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
-from clotho.settings.learner import BufferedReplay, PriorityReplay, ReplaySection, WeightedReplay
-from protocols.rollout import ScoredGroup
-from protocols.step import ReplayGroup, TrainedGroup
+from clotho.settings.learner import BufferedReplay, PriorityReplay, WeightedReplay
+from protocols.checkpoint import Part
+from protocols.rollout import Discarded, ScoredGroup
+from protocols.step import TrainedGroup
+from training_run.supervision.hooks import UpdateHook
 
 Numbers = NDArray[np.float64]
 
 STREAM = int.from_bytes(b"replay")
 """Separates these random numbers from others with the same seed and step."""
+
+
+class ReplayGroup(Struct, frozen=True, kw_only=True):
+    """A group in the replay buffer.
+
+    advantage: mean absolute advantage of its completions when it was first trained on.
+    version: policy version of that update; the staleness of the group counts from it.
+    """
+
+    scored: ScoredGroup
+    advantage: float
+    version: int
+
+
+class ReplayState(Struct, frozen=True, kw_only=True):
+    """What a checkpoint keeps of a buffer. groups: all of them, oldest first."""
+
+    groups: tuple[ReplayGroup, ...] = ()
 
 
 class ReplayBuffer:
@@ -28,10 +49,10 @@ class ReplayBuffer:
     Priority of a group: the mean absolute advantage, or its recency 1 / (1 + age).
     """
 
-    def __init__(self, settings: ReplaySection, *, seed: int, kept: Iterable[ReplayGroup] = ()) -> None:
+    def __init__(self, settings: BufferedReplay, *, seed: int, kept: Iterable[ReplayGroup] = ()) -> None:
         """kept: result of `groups` before a restart; groups beyond the capacity are dropped, oldest first."""
         self._settings, self._seed = settings, seed
-        self._kept = deque(kept, maxlen=settings.capacity if isinstance(settings, BufferedReplay) else 0)
+        self._kept = deque(kept, maxlen=settings.capacity)
 
     def __len__(self) -> int:
         """Return the number of groups, including groups that are too old for the next sample."""
@@ -58,7 +79,7 @@ class ReplayBuffer:
         version: the learner's. step: number of batches consumed so far.
         """
         self._forget(version)
-        if not self._kept or not isinstance(self._settings, BufferedReplay):
+        if not self._kept:
             return ()
         random, sampling = np.random.default_rng((STREAM, self._seed, step)), self._settings.sampling
         match sampling:
@@ -78,9 +99,31 @@ class ReplayBuffer:
         return np.array([kept.advantage for kept in self._kept])
 
     def _forget(self, version: int) -> None:
-        if isinstance(self._settings, BufferedReplay):
-            while self._kept and version - self._kept[0].version > self._settings.max_age:
-                self._kept.popleft()
+        while self._kept and version - self._kept[0].version > self._settings.max_age:
+            self._kept.popleft()
+
+
+class Replay(UpdateHook):
+    """Adds groups of a buffer to every update."""
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self.buffer = buffer
+
+    def extra(self, *, step: int, version: int) -> tuple[ScoredGroup, ...]:
+        """Return a sample of the buffer."""
+        return self.buffer.sample(version=version, step=step)
+
+    def ended(self, trained: Sequence[TrainedGroup], discarded: Sequence[Discarded], *, version: int) -> None:
+        """Put the groups into the buffer that were trained on."""
+        self.buffer.add(trained, version=version)
+
+    def rolled_back(self) -> None:
+        """Empty the buffer: an update that was taken back was computed with its groups."""
+        self.buffer.clear()
+
+    def part(self) -> Part[ReplayState] | None:
+        """Return what a checkpoint keeps; None for an empty buffer."""
+        return Part(value=ReplayState(groups=self.buffer.groups())) if len(self.buffer) else None
 
 
 def weighted_keys(priority_n: Numbers, exponent: float, random: np.random.Generator) -> Numbers:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from msgspec import Struct
 
 from actors.checkpointer import Checkpointer
 from attachments.curriculum.group_outcomes import GroupOutcomes
 from attachments.curriculum.messages import CountedGroup, CurriculumState, CurriculumUpdate
-from protocols.checkpoint import AdapterConfig
-from protocols.step import PolicyUpdated, ReplayGroup
+from protocols.checkpoint import AdapterConfig, Part
+from protocols.step import PolicyUpdated
 from tests.actors.actor_helpers import policy_updated
-from tests.training.policies_and_groups import scored_group
 from tests.training_run.directory.made_checkpoints import ADAPTER, state
 from training_run.directory.best_checkpoint import BestCheckpointKeeper
 from training_run.directory.checkpoints import records_of
@@ -29,9 +29,10 @@ def parameters(value: float = 0.0) -> dict[str, Any]:
     return tree
 
 
-def replay(step: int) -> tuple[ReplayGroup, ...]:
-    """Return a replay buffer with one group that was trained on in this step."""
-    return (ReplayGroup(scored=scored_group([[1]], [1.0], group_id=step), advantage=0.5, version=step),)
+class Kept(Struct, frozen=True, kw_only=True):
+    """What an attachment keeps in a checkpoint."""
+
+    step: int
 
 
 def counted(step: int) -> CurriculumUpdate:
@@ -44,7 +45,7 @@ def update(step: int) -> PolicyUpdated:
     """Return the update of a step. Every parameter equals `step`."""
     return policy_updated(
         parameters(float(step)), step=step, version=step, optimizer=parameters(-float(step)), random_state=(1, 2),
-        replay=replay(step), curriculum=counted(step),
+        parts={"one": Part(value=Kept(step=step))}, curriculum=counted(step),
     )  # fmt: skip
 
 

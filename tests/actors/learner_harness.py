@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from actors.learner import Learner
 from attachments.alarms.collapse_detection import CollapseMonitor
 from attachments.alarms.messages import CollapseState
-from attachments.replay.replay import ReplayBuffer
 from clotho.lanes.compute_thread import Compute
 from clotho.settings.bounds import Off
-from clotho.settings.learner import CollapseSection, ReplaySection
+from clotho.settings.learner import CollapseSection
+from protocols.checkpoint import Part
 from protocols.rollout import Discarded, GroupOutcome
 from protocols.step import FirstBatch, GroupsEnded, LearnerReport, PolicyUpdated, StepReport
 from tests.actors.actor_helpers import filled_queue, prompt, receive_all
@@ -20,6 +20,7 @@ from tests.training import policies_and_groups
 from tests.training.policies_and_groups import BigramPolicy, scored_group
 from training_run.groups.ledger import Ledger
 from training_run.groups.progress import LearnerProgress
+from training_run.supervision.hooks import UpdateHook
 from training_run.supervision.latest import Latest
 from training_run.supervision.queues import Queue
 
@@ -46,7 +47,8 @@ class LearnerHarness:
         outcomes: Sequence[GroupOutcome],
         *,
         progress: LearnerProgress | None = None,
-        replay: ReplaySection | None = None,
+        hooks: Sequence[UpdateHook] = (),
+        parts: Callable[[], Mapping[str, Part[object]]] = dict,
         collapse_detection: CollapseSection = OFF,
         collapse_state: CollapseState | None = None,
         steps: int = 100,
@@ -63,7 +65,6 @@ class LearnerHarness:
             lambda: policies_and_groups.learner(self.policy, rollback_window=1, measure_update_kl=True, **keys)
         ).result()
         self.ledger, self.progress = Ledger(), progress or LearnerProgress()
-        self.replay = ReplayBuffer(replay or Off(), seed=0)
         self.replacements = Latest[int]("refills")
         self.replacements.put(0)
         self.logged = Latest[int]("recorded")
@@ -85,7 +86,8 @@ class LearnerHarness:
             progress=self.progress,
             replacements=self.replacements,
             logged=self.logged,
-            replay=self.replay,
+            hooks=hooks,
+            parts=parts,
             collapse=CollapseMonitor(collapse_detection, state=collapse_state or CollapseState(), rollbacks=0),
             steps=steps,
             synchronous=False,

@@ -6,21 +6,23 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 
 import pytest
 from anyio import create_task_group, fail_after, wait_all_tasks_blocked
 from msgspec.structs import replace
 
 from clotho.lanes.compute_thread import Compute
-from clotho.settings.learner import BufferedReplay
+from protocols.checkpoint import Part
 from protocols.errors import DivergenceError, ExecutorStoppedError
 from protocols.queues import EndOfStream, QueueClosed
-from protocols.rollout import GroupOutcome, ScoredGroup
-from protocols.step import FirstBatch, StepReport
+from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
+from protocols.step import FirstBatch, StepReport, TrainedGroup
 from tests.actors.actor_helpers import cancel_when_blocked, receive_all
 from tests.actors.learner_harness import LearnerHarness, discarded_group, trainable_group
 from tests.training.policies_and_groups import scored_group
 from training_run.groups.progress import LearnerProgress
+from training_run.supervision.hooks import UpdateHook
 from training_run.supervision.latest import Latest
 from training_run.supervision.queues import Queue
 
@@ -236,37 +238,46 @@ async def test_a_learner_closes_all_its_ends_in_every_case(compute: Compute) -> 
         harness.replacements.put(1)
 
 
-async def test_replayed_groups_are_trained_on_beside_the_batch_and_end_once(compute: Compute) -> None:
-    """From the second update on. A group enters the buffer after its update and ends once in the group accounting."""
-    outcomes = [trainable_group(group_id) for group_id in range(6)]
-    harness = LearnerHarness(compute, outcomes, replay=BufferedReplay(capacity=3, groups=2))
-    reports = await harness.run()
-    assert [report.replayed for report in reports] == [0, 2, 2]
-    tokens = [report.update.trained_tokens for report in reports if report.update]
-    assert tokens == [10, 20, 20]
-    assert [len(report.trained) for report in reports] == [2, 2, 2]
-    assert harness.ledger.balance(prompted=6, carried_over=0).holds
-    *_, last = await receive_all(harness.update_inboxes[0])
-    assert [(kept.scored.group.prompt.group_id, kept.version) for kept in last.replay] == [(3, 2), (4, 3), (5, 3)]
-    plain = await LearnerHarness(compute, outcomes).run()
-    assert plain[0].fingerprint == reports[0].fingerprint
-    assert plain[1].fingerprint != reports[1].fingerprint
+class Repeating(UpdateHook):
+    """Adds the groups of the batch before, and notes what it is told."""
+
+    def __init__(self) -> None:
+        self.trained: list[ScoredGroup] = []
+        self.told: list[tuple[list[int], list[int], int]] = []
+
+    def extra(self, *, step: int, version: int) -> list[ScoredGroup]:
+        return self.trained
+
+    def ended(self, trained: Sequence[TrainedGroup], discarded: Sequence[Discarded], *, version: int) -> None:
+        self.trained = [group.scored for group in trained]
+        ids = [group.group.prompt.group_id for group in self.trained]
+        self.told.append((ids, [group.prompt.group_id for group in discarded], version))
 
 
-async def test_batches_without_trainable_groups_do_not_use_replay(compute: Compute) -> None:
-    """Such a batch is a step without an update, and adds no group to the buffer."""
-    outcomes = [
-        trainable_group(0),
-        trainable_group(1),
-        discarded_group(2),
-        discarded_group(3),
-        trainable_group(4, logprob=NAN),
-        discarded_group(5),
-    ]
-    harness = LearnerHarness(compute, outcomes, replay=BufferedReplay(capacity=8))
+async def test_groups_of_a_hook_are_trained_on_beside_the_batch_and_end_once(compute: Compute) -> None:
+    """The hook is told how every group has ended, under the version after the update."""
+    outcomes = [trainable_group(0), trainable_group(1), trainable_group(2), discarded_group(3)]
+    hook = Repeating()
+    harness = LearnerHarness(compute, outcomes, hooks=[hook])
     reports = await harness.run()
-    assert [(report.version, report.replayed) for report in reports] == [(1, 0), (1, 0), (1, 2)]
-    assert [kept.scored.group.prompt.group_id for kept in harness.replay.groups()] == [0, 1]
+    assert [report.replayed for report in reports] == [0, 2]
+    assert [report.update.trained_tokens for report in reports if report.update] == [10, 15]
+    assert hook.told == [([0, 1], [], 1), ([2], [3], 2)]
+    assert harness.ledger.balance(prompted=4, carried_over=0).holds
+
+
+async def test_an_update_carries_the_parts_of_its_moment(compute: Compute) -> None:
+    """Each is asked for after the batch that the update reports."""
+    hook = Repeating()
+    outcomes = [trainable_group(group_id) for group_id in range(4)]
+
+    def parts() -> dict[str, Part[object]]:
+        return {"told": Part(value=tuple(hook.told))}
+
+    harness = LearnerHarness(compute, outcomes, hooks=[hook], parts=parts)
+    await harness.run()
+    updates = await receive_all(harness.update_inboxes[0])
+    assert [update.parts["told"].value for update in updates] == [tuple(hook.told[:1]), tuple(hook.told)]
 
 
 async def test_a_cancelled_update_ends_no_group(compute: Compute) -> None:

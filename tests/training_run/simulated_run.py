@@ -18,7 +18,6 @@ from attachments.alarms.collapse_detection import CollapseMonitor
 from attachments.alarms.messages import CollapseState
 from attachments.curriculum.curriculum import Curriculum
 from attachments.curriculum.messages import CurriculumEvidence, CurriculumState
-from attachments.replay.replay import ReplayBuffer
 from clotho.lanes.compute_thread import Compute
 from clotho.lanes.sampling_client import Sampler
 from clotho.settings.bounds import Off
@@ -188,7 +187,6 @@ class SimulatedRun:
             progress=self.progress,
             replacements=self.replacements,
             logged=Latest[int]("recorded"),
-            replay=ReplayBuffer(Off(), seed=0),
             collapse=CollapseMonitor(Off(), state=CollapseState(), rollbacks=0),
             steps=simulation.steps,
             synchronous=simulation.ahead == 0,

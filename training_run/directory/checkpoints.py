@@ -27,16 +27,14 @@ from clotho.storage.atomic_files import (
     write_file,
 )
 from clotho.storage.tensors import named_arrays, read_tensors, write_tensors
-from protocols.checkpoint import AdapterConfig, RunState
+from protocols.checkpoint import AdapterConfig, Part, RunState
 from protocols.errors import CheckpointError, RunDirectoryError, visible
-from protocols.step import ReplayGroup
 from training_run.directory.jsonl import line_of_step
 
 T = TypeVar("T")
 
 MANIFEST = "MANIFEST.json"
 OPTIMIZER = "optimizer.safetensors"
-REPLAY = "replay.msgpack"
 CURRICULUM = "curriculum.msgpack"
 STATE = "state.json"
 PROFILE = "profile.toml"
@@ -44,8 +42,8 @@ METRICS = "metrics.json"
 REQUIRED = (TENSORS, CONFIG, OPTIMIZER, STATE)
 """The files that every manifest lists."""
 
-OPTIONAL = (REPLAY, CURRICULUM)
-"""Files that a manifest lists if they exist."""
+OPTIONAL = re.compile(r"curriculum\.msgpack|([A-Za-z0-9_]+)\.part\.(msgpack|safetensors)")
+"""Names of files that a manifest lists if they exist; the group is the name of a part."""
 
 JSON_LIMIT = 1 << 26
 """Largest size of a manifest or a state, in bytes. Larger files are damaged, and are never written."""
@@ -70,27 +68,29 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Snapshot(Struct, frozen=True, kw_only=True):
     """Contents of a checkpoint to be written.
 
-    parameters, optimizer: trees of evaluated arrays, nested or flat, never modified. replay: groups in the replay
-    buffer; without groups no file is written. evidence: of the curriculum; None without one. records: files for
-    readers, by name, which no run reads.
+    parameters, optimizer: trees of evaluated arrays, nested or flat, never modified. parts: of attachments, by name.
+    evidence: of the curriculum; None without one. records: files for readers, by name, which no run reads.
     """
 
     parameters: Any
     optimizer: Any
     state: RunState
     adapter_config: AdapterConfig
-    replay: tuple[ReplayGroup, ...] = ()
+    parts: Mapping[str, Part[object]] = {}
     evidence: CurriculumEvidence | None = None
     records: dict[str, bytes] = {}
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
-    """Contents of a checkpoint that was read. parameters: a tree like the policy's; optimizer: flat, by dotted name."""
+    """Contents of a checkpoint that was read.
+
+    parameters: a tree like the policy's. optimizer: flat, by dotted name. parts: of attachments, by name.
+    """
 
     state: RunState
     parameters: Any
     optimizer: dict[str, mx.array]
-    replay: tuple[ReplayGroup, ...]
+    parts: Mapping[str, Part[msgspec.Raw]]
     evidence: CurriculumEvidence | None
 
 
@@ -124,8 +124,7 @@ def write_checkpoint(
             files = fill_adapter(unfinished, snapshot.parameters, snapshot.adapter_config)
             files.append(write_tensors(unfinished / OPTIMIZER, named_arrays(snapshot.optimizer)))
             files.append(write_file(unfinished / STATE, [state]))
-            if snapshot.replay:
-                files.append(write_file(unfinished / REPLAY, [msgspec.msgpack.encode(snapshot.replay)]))
+            files += [file for name, part in snapshot.parts.items() for file in _write_part(unfinished, name, part)]
             if snapshot.evidence is not None:
                 files.append(write_file(unfinished / CURRICULUM, [msgspec.msgpack.encode(snapshot.evidence)]))
             files += [write_file(unfinished / name, [contents]) for name, contents in snapshot.records.items()]
@@ -207,7 +206,7 @@ def read_checkpoint(path: Path, *, expected: Any, adapter_config: AdapterConfig)
         state=read_state(path),
         parameters=read_adapter(path, expected, adapter_config),
         optimizer=read_tensors(path / OPTIMIZER),
-        replay=_read_message(path / REPLAY, tuple[ReplayGroup, ...]) or (),
+        parts=_read_parts(path),
         evidence=_read_message(path / CURRICULUM, CurriculumEvidence),
     )
 
@@ -247,7 +246,7 @@ def _listing_problem(directory: Path, names: Sequence[str]) -> str | None:
     for name in names:
         if not FILE_NAME.fullmatch(name):
             return f"{MANIFEST} lists '{visible(name, 80)}', which is not a file of the checkpoint"
-    read = (*REQUIRED, *(name for name in OPTIONAL if (directory / name).exists()))
+    read = (*REQUIRED, *sorted(path.name for path in directory.iterdir() if OPTIONAL.fullmatch(path.name)))
     missing = [name for name in read if name not in names]
     return f"{MANIFEST} does not list {', '.join(missing)}" if missing else None
 
@@ -295,6 +294,31 @@ def require_same_inputs(state: RunState, inputs: Mapping[str, str]) -> None:
 def _write_manifest(directory: Path, files: list[FileDigest]) -> None:
     manifest = Manifest(format=FORMAT, files=tuple(files))
     write_file(directory / MANIFEST, [msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"])
+
+
+def _write_part(directory: Path, name: str, part: Part[object]) -> list[FileDigest]:
+    files = [write_file(directory / _part_file(name, "msgpack"), [msgspec.msgpack.encode(part.value)])]
+    if part.arrays:
+        files.append(write_tensors(directory / _part_file(name, "safetensors"), named_arrays(part.arrays)))
+    return files
+
+
+def _read_parts(directory: Path) -> dict[str, Part[msgspec.Raw]]:
+    found = (OPTIONAL.fullmatch(path.name) for path in directory.iterdir())
+    return {name: _read_part(directory, name) for name in sorted({match[1] for match in found if match and match[1]})}
+
+
+def _read_part(directory: Path, name: str) -> Part[msgspec.Raw]:
+    value, arrays = directory / _part_file(name, "msgpack"), directory / _part_file(name, "safetensors")
+    try:
+        contents = msgspec.Raw(value.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{value} cannot be used: {error.strerror or error}") from error
+    return Part(value=contents, arrays=read_tensors(arrays) if arrays.exists() else {})
+
+
+def _part_file(name: str, kind: str) -> str:
+    return f"{name}.part.{kind}"
 
 
 def _read_message(path: Path, kind: type[T]) -> T | None:

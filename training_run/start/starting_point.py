@@ -5,7 +5,7 @@ A run that trains an adapter, and a fork, write their initial state as their fir
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +24,8 @@ from clotho.storage.adapters import TENSORS, read_adapter_config
 from clotho.storage.atomic_files import digest_file, replace_file
 from clotho.training.update import PolicyLearner
 from protocols.accounting import LedgerState
-from protocols.checkpoint import AdapterConfig, Origin, RunState
+from protocols.checkpoint import AdapterConfig, Origin, Part, RunState
 from protocols.errors import CheckpointError, ClothoError, RunDirectoryError
-from protocols.step import ReplayGroup
 from protocols.summary import HistoryGap
 from training_run.directory.checkpoints import (
     Checkpoint,
@@ -56,14 +55,14 @@ from training_run.start.resume import (
 class StartingPoint(Struct, frozen=True, kw_only=True, eq=False):
     """Where a run starts.
 
-    state: the checkpoint; None at step 0 of a new run. replay: groups of its replay buffer.
+    state: the checkpoint; None at step 0 of a new run. parts: its parts of attachments, by name.
     evidence: of its curriculum; None without one.
     initial: parameters at step 0, as far as the process knows them. origin: what the run started from; None if it
     started from the base model alone. gaps: records that the checkpoint covers and the histories lack.
     """
 
     state: RunState | None
-    replay: tuple[ReplayGroup, ...] = ()
+    parts: Mapping[str, Part[msgspec.Raw]] = {}
     evidence: CurriculumEvidence | None = None
     initial: Any | None = None
     origin: Origin | None = None
@@ -136,12 +135,12 @@ async def begin(
         return await _begin_fork(profile, directory, compute, policy, learner, fork, inputs)
     found = find_resume_point(directory)
     state: RunState | None = None
-    replay: tuple[ReplayGroup, ...] = ()
+    parts: Mapping[str, Part[msgspec.Raw]] = {}
     evidence: CurriculumEvidence | None = None
     warnings = found.warnings
     if found.path is not None:
         checkpoint = await restore(found.path, compute, policy, learner, inputs)
-        state, replay, evidence = checkpoint.state, checkpoint.replay, checkpoint.evidence
+        state, parts, evidence = checkpoint.state, checkpoint.parts, checkpoint.evidence
     elif origin is not None or not isinstance(profile.policy.method, FullMethod):
         snapshot = await finish(compute.learner.submit(lambda: _snapshot(policy, learner, None, inputs)))
         if origin is not None:
@@ -152,7 +151,7 @@ async def begin(
     restored = restore_histories(directory, state, profile)
     return StartingPoint(
         state=state,
-        replay=replay,
+        parts=parts,
         evidence=evidence,
         initial=initial,
         origin=origin if found.path is None else None,
@@ -177,11 +176,11 @@ async def _begin_fork(
     changed = tuple(sorted(name for name in inputs if before.inputs.get(name) != inputs[name]))
     origin = await run_sync(lambda: _fork_origin(source, profile, before, changed))
     state = replace(before, inputs=inputs)
-    replay, evidence = fork.checkpoint.replay, fork.checkpoint.evidence
+    parts, evidence = fork.checkpoint.parts, fork.checkpoint.evidence
 
     def snapshot() -> Snapshot:
         restore_random_state(state.random_state)
-        return replace(_snapshot(policy, learner, state, inputs), replay=replay, evidence=evidence)
+        return replace(_snapshot(policy, learner, state, inputs), parts=parts, evidence=evidence)
 
     written = await finish(compute.learner.submit(snapshot))
     await run_sync(partial(_write_fork, directory, written, origin, profile))
@@ -189,7 +188,7 @@ async def _begin_fork(
     warned = (f"the fork has other inputs than the forked run: {', '.join(changed)}",) if changed else ()
     return StartingPoint(
         state=state,
-        replay=replay,
+        parts=parts,
         evidence=evidence,
         origin=origin,
         gaps=restored.gaps,

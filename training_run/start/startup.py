@@ -42,8 +42,9 @@ from protocols.finding import Finding
 from protocols.sampling import SampleRequest, restricts_support
 from protocols.step import WeightsReady
 from protocols.summary import MemoryEstimate
-from training_run.attachment import Attached, Plan, prepare_attachments
+from training_run.attachment import Attached, Plan, prepare_attachments, unknown_parts
 from training_run.directory.best_checkpoint import INITIAL, BestCheckpointKeeper
+from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.directory.checkpoints import checkpoint_path, checkpoint_steps
 from training_run.directory.run_directory import RunDirectory
 from training_run.groups.ledger import Ledger
@@ -165,13 +166,12 @@ async def _build_context(
         state=state,
         history=history,
         base=start.initial if state and not history.before else None,
-        replay=start.replay,
         memory=ready.estimate,
         history_gaps=start.gaps,
         origin=start.origin,
-        warnings=(*dataset_warnings(loaded), *ungraded, *start.warnings),
+        warnings=(*dataset_warnings(loaded), *ungraded, *start.warnings, *unknown_parts(start.parts)),
         preflight=preflight,
-        attached=Attached(ending=plan.ending),
+        attached=Attached(ending=plan.ending, parts=CheckpointParts(start.parts)),
         address=address,
         sampler=Sampler(compute.decode.submit, engine),
         scorer=_make_scorer(profile, policy, engine, compute.scoring.lane),

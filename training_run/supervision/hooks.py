@@ -1,14 +1,35 @@
-"""What takes part in a run beside its actors: checks and observers of the reports."""
+"""What takes part in a run beside its actors: hooks of the updates, checks and observers of the reports."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from protocols.evaluation import EvalReport
 from protocols.finding import Finding
-from protocols.step import GroupsEnded, StepReport
+from protocols.rollout import Discarded, ScoredGroup
+from protocols.step import GroupsEnded, StepReport, TrainedGroup
 from protocols.summary import RunGauges
+
+
+class UpdateHook:
+    """Takes part in the updates of the learner. Every method adds nothing by default.
+
+    They are called in the event loop, in the order below.
+    """
+
+    def extra(self, *, step: int, version: int) -> Sequence[ScoredGroup]:
+        """Return groups to train on beside those of a batch that has any. They have ended, and do not end again.
+
+        step: number of batches before this one. version: the policy version before the update.
+        """
+        return ()
+
+    def ended(self, trained: Sequence[TrainedGroup], discarded: Sequence[Discarded], *, version: int) -> None:
+        """Take groups into account that have ended; also called between two batches. version: the policy's now."""
+
+    def rolled_back(self) -> None:
+        """Forget what depends on updates: the policy is an earlier one again."""
 
 
 class Check:

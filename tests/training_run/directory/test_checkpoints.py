@@ -15,6 +15,7 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
+from msgspec import Struct
 from msgspec.structs import replace
 
 from attachments.curriculum.group_outcomes import GroupOutcomes
@@ -22,11 +23,12 @@ from clotho.models.fingerprints import SAMPLE_BYTES, model_fingerprint, tokenize
 from clotho.storage import atomic_files
 from clotho.storage.tensors import write_tensors
 from protocols.accounting import LedgerState
+from protocols.checkpoint import Part
 from protocols.errors import CheckpointError, RunDirectoryError
-from protocols.step import ReplayGroup
-from tests.training.policies_and_groups import scored_group
+from tests.training.policies_and_groups import same_bits
 from tests.training_run.directory.made_checkpoints import ADAPTER, corrupt, names, parameters, snapshot, state
 from training_run.directory import checkpoints
+from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.directory.checkpoints import (
     find_damage,
     latest_checkpoint,
@@ -38,6 +40,12 @@ from training_run.directory.checkpoints import (
     require_same_inputs,
     write_checkpoint,
 )
+
+
+class Kept(Struct, frozen=True, kw_only=True):
+    """What an attachment keeps."""
+
+    number: float
 
 
 def test_a_checkpoint_keeps_every_bit(tmp_path: Path) -> None:
@@ -61,31 +69,34 @@ def test_a_checkpoint_keeps_every_bit(tmp_path: Path) -> None:
     assert found.optimizer["step"].dtype == mx.uint64
 
 
-def test_a_checkpoint_keeps_the_replay_buffer(tmp_path: Path) -> None:
-    """Exactly; a run without a buffer has no such file."""
-    first, second = (
-        ReplayGroup(
-            scored=replace(
-                scored_group([[1, 2], [3]], [0.1 + 0.2, -1e-300], logprob=-1 / 3, version=7, group_id=group_id),
-                parts={"exact": (None, 1.0)},
-                token_advantages=((0.1, 1e308), (5e-324,)),
-            ),
-            advantage=2 / 3,
-            version=group_id,
-        )
-        for group_id in (4, 11)
-    )
-    supported = replace(first.scored.group.completions[0], supports=(b"\x00\xff\x00\x00", b""))
-    group = replace(first.scored.group, completions=(supported, first.scored.group.completions[1]))
-    first = replace(first, scored=replace(first.scored, group=group))
-    path = write_checkpoint(tmp_path, replace(snapshot(1), replay=(first, second)), keep_last=3)
-    found = read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER)
-    assert found.replay == (first, second)
-    corrupt(path / "replay.msgpack")
-    with pytest.raises(CheckpointError, match=r"replay\.msgpack does not match"):
+def test_a_checkpoint_keeps_the_parts_of_attachments(tmp_path: Path) -> None:
+    """Values and arrays, each in a file of its own; a part without arrays has one file."""
+    arrays = {"a": mx.array([1.5, -0.0]), "b.c": mx.full((2, 1), 7, dtype=mx.uint8)}
+    parts = {"one": Part(value=Kept(number=1 / 3), arrays=arrays), "two": Part(value=Kept(number=2.0))}
+    path = write_checkpoint(tmp_path, replace(snapshot(1), parts=parts), keep_last=3)
+    found = CheckpointParts(read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER).parts)
+    one, two = found.saved("one", Kept), found.saved("two", Kept)
+    assert one is not None
+    assert two is not None
+    assert (one.value, two.value) == (Kept(number=1 / 3), Kept(number=2.0))
+    assert same_bits(dict(one.arrays), arrays)
+    assert not two.arrays
+    assert not (path / "two.part.safetensors").exists()
+    corrupt(path / "one.part.msgpack")
+    with pytest.raises(CheckpointError, match=r"one\.part\.msgpack does not match"):
         read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER)
     plain = write_checkpoint(tmp_path, snapshot(2), keep_last=3)
-    assert read_checkpoint(plain, expected=parameters(), adapter_config=ADAPTER).replay == ()
+    assert read_checkpoint(plain, expected=parameters(), adapter_config=ADAPTER).parts == {}
+
+
+def test_a_part_that_was_read_can_be_written_again_without_its_type(tmp_path: Path) -> None:
+    """As a fork does, before any attachment has read it."""
+    written = replace(snapshot(1), parts={"one": Part(value=Kept(number=1.0), arrays={"a": mx.array([1.0])})})
+    first = write_checkpoint(tmp_path, written, keep_last=3)
+    found = read_checkpoint(first, expected=parameters(), adapter_config=ADAPTER).parts
+    second = write_checkpoint(tmp_path, replace(snapshot(2), parts=found), keep_last=3)
+    for name in ("one.part.msgpack", "one.part.safetensors"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
 def test_a_checkpoint_keeps_the_evidence_of_a_curriculum_on_a_million_problems(tmp_path: Path) -> None:
@@ -179,12 +190,15 @@ def test_a_manifest_cannot_name_a_file_outside_its_directory(tmp_path: Path, nam
     assert damage.isprintable()
 
 
-@pytest.mark.parametrize("file", ["state.json", "adapters.safetensors", "replay.msgpack", "curriculum.msgpack"])
+@pytest.mark.parametrize(
+    "file",
+    ["state.json", "adapters.safetensors", "one.part.msgpack", "one.part.safetensors", "curriculum.msgpack"],
+)
 def test_a_manifest_lists_every_file_that_is_read(tmp_path: Path, file: str) -> None:
     """A file without a digest could be damaged unnoticed."""
-    group = ReplayGroup(scored=scored_group([[1]], [1.0]), advantage=1.0, version=1)
+    parts = {"one": Part(value=Kept(number=1.0), arrays={"a": mx.array([1.0])})}
     evidence = GroupOutcomes(["a"]).evidence()
-    path = write_checkpoint(tmp_path, replace(snapshot(20), replay=(group,), evidence=evidence), keep_last=3)
+    path = write_checkpoint(tmp_path, replace(snapshot(20), parts=parts, evidence=evidence), keep_last=3)
     manifest = msgspec.json.decode((path / "MANIFEST.json").read_bytes())
     manifest["files"] = [entry for entry in manifest["files"] if entry["name"] != file]
     (path / "MANIFEST.json").write_bytes(msgspec.json.encode(manifest))

@@ -1,0 +1,57 @@
+"""Parts of attachments in checkpoints: read with their type, and collected at the moment of an update."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from msgspec import Struct
+
+from protocols.checkpoint import Part
+from protocols.errors import CheckpointError
+from training_run.attachment import unknown_parts
+from training_run.directory.checkpoint_parts import CheckpointParts
+
+
+class Kept(Struct, frozen=True, kw_only=True):
+    """What an attachment keeps."""
+
+    number: int
+
+
+def read(value: object) -> dict[str, Part[msgspec.Raw]]:
+    """Return the part `one` of a checkpoint that was read."""
+    return {"one": Part(value=msgspec.Raw(msgspec.msgpack.encode(value)), arrays={"a": 1})}
+
+
+def test_an_attachment_finds_what_it_has_saved() -> None:
+    """Value and arrays; None if the checkpoint has no such part."""
+    parts = CheckpointParts(read(Kept(number=3)))
+    found = parts.saved("one", Kept)
+    assert found is not None
+    assert (found.value, found.arrays) == (Kept(number=3), {"a": 1})
+    assert parts.saved("other", Kept) is None
+
+
+@pytest.mark.parametrize("value", [{"number": "x"}, [], None])
+def test_a_part_of_another_type_is_refused_by_name(value: object) -> None:
+    """It is not replaced by a new state."""
+    with pytest.raises(CheckpointError, match="'one'"):
+        CheckpointParts(read(value)).saved("one", Kept)
+
+
+def test_parts_are_those_of_the_moment() -> None:
+    """Each collection asks again. A part that has nothing to keep is left out, and so is one that nobody saves."""
+    numbers = iter([1, 2])
+    parts = CheckpointParts(read(Kept(number=3)))
+    parts.save("counted", lambda: Part(value=Kept(number=next(numbers))))
+    parts.save("empty", lambda: None)
+    assert [{name: part.value for name, part in parts.collect().items()} for _ in range(2)] == [
+        {"counted": Kept(number=1)},
+        {"counted": Kept(number=2)},
+    ]
+
+
+def test_a_part_whose_attachment_is_absent_is_a_warning_that_names_it() -> None:
+    """A part of an attachment that is installed is none: its settings decide whether it is used."""
+    (warning,) = unknown_parts(["replay", "absent_attachment"])
+    assert "'absent_attachment'" in warning
