@@ -44,7 +44,6 @@ from attachments.alarms.collapse_detection import CollapseMonitor
 from attachments.alarms.messages import CollapseState
 from attachments.atropos.batch_source import batch_source, group_reader, running_url
 from attachments.doctor.start import log_findings
-from attachments.remote.sampling import remote_sampler
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.machine import compute_slots
@@ -57,7 +56,7 @@ from protocols.evaluation import EvalReport
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
 from protocols.step import LearnerReport, PolicyUpdated
-from protocols.summary import RemoteGauges, RunSummary
+from protocols.summary import RunSummary
 from training_run.accounting import GroupAccounting, group_source
 from training_run.attachment import Wired
 from training_run.directory.jsonl import JsonlWriter
@@ -87,7 +86,6 @@ from training_run.supervision.supervisor import (
     describe_error,
     permanent,
     temporary,
-    transient,
 )
 
 log = structlog.get_logger(actor="pipeline")
@@ -143,11 +141,11 @@ def wire(
     reports: Channel[LearnerReport | EvalReport] = custom.channel("reports", capacity.reports)
     receivers = ["broadcaster", "checkpointer", *(["evaluator"] if isinstance(profile.eval, HeldOutEvaluation) else [])]
     updates = {name: Queue[PolicyUpdated](f"updates.{name}", capacity=1) for name in receivers}
-    remote = remote_sampler(context, updates)
+    updates |= context.attached.updates
     if isinstance(profile.atropos, AtroposSource):
         rollouts = wire_environments(context, profile.atropos, custom, scored, atropos_url=atropos_url)
     else:
-        rollouts = wire_rollouts(context, custom, scored, remote or context.sampler)
+        rollouts = wire_rollouts(context, custom, scored, context.attached.sampler or context.sampler)
     source = group_source(context, rollouts.source.actor, rollouts.first.queues[0])
     group_channels: list[Channel[Any]] = [*rollouts.channels, scored]
     accounting = GroupAccounting(context, source, [queue for channel in group_channels for queue in channel.queues])
@@ -158,7 +156,6 @@ def wire(
         queues=[*queues, *updates.values()],
         children=supervisor.status,
         events_lost=lambda: events.lost,
-        remote=remote.gauges if remote else RemoteGauges,
     )
     facts = context.facts(blas=load_blas())
     wired = Wired(queues=[*queues, *updates.values()], facts=facts)
@@ -167,7 +164,7 @@ def wire(
         wire_monitor(context, custom, reports, run_monitor, console, facts),
         *reports.children,
         *scored.children,
-        *([transient(remote)] if remote else []),
+        *context.attached.receivers,
         *wire_training(context, custom, scored, reports, updates, accounting, early_end),
         *lost.children,
         *rollouts.children,

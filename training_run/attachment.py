@@ -16,17 +16,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from msgspec import Struct, field
 
 from clotho.extension import attachment_modules, attachment_names
-from protocols.summary import RankGauges, ResourceReading
+from protocols.summary import RankGauges, RemoteGauges, ResourceReading
 
 if TYPE_CHECKING:
     from clotho.inference.engine import DecodeEngine
     from clotho.lanes.compute_thread import Compute
+    from clotho.lanes.sampling_client import GroupSampler
     from clotho.training.gradient import OtherRanks
+    from protocols.queues import Inbox
+    from protocols.step import PolicyUpdated
     from training_run.directory.checkpoint_parts import CheckpointParts
     from training_run.directory.run_directory import RunDirectory
     from training_run.profile.rules import Complaint, Rule
     from training_run.profile.schema import Profile
     from training_run.records.display import RunFacts
+    from training_run.rewards.worker_process import NewWorker
     from training_run.run import RunContext
     from training_run.supervision.hooks import ReportObserver, UpdateHook
     from training_run.supervision.queues import Queue
@@ -40,7 +44,7 @@ class Plan(Struct, kw_only=True, eq=False):
 
     ending: closed when the run ends, also if its start fails; last in, first out. token_values: updates return the
     values of their tokens; may be set, and is never cleared. ranks: compute shares of every gradient; None: this
-    process computes them alone.
+    process computes them alone. workers: what starts the workers of rewards, by the value of `rewards.where`.
     """
 
     profile: Profile
@@ -48,6 +52,7 @@ class Plan(Struct, kw_only=True, eq=False):
     ending: ExitStack
     token_values: bool = False
     ranks: OtherRanks | None = None
+    workers: dict[str, NewWorker] = field(default_factory=dict)
 
 
 class Wired(Struct, frozen=True, kw_only=True, eq=False):
@@ -64,8 +69,11 @@ class Attached(Struct, kw_only=True, eq=False):
     """Attachments -> wiring: what they have added to a run that is loaded and has not begun.
 
     ending: closed when the run ends, last in, first out. parts: what they keep in checkpoints. hooks: asked by the
-    learner. observers: told by the monitor. services: children beside the flow of groups. recorders: return children
-    that record the flow. resources: the latest reading of the machine. learner_ranks: reads the work of all ranks.
+    learner. observers: told by the monitor. services: children beside the flow of groups. receivers: children that
+    start before those that make groups. recorders: return children that record the flow. updates: queues to those that
+    receive every update, by name.
+    sampler: samples the rollouts; None: the run's own. resources: the latest reading of the machine.
+    remote_servers, learner_ranks: read the state of remote inference servers, and the work of all ranks.
     """
 
     ending: ExitStack
@@ -73,9 +81,27 @@ class Attached(Struct, kw_only=True, eq=False):
     hooks: list[UpdateHook] = field(default_factory=list)
     observers: list[ReportObserver] = field(default_factory=list)
     services: list[Child] = field(default_factory=list)
+    receivers: list[Child] = field(default_factory=list)
     recorders: list[Callable[[Wired], Child]] = field(default_factory=list)
+    updates: dict[str, Queue[PolicyUpdated]] = field(default_factory=dict)
+    sampler: GroupSampler | None = None
     resources: ResourceReading = ResourceReading()
+    remote_servers: Callable[[], RemoteGauges] = RemoteGauges
     learner_ranks: Callable[[], RankGauges] = RankGauges
+
+    def receive_updates(self, name: str) -> Inbox[PolicyUpdated]:
+        """Return the inbox of a further receiver of updates. The learner waits until it has taken the last one."""
+        from training_run.supervision.queues import Queue
+
+        self.updates[name] = queue = Queue["PolicyUpdated"](f"updates.{name}", capacity=1)
+        return queue.inbox()
+
+
+SLOTS = {
+    "sampler": "where rollouts are sampled",
+    "groups": "where groups come from",
+}
+"""What at most one attachment of a run decides: name of the slot -> what it is, in a refusal."""
 
 
 class Attachment:
@@ -99,6 +125,13 @@ class Attachment:
 
         None: it is the process of the run. argv: the arguments of the run. Called before MLX is imported.
         """
+
+    def slots(self, profile: Profile) -> Mapping[str, str]:
+        """Return the slots that the attachment fills, or that have no use with it: name -> the setting that says so.
+
+        The setting begins with its key, such as `cluster = "ray"`.
+        """
+        return {}
 
     def complaints(self, profile: Profile) -> Iterable[Complaint]:
         """Return what is wrong between settings, beyond the rows of the two tables."""
@@ -131,12 +164,24 @@ def installed_attachments() -> tuple[Attachment, ...]:
     return tuple(module.ATTACHMENT for module in attachment_modules("attachment"))
 
 
+def slot_settings(profile: Profile, slot: str) -> list[str]:
+    """Return the settings that decide what is in a slot; none if the run itself decides."""
+    claims = (attachment.slots(profile) for attachment in installed_attachments())
+    return [claim[slot] for claim in claims if slot in claim]
+
+
 def unknown_parts(names: Iterable[str]) -> tuple[str, ...]:
     """Return a warning for each part of a checkpoint whose attachment this installation lacks."""
     return tuple(
         f"the checkpoint has state of the attachment '{name}', which this installation lacks: it is dropped"
         for name in sorted(set(names) - set(attachment_names()))
     )
+
+
+def check_attachments(profile: Profile) -> None:
+    """Raise ProfileError for what an attachment knows that cannot work."""
+    for attachment in installed_attachments():
+        attachment.check(profile)
 
 
 def engine_watches(compute: Compute, engine: DecodeEngine) -> list[Child]:

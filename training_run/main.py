@@ -256,10 +256,9 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
     Exit status: 0 for help and a dry run. Raises ClothoError for bad input, before anything is written.
     """
     before_mlx()
-    from attachments.atropos.group_sizes import require_fillable
     from clotho.storage.adapters import require_own_adapter
     from protocols.errors import ClothoError
-    from training_run.attachment import installed_attachments
+    from training_run.attachment import check_attachments
     from training_run.directory.run_directory import open_run
     from training_run.profile.flags import help_text, parse_arguments
     from training_run.profile.load import load_profile
@@ -270,9 +269,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
         return _show_help(help_text(arguments.help, commands()))[0]
     fork = find_fork(arguments) if arguments.fork else None
     profile = load_profile(arguments.profile, arguments.overrides, adjust=partial(adjusted, arguments))
-    require_fillable(profile)
-    for attachment in installed_attachments():
-        attachment.check(profile)
+    check_attachments(profile)
     if profile.actors:
         from training_run.supervision.custom_actors import require_positions
 

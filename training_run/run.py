@@ -8,7 +8,6 @@ from typing import Any
 from msgspec import Struct
 
 from attachments.atropos.sample_log import SampleLog
-from attachments.cluster.connection import RayConnection
 from attachments.curriculum.curriculum import Curriculum
 from clotho.backend import backend
 from clotho.inference.engine import DecodeEngine
@@ -51,7 +50,6 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     """Start-up -> wiring. The references are fixed; some of the objects are state that actors share.
 
     engine_failure: gets an exception if a decode step raises; never a result.
-    cluster: the Ray cluster of the run; None without one.
     inputs: fingerprints of model, tokenizer and dataset.
     state: the checkpoint that the run resumes from. history: evaluations from before the last start.
     history_gaps: records that the checkpoint covers and that the history files lack.
@@ -104,7 +102,6 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     swap_times: SwapTimes
     evaluations: list[EvalReport]
     attached: Attached
-    cluster: RayConnection | None = None
 
     @property
     def resumed_from(self) -> int | None:

@@ -24,7 +24,7 @@ from clotho.settings.server import HttpServer
 from protocols.checkpoint import BestCheckpoint
 from protocols.sampling import BASE
 from protocols.step import WeightsReady
-from protocols.summary import QueueGauge, RemoteGauges, RunGauges, RunSummary
+from protocols.summary import QueueGauge, RunGauges, RunSummary
 from training_run.accounting import GroupAccounting
 from training_run.directory.checkpoints import checkpoint_path
 from training_run.records.summary import resume_command
@@ -49,14 +49,12 @@ class RunMonitor:
         queues: Sequence[Queue[Any]],
         children: Callable[[], dict[str, ChildStatus]],
         events_lost: Callable[[], int] = lambda: 0,
-        remote: Callable[[], RemoteGauges] = RemoteGauges,
     ) -> None:
         """queues: all queues of the run. children: status of the supervised actors, by name.
 
-        events_lost: number of events that the event log could not write. remote: state of remote inference servers.
+        events_lost: number of events that the event log could not write.
         """
         self._context, self._queues, self._events_lost = context, queues, events_lost
-        self._remote = remote
         self._groups = GroupsInFlight(context, queues)
         self._began = time.monotonic()
         self._api_requests = 0
@@ -77,7 +75,7 @@ class RunMonitor:
     def gauges(self) -> RunGauges:
         """Current metrics for the display and metrics.jsonl."""
         context, swaps = self._context, self._context.swap_times
-        rates, stats, remote = context.compute.rates(), context.engine.stats(), self._remote()
+        rates, stats, remote = context.compute.rates(), context.engine.stats(), context.attached.remote_servers()
         return RunGauges(
             queues=tuple(
                 QueueGauge(name=queue.name, depth=queue.depth, capacity=queue.capacity) for queue in self._queues
@@ -127,7 +125,7 @@ class RunMonitor:
             queues=tuple(QueueSnapshot(**structs.asdict(queue.stats())) for queue in self._queues),
             restarts=self.serving.restarts(),
             events_lost=self._events_lost(),
-            remote=self._remote(),
+            remote=context.attached.remote_servers(),
             learner_ranks=context.attached.learner_ranks(),
         )
 

@@ -116,11 +116,9 @@ class RayConnection:
             os.environ.setdefault(name, value)
         if self._settings.address == LOCAL:
             os.environ |= ONE_MACHINE
-        try:
-            import ray
-            import ray._private.worker as internals
-        except ImportError as error:
-            raise ProfileError("cluster needs the package ray: pip install -e '.[ray]'") from error
+        import ray
+        import ray._private.worker as internals
+
         address, workers = self._settings.address, self._settings.workers
         options: dict[str, Any] = {"address": address}
         if address == LOCAL:

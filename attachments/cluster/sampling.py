@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from anyio.to_thread import run_sync
 
+from attachments.cluster.connection import RayConnection
 from attachments.cluster.messages import WorkerSettings
 from attachments.cluster.published_weights import PublishedWeights
 from attachments.cluster.ray_worker import RayWorker
@@ -15,6 +16,7 @@ from attachments.remote.place import InferenceServer
 from attachments.remote.server import RemoteFailure, Traffic
 from attachments.remote.weights import Weights
 from clotho.lanes.sampling_client import GenerationError
+from clotho.models.parameters import layout
 from protocols.sampling import SampleRequest
 from training_run.run import RunContext
 
@@ -22,11 +24,10 @@ from training_run.run import RunContext
 class RayWorkers:
     """The workers of a cluster, as they join. The first call connects to the cluster."""
 
-    def __init__(self, context: RunContext, settings: RayCluster) -> None:
-        assert context.cluster is not None
-        self._connection = context.cluster
-        self._settings, self._run_id = settings, context.directory.run_id
-        profile = context.profile
+    def __init__(self, run: RunContext, settings: RayCluster, connection: RayConnection) -> None:
+        self._connection = connection
+        self._settings, self._run_id = settings, run.directory.run_id
+        profile = run.profile
         self._worker = WorkerSettings(
             model=profile.model,
             policy=profile.policy,
@@ -35,8 +36,8 @@ class RayWorkers:
             monitor=profile.monitor,
             seed=profile.seed,
         )
-        start = Weights(ready=context.weights.value, parameters=context.policy_learner.parameters)
-        self._weights = PublishedWeights(self._connection.put, start=None if context.policy.keeps_base else start)
+        start = Weights(ready=run.weights.value, parameters=run.policy_learner.parameters)
+        self._weights = PublishedWeights(self._connection.put, start=None if run.policy.keeps_base else start)
 
     async def joined(self) -> Sequence[InferenceServer]:
         """Return the workers that have joined since the last call.
@@ -65,19 +66,20 @@ class LocalEngine:
 
     name, restarts = "local", False
 
-    def __init__(self, context: RunContext, layout: str, fingerprints: Mapping[int, str]) -> None:
+    def __init__(self, run: RunContext, fingerprints: Mapping[int, str]) -> None:
         """fingerprints: of the versions of this run."""
         self.traffic = Traffic()
-        self._context, self._layout, self._fingerprints = context, layout, fingerprints
+        self._run, self._fingerprints = run, fingerprints
+        self._layout = layout(run.policy_learner.parameters)
 
     async def served(self) -> ServedPolicy:
         """Return the policy that the run serves."""
-        weights, policy = self._context.weights.value, self._context.policy
+        weights, policy = self._run.weights.value, self._run.policy
         return ServedPolicy(
             version=weights.version,
             step=weights.step,
             fingerprint=weights.fingerprint,
-            run_id=self._context.directory.run_id,
+            run_id=self._run.directory.run_id,
             layout=self._layout,
             vocab_size=policy.vocab_size,
             context_length=policy.context_length,
@@ -85,13 +87,13 @@ class LocalEngine:
 
     async def push(self, weights: Weights) -> ServedPolicy:
         """Wait until the run serves the weights."""
-        await self._context.weights.wait_until(lambda ready: ready.version >= weights.ready.version)
+        await self._run.weights.wait_until(lambda ready: ready.version >= weights.ready.version)
         return await self.served()
 
     async def sample(self, request: SampleRequest) -> RolloutAnswer:
         """Return one completion per seed. Raises RequestError if the engine refuses the request."""
         try:
-            completions = await self._context.sampler.complete(request)
+            completions = await self._run.sampler.complete(request)
         except GenerationError as error:
             raise RemoteFailure(str(error)) from error
         versions = {version for completion in completions for version in completion.versions}

@@ -63,6 +63,7 @@ from protocols.errors import ClothoError, DatasetError, ProfileError, RecordsErr
 from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, FindingName, Remedy
 from protocols.rollout import GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.summary import MemoryEstimate
+from training_run.attachment import check_attachments
 from training_run.commands.command_line import require_new_file
 from training_run.directory.run_directory import open_run
 from training_run.groups.prompts import read_split
@@ -295,6 +296,7 @@ async def _context(profile: Profile, directory: Path, compute: Compute, ending: 
     own = replace(profile, trackers=(), run_dir=str(directory))
     if isinstance(own.collapse_detection, Off):
         own = replace(own, collapse_detection=WarnOnCollapse())
+    check_attachments(own)
     run_directory = open_run(directory, resume=False, clean=False)
     try:
         return await build_context(own, run_directory, compute, ending, slow_seconds=profile.monitor.watchdog_seconds)

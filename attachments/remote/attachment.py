@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
 from clotho.settings.bounds import NonNegativeFloat, Off, Positive, PositiveFloat, Variant, about
-from training_run.attachment import Attachment
+from training_run.attachment import Attach, Attachment, Plan
+
+if TYPE_CHECKING:
+    from training_run.profile.schema import Profile
+    from training_run.run import RunContext
 
 ServerUrl = Annotated[str, Meta(pattern=r"^https?://[^\s/]+\S*$", title="http://HOST:PORT")]
 
@@ -63,4 +68,27 @@ class RayCluster(Variant, frozen=True, kw_only=True, tag="ray"):
 
 ClusterSection = Annotated[Off | RayCluster, about("Rollout workers on other processes or machines.")]
 
-ATTACHMENT = Attachment()
+
+class Remote(Attachment):
+    """`generator = "remote"` of a profile."""
+
+    def slots(self, profile: Profile) -> Mapping[str, str]:
+        """The sampler."""
+        return {"sampler": 'generator = "remote"'} if isinstance(profile.generator, RemoteGeneration) else {}
+
+    async def prepare(self, plan: Plan) -> Attach | None:
+        """Let updates return the values of their tokens, which are compared with those of the servers."""
+        settings = plan.profile.generator
+        if not isinstance(settings, RemoteGeneration):
+            return None
+        plan.token_values = True
+
+        async def attach(run: RunContext) -> None:
+            from attachments.remote.sampling import add_sampler, inference_servers
+
+            add_sampler(run, settings, servers=inference_servers(run, settings))
+
+        return attach
+
+
+ATTACHMENT = Remote()

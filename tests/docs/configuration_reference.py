@@ -11,7 +11,12 @@ from tests.docs.pages import DOCS
 from training_run.profile.flags import attached, attached_key, availability, default_in_words
 from training_run.profile.keys import KEYS, SECTIONS
 from training_run.profile.other_trainers import SHORT, Row, accepted
-from training_run.profile.rules import contradictions, learnable_distribution, rules_without_effect
+from training_run.profile.rules import (
+    contradictions,
+    learnable_distribution,
+    one_setting_per_slot,
+    rules_without_effect,
+)
 from training_run.supervision.custom_actors import require_positions
 
 PAGE = DOCS / "configuration.md"
@@ -119,7 +124,7 @@ def _meaning(key: Key) -> str:
 
 def _between() -> str:
     rows = [f"| {_paths(_shown(rule.keys))} | {_cell(_reason(rule.reason))} |" for rule in contradictions()]
-    checks = (learnable_distribution, require_positions, require_fillable)
+    checks = (learnable_distribution, one_setting_per_slot, require_positions, require_fillable)
     others = [f"* {' '.join((check.__doc__ or '').split())}" for check in checks]
     return "\n".join(
         [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,7 +12,7 @@ from attachments.remote.attachment import RemoteGeneration, RestartedServers
 from clotho.serving.loopback import is_loopback
 from protocols.learnability import unlearnable
 from protocols.sampling import PARAMETERS, in_use
-from training_run.attachment import installed_attachments
+from training_run.attachment import SLOTS, installed_attachments, slot_settings
 from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS, SETTABLE
 from training_run.profile.schema import Profile
 
@@ -155,14 +156,8 @@ CONTRADICTIONS = (
          '= "{}" contradicts atropos: environments sample over HTTP'),
     Rule("server.accept_weights server.weights_root", lambda v, x: bool(x),
          "belongs to the command serve: a training run serves its own weights"),
-    Rule("cluster.type", lambda v, x: x != "off" and v["atropos.type"] != "off",
-         '= "{}" contradicts atropos: environments sample on the HTTP server of the run'),
-    Rule("cluster.type", lambda v, x: x != "off" and v["generator.type"] == "remote",
-         '= "{}" contradicts generator = "remote": choose either inference servers or workers of a cluster'),
     Rule("cluster.address", lambda v, x: x.startswith("ray://"),
          '= "{}" is that of a Ray Client: the run must be on a machine of the cluster, with "auto" or HOST:PORT'),
-    Rule("generator.type", lambda v, x: x == "remote" and v["atropos.type"] != "off",
-         '= "{}" contradicts atropos: environments sample on the HTTP server of the run'),
     Rule("async", lambda v, x: not x and v["atropos.type"] != "off",
          "= false and atropos exclude each other: environments run ahead; learner.max_staleness limits how far"),
 )
@@ -176,6 +171,7 @@ def first_complaint(profile: Profile) -> Complaint | None:
         learnable_distribution,
         distribution_of_mlx_lm,
         violated_rows,
+        one_setting_per_slot,
         *(attachment.complaints for attachment in installed_attachments()),
     ]
     return next((complaint for check in checks for complaint in check(profile)), None)
@@ -216,6 +212,13 @@ def violated_rows(profile: Profile) -> Iterator[Complaint]:
                 reason = rule.reason.format(v[key], v=v)
                 text = f"{key.removesuffix('.type')} {'has no effect: ' if rule in without_effect else ''}{reason}"
                 yield Complaint(key, text, tuple(rule.decided_by.split()))
+
+
+def one_setting_per_slot(profile: Profile) -> Iterator[Complaint]:
+    """Two settings do not decide the same: where rollouts are sampled, or where groups come from."""
+    for slot, what in SLOTS.items():
+        for setting, other in pairwise(slot_settings(profile, slot)):
+            yield Complaint(other.partition(" ")[0], f"{other} contradicts {setting}: both decide {what}")
 
 
 def rules_without_effect() -> tuple[Rule, ...]:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from itertools import combinations
+from types import MappingProxyType
 from typing import Protocol
 
 import anyio
@@ -93,7 +94,7 @@ class RewardRunner:
         overlong: Overlong | None = None,
         keep_zero_variance: bool = False,
         max_steps: int = 0,
-        cluster: NewWorker | None = None,
+        workers: Mapping[str, NewWorker] = MappingProxyType({}),
     ) -> None:
         """Load and check every function of `sections`.
 
@@ -105,7 +106,7 @@ class RewardRunner:
             keep_zero_variance: score groups with equal rewards instead of discarding them, for advantages that are
                 normalized over more than the group.
             max_steps: `steps` of the profile, for functions that read `trainer_state`.
-            cluster: starts workers for the functions with `where = "cluster"`; None: on this machine, as for others.
+            workers: what starts the workers of functions, by their `where`; without one, they start on this machine.
 
         The time limit of a section covers its function on a whole group. The built-in functions run in one call per
         group, whose time limit is the sum of theirs. Raises ProfileError if a name is unknown, a function that runs in
@@ -115,7 +116,7 @@ class RewardRunner:
         _check_sections(sections, reserved=() if overlong is None else (OVERLONG,))
         self._overlong = overlong
         self._keep_zero_variance = keep_zero_variance
-        self._max_steps, self._cluster = max_steps, cluster
+        self._max_steps, self._workers = max_steps, workers
         self._threads = WorkerThreads()
         self._loops: list[WorkerLoop] = []
         self._failed: set[str] = set()
@@ -270,7 +271,7 @@ class RewardRunner:
             pool = WorkerPool(
                 function,
                 max_workers=section.max_workers or DEFAULT_MAX_WORKERS,
-                new_worker=self._cluster if self._cluster and section.where == "cluster" else new_process,
+                new_worker=self._workers.get(section.where, new_process),
             )
             self._pools.append(pool)
             return _Component(section=section, caller=pool)
@@ -362,8 +363,8 @@ class _Occupancy:
         self._count -= 1
 
 
-def rewards_of(profile: Profile, *, cluster: NewWorker | None = None) -> RewardRunner:
-    """Return the rewards of a profile. cluster: as of `RewardRunner`, whose errors it raises."""
+def rewards_of(profile: Profile, *, workers: Mapping[str, NewWorker] = MappingProxyType({})) -> RewardRunner:
+    """Return the rewards of a profile. workers: as of `RewardRunner`, whose errors it raises."""
     objective, overlong = profile.learner.objective, None
     if isinstance(penalty := objective.overlong_penalty, LinearOverlongPenalty):
         overlong = Overlong(max_tokens=profile.sampling.max_tokens, buffer=penalty.buffer, penalty=penalty.max_penalty)
@@ -373,7 +374,7 @@ def rewards_of(profile: Profile, *, cluster: NewWorker | None = None) -> RewardR
         overlong=overlong,
         keep_zero_variance=not within_group,
         max_steps=profile.steps,
-        cluster=cluster,
+        workers=workers,
     )
 
 

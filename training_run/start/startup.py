@@ -7,15 +7,11 @@ from typing import NamedTuple, TypeVar
 
 import structlog
 from anyio.to_thread import run_sync
-from msgspec.structs import replace
 
 from attachments.adapters.adapter_store import AdapterStore
 from attachments.atropos.sample_log import SampleLog, token_cost
-from attachments.cluster.connection import RayConnection
-from attachments.cluster.reward_worker import ClusterRewards
 from attachments.curriculum.curriculum import Curriculum, success_rate_settings
 from attachments.doctor.start import PreflightReport, start_findings, write_report
-from attachments.remote.attachment import RayCluster, RemoteGeneration
 from clotho.data.problems import problems_fingerprint
 from clotho.inference.decoding import LONGEST_PART
 from clotho.inference.engine import DecodeEngine
@@ -89,16 +85,12 @@ async def build_context(
     watch = startup_watch(slow_seconds)
     plan = Plan(profile=profile, directory=directory, ending=ending)
     prepared = await prepare_attachments(plan)
-    with watch.phase("custom actors, environments and rewards"):
+    with watch.phase("custom actors and rewards"):
         require_importable(profile)
-        cluster = RayConnection(profile.cluster) if isinstance(profile.cluster, RayCluster) else None
-        if cluster is not None:
-            ending.callback(cluster.close)
-        rewards = rewards_of(profile, cluster=ClusterRewards(cluster) if cluster is not None else None)
+        rewards = rewards_of(profile, workers=plan.workers)
         ending.callback(rewards.close)
     prepare_struct_types()
     context = await _build_context(plan, compute, rewards, watch, address=address)
-    context = replace(context, cluster=cluster)
     for attach in prepared:
         await attach(context)
     return context
@@ -282,7 +274,6 @@ def _load_policy(plan: Plan, lane: Lane) -> LoadedPolicy:
     elif from_checkpoint:
         publish_first_checkpoint(policy, checkpoint_path(directory.checkpoints, INITIAL))
     collapse = profile.collapse_detection
-    compared = isinstance(profile.generator, RemoteGeneration) or isinstance(profile.cluster, RayCluster)
     learner = PolicyLearner(
         policy,
         profile.learner,
@@ -291,7 +282,7 @@ def _load_policy(plan: Plan, lane: Lane) -> LoadedPolicy:
         seed=profile.seed,
         rollback_window=collapse.window if isinstance(collapse, RollBackOnCollapse) else 0,
         measure_update_kl=0 if isinstance(collapse, Off) else collapse.patience,
-        token_values=plan.token_values or compared,
+        token_values=plan.token_values,
         ranks=plan.ranks,
         lane=lane,
     )

@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster: what is refused."""
+"""What a run on a Ray cluster needs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from attachments.cluster.connection import RayConnection
-from attachments.remote.attachment import RayCluster
+from attachments.cluster.attachment import ATTACHMENT
 from protocols.errors import ProfileError
+from tests.training_run.built_context import tiny_profile
 
 ROOT = Path(__file__).parents[3]
 
 
-async def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray is an optional package."""
+def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray is an optional package. A run without a cluster is not refused."""
     monkeypatch.setitem(sys.modules, "ray", None)
+    ATTACHMENT.check(tiny_profile(tmp_path))
     with pytest.raises(ProfileError, match=r"\[ray\]"):
-        await RayConnection(RayCluster(address="local")).connect()
+        ATTACHMENT.check(tiny_profile(tmp_path, cluster="ray"))
 
 
 def test_a_run_without_a_cluster_needs_no_ray() -> None:

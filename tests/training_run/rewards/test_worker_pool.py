@@ -257,7 +257,7 @@ async def test_a_group_whose_machine_leaves_is_scored_again(
         return (kinds.pop() if kinds else worker_process.WorkerProcess)(function, on_output=on_output)
 
     section = RewardSection(name=f"{HOSTILE}misbehaves", where="cluster", max_workers=1)
-    rewards = RewardRunner((section,), cluster=start)
+    rewards = RewardRunner((section,), workers={"cluster": start})
     try:
         outcome = await rewards.score(group("a", "abc"))
     finally:
