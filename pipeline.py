@@ -43,7 +43,6 @@ from actors.scorer import Scorer
 from attachments.alarms.collapse_detection import CollapseMonitor
 from attachments.alarms.messages import CollapseState
 from attachments.atropos.batch_source import batch_source, group_reader, running_url
-from attachments.doctor.start import log_findings
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.machine import compute_slots
@@ -70,6 +69,7 @@ from training_run.records.summary import print_summary
 from training_run.run import RunContext
 from training_run.run_monitor import RunMonitor
 from training_run.services import wire_atropos, wire_services
+from training_run.start.preflight import log_findings
 from training_run.start.starting_point import checkpoint_records
 from training_run.start.startup import build_context
 from training_run.supervision.custom_actors import Channel, CustomActors

@@ -22,9 +22,13 @@ if TYPE_CHECKING:
     from clotho.inference.engine import DecodeEngine
     from clotho.lanes.compute_thread import Compute
     from clotho.lanes.sampling_client import GroupSampler
+    from clotho.models.tokenizer import ChatTokenizer
     from clotho.training.gradient import OtherRanks
+    from protocols.finding import Finding
+    from protocols.prompt import Problem
     from protocols.queues import Inbox
     from protocols.step import PolicyUpdated
+    from protocols.summary import MemoryEstimate
     from training_run.directory.checkpoint_parts import CheckpointParts
     from training_run.directory.run_directory import RunDirectory
     from training_run.profile.rules import Complaint, Rule
@@ -139,6 +143,20 @@ class Attachment:
 
     def check(self, profile: Profile) -> None:
         """Raise ProfileError for what cannot work; in milliseconds, and before the run directory is touched."""
+
+    def facts(self, profile: Profile) -> Mapping[str, str]:
+        """Return what `doctor` says about a machine or a profile, by subject."""
+        return {}
+
+    def findings(self, profile: Profile, estimate: MemoryEstimate) -> Iterable[Finding]:
+        """Examine machine and profile, before the policy is loaded. estimate: memory of the run."""
+        return ()
+
+    def findings_when_loaded(
+        self, profile: Profile, tokenizer: ChatTokenizer, problems: Sequence[Problem]
+    ) -> Iterable[Finding]:
+        """Examine what has been loaded, without a completion. problems: those for training."""
+        return ()
 
     def rewind(self, directory: RunDirectory, step: int, place: Path | None) -> None:
         """Remove what the attachment has recorded in a run directory about later steps than `step`.

@@ -1,17 +1,39 @@
-"""The command that checks a profile before its run."""
+"""Checks of a profile before its run: by the command `doctor`, and those without a completion at each start."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
+from clotho.settings.bounds import Off
+from protocols.finding import Finding
 from training_run.attachment import Attachment
+
+if TYPE_CHECKING:
+    from clotho.models.tokenizer import ChatTokenizer
+    from protocols.prompt import Problem
+    from training_run.profile.schema import Profile
 
 
 class Doctor(Attachment):
-    """Checks machine, settings, model, template and problems."""
+    """Checks versions, settings, chat template and problems."""
 
     commands: ClassVar[Mapping[str, str]] = {"doctor": "attachments.doctor.doctor"}
+
+    def findings_when_loaded(
+        self, profile: Profile, tokenizer: ChatTokenizer, problems: Sequence[Problem]
+    ) -> Iterator[Finding]:
+        """Yield what will not work, or not as meant."""
+        from attachments.doctor.problems import problem_findings
+        from attachments.doctor.settings import setting_findings
+        from attachments.doctor.template import check_template, template_use
+        from attachments.doctor.versions import installed_versions, version_findings
+
+        yield from version_findings(installed_versions())
+        yield from setting_findings(profile)
+        yield from check_template(tokenizer, template_use(profile, problems)).findings
+        if isinstance(profile.atropos, Off):
+            yield from problem_findings(problems, profile.rewards, batch_size=profile.learner.batch_size)
 
 
 ATTACHMENT = Doctor()

@@ -31,6 +31,7 @@ from attachments.doctor.completions import (
 from attachments.doctor.problems import problem_findings, unparsable_finding
 from attachments.doctor.progress import Work
 from attachments.doctor.rehearsal import (
+    Forecast,
     Rehearsed,
     check_decoding,
     decode_rate,
@@ -41,14 +42,12 @@ from attachments.doctor.rehearsal import (
     update_time,
 )
 from attachments.doctor.settings import setting_findings
-from attachments.doctor.start import Forecast, needs_of, template_use
-from attachments.doctor.template import check_template
+from attachments.doctor.template import check_template, template_use
 from attachments.doctor.versions import installed_versions, version_findings
-from attachments.machine.machine import MachineState, machine_findings, read_machine
 from attachments.remote.attachment import RemoteGeneration
 from clotho.backend import backend
 from clotho.lanes.compute_thread import Compute, finish
-from clotho.models.machine import compute_slots, describe_machine, memory_limit
+from clotho.models.machine import compute_slots, describe_machine, memory_limit, physical_memory
 from clotho.process import load_blas
 from clotho.rewards.registry import expectations
 from clotho.serving.server import listen
@@ -63,7 +62,7 @@ from protocols.errors import ClothoError, DatasetError, ProfileError, RecordsErr
 from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, FindingName, Remedy
 from protocols.rollout import GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.summary import MemoryEstimate
-from training_run.attachment import check_attachments
+from training_run.attachment import check_attachments, installed_attachments
 from training_run.commands.command_line import require_new_file
 from training_run.directory.run_directory import open_run
 from training_run.groups.prompts import read_split
@@ -196,10 +195,8 @@ def run(argv: Sequence[str], console: Console) -> int:
     return int(bool(diagnosis.findings))
 
 
-async def diagnose(
-    profile: Profile, console: Console, *, machine: MachineState | None = None, seconds: float = SECONDS
-) -> Diagnosis:
-    """Make all checks of a profile. console: for events and progress. machine: its state; None reads it.
+async def diagnose(profile: Profile, console: Console, *, seconds: float = SECONDS) -> Diagnosis:
+    """Make all checks of a profile. console: for events and progress.
 
     seconds: time for completions and rehearsals. Nothing is written but a temporary run directory, which is deleted.
     """
@@ -209,7 +206,7 @@ async def diagnose(
         stack.callback(work.stop)
         try:
             work.phase("checking machine, settings and problems")
-            estimate = check_without_model(found, profile, machine)
+            estimate = check_without_model(found, profile)
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="clotho-doctor-")))
             compute = Compute(decode_share=profile.engine.decode_share, slots=compute_slots())
             compute.start()
@@ -225,13 +222,14 @@ async def diagnose(
     return found
 
 
-def check_without_model(found: Diagnosis, profile: Profile, machine: MachineState | None) -> MemoryEstimate:
+def check_without_model(found: Diagnosis, profile: Profile) -> MemoryEstimate:
     """Check machine, libraries, settings, port, memory and dataset. Raises Stopped."""
-    state = machine or read_machine(Path(profile.run_dir), blas=load_blas())
-    described = describe_machine(blas=state.blas)
-    found.add("machine", f"{described.processor}, {described.cores} cores, {memory(state.memory_bytes)}")
-    found.add("system", _system(state, described.system))
-    found.add("compute", f"MLX {described.mlx_version} on {described.backend}; {backend().compute_path(state.blas)}")
+    blas, attachments = load_blas(), installed_attachments()
+    described = describe_machine(blas=blas)
+    found.add("machine", f"{described.processor}, {described.cores} cores, {memory(physical_memory())}")
+    for subject, fact in (item for one in attachments for item in one.facts(profile).items()):
+        found.add(subject, fact)
+    found.add("compute", f"MLX {described.mlx_version} on {described.backend}; {backend().compute_path(blas)}")
     installed = installed_versions()
     found.add("versions", ", ".join(f"{n} {v}" for n, v in installed.items()), version_findings(installed))
     method = profile.policy.method
@@ -248,7 +246,7 @@ def check_without_model(found: Diagnosis, profile: Profile, machine: MachineStat
     _check_dataset(found, profile)
     with found.refused("model", "model_unusable", "name a directory or a repository in model.path"):
         estimate = estimate_memory(profile.model, profile)
-    found.findings += machine_findings(state, needs_of(profile, estimate))
+    found.findings += [finding for one in attachments for finding in one.findings(profile, estimate)]
     limit = memory_limit()
     text = f"{memory(estimate.total)} of {memory(limit.bytes)} ({describe_limit(limit)})"
     if refusal := too_large(estimate, limit):
@@ -273,22 +271,6 @@ def _check_dataset(found: Diagnosis, profile: Profile) -> None:
     found.add("dataset", f"{len(split.train)} problems for training, {len(split.heldout)} held out")
     if isinstance(profile.atropos, Off):
         found.findings += problem_findings(split.train, profile.rewards, batch_size=profile.learner.batch_size)
-
-
-def _system(state: MachineState, system: str) -> str:
-    """Describe memory, swap, disk and, on macOS, display and power."""
-    disk = "unknown" if state.disk_bytes is None else memory(state.disk_bytes)
-    parts = [system, f"{memory(state.available_bytes)} available", f"{memory(state.swap_bytes)} of swap in use"]
-    parts.append(f"{disk} of disk space free")
-    if (mac := state.mac) is not None:
-        display = {True: "on", False: "asleep", None: "unknown"}[mac.display_awake]
-        parts += [f"macOS {mac.version or 'unknown'}", f"display {display}", f"power {mac.power or 'unknown'}"]
-        idle = [number(minutes, "d") for minutes in (mac.sleep_minutes, mac.display_sleep_minutes)]
-        parts.append(f"sleep after {idle[0]} min without input, display sleep after {idle[1]} min")
-        parts.append(f"iogpu.wired_limit_mb {number(mac.wired_limit_mb, 'd')}")
-        panic = "none" if mac.panic is None else f"{mac.panic.days:.0f} days ago ({mac.panic.file})"
-        parts.append(f"last kernel panic {panic}")
-    return ", ".join(parts)
 
 
 async def _context(profile: Profile, directory: Path, compute: Compute, ending: ExitStack) -> RunContext:

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from attachments.alarms.collapse_detection import CERTAIN_FACTOR, LOWER_RATE
 from attachments.doctor.completions import draw
-from attachments.doctor.start import Forecast
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
 from clotho.lanes.sampling_client import GroupSampler
@@ -72,6 +71,25 @@ def update_time(learner: PolicyLearner, profile: Profile, *, context: int, posit
     began = time.perf_counter()
     learner.rehearse([(0, groups)])
     return (time.perf_counter() - began) * positions / (size.tokens * (size.completions + len(groups)))
+
+
+class Forecast(Struct, frozen=True, kw_only=True):
+    """Estimated duration of a run, from a rehearsal.
+
+    seconds: from the first prompt to the end. seconds_per_step: decoding and update of a batch. evaluation_seconds: all
+    evaluations. longest_turn_seconds: longest turn of the learner. seconds_least, seconds_most: limits of `seconds`,
+    because the number of groups without variance changes while the policy learns: updates leave such groups out, or
+    dynamic sampling replaces them.
+    """
+
+    seconds: float
+    seconds_least: float
+    seconds_most: float
+    seconds_per_step: float
+    decode_tokens_per_second: float
+    update_seconds: float
+    evaluation_seconds: float
+    longest_turn_seconds: float
 
 
 def forecast(profile: Profile, rehearsed: Rehearsed, *, heldout: int) -> Forecast:

@@ -13,9 +13,12 @@ from msgspec import Struct
 
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.rewards.answer import ANSWER, ANSWER_END, THINK, THINK_END
-from clotho.rewards.registry import built_in
+from clotho.rewards.registry import built_in, expects_tag
+from clotho.settings.bounds import Off
 from protocols.errors import RequestError, visible
 from protocols.finding import CHECK, Change, Finding, Remedy
+from protocols.prompt import Problem
+from training_run.profile.schema import Profile
 
 Message = Mapping[str, str]
 
@@ -218,3 +221,18 @@ def _inline(variables: Mapping[str, Any]) -> str:
 
 def _listed(rewards: Sequence[str]) -> str:
     return f"the reward{'s' if len(rewards) > 1 else ''} {', '.join(rewards)} {'are' if len(rewards) > 1 else 'is'}"
+
+
+def template_use(profile: Profile, problems: Sequence[Problem]) -> TemplateUse:
+    """Return how the run of a profile uses the chat template."""
+    environments = not isinstance(profile.atropos, Off)
+    answered = any(message.get("role") == "assistant" for problem in problems for message in problem.messages)
+    tools = [] if environments else [problem.tools for problem in problems if problem.tools]
+    return TemplateUse(
+        rewards=() if environments else tuple(reward.name for reward in profile.rewards if expects_tag(reward)),
+        several_turns=environments or answered,
+        stop_token_ids=profile.sampling.stop_token_ids,
+        tools=tools[0] if tools else (),
+        problems=len(problems),
+        with_tools=len(tools),
+    )

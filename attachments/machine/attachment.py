@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protocols.summary import ResourceReading
+from clotho.process import load_blas
+from protocols.finding import Finding
+from protocols.summary import MemoryEstimate, ResourceReading
 from training_run.attachment import Attach, Attachment, Plan
 from training_run.supervision.supervisor import Child, permanent, temporary
 from training_run.supervision.watchdog import PeriodicCheck, PeriodicReading
@@ -13,11 +16,27 @@ from training_run.supervision.watchdog import PeriodicCheck, PeriodicReading
 if TYPE_CHECKING:
     from clotho.inference.engine import DecodeEngine
     from clotho.lanes.compute_thread import Compute
+    from training_run.profile.schema import Profile
     from training_run.run import RunContext
 
 
 class Machine(Attachment):
     """Watches memory, swap, heat and power."""
+
+    def facts(self, profile: Profile) -> Mapping[str, str]:
+        """Return the state of the system."""
+        from attachments.machine.machine import described, read_machine
+        from clotho.models.machine import describe_machine
+
+        blas = load_blas()
+        return {"system": described(read_machine(Path(profile.run_dir), blas=blas), describe_machine(blas=blas).system)}
+
+    def findings(self, profile: Profile, estimate: MemoryEstimate) -> Iterator[Finding]:
+        """Yield what the run lacks on this machine."""
+        from attachments.machine.machine import machine_findings, needs_of, read_machine
+
+        state = read_machine(Path(profile.run_dir), blas=load_blas())
+        yield from machine_findings(state, needs_of(profile, estimate))
 
     def watches(self, compute: Compute, engine: DecodeEngine) -> Sequence[Child]:
         """Return the child that limits the rows of an engine under memory pressure."""

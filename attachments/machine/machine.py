@@ -13,10 +13,12 @@ from msgspec import Struct
 from attachments.machine.alarms import power_findings
 from attachments.machine.macos import MacState, read_mac
 from attachments.machine.pressure import read_memory
-from clotho.models.machine import physical_memory
+from clotho.models.machine import backend_name, physical_memory
 from clotho.process import REFERENCE_BLAS
 from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, Remedy
 from protocols.summary import MemoryEstimate
+from training_run.profile.schema import Profile
+from training_run.records.terminal_text import memory, number
 
 GIB = 2**30
 
@@ -67,8 +69,8 @@ def read_machine(run_dir: Path, *, blas: str, system: str = "") -> MachineState:
     """Read the state of this machine. system: name of the system; empty: this one."""
     system = system or platform.system()
     try:
-        memory = read_memory()
-        available, swap = memory.available_bytes, memory.swap_bytes
+        reading = read_memory()
+        available, swap = reading.available_bytes, reading.swap_bytes
     except (psutil.Error, OSError, RuntimeError):
         available, swap = physical_memory(), 0
     return MachineState(
@@ -98,6 +100,32 @@ def disk_needed(estimate: MemoryEstimate, keep_last: int) -> int:
     Beside the `keep_last` newest checkpoints, there are the best one, one that is being written, and the adapter.
     """
     return (keep_last + 3) * (estimate.trained + estimate.optimizer + estimate.rollback) + LEAST_DISK
+
+
+def needs_of(profile: Profile, estimate: MemoryEstimate) -> RunNeeds:
+    """Return what the run of a profile needs of the machine."""
+    return RunNeeds(
+        memory_bytes=estimate.total,
+        disk_bytes=disk_needed(estimate, profile.checkpoint.keep_last),
+        max_turn_ms=profile.learner.max_turn_ms,
+        uses_gpu=backend_name() != "CPU",
+    )
+
+
+def described(state: MachineState, system: str) -> str:
+    """Describe memory, swap, disk and, on macOS, display and power. system: name and version."""
+    disk = "unknown" if state.disk_bytes is None else memory(state.disk_bytes)
+    parts = [system, f"{memory(state.available_bytes)} available", f"{memory(state.swap_bytes)} of swap in use"]
+    parts.append(f"{disk} of disk space free")
+    if (mac := state.mac) is not None:
+        display = {True: "on", False: "asleep", None: "unknown"}[mac.display_awake]
+        parts += [f"macOS {mac.version or 'unknown'}", f"display {display}", f"power {mac.power or 'unknown'}"]
+        idle = [number(minutes, "d") for minutes in (mac.sleep_minutes, mac.display_sleep_minutes)]
+        parts.append(f"sleep after {idle[0]} min without input, display sleep after {idle[1]} min")
+        parts.append(f"iogpu.wired_limit_mb {number(mac.wired_limit_mb, 'd')}")
+        panic = "none" if mac.panic is None else f"{mac.panic.days:.0f} days ago ({mac.panic.file})"
+        parts.append(f"last kernel panic {panic}")
+    return ", ".join(parts)
 
 
 def machine_findings(state: MachineState, needs: RunNeeds) -> Iterator[Finding]:

@@ -16,8 +16,8 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attachments.doctor import start
 from attachments.doctor.tests import templates
+from attachments.machine import machine as machine_checks
 from attachments.machine.machine import read_machine
 from attachments.machine.tests import simulated_mac
 from protocols.summary import MemoryLimit
@@ -97,7 +97,7 @@ def machine(**state: object) -> Inject:
 
     def inject(path: Path, stack: ExitStack) -> tuple[str, ...]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(start, "read_machine", lambda *_, **__: replace(simulated_mac.machine(), **state))
+        patch.setattr(machine_checks, "read_machine", lambda *_, **__: replace(simulated_mac.machine(), **state))
         return ()
 
     return inject
@@ -108,7 +108,7 @@ def display_awake(path: Path, stack: ExitStack) -> tuple[str, ...]:
     texts = {"pmset -g assertions": simulated_mac.ASSERTIONS, "pmset -g batt": simulated_mac.MAINS}
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     patch.setenv("PATH", str(simulated_mac.install(path / "bin", texts)), prepend=":")
-    patch.setattr(start, "backend_name", lambda: "Metal")
+    patch.setattr(machine_checks, "backend_name", lambda: "Metal")
     return machine(mac=read_machine(path, blas="Accelerate", system="Darwin").mac)(path, stack)
 
 

@@ -11,7 +11,6 @@ from anyio.to_thread import run_sync
 from attachments.adapters.adapter_store import AdapterStore
 from attachments.atropos.sample_log import SampleLog, token_cost
 from attachments.curriculum.curriculum import Curriculum, success_rate_settings
-from attachments.doctor.start import PreflightReport, start_findings, write_report
 from clotho.data.problems import problems_fingerprint
 from clotho.inference.decoding import LONGEST_PART
 from clotho.inference.engine import DecodeEngine
@@ -57,6 +56,7 @@ from training_run.rewards.runner import RewardRunner, rewards_of
 from training_run.run import RunContext
 from training_run.start.importable import require_importable
 from training_run.start.initial_adapter import publish_first_checkpoint, publish_initial, read_initial
+from training_run.start.preflight import start_findings, write_findings
 from training_run.start.starting_point import Fork, StartingPoint, begin, publish_fork, restore_learner
 from training_run.start.warmup_step import run_warmup_step
 from training_run.supervision.latest import Latest
@@ -186,7 +186,7 @@ def _findings(
     """Return the findings of the start with their commands, which the run directory records too, and of the run."""
     commands = RunCommands(directory.path)
     completed = tuple(map(commands.complete, findings))
-    write_report(directory.preflight, PreflightReport(findings=completed))
+    write_findings(directory.preflight, completed)
     reported = [finding.name for finding in completed]
     return completed, RunFindings(expectations(profile.rewards), reported=reported, complete=commands.complete)
 

@@ -38,10 +38,9 @@ export function show(container, parameters, { runId, source: { get } }) {
 			const name = key.includes(".") ? key.split(".")[0] : "run";
 			sections.set(name, [...(sections.get(name) ?? []), [key, value]]);
 		}
-		const forecast = Object.entries(preflight?.forecast ?? {}).map(([key, value]) => [key.replaceAll("_", " "), /second/.test(key) && !/per_second/.test(key) ? duration(value) : number(value)]);
 		fill(body, h("h2", "Preflight"), !preflight && h("p.muted", "The run has no preflight.json."),
 			preflight && !preflight.findings.length && h("p", "No problem was found before the start."), preflight?.findings.map((found) => finding(found)),
-			h("div.wide", table("Forecast", forecast), table("Facts", flat(facts ?? {}).map(([key, value]) => [key.replaceAll("_", " "), fact(key, value)])), table("Changed from the defaults", [...changed])),
+			h("div.wide", table("Facts", flat(facts ?? {}).map(([key, value]) => [key.replaceAll("_", " "), fact(key, value)])), table("Changed from the defaults", [...changed])),
 			h("h2", "Resolved profile"), h("div.columns", [...sections].map(([name, entries]) => table(name, entries, changed))));
 	}
 

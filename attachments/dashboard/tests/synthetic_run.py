@@ -63,7 +63,7 @@ def write_run(directory: Path, shape: RunShape = RunShape()) -> Path:  # noqa: B
     _write_lines(directory / "metrics.jsonl", list(made_metrics(shape, groups)))
     _write_lines(directory / "evaluations.jsonl", list(made_evaluations(shape)))
     _write_lines(directory / "timeline.jsonl", list(made_timeline(shape)))
-    (directory / "preflight.json").write_bytes(msgspec.json.encode({"findings": [FINDING], "forecast": None}))
+    (directory / "preflight.json").write_bytes(msgspec.json.encode({"findings": [FINDING]}))
     if shape.token_steps:
         (directory / "tokens").mkdir(exist_ok=True)
         for step in range(max(1, shape.steps - shape.token_steps + 1), shape.steps + 1):

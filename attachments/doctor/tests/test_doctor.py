@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from attachments.doctor import doctor
+from attachments.machine import machine
 from attachments.machine.tests import simulated_mac
 from protocols.errors import ProfileError
 from tests.training_run.built_context import tiny_profile
@@ -31,7 +32,7 @@ def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, 
     profile = directory / "tiny.toml"
     profile.write_text(resolved_toml(tiny_profile(directory, eval="off"), mask_secrets=False))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "read_machine", lambda path, blas: simulated_mac.machine())
+        patch.setattr(machine, "read_machine", lambda path, blas: simulated_mac.machine())
         screen, out = console()
         status = doctor.run(["--profile", str(profile), "--output", str(directory / "out.json")], screen)
     return status, json.loads((directory / "out.json").read_text()), out.getvalue(), directory

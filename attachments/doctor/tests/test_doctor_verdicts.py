@@ -15,6 +15,7 @@ from rich.console import Console
 
 from attachments.doctor import doctor
 from attachments.doctor.tests import templates
+from attachments.machine import machine
 from attachments.machine.tests import simulated_mac
 from protocols.errors import ProfileError
 from tests.e2e.pipeline_process import PROBLEMS
@@ -49,7 +50,7 @@ def needs_column(completions, difficulty, **kwargs):
 @pytest.fixture(autouse=True)
 def _healthy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of the tests may be busy, which would be a finding."""
-    monkeypatch.setattr(doctor, "read_machine", lambda path, blas: simulated_mac.machine())
+    monkeypatch.setattr(machine, "read_machine", lambda path, blas: simulated_mac.machine())
 
 
 def diagnosed(flags: Mapping[str, str]) -> tuple[int, dict[str, Any]]:

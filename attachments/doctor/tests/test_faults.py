@@ -99,11 +99,12 @@ def display_awake(path: Path, patch: pytest.MonkeyPatch) -> Iterator[Finding]:
     return machine_findings(replace(simulated_mac.machine(), mac=state.mac), simulated_mac.needs())
 
 
-def diagnosed(profile: Profile) -> list[Finding]:
-    """The findings of `doctor` before it loads a model; the machine is healthy."""
+def diagnosed(profile: Profile, patch: pytest.MonkeyPatch) -> list[Finding]:
+    """The findings of `doctor` before it loads a model; no attachment finds anything."""
+    patch.setattr(doctor, "installed_attachments", tuple)
     found = doctor.Diagnosis()
     with pytest.raises(doctor.Stopped):
-        doctor.check_without_model(found, profile, simulated_mac.machine())
+        doctor.check_without_model(found, profile)
     return found.findings
 
 
@@ -111,7 +112,7 @@ def too_little_memory(path: Path, patch: pytest.MonkeyPatch) -> list[Finding]:
     """The machine has one MiB."""
     limit = MemoryLimit(bytes=2**20, source="installed", installed=2**20)
     patch.setattr(doctor, "memory_limit", lambda: limit)
-    return diagnosed(tiny_profile(path))
+    return diagnosed(tiny_profile(path), patch)
 
 
 def port_in_use(path: Path, patch: pytest.MonkeyPatch) -> list[Finding]:
@@ -119,7 +120,8 @@ def port_in_use(path: Path, patch: pytest.MonkeyPatch) -> list[Finding]:
     with socket.create_server(("127.0.0.1", 0)) as other:
         profile = tiny_profile(path, server={"type": "http", "port": other.getsockname()[1]})
         found = doctor.Diagnosis()
-        doctor.check_without_model(found, profile, simulated_mac.machine())
+        patch.setattr(doctor, "installed_attachments", tuple)
+        doctor.check_without_model(found, profile)
         return found.findings
 
 
@@ -128,7 +130,7 @@ def half_unparsable(path: Path, patch: pytest.MonkeyPatch) -> list[Finding]:
     profile = tiny_profile(path)
     lines = [json.dumps({"prompt": f"{i}?", "answer": str(i)})[: None if i % 2 else 9] for i in range(20)]
     (path / "train.jsonl").write_text("\n".join(lines))
-    return diagnosed(profile)
+    return diagnosed(profile, patch)
 
 
 FAULTS: dict[str, Fault] = {

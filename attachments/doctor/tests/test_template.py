@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from attachments.doctor.start import template_use
-from attachments.doctor.template import TemplateUse, check_template, opened_tags
+from attachments.doctor.template import TemplateUse, check_template, opened_tags, template_use
 from attachments.doctor.tests import templates
 from clotho.settings.data import DataSection, RewardSection
 from clotho.settings.model import ModelSection

@@ -11,8 +11,10 @@ import pytest
 from attachments.machine.attachment import ATTACHMENT
 from attachments.machine.pressure import MemoryReading
 from attachments.machine.resources import ResourceProbe
+from attachments.machine.tests import simulated_mac
 from protocols.summary import ResourceReading
 from tests.training_run.built_context import open_context, tiny_profile
+from training_run.memory.estimate import estimate_memory
 from training_run.run_monitor import RunMonitor
 from training_run.supervision.watchdog import PeriodicCheck
 
@@ -47,3 +49,15 @@ async def test_a_run_has_the_readings_of_its_machine_and_their_findings(
             await anyio.lowlevel.checkpoint()
         assert "on_battery" in [finding.name for finding in run.findings.now]
         tasks.cancel_scope.cancel()
+
+
+def test_the_state_of_the_machine_is_a_fact_and_its_lack_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the policy is loaded, at the start of a run and in `doctor`."""
+    state = simulated_mac.machine(swap=3 << 30)
+    monkeypatch.setattr("attachments.machine.machine.read_machine", lambda path, blas: state)
+    profile = tiny_profile(tmp_path)
+    assert "of swap in use" in ATTACHMENT.facts(profile)["system"]
+    found = ATTACHMENT.findings(profile, estimate_memory(profile.model, profile))
+    assert [finding.name for finding in found] == ["swap_in_use"]

@@ -180,8 +180,8 @@ def of_doctor(path: Path, patch: pytest.MonkeyPatch) -> Iterator[Finding]:
     """What `doctor` refuses before it loads a model, and a model that the run refuses."""
     yield from faults.port_in_use(path, patch)
     missing = str(path / "missing")
-    yield from faults.diagnosed(tiny_profile(path, model={"path": missing}))
-    yield from faults.diagnosed(tiny_profile(path, data={"train": f"{missing}.jsonl"}))
+    yield from faults.diagnosed(tiny_profile(path, model={"path": missing}), patch)
+    yield from faults.diagnosed(tiny_profile(path, data={"train": f"{missing}.jsonl"}), patch)
     with patch.context() as limited:
         yield from faults.too_little_memory(path, limited)
     (other := path / "unparsable").mkdir()

@@ -1,0 +1,54 @@
+"""The checks at the start of a run: silent, cheap, and without a completion; only findings are logged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+from msgspec import Struct
+
+from clotho.models.tokenizer import ChatTokenizer
+from clotho.storage.atomic_files import replace_file
+from clotho.storage.json_text import encode
+from protocols.finding import Finding
+from protocols.prompt import Problem
+from protocols.summary import MemoryEstimate
+from training_run.attachment import installed_attachments
+from training_run.profile.schema import Profile
+from training_run.records.event_log import log_finding
+
+log = structlog.get_logger(actor="preflight")
+
+
+class PreflightReport(Struct, frozen=True, kw_only=True):
+    """The content of preflight.json."""
+
+    findings: tuple[Finding, ...]
+
+
+def start_findings(
+    profile: Profile, tokenizer: ChatTokenizer, problems: Sequence[Problem], estimate: MemoryEstimate
+) -> tuple[Finding, ...]:
+    """Return the findings of all attachments, errors first. estimate: memory of the run."""
+    found: list[Finding] = []
+    for attachment in installed_attachments():
+        found += attachment.findings(profile, estimate)
+        found += attachment.findings_when_loaded(profile, tokenizer, problems)
+    return tuple(sorted(found, key=lambda finding: finding.severity != "error"))
+
+
+def log_findings(findings: Iterable[Finding]) -> None:
+    """Log findings, which the terminal shows too."""
+    for finding in findings:
+        log_finding(finding, actor="preflight")
+
+
+def write_findings(path: Path, findings: tuple[Finding, ...]) -> None:
+    """Write preflight.json. A disk that refuses is logged, because the run does not need the file."""
+    report = PreflightReport(findings=findings)
+    try:
+        replace_file(path, [msgspec.json.format(encode(report, terminal_safe=True), indent=1), b"\n"])
+    except OSError as error:
+        log.warning("write_failed", file=path.name, error=error.strerror or str(error))
