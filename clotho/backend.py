@@ -86,13 +86,13 @@ def backend() -> Backend:
     """Return what computes on the default device of MLX."""
     import mlx.core as mx
 
-    return backend_of(mx.default_device())
+    return backend_of(mx.default_device().type)
 
 
 @cache
-def backend_of(device: mx.Device) -> Backend:
-    """Return what computes on a device: what an attachment offers for it, otherwise MLX."""
-    offered = (one.backend(device) for one in extensions() if _is_on())
+def backend_of(kind: mx.DeviceType) -> Backend:
+    """Return what computes on a kind of device: what an attachment offers for it, otherwise MLX."""
+    offered = (one.backend(kind) for one in extensions() if _is_on())
     return next((one for one in offered if one is not None), Backend())
 
 

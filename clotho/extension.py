@@ -73,8 +73,8 @@ class Extension:
     framework, and the modules that need them only when they are used, because it is imported at every start.
     """
 
-    def backend(self, device: mx.Device) -> Backend | None:
-        """Return what computes on a device instead of MLX; None if MLX does."""
+    def backend(self, kind: mx.DeviceType) -> Backend | None:
+        """Return what computes on a kind of device instead of MLX; None if MLX does."""
         return None
 
     @property

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 class CpuExtension(Extension):
     """Computes with NumPy and closed-form gradients on the CPU."""
 
-    def backend(self, device: mx.Device) -> Backend | None:
+    def backend(self, kind: mx.DeviceType) -> Backend | None:
         """Return the backend of the CPU; None for a GPU."""
         import mlx.core as mx
 
-        if device != mx.Device(mx.cpu):
+        if kind != mx.cpu:
             return None
         from attachments.cpu.backend import CpuBackend
 

@@ -60,4 +60,4 @@ def test_the_environment_variable_turns_the_backend_off(value: str | None, enabl
 
 def test_on_a_gpu_mlx_computes() -> None:
     """Its kernels are fast already, and its memory is far."""
-    assert EXTENSION.backend(mx.Device(mx.gpu)) is None
+    assert EXTENSION.backend(mx.gpu) is None
