@@ -36,7 +36,7 @@ from actors.broadcaster import Broadcaster
 from actors.checkpointer import Checkpointer
 from actors.evaluator import Evaluator, Pinned
 from actors.generator import Generator
-from actors.learner import Learner
+from actors.learner import LearnerActor
 from actors.monitor import Monitor
 from actors.prompter import Prompter
 from actors.scorer import Scorer
@@ -226,7 +226,7 @@ def wire_training(
     profile, policy, state = context.profile, context.policy, context.state
     learner = custom.actor(
         "learner",
-        Learner,
+        LearnerActor,
         inbox=scored.inbox(),
         updates=[queue.outbox() for queue in updates.values()],
         reports=reports.outbox(),

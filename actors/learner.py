@@ -36,7 +36,7 @@ MAX_DISCARDED_HELD = 256
 """Number of discarded groups of an incomplete batch that are held before they are reported."""
 
 
-class Learner:
+class LearnerActor:
     """Updates the policy, and records in the ledger how each group ended.
 
     A batch is `batch_size` groups, including groups that are discarded (zero variance, stale, failed); the update uses

@@ -37,7 +37,7 @@ SPEED_STEPS = 10
 """Number of steps whose mean speed the view has."""
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """Completion tokens of one or more steps, and the time of these steps."""
 
     tokens: int = 0
@@ -90,7 +90,7 @@ class Monitor:
         self._trained, self._discarded = 0, Counter[str]()
         self._discarded_between, self._failures_between = Counter[tuple[str, str]](), Counter[str]()
         self._rewards: deque[float] = deque(maxlen=MAX_REWARDS)
-        self._work, self._all_work = deque[Work](maxlen=SPEED_STEPS), Work()
+        self._work, self._all_work = deque[StepWork](maxlen=SPEED_STEPS), StepWork()
         self._known = set[str]()
         self._first_evaluation: EvalReport | None = None
         self._evaluations: deque[EvalReport] = deque(maxlen=MAX_EVALUATIONS)
@@ -146,7 +146,7 @@ class Monitor:
         )
         self._discarded_between.clear()
         self._failures_between.clear()
-        self._work.append(Work(metrics["completion_length/total"], seconds - self._last.seconds))
+        self._work.append(StepWork(metrics["completion_length/total"], seconds - self._last.seconds))
         self._all_work = _summed([self._all_work, self._work[-1]])
         self._last, self._step, self._latest = now, report.step, metrics
         if self._forecast is not None:
@@ -260,6 +260,6 @@ class Monitor:
         )
 
 
-def _summed(steps: Iterable[Work]) -> Work:
+def _summed(steps: Iterable[StepWork]) -> StepWork:
     found = list(steps)
-    return Work(sum(one.tokens for one in found), sum(one.seconds for one in found))
+    return StepWork(sum(one.tokens for one in found), sum(one.seconds for one in found))

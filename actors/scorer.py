@@ -11,7 +11,7 @@ from protocols.queues import Inbox, Outbox
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
 
 
-class Rewards(Protocol):
+class GroupRewards(Protocol):
     """Computes the rewards of a group; implemented by `training_run.rewards.runner.RewardRunner`."""
 
     async def score(self, group: RolloutGroup) -> GroupOutcome:
@@ -33,7 +33,7 @@ class Scorer:
         *,
         inbox: Inbox[RolloutGroup | Discarded],
         outbox: Outbox[GroupOutcome],
-        rewards: Rewards,
+        rewards: GroupRewards,
         concurrency: int,
     ) -> None:
         self._inbox = inbox

@@ -20,7 +20,7 @@ from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerpri
 from bench.runs import Record, run_pipeline
 from training_run.profile.load import load_profile
 from training_run.profile.schema import HeldOutEvaluation
-from training_run.records.forecast import EvaluationTime, Plan, seconds_left, step_time
+from training_run.records.forecast import EvaluationTime, RemainingWork, seconds_left, step_time
 
 NAME = "forecast"
 RESULTS = ROOT / "bench" / "results" / "forecast.jsonl"
@@ -60,7 +60,7 @@ def errors(record: Record) -> dict[int, float]:
     """Return (forecast - actual) / actual of the end of a run, by number of steps."""
     profile = load_profile("local-m3")
     assert isinstance(profile.eval, HeldOutEvaluation)
-    plan = Plan(
+    plan = RemainingWork(
         steps=len(record.metrics),
         evaluates=True,
         interval=profile.eval.interval,

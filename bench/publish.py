@@ -27,7 +27,7 @@ import mlx.core as mx
 
 import clotho
 from attachments.cluster.connection import RayConnection
-from attachments.cluster.messages import WorkerSettings
+from attachments.cluster.messages import EngineWorkerSettings
 from attachments.cluster.published_weights import PublishedWeights
 from attachments.cluster.ray_worker import RayWorker
 from attachments.remote.attachment import RayCluster
@@ -73,7 +73,7 @@ async def cluster(run: Trainer) -> AsyncIterator[list[RayWorker]]:
     """Start a cluster whose workers have loaded the model."""
     connection = RayConnection(RayCluster(address="local", workers=WORKERS))
     await connection.connect()
-    settings = WorkerSettings(
+    settings = EngineWorkerSettings(
         model=ModelSection(path=str(MODEL)),
         policy=PolicySection(method=METHOD),
         sampling=SamplingSection(max_tokens=400),

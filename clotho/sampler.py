@@ -12,8 +12,7 @@ import structlog
 
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import finish
-from clotho.lanes.sampling_client import Flight, Item, Progress, event_or_error
-from clotho.lanes.sampling_client import Sampler as Client
+from clotho.lanes.sampling_client import EngineSampler, Flight, Item, Progress, event_or_error
 from clotho.library import DEFAULT, compute, result_of, settings
 from clotho.models.pinned_weights import PinnedWeights
 from clotho.models.policy import Policy
@@ -363,9 +362,9 @@ class Sampler:
         self._decode.submit(swap).add_done_callback(lambda done: ended(done) if done.cancelled() else None)
         return published
 
-    def client(self) -> Client:
+    def client(self) -> EngineSampler:
         """Return an interface for the requests of one event loop, such as that of a server."""
-        return Client(self._decode.submit, self.engine)
+        return EngineSampler(self._decode.submit, self.engine)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -89,7 +89,7 @@ class GroupSource(Protocol):
 
 
 @runtime_checkable
-class EnvironmentSource(GroupSource, Protocol):
+class EnvironmentGroupSource(GroupSource, Protocol):
     """A source of groups from environments."""
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from protocols.accounting import Balance, EnvironmentSource, GroupSource
+from protocols.accounting import Balance, EnvironmentGroupSource, GroupSource
 from protocols.checkpoint import RunState
 from protocols.step import PolicyUpdated
 from training_run.groups.ledger import Ledger
@@ -35,7 +35,7 @@ class GroupAccounting:
     @property
     def received(self) -> dict[str, int]:
         """Number of groups received from each environment since the run began."""
-        return dict(self._source.received) if isinstance(self._source, EnvironmentSource) else {}
+        return dict(self._source.received) if isinstance(self._source, EnvironmentGroupSource) else {}
 
     def in_flight(self, ledger: Ledger) -> dict[int, str]:
         """Environment of each received group that has not ended according to the ledger, by group id.
@@ -43,7 +43,7 @@ class GroupAccounting:
         The source remembers a limited number of groups. The environments of older groups follow from the counts: each
         environment has as many groups in flight as it has sent and has not ended.
         """
-        if not isinstance(self._source, EnvironmentSource) or not self._source.in_flight:
+        if not isinstance(self._source, EnvironmentGroupSource) or not self._source.in_flight:
             return {}
         sources = self._source.in_flight
         unended = list(ledger.unended(self.prompted))

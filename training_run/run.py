@@ -12,7 +12,7 @@ from attachments.curriculum.curriculum import Curriculum
 from clotho.backend import backend
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.machine import describe_machine
 from clotho.models.policy import Policy
 from clotho.rewards.registry import expected
@@ -38,7 +38,7 @@ from training_run.profile.schema import Profile
 from training_run.records.display import RunFacts
 from training_run.records.evaluation_history import RunHistory
 from training_run.records.findings import RunFindings
-from training_run.records.forecast import Plan
+from training_run.records.forecast import RemainingWork
 from training_run.records.terminal_text import relative_path
 from training_run.rewards.runner import RewardRunner
 from training_run.supervision.custom_actors import Services
@@ -90,7 +90,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     warnings: tuple[str, ...]
     preflight: tuple[Finding, ...]
     address: str
-    sampler: Sampler
+    sampler: EngineSampler
     scorer: PromptScorer
     ledger: Ledger
     progress: LearnerProgress
@@ -111,12 +111,12 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
         return 0 if self.directory.resumed else None
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RemainingWork:
         """What the run still does, for the forecast of its end."""
         settings, steps = self.profile.eval, self.profile.steps
         if isinstance(settings, Off):
-            return Plan(steps=steps, evaluates=False)
-        return Plan(steps=steps, evaluates=True, interval=settings.interval, between=settings.problems_between)
+            return RemainingWork(steps=steps, evaluates=False)
+        return RemainingWork(steps=steps, evaluates=True, interval=settings.interval, between=settings.problems_between)
 
     @property
     def total_groups(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from clotho.models.parameters import Arrays, flat, nested
 from clotho.settings.learner import LearnerSection
-from clotho.training.learner_state import Snapshot, state_arrays, state_from_arrays, with_prefix
+from clotho.training.learner_state import LearnerSnapshot, state_arrays, state_from_arrays, with_prefix
 
 SNAPSHOTS = ("healthy", "candidate")
 
@@ -22,12 +22,12 @@ class RollbackPolicy:
     are the initial policy.
     """
 
-    def __init__(self, start: Snapshot, *, window: int) -> None:
+    def __init__(self, start: LearnerSnapshot, *, window: int) -> None:
         self.window = window
         self._healthy = self._candidate = start
         self._healthy_updates = 0
 
-    def observe(self, newest: Snapshot, *, healthy: bool) -> None:
+    def observe(self, newest: LearnerSnapshot, *, healthy: bool) -> None:
         """Record one applied update and whether its batch looked healthy; other updates do not count."""
         if not healthy:
             return
@@ -35,7 +35,7 @@ class RollbackPolicy:
         if self._healthy_updates % self.window == 0:
             self._healthy, self._candidate = self._candidate, newest
 
-    def roll_back(self) -> Snapshot:
+    def roll_back(self) -> LearnerSnapshot:
         """Return the healthy policy, and start counting again from it."""
         self._candidate = self._healthy
         self._healthy_updates = 0
@@ -59,6 +59,6 @@ class RollbackPolicy:
             if {n: a.shape for n, a in parameters.items()} != {n: a.shape for n, a in start.items()}:
                 raise ValueError(f"the {which} policy of the checkpoint does not fit the trainable parameters")
             state = state_from_arrays(with_prefix(arrays, f"{which}.state."), start, settings)
-            snapshots.append(Snapshot(nested(parameters), state, with_prefix(arrays, f"{which}.reference.")))
+            snapshots.append(LearnerSnapshot(nested(parameters), state, with_prefix(arrays, f"{which}.reference.")))
         self._healthy_updates = int(np.array(arrays["healthy_updates"]))
         self._healthy, self._candidate = snapshots

@@ -6,8 +6,7 @@ from attachments.atropos.api import AtroposApi
 from attachments.atropos.client import Registration
 from attachments.atropos.commands import require_server
 from attachments.atropos.mock import MockAtropos
-from attachments.atropos.reader import GroupReader
-from attachments.atropos.reader import Policy as PolicyBounds
+from attachments.atropos.reader import GroupReader, PolicyBounds
 from attachments.atropos.validation import Bounds
 from protocols.batches import BatchSource
 from training_run.profile.schema import AtroposSource, EnvironmentSource, MockSource, Profile, RunningServer

@@ -87,7 +87,7 @@ class Registration(Struct, frozen=True, kw_only=True):
     wandb_group: str = ""
 
 
-class Delivery(Struct, frozen=True, kw_only=True):
+class BatchResponse(Struct, frozen=True, kw_only=True):
     """The response of GET /batch. status: "error" if no trainer is registered; `message` then contains the reason."""
 
     batch: list[Raw] | None
@@ -154,13 +154,13 @@ class ApiClient:
         """Clear the trainer, the environments and the groups of the server."""
         await self._content("GET", "/reset_data")
 
-    async def batch(self) -> Delivery:
+    async def batch(self) -> BatchResponse:
         """Take a batch from the server; a lost response is a lost batch. Also raises BodyTooLarge."""
         try:
             content = await self._body("GET", "/batch")
         except httpx.HTTPError as error:
             raise ServerUnavailable(_transport_error("GET", "/batch", error)) from error
-        return await self._threads.run(lambda: _decoded(content, "GET /batch", Delivery))
+        return await self._threads.run(lambda: _decoded(content, "GET /batch", BatchResponse))
 
     async def status(self) -> Status:
         """Return the state of the server's queue."""

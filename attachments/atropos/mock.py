@@ -27,7 +27,7 @@ MASKED_LOGPROB = 1.0
 log = structlog.get_logger(actor="atropos_fetcher")
 
 
-class Rewards(Protocol):
+class GroupScoring(Protocol):
     """Scores a group, as `training_run.rewards.runner.RewardRunner` does."""
 
     async def score(self, group: RolloutGroup) -> GroupOutcome:
@@ -60,7 +60,7 @@ class MockAtropos:
         api_key: str,
         make_prompt: Callable[[int], Prompt],
         first_prompt: int,
-        rewards: Rewards,
+        rewards: GroupScoring,
         sampling: SamplingSection,
         batch_size: int,
         max_choices: int,

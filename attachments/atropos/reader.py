@@ -213,7 +213,7 @@ class _Duplicate(Exception):
     """An equal group has been received before."""
 
 
-class Policy(Struct, frozen=True, kw_only=True):
+class PolicyBounds(Struct, frozen=True, kw_only=True):
     """The parts of the policy that the reader uses. decode: tokens -> text; may be called from worker threads."""
 
     bounds: Bounds
@@ -231,7 +231,7 @@ class GroupReader:
         self,
         *,
         sample_log: SampleLookup,
-        policy: Policy,
+        policy: PolicyBounds,
         recompute: Recompute,
         sampling: Sampling,
         learner: LearnerSection,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from attachments.cluster.messages import RESOURCE, WorkerSettings
+from attachments.cluster.messages import RESOURCE, EngineWorkerSettings
 from attachments.cluster.worker_process import RolloutWorker
 from attachments.remote.attachment import RayCluster
 from protocols.errors import ProfileError, RemoteError, visible
@@ -171,7 +171,7 @@ class RayConnection:
         self.check()
         return ray.put(content)
 
-    async def new_workers(self, settings: WorkerSettings) -> Sequence[tuple[str, Any]]:
+    async def new_workers(self, settings: EngineWorkerSettings) -> Sequence[tuple[str, Any]]:
         """Start workers for devices that have none; return name and actor of each.
 
         With `workers = "all"`, the devices are the units of the resource `mlx` of all machines that are alive. A worker

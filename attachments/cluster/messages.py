@@ -10,15 +10,13 @@ from clotho.settings.engine import EngineSection, SamplingSection
 from clotho.settings.model import ModelSection, PolicySection
 from protocols.step import WeightsReady
 from training_run.profile.schema import MonitorSection
-from training_run.rewards.worker import Answer, Failure
-from training_run.rewards.worker import Ready as RewardReady
-from training_run.rewards.worker import Refused as RewardRefused
+from training_run.rewards.worker import Answer, Failure, Ready, Refused
 
 RESOURCE = "mlx"
 """Custom resource of Ray: one unit is one device that decodes."""
 
 
-class WorkerSettings(Struct, frozen=True, kw_only=True):
+class EngineWorkerSettings(Struct, frozen=True, kw_only=True):
     """Run -> worker: the sections of the profile that a decode engine needs. seed: of the run."""
 
     model: ModelSection
@@ -53,20 +51,20 @@ class Sampled(Struct, frozen=True, kw_only=True, tag="sampled"):
     answer: RolloutAnswer
 
 
-class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
+class RequestRefused(Struct, frozen=True, kw_only=True, tag="refused"):
     """Worker -> run: the engine refuses a request. param: the field that is not valid."""
 
     message: str
     param: str
 
 
-class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
+class RequestFailed(Struct, frozen=True, kw_only=True, tag="failed"):
     """Worker -> run: the engine cannot finish a request, or the request is not known."""
 
     reason: str
 
 
-Outcome = Sampled | Refused | Failed
+Outcome = Sampled | RequestRefused | RequestFailed
 
 
 class RewardFunction(Struct, frozen=True, kw_only=True):
@@ -88,7 +86,7 @@ class Ended(Struct, frozen=True, kw_only=True, tag=True):
     message: str
 
 
-RewardMessage = RewardReady | RewardRefused | Answer | Failure | Ended
+RewardMessage = Ready | Refused | Answer | Failure | Ended
 
 
 class RewardReply(Struct, frozen=True, kw_only=True):

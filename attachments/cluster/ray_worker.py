@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from anyio.to_thread import run_sync
 
-from attachments.cluster.messages import Failed, Outcome, Published, Refused, Turn
+from attachments.cluster.messages import Outcome, Published, RequestFailed, RequestRefused, Turn
 from attachments.cluster.published_weights import PublishedWeights
 from attachments.remote.messages import RolloutAnswer, RolloutCall, ServedPolicy
 from attachments.remote.server import STATE_SECONDS, RemoteFailure, Traffic
@@ -85,9 +85,9 @@ class RayWorker:
         await turn.submitted.wait()
         reply = self._actor.outcome.remote(turn.reference, position)
         outcome: Outcome = await self._call(reply, Outcome, seconds=self._timeout_seconds)
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, RequestRefused):
             raise RequestError(visible(outcome.message, 500), param=visible(outcome.param, 100))
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, RequestFailed):
             raise RemoteFailure(visible(outcome.reason, 300))
         return outcome.answer
 

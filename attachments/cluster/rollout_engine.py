@@ -10,12 +10,20 @@ from contextlib import aclosing
 
 import structlog
 
-from attachments.cluster.messages import Failed, Outcome, Published, Refused, Sampled, Turn, WorkerSettings
+from attachments.cluster.messages import (
+    EngineWorkerSettings,
+    Outcome,
+    Published,
+    RequestFailed,
+    RequestRefused,
+    Sampled,
+    Turn,
+)
 from attachments.remote.messages import RolloutAnswer, ServedPolicy
 from attachments.remote.policy_receiver import SwappingReceiver
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
-from clotho.lanes.sampling_client import Refusal, Sampler
+from clotho.lanes.sampling_client import EngineSampler, Refusal
 from clotho.models.loading import find_model
 from clotho.models.machine import compute_slots, core_division
 from clotho.models.parameters import Parameters
@@ -50,7 +58,7 @@ class _Turn:
 class RolloutEngine:
     """A policy with its decode engine. A failure of the engine ends the process."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: EngineWorkerSettings) -> None:
         """Load the model, in the decode thread. Raises ModelError."""
         self._compute = Compute(decode_share=settings.engine.decode_share, slots=compute_slots())
         self._compute.start()
@@ -72,7 +80,7 @@ class RolloutEngine:
                 kv_policy=settings.engine.kv_policy,
             )
         )
-        self._sampler = Sampler(self._compute.decode.submit, engine)
+        self._sampler = EngineSampler(self._compute.decode.submit, engine)
         self._turns: dict[int, _Turn] = {}
         self._submitted = 0
 
@@ -112,7 +120,7 @@ class RolloutEngine:
         """
         found = self._turns.get(turn)
         if found is None or position not in found.unread:
-            return Failed(reason=f"turn {turn} is not known")
+            return RequestFailed(reason=f"turn {turn} is not known")
         try:
             return await found.outcomes[position]
         finally:
@@ -131,13 +139,13 @@ class RolloutEngine:
             log.exception("turn_failed")
             for one in outcomes:
                 if not one.done():
-                    one.set_result(Failed(reason=f"{type(error).__name__}: {error}"))
+                    one.set_result(RequestFailed(reason=f"{type(error).__name__}: {error}"))
 
     def _outcome(self, found: list[Completion] | Refusal) -> Outcome:
         if isinstance(found, RequestError):
-            return Refused(message=str(found), param=found.param or "")
+            return RequestRefused(message=str(found), param=found.param or "")
         if isinstance(found, Exception):
-            return Failed(reason=str(found))
+            return RequestFailed(reason=str(found))
         versions = sorted({version for completion in found for version in completion.versions})
         fingerprints = {version: self._receiver.fingerprint(version) for version in versions}
         return Sampled(answer=RolloutAnswer(completions=tuple(found), fingerprints=fingerprints))
@@ -148,7 +156,7 @@ class RolloutEngine:
             turn.sampling.cancel()
 
 
-def _load(settings: WorkerSettings) -> tuple[Policy, DecodeEngine]:
+def _load(settings: EngineWorkerSettings) -> tuple[Policy, DecodeEngine]:
     find_model(settings.model.path)
     limit_memory(serving_memory(settings.model, settings.engine, settings.sampling, None), settings.monitor)
     policy = load_policy(settings.model, settings.policy, seed=settings.seed, keep_reference=False)

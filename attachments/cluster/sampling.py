@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from anyio.to_thread import run_sync
 
 from attachments.cluster.connection import RayConnection
-from attachments.cluster.messages import WorkerSettings
+from attachments.cluster.messages import EngineWorkerSettings
 from attachments.cluster.published_weights import PublishedWeights
 from attachments.cluster.ray_worker import RayWorker
 from attachments.remote.attachment import RayCluster
@@ -28,7 +28,7 @@ class RayWorkers:
         self._connection = connection
         self._settings, self._run_id = settings, run.directory.run_id
         profile = run.profile
-        self._worker = WorkerSettings(
+        self._worker = EngineWorkerSettings(
             model=profile.model,
             policy=profile.policy,
             sampling=profile.sampling,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from attachments.cluster.messages import Published, Turn, WorkerSettings
+from attachments.cluster.messages import EngineWorkerSettings, Published, Turn
 from clotho.process import configure_malloc, load_blas
 from clotho.serving.struct_types import prepare_struct_types
 
@@ -16,13 +16,13 @@ class RolloutWorker:
     """Samples rollouts with the newest weights that the run has published. All messages are msgpack."""
 
     def __init__(self, settings: bytes) -> None:
-        """Load the model. settings: `WorkerSettings`. Raises ModelError if this machine cannot load it."""
+        """Load the model. settings: `EngineWorkerSettings`. Raises ModelError if this machine cannot load it."""
         configure_malloc()
         load_blas()
         from attachments.cluster.rollout_engine import RolloutEngine  # imports MLX
 
         prepare_struct_types()
-        self._engine = RolloutEngine(msgspec.msgpack.decode(settings, type=WorkerSettings))
+        self._engine = RolloutEngine(msgspec.msgpack.decode(settings, type=EngineWorkerSettings))
 
     async def served(self) -> bytes:
         """Return the policy that the engine samples from, a `ServedPolicy`."""

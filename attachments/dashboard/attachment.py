@@ -43,7 +43,7 @@ class WrittenTokenValues(ReportObserver):
             self._writer.write()
 
 
-class Dashboard(Attachment):
+class DashboardPage(Attachment):
     """The timeline of a run, and the values of its tokens within `monitor.token_values_mb`."""
 
     commands: ClassVar[Mapping[str, str]] = {"view": "attachments.dashboard.view"}
@@ -91,4 +91,4 @@ def _written_token_values(run: RunContext, limit_bytes: int) -> WrittenTokenValu
     return WrittenTokenValues(TokenValueWriter(run.directory.tokens, limit_bytes=limit_bytes, texts=texts))
 
 
-ATTACHMENT = Dashboard()
+ATTACHMENT = DashboardPage()

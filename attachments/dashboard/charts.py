@@ -13,7 +13,7 @@ from training_run.records.metrics import METRICS, RANK_METRICS, REMOTE_METRICS
 Format = Literal["number", "percent", "bytes", "seconds"]
 
 
-class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ChartLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of a chart.
 
     column: name of a column. A `*` stands for all columns that match; a `*` in the other texts is what it matches.
@@ -38,7 +38,7 @@ class Chart(Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     section: str
     title: str
-    series: tuple[Line, ...]
+    series: tuple[ChartLine, ...]
     description: str = ""
     format: Format = "number"
     table: Literal["metrics", "evaluations"] = "metrics"
@@ -56,7 +56,7 @@ _ONE_DEVIATION = "The band is one standard deviation."
 _INTERVAL = "The band is the interval of 95 %."
 
 
-def _chart(section: str, title: str, *series: Line, note: str = "", **other: Any) -> Chart:
+def _chart(section: str, title: str, *series: ChartLine, note: str = "", **other: Any) -> Chart:
     """Return a chart with the descriptions of its metrics."""
     descriptions = EVALUATION_METRICS if other.get("table") == "evaluations" else METRICS
     columns = [line.column.split("/*")[0] for line in series]
@@ -72,11 +72,11 @@ def _chart(section: str, title: str, *series: Line, note: str = "", **other: Any
     )
 
 
-def _line(label: str, column: str, **other: Any) -> Line:
-    return Line(label=label, column=column, **other)
+def _line(label: str, column: str, **other: Any) -> ChartLine:
+    return ChartLine(label=label, column=column, **other)
 
 
-def _estimate(label: str, column: str, **other: Any) -> Line:
+def _estimate(label: str, column: str, **other: Any) -> ChartLine:
     """Return the line of a mean with its interval as a band."""
     return _line(label, f"{column}/value", low=f"{column}/low", high=f"{column}/high", **other)
 

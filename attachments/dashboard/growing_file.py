@@ -23,7 +23,7 @@ COMPARED_BYTES = 64
 """Bytes before the position that are compared, so that other contents of the same size are noticed."""
 
 
-class Line(NamedTuple):
+class FileLine(NamedTuple):
     """A line without its newline, and its offset in the file."""
 
     offset: int
@@ -81,7 +81,7 @@ class GrowingFile:
         """Identifies the contents up to the position, in other processes too as long as the file only grew."""
         return f"{self._inode:x}-{self._replaced}"
 
-    def read(self) -> tuple[list[Line], bool]:
+    def read(self) -> tuple[list[FileLine], bool]:
         """Return the next lines, at most about `BLOCK_BYTES`, and whether there can be more now.
 
         A missing or unreadable file has no lines.
@@ -94,7 +94,7 @@ class GrowingFile:
                 self._begin(0)
             return [], False
 
-    def _read(self, descriptor: int) -> tuple[list[Line], bool]:
+    def _read(self, descriptor: int) -> tuple[list[FileLine], bool]:
         status = os.fstat(descriptor)
         start = self._offset - len(self._before)
         is_same = status.st_ino == self._inode and status.st_size >= self._offset
@@ -131,10 +131,10 @@ class GrowingFile:
         if data - self._offset >= COMPARED_BYTES:
             self._offset, self._before = min(data, size), bytes(COMPARED_BYTES)
 
-    def _lines(self, block: bytes) -> Iterator[Line]:
+    def _lines(self, block: bytes) -> Iterator[FileLine]:
         offset = self._offset
         for data in block.split(b"\n")[:-1]:
-            yield Line(offset, data)
+            yield FileLine(offset, data)
             offset += len(data) + 1
 
     def _move(self, block: bytes) -> None:

@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from attachments.dashboard.growing_file import GrowingFile, Line, read_part
-from attachments.dashboard.thinning import MAX_ROWS, Table
+from attachments.dashboard.growing_file import FileLine, GrowingFile, read_part
+from attachments.dashboard.thinning import MAX_ROWS, ThinnedTable
 
 Row = dict[str, Any]
 """The values of one line by column."""
@@ -97,7 +97,7 @@ class History(ABC):
         return {**rows, "damaged": self.damaged + self.file.skipped}
 
     @abstractmethod
-    def _add(self, line: Line) -> bool:
+    def _add(self, line: FileLine) -> bool:
         """Append the row of a line. Returns False if the line is not a record."""
 
     @abstractmethod
@@ -156,7 +156,7 @@ class Series(History):
                 table.append(row, self._texts(record), 0)
         return {**table.part(0, len(table.ends) and table.ends[-1]), "damaged": 0}
 
-    def _add(self, line: Line) -> bool:
+    def _add(self, line: FileLine) -> bool:
         record = decoded(line.data)
         row = None if record is None else self._row(record)
         if record is None or row is None:
@@ -185,8 +185,8 @@ class Series(History):
         """Take the next record into account, and return its marks. `latest` is the record before."""
         return []
 
-    def _new_table(self) -> Table:
-        return Table(max_rows=self._max_rows, latest=self.latest_of, sums=self.sums_of)
+    def _new_table(self) -> ThinnedTable:
+        return ThinnedTable(max_rows=self._max_rows, latest=self.latest_of, sums=self.sums_of)
 
     def _clear(self) -> None:
         super()._clear()
@@ -352,7 +352,7 @@ class Groups(History):
         columns = {name: values[begin:stop] for name, values in self._columns.items() if name not in PLACES}
         return {"columns": columns, "dropped": self.first}
 
-    def _add(self, line: Line) -> bool:
+    def _add(self, line: FileLine) -> bool:
         try:
             line.data.decode()  # texts are not decoded otherwise
             record = self._decoder.decode(line.data)
@@ -364,7 +364,7 @@ class Groups(History):
         count(self.outcomes, self._columns["outcome"][-1], 1)
         return True
 
-    def _row(self, record: _Group, line: Line) -> Row:
+    def _row(self, record: _Group, line: FileLine) -> Row:
         completions = record.completions
         rewards = [completion.reward for completion in completions if completion.reward is not None]
         versions = [

@@ -22,7 +22,7 @@ from training_run.directory.run_directory import FACTS, PREFLIGHT
 from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS
 from training_run.profile.load import MASK, flatten
 from training_run.records.evaluation_history import EVALUATION_METRICS
-from training_run.records.forecast import STEP_METRICS, WINDOW, EvaluationTime, Plan, StepTime, seconds_left
+from training_run.records.forecast import STEP_METRICS, WINDOW, EvaluationTime, RemainingWork, StepTime, seconds_left
 from training_run.records.metrics import METRICS
 
 SMALL_FILE = 1 << 22
@@ -118,13 +118,13 @@ def _seconds_left(files: RunFiles, profile: Mapping[str, Any], seconds: float) -
     return None if left is None else max(0.0, left - max(0.0, seconds - times[-1].end))
 
 
-def _plan(profile: Mapping[str, Any], steps: int) -> Plan:
+def _plan(profile: Mapping[str, Any], steps: int) -> RemainingWork:
     """Return what the run of a resolved profile does."""
     settings = profile.get("eval")
     if not isinstance(settings, dict) or settings.get("type") == "off":
-        return Plan(steps=steps, evaluates=False)
+        return RemainingWork(steps=steps, evaluates=False)
     interval, between = (_integer(settings.get(key)) or 0 for key in ("interval", "problems_between"))
-    return Plan(steps=steps, evaluates=True, interval=interval, between=between)
+    return RemainingWork(steps=steps, evaluates=True, interval=interval, between=between)
 
 
 def read_settings(directory: Path) -> Settings:

@@ -34,7 +34,7 @@ Numbers = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 
-class Table:
+class ThinnedTable:
     """Rows of numbers in columns. A row stands for one line of a file, or for several neighbours that were merged.
 
     A number of a merged row is the mean of its lines, in columns of `latest` that of its last line, and in columns of

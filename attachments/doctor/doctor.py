@@ -29,7 +29,7 @@ from attachments.doctor.completions import (
     trainable,
 )
 from attachments.doctor.problems import problem_findings, unparsable_finding
-from attachments.doctor.progress import Work
+from attachments.doctor.progress import Progress
 from attachments.doctor.rehearsal import (
     Forecast,
     Rehearsed,
@@ -200,7 +200,7 @@ async def diagnose(profile: Profile, console: Console, *, seconds: float = SECON
 
     seconds: time for completions and rehearsals. Nothing is written but a temporary run directory, which is deleted.
     """
-    found, work = Diagnosis(), Work(console, seconds)
+    found, work = Diagnosis(), Progress(console, seconds)
     with ExitStack() as stack:
         stack.enter_context(event_log(console))
         stack.callback(work.stop)
@@ -292,7 +292,7 @@ def _model(context: RunContext, estimate: MemoryEstimate) -> str:
     return f"{policy.architecture}, {policy.layers} layers{quantized}, {policy.dtype}; fits"
 
 
-async def _rehearse(found: Diagnosis, context: RunContext, work: Work) -> None:
+async def _rehearse(found: Diagnosis, context: RunContext, work: Progress) -> None:
     """Check the template, draw completions, check parity, rehearse updates, and forecast the end."""
     profile, compute = context.profile, context.compute
     template = check_template(context.policy.tokenizer, template_use(profile, context.prompts.problems))
@@ -319,7 +319,7 @@ async def _rehearse(found: Diagnosis, context: RunContext, work: Work) -> None:
         found.add("not reached", f"{'; '.join(work.cut_off)}: raise --seconds")
 
 
-async def _draw(context: RunContext, work: Work) -> tuple[list[RolloutGroup], list[GroupOutcome]]:
+async def _draw(context: RunContext, work: Progress) -> tuple[list[RolloutGroup], list[GroupOutcome]]:
     """Draw completions until they have a signal and fill a batch; score them, unless environments do."""
     profile = context.profile
     groups: list[RolloutGroup] = []
@@ -363,7 +363,7 @@ def _describe_rewards(found: Diagnosis, profile: Profile, outcomes: Sequence[Gro
 
 
 async def _rehearse_updates(
-    found: Diagnosis, context: RunContext, work: Work, outcomes: Sequence[GroupOutcome]
+    found: Diagnosis, context: RunContext, work: Progress, outcomes: Sequence[GroupOutcome]
 ) -> None:
     """Rehearse the first updates of the run with the groups that were drawn."""
     profile, steps = context.profile, rehearsed_steps(context.profile)

@@ -13,7 +13,7 @@ SECONDS = 10.0
 """Time after which a line says what is still being done."""
 
 
-class Work:
+class Progress:
     """Says what is being done, and what was cut off because the time was spent.
 
     A phase has a line at its begin and one every `SECONDS`, because the first completions of a language model take

@@ -27,7 +27,7 @@ from attachments.files.merging import (
     weights_of,
 )
 from attachments.files.model_writer import common_dtype, write_beside, write_weights
-from clotho.data.problems import Columns, conversation, load_problems
+from clotho.data.problems import ProblemColumns, conversation, load_problems
 from clotho.data.records import Source
 from clotho.generators import Generators, prefix_of
 from clotho.models.adapter_reading import Adapter, read_adapter_of
@@ -272,7 +272,7 @@ def comparison_prompts(
 
 
 def _conversations(dataset: str, adapter_path: Path, count: int) -> Iterator[tuple[list[dict[str, str]], str]]:
-    source, columns, data, seed = Source(path=dataset), Columns(answer=""), DataSection(train=dataset or "-"), 0
+    source, columns, data, seed = Source(path=dataset), ProblemColumns(answer=""), DataSection(train=dataset or "-"), 0
     if not dataset:
         profiles = [place / "profile.toml" for place in (adapter_path, *adapter_path.absolute().parents[:2])]
         own = next((path for path in profiles if path.is_file()), None)
@@ -282,7 +282,7 @@ def _conversations(dataset: str, adapter_path: Path, count: int) -> Iterator[tup
         profile = load_profile(str(own), {})
         data, seed = profile.data, profile.seed
         source = Source(path=data.train, subset=data.subset, split=data.train_split)
-        columns = Columns(prompt=data.prompt_key, messages=data.messages_key, answer=data.answer_key)
+        columns = ProblemColumns(prompt=data.prompt_key, messages=data.messages_key, answer=data.answer_key)
     if prefix_of(source.path):
         with Generators(data) as generators:
             problems = generators.problems(source.path, seed=seed)

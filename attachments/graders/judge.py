@@ -85,22 +85,22 @@ class JudgeError(Exception):
     """The judge gave no score. The message never contains the API key."""
 
 
-class Message(Struct, frozen=True):
+class ReplyMessage(Struct, frozen=True):
     """The reply of a model. content: None if the reply has no text."""
 
     content: str | None = None
 
 
-class Choice(Struct, frozen=True):
+class ReplyChoice(Struct, frozen=True):
     """One of several replies."""
 
-    message: Message
+    message: ReplyMessage
 
 
 class Reply(Struct, frozen=True):
     """The fields of a chat completion that are read."""
 
-    choices: list[Choice]
+    choices: list[ReplyChoice]
 
 
 def load(options: RewardOptions) -> RewardFunction:

@@ -82,7 +82,7 @@ def _level(available: float) -> Level:
     return "warning" if available < SCARCE else "normal"
 
 
-class ConcurrencyLimit:
+class RowsLimit:
     """Limit on the sequences that are decoded at once: halved under memory pressure, raised in steps afterwards.
 
     The pressure is critical if the kernel says so or if the swap grows by `SWAP_GROWTH` within `SWAP_CHECKS` checks. A
@@ -139,7 +139,7 @@ class MemoryWatch:
 
     def __init__(self, maximum: int, *, apply: Callable[[int], None], read: Callable[[], MemoryReading]) -> None:
         """maximum: `engine.max_num_seqs`."""
-        self._limit, self._apply, self._read = ConcurrencyLimit(maximum), apply, read
+        self._limit, self._apply, self._read = RowsLimit(maximum), apply, read
         self._failed = False
 
     def check(self) -> None:

@@ -63,7 +63,7 @@ class MemoryState(Protocol):
         """Memory that is available without swap."""
 
 
-class Program(Struct, kw_only=True):
+class SystemProgram(Struct, kw_only=True):
     """A program of the system. parse: the fields that its output contains. failures: in a row."""
 
     arguments: tuple[str, ...]
@@ -162,19 +162,19 @@ def _level(celsius: float, limit: float | None) -> Literal["nominal", "heavy"]:
     return "heavy" if limit is not None and low < limit < high and celsius >= limit else "nominal"
 
 
-def _programs(*, is_mac: bool) -> list[Program]:
+def _programs(*, is_mac: bool) -> list[SystemProgram]:
     """Return the programs of the system that are installed."""
     known = [
-        Program(arguments=("pmset", "-g", "batt"), parse=_battery),
-        Program(arguments=("pmset", "-g"), parse=_power_mode),
-        Program(arguments=("notifyutil", "-g", THERMAL_LEVEL), parse=_thermal_level),
-        Program(arguments=("pmset", "-g", "therm"), parse=_speed_limit),
-        Program(arguments=("ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator"), parse=_apple_gpu),
-        Program(arguments=("ioreg", "-r", "-d", "1", "-w", "0", "-c", "AppleSmartBattery"), parse=_apple_power),
+        SystemProgram(arguments=("pmset", "-g", "batt"), parse=_battery),
+        SystemProgram(arguments=("pmset", "-g"), parse=_power_mode),
+        SystemProgram(arguments=("notifyutil", "-g", THERMAL_LEVEL), parse=_thermal_level),
+        SystemProgram(arguments=("pmset", "-g", "therm"), parse=_speed_limit),
+        SystemProgram(arguments=("ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator"), parse=_apple_gpu),
+        SystemProgram(arguments=("ioreg", "-r", "-d", "1", "-w", "0", "-c", "AppleSmartBattery"), parse=_apple_power),
     ]
     query = ("--query-gpu=utilization.gpu,power.draw", "--format=csv,noheader,nounits")
     if not is_mac:
-        known = [Program(arguments=("nvidia-smi", *query), parse=_nvidia)]
+        known = [SystemProgram(arguments=("nvidia-smi", *query), parse=_nvidia)]
     return [program for program in known if shutil.which(program.arguments[0])]
 
 

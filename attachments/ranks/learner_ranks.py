@@ -26,14 +26,14 @@ from attachments.ranks.messages import (
     Answer,
     Computed,
     End,
-    Failed,
     GradientShare,
     LogprobsShare,
     MicroBatchResult,
-    Part,
-    Ready,
+    RankFailed,
+    RankReady,
+    RankWeights,
     Setup,
-    Weights,
+    SharePart,
     decode_answer,
     encode,
     part,
@@ -43,7 +43,7 @@ from clotho.models.turns import TurnBudget
 from clotho.scoring.layouts.micro_batches import positions
 from clotho.scoring.sequences import MicroBatch
 from clotho.storage.tensors import tensor_bytes
-from clotho.training.gradient import FixedLogprobs, Gradient, LossConfig, StepPosition, TokenGradient
+from clotho.training.gradient import FixedLogprobs, LossConfig, MicroBatchGradient, StepPosition, TokenGradient
 from protocols.errors import ClothoError, ModelError, ProfileError, RankError
 from protocols.sampling import derive
 from protocols.summary import RankGauge, RankGauges
@@ -95,7 +95,7 @@ def grouped(arrays: Mapping[str, mx.array], limit: int = MESSAGE_BYTES) -> Itera
     yield group
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """The membership of rank 0 in a group of ranks; see `Membership`."""
 
     size: int
@@ -136,7 +136,7 @@ class LearnerRanks:
 
     def __init__(
         self,
-        join: Callable[[Callable[[int, bytes], None]], Group],
+        join: Callable[[Callable[[int, bytes], None]], RankGroup],
         *,
         share_seconds: float,
         shares: Sequence[float] = (),
@@ -188,9 +188,9 @@ class LearnerRanks:
         waiting = set(self._others)
         while waiting:
             rank, answer = self._answers.get()
-            if isinstance(answer, Failed):
+            if isinstance(answer, RankFailed):
                 raise _error(rank, answer)
-            if not isinstance(answer, Ready) or answer.layout != layout(parameters):
+            if not isinstance(answer, RankReady) or answer.layout != layout(parameters):
                 raise ModelError(f"rank {rank} has a model with other trainable parameters")
             waiting.discard(rank)
         log.info("ranks_joined", ranks=self.count)
@@ -241,7 +241,7 @@ class LearnerRanks:
             for index, (micro, fixed) in enumerate(zip(micro_batches, fixed_logprobs, strict=True))
         ]
 
-        def share(rank: int, own: tuple[Part, ...]) -> GradientShare:
+        def share(rank: int, own: tuple[SharePart, ...]) -> GradientShare:
             return GradientShare(
                 number=self._number,
                 parts=own,
@@ -253,7 +253,9 @@ class LearnerRanks:
 
         return self._deal(micro_batches, parts, share)
 
-    def add_gradients(self, own: Gradient, turns: TurnBudget) -> tuple[Gradient, dict[int, Gradient]]:
+    def add_gradients(
+        self, own: MicroBatchGradient, turns: TurnBudget
+    ) -> tuple[MicroBatchGradient, dict[int, MicroBatchGradient]]:
         """See `OtherRanks`. Raises RankError if a rank fails, or has computed with other weights."""
         number = self._number
         computed = self._collect(turns)
@@ -294,7 +296,7 @@ class LearnerRanks:
             self._sent_reference = reference
         parts = [part(index, micro) for index, micro in enumerate(micro_batches)]
 
-        def share(rank: int, own: tuple[Part, ...]) -> LogprobsShare:
+        def share(rank: int, own: tuple[SharePart, ...]) -> LogprobsShare:
             return LogprobsShare(number=self._number, parts=own, reference=parameters is None)
 
         return self._deal(micro_batches, parts, share)
@@ -307,8 +309,8 @@ class LearnerRanks:
     def _deal(
         self,
         micro_batches: Sequence[MicroBatch],
-        parts: Sequence[Part],
-        share: Callable[[int, tuple[Part, ...]], GradientShare | LogprobsShare],
+        parts: Sequence[SharePart],
+        share: Callable[[int, tuple[SharePart, ...]], GradientShare | LogprobsShare],
     ) -> Sequence[int]:
         self._number += 1
         costs = [positions(micro) for micro in micro_batches]
@@ -336,7 +338,7 @@ class LearnerRanks:
                     self._group.lose(late, f"did not compute its share within {limit:g} s")
                 turns.pause()
                 continue
-            if isinstance(answer, Failed):
+            if isinstance(answer, RankFailed):
                 raise _error(rank, answer)
             if isinstance(answer, Computed) and answer.number == self._number:
                 if answer.fingerprint != self._fingerprint:
@@ -356,7 +358,7 @@ class LearnerRanks:
         groups = list(grouped(arrays))
         for number, group in enumerate(groups, 1):
             complete = number == len(groups)
-            content = encode(Weights(tensors=tensor_bytes(group), reference=reference, complete=complete))
+            content = encode(RankWeights(tensors=tensor_bytes(group), reference=reference, complete=complete))
             for rank in self._others:
                 self._tell(rank, content)
 
@@ -389,7 +391,7 @@ def _wait(future: Future[Any], seconds: float) -> None:
         return
 
 
-def _error(rank: int, answer: Failed) -> ClothoError:
+def _error(rank: int, answer: RankFailed) -> ClothoError:
     kind = ModelError if answer.exit_status == ModelError.exit_status else RankError
     return kind(f"rank {rank}: {answer.message}")
 
@@ -402,8 +404,8 @@ def _numpy(array_N: mx.array | None) -> NDArray[np.float32] | None:
     return None if array_N is None else np.array(array_N)
 
 
-def _without_arrays(result: MicroBatchResult) -> Gradient:
+def _without_arrays(result: MicroBatchResult) -> MicroBatchGradient:
     tokens: tuple[TokenGradient, ...] = ()
     if result.slope_N is not None and result.cut_N is not None:
         tokens = (TokenGradient(mx.array(result.slope_N), mx.array(result.cut_N)),)
-    return Gradient(arrays={}, loss=mx.array(0.0), metrics={}, logp_N=mx.array(result.logp_N), tokens=tokens)
+    return MicroBatchGradient(arrays={}, loss=mx.array(0.0), metrics={}, logp_N=mx.array(result.logp_N), tokens=tokens)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from attachments.ranks.links import Link, Watch
 from attachments.ranks.messages import Lost, encode
-from attachments.ranks.supervision import RANK_LOST, Supervisor
+from attachments.ranks.supervision import RANK_LOST, RankSupervisor
 from attachments.ranks.supervision import rank as supervision_rank
 from clotho.settings.learner import DistributedSection
 from protocols.errors import ProfileError
@@ -75,7 +75,7 @@ class Membership:
         self._receive, self._exit = receive, exit_process
         self._links: dict[int, Link] = {}
         self._ending = threading.Lock()  # held from the first reason to end the process
-        self._supervisor = Supervisor(on_end=lambda: self._exit(RANK_LOST))
+        self._supervisor = RankSupervisor(on_end=lambda: self._exit(RANK_LOST))
         self._supervisor.tell(restarts=settings.restarts)
         self._group = _join()  # blocks all threads of this process; the supervisor waits for the first sign of life
         self.rank, self.size = self._group.rank(), self._group.size()

@@ -44,7 +44,7 @@ class Setup(Struct, frozen=True, kw_only=True, tag="setup"):
     cache_limit_mb: int
 
 
-class Weights(Struct, frozen=True, kw_only=True, tag="weights"):
+class RankWeights(Struct, frozen=True, kw_only=True, tag="weights"):
     """Rank 0 -> other rank: arrays of the trainable parameters, or of the reference policy, as a safetensors file.
 
     complete: whether these are the last arrays; large weights take several messages.
@@ -55,7 +55,7 @@ class Weights(Struct, frozen=True, kw_only=True, tag="weights"):
     complete: bool
 
 
-class Part(Struct, frozen=True, kw_only=True):
+class SharePart(Struct, frozen=True, kw_only=True):
     """One micro-batch of a share, with its index in the minibatch and its fixed log-probabilities."""
 
     index: int
@@ -71,9 +71,9 @@ class Part(Struct, frozen=True, kw_only=True):
         return MicroBatch(table=self.table, members=self.members, inputs=LAYOUTS[self.layout](*self.inputs))
 
 
-def part(index: int, micro: MicroBatch) -> Part:
+def part(index: int, micro: MicroBatch) -> SharePart:
     """Return a micro-batch as a part of a share, without fixed log-probabilities."""
-    return Part(
+    return SharePart(
         index=index,
         table=micro.table,
         members=micro.members,
@@ -89,7 +89,7 @@ class GradientShare(Struct, frozen=True, kw_only=True, tag="gradients"):
     """
 
     number: int
-    parts: tuple[Part, ...]
+    parts: tuple[SharePart, ...]
     loss_coefficients: LossCoefficients
     position: StepPosition
     token_gradients: bool
@@ -103,7 +103,7 @@ class LogprobsShare(Struct, frozen=True, kw_only=True, tag="logprobs"):
     """
 
     number: int
-    parts: tuple[Part, ...]
+    parts: tuple[SharePart, ...]
     reference: bool
 
 
@@ -123,10 +123,10 @@ class Lost(Struct, frozen=True, kw_only=True, tag="lost"):
     problem: str
 
 
-Instruction = Setup | Weights | GradientShare | LogprobsShare | Add | End | Lost
+Instruction = Setup | RankWeights | GradientShare | LogprobsShare | Add | End | Lost
 
 
-class Ready(Struct, frozen=True, kw_only=True, tag="ready"):
+class RankReady(Struct, frozen=True, kw_only=True, tag="ready"):
     """Other rank -> rank 0: the model is loaded. layout: names, types and shapes of its trainable parameters."""
 
     layout: str
@@ -155,14 +155,14 @@ class Computed(Struct, frozen=True, kw_only=True, tag="computed"):
     metrics: dict[str, tuple[float, float]] = {}
 
 
-class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
+class RankFailed(Struct, frozen=True, kw_only=True, tag="failed"):
     """Other rank -> rank 0: the rank cannot load the model or compute its share."""
 
     message: str
     exit_status: int
 
 
-Answer = Ready | Computed | Failed
+Answer = RankReady | Computed | RankFailed
 
 
 class _Encoded(NamedTuple):

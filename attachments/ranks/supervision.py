@@ -176,7 +176,7 @@ class RankProcess:
         return True
 
 
-class Supervisor:
+class RankSupervisor:
     """The supervisor, as the process of the rank sees it."""
 
     def __init__(self, *, on_end: Callable[[], None]) -> None:

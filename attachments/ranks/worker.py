@@ -20,15 +20,15 @@ from attachments.ranks.messages import (
     Add,
     Computed,
     End,
-    Failed,
     GradientShare,
     Instruction,
     LogprobsShare,
     Lost,
     MicroBatchResult,
-    Ready,
+    RankFailed,
+    RankReady,
+    RankWeights,
     Setup,
-    Weights,
     decode_instruction,
     encode,
 )
@@ -43,7 +43,13 @@ from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.engine import SamplingSection
 from clotho.settings.learner import BaseReference, DistributedSection, LearnerSection
 from clotho.storage.tensors import parse_tensors
-from clotho.training.gradient import FixedLogprobs, Gradient, LossConfig, compute_logprobs, micro_batch_gradient
+from clotho.training.gradient import (
+    FixedLogprobs,
+    LossConfig,
+    MicroBatchGradient,
+    compute_logprobs,
+    micro_batch_gradient,
+)
 from clotho.training.gradient import add_gradients as add
 from clotho.training.objectives.registry import objective
 from clotho.training.reference_policy import ReferencePolicy
@@ -92,10 +98,10 @@ def _exit(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _failure(error: Exception) -> Failed:
+def _failure(error: Exception) -> RankFailed:
     known = isinstance(error, ClothoError)
     message = error_text(error) if known else f"{type(error).__name__}: {error_text(error)}"
-    return Failed(message=message, exit_status=error.exit_status if isinstance(error, ClothoError) else 1)
+    return RankFailed(message=message, exit_status=error.exit_status if isinstance(error, ClothoError) else 1)
 
 
 def _follow(membership: Membership, instructions: SimpleQueue[Instruction]) -> None:
@@ -106,7 +112,7 @@ def _follow(membership: Membership, instructions: SimpleQueue[Instruction]) -> N
     membership.apply(setup.distributed)
     with no_idle_sleep(enabled=setup.prevent_sleep):
         computer = ShareComputer(load(setup), setup.learner, setup.sampling)
-        membership.send(0, encode(Ready(layout=computer.layout)))
+        membership.send(0, encode(RankReady(layout=computer.layout)))
         while not isinstance(instruction := instructions.get(), End):
             if isinstance(instruction, Add):
                 membership.add(computer.take_gradient())
@@ -135,14 +141,14 @@ class ShareComputer:
         self._parameters = policy.trainable()
         self._fingerprint = ""
         self._received: Arrays = {}
-        self._gradient: Gradient | None = None
+        self._gradient: MicroBatchGradient | None = None
         self.layout = layout(self._parameters)
 
     def follow(self, instruction: Instruction, *, abandoned: Callable[[], bool]) -> Computed | None:
         """Use new weights, or compute a share. abandoned: whether rank 0 has said something else since."""
         began, computed = time.monotonic(), None
         match instruction:
-            case Weights():
+            case RankWeights():
                 self.receive(instruction)
             case GradientShare():
                 self._gradient = None
@@ -151,7 +157,7 @@ class ShareComputer:
                 computed = None if abandoned() else self.compute_logprobs(instruction)
         return computed and replace(computed, seconds=time.monotonic() - began)
 
-    def receive(self, weights: Weights) -> None:
+    def receive(self, weights: RankWeights) -> None:
         """Use these weights once they are complete."""
         self._received |= parse_tensors(weights.tensors)
         if not weights.complete:
@@ -219,7 +225,7 @@ class ShareComputer:
         return Computed(number=share.number, fingerprint=self._fingerprint, results=tuple(results))
 
 
-def _result(index: int, found: Gradient) -> MicroBatchResult:
+def _result(index: int, found: MicroBatchGradient) -> MicroBatchResult:
     slope_N = cut_N = None
     for tokens in found.tokens:
         slope_N, cut_N = np.array(tokens.slope_N), np.array(tokens.cut_N)

@@ -4,7 +4,7 @@ The library imports matplotlib and sympy, and some of its generators use Python'
 order of sets. Therefore the run never imports it: `reasoning_gym` starts processes with `python -c BOOT`, which
 generate problems, and the worker processes of the reward `reasoning_gym` score answers.
 
-A process reads one `Job` per line from its standard input and writes one `Generated` or `Refused` per line, as JSON.
+A process reads one `Job` per line from its standard input and writes one `Generated` or `JobRefused` per line, as JSON.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Generated(Struct, frozen=True, kw_only=True, tag=True):
     entries: list[Entry]
 
 
-class Refused(Struct, frozen=True, kw_only=True, tag=True):
+class JobRefused(Struct, frozen=True, kw_only=True, tag=True):
     """Process -> run. The job cannot be done. key: of the table that is wrong, such as `settings`; empty: none."""
 
     message: str
@@ -274,11 +274,11 @@ def main() -> None:
     for line in sys.stdin.buffer:
         faulthandler.dump_traceback_later(BLOCK_SECONDS, exit=True)  # also if the run has ended meanwhile
         job = msgspec.json.decode(line, type=Job)
-        answer: Generated | Refused
+        answer: Generated | JobRefused
         try:
             answer = Generated(entries=generate(job))
         except GymError as error:
-            answer = Refused(message=str(error), key=error.key)
+            answer = JobRefused(message=str(error), key=error.key)
         faulthandler.cancel_dump_traceback_later()
         answers.write(msgspec.json.encode(answer) + b"\n")
         answers.flush()

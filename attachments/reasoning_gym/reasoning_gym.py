@@ -28,7 +28,7 @@ from typing import IO
 import msgspec
 import structlog
 
-from attachments.reasoning_gym.gym_library import BLOCK_SECONDS, BOOT, INSTALL, Entry, Generated, Job, Refused
+from attachments.reasoning_gym.gym_library import BLOCK_SECONDS, BOOT, INSTALL, Entry, Generated, Job, JobRefused
 from attachments.reasoning_gym.sections import GYM, TABLES, GymSection, gym_names
 from clotho.generators import Generate
 from clotho.settings.data import DataSection
@@ -73,7 +73,7 @@ def gym_problems(
     for _ in range(ROUNDS):
         jobs = [(pool, job) for pool in pools for job in pool.jobs()]
         for (pool, _job), found in zip(jobs, processes.answers([job for _, job in jobs]), strict=True):
-            if isinstance(found, Refused):
+            if isinstance(found, JobRefused):
                 raise DatasetError(_located(found, pool.section, tables, path))
             pool.add(found.entries)
     for pool in pools:
@@ -127,7 +127,7 @@ def _problem(section: GymSection, entry: Entry) -> Problem:
     )
 
 
-def _located(refused: Refused, section: GymSection, tables: Mapping[str, int], path: str) -> str:
+def _located(refused: JobRefused, section: GymSection, tables: Mapping[str, int], path: str) -> str:
     """The message with the key that is wrong."""
     number = tables.get(section.label)
     if number is None:
@@ -192,9 +192,9 @@ class GymProcesses:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def answers(self, jobs: Sequence[Job]) -> list[Generated | Refused]:
+    def answers(self, jobs: Sequence[Job]) -> list[Generated | JobRefused]:
         """Return the answer to each job, in order. Raises DatasetError if a process ends or takes too long."""
-        waiting, found = deque(range(len(jobs))), dict[int, Generated | Refused]()
+        waiting, found = deque(range(len(jobs))), dict[int, Generated | JobRefused]()
         busy: dict[subprocess.Popen[bytes], tuple[int, float]] = {}
         grown = time.monotonic()
         while len(found) < len(jobs):
@@ -244,11 +244,11 @@ class GymProcesses:
         except BrokenPipeError:  # the process ended; reading its answer reports that
             return
 
-    def _receive(self, process: subprocess.Popen[bytes], job: Job) -> Generated | Refused:
+    def _receive(self, process: subprocess.Popen[bytes], job: Job) -> Generated | JobRefused:
         assert process.stdout is not None
         line = process.stdout.readline()
         try:
-            return msgspec.json.decode(line, type=Generated | Refused)
+            return msgspec.json.decode(line, type=Generated | JobRefused)
         except ValueError as error:
             process.kill()
             status = process.wait()

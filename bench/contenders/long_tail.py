@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from actors.generator import Generator
-from clotho.lanes.sampling_client import GenerationError, Sampler
+from clotho.lanes.sampling_client import EngineSampler, GenerationError
 from protocols.errors import RequestError
 from protocols.prompt import Problem, Prompt
 from protocols.queues import Inbox, Outbox
@@ -52,13 +52,13 @@ def length(seed: int, *, median: float, sigma: float, longest: int) -> int:
 class LongTailedSampler:
     """Submits each completion of a group as a separate request with its own length."""
 
-    def __init__(self, sampler: Sampler, *, median: float, sigma: float) -> None:
+    def __init__(self, sampler: EngineSampler, *, median: float, sigma: float) -> None:
         self._sampler, self._median, self._sigma = sampler, median, sigma
 
     async def groups(
         self, requests: Sequence[SampleRequest]
     ) -> AsyncGenerator[tuple[int, list[Completion] | GenerationError | RequestError], None]:
-        """Same interface as `Sampler.groups`; raises the first failure."""
+        """Same interface as `EngineSampler.groups`; raises the first failure."""
         places = [(group, index) for group, request in enumerate(requests) for index in range(len(request.seeds))]
         singles = [self._single(requests[group], requests[group].seeds[index]) for group, index in places]
         done: dict[int, dict[int, Completion]] = defaultdict(dict)
@@ -80,13 +80,13 @@ class LongTailedSampler:
 class AccompaniedSampler:
     """Decodes another completion of its own length beside each completion; a group is complete when both are."""
 
-    def __init__(self, sampler: Sampler, *, median: float, sigma: float) -> None:
+    def __init__(self, sampler: EngineSampler, *, median: float, sigma: float) -> None:
         self._sampler, self._median, self._sigma = sampler, median, sigma
 
     async def groups(
         self, requests: Sequence[SampleRequest]
     ) -> AsyncGenerator[tuple[int, list[Completion] | GenerationError | RequestError], None]:
-        """Same interface as `Sampler.groups`; raises the first failure."""
+        """Same interface as `EngineSampler.groups`; raises the first failure."""
         others = [(group, seed) for group, request in enumerate(requests) for seed in request.seeds]
         everything = [*requests, *(self._other(requests[group], seed) for group, seed in others)]
         left = [1 + len(request.seeds) for request in requests]

@@ -39,7 +39,7 @@ COMPLETION = "completion"
 ASSISTANT, LAST_ROLES = "assistant", ("user", "tool")
 
 
-class Columns(Struct, frozen=True, kw_only=True, dict=True):
+class ProblemColumns(Struct, frozen=True, kw_only=True, dict=True):
     """Keys of the records of a dataset.
 
     prompt: text or a list of chat messages. messages: a list of chat messages, read from records without the prompt.
@@ -63,7 +63,7 @@ class Columns(Struct, frozen=True, kw_only=True, dict=True):
             raise DatasetError(f"data.answer_pattern is not a regular expression: {error}") from error
 
 
-def load_problems(source: Source, *, columns: Columns) -> list[Problem]:
+def load_problems(source: Source, *, columns: ProblemColumns) -> list[Problem]:
     """Read all problems of a dataset, in its order.
 
     Blank lines and a byte order mark are ignored. Answers that are numbers or booleans become their JSON text. Raises
@@ -110,7 +110,7 @@ def problems(
     finds the answer in its column. All columns of a record are in `problem.extra`.
     Raises DatasetError with the place of the first record that is not valid.
     """
-    columns = Columns(
+    columns = ProblemColumns(
         prompt=prompt_key, messages=messages_key, answer=answer_key, type=type_key, answer_pattern=answer_pattern
     )
     found = load_problems(Source(path=path, subset=subset, split=split), columns=columns)
@@ -142,7 +142,7 @@ def conversation(problem: Problem, system: str) -> list[Mapping[str, Any]]:
     return list(messages)
 
 
-def _problem(record: Any, columns: Columns, where: str) -> Problem:
+def _problem(record: Any, columns: ProblemColumns, where: str) -> Problem:
     if isinstance(record, DatasetError):
         raise record
     if not isinstance(record, dict):
@@ -196,7 +196,7 @@ def _conversation(value: Any, column: str, where: str) -> tuple[tuple[dict[str, 
     return tuple(_extra({"messages": messages}, where)["messages"]), completion
 
 
-def _answer(record: dict[str, Any], columns: Columns, completion: str | None, where: str) -> str:
+def _answer(record: dict[str, Any], columns: ProblemColumns, completion: str | None, where: str) -> str:
     """Return the answer of a record. The last message of the assistant is the answer if there is no such column."""
     if not columns.answer:
         return ""
@@ -212,7 +212,7 @@ def _answer(record: dict[str, Any], columns: Columns, completion: str | None, wh
     return matches[0][1 if columns.pattern.groups else 0] or ""
 
 
-def _reference(record: dict[str, Any], columns: Columns, last_message: str | None) -> str:
+def _reference(record: dict[str, Any], columns: ProblemColumns, last_message: str | None) -> str:
     """Return the reference completion: the column, else the last message of the assistant, else a worked answer.
 
     A column with something else than text or one message of the assistant is not a reference completion.

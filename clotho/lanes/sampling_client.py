@@ -18,6 +18,7 @@ from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleFa
 
 __all__ = [
     "Engine",
+    "EngineSampler",
     "Flight",
     "GenerationError",
     "GroupSampler",
@@ -25,7 +26,6 @@ __all__ = [
     "Progress",
     "Refusal",
     "RequestError",
-    "Sampler",
     "Submit",
 ]
 
@@ -60,7 +60,7 @@ class Engine(Protocol):
 
 
 class GroupSampler(Protocol):
-    """Samples groups of completions: `Sampler`, or servers on other machines."""
+    """Samples groups of completions: `EngineSampler`, or servers on other machines."""
 
     def groups(
         self, requests: Sequence[SampleRequest], /
@@ -154,7 +154,7 @@ class _Inbox:
         return batch
 
 
-class Sampler:
+class EngineSampler:
     """Samples completions for all clients in one event loop: rollouts, evaluation and HTTP.
 
     Requests from another event loop raise RuntimeError while requests of the first one run.

@@ -21,7 +21,7 @@ from clotho.settings.learner import LearnerSection
 from clotho.settings.objectives import RatioObjective, Reinforce
 from clotho.training.objectives.contract import Objective, ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.importance_correction import interpolated_proximal
-from clotho.training.objectives.loss import LossCoefficients, LossInputs, MetricSums, policy_loss
+from clotho.training.objectives.loss import LossCoefficients, MetricSums, TokenLossInputs, policy_loss
 from clotho.training.optimizers import global_norm
 
 
@@ -71,7 +71,7 @@ class TokenGradient(NamedTuple):
     cut_N: mx.array
 
 
-class Gradient(NamedTuple):
+class MicroBatchGradient(NamedTuple):
     """Gradient of a micro-batch's loss by parameter name, with the loss and the metrics; evaluated.
 
     logp_N: log-probabilities of the tokens under the weights of the gradient. tokens: empty unless requested.
@@ -106,7 +106,9 @@ class OtherRanks(Protocol):
         """Send the other ranks their shares, and return the indices of the own share, which is not empty."""
         ...
 
-    def add_gradients(self, own: Gradient, turns: TurnBudget) -> tuple[Gradient, dict[int, Gradient]]:
+    def add_gradients(
+        self, own: MicroBatchGradient, turns: TurnBudget
+    ) -> tuple[MicroBatchGradient, dict[int, MicroBatchGradient]]:
         """Return the sum over all shares, and the gradients of the others' micro-batches by index, without arrays.
 
         own: the sum over the own share.
@@ -138,7 +140,7 @@ def micro_batch_gradient(
     position: StepPosition,
     turns: TurnBudget,
     token_gradients: bool = False,
-) -> Gradient:
+) -> MicroBatchGradient:
     """Return the gradient of one micro-batch's loss with respect to `parameters`. Gradients of micro-batches add up.
 
     Gradients are float32. Only trainable parameters are differentiated. Afterwards the model has `parameters`, no
@@ -171,7 +173,7 @@ def _gradient_graph(
     position: StepPosition,
     turns: TurnBudget,
     token_gradients: bool,
-) -> tuple[Gradient, list[Stage]]:
+) -> tuple[MicroBatchGradient, list[Stage]]:
     """Build the graph of the gradient, and return its stages."""
     inputs = _inputs(micro, fixed_logprobs, position)
     logp_only = loss_config.loss_coefficients.entropy_coef == 0.0 and micro.table.teacher is None
@@ -218,7 +220,7 @@ def _gradient_graph(
     arrays = {name: array.astype(mx.float32) for name, array in flat(tree).items()}
     slope_N = slopes[0] if slopes else mx.zeros_like(logp_N)  # a custom loss may not depend on log-probabilities
     tokens = (TokenGradient(slope_N, cut_N),) if token_gradients else ()
-    return Gradient(arrays, value, metrics, logp_N, tokens), stages.take(arrays)
+    return MicroBatchGradient(arrays, value, metrics, logp_N, tokens), stages.take(arrays)
 
 
 def score_norm_squared(
@@ -283,7 +285,7 @@ def compute_logprobs(
     return logp_N
 
 
-def add_gradients(total: Gradient | None, part: Gradient) -> Gradient:
+def add_gradients(total: MicroBatchGradient | None, part: MicroBatchGradient) -> MicroBatchGradient:
     """Return the sum of two gradients, evaluated, with the tokens of the first; `part` itself if it is the first."""
     if total is None:
         return part
@@ -296,10 +298,10 @@ def add_gradients(total: Gradient | None, part: Gradient) -> Gradient:
     return added
 
 
-def _inputs(micro: MicroBatch, fixed_logprobs: FixedLogprobs, position: StepPosition) -> LossInputs:
+def _inputs(micro: MicroBatch, fixed_logprobs: FixedLogprobs, position: StepPosition) -> TokenLossInputs:
     table = micro.table
     on_policy_mask_N = (table.version_N == position.version) & (position.progress == 0)
-    return LossInputs(
+    return TokenLossInputs(
         rollout_logp_N=mx.array(table.rollout_logp_N),
         proximal_N=fixed_logprobs.proximal_N,
         reference_N=fixed_logprobs.reference_N,
@@ -313,7 +315,7 @@ def _inputs(micro: MicroBatch, fixed_logprobs: FixedLogprobs, position: StepPosi
     )
 
 
-def _in_order_of_blocks(gradient: Gradient) -> tuple[list[mx.array], Gradient]:
+def _in_order_of_blocks(gradient: MicroBatchGradient) -> tuple[list[mx.array], MicroBatchGradient]:
     """Put the gradients first, block by block: in the names' order (0, 1, 10, 11, 2 ...) activations stay alive."""
     names = sorted(gradient.arrays, key=block_of)
     return [gradient.arrays[name] for name in names], gradient

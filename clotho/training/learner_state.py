@@ -55,7 +55,7 @@ def state_from_arrays(arrays: Mapping[str, mx.array], parameters: Arrays, settin
     )
 
 
-class Snapshot(NamedTuple):
+class LearnerSnapshot(NamedTuple):
     """The learner at one moment. The arrays are shared with other holders, because arrays never change.
 
     reference: parameters of the reference policy, as `ReferencePolicy.arrays` names them.

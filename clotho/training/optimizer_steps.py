@@ -21,8 +21,8 @@ from clotho.settings.learner import EssStepScale, LearnerSection
 from clotho.training.batch import Minibatch, TrainingBatch
 from clotho.training.gradient import (
     FixedLogprobs,
-    Gradient,
     LossConfig,
+    MicroBatchGradient,
     OtherRanks,
     StepPosition,
     add_gradients,
@@ -55,7 +55,7 @@ class MetricTotals:
         self._sample_sizes: list[float] = []
         self._scales: list[float] = []
 
-    def add(self, gradient: Gradient, *, norm: float, sample_size: float, scale: float) -> bool:
+    def add(self, gradient: MicroBatchGradient, *, norm: float, sample_size: float, scale: float) -> bool:
         """Add the gradient of one optimizer step. Return whether its loss, its norm and its step scale are finite.
 
         sample_size: effective sample size of the completions. scale: of the learning rate.
@@ -128,7 +128,7 @@ class TokenRecord:
         self._slopes: list[NDArray[np.float32]] = []
         self._cuts: list[NDArray[np.uint8]] = []
 
-    def add(self, mini: Minibatch, micro: MicroBatch, gradient: Gradient) -> None:
+    def add(self, mini: Minibatch, micro: MicroBatch, gradient: MicroBatchGradient) -> None:
         """Add the tokens of a micro-batch. gradient: with `tokens`."""
         (found,) = gradient.tokens
         table = micro.table
@@ -251,7 +251,7 @@ def take_optimizer_steps(
 
 def take_step(
     progress: OptimizerProgress,
-    total: Gradient,
+    total: MicroBatchGradient,
     log_weights: Sequence[NDArray[np.float64]],
     *,
     settings: LearnerSection,
@@ -284,7 +284,7 @@ def minibatch_gradient(
     turns: TurnBudget,
     token_gradients: bool,
     ranks: OtherRanks | None,
-) -> tuple[Gradient, list[Gradient]]:
+) -> tuple[MicroBatchGradient, list[MicroBatchGradient]]:
     """Return the gradient of a minibatch, and the gradients of its micro-batches without their arrays."""
     own: Sequence[int] = range(len(mini.micro_batches))
     if ranks is not None:
@@ -296,8 +296,8 @@ def minibatch_gradient(
             position=position,
             token_gradients=token_gradients,
         )
-    total: Gradient | None = None
-    parts: dict[int, Gradient] = {}
+    total: MicroBatchGradient | None = None
+    parts: dict[int, MicroBatchGradient] = {}
     for k in own:
         part = micro_batch_gradient(
             policy,

@@ -26,8 +26,8 @@ import mlx.optimizers as optim
 import numpy as np
 
 from clotho.models.parameters import Arrays
-from clotho.settings.learner import Adafactor as AdafactorSettings
 from clotho.settings.learner import (
+    Adafactor,
     AdamW,
     ConstantSchedule,
     CosineSchedule,
@@ -62,7 +62,7 @@ class OptimizerState(NamedTuple):
     master: Arrays
 
 
-class Adafactor(optim.Adafactor):
+class FiniteAdafactor(optim.Adafactor):
     """MLX's Adafactor, whose factored second moment stays finite.
 
     Beside a row of very large gradients, the factor of a row of zeros overflows, and inf * 0 would be NaN.
@@ -87,8 +87,8 @@ def make_rule(settings: Optimizer, *, step: int, rate: float) -> optim.Optimizer
             seen = math.sqrt(1.0 - settings.beta2**step)
             betas = [settings.beta1, settings.beta2]
             rule = optim.Adam(rate * seen / (1.0 - settings.beta1**step), betas, eps=settings.epsilon * seen)
-        case AdafactorSettings():
-            rule = Adafactor(rate, scale_parameter=False, relative_step=False)
+        case Adafactor():
+            rule = FiniteAdafactor(rate, scale_parameter=False, relative_step=False)
         case Lion():
             rule = optim.Lion(rate, [settings.beta1, settings.beta2])
         case Muon():

@@ -86,7 +86,7 @@ NOTHING = Gradient(loss=0.0, metrics={}, tokens=0, logprobs=())
 class _Held(NamedTuple):
     """The sum of the gradients since the last step. log_weights: as for `take_step`."""
 
-    total: micro.Gradient
+    total: micro.MicroBatchGradient
     log_weights: tuple[NDArray[np.float64], ...]
     tokens: int
 

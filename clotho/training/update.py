@@ -55,7 +55,7 @@ from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.learner import LearnerSection
 from clotho.training.batch import PerTokenAdvantages, TrainingBatch, prepare
 from clotho.training.gradient import LossConfig, OtherRanks
-from clotho.training.learner_state import LearnerState, Snapshot, state_arrays, state_from_arrays, with_prefix
+from clotho.training.learner_state import LearnerSnapshot, LearnerState, state_arrays, state_from_arrays, with_prefix
 from clotho.training.objectives.controllers import initial_loss_coefficients, next_loss_coefficients
 from clotho.training.objectives.registry import objective
 from clotho.training.optimizer_steps import MetricTotals, OptimizerProgress, TokenRecord, take_optimizer_steps
@@ -317,8 +317,8 @@ class PolicyLearner:
         self._reference.restore(healthy.reference)
         self._set_parameters(healthy.parameters)
 
-    def _snapshot(self) -> Snapshot:
-        return Snapshot(self.parameters, self._state, self._reference.arrays())
+    def _snapshot(self) -> LearnerSnapshot:
+        return LearnerSnapshot(self.parameters, self._state, self._reference.arrays())
 
     def state(self) -> Arrays:
         """Name every array of the learner but the parameters, for a checkpoint; evaluated, and never changed later."""

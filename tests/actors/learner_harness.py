@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from actors.learner import Learner
+from actors.learner import LearnerActor
 from attachments.alarms.collapse_detection import CollapseMonitor
 from attachments.alarms.messages import CollapseState
 from clotho.lanes.compute_thread import Compute
@@ -75,7 +75,7 @@ class LearnerHarness:
         self.reports = Queue[LearnerReport]("reports", capacity=20)
         self.update_inboxes = [learner.inbox() for learner in self.updates]
         self.report_inbox = self.reports.inbox()
-        self.learner = Learner(
+        self.learner = LearnerActor(
             inbox=self.scored.inbox(),
             updates=[learner.outbox() for learner in self.updates],
             reports=self.reports.outbox(),

@@ -19,7 +19,7 @@ from msgspec import structs
 from actors import broadcaster as broadcaster_module
 from actors.broadcaster import Broadcaster
 from clotho.lanes.compute_thread import Compute, finish
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.parameters import flat
 from clotho.scoring.parity_check import ParityChecker, ParityReport, ParitySample
 from clotho.settings.bounds import Off
@@ -131,7 +131,7 @@ async def test_running_sequences_follow_the_kv_cache_policy(
     """Each token has the version of the weights that sampled it. Under `drain`, a running sequence has one version."""
     harness = BroadcasterHarness(compute, tmp_path, kv_policy=policy, parity=Off())
     broadcaster = harness.broadcaster(harness.update(step=1, version=1, shift=0.3))
-    sampler = Sampler(compute.decode.submit, harness.engine)
+    sampler = EngineSampler(compute.decode.submit, harness.engine)
     request = SampleRequest(
         prompt=PROMPT, sampling=Sampling(max_tokens=100, ignore_eos=True), seeds=(1, 2), stream=True
     )

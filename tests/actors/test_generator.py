@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from actors.generator import Generator
-from clotho.lanes.sampling_client import Engine, Sampler, Submit
+from clotho.lanes.sampling_client import Engine, EngineSampler, Submit
 from protocols.errors import ExecutorStoppedError, RequestError
 from protocols.prompt import Prompt
 from protocols.queues import EndOfStream, Inbox, Outbox, QueueClosed
@@ -34,7 +34,7 @@ def engine() -> Iterator[FakeEngine]:
     fake.close()
 
 
-class RecordingSampler(Sampler):
+class RecordingSampler(EngineSampler):
     """A sampler that records which groups were submitted together."""
 
     def __init__(self, submit: Submit, engine: Engine) -> None:

@@ -28,7 +28,7 @@ from tests.training_run.supervision.scripted_actors import RecordedSupervisor
 from training_run.directory.jsonl import JsonlWriter
 from training_run.records.display import NoDisplay, RunView
 from training_run.records.findings import RunFindings
-from training_run.records.forecast import Plan, RunForecast
+from training_run.records.forecast import RemainingWork, RunForecast
 from training_run.records.metrics import METRICS
 from training_run.supervision.hooks import ReportObserver
 from training_run.supervision.latest import Latest
@@ -324,7 +324,7 @@ async def test_the_view_has_a_bounded_size(tmp_path: Path) -> None:
         reports.append(step(number, discarded=(discarded(reason="stale"),)))
         if number % 60 == 0:
             reports.append(evaluation(number, number / 600))
-    forecast = RunForecast(Plan(steps=1200, evaluates=False), began=0.0)
+    forecast = RunForecast(RemainingWork(steps=1200, evaluates=False), began=0.0)
     await observe(tmp_path, *reports, display=display, forecast=forecast)
     last = display.views[-1]
     assert (last.step, last.trained, last.discarded) == (600, 600, {"stale": 600})

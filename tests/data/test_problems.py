@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from clotho.data import records
-from clotho.data.problems import Columns, conversation, load_problems, problems_fingerprint
+from clotho.data.problems import ProblemColumns, conversation, load_problems, problems_fingerprint
 from clotho.data.records import Source
 from protocols.errors import DatasetError
 from protocols.prompt import Problem
@@ -29,9 +29,9 @@ def write(tmp_path: Path, contents: str | bytes) -> Path:
     return path
 
 
-def load(tmp_path: Path, contents: str | bytes, columns: Columns | None = None) -> list[Problem]:
+def load(tmp_path: Path, contents: str | bytes, columns: ProblemColumns | None = None) -> list[Problem]:
     """Load a dataset with these contents."""
-    return load_problems(Source(path=str(write(tmp_path, contents))), columns=columns or Columns())
+    return load_problems(Source(path=str(write(tmp_path, contents))), columns=columns or ProblemColumns())
 
 
 def without_columns(found: list[Problem]) -> list[Problem]:
@@ -41,10 +41,10 @@ def without_columns(found: list[Problem]) -> list[Problem]:
 
 def read(path: str | Path) -> list[Problem]:
     """Load a dataset with the default columns."""
-    return load_problems(Source(path=str(path)), columns=Columns())
+    return load_problems(Source(path=str(path)), columns=ProblemColumns())
 
 
-def refusal(tmp_path: Path, contents: str | bytes, columns: Columns | None = None) -> str:
+def refusal(tmp_path: Path, contents: str | bytes, columns: ProblemColumns | None = None) -> str:
     """Return the error message for these contents, without the directory."""
     with pytest.raises(DatasetError) as caught:
         load(tmp_path, contents, columns)
@@ -66,7 +66,7 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
 
 def test_columns_can_be_renamed_and_types_defaulted(tmp_path: Path) -> None:
     """For datasets with other column names."""
-    found = load(tmp_path, '{"question": "q", "answer": "a"}', Columns(prompt="question", default_type="gsm"))
+    found = load(tmp_path, '{"question": "q", "answer": "a"}', ProblemColumns(prompt="question", default_type="gsm"))
     assert without_columns(found) == [Problem(prompt="q", answer="a", type="gsm")]
 
 
@@ -105,7 +105,7 @@ def test_all_columns_are_passed_on_as_json_values(tmp_path: Path) -> None:
     record = {"prompt": "q", "answer": "a", "tools": json.dumps([tool]), "level": 3, "tests": ["x", {"y": 1.5}]}
     (found,) = load(tmp_path, json.dumps(record))
     assert (found.tools, found.extra) == ((tool,), record)
-    columns = Columns(prompt="question", answer="solution", type="kind", answer_pattern=r"#### (\d+)")
+    columns = ProblemColumns(prompt="question", answer="solution", type="kind", answer_pattern=r"#### (\d+)")
     named = {"question": "q", "solution": "1 + 2\n#### 3", "kind": "math"}
     (found,) = load(tmp_path, json.dumps(named), columns)
     assert found.extra == named | {"solution": "3"}
@@ -113,12 +113,12 @@ def test_all_columns_are_passed_on_as_json_values(tmp_path: Path) -> None:
 
 def test_the_answer_is_the_last_match_of_a_pattern(tmp_path: Path) -> None:
     """As in GSM8K, whose answers end in `#### 72`. An answer without a match is refused with its line."""
-    columns = Columns(answer_pattern=r"####\s*(.+)")
+    columns = ProblemColumns(answer_pattern=r"####\s*(.+)")
     line = json.dumps({"prompt": "q", "answer": "3 #### 4 and 6 * 12\n#### 72"})
     assert load(tmp_path, line, columns)[0].answer == "72"
-    assert load(tmp_path, line, Columns(answer_pattern=r"[0-9]+"))[0].answer == "72"
+    assert load(tmp_path, line, ProblemColumns(answer_pattern=r"[0-9]+"))[0].answer == "72"
     assert "data.jsonl:2: answer does not contain" in refusal(tmp_path, f"{line}\n{GOOD}", columns)
-    assert "data.answer_pattern" in refusal(tmp_path, line, Columns(answer_pattern="("))
+    assert "data.answer_pattern" in refusal(tmp_path, line, ProblemColumns(answer_pattern="("))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_reference_completion_is_text_that_the_policy_could_write(
     tmp_path: Path, record: dict[str, Any], completion: str
 ) -> None:
     """The column `completion` as in TRL, the last message of the assistant, or a worked answer; not a bare answer."""
-    columns = Columns(answer_pattern=r"####\s*(.+)") if "answer" in record else Columns()
+    columns = ProblemColumns(answer_pattern=r"####\s*(.+)") if "answer" in record else ProblemColumns()
     (found,) = load(tmp_path, json.dumps({"prompt": "1+1?", "answer": "2"} | record), columns)
     assert found.completion == completion
     assert found.extra.get("completion") == record.get("completion")
@@ -148,7 +148,7 @@ def test_a_reference_completion_is_text_that_the_policy_could_write(
 
 def test_problems_may_have_no_answer(tmp_path: Path) -> None:
     """For rewards that judge the completion alone: the name of the column is empty."""
-    found = load(tmp_path, '{"prompt": "q"}', Columns(answer=""))
+    found = load(tmp_path, '{"prompt": "q"}', ProblemColumns(answer=""))
     assert without_columns(found) == [Problem(prompt="q", answer="", type="problem")]
 
 

@@ -9,7 +9,7 @@ import anyio
 
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.policy import Policy, load_policy
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
@@ -33,7 +33,7 @@ def services(policy: Policy, engine: DecodeEngine, compute: Compute, port: int) 
         return WeightsReady(version=0, step=0, fingerprint=policy.fingerprint)
 
     return ServerContext(
-        sampler=Sampler(compute.decode.submit, engine),
+        sampler=EngineSampler(compute.decode.submit, engine),
         tokenizer=policy.tokenizer,
         settings=HttpServer(port=port),
         sampling=Sampling(max_tokens=64),

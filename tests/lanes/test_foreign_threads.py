@@ -15,7 +15,7 @@ import pytest
 from mlx.utils import tree_map
 
 from clotho.lanes.compute_thread import Compute
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.parameters import flat
 from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
 from tests import model_lanes
@@ -39,7 +39,7 @@ class Objects:
     def __init__(self) -> None:
         self.stack = Stack()
         self.compute, self.engine = self.stack.compute, self.stack.engine
-        self.sampler = Sampler(self.compute.decode.submit, self.engine)
+        self.sampler = EngineSampler(self.compute.decode.submit, self.engine)
         self.policy = self.compute.decode.submit(tiny_policy).result(30)
         self.changed = self.compute.decode.submit(self.doubled).result(30)
 

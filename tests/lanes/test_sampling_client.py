@@ -15,7 +15,7 @@ from msgspec import structs
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes import sampling_client
 from clotho.lanes.compute_thread import Compute
-from clotho.lanes.sampling_client import GenerationError, Sampler
+from clotho.lanes.sampling_client import EngineSampler, GenerationError
 from clotho.settings.engine import EngineSection
 from protocols.errors import ExecutorStoppedError, RequestError
 from protocols.sampling import Completion, CompletionDone, SampleRequest, Sampling, TokenSampled
@@ -32,9 +32,9 @@ def engine() -> Iterator[FakeEngine]:
 
 
 @pytest.fixture
-def sampler(engine: FakeEngine) -> Sampler:
+def sampler(engine: FakeEngine) -> EngineSampler:
     """Return a sampling client of the fake engine."""
-    return Sampler(engine.submit_call, engine)
+    return EngineSampler(engine.submit_call, engine)
 
 
 def request(
@@ -47,22 +47,22 @@ def request(
 
 
 @pytest.fixture(params=["fake", "real"])
-def any_sampler(request: pytest.FixtureRequest) -> Iterator[Sampler]:
+def any_sampler(request: pytest.FixtureRequest) -> Iterator[EngineSampler]:
     """Yield a sampling client of the fake engine and one of the real engine with a tiny model."""
     if request.param == "fake":
         fake = FakeEngine()
-        yield Sampler(fake.submit_call, fake)
+        yield EngineSampler(fake.submit_call, fake)
         fake.close()
         return
     compute = Compute(decode_share=0.5, slots=2)
     compute.start()
     real = compute.decode.submit(lambda: DecodeEngine(tiny_source("qwen3"), EngineSection())).result()
     compute.decode.attach(real)
-    yield Sampler(compute.decode.submit, real)
+    yield EngineSampler(compute.decode.submit, real)
     compute.stop()
 
 
-async def test_completions_are_in_the_order_of_their_seeds(any_sampler: Sampler) -> None:
+async def test_completions_are_in_the_order_of_their_seeds(any_sampler: EngineSampler) -> None:
     """Completion i belongs to seed i."""
     together = await any_sampler.complete(request(seeds=(5, 6, 7)))
     alone = [(await any_sampler.complete(request(seeds=(seed,))))[0] for seed in (5, 6, 7)]
@@ -70,7 +70,7 @@ async def test_completions_are_in_the_order_of_their_seeds(any_sampler: Sampler)
     assert len({completion.tokens for completion in together}) == 3
 
 
-async def test_the_chunks_of_a_stream_add_up_to_its_completions(any_sampler: Sampler) -> None:
+async def test_the_chunks_of_a_stream_add_up_to_its_completions(any_sampler: EngineSampler) -> None:
     """Tokens, log-probabilities and text of the stream equal those of the finished completion, with and without a stop
     string.
     """
@@ -95,7 +95,7 @@ async def test_the_chunks_of_a_stream_add_up_to_its_completions(any_sampler: Sam
         assert done[0].stop_reason == (stop if stops else None)
 
 
-async def test_every_parameter_of_a_request_reaches_the_engine(sampler: Sampler, engine: FakeEngine) -> None:
+async def test_every_parameter_of_a_request_reaches_the_engine(sampler: EngineSampler, engine: FakeEngine) -> None:
     """Except `stream`, which the client sets."""
     sent = structs.replace(request(), record_support=True, reuse_prefix=True)
     await sampler.complete(sent)
@@ -105,7 +105,7 @@ async def test_every_parameter_of_a_request_reaches_the_engine(sampler: Sampler,
     assert engine.requests == [sent, structs.replace(sent, stream=True)]
 
 
-async def test_the_engine_works_after_cancelled_and_refused_requests(any_sampler: Sampler) -> None:
+async def test_the_engine_works_after_cancelled_and_refused_requests(any_sampler: EngineSampler) -> None:
     """Both engines: cancel one request, refuse one, and complete another."""
     with anyio.move_on_after(0.01):
         await any_sampler.complete(request(max_tokens=400, seeds=(1, 2, 3)))
@@ -113,7 +113,7 @@ async def test_the_engine_works_after_cancelled_and_refused_requests(any_sampler
     assert len(await any_sampler.complete(request())) == 1
 
 
-async def test_requests_of_one_call_reach_the_engine_in_one_turn(sampler: Sampler, engine: FakeEngine) -> None:
+async def test_requests_of_one_call_reach_the_engine_in_one_turn(sampler: EngineSampler, engine: FakeEngine) -> None:
     """The engine's batches do not depend on the timing of event loop and compute thread."""
     requests = [request(prompt=(number,)) for number in range(20)]
     results = await sampler.complete_all(requests)
@@ -121,7 +121,9 @@ async def test_requests_of_one_call_reach_the_engine_in_one_turn(sampler: Sample
     assert [len(group) for group in results] == [1] * 20
 
 
-async def test_groups_arrive_as_they_finish_and_failures_stay_separate(sampler: Sampler, engine: FakeEngine) -> None:
+async def test_groups_arrive_as_they_finish_and_failures_stay_separate(
+    sampler: EngineSampler, engine: FakeEngine
+) -> None:
     """A refused request yields its error once. The others complete."""
     accept = engine.submit
 
@@ -138,7 +140,7 @@ async def test_groups_arrive_as_they_finish_and_failures_stay_separate(sampler: 
     assert sampler.running == 0
 
 
-async def test_cancelling_a_client_frees_its_rows(sampler: Sampler, engine: FakeEngine) -> None:
+async def test_cancelling_a_client_frees_its_rows(sampler: EngineSampler, engine: FakeEngine) -> None:
     """A cancelled `complete` leaves no row in the engine."""
     engine.allow(3)
     async with anyio.create_task_group() as tasks:
@@ -151,7 +153,7 @@ async def test_cancelling_a_client_frees_its_rows(sampler: Sampler, engine: Fake
     assert sampler.running == 0
 
 
-async def test_a_request_cancelled_before_its_turn_never_starts(sampler: Sampler, engine: FakeEngine) -> None:
+async def test_a_request_cancelled_before_its_turn_never_starts(sampler: EngineSampler, engine: FakeEngine) -> None:
     """The engine does not receive it."""
     free = threading.Event()
     occupied = engine.submit_call(free.wait)
@@ -163,7 +165,7 @@ async def test_a_request_cancelled_before_its_turn_never_starts(sampler: Sampler
     assert engine.requests == []
 
 
-async def test_closing_a_stream_frees_its_rows(sampler: Sampler, engine: FakeEngine) -> None:
+async def test_closing_a_stream_frees_its_rows(sampler: EngineSampler, engine: FakeEngine) -> None:
     """Leaving the iteration aborts the remaining completions."""
     engine.allow(5)
     async with aclosing(sampler.stream(request(max_tokens=1000))) as events:
@@ -174,7 +176,7 @@ async def test_closing_a_stream_frees_its_rows(sampler: Sampler, engine: FakeEng
     assert engine.aborted == [1]
 
 
-async def test_a_finished_request_is_not_aborted(sampler: Sampler, engine: FakeEngine) -> None:
+async def test_a_finished_request_is_not_aborted(sampler: EngineSampler, engine: FakeEngine) -> None:
     """Only running requests are aborted."""
     events = [event async for event in sampler.stream(request())]
     assert isinstance(events[-1], CompletionDone)
@@ -182,7 +184,7 @@ async def test_a_finished_request_is_not_aborted(sampler: Sampler, engine: FakeE
     assert engine.aborted == []
 
 
-async def test_a_refusal_is_raised_at_the_client(sampler: Sampler, engine: FakeEngine) -> None:
+async def test_a_refusal_is_raised_at_the_client(sampler: EngineSampler, engine: FakeEngine) -> None:
     """RequestError with the name of the field."""
     engine.refusal = RequestError("too long", param="prompt")
     with pytest.raises(RequestError, match="too long") as caught:
@@ -190,7 +192,7 @@ async def test_a_refusal_is_raised_at_the_client(sampler: Sampler, engine: FakeE
     assert caught.value.param == "prompt"
 
 
-async def test_a_failed_engine_raises_at_every_client(sampler: Sampler, engine: FakeEngine) -> None:
+async def test_a_failed_engine_raises_at_every_client(sampler: EngineSampler, engine: FakeEngine) -> None:
     """SampleFailed becomes GenerationError in `complete` and in a stream."""
     engine.allow(2)
     failures = []
@@ -217,7 +219,7 @@ async def test_a_failed_engine_raises_at_every_client(sampler: Sampler, engine: 
     assert sampler.running == 0
 
 
-async def test_a_stopped_compute_thread_raises_at_every_client(sampler: Sampler, engine: FakeEngine) -> None:
+async def test_a_stopped_compute_thread_raises_at_every_client(sampler: EngineSampler, engine: FakeEngine) -> None:
     """A request that never gets a turn raises ExecutorStoppedError."""
     started, free = threading.Event(), threading.Event()
 
@@ -245,7 +247,9 @@ async def test_a_stopped_compute_thread_raises_at_every_client(sampler: Sampler,
     assert sampler.running == 0
 
 
-async def test_a_busy_client_receives_the_events_of_several_ticks_at_once(sampler: Sampler, engine: FakeEngine) -> None:
+async def test_a_busy_client_receives_the_events_of_several_ticks_at_once(
+    sampler: EngineSampler, engine: FakeEngine
+) -> None:
     """In order. Not every event needs a wake-up."""
     engine.allow(1)
     async with aclosing(sampler.stream_all([request(seeds=(1, 2), max_tokens=5)])) as batches:
@@ -264,7 +268,7 @@ async def test_a_busy_client_receives_the_events_of_several_ticks_at_once(sample
 
 async def test_the_event_loop_is_woken_once_per_tick(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """For any number of requests, and although the event loop runs between the events of the tick."""
-    sampler, loop = Sampler(engine.submit_call, engine), asyncio.get_running_loop()
+    sampler, loop = EngineSampler(engine.submit_call, engine), asyncio.get_running_loop()
     deliver, advance, deliveries = sampler._deliver, engine._advance, list[int]()
 
     def counted() -> None:
@@ -289,7 +293,7 @@ async def test_the_event_loop_is_woken_once_per_tick(engine: FakeEngine, monkeyp
 
 
 async def test_the_memory_of_a_stream_that_is_not_read_is_bounded(
-    sampler: Sampler, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    sampler: EngineSampler, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens beyond the bound are dropped. Their text is in the tail of the completion, which has all tokens."""
     monkeypatch.setattr(sampling_client, "MAX_UNREAD_TOKENS", 7)
@@ -316,7 +320,7 @@ async def test_the_memory_of_a_stream_that_is_not_read_is_bounded(
 
 
 async def test_the_memory_of_many_unread_streams_is_bounded(
-    sampler: Sampler, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    sampler: EngineSampler, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each stream holds at most the permitted number of tokens, one end per completion, and the text of the rest."""
     monkeypatch.setattr(sampling_client, "MAX_UNREAD_TOKENS", 7)
@@ -360,7 +364,7 @@ async def test_alternatives_count_towards_the_tokens_that_wait() -> None:
     assert len(await inbox.take()) == -(-sampling_client.MAX_UNREAD_TOKENS // 21)
 
 
-async def test_another_event_loop_is_refused_while_requests_run(sampler: Sampler, engine: FakeEngine) -> None:
+async def test_another_event_loop_is_refused_while_requests_run(sampler: EngineSampler, engine: FakeEngine) -> None:
     """A delivery to the wrong event loop would wake nobody."""
 
     def ask_elsewhere() -> list[Completion]:

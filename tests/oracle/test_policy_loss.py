@@ -11,7 +11,7 @@ import pytest
 from clotho.settings.learner import LearnerSection
 from clotho.training.objectives.aggregation import loss_weights
 from clotho.training.objectives.controllers import initial_loss_coefficients
-from clotho.training.objectives.loss import LossInputs, policy_loss
+from clotho.training.objectives.loss import TokenLossInputs, policy_loss
 from clotho.training.objectives.registry import objective
 from tests.learner_settings import OBJECTIVES, learner_settings
 from tests.oracle.policy_loss import TOKEN_LOSSES, Example, Rows, loss, slopes
@@ -76,7 +76,7 @@ def batch(seed: int) -> tuple[list[Example], Rows]:
     return examples, rows
 
 
-def inputs(examples: list[Example], settings: LearnerSection, *, several_steps: bool) -> LossInputs:
+def inputs(examples: list[Example], settings: LearnerSection, *, several_steps: bool) -> TokenLossInputs:
     """The same batch in the learner's form, with two tokens of padding at the end."""
     groups = sorted({e.group for e in examples})
     lengths = [[len(e.indices()) for e in examples if e.group == g] for g in groups]
@@ -89,7 +89,7 @@ def inputs(examples: list[Example], settings: LearnerSection, *, several_steps: 
     def masked(values: list[list[float]]) -> mx.array:
         return mx.array([v for one in values for v in one] + [0.0, 0.0], dtype=mx.float32)
 
-    return LossInputs(
+    return TokenLossInputs(
         rollout_logp_N=tokens([e.behaviour for e in examples]),
         proximal_N=tokens([e.proximal for e in examples]) if several_steps else None,
         reference_N=tokens([e.reference for e in examples]),

@@ -13,7 +13,7 @@ from anyio.abc import TaskStatus
 from msgspec import structs
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import EngineAccess, HealthReport, RunSnapshot, ServedModel, ServerContext
 from clotho.settings.server import HttpServer
@@ -28,7 +28,7 @@ JSON = {"content-type": "application/json"}
 class Served:
     """A running server and its parts. Tests may replace `weights`, `health` and `snapshot`."""
 
-    def __init__(self, engine: FakeEngine, sampler: Sampler) -> None:
+    def __init__(self, engine: FakeEngine, sampler: EngineSampler) -> None:
         self.engine, self.sampler = engine, sampler
         self.weights = WeightsReady(version=3, step=4, fingerprint="f3")
         self.health = HealthReport(status="ok", children={"learner": "running"}, progress_seconds=0.5)
@@ -99,7 +99,7 @@ async def serving(**settings: Any) -> AsyncIterator[Served]:
     """Serve on a free port until the block ends; keyword arguments are keys of [server]."""
     engine = FakeEngine()
     engine.version = 3
-    served = Served(engine, Sampler(engine.submit_call, engine))
+    served = Served(engine, EngineSampler(engine.submit_call, engine))
     served.server = ApiServer(server_context(served, **settings), on_request=served.count_request)
 
     async def run(*, task_status: TaskStatus[str]) -> None:

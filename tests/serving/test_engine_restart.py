@@ -8,7 +8,7 @@ import anyio
 import httpx
 import pytest
 
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.serving.server import ApiServer, base_url, listen
 from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
 from clotho.settings.server import HttpServer
@@ -30,7 +30,7 @@ class SupervisedServer:
         self.url, self.supervisor = base_url(listener), Supervisor(on_failure=lambda *_: None)
         compute, engine = self.stack.compute, self.stack.engine
         services = ServerContext(
-            sampler=Sampler(compute.decode.submit, engine),
+            sampler=EngineSampler(compute.decode.submit, engine),
             tokenizer=self.stack.source.tokenizer,
             settings=settings,
             sampling=Sampling(max_tokens=4),

@@ -11,7 +11,7 @@ import anyio
 import httpx
 import pytest
 
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.serving.server import (
     ApiServer,
     ClientWriter,
@@ -94,7 +94,7 @@ async def test_the_port_is_free_after_the_server_has_stopped() -> None:
 async def test_a_restarted_server_responds_again() -> None:
     """The first start uses a given socket; the supervisor may restart the server."""
     engine = FakeEngine()
-    served = Served(engine, Sampler(engine.submit_call, engine))
+    served = Served(engine, EngineSampler(engine.submit_call, engine))
     listener = listen(HttpServer(port=0))
     port = listener.getsockname()[1]
     server = ApiServer(server_context(served, port=port), listener=listener)
@@ -200,7 +200,7 @@ async def test_while_the_model_is_loaded_every_request_is_told_to_retry() -> Non
     assert answers[0].json()["status"] == "loading"
     assert {answer.json()["error"]["code"] for answer in answers[1:]} == {"loading"}
     engine = FakeEngine()
-    served = Served(engine, Sampler(engine.submit_call, engine))
+    served = Served(engine, EngineSampler(engine.submit_call, engine))
     server = ApiServer(server_context(served), listener=listener)
     async with anyio.create_task_group() as tasks, httpx.AsyncClient(base_url=base_url(listener)) as http:
         await tasks.start(server.run)

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
 from clotho.settings.engine import EngineSection
@@ -62,7 +62,7 @@ async def unused_prompt_logprobs(_: tuple[int, ...], __: int, ___: str) -> Promp
 def services_of(stack: Stack) -> ServerContext:
     """Return the server context of a tiny model."""
     return ServerContext(
-        sampler=Sampler(stack.compute.decode.submit, stack.engine),
+        sampler=EngineSampler(stack.compute.decode.submit, stack.engine),
         tokenizer=stack.source.tokenizer,
         settings=HttpServer(port=0, shutdown_seconds=1.0),
         sampling=Sampling(max_tokens=32),

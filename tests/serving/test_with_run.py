@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from clotho.lanes.compute_thread import finish
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.parameters import flat, nested
 from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.teacher_forcing import TeacherForcing
@@ -30,7 +30,7 @@ PROMPT = [5, 9, 33, 1, 1, 17]
 
 
 @asynccontextmanager
-async def serving(directory: Path) -> AsyncIterator[tuple[RunContext, httpx.AsyncClient, Sampler]]:
+async def serving(directory: Path) -> AsyncIterator[tuple[RunContext, httpx.AsyncClient, EngineSampler]]:
     """Serve a tiny policy whose adapter has been updated."""
     profile = tiny_profile(directory, server={"type": "http", "port": 0})
     async with open_context(profile) as parts:

@@ -19,7 +19,7 @@ from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.objectives import Objective
 from clotho.training.batch import prepare
-from clotho.training.gradient import FixedLogprobs, Gradient, LossConfig, StepPosition, micro_batch_gradient
+from clotho.training.gradient import FixedLogprobs, LossConfig, MicroBatchGradient, StepPosition, micro_batch_gradient
 from clotho.training.objectives.contract import Objective as ObjectiveFunction
 from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.controllers import initial_loss_coefficients
@@ -46,7 +46,7 @@ def gradients(
     budget: int = 10_000,
     turns: TurnBudget = UNDIVIDED,
     **keys: Any,
-) -> list[Gradient]:
+) -> list[MicroBatchGradient]:
     """Gradients of every micro-batch of a batch, at the served parameters."""
     plain = {"loss_aggregation": "token_mean", "clip_high": 0.28, "layout": "padded", "micro_batch_tokens": budget}
     settings = learner_settings(**(plain | keys))
@@ -89,12 +89,12 @@ def prepared(
     return list(zip(batch.minibatches[0].micro_batches, batch.fixed_logprobs[0], strict=True))
 
 
-def total(gradient: Gradient, metric: str) -> float:
+def total(gradient: MicroBatchGradient, metric: str) -> float:
     """Sum of a metric over the tokens."""
     return float(gradient.metrics[metric][0])
 
 
-def vector(gradient: Gradient) -> np.ndarray:
+def vector(gradient: MicroBatchGradient) -> np.ndarray:
     """All of it as one vector, in float64."""
     return np.concatenate([np.array(array, dtype=np.float64).ravel() for array in gradient.arrays.values()])
 
@@ -218,7 +218,7 @@ class BrokenObjectiveError(Exception):
 
 def gradient_with(
     model: WeightedModel, parameters: Parameters, micro: MicroBatch, known: FixedLogprobs, function: ObjectiveFunction
-) -> Gradient:
+) -> MicroBatchGradient:
     """Return the gradient of a micro-batch for an objective function."""
     settings = learner_settings(layout="padded")
     return micro_batch_gradient(

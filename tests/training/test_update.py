@@ -18,7 +18,7 @@ from clotho.lanes.arbiter import WorkCancelled
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
 from clotho.training import optimizer_steps as optimization
-from clotho.training.gradient import Gradient, micro_batch_gradient
+from clotho.training.gradient import MicroBatchGradient, micro_batch_gradient
 from clotho.training.update import Update
 from protocols.rollout import ScoredGroup
 from tests import model_lanes
@@ -131,7 +131,7 @@ class PoisonedGradient:
     def __init__(self, bad: float, *, number: int) -> None:
         self._bad, self._left = bad, number
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Gradient:
+    def __call__(self, *args: Any, **kwargs: Any) -> MicroBatchGradient:
         gradient = micro_batch_gradient(*args, **kwargs)
         self._left -= 1
         if self._left:

@@ -12,14 +12,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from actors.generator import Generator as GeneratorActor
-from actors.learner import Learner
+from actors.learner import LearnerActor
 from actors.prompter import Prompter
 from attachments.alarms.collapse_detection import CollapseMonitor
 from attachments.alarms.messages import CollapseState
 from attachments.curriculum.curriculum import Curriculum
 from attachments.curriculum.messages import CurriculumEvidence, CurriculumState
 from clotho.lanes.compute_thread import Compute
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.settings.bounds import Off
 from clotho.training.update import Update
 from protocols.prompt import Problem, Prompt
@@ -89,7 +89,7 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
     curriculum: Callable[[CurriculumState | None, CurriculumEvidence | None], Curriculum] | None = None
 
 
-class RecordingSampler(Sampler):
+class RecordingSampler(EngineSampler):
     """A sampler that records which groups were submitted together."""
 
     def __init__(self, engine: FakeEngine) -> None:
@@ -172,7 +172,7 @@ class SimulatedRun:
             ended=self.ledger.ended,
             groups=groups if simulation.dynamic else None,
         )
-        self.learner = Learner(
+        self.learner = LearnerActor(
             inbox=self._scored.inbox(),
             updates=[self._updates.outbox()],
             reports=self._reports.outbox(),

@@ -14,7 +14,7 @@ import pytest
 
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.parameters import Parameters
 from clotho.models.policy import load_policy
 from clotho.models.policy_model import PolicyModel
@@ -57,7 +57,7 @@ class ConcurrentRun:
         self.learner = compute.learner.submit(self._make_learner).result()
         self.engine = compute.decode.submit(lambda: DecodeEngine(self.policy, ENGINE)).result()
         compute.decode.attach(self.engine)
-        self.sampler = Sampler(compute.decode.submit, self.engine)
+        self.sampler = EngineSampler(compute.decode.submit, self.engine)
         turns = TurnBudget(0.001, compute.evaluation.lane)
         self.pinned = compute.evaluation.submit(lambda: PinnedSampler(self.policy, ENGINE, turns)).result()
         self.checker = compute.parity.submit(self._make_checker).result()

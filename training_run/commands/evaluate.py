@@ -74,7 +74,7 @@ class Graded(Struct, frozen=True, kw_only=True):
     truncated: bool
 
 
-class Record(Struct, frozen=True, kw_only=True):
+class EvaluatedProblem(Struct, frozen=True, kw_only=True):
     """One problem with the completions of one policy. loss: of the reference completion; None if there is none."""
 
     type: str
@@ -104,7 +104,7 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
     completion_length: float | None
     truncated: float | None
     comparison: Comparison | None
-    records: tuple[Record, ...] = ()
+    records: tuple[EvaluatedProblem, ...] = ()
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
@@ -283,9 +283,9 @@ def result_of(name: str, outcomes: Sequence[Outcome], base: Sequence[Outcome] | 
     )
 
 
-def _record(outcome: Outcome) -> Record:
+def _record(outcome: Outcome) -> EvaluatedProblem:
     problem = outcome.problem
-    return Record(
+    return EvaluatedProblem(
         type=problem.type,
         prompt=problem.prompt,
         answer=problem.answer,

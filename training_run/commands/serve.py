@@ -17,7 +17,7 @@ from attachments.adapters.adapter_store import AdapterStore
 from clotho.backend import backend
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.base_model import BaseModel
 from clotho.models.fingerprints import model_fingerprint
 from clotho.models.loading import find_model
@@ -64,7 +64,7 @@ class Serving(Struct, frozen=True, kw_only=True, eq=False):
     weights: Latest[WeightsReady]
     engine: DecodeEngine
     engine_failure: Future[None]
-    sampler: Sampler
+    sampler: EngineSampler
 
     def server_context(self, state: ServingState) -> ServerContext:
         """The HTTP server's interface to the engine."""
@@ -155,7 +155,7 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
             weights=weights,
             engine=engine,
             engine_failure=compute.attach(engine, core_division(base.description.parameters)),
-            sampler=Sampler(compute.decode.submit, engine),
+            sampler=EngineSampler(compute.decode.submit, engine),
         )
         server = ApiServer(serving.server_context(state), listener=listener)
         assert engine.adapters is not None, "an engine behind a server has adapters"

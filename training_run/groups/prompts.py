@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from clotho.data.order import HeldOutSplit, ProblemOrder, split_heldout
-from clotho.data.problems import Columns, conversation, load_problems, problems_fingerprint
+from clotho.data.problems import ProblemColumns, conversation, load_problems, problems_fingerprint
 from clotho.data.records import Source
 from clotho.generators import Generators, epoch_weights, prefix_of
 from clotho.models.tokenizer import ChatTokenizer
@@ -164,7 +164,7 @@ def _require_applicable_rewards(profile: Profile | EvaluationProfile, types: set
 def read_split(profile: Profile | EvaluationProfile) -> HeldOutSplit:
     """Read and split the problems of a profile. Raises DatasetError, and ProfileError as `load_prompts`."""
     data = profile.data
-    columns = Columns(
+    columns = ProblemColumns(
         prompt=data.prompt_key,
         messages=data.messages_key,
         answer=data.answer_key,

@@ -49,7 +49,7 @@ class EvaluationTime(Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class RemainingWork(Struct, frozen=True, kw_only=True):
     """What a run still does. steps: of the whole run. evaluates: whether it evaluates at all.
 
     interval: steps between evaluations; 0 for none. between: problems of these evaluations; 0 for all.
@@ -78,7 +78,12 @@ def step_time(metrics: Mapping[str, Any]) -> StepTime:
 
 
 def seconds_left(
-    plan: Plan, done: int, steps: Sequence[StepTime], first_evaluation: EvaluationTime | None, *, began: float = 0.0
+    plan: RemainingWork,
+    done: int,
+    steps: Sequence[StepTime],
+    first_evaluation: EvaluationTime | None,
+    *,
+    began: float = 0.0,
 ) -> float | None:
     """Return the estimated time from the end of the last step to the end of the run; None before the first step.
 
@@ -128,7 +133,7 @@ def _expected(values: Sequence[float], ahead: int) -> float:
     return total / ahead if ahead else 0.0
 
 
-def _evaluations(plan: Plan, done: int, first: EvaluationTime | None) -> float:
+def _evaluations(plan: RemainingWork, done: int, first: EvaluationTime | None) -> float:
     """Return the time of the evaluations to come."""
     if not plan.evaluates or first is None or not first.problems:
         return 0.0
@@ -140,7 +145,7 @@ def _evaluations(plan: Plan, done: int, first: EvaluationTime | None) -> float:
 class RunForecast:
     """Keeps the measurements of a running process for the forecast."""
 
-    def __init__(self, plan: Plan, *, began: float) -> None:
+    def __init__(self, plan: RemainingWork, *, began: float) -> None:
         """began: age of the run when this process began to count."""
         self._plan, self._began, self._done = plan, began, 0
         self._steps: deque[StepTime] = deque(maxlen=WINDOW)

@@ -11,7 +11,7 @@ from training_run.records.terminal_text import number, percent
 Unit = Literal["share", "value", "tokens"]
 
 
-class Row(NamedTuple):
+class EvaluationRow(NamedTuple):
     """One value of an evaluation. interval: of 95 %; None if the value has none."""
 
     label: str
@@ -38,7 +38,7 @@ def written(value: float, unit: Unit) -> str:
     return percent(value) if unit == "share" else number(value, ".1f" if unit == "tokens" else ".3f")
 
 
-def changed(old: Row | None, new: Row | None) -> tuple[str, str, str]:
+def changed(old: EvaluationRow | None, new: EvaluationRow | None) -> tuple[str, str, str]:
     """Return two values of one kind and their difference with its sign, shares in percentage points; `-` if missing."""
     difference = "-"
     if old is not None and new is not None:
@@ -54,7 +54,7 @@ def accuracy_text(report: EvalReport) -> str:
     return f"{percent(report.accuracy)} of {report.problems}" + (f" ({beside})" if beside else "")
 
 
-def rows(found: HeldOutMeasures, *, functions: bool) -> Iterator[Row]:
+def rows(found: HeldOutMeasures, *, functions: bool) -> Iterator[EvaluationRow]:
     """Yield what was measured beside the accuracy; a value that does not exist has no row.
 
     functions: with one row per reward function.
@@ -69,11 +69,11 @@ def rows(found: HeldOutMeasures, *, functions: bool) -> Iterator[Row]:
             yield from _estimate(f"pass@{k}", share, "share")
         yield from _estimate("sampled reward", sampled.reward, "value")
     if found.completion_length is not None:
-        yield Row("length", found.completion_length, "tokens")
+        yield EvaluationRow("length", found.completion_length, "tokens")
     if found.truncated is not None:
-        yield Row("truncated", found.truncated, "share")
+        yield EvaluationRow("truncated", found.truncated, "share")
 
 
-def _estimate(label: str, estimate: Estimate | None, unit: Unit) -> Iterator[Row]:
+def _estimate(label: str, estimate: Estimate | None, unit: Unit) -> Iterator[EvaluationRow]:
     if estimate is not None:
-        yield Row(label, estimate.value, unit, (estimate.low, estimate.high))
+        yield EvaluationRow(label, estimate.value, unit, (estimate.low, estimate.high))

@@ -23,7 +23,7 @@ from protocols.summary import (
     RunSummary,
 )
 from training_run.profile.program import program
-from training_run.records.held_out_rows import Row, changed, rows
+from training_run.records.held_out_rows import EvaluationRow, changed, rows
 from training_run.records.terminal_text import (
     duration,
     memory,
@@ -55,7 +55,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     _print_lines(console, figure_lines(summary))
 
 
-class Line(NamedTuple):
+class SummaryLine(NamedTuple):
     """One line of the summary. is_whole: it is not wrapped, so that it can be copied or searched."""
 
     label: str
@@ -63,7 +63,7 @@ class Line(NamedTuple):
     is_whole: bool = False
 
 
-def _print_lines(console: Console, lines: Iterable[Line]) -> None:
+def _print_lines(console: Console, lines: Iterable[SummaryLine]) -> None:
     for label, text, is_whole in lines:
         line = terminal_text(f"{label:<{LABEL_WIDTH}}{text}", LINE_LIMIT, ascii_only=console.options.ascii_only)
         first, *others = [line] if is_whole else wrapped(line, console.width, indent=LABEL_WIDTH)
@@ -90,87 +90,91 @@ def accuracy_table(summary: RunSummary, *, ascii_only: bool = False) -> Table:
     return table
 
 
-def _accuracies(report: EvalReport) -> Iterator[Row]:
+def _accuracies(report: EvalReport) -> Iterator[EvaluationRow]:
     """Yield the accuracy of an evaluation, overall and by type of problem in alphabetical order."""
     if report.accuracy is not None:
-        yield Row("all", report.accuracy, "share")
-        yield from (Row(name, accuracy, "share") for name, accuracy in sorted(report.by_type.items()))
+        yield EvaluationRow("all", report.accuracy, "share")
+        yield from (EvaluationRow(name, accuracy, "share") for name, accuracy in sorted(report.by_type.items()))
 
 
-def _measures(report: EvalReport) -> Iterator[Row]:
+def _measures(report: EvalReport) -> Iterator[EvaluationRow]:
     return rows(report.measures, functions=True)
 
 
-def result_lines(summary: RunSummary) -> Iterator[Line]:
+def result_lines(summary: RunSummary) -> Iterator[SummaryLine]:
     """Yield what was learned and what was not, the findings, and the best checkpoint."""
-    yield Line("learned", _learned(summary))
+    yield SummaryLine("learned", _learned(summary))
     if summary.steps < summary.planned_steps:
-        yield Line("stopped", f"after step {summary.steps} of {summary.planned_steps}")
+        yield SummaryLine("stopped", f"after step {summary.steps} of {summary.planned_steps}")
     if summary.is_untrained:
         trained = "adapter is the initial one" if summary.is_adapter else "weights are those of the base model"
-        yield Line("untrained", f"no update was applied, so the {trained}")
+        yield SummaryLine("untrained", f"no update was applied, so the {trained}")
     for finding in summary.findings:
-        yield Line(finding.severity, f"{finding.fact}; {finding.consequence}; {finding.advice}")
+        yield SummaryLine(finding.severity, f"{finding.fact}; {finding.consequence}; {finding.advice}")
         if finding.command:
-            yield Line(finding.use, finding.command, is_whole=True)
+            yield SummaryLine(finding.use, finding.command, is_whole=True)
     if equal := summary.balance.by_reason.get("zero_variance", 0):
         ended = summary.balance.trained + summary.balance.discarded
-        yield Line("no signal", f"{equal} of {ended} groups had equal rewards and therefore no training signal")
+        yield SummaryLine("no signal", f"{equal} of {ended} groups had equal rewards and therefore no training signal")
     if summary.after and summary.after.ungraded:
         count = summary.after.ungraded
-        yield Line("ungraded", f"{count} held-out problems, because no reward with correct = true applies to them")
+        yield SummaryLine(
+            "ungraded", f"{count} held-out problems, because no reward with correct = true applies to them"
+        )
     if summary.after and summary.after.failed:
-        yield Line("failed", f"a reward function on {summary.after.failed} held-out problems; log.jsonl has the errors")
+        yield SummaryLine(
+            "failed", f"a reward function on {summary.after.failed} held-out problems; log.jsonl has the errors"
+        )
     if (best := summary.best) is not None:
         accuracy = f"held-out accuracy {percent(best.accuracy)} of {best.problems} problems"
-        yield Line("best", f"step {best.step}, {accuracy}: {summary.best_path}")
+        yield SummaryLine("best", f"step {best.step}, {accuracy}: {summary.best_path}")
 
 
-def figure_lines(summary: RunSummary) -> Iterator[Line]:
+def figure_lines(summary: RunSummary) -> Iterator[SummaryLine]:
     """Yield the groups, times, rates, memory and files of the run."""
     yield from _group_lines(summary)
     yield from _speed_lines(summary)
-    yield Line("files", f"{', '.join(summary.files)} in {summary.run_dir}")
-    yield Line("adapter" if summary.is_adapter else "weights", summary.adapter)
+    yield SummaryLine("files", f"{', '.join(summary.files)} in {summary.run_dir}")
+    yield SummaryLine("adapter" if summary.is_adapter else "weights", summary.adapter)
 
 
-def _group_lines(summary: RunSummary) -> Iterator[Line]:
+def _group_lines(summary: RunSummary) -> Iterator[SummaryLine]:
     """Yield how the groups of the run ended."""
-    yield Line("groups", str(summary.balance), is_whole=True)
+    yield SummaryLine("groups", str(summary.balance), is_whole=True)
     if summary.balance.by_reason:
-        yield Line("discarded", _reasons(summary.balance))
+        yield SummaryLine("discarded", _reasons(summary.balance))
     for gap in summary.history_gaps:
-        yield Line("records", _gap(gap, summary))
+        yield SummaryLine("records", _gap(gap, summary))
     for environment, balance in summary.balance.sources.items():
-        yield Line("environment", f"{environment}: {balance.in_words('received')}", is_whole=True)
+        yield SummaryLine("environment", f"{environment}: {balance.in_words('received')}", is_whole=True)
         if balance.by_reason:
-            yield Line("", f"discarded: {_reasons(balance)}")
+            yield SummaryLine("", f"discarded: {_reasons(balance)}")
 
 
-def _speed_lines(summary: RunSummary) -> Iterator[Line]:
+def _speed_lines(summary: RunSummary) -> Iterator[SummaryLine]:
     """Yield times, rates and memory."""
     gauges, evaluation = summary.gauges, summary.evaluation_seconds
     beside = f", evaluation {duration(evaluation)} beside it" if evaluation else ""
-    yield Line(
+    yield SummaryLine(
         "time",
         f"total {duration(summary.total_seconds)}: training {duration(summary.training_seconds)}{beside}, evaluation "
         f"before and after {duration(summary.other_evaluation_seconds)}",
     )
     if summary.training_seconds > 0:
-        yield Line("computing", _computing(summary.computing, summary.training_seconds, summary.cores))
+        yield SummaryLine("computing", _computing(summary.computing, summary.training_seconds, summary.cores))
     rate = gauges.tokens_sampled / summary.total_seconds if summary.total_seconds > 0 else None
     alone, during = (number(one, ".0f") for one in (gauges.decode_rate_idle, gauges.decode_rate_learning))
-    yield Line(
+    yield SummaryLine(
         "decoding",
         f"{size(gauges.tokens_sampled)} tokens; per second: {number(rate, '.0f')} over the run with its evaluations, "
         f"{alone} while decoding alone, {during} during updates" + _share(gauges.decode_share_learning),
     )
-    yield Line(
+    yield SummaryLine(
         "weight swaps",
         f"{gauges.swaps}, median {milliseconds(gauges.swap_seconds_median)}, longest "
         f"{milliseconds(gauges.swap_seconds_max)}",
     )
-    yield Line("memory", f"peak {memory(gauges.peak_memory_bytes)}")
+    yield SummaryLine("memory", f"peak {memory(gauges.peak_memory_bytes)}")
 
 
 def _computing(totals: ComputeTotals, seconds: float, cores: int) -> str:
@@ -205,35 +209,35 @@ def _learned(summary: RunSummary) -> str:
     )
 
 
-def command_lines(summary: RunSummary) -> Iterator[Line]:
+def command_lines(summary: RunSummary) -> Iterator[SummaryLine]:
     """Yield the commands that a user needs next."""
     if summary.steps < summary.planned_steps:
-        yield Line("continue it", summary.resume_command, is_whole=True)
+        yield SummaryLine("continue it", summary.resume_command, is_whole=True)
     model, adapter = shlex.quote(summary.base_model), shlex.quote(summary.adapter)
     if summary.base_model.lower().endswith(".gguf"):  # mlx-lm reads models from directories only
-        yield Line("convert it", f"{program()} convert {model} base --to mlx", is_whole=True)
+        yield SummaryLine("convert it", f"{program()} convert {model} base --to mlx", is_whole=True)
         model = "base"
-    yield Line("load it", f"mlx_lm.chat --model {model} --adapter-path {adapter}", is_whole=True)
+    yield SummaryLine("load it", f"mlx_lm.chat --model {model} --adapter-path {adapter}", is_whole=True)
     run, profile = shlex.quote(summary.run_dir), shlex.quote(summary.profile)
-    yield Line("look at it", f"{program()} view {run}", is_whole=True)
+    yield SummaryLine("look at it", f"{program()} view {run}", is_whole=True)
     if summary.is_untrained:
-        yield Line("find out", f"{program()} doctor --profile {profile}", is_whole=True)
+        yield SummaryLine("find out", f"{program()} doctor --profile {profile}", is_whole=True)
         return
     if not summary.is_adapter:  # `eval` and `serve` read such weights as a model
         trained = shlex.quote(f"{summary.run_dir}-model")
-        yield Line(
+        yield SummaryLine(
             "export it", f"mlx_lm.fuse --model {model} --adapter-path {adapter} --save-path {trained}", is_whole=True
         )
-        yield Line("evaluate it", f"{program()} eval --profile {profile} --model {trained}", is_whole=True)
-        yield Line("serve it", f"{program()} serve --model {trained}", is_whole=True)
+        yield SummaryLine("evaluate it", f"{program()} eval --profile {profile} --model {trained}", is_whole=True)
+        yield SummaryLine("serve it", f"{program()} serve --model {trained}", is_whole=True)
         return
-    yield Line("evaluate it", f"{program()} eval --profile {profile} --adapter {adapter}", is_whole=True)
-    yield Line(
+    yield SummaryLine("evaluate it", f"{program()} eval --profile {profile} --adapter {adapter}", is_whole=True)
+    yield SummaryLine(
         "serve it",
         f"{program()} serve --model {shlex.quote(summary.base_model)} --adapter policy={adapter}",
         is_whole=True,
     )
-    yield Line(
+    yield SummaryLine(
         "export it", f"{program()} convert {run} {shlex.quote(f'{summary.run_dir}.gguf')} --to gguf", is_whole=True
     )
 

@@ -40,7 +40,7 @@ class Caller:
         self._timeout_seconds = timeout_seconds
         self._threads = threads
         self._loop = loop
-        self._hanging: list[Call[list[Values]]] = []
+        self._hanging: list[RunningCall[list[Values]]] = []
 
     async def __call__(self, completions: Completions) -> list[Values]:
         """Return the value of every function for every completion. Raises RewardError."""
@@ -61,7 +61,7 @@ class Caller:
             if not call.future.done():
                 call.abandon()
 
-    def _start(self, completions: Completions) -> Call[list[Values]]:
+    def _start(self, completions: Completions) -> RunningCall[list[Values]]:
         if self._loop is not None:
             return self._loop.start(lambda: _await_one(self._rewards[0], completions))
         return self._threads.start(lambda: [call_all(reward, completions) for reward in self._rewards])
@@ -71,7 +71,7 @@ async def _await_one(reward: Reward, completions: Completions) -> list[Values]:
     return [await await_all(reward, completions)]
 
 
-class Call(Protocol[T]):
+class RunningCall(Protocol[T]):
     """A running call."""
 
     @property
@@ -98,7 +98,7 @@ class WorkerThreads:
         self._idle: list[_Worker] = []
         self._closed = False
 
-    def start(self, work: Callable[[], T]) -> Call[T]:
+    def start(self, work: Callable[[], T]) -> RunningCall[T]:
         """Start the work immediately, in an idle thread or a new one."""
         with self._lock:
             worker = self._idle.pop() if self._idle else None
@@ -192,7 +192,7 @@ class WorkerLoop:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Call[T]:
+    def start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> RunningCall[T]:
         """Start the coroutine in the event loop of the thread."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()

@@ -2,7 +2,7 @@
 
 `worker_pool` starts `python -c BOOT SETTINGS` in a session of its own. A frame is four bytes with the length, little
 endian, and one message as MessagePack. The worker sends `Ready` or `Refused`, then one `Answer` or `Failure` for each
-`Call`. It ends when the socket closes, and when its parent process ends.
+`CallRequest`. It ends when the socket closes, and when its parent process ends.
 
 A synchronous function is called in the main thread. An asynchronous function is called in an event loop that exists for
 the life of the process.
@@ -67,7 +67,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     file: str = ""
 
 
-class Call(Struct, frozen=True, kw_only=True):
+class CallRequest(Struct, frozen=True, kw_only=True):
     """Parent -> worker. number: serial number of the call."""
 
     number: int
@@ -111,7 +111,7 @@ def frame(message: Struct) -> bytes:
     return len(content).to_bytes(LENGTH_BYTES, "little") + content
 
 
-class Channel:
+class WorkerChannel:
     """The worker's end of the socket. If the function closed it, the process ends with status `CONNECTION_LOST`."""
 
     def __init__(self, descriptor: int) -> None:
@@ -130,12 +130,12 @@ class Channel:
         except OSError:
             os._exit(CONNECTION_LOST)
 
-    def receive(self) -> Call | None:
+    def receive(self) -> CallRequest | None:
         """Wait for the next call; None if the parent closed the socket."""
         header = self._read(LENGTH_BYTES)
         if len(header) < LENGTH_BYTES:
             return None
-        return msgpack.decode(self._read(int.from_bytes(header, "little")), type=Call)
+        return msgpack.decode(self._read(int.from_bytes(header, "little")), type=CallRequest)
 
     def _read(self, size: int) -> bytes:
         content = bytearray()
@@ -160,7 +160,7 @@ def main(settings_json: str) -> None:
     settings = msgspec.json.decode(settings_json, type=WorkerSettings)
     process = os.getpid()
     _limit(settings)
-    channel = Channel(settings.descriptor)
+    channel = WorkerChannel(settings.descriptor)
     try:
         function = load_reward(settings.name, settings.options, file=settings.file)
     except ProfileError as error:
@@ -219,7 +219,7 @@ def _exit_if_forked(process: int) -> None:
         os._exit(0)
 
 
-def _serve(channel: Channel, reward: Reward, timeout_seconds: float) -> None:
+def _serve(channel: WorkerChannel, reward: Reward, timeout_seconds: float) -> None:
     with open(os.devnull, "w") as nowhere:
         while (call := channel.receive()) is not None:
             # Ends a process that holds the GIL forever and has lost its parent; it needs no GIL itself.
@@ -228,14 +228,14 @@ def _serve(channel: Channel, reward: Reward, timeout_seconds: float) -> None:
             faulthandler.cancel_dump_traceback_later()
 
 
-def _answer(reward: Reward, call: Call) -> Answer | Failure:
+def _answer(reward: Reward, call: CallRequest) -> Answer | Failure:
     try:
         return Answer(number=call.number, values=call_all(reward, call.completions))
     except RewardError as error:
         return Failure(number=call.number, message=str(error), traceback=error.traceback)
 
 
-async def _serve_asynchronous(channel: Channel, reward: Reward, timeout_seconds: float) -> None:
+async def _serve_asynchronous(channel: WorkerChannel, reward: Reward, timeout_seconds: float) -> None:
     """Serve calls in an event loop, which also runs between calls."""
     loop = asyncio.get_running_loop()
     arrived = asyncio.Event()
@@ -249,7 +249,7 @@ async def _serve_asynchronous(channel: Channel, reward: Reward, timeout_seconds:
         channel.send(await _answer_asynchronous(reward, call, timeout_seconds))
 
 
-async def _answer_asynchronous(reward: Reward, call: Call, timeout_seconds: float) -> Answer | Failure:
+async def _answer_asynchronous(reward: Reward, call: CallRequest, timeout_seconds: float) -> Answer | Failure:
     try:
         async with asyncio.timeout(timeout_seconds):
             return Answer(number=call.number, values=await await_all(reward, call.completions))

@@ -29,7 +29,7 @@ from training_run.rewards.worker import (
     CONNECTION_LOST,
     LENGTH_BYTES,
     Answer,
-    Call,
+    CallRequest,
     Failure,
     Ready,
     Refused,
@@ -178,7 +178,7 @@ class WorkerProcess:
         self._number += 1
         if self.group is None or not self.group.accepts("completion_ids"):
             completions = replace(completions, tokens=())
-        request = frame(Call(number=self._number, completions=completions))
+        request = frame(CallRequest(number=self._number, completions=completions))
         limit = self._function.options.timeout_seconds
         try:
             message = await self._answer(request, limit, grace_seconds=GRACE_SECONDS if self.asynchronous else 0.0)

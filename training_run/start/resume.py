@@ -69,7 +69,7 @@ class MetricsRecord(Struct, frozen=True, kw_only=True):
     seconds: float = msgspec.field(name="time/run", default=0.0)
 
 
-class RolloutRecord(Struct, frozen=True, kw_only=True):
+class ResumedRollout(Struct, frozen=True, kw_only=True):
     """The keys of rollouts.jsonl that a resumed run reads."""
 
     step: int
@@ -195,7 +195,7 @@ def _starts_over(directory: RunDirectory) -> tuple[str, ...]:
     """Return what a run that starts over drops. Raises CheckpointError if more of it is gone than its checkpoints."""
     steps, groups = (
         scan(directory.metrics, -1, MetricsRecord).later,
-        scan(directory.rollouts, -1, RolloutRecord).later,
+        scan(directory.rollouts, -1, ResumedRollout).later,
     )
     if groups and not directory.metrics.exists():  # a run creates this file first
         raise CheckpointError(
@@ -246,10 +246,10 @@ def restore_histories(directory: RunDirectory, state: RunState | None, profile: 
     step = state.step if state else -1
     metrics = scan(directory.metrics, step, MetricsRecord)
     evaluations = scan(directory.evaluations, step, EvaluationRecord)
-    rollouts = scan(directory.rollouts, step, RolloutRecord, lambda line: line.group_id)
+    rollouts = scan(directory.rollouts, step, ResumedRollout, lambda line: line.group_id)
     rewrite(metrics, step, MetricsRecord)
     rewrite(evaluations, step, EvaluationRecord)
-    rewrite(rollouts, step, RolloutRecord)
+    rewrite(rollouts, step, ResumedRollout)
     for attachment in installed_attachments():
         _rewind(attachment, directory, step)
     warnings = [*_repairs(metrics), *_repairs(evaluations), *_repairs(rollouts)]

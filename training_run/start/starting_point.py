@@ -44,7 +44,7 @@ from training_run.records.evaluation_history import EvaluationRecord
 from training_run.start.compatibility import differences, refuse_if_incompatible
 from training_run.start.resume import (
     MetricsRecord,
-    RolloutRecord,
+    ResumedRollout,
     find_resume_point,
     restore,
     restore_histories,
@@ -243,7 +243,7 @@ def _write_fork(directory: RunDirectory, snapshot: Snapshot, origin: Origin, pro
         copy_until(run / directory.metrics.name, directory.metrics, step, MetricsRecord)
         copy_until(run / directory.evaluations.name, directory.evaluations, step, EvaluationRecord)
         if profile.monitor.rollouts:
-            copy_until(run / directory.rollouts.name, directory.rollouts, step, RolloutRecord)
+            copy_until(run / directory.rollouts.name, directory.rollouts, step, ResumedRollout)
     write_origin(directory.lineage, origin)
     _write_first(directory, snapshot, profile)
 

@@ -17,7 +17,7 @@ from clotho.inference.engine import DecodeEngine
 from clotho.inference.sampling import validate
 from clotho.lanes.arbiter import Lane
 from clotho.lanes.compute_thread import Compute, finish
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.fingerprints import model_fingerprint, tokenizer_fingerprint
 from clotho.models.loading import find_model
 from clotho.models.machine import core_division
@@ -165,7 +165,7 @@ async def _build_context(
         preflight=preflight,
         attached=Attached(ending=plan.ending, parts=CheckpointParts(start.parts)),
         address=address,
-        sampler=Sampler(compute.decode.submit, engine),
+        sampler=EngineSampler(compute.decode.submit, engine),
         scorer=_make_scorer(profile, policy, engine, compute.scoring.lane),
         ledger=ledger,
         progress=progress,

@@ -10,7 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from msgspec import Struct, structs
 
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.bounds import Off
 from clotho.user_code import import_user_module
@@ -54,7 +54,7 @@ class Services(Struct, frozen=True, kw_only=True):
 
     profile: Profile
     directory: Path
-    sampler: Sampler
+    sampler: EngineSampler
     tokenizer: ChatTokenizer
     weights: Latest[WeightsReady]
     replaced: ReplacedActor | None = None

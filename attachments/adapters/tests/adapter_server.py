@@ -16,7 +16,7 @@ from attachments.adapters.adapters import AdapterRegistry
 from attachments.adapters.tests.adapter_models import write_mlx_adapter
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
 from clotho.settings.engine import EngineSection
@@ -66,7 +66,7 @@ class Served:
             settings=EngineSection(),
             children=dict,
         )
-        self.sampler = Sampler(self.compute.decode.submit, self.engine)
+        self.sampler = EngineSampler(self.compute.decode.submit, self.engine)
         self.server = ApiServer(self._context())
         (registry,) = self.server.parts.sources
         assert isinstance(registry, AdapterRegistry)

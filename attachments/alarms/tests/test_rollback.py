@@ -10,7 +10,7 @@ import pytest
 
 from attachments.alarms.rollback import RollbackPolicy
 from clotho.settings.learner import LearnerSection
-from clotho.training.learner_state import LearnerState, Snapshot
+from clotho.training.learner_state import LearnerSnapshot, LearnerState
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizers import initial_state
 from tests.training.policies_and_groups import learner, random_groups, same_bits, tiny_policy
@@ -31,10 +31,10 @@ REFERENCES: list[dict[str, Any]] = [
 ]
 
 
-def snapshot(number: int) -> Snapshot:
+def snapshot(number: int) -> LearnerSnapshot:
     """A learner after so many updates."""
     parameters = {"w": mx.array([float(number)])}
-    return Snapshot(
+    return LearnerSnapshot(
         parameters, LearnerState(initial_state(parameters, LearnerSection()), LossCoefficients(0.0, 0.0)), {}
     )
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from attachments.atropos.client import Delivery, NotAtropos, _decoded
+from attachments.atropos.client import BatchResponse, NotAtropos, _decoded
 from attachments.atropos.tests.environment_groups import BOUNDS, PROMPT, ReaderHarness, complete_group
 from attachments.atropos.tests.fake_api import FIELDS
 from protocols.rollout import Discarded, DiscardReason, GroupOutcome, ScoredGroup
@@ -174,7 +174,7 @@ def test_every_response_is_a_batch_or_not_of_an_api_server(profile: str) -> None
     @given(bodies | literals)
     def check(body: bytes) -> None:
         try:
-            delivery = _decoded(body, "GET /batch", Delivery)
+            delivery = _decoded(body, "GET /batch", BatchResponse)
         except NotAtropos:
             return
         assert delivery.batch is None or all(isinstance(raw, Raw) for raw in delivery.batch)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from attachments.cluster.messages import Failed, Published, Refused, Sampled, Turn, WorkerSettings
+from attachments.cluster.messages import EngineWorkerSettings, Published, RequestFailed, RequestRefused, Sampled, Turn
 from attachments.cluster.rollout_engine import RolloutEngine
 from attachments.remote.messages import RolloutCall
 from attachments.remote.weight_patch import make_patch
@@ -26,9 +26,9 @@ from tests.saved_models import save
 from training_run.profile.schema import MonitorSection
 
 
-def worker_settings(path: Path) -> WorkerSettings:
+def worker_settings(path: Path) -> EngineWorkerSettings:
     """Return the settings of a worker for a small model."""
-    return WorkerSettings(
+    return EngineWorkerSettings(
         model=ModelSection(path=str(path)),
         policy=policy_settings(rank=2, scale=2.0),
         sampling=SamplingSection(max_tokens=6),
@@ -64,7 +64,7 @@ async def test_each_request_of_a_turn_has_an_outcome_of_its_own(engine: RolloutE
     first, refused, last = [await engine.outcome(turn, position) for position in range(3)]
     assert isinstance(first, Sampled)
     assert isinstance(last, Sampled)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RequestRefused)
     assert refused.param == "prompt"
     assert [len(completion.tokens) for completion in first.answer.completions] == [6, 6]
     served = engine.served()
@@ -83,7 +83,7 @@ async def test_seeds_determine_the_completions(engine: RolloutEngine) -> None:
 
 async def test_the_outcome_of_an_unknown_turn_is_a_failure(engine: RolloutEngine) -> None:
     """A worker that has restarted knows no turn of its earlier process."""
-    assert isinstance(await engine.outcome(10**6, 0), Failed)
+    assert isinstance(await engine.outcome(10**6, 0), RequestFailed)
 
 
 async def test_a_turn_without_readers_is_withdrawn(engine: RolloutEngine) -> None:
@@ -93,7 +93,7 @@ async def test_a_turn_without_readers_is_withdrawn(engine: RolloutEngine) -> Non
         tasks.start_soon(engine.outcome, turn, 0)
         await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
-    assert isinstance(await engine.outcome(turn, 0), Failed)
+    assert isinstance(await engine.outcome(turn, 0), RequestFailed)
 
 
 async def test_published_weights_are_served_and_others_change_nothing(engine: RolloutEngine) -> None:

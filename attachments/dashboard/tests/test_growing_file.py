@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attachments.dashboard import growing_file
-from attachments.dashboard.growing_file import GrowingFile, Line, read_part, read_small
+from attachments.dashboard.growing_file import FileLine, GrowingFile, read_part, read_small
 
 
 def read(file: GrowingFile) -> list[bytes]:
     """Return all lines that can be read now."""
-    found, more = list[Line](), True
+    found, more = list[FileLine](), True
     while more:
         lines, more = file.read()
         found += lines

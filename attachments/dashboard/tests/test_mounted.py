@@ -11,7 +11,7 @@ from msgspec import structs
 
 from attachments.dashboard.tests.synthetic_run import RunShape, write_run
 from attachments.dashboard.tests.viewed_runs import following, read_until
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.serving.parts import ServerParts
 from clotho.serving.server import ApiServer, base_url, listen, loading_page, while_loading
 from clotho.settings.bounds import Off
@@ -27,7 +27,7 @@ async def test_a_run_in_progress_is_live_until_its_server_ends(tmp_path: Path) -
     run = write_run(tmp_path / "run", RunShape(groups=8, steps=2, token_steps=0))
     engine = FakeEngine()
     context = structs.replace(
-        server_context(Served(engine, Sampler(engine.submit_call, engine)), shutdown_seconds=60.0),
+        server_context(Served(engine, EngineSampler(engine.submit_call, engine)), shutdown_seconds=60.0),
         run_directory=run,
     )
     async with anyio.create_task_group() as tasks:

@@ -9,13 +9,13 @@ from anyio.lowlevel import checkpoint
 from rich.console import Console
 
 from attachments.doctor import progress
-from attachments.doctor.progress import Work
+from attachments.doctor.progress import Progress
 
 
-def printed(seconds: float) -> tuple[Work, io.StringIO]:
+def printed(seconds: float) -> tuple[Progress, io.StringIO]:
     """Work with so much time, and what it prints."""
     out = io.StringIO()
-    return Work(Console(file=out, width=100), seconds), out
+    return Progress(Console(file=out, width=100), seconds), out
 
 
 async def test_a_phase_has_a_line_at_its_begin() -> None:

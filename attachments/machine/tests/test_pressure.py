@@ -16,10 +16,10 @@ from attachments.machine.pressure import (
     HOLD_CHECKS,
     SWAP_CHECKS,
     SWAP_GROWTH,
-    ConcurrencyLimit,
     Level,
     MemoryReading,
     MemoryWatch,
+    RowsLimit,
     read_memory,
 )
 
@@ -31,7 +31,7 @@ def reading(level: Level = "normal", *, swap: int = GIB) -> MemoryReading:
     return MemoryReading(level=level, swap_bytes=swap, available_bytes=4 * GIB)
 
 
-def values(limit: ConcurrencyLimit, readings: Sequence[MemoryReading]) -> list[int]:
+def values(limit: RowsLimit, readings: Sequence[MemoryReading]) -> list[int]:
     """Return the limit after each reading."""
     found = []
     for one in readings:
@@ -42,7 +42,7 @@ def values(limit: ConcurrencyLimit, readings: Sequence[MemoryReading]) -> list[i
 
 def test_critical_pressure_halves_the_limit_at_once_and_again_after_a_pause() -> None:
     """Sequences need time to end, so that a single shortage is not answered several times."""
-    limit = ConcurrencyLimit(64)
+    limit = RowsLimit(64)
     pause = [32] * HOLD_CHECKS
     assert values(limit, [reading("critical")] * (2 + HOLD_CHECKS)) == [32, *pause, 16]
     assert limit.reason == "memory_pressure"
@@ -51,13 +51,13 @@ def test_critical_pressure_halves_the_limit_at_once_and_again_after_a_pause() ->
 def test_the_limit_is_never_below_an_eighth_of_its_maximum_and_never_below_1() -> None:
     """Training continues while other programs use the memory."""
     for maximum, smallest in ((64, 8), (3, 1), (1, 1)):
-        limit = ConcurrencyLimit(maximum)
+        limit = RowsLimit(maximum)
         assert values(limit, [reading("critical")] * 100)[-1] == smallest
 
 
 def test_swap_that_grows_within_a_minute_halves_the_limit() -> None:
     """Used swap alone is no pressure, because macOS and Linux move idle pages of other programs to it."""
-    limit = ConcurrencyLimit(64)
+    limit = RowsLimit(64)
     assert values(limit, [reading(swap=8 * GIB)] * 50)[-1] == 64
     assert values(limit, [reading(swap=8 * GIB + SWAP_GROWTH - 1), reading(swap=8 * GIB + SWAP_GROWTH)]) == [64, 32]
     assert (limit.reason, limit.swap_growth) == ("swap", SWAP_GROWTH)
@@ -65,7 +65,7 @@ def test_swap_that_grows_within_a_minute_halves_the_limit() -> None:
 
 def test_swap_that_stays_after_a_change_does_not_lower_the_limit_again() -> None:
     """Growth counts from the last change."""
-    limit = ConcurrencyLimit(64)
+    limit = RowsLimit(64)
     grown = reading(swap=8 * GIB + SWAP_GROWTH)
     assert values(limit, [reading(swap=8 * GIB), grown]) == [64, 32]
     assert values(limit, [grown] * (CALM_CHECKS - 1)) == [32] * (CALM_CHECKS - 1)
@@ -74,12 +74,12 @@ def test_swap_that_stays_after_a_change_does_not_lower_the_limit_again() -> None
 def test_swap_that_grows_slowly_does_not_change_the_limit() -> None:
     """Less than `SWAP_GROWTH` in any `SWAP_CHECKS` checks."""
     slow = [reading(swap=step * (SWAP_GROWTH // SWAP_CHECKS - 1)) for step in range(200)]
-    assert set(values(ConcurrencyLimit(64), slow)) == {64}
+    assert set(values(RowsLimit(64), slow)) == {64}
 
 
 def test_the_limit_rises_in_steps_of_an_eighth_after_a_minute_without_pressure() -> None:
     """Up to the maximum. A warning of the kernel interrupts the minute and lowers nothing."""
-    limit = ConcurrencyLimit(64)
+    limit = RowsLimit(64)
     limit.observe(reading("critical"))
     assert values(limit, [reading()] * (CALM_CHECKS - 1)) == [32] * (CALM_CHECKS - 1)
     assert values(limit, [reading("warning")]) == [32]
@@ -89,7 +89,7 @@ def test_the_limit_rises_in_steps_of_an_eighth_after_a_minute_without_pressure()
     assert limit.reason == "recovered"
 
 
-def changes_after(limit: ConcurrencyLimit, one: MemoryReading) -> int:
+def changes_after(limit: RowsLimit, one: MemoryReading) -> int:
     """Return how many equal readings change the limit."""
     readings = 1
     while not limit.observe(one):
@@ -99,7 +99,7 @@ def changes_after(limit: ConcurrencyLimit, one: MemoryReading) -> int:
 
 def test_a_rise_that_brought_the_pressure_back_is_repeated_after_twice_the_time() -> None:
     """Otherwise the limit would alternate every minute."""
-    limit = ConcurrencyLimit(64)
+    limit = RowsLimit(64)
     waits = []
     for _ in range(3):
         changes_after(limit, reading("critical"))

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from attachments.ranks.learner_ranks import LearnerRanks, deal, grouped
-from attachments.ranks.messages import Add, Computed, End, Failed, Lost, decode_instruction, encode
+from attachments.ranks.messages import Add, Computed, End, Lost, RankFailed, decode_instruction, encode
 from attachments.ranks.worker import ShareComputer
 from clotho.lanes.arbiter import WorkCancelled
 from clotho.models.parameters import flat
@@ -34,7 +34,9 @@ class RanksInProcess:
     change: changes the answers of the other ranks. kinds: of the instructions, in order.
     """
 
-    def __init__(self, ranks: int, settings: dict[str, Any], change: Callable[[Computed], Computed | Failed]) -> None:
+    def __init__(
+        self, ranks: int, settings: dict[str, Any], change: Callable[[Computed], Computed | RankFailed]
+    ) -> None:
         self.size, self.kinds, self.lost = ranks, list[str](), list[int | None]()
         section = learner_settings(**settings)
         self._computers = [ShareComputer(tiny_policy(), section, SamplingSection()) for _ in range(1, ranks)]
@@ -79,7 +81,7 @@ def unchanged(answer: Computed) -> Computed:
 def learner(
     ranks: int,
     settings: dict[str, Any],
-    change: Callable[[Computed], Computed | Failed] = unchanged,
+    change: Callable[[Computed], Computed | RankFailed] = unchanged,
     *,
     lane: Turns = UNSHARED,
 ) -> tuple[PolicyLearner, RanksInProcess]:
@@ -135,7 +137,7 @@ def test_an_update_of_two_ranks_equals_that_of_one(settings: dict[str, Any]) -> 
     """Weights, metrics and values of tokens are equal up to the order of sums."""
     count = 1 if settings["micro_batch_tokens"] > 1000 else 2
     alone, (together, group) = updates(1, settings, count)[0], updates(2, settings, count)
-    assert group.kinds[:3] == ["Weights", "GradientShare", "Add"] or "LogprobsShare" in group.kinds
+    assert group.kinds[:3] == ["RankWeights", "GradientShare", "Add"] or "LogprobsShare" in group.kinds
     for one, two in zip(alone, together, strict=True):
         assert two.applied
         assert relative_difference(one, two) < 1e-6
@@ -163,7 +165,7 @@ def test_every_update_sends_its_weights_once() -> None:
     made.update(groups)
     made.rehearse([(1, groups)])
     made.update(groups)
-    assert group.kinds == ["Weights", "GradientShare", "Add"] * 2
+    assert group.kinds == ["RankWeights", "GradientShare", "Add"] * 2
 
 
 def test_a_gradient_that_is_not_finite_rejects_the_update_of_all_ranks() -> None:
@@ -184,11 +186,11 @@ def test_a_gradient_that_is_not_finite_rejects_the_update_of_all_ranks() -> None
     "change",
     [
         lambda answer: replace(answer, fingerprint="0" * 16),
-        lambda answer: Failed(message="out of memory", exit_status=1),
+        lambda answer: RankFailed(message="out of memory", exit_status=1),
     ],
     ids=["other weights", "failure"],
 )
-def test_a_wrong_answer_fails_the_update_with_the_rank(change: Callable[[Computed], Computed | Failed]) -> None:
+def test_a_wrong_answer_fails_the_update_with_the_rank(change: Callable[[Computed], Computed | RankFailed]) -> None:
     """The error names the rank, and nothing has changed."""
     made, _ = learner(2, SETTINGS[0], change)
     before = made.parameters

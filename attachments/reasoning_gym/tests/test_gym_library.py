@@ -23,7 +23,7 @@ from attachments.reasoning_gym.gym_library import (
     Entry,
     GymError,
     Job,
-    Refused,
+    JobRefused,
     create,
     generate,
     library,
@@ -180,7 +180,7 @@ def test_every_dataset_is_repeatable_and_accepts_its_reference_answers() -> None
         found, again = first.answers(jobs), second.answers(jobs)
     problems, refused = [], []
     for one, made, twin in zip(jobs, found, again, strict=True):
-        if isinstance(made, Refused):
+        if isinstance(made, JobRefused):
             refused.append((one.dataset, one.level, made.key))
             continue
         assert made == twin, one

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from attachments.reasoning_gym import reasoning_gym
-from attachments.reasoning_gym.gym_library import Generated, Job, Refused, as_json
+from attachments.reasoning_gym.gym_library import Generated, Job, JobRefused, as_json
 from attachments.reasoning_gym.reasoning_gym import (
     BLOCK,
     ORIGIN,
@@ -207,4 +207,4 @@ def test_a_process_that_ends_is_reported_with_its_last_words(processes: GymProce
         patch.setattr(reasoning_gym, "BOOT", "import sys; sys.exit('no such disk')")
         with pytest.raises(DatasetError, match=r"gcd .*status 1: no such disk"):
             own.answers([job("gcd")])
-    assert not isinstance(processes.answers([job("gcd")])[0], Refused)
+    assert not isinstance(processes.answers([job("gcd")])[0], JobRefused)

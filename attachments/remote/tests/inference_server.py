@@ -19,7 +19,7 @@ from attachments.remote.sampler import RemoteSampler
 from attachments.remote.server import RemoteServer
 from attachments.remote.weights import Weights
 from clotho.lanes.compute_thread import finish
-from clotho.lanes.sampling_client import Sampler
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.parameters import fingerprint, layout
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.scoring.token_scores import SamplingDistribution
@@ -99,7 +99,7 @@ class InferenceServer:
         )
         model = ServedModel(id="policy", root="policy", weights=lambda: self.weights.value)
         context = ServerContext(
-            sampler=Sampler(self.compute.decode.submit, self.engine),
+            sampler=EngineSampler(self.compute.decode.submit, self.engine),
             tokenizer=self.policy.tokenizer,
             settings=HttpServer(port=0, weights_root=weights_root),
             models=lambda: [model],

@@ -26,7 +26,7 @@ PASS_COST = 256
 """Number of positions that another pass over the blocks must save."""
 
 
-class Segment(NamedTuple):
+class PrefixSegment(NamedTuple):
     """Rows, ascending, that go through the blocks in one pass, and their number of columns."""
 
     rows: NDArray[np.intp]
@@ -38,7 +38,7 @@ class Segment(NamedTuple):
         return len(self.rows) * self.columns
 
 
-def segments(length_B: NDArray[np.int32]) -> list[Segment]:
+def segments(length_B: NDArray[np.int32]) -> list[PrefixSegment]:
     """Group rows by length so that the number of positions plus `PASS_COST` per pass is minimal."""
     width_B = np.array([bucket(int(length)) for length in length_B], dtype=np.int64)
     widths = sorted(set(width_B.tolist()))
@@ -48,11 +48,11 @@ def segments(length_B: NDArray[np.int32]) -> list[Segment]:
         options = [costs[start] + sum(counts[start:end]) * width + PASS_COST for start in range(end)]
         starts.append(options.index(min(options)))
         costs.append(min(options))
-    segments_found: list[Segment] = []
+    segments_found: list[PrefixSegment] = []
     end = len(widths)
     while end:
         start = starts[end - 1]
-        segments_found.append(Segment(np.flatnonzero(np.isin(width_B, widths[start:end])), widths[end - 1]))
+        segments_found.append(PrefixSegment(np.flatnonzero(np.isin(width_B, widths[start:end])), widths[end - 1]))
         end = start
     return segments_found
 
@@ -71,7 +71,7 @@ class SharedInputs(NamedTuple):
     prompt_B: NDArray[np.int32]
     length_B: NDArray[np.int32]
 
-    def segment(self, segment: Segment) -> SharedInputs:
+    def segment(self, segment: PrefixSegment) -> SharedInputs:
         """Return the completions of a segment with the columns that they need."""
         return self._replace(
             tokens_B_C=self.tokens_B_C[segment.rows, : segment.columns],

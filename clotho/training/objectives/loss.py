@@ -19,7 +19,7 @@ from clotho.training.objectives.kl import ESTIMATORS, bounded_log_ratio, k3, rat
 from protocols.step import Cut
 
 
-class LossInputs(NamedTuple):
+class TokenLossInputs(NamedTuple):
     """Inputs of the loss per sampled token: (N,), float32 by default, without gradient.
 
     rollout_logp_N: log-probability under the rollout policy.
@@ -57,7 +57,7 @@ MetricSums = dict[str, mx.array]
 def policy_loss(
     logp_N: mx.array,
     entropy_N: mx.array,
-    inputs: LossInputs,
+    inputs: TokenLossInputs,
     *,
     settings: LearnerSection,
     loss_coefficients: LossCoefficients,
@@ -125,7 +125,7 @@ def _sum_and_count(value_N: mx.array, mask_N: mx.array) -> mx.array:
     return mx.stop_gradient(mx.stack([mx.sum(mask_N * value_N), mx.sum(mask_N)]))
 
 
-def _tokens(logp_N: mx.array, inputs: LossInputs, settings: ObjectiveSettings) -> ObjectiveInputs:
+def _tokens(logp_N: mx.array, inputs: TokenLossInputs, settings: ObjectiveSettings) -> ObjectiveInputs:
     old_logp_N = inputs.rollout_logp_N
     if isinstance(settings, RatioObjective) and settings.ratio_reference != "sampler":
         old_logp_N = mx.stop_gradient(logp_N) if inputs.proximal_N is None else inputs.proximal_N
@@ -139,7 +139,7 @@ def _tokens(logp_N: mx.array, inputs: LossInputs, settings: ObjectiveSettings) -
     )
 
 
-def _penalty(logp_N: mx.array, inputs: LossInputs, settings: LearnerSection) -> mx.array:
+def _penalty(logp_N: mx.array, inputs: TokenLossInputs, settings: LearnerSection) -> mx.array:
     """Return the estimate of KL(policy || reference), (N,) nats; 0 without a reference."""
     penalty = settings.kl_penalty
     if inputs.reference_N is None or not isinstance(penalty, KLPenalty):

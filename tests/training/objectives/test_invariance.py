@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from clotho.training.objectives.aggregation import loss_weights
 from clotho.training.objectives.controllers import initial_loss_coefficients
-from clotho.training.objectives.loss import LossInputs, policy_loss
+from clotho.training.objectives.loss import TokenLossInputs, policy_loss
 from clotho.training.objectives.registry import objective
 from tests.learner_settings import OBJECTIVES, learner_settings, short_names
 from tests.training.objectives.objective_inputs import float_array
@@ -48,7 +48,7 @@ class Batch:
         at_N = np.concatenate([at_M, np.full(padding, at_M[0])])
         live_N = np.arange(len(at_N)) < len(at_M)
         place = {completion: place for place, completion in enumerate(completions)}
-        inputs = LossInputs(
+        inputs = TokenLossInputs(
             rollout_logp_N=float_array(self.rollout_logp_N[at_N]),
             proximal_N=float_array(self.proximal_N[at_N])
             if short_names(self.settings).ratio_reference == "batch_start"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from clotho.training.objectives.controllers import initial_loss_coefficients
-from clotho.training.objectives.loss import LossCoefficients, LossInputs, MetricSums, policy_loss
+from clotho.training.objectives.loss import LossCoefficients, MetricSums, TokenLossInputs, policy_loss
 from clotho.training.objectives.registry import objective
 from protocols.step import Cut
 from tests.learner_settings import learner_settings
@@ -20,10 +20,10 @@ ENTROPY_N = float_array([0.5, 0.25, 0.25])
 BEHAVIOUR_N = float_array([-2.0, -2.0, -2.0])
 
 
-def inputs(advantage_N: list[float], **fields: Any) -> LossInputs:
+def inputs(advantage_N: list[float], **fields: Any) -> TokenLossInputs:
     """Return trained tokens of one completion, with the sampler at -2, all on-policy, and loss weight 1 by default."""
     N = len(advantage_N)
-    made = LossInputs(
+    made = TokenLossInputs(
         rollout_logp_N=float_array([-2.0] * N),
         proximal_N=None,
         reference_N=None,
@@ -38,7 +38,7 @@ def inputs(advantage_N: list[float], **fields: Any) -> LossInputs:
 
 
 def differentiate(
-    logp_N: mx.array, seen: LossInputs, entropy_N: mx.array | None = None, **keys: Any
+    logp_N: mx.array, seen: TokenLossInputs, entropy_N: mx.array | None = None, **keys: Any
 ) -> tuple[float, np.ndarray, np.ndarray, MetricSums]:
     """Return the loss, its gradients with respect to log-probability and entropy, and the sums."""
     settings = learner_settings(**keys)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.training_run.records.display_examples import evaluation
-from training_run.records.forecast import EvaluationTime, Plan, RunForecast, StepTime, seconds_left, step_time
+from training_run.records.forecast import EvaluationTime, RemainingWork, RunForecast, StepTime, seconds_left, step_time
 
 RECORDED = Path(__file__).with_name("recorded_step_times.json")
-NO_EVALUATION = Plan(steps=100, evaluates=False)
+NO_EVALUATION = RemainingWork(steps=100, evaluates=False)
 
 
 def steps(*durations: float, groups: int = 8) -> list[StepTime]:
@@ -37,7 +37,7 @@ def test_equal_steps_continue_with_the_same_duration() -> None:
 
 def test_evaluations_to_come_are_added() -> None:
     """At the speed of the first one: twice 5 problems in between, and 10 at the end."""
-    plan = Plan(steps=100, evaluates=True, interval=30, between=5)
+    plan = RemainingWork(steps=100, evaluates=True, interval=30, between=5)
     left = seconds_left(plan, 40, steps(*[1.0] * 40), EvaluationTime(problems=10, seconds=4.0))
     assert left == pytest.approx(60 + 0.4 * (2 * 5 + 10))
     assert seconds_left(plan, 100, steps(*[1.0] * 100), EvaluationTime(problems=10, seconds=4.0)) == pytest.approx(4.0)
@@ -64,7 +64,7 @@ def test_recorded_runs_are_forecast_within_a_fifth_after_ten_steps() -> None:
     """Five runs of `local-m3` under different load; `end` is the age at which each ended."""
     for run in json.loads(RECORDED.read_text()):
         recorded = [StepTime(**step) for step in run["steps"]]
-        plan = Plan(steps=60, evaluates=True, interval=20, between=256)
+        plan = RemainingWork(steps=60, evaluates=True, interval=20, between=256)
         left = seconds_left(plan, 10, recorded[:10], EvaluationTime(**run["first_evaluation"]))
         assert left is not None
         assert recorded[9].end + left == pytest.approx(run["end"], rel=0.2)
@@ -73,7 +73,7 @@ def test_recorded_runs_are_forecast_within_a_fifth_after_ten_steps() -> None:
 def test_a_running_process_forecasts_from_its_own_steps() -> None:
     """The time since the last step is subtracted; a later evaluation does not replace the first one."""
     assert step_time(metrics(1, 1.0)).trained == 0
-    forecast = RunForecast(Plan(steps=10, evaluates=True), began=100.0)
+    forecast = RunForecast(RemainingWork(steps=10, evaluates=True), began=100.0)
     assert forecast.seconds_left(100.0) is None
     forecast.add_evaluation(evaluation(0, 0.4))
     for step in range(1, 6):

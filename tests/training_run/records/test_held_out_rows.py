@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocols.evaluation import HeldOutMeasures, SampledResults
 from tests.training_run.records.display_examples import MEASURES, evaluation, ungraded_evaluation
-from training_run.records.held_out_rows import Row, accuracy_text, changed, rows
+from training_run.records.held_out_rows import EvaluationRow, accuracy_text, changed, rows
 
 
 def test_every_measure_has_a_row_in_its_unit() -> None:
@@ -33,7 +33,11 @@ def test_a_value_that_does_not_exist_has_no_row() -> None:
 
 def test_a_change_needs_both_values() -> None:
     """Shares change in percentage points."""
-    share, value, tokens = Row("a", 0.5, "share"), Row("a", 0.5, "value"), Row("a", 12.0, "tokens")
+    share, value, tokens = (
+        EvaluationRow("a", 0.5, "share"),
+        EvaluationRow("a", 0.5, "value"),
+        EvaluationRow("a", 12.0, "tokens"),
+    )
     assert changed(share, share._replace(value=0.25)) == ("50.0 %", "25.0 %", "-25.0")
     assert changed(value, value._replace(value=0.75)) == ("0.500", "0.750", "+0.250")
     assert changed(tokens, tokens._replace(value=13.5)) == ("12.0", "13.5", "+1.5")
