@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from protocols.summary import MemoryEstimate
     from training_run.directory.checkpoint_parts import CheckpointParts
     from training_run.directory.run_directory import RunDirectory
+    from training_run.memory.need import MemoryNeed
     from training_run.profile.rules import Complaint, Rule
     from training_run.profile.schema import Profile
     from training_run.records.display import RunFacts
@@ -167,6 +168,9 @@ class Attachment:
     def watches(self, compute: Compute, engine: DecodeEngine) -> Sequence[Child]:
         """Return children that look after a decode engine, in a run and in `serve`."""
         return ()
+
+    def memory(self, need: MemoryNeed) -> None:
+        """Raise what the estimate of memory assumes; a function of the settings in `need`."""
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Begin what must exist before the policy is loaded. The returned function completes the loaded run.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attachments.dashboard.sections import TOKEN_VALUES_MB
 from clotho.storage.atomic_files import copy_file
 from protocols.step import GroupsEnded, StepReport
 from training_run.attachment import Attach, Attachment, Plan
@@ -69,7 +70,7 @@ class DashboardPage(Attachment):
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Record the timeline, and let updates return the values of their tokens."""
-        limit = plan.profile.monitor.token_values_mb
+        limit = TOKEN_VALUES_MB.of(plan.profile.monitor)
         plan.token_values |= limit > 0
 
         async def attach(run: RunContext) -> None:

@@ -6,17 +6,20 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from attachments.ranks.sections import DISTRIBUTED
 from training_run.attachment import Attach, Attachment, Plan
 
 if TYPE_CHECKING:
     from attachments.ranks.learner_ranks import LearnerRanks
     from attachments.ranks.membership import Membership
-    from clotho.settings.learner import DistributedSection
+    from attachments.ranks.sections import DistributedSection
     from training_run.run import RunContext
 
 
 class Ranks(Attachment):
     """A run that `mlx.launch` has started in several processes, with `[distributed]` of its profile."""
+
+    may_change = ("distributed",)
 
     def launch(self, argv: Sequence[str]) -> int | None:
         """Run the supervisor of a rank, or a rank other than 0; None for rank 0, and for a single process."""
@@ -36,7 +39,7 @@ class Ranks(Attachment):
             return None
         from anyio.to_thread import run_sync
 
-        ranks = await run_sync(_join, plan.profile.distributed)
+        ranks = await run_sync(_join, DISTRIBUTED.of(plan.profile))
         plan.ending.callback(ranks.close)
         plan.ranks = ranks
 

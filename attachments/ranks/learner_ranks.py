@@ -38,6 +38,7 @@ from attachments.ranks.messages import (
     encode,
     part,
 )
+from attachments.ranks.sections import DISTRIBUTED
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat, layout
 from clotho.models.turns import TurnBudget
 from clotho.scoring.layouts.micro_batches import positions
@@ -176,7 +177,7 @@ class LearnerRanks:
             policy=profile.policy,
             learner=profile.learner,
             sampling=profile.sampling,
-            distributed=profile.distributed,
+            distributed=DISTRIBUTED.of(profile),
             seed=profile.seed,
             model_fingerprint=model,
             memory_bytes=memory_bytes,

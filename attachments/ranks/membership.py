@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from attachments.ranks.links import Link, Watch
 from attachments.ranks.messages import Lost, encode
+from attachments.ranks.sections import DistributedSection
 from attachments.ranks.supervision import RANK_LOST, RankSupervisor
 from attachments.ranks.supervision import rank as supervision_rank
-from clotho.settings.learner import DistributedSection
 from protocols.errors import ProfileError
 
 log = structlog.get_logger(actor="learner")

@@ -12,11 +12,12 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from attachments.ranks.sections import DistributedSection
 from clotho.scoring.layouts.rows import PackedInputs, PaddedInputs
 from clotho.scoring.layouts.shared_prefix import SharedInputs
 from clotho.scoring.sequences import MicroBatch, TokenTable
 from clotho.settings.engine import SamplingSection
-from clotho.settings.learner import DistributedSection, LearnerSection
+from clotho.settings.learner import LearnerSection
 from clotho.settings.model import ModelSection, PolicySection
 from clotho.training.gradient import StepPosition
 from clotho.training.objectives.loss import LossCoefficients

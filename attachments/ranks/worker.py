@@ -32,6 +32,7 @@ from attachments.ranks.messages import (
     decode_instruction,
     encode,
 )
+from attachments.ranks.sections import DistributedSection
 from clotho.models.fingerprints import model_fingerprint
 from clotho.models.loading import find_model
 from clotho.models.machine import limit_mlx_memory, memory_limit
@@ -41,7 +42,7 @@ from clotho.models.turns import UNDIVIDED
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.engine import SamplingSection
-from clotho.settings.learner import BaseReference, DistributedSection, LearnerSection
+from clotho.settings.learner import BaseReference, LearnerSection
 from clotho.storage.tensors import parse_tensors
 from clotho.training.gradient import (
     FixedLogprobs,

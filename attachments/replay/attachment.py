@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from clotho.settings.learner import BufferedReplay
+from attachments.replay.sections import REPLAY, BufferedReplay
 from training_run.attachment import Attach, Attachment, Plan
+from training_run.profile.rules import Rule
 
 if TYPE_CHECKING:
+    from training_run.memory.need import MemoryNeed
     from training_run.run import RunContext
 
 NAME = "replay"
@@ -16,9 +18,22 @@ NAME = "replay"
 class ReplayAttachment(Attachment):
     """`[replay]` of a profile."""
 
+    contradictions = (
+        Rule(
+            "replay.groups",
+            lambda v, x: x > v["replay.capacity"],
+            "= {} must be at most replay.capacity = {v[replay.capacity]}",
+        ),
+    )
+
+    def memory(self, need: MemoryNeed) -> None:
+        """Let updates train on more groups."""
+        if need.profile is not None and isinstance(settings := REPLAY.of(need.profile), BufferedReplay):
+            need.groups += settings.groups
+
     async def prepare(self, plan: Plan) -> Attach | None:
         """Continue with the groups of the checkpoint."""
-        settings = plan.profile.replay
+        settings = REPLAY.of(plan.profile)
         if not isinstance(settings, BufferedReplay):
             return None
 

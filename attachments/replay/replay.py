@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from clotho.settings.learner import BufferedReplay, PriorityReplay, WeightedReplay
+from attachments.replay.sections import BufferedReplay, PriorityReplay, WeightedReplay
 from protocols.checkpoint import Part
 from protocols.rollout import Discarded, ScoredGroup
 from protocols.step import TrainedGroup

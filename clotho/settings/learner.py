@@ -1,4 +1,4 @@
-"""Sections of a profile about training: the learner, the replay buffer and collapse detection."""
+"""Sections of a profile about training: the learner and collapse detection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from clotho.settings.objectives import Grpo, Objective
 
 Estimator = Literal["k1", "k2", "k3", "abs"]
 Layout = Literal["auto", "padded", "packed", "shared"]
-Priority = Literal["advantage", "recency"]
 EntropyCoefficient = Annotated[NonNegativeFloat, about("Entropy coefficient at the first update.")]
 Beta1 = Annotated[FractionBelowOne, about("Decay of the moving average of the gradient.")]
 Beta2 = Annotated[FractionBelowOne, about("Decay of the moving average of the squared gradient.")]
@@ -226,41 +225,6 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return None if isinstance(self.kl_penalty, Absent) else self.kl_penalty.reference
 
 
-class UniformReplay(Variant, frozen=True, kw_only=True, tag="uniform"):
-    """Groups are sampled at random."""
-
-
-class ReplayPriority(Variant, frozen=True, kw_only=True):
-    """Groups are preferred by a priority."""
-
-    priority: Annotated[Priority, about("Priority of a group: its mean |advantage|, or its age.")] = "advantage"
-
-
-class PriorityReplay(ReplayPriority, frozen=True, kw_only=True, tag="priority"):
-    """The groups with the highest priority are replayed."""
-
-
-class WeightedReplay(ReplayPriority, frozen=True, kw_only=True, tag="weighted"):
-    """Groups are sampled in proportion to priority ** exponent."""
-
-    exponent: Annotated[PositiveFloat, about("Exponent of the priority in weighted sampling.")] = 1.0
-
-
-ReplaySampling = UniformReplay | PriorityReplay | WeightedReplay
-
-
-class BufferedReplay(Variant, frozen=True, kw_only=True, tag="buffer"):
-    """Groups are kept after an update and trained on again."""
-
-    capacity: Annotated[Positive, about("Number of groups that the replay buffer keeps.")] = 64
-    groups: Annotated[Positive, about("Number of replayed groups that are added to each update.")] = 4
-    sampling: Annotated[ReplaySampling, about("How replayed groups are chosen.")] = UniformReplay()
-    max_age: Annotated[Positive, about("Age in policy versions at which a group leaves the buffer.")] = 16
-
-
-ReplaySection = Annotated[Off | BufferedReplay, about("Groups that are trained on more than once.")]
-
-
 class CollapseChecks(Variant, frozen=True, kw_only=True):
     """Signs of a collapsing policy or of reward hacking."""
 
@@ -295,15 +259,3 @@ class RollBackOnCollapse(CollapseChecks, frozen=True, kw_only=True, tag="rollbac
 CollapseSection = Annotated[
     Off | WarnOnCollapse | StopOnCollapse | RollBackOnCollapse, about("Response to a collapse or to reward hacking.")
 ]
-
-
-class DistributedSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The ranks of a data-parallel learner, which mlx.launch starts. No effect on a run of one process."""
-
-    hang_seconds: Annotated[PositiveFloat, about("A rank that gives no sign of life for so long is lost.")] = 8.0
-    collective_seconds: Annotated[PositiveFloat, about("Time in which the ranks must add 8 MB of gradients.")] = 10.0
-    share_seconds: Annotated[PositiveFloat, about("Time for the share of a rank after that of rank 0.")] = 120.0
-    restarts: Annotated[NonNegative, about("How often ranks are started again after one was lost.")] = 5
-    shares: Annotated[
-        tuple[PositiveFloat, ...], about("Relative work of each rank, rank 0 first; empty: all ranks get the same.")
-    ] = ()

@@ -9,7 +9,7 @@ from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.layouts.rows import PackedInputs, PaddedInputs
 from clotho.scoring.layouts.shared_prefix import SharedInputs
 from clotho.scoring.sequences import MicroBatch, TrainingSequence
-from clotho.settings.learner import BufferedReplay
+from training_run.memory.need import memory_need
 from training_run.profile.schema import Profile
 
 
@@ -44,7 +44,7 @@ class MicroBatchShape(Struct, frozen=True, kw_only=True):
 
 def most_groups(profile: Profile) -> int:
     """Return the largest number of groups of an update, including groups from the replay buffer."""
-    return profile.learner.batch_size + (profile.replay.groups if isinstance(profile.replay, BufferedReplay) else 0)
+    return profile.learner.batch_size + memory_need(profile.engine, profile).groups
 
 
 def largest_micro_batch(profile: Profile, *, prompt: int, completion: int) -> MicroBatchShape:

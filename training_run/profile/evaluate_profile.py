@@ -67,7 +67,7 @@ USED = ("model", "data", "sampling", "engine", "monitor", "rewards", "seed")
 NOT_EVALUATED = frozenset({
     "sampling.group_size", "sampling.top_logprobs", "data.shuffle", "data.type_weights",
     "engine.decode_share", "engine.kv_policy", "engine.rollout_share", "monitor.display", "monitor.rollouts",
-    "monitor.token_values_mb", "monitor.watchdog_seconds",
+    "monitor.watchdog_seconds",
 })  # fmt: skip
 """Keys of these tables that concern training or serving only."""
 

@@ -14,6 +14,9 @@ P = TypeVar("P", bound=Struct)
 ATTACHED = {
     "data.curriculum": "curriculum",
     "data.reasoning_gym": "reasoning_gym",
+    "distributed": "ranks",
+    "monitor.token_values_mb": "dashboard",
+    "replay": "replay",
     "trackers": "trackers",
 }
 """The attachment of each key that an attachment adds to a profile: a key of an absent one is refused by its name."""

@@ -127,8 +127,6 @@ CONTRADICTIONS = (
          '= "{}" needs groups from environments (atropos)'),
     Rule("learner.num_minibatches", lambda v, x: x > v["learner.batch_size"] + v.get("replay.groups", 0),
          "= {} must be at most the number of groups per update: learner.batch_size and replay.groups"),
-    Rule("replay.groups", lambda v, x: x > v["replay.capacity"],
-         "= {} must be at most replay.capacity = {v[replay.capacity]}"),
     Rule("sampling.max_tokens", lambda v, x: x >= v["engine.kv_cache_tokens"],
          "= {} must be less than engine.kv_cache_tokens = {v[engine.kv_cache_tokens]}"),
     Rule("learner.objective.overlong_penalty.buffer", lambda v, x: x >= v["sampling.max_tokens"],

@@ -20,7 +20,7 @@ from clotho.settings.bounds import (
 )
 from clotho.settings.data import DataSection, RewardSection
 from clotho.settings.engine import EngineSection, SamplingSection
-from clotho.settings.learner import CollapseSection, DistributedSection, LearnerSection, ReplaySection, WarnOnCollapse
+from clotho.settings.learner import CollapseSection, LearnerSection, WarnOnCollapse
 from clotho.settings.model import ModelSection, PolicySection
 from clotho.settings.server import HttpServer, ServerSection
 
@@ -109,7 +109,6 @@ class MonitorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     display: Annotated[Display, about("Terminal output; auto: live on a terminal, plain lines elsewhere.")] = "auto"
     rollouts: Annotated[bool, about("Write every rollout to rollouts.jsonl.")] = True
-    token_values_mb: Annotated[NonNegative, about("Limit of the per-token values in tokens/, in MiB; 0: none.")] = 64
     prevent_sleep: Annotated[bool, about("On macOS, prevent idle sleep during the run; the display may sleep.")] = True
     watchdog_seconds: Annotated[
         PositiveFloat, about("Time until a stalled turn, a slow start or a lost group is reported.")
@@ -194,7 +193,6 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: PolicySection = PolicySection()
     sampling: SamplingSection = SamplingSection()
     learner: LearnerSection = LearnerSection()
-    replay: ReplaySection = Off()
     collapse_detection: CollapseSection = WarnOnCollapse()
     parity: ParitySection = ParityCheck()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -205,7 +203,6 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: EngineSection = EngineSection()
     generator: GeneratorSection = LocalGeneration()
     cluster: ClusterSection = Off()
-    distributed: DistributedSection = DistributedSection()
     rollouts: RolloutsSection = RolloutsSection()
     queues: QueuesSection = QueuesSection()
     monitor: MonitorSection = MonitorSection()

@@ -20,6 +20,7 @@ from protocols.errors import ProfileError, did_you_mean, visible
 from training_run.profile.flags import WIDTH, help_topic, key_help, parse_flags
 from training_run.profile.keys import SETTABLE, flag_of
 from training_run.profile.load import decode_tables, file_layers, flatten, located, merge, profile_path
+from training_run.profile.mounted import unused_by
 from training_run.profile.program import program
 from training_run.profile.schema import MonitorSection
 
@@ -65,7 +66,7 @@ OWN = {name: key for name, key in Keys(ServeFlags).settable.items() if key.help}
 
 NOT_SERVED = frozenset({
     "sampling.group_size", "sampling.top_logprobs", "server.type", "server.allow_pause", "server.dashboard",
-    "engine.kv_policy", "monitor.display", "monitor.rollouts", "monitor.token_values_mb", "policy.grad_checkpoint",
+    "engine.kv_policy", "monitor.display", "monitor.rollouts", "policy.grad_checkpoint",
     "policy.adapter",
 })  # fmt: skip
 """Keys of the tables of `ServingProfile` that concern training only."""
@@ -73,7 +74,7 @@ NOT_SERVED = frozenset({
 APPLICABLE = {
     path: key
     for path, key in SETTABLE.items()
-    if path.partition(".")[0] in ServingProfile.__struct_fields__ and path not in NOT_SERVED
+    if path.partition(".")[0] in ServingProfile.__struct_fields__ and path not in NOT_SERVED | unused_by("serve")
 }
 """The keys that apply to a standalone server, by path."""
 

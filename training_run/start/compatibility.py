@@ -25,7 +25,6 @@ MAY_DIFFER = (
     "checkpoint",
     "eval",
     "server",
-    "distributed",
     "engine",
     "generator",
     "rollouts",

@@ -10,7 +10,7 @@ import pytest
 from msgspec import convert
 
 from attachments.replay.replay import ReplayBuffer
-from clotho.settings.learner import BufferedReplay
+from attachments.replay.sections import BufferedReplay
 from protocols.rollout import ScoredGroup
 from protocols.step import TrainedGroup
 from tests.training.policies_and_groups import scored_group

@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from attachments.replay.replay import Replay, ReplayBuffer, ReplayGroup, ReplayState
+from attachments.replay.sections import BufferedReplay
 from clotho.lanes.compute_thread import Compute
-from clotho.settings.learner import BufferedReplay
 from protocols.checkpoint import Part
 from tests.actors.actor_helpers import compute_thread
 from tests.actors.learner_harness import LearnerHarness, discarded_group, trainable_group

@@ -17,7 +17,7 @@ from clotho.models.policy import Policy, load_policy
 from clotho.settings.bounds import Off
 from clotho.settings.data import DataSection, RewardSection
 from clotho.settings.engine import EngineSection, HistoryDrafts, ModelDrafts, SamplingSection
-from clotho.settings.learner import BufferedReplay, RollBackOnCollapse
+from clotho.settings.learner import RollBackOnCollapse
 from clotho.settings.model import ModelSection, PolicySection
 from clotho.settings.server import AdaptersSection, HttpServer
 from clotho.training.update import PolicyLearner
@@ -293,14 +293,6 @@ def test_several_ranks_hold_copies_of_a_gradient_while_it_is_added(tmp_path: Pat
     alone, together = (estimate_memory(profile.model, profile, ranks=ranks) for ranks in (False, True))
     assert (alone.sums, together.sums) == (0, 3 * weights(profile))
     assert together.turn == max(alone.turn, together.sums)
-
-
-def test_groups_from_the_replay_buffer_make_mini_batches(tmp_path: Path) -> None:
-    """Of one new group, two mini-batches are one; with an old one beside it, weights are held midway as well."""
-    profile = profile_of(saved(tmp_path), ADAPTER, batch_size=1, num_minibatches=2)
-    replaying = msgspec.structs.replace(profile, replay=BufferedReplay(capacity=4, groups=1))
-    usual, larger = (estimate_memory(each.model, each) for each in (profile, replaying))
-    assert (usual.midway, larger.midway) == (0, weights(profile) + usual.optimizer)
 
 
 def test_settings_move_the_parts_they_are_named_for(tmp_path: Path) -> None:

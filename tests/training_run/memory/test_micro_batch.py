@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from clotho.settings.bounds import Off
 from clotho.settings.data import DataSection, RewardSection
 from clotho.settings.engine import SamplingSection
-from clotho.settings.learner import BufferedReplay, ReplaySection
 from clotho.settings.model import ModelSection
 from tests.learner_settings import learner_settings
 from training_run.memory.micro_batch import BlockPass, MicroBatchShape, largest_micro_batch
 from training_run.profile.schema import Profile
 
-NO_REPLAY = Off()
 
-
-def shape(
-    *, prompt: int = 24, completion: int = 41, size: int = 8, replay: ReplaySection = NO_REPLAY, **learner: Any
-) -> MicroBatchShape:
+def shape(*, prompt: int = 24, completion: int = 41, size: int = 8, **learner: Any) -> MicroBatchShape:
     """Of batches of four groups, in micro-batches of 512 tokens."""
     profile = Profile(
         model=ModelSection(path="model"),
@@ -26,7 +20,6 @@ def shape(
         rewards=(RewardSection(name="exact"),),
         sampling=SamplingSection(max_tokens=completion, group_size=size),
         learner=learner_settings(**{"batch_size": 4, "micro_batch_tokens": 512, "layout": "padded", **learner}),
-        replay=replay,
     )
     return largest_micro_batch(profile, prompt=prompt, completion=completion)
 
@@ -52,13 +45,6 @@ def test_mini_batches_are_cut_apart_before_micro_batches_are() -> None:
     quarter = shape(size=2, num_minibatches=4)
     assert quarter.positions == 128
     assert not quarter.several
-
-
-def test_groups_from_the_replay_buffer_are_learnt_from_as_well() -> None:
-    """Beside one new group of two there may be two old ones: six rows of 64; without a buffer there are none."""
-    assert shape(size=2, batch_size=1).positions == 2 * 64
-    assert shape(size=2, batch_size=1, replay=NO_REPLAY).positions == 2 * 64
-    assert shape(size=2, batch_size=1, replay=BufferedReplay(capacity=8, groups=2)).positions == 6 * 64
 
 
 def test_a_large_batch_is_not_laid_out_as_a_whole() -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from protocols.errors import CheckpointError
+from training_run.profile.mounted import with_attachments
 from training_run.profile.schema import Profile
 from training_run.start.compatibility import refuse_if_incompatible
 
@@ -21,7 +22,7 @@ BASE: dict[str, Any] = {
 
 def profile(**changes: Any) -> Profile:
     """A profile with these keys."""
-    return msgspec.convert(BASE | changes, Profile)
+    return msgspec.convert(BASE | changes, with_attachments(Profile))
 
 
 @pytest.mark.parametrize(

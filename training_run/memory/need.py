@@ -1,0 +1,29 @@
+"""What an estimate of memory assumes about a run or a server, as far as attachments decide it."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from clotho.settings.engine import EngineSection
+from training_run.attachment import installed_attachments
+from training_run.profile.schema import Profile
+
+
+class MemoryNeed(Struct, kw_only=True):
+    """Estimate -> attachments, which raise it.
+
+    engine: settings of the decode engine. profile: of a run; None: a server without a learner. groups: groups of an
+    update beside those of its batch.
+    """
+
+    engine: EngineSection
+    profile: Profile | None = None
+    groups: int = 0
+
+
+def memory_need(engine: EngineSection, profile: Profile | None = None) -> MemoryNeed:
+    """Return what the attachments need for these settings."""
+    need = MemoryNeed(engine=engine, profile=profile)
+    for attachment in installed_attachments():
+        attachment.memory(need)
+    return need
