@@ -14,10 +14,7 @@ BENCHMARKS = {
     "learning": "Accuracy and training time of the default run, synchronous and asynchronous, for several seeds.",
     "methods": "Held-out accuracy by objective, correction, rank of the adapter and bad setting, for several seeds.",
     "curriculum": "Rollouts to a held-out accuracy if half of the problems are too hard or already solved.",
-    "head": "Memory and time of the output head at large vocabularies, chunked and straightforward.",
-    "collapse": "Whether collapse detection recognizes a destructive learning rate, and rollback saves the run.",
     "environments": "Training with Atropos environments: single-turn, multi-turn, two of different weight.",
-    "hostile_requests": "Training rate and valid requests while clients send hostile requests; end of the process.",
     "soak": "Training under load with injected faults: groups lost, requests unanswered, growth of memory.",
     "decode": "Rollout throughput by batch, group size and prompt length, beside mlx-lm and mlx-lm-lora.",
     "first_token": "Time to the first token by prompt length, beside mlx-lm.",
@@ -30,19 +27,12 @@ BENCHMARKS = {
     "swap": "How long a weight swap delays decoding.",
     "save": "How long saving a checkpoint delays decoding.",
     "remote": "Latency of new weights for an inference server: over HTTP, by path and by a restart.",
-    "cluster": "Throughput with workers of a Ray cluster, measured and simulated; --simulate: 1 to 1,024 workers.",
-    "publish": "Time to publish an adapter to eight workers of a Ray cluster; size of patches of full weights.",
     "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",
-    "forecast": "Difference of the forecast of a run's end from its actual end, by number of steps.",
     "speculation": "Tokens per forward pass and decode rate of speculative rollouts, by epoch.",
-    "overlap": "Decode rate during updates, and the cost of observing a run.",
-    "actors_overhead": "Cost of one message through a queue, an actor and the compute thread, beside asyncio.",
-    "rewards": "Cost of scoring a group in worker processes and in threads.",
-    "startup": "Time from the command to the first result, beside mlx-lm-lora and TRL.",
+    "overlap": "Decode rate during updates, and without them.",
     "startup_training": "Start of training: the first updates to 0.9 on the default task, beside mlx-lm-lora and TRL.",
     "time_to_accuracy": "Time to 0.7 held-out accuracy on a task to be learned, beside mlx-lm-lora and TRL.",
     "search": "Best settings of mlx-lm-lora, TRL and Clotho for startup_training and time_to_accuracy.",
-    "scaling": "Decoding and updates by model and batch size.",
     "dashboard": "Time until the list of groups of the dashboard is shown, sorted, filtered and scrolled.",
     "quick": "Regression check in 30 seconds, Clotho only; exit status 1 if a part is ten times slower.",
     "compare": "Compare two sets of results; also --compare BEFORE AFTER.",
@@ -51,8 +41,8 @@ BENCHMARKS = {
     "dashboard_screenshots": "Take pictures of the dashboard of the default run in headless Chromium.",
 }
 
-OPTIONAL = ("matplotlib", "playwright", "pyte", "simpy")
-"""Packages that only charts, screenshots, measurements in a browser and the simulation of a cluster need."""
+OPTIONAL = ("matplotlib", "playwright", "pyte")
+"""Packages that only charts, screenshots and measurements in a browser need."""
 
 
 def main() -> int:

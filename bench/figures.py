@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from bench import cluster, collapse, curriculum, environments, forecast, head, methods, publish, remote, soak
+from bench import curriculum, environments, methods, remote, soak
 from bench.fingerprint import ROOT, describe_fingerprint
 from bench.learning import RESULTS, LearningRun
 from bench.summary import NAME as SUMMARY
@@ -24,15 +24,10 @@ from bench.summary import summary
 IMAGES = ROOT / "docs" / "images"
 PAGES: tuple[tuple[Any, str], ...] = (
     (methods, "numerics-internals.md"),
-    (head, "numerics-internals.md"),
-    (collapse, "numerics-internals.md"),
     (environments, "atropos.md"),
     (curriculum, "datasets.md"),
     (soak, "reliability.md"),
     (remote, "remote.md"),
-    (cluster, "cluster.md"),
-    (publish, "cluster.md"),
-    (forecast, "benchmark-tables.md"),
 )
 """Benchmarks whose table stands between markers of their name on a page of the documentation."""
 
@@ -46,17 +41,13 @@ PAGE_ORDER = (
     "gym",
     "http",
     "serve",
-    "hostile_requests",
     "swap",
     "save",
     "adapters",
     "speculation",
     "overlap",
-    "actors_overhead",
-    "startup",
     "startup_training",
     "time_to_accuracy",
-    "scaling",
 )
 """Benchmarks on docs/benchmark-tables.md, in the order of the page."""
 STYLES = {"async": ("#1f6feb", "-", "asynchronous"), "sync": ("#d1740f", "--", "synchronous (--async false)")}

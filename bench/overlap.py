@@ -1,8 +1,8 @@
 """On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal.
 
-Measures the decode rate while the learner computes an update, and what the observation of a run costs.
+Measures the decode rate while the learner computes an update.
 
-    python -m bench overlap [--repeats 3] [--only updates|observation] [--out bench/results/overlap.jsonl]
+    python -m bench overlap [--repeats 3] [--out bench/results/overlap.jsonl]
 
 Decoding and training compute in threads of their own: at the same time on a CPU of several cores, and in turns on a GPU
 or a single core, where decoding receives the fraction `decode_share` of the time while both have work. `kept` is the
@@ -11,9 +11,6 @@ in a separate process: 128 sequences always decode (completions of 96 tokens, 8 
 at least three seconds with updates of 128 completions of 96 tokens that follow each other without a pause. In runs of
 the default profile, one per seed, the two rates come from the last line of the metrics; there the learner often waits
 and fewer sequences run. `decode_share` is 0.7 in the profile and 0.5 by default.
-
-`rate` compares runs of the default profile with and without everything that observes them; the target is a ratio of at
-least 0.98. With `async = false` both runs compute the same, bit for bit. Runs alternate, after one run for warmup.
 """
 
 from __future__ import annotations
@@ -42,11 +39,6 @@ METRICS = (
     Metric(name="learning", unit="tokens/s", better="higher"),
     Metric(name="kept", unit="share", better="higher"),
 )
-OBSERVED = (
-    Contender(name="clotho", module="bench.contenders.clotho_observed"),
-    Contender(name="unobserved", module="bench.contenders.clotho_observed", environment={"CLOTHO_BENCH_OBSERVED": "0"}),
-)
-RATE = Metric(name="rate", unit="tokens/s", better="higher")
 MODELS, SHARES, ROWS = ("embedded", "6m"), (0.7, 0.5), 128
 SEEDS, STEPS = 3, 24
 Rates = dict[str, float]
@@ -94,23 +86,6 @@ def of_runs(share: float, found: Sequence[Rates]) -> Iterator[Measurement]:
         )
 
 
-def measure_observation(repeats: int, quick: bool) -> list[Measurement]:
-    """Measure runs with and without observation; quick: one short run of each, without warmup."""
-    model = "embedded, with and without observation"
-    cases: list[Case] = [
-        {"model": model, "async": asynchronous, "steps": 8 if quick else STEPS} for asynchronous in ("false", "true")
-    ]
-    return measure_interleaved(
-        NAME,
-        OBSERVED,
-        cases[:1] if quick else cases,
-        [RATE],
-        repeats=1 if quick else repeats,
-        command=COMMAND,
-        warm_up=0 if quick else 1,
-    )
-
-
 def table(results: Sequence[Measurement]) -> str:
     """Format the results as Markdown."""
     return report(results)
@@ -121,27 +96,20 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
     draw_bars(results, "kept", target, title="decode rate during updates, as a fraction of the rate alone")
 
 
-def measure_updates(repeats: int, quick: bool) -> list[Measurement]:
+def measure_all(repeats: int, quick: bool) -> list[Measurement]:
     """Measure in a process and in runs; quick: the embedded policy, one share, no runs."""
     if quick:
         return measure(MODELS[:1], SHARES[:1], repeats=1)
     return [*measure(MODELS, SHARES, repeats), *(one for share in SHARES for one in measure_runs(share, SEEDS))]
 
 
-def measure_all(repeats: int, quick: bool) -> list[Measurement]:
-    """Measure all parts."""
-    return [one for measured in PARTS.values() for one in measured(repeats, quick)]
-
-
-PARTS = {"updates": measure_updates, "observation": measure_observation}
 BENCHMARK = Benchmark(
     command=COMMAND,
     about=__doc__,
     repeats=3,
-    quick="measure the embedded policy with one share, and one short run with and without observation",
+    quick="measure the embedded policy with one share",
     results=RESULTS,
     measure=measure_all,
     table=table,
-    parts=PARTS,
 )
 main = partial(run_benchmark, BENCHMARK)

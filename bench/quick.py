@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from bench import scaling
-from bench.contenders import clotho_decode, clotho_learn, clotho_messages, clotho_swap
+from bench.contenders import clotho_decode, clotho_swap, clotho_update
 from bench.contenders.worker import Case, MeasureOnce, Metrics
 from bench.fingerprint import ROOT
 from bench.tables import markdown, spread
@@ -61,11 +60,12 @@ def prepare_start(case: Case) -> MeasureOnce:
     return once
 
 
+EMBEDDED: Case = {"model": "embedded", "vocabulary": 384, "prompt_tokens": 128}
 LIMITS = (
     Limit(
         title="decoding, tokens/s",
         prepare=clotho_decode.prepare,
-        case=scaling.decoding("embedded"),
+        case=EMBEDDED | {"prompts": 4, "group": 8, "new_tokens": 64},
         metric="tokens_per_second",
         unit="tokens/s",
         worst=200.0,
@@ -73,8 +73,8 @@ LIMITS = (
     ),
     Limit(
         title="one update of 8 x 128 completion tokens",
-        prepare=clotho_learn.prepare,
-        case=scaling.learning("embedded"),
+        prepare=clotho_update.prepare,
+        case=EMBEDDED | {"prompts": 1, "group": 8, "completion_tokens": 128},
         metric="seconds",
         unit="seconds",
         worst=5.0,
@@ -86,14 +86,6 @@ LIMITS = (
         metric="swap_seconds",
         unit="seconds",
         worst=3e-3,
-    ),
-    Limit(
-        title="one message through an actor",
-        prepare=clotho_messages.prepare,
-        case={"path": "actor", "capacity": 16, "messages": 2000},
-        metric="message_seconds",
-        unit="seconds",
-        worst=2e-4,
     ),
     Limit(
         title="startup",

@@ -193,10 +193,11 @@ def _duplicate_keys() -> tuple[str, bytes]:
     return COMPLETIONS, f'{{"prompt":"a",{fields}"5572f":1}}'.encode()
 
 
+MANY_KEYS, LONG_PROMPT = "request with 350,000 keys", "request with a prompt of 4,000,000 digits"
 BODIES: Mapping[str, Callable[[], tuple[str, bytes]]] = MappingProxyType(
     {
-        "request with 350,000 keys": _duplicate_keys,
-        "request with a prompt of 4,000,000 digits": lambda: (COMPLETIONS, b'{"prompt":"%s"}' % (b"7" * 4_000_000)),
+        MANY_KEYS: _duplicate_keys,
+        LONG_PROMPT: lambda: (COMPLETIONS, b'{"prompt":"%s"}' % (b"7" * 4_000_000)),
         "request with 100,000 prompts": lambda: ("/v1/generate", json.dumps({"prompts": ["a"] * 100_000}).encode()),
         "request with 100,000 levels": lambda: (COMPLETIONS, b'{"prompt":' + b"[" * 100_000),
         "request with temperature 1e-38": lambda: (COMPLETIONS, b'{"prompt":"a","temperature":1e-38}'),
@@ -220,7 +221,7 @@ def hostile(name: str, target: Target, outcomes: Outcomes) -> None:
             _hold(target, 8, head % (COMPLETIONS.encode(), len(body)) + body)
         else:
             path, content = BODIES[name]()
-            status = _post(target.port, path, content)
+            status = post(target.port, path, content)
             outcomes.answered(name, status, expected=(400, 413))
     except (OSError, http.client.HTTPException) as error:
         # A refusal that is sent before the whole body is read can close the connection while the client still writes.
@@ -228,7 +229,8 @@ def hostile(name: str, target: Target, outcomes: Outcomes) -> None:
         outcomes.failed(name, repr(error), interrupted=refused or target.life != life or not target.up)
 
 
-def _post(port: int, path: str, content: bytes) -> int:
+def post(port: int, path: str, content: bytes) -> int:
+    """Send a request and return the status of the response."""
     connection = http.client.HTTPConnection(HOST, port, timeout=PATIENCE_SECONDS)
     try:
         connection.request("POST", path, content, {"Content-Type": "application/json"})

@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from bench.contenders.clotho_learn import groups
 from bench.contenders.measured_turns import MeasuredTurns
 from bench.contenders.metal_model import (
     RANK,
@@ -23,6 +22,7 @@ from bench.contenders.metal_model import (
     packed_model,
     random_adapter,
 )
+from bench.contenders.scored_groups import groups
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import random_prompts
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve

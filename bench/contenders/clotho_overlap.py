@@ -6,8 +6,7 @@ import itertools
 import threading
 import time
 
-import numpy as np
-
+from bench.contenders.scored_groups import groups
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, serve
@@ -20,14 +19,12 @@ from clotho.settings.engine import EngineSection, SamplingSection
 from clotho.settings.learner import LearnerSection
 from clotho.settings.model import Lora, PolicySection
 from clotho.training.update import PolicyLearner
-from protocols.prompt import Problem, Prompt
-from protocols.rollout import RolloutGroup, ScoredGroup
-from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleRequest, Sampling
+from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
 
 SECONDS = 3.0
 """Duration of the measurement without updates, and the time after which no further update starts."""
 PROMPT, TOKENS, GROUP = 16, 96, 8
-UPDATE_GROUPS = 16
+UPDATE = {"prompts": 16, "group": GROUP, "prompt_tokens": PROMPT, "completion_tokens": TOKENS}
 UNENDING = Sampling(max_tokens=TOKENS, ignore_eos=True)
 
 
@@ -50,7 +47,7 @@ class ComputeThreadLoad:
         sampling, lane = SamplingSection(max_tokens=TOKENS), self.compute.learner.lane
         self._learner = PolicyLearner(policy, settings, sampling, steps=1_000_000, lane=lane)
         self._prompt = tuple(random_prompts(1, PROMPT, policy.vocab_size)[0])
-        self._groups = [_group(number, policy.vocab_size) for number in range(UPDATE_GROUPS)]
+        self._groups = groups(UPDATE | {"vocabulary": policy.vocab_size})
         return policy
 
     def _ask(self, number: int) -> None:
@@ -108,25 +105,6 @@ def close() -> None:
     """Stop the compute threads if some are running; a process must not exit while they work."""
     while _open:
         _open.pop().compute.stop()
-
-
-def _group(number: int, vocabulary: int) -> ScoredGroup:
-    """Completions of random tokens, half of them rewarded."""
-    rng = np.random.default_rng(number)
-    completions = tuple(
-        Completion(
-            tokens=tuple(rng.integers(0, vocabulary, TOKENS).tolist()),
-            logprobs=(-float(np.log(vocabulary)),) * TOKENS,
-            versions=(0,) * TOKENS,
-            text="",
-            finish_reason="length",
-        )
-        for _ in range(GROUP)
-    )
-    problem = Problem(prompt="", answer="", type="")
-    prompt = Prompt(group_id=number, problem=problem, tokens=tuple(range(PROMPT)), seed=number)
-    rewards = tuple(float(i % 2) for i in range(GROUP))
-    return ScoredGroup(group=RolloutGroup(prompt=prompt, completions=completions), rewards=rewards, parts={})
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from bench.contenders.clotho_learn import groups
 from bench.contenders.measured_turns import MeasuredTurns
 from bench.contenders.rollouts import RANK, RATE, SCALE, measured, rollouts
+from bench.contenders.scored_groups import groups
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve

@@ -95,38 +95,6 @@ SEMANTICS = {
         "time, without other work, and during updates that follow each other without a pause."
     ),
     "runs_overlap": ("As a run measures it, over its seconds of decoding with and without an update in progress."),
-    "clotho_observed": (
-        "With the monitor, log files, per-token values, timeline, server and dashboard of a default run, and a client "
-        "that follows the events of the dashboard. Tokens of the completions of all steps but the first four, per "
-        "second."
-    ),
-    "clotho_unobserved": (
-        "The same run without monitor, log files, per-token values, timeline and server. Collapse detection stays on."
-    ),
-    "clotho_messages": (
-        "Bounded queues that measure waiting times and close in order; actors supervised and started one by one; "
-        "calls through the call queue of a compute thread."
-    ),
-    "asyncio_messages": (
-        "Plain `asyncio.Queue`s between plain tasks, ended by a sentinel message, without supervision and without "
-        "measurement, and `loop.run_in_executor` with one thread."
-    ),
-    "clotho_startup": (
-        "`help`: `python pipeline.py --help`. `dry run`: `--dry-run` of local-m3, which resolves the profile and "
-        "estimates memory without loading the model. `imported`: everything that a run imports, HTTP server and "
-        "Atropos client included."
-    ),
-    "runs_startup": (
-        "`sampled`, `updated`: a run of local-m3 with one update of 16 groups, without evaluation; the time until "
-        "the learner has all rollouts, and until the line of the update is written."
-    ),
-    "mlx_lm_lora_startup": (
-        "`help`: `python -m mlx_lm_lora.train --help`. `imported`: that module, which contains its GRPO trainer."
-    ),
-    "trl_startup": (
-        "`imported`: `from trl import GRPOConfig, GRPOTrainer`, the first line of a training script; most of it is "
-        "PyTorch. TRL's own GRPO script imports the same before it prints its help, so `help` is not listed."
-    ),
     "clotho_train": (
         "Seconds from the first prompt to the update in question, of `python pipeline.py`. Versions are kept "
         "and evaluated after the run, so evaluation is not counted. `from_command`: from the start of the process."
@@ -139,10 +107,6 @@ SEMANTICS = {
         "Seconds of training, without loading and evaluation, until the update in question. PyTorch on the CPU, one "
         "process samples (transformers, without vLLM) and trains alternately. `from_command`: from the start of the "
         "process, imports and loading included."
-    ),
-    "clotho_scaling": (
-        "One policy update with the profile's default settings: gradient and optimizer step for an adapter on every "
-        "linear layer of the blocks, per completion token; prompt tokens are not counted."
     ),
 }
 """Sentence by program (module name in bench/contenders), or by kind of run."""
@@ -164,20 +128,13 @@ PROGRAMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("serve", "mlx_lm.server"): ("mlx_lm_serve",),
     ("swap", "clotho"): ("clotho_swap", "runs_swap"),
     ("save", "clotho"): ("clotho_save",),
-    ("overlap", "clotho"): ("clotho_overlap", "runs_overlap", "clotho_observed"),
-    ("overlap", "unobserved"): ("clotho_unobserved",),
-    ("actors_overhead", "clotho"): ("clotho_messages",),
-    ("actors_overhead", "asyncio"): ("asyncio_messages",),
-    ("startup", "clotho"): ("clotho_startup", "runs_startup"),
-    ("startup", "mlx-lm-lora"): ("mlx_lm_lora_startup",),
-    ("startup", "TRL"): ("trl_startup",),
+    ("overlap", "clotho"): ("clotho_overlap", "runs_overlap"),
     ("startup_training", "clotho"): ("clotho_train",),
     ("startup_training", "mlx-lm-lora"): ("mlx_lm_lora_train",),
     ("startup_training", "trl"): ("trl_train",),
     ("time_to_accuracy", "clotho"): ("clotho_train",),
     ("time_to_accuracy", "mlx-lm-lora"): ("mlx_lm_lora_train",),
     ("time_to_accuracy", "trl"): ("trl_train",),
-    ("scaling", "clotho"): ("clotho_decode", "clotho_scaling"),
 }
 """The programs behind each contender of a benchmark; a variant such as "trl, 2 threads" has those of "trl"."""
 

@@ -1,4 +1,4 @@
-"""`decode`, `first_token` and `scaling`: equal work for all contenders, and tables of their results."""
+"""`decode` and `first_token`: equal work for all contenders, and tables of their results."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from bench import decode, first_token, scaling
+from bench import decode, first_token
 from bench.contenders import (
     clotho_decode,
     clotho_first_token,
-    clotho_learn,
     decoding,
     mlx_lm_decode,
     mlx_lm_first_token,
@@ -41,7 +40,7 @@ def peak(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Replaces the measurement and records its arguments."""
     calls: Calls = []
-    for question in (decode, first_token, scaling):
+    for question in (decode, first_token):
         monkeypatch.setattr(question, "measure_interleaved", made_up(calls))
     return calls
 
@@ -125,13 +124,6 @@ def test_the_first_token_can_be_measured_repeatedly(prepare: Callable[[Case], Me
     assert all(once()["seconds"] > 0 for _ in range(2))
 
 
-def test_every_update_is_applied() -> None:
-    """All updates use the same batch, half of it rewarded."""
-    case = {**SMALL, "vocabulary": 384, "completion_tokens": 4}
-    metrics = clotho_learn.prepare(case)()
-    assert metrics["microseconds_per_token"] == pytest.approx(metrics["seconds"] / 24 * 1e6)
-
-
 def test_the_first_case_has_every_peer(
     measured_calls: Calls,
 ) -> None:
@@ -164,7 +156,7 @@ def test_two_threads_are_set_in_the_environment_and_recorded_in_the_case(
     assert all(one.case["blas_threads"] == 2 for one in found)
 
 
-@pytest.mark.parametrize("question", [decode, first_token, scaling])
+@pytest.mark.parametrize("question", [decode, first_token])
 def test_quick_mode_writes_results_of_the_same_format(
     question: Any,
     measured_calls: Calls,
@@ -178,17 +170,7 @@ def test_quick_mode_writes_results_of_the_same_format(
     assert {repeats for _, _, repeats in measured_calls} == {1}
 
 
-def test_a_case_in_several_sweeps_is_measured_once(
-    measured_calls: Calls,
-) -> None:
-    """Decoding and updates are measured in separate processes."""
-    results = scaling.measure(scaling.all_cases(), 1)
-    measured = [case for _, cases, _ in measured_calls for case in cases]
-    assert len(measured) == len(scaling.all_cases()) == len({str(case) for case in measured})
-    assert scaling.table(results).count("**") == 2 * len(scaling.SWEEPS)
-
-
-@pytest.mark.parametrize("question", [decode, first_token, scaling])
+@pytest.mark.parametrize("question", [decode, first_token])
 def test_results_can_be_drawn(
     question: Any,
     measured_calls: Calls,

@@ -9,13 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import cluster, collapse, curriculum, environments, figures, forecast, head, methods, publish, remote, soak
+from bench import curriculum, environments, figures, methods, remote, soak
 from bench.__main__ import BENCHMARKS
-from bench.collapse import CollapseRun
 from bench.environments import EnvironmentRun, permutation_test
 from bench.figures import measured
 from bench.fingerprint import ROOT, fingerprint
-from bench.head import HeadCost
 from bench.learning import LearningRun
 from bench.measurement import write
 from bench.summary import summary
@@ -24,14 +22,6 @@ from bench.trials import Outcome
 from tests.bench.made_measurements import made_trial, measurement
 
 HERE = fingerprint()
-COLLAPSE = CollapseRun(
-    rate=2e-3, seed=0, before=0.5, tripped=None, sign="", best=0.6, at_alarm=0.6, lowest=0.1, final=0.1, saved=0.9,
-    rollbacks=2, commands=[], fingerprint=HERE,
-)  # fmt: skip
-HEAD = HeadCost(
-    vocabulary=151_936, tokens=512, width=256, plain_seconds=2.0, seconds=2.0, time_ratios=[1.0, 1.1],
-    plain_bytes=10**10, bytes=10**9, command="", fingerprint=HERE,
-)  # fmt: skip
 OUTCOME = Outcome(method=methods.DEFINITIONS.methods()[1], trials=(made_trial([0.3, 0.96]),))
 TRAINED = EnvironmentRun(
     profile="atropos-two", seed=0, updates=6, before=None, after=None, seconds=30.0, rewards=[0.1, 0.2, 0.3] * 2,
@@ -39,7 +29,7 @@ TRAINED = EnvironmentRun(
     fingerprint=HERE,
 )  # fmt: skip
 TABLES = {
-    "collapse": collapse.table([COLLAPSE]), "head": head.table([HEAD]), "methods": methods.table([OUTCOME]),
+    "methods": methods.table([OUTCOME]),
     "environments": environments.table([TRAINED]),
 }  # fmt: skip
 
@@ -67,16 +57,15 @@ def test_missing_results_are_named_on_one_line(
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "learning.jsonl")
     monkeypatch.setattr(methods, "draw", lambda *_: None)
     monkeypatch.setattr(methods, "read", lambda: [OUTCOME])
-    for question in (head, collapse, environments, curriculum, soak, remote, cluster, publish, forecast):
+    for question in (environments, curriculum, soak, remote):
         monkeypatch.setattr(question, "read", list)
     assert figures.main([]) == 1
     assert capsys.readouterr().err == (
-        "bench: no results, unchanged: learning, head, collapse, environments, curriculum, soak, remote, "
-        "cluster, publish, forecast (run python -m bench NAME)\n"
+        "bench: no results, unchanged: learning, environments, curriculum, soak, remote (run python -m bench NAME)\n"
     )
     assert "0.960" in page.read_text()
     assert "old" not in objectives.read_text()
-    assert page.read_text().count("\nold\n") == 3
+    assert page.read_text().count("\nold\n") == 1
 
 
 def test_a_benchmark_has_its_table_and_its_chart_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +13,11 @@ from typing import Any
 import mlx_lm
 import pytest
 
-from bench import actors_overhead, http, overlap, save, startup, swap
+from bench import http, overlap, save, swap
 from bench.contenders import (
-    asyncio_messages,
-    clotho_messages,
     clotho_save,
     clotho_serve,
     clotho_swap,
-    commands,
     http_server_load,
     mlx_lm_serve,
 )
@@ -134,26 +129,6 @@ def test_the_served_model_never_samples_its_end_token(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("path", ["mailbox", "actor", "compute thread"])
-def test_all_messages_arrive(path: str) -> None:
-    """On every path of both contenders."""
-    case = {"path": path, "capacity": 2, "messages": 20}
-    for contender in (clotho_messages, asyncio_messages):
-        assert contender.prepare(case)()["message_seconds"] > 0
-
-
-def test_calls_to_the_compute_thread_use_fewer_messages() -> None:
-    """Queues are measured with both capacities."""
-    found = [(case["path"], case["capacity"], case["messages"]) for case in actors_overhead.cases(100)]
-    assert found == [
-        ("mailbox", 1, 100),
-        ("mailbox", 16, 100),
-        ("actor", 1, 100),
-        ("actor", 16, 100),
-        ("compute thread", 1, 20),
-    ]
-
-
 def test_swaps_are_measured_while_sequences_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each repeat starts with an idle engine."""
     monkeypatch.setattr(clotho_swap, "SWAPS", 3)
@@ -173,23 +148,6 @@ def test_decode_steps_are_measured_while_checkpoints_are_saved(monkeypatch: pyte
         assert metrics.keys() == {metric.name for metric in save.METRICS}
         assert metrics["save_seconds"] > 0
         assert metrics["median_delay_seconds"] <= metrics["longest_delay_seconds"]
-
-
-def test_a_command_reports_wall_and_processor_time() -> None:
-    """A failing command is an error."""
-    metrics = commands.run(["-c", "sum(range(10_000))"])
-    assert metrics["cpu_seconds"] > 0
-    assert metrics["seconds"] > 0
-    with pytest.raises(RuntimeError, match="exit status 3"):
-        commands.run(["-c", "raise SystemExit(3)"])
-
-
-def test_the_first_update_ends_when_its_line_is_written(tmp_path: Path) -> None:
-    """The modification time of the file is the end; sampling ends when training begins."""
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"time/update": 0.5}\n')
-    os.utime(metrics, (1_007.0, 1_007.0))
-    assert startup.read_first_update(metrics, began=1_000.0) == startup.FirstUpdate(sampled=6.5, updated=7.0)
 
 
 def test_runs_report_median_and_longest_swap() -> None:
@@ -217,27 +175,13 @@ def test_results_of_runs_are_written_and_formatted(tmp_path: Path) -> None:
     write(tmp_path / "overlap.jsonl", results)
     assert read(tmp_path / "overlap.jsonl") == results
     assert "| embedded, a run of local-m3 | 0.7 |" in overlap.table(results)
-    (sampled, updated) = startup.of_runs([startup.FirstUpdate(6.5, 7.0)])
-    assert (sampled.values, updated.values) == ([6.5], [7.0])
 
 
 def test_every_description_has_its_command() -> None:
     """The command has the name of the module."""
-    for question in (actors_overhead, http, overlap, save, startup, swap):
+    for question in (http, overlap, save, swap):
         assert f"python -m bench {question.NAME}" == question.COMMAND
         assert question.COMMAND in (question.__doc__ or "")
-
-
-def test_a_lost_message_is_an_error() -> None:
-    """No time is reported then."""
-
-    async def short() -> None:
-        queue: asyncio_messages.Queue = asyncio.Queue()
-        await asyncio_messages.send(queue, 2)
-        await asyncio_messages.drain(queue, 3)
-
-    with pytest.raises(RuntimeError, match="received 2 messages instead of 3"):
-        asyncio.run(short())
 
 
 def test_the_adapter_of_the_benchmark_fits_its_model(tmp_path: Path) -> None:

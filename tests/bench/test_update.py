@@ -10,8 +10,8 @@ import pytest
 
 from bench import update
 from bench.contenders import clotho_update
-from bench.contenders.clotho_learn import groups
 from bench.contenders.rollouts import measured, rollouts
+from bench.contenders.scored_groups import groups
 from bench.contenders.worker import Case
 from bench.measurement import read
 from tests.bench.made_measurements import Calls, made_up

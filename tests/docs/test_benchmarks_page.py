@@ -16,10 +16,8 @@ SENTENCES = {
     "http": DECODE,
     "serve": DECODE,
     "overlap": DECODE,
-    "startup": DECODE,
     "startup_training": DECODE,
     "time_to_accuracy": DECODE,
-    "scaling": DECODE,
     "real": DECODE,
     "gym": DECODE,
     "update": LAYERS,
@@ -27,13 +25,10 @@ SENTENCES = {
 ELSEWHERE = {
     "learning": DECODE,
     "methods": DECODE,
-    "collapse": DECODE,
     "environments": DECODE,
     "search": DECODE,
     "quick": DECODE,
-    "hostile_requests": DECODE,
     "soak": DECODE,
-    "head": LAYERS,
 }
 """Benchmarks whose table is on another page."""
 

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import http.client
 import signal
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from bench.hostile_requests import HostileClients, duplicate_fields, long_prompt, post
+from bench.soak_clients import BODIES, COMPLETIONS, LONG_PROMPT, MANY_KEYS, post
 from tests.e2e.pipeline_process import Run, assert_recorded, metrics
 
 SETTINGS = ("--steps", "5000")
+VALID = b'{"prompt": "1 + 1 =", "max_tokens": 4}'
+
+
+class HostileClients:
+    """Fifteen threads that send one hostile request after the other. statuses: of all responses."""
+
+    def __init__(self, port: int) -> None:
+        self.statuses = list[int]()
+        self._port, self._stopped = port, False
+        for name in (*[MANY_KEYS] * 5, *[LONG_PROMPT] * 10):
+            threading.Thread(target=self._send, args=BODIES[name](), daemon=True).start()
+
+    def stop(self) -> None:
+        """Send no further request."""
+        self._stopped = True
+
+    def _send(self, path: str, body: bytes) -> None:
+        while not self._stopped:
+            with suppress(OSError, http.client.HTTPException):
+                self.statuses.append(post(self._port, path, body))
 
 
 def port_of(running: Run) -> int:
@@ -22,9 +45,9 @@ def test_a_run_ends_after_hostile_requests(tmp_path: Path) -> None:
     """Each request is refused with status 400. The process drains, ends with status 0, and has lost no group."""
     with Run(tmp_path / "run", *SETTINGS) as running:
         port = port_of(running)
-        for body in (duplicate_fields, long_prompt):
-            assert post(port, body()) == 400, body
-            assert post(port, b'{"prompt": "1 + 1 =", "max_tokens": 4}') == 200, body
+        for name in (MANY_KEYS, LONG_PROMPT):
+            assert post(port, *BODIES[name]()) == 400, name
+            assert post(port, COMPLETIONS, VALID) == 200, name
         running.wait_for("tokens/s")
         running.send(signal.SIGTERM)
         result = running.finish()
@@ -40,10 +63,9 @@ def test_a_signal_ends_a_run_with_hostile_requests_in_flight(tmp_path: Path) -> 
         port = port_of(running)
         running.wait_for("tokens/s")
         clients = HostileClients(port)
-        clients.active.set()
         try:
             while len(clients.statuses) < 15:
-                assert post(port, b'{"prompt": "1 + 1 =", "max_tokens": 4}') == 200
+                assert post(port, COMPLETIONS, VALID) == 200
             running.send(signal.SIGTERM)
             result = running.finish()
         finally:
