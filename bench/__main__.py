@@ -24,6 +24,7 @@ BENCHMARKS = {
     "metal": "For Mac owners, in five minutes: speed, memory, parity and determinism, as a table and a file.",
     "http": "HTTP throughput and time to first token with 1 to 64 clients, beside mlx_lm.server.",
     "serve": "Throughput of the standalone server with an adapter, beside mlx_lm.server.",
+    "visitors": "Rates of a run, and of clients of serve, beside 1 to 64 long requests; first token of short ones.",
     "swap": "How long a weight swap delays decoding.",
     "save": "How long saving a checkpoint delays decoding.",
     "remote": "Latency of new weights for an inference server: over HTTP, by path and by a restart.",

@@ -41,6 +41,7 @@ PAGE_ORDER = (
     "gym",
     "http",
     "serve",
+    "visitors",
     "swap",
     "save",
     "adapters",

@@ -91,7 +91,7 @@ class PipelineRun:
 
     def best_accuracy(self) -> float:
         """The highest accuracy of the evaluations so far; 0 without one."""
-        return max((line["accuracy"] or 0.0 for line in _lines(self._run / "evaluations.jsonl")), default=0.0)
+        return max((line["accuracy"] or 0.0 for line in json_lines(self._run / "evaluations.jsonl")), default=0.0)
 
     def training_seconds(self) -> float:
         """Seconds from the first prompt to the latest update; 0 before the first update."""
@@ -105,15 +105,15 @@ class PipelineRun:
     def record(self) -> Record:
         """Wait for the end and read the files. Raises subprocess.CalledProcessError if there was no update."""
         self.ended(wait=True)
-        metrics = _lines(self._run / "metrics.jsonl")
+        metrics = json_lines(self._run / "metrics.jsonl")
         if not metrics:
             raise subprocess.CalledProcessError(self._process.returncode, self._process.args)
         return Record(
             metrics=metrics,
-            log=_lines(self._run / "log.jsonl"),
+            log=json_lines(self._run / "log.jsonl"),
             profile=tomllib.loads((self._run / "profile.toml").read_text(encoding="utf-8")),
             launched=self._launched,
-            evaluations=_lines(self._run / "evaluations.jsonl"),
+            evaluations=json_lines(self._run / "evaluations.jsonl"),
             status=self._process.returncode,
             elapsed=self._ended - self._launched,
             cpu_seconds=self._cpu_seconds,
@@ -150,7 +150,7 @@ def run_until(arguments: Sequence[str], *, accuracy: float = math.inf, seconds: 
     return record
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def json_lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a file."""
     if not path.exists():
         return []

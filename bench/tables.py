@@ -66,11 +66,16 @@ def closing(results: Sequence[Measurement]) -> str:
         listed = ", ".join(f"{package} {number}" for package, number in versions.items())
         meanings = meaning(mine[0].question, name) or " ".join(unique(one.semantics for one in mine))
         explained.setdefault(meanings + (f" ({listed})" if listed else ""), []).append(f"`{name}`")
+    bullets = [f"* {', '.join(names)}: {text}" for text, names in explained.items()]
+    return "\n".join([*bullets, "", describe_conditions(results)])
+
+
+def describe_conditions(results: Sequence[Measurement]) -> str:
+    """Machine, BLAS, commit and command of measurements."""
     machines = unique(f"{describe_fingerprint(f)}, {f.machine.blas}" for f in (one.fingerprint for one in results))
     commits = unique(one.fingerprint.commit for one in results)
     commands = unique(f"`{one.command}`" for one in results)
-    bullets = [f"* {', '.join(names)}: {text}" for text, names in explained.items()]
-    return "\n".join([*bullets, "", f"{'; '.join(machines)}; commit {', '.join(commits)}. {', '.join(commands)}"])
+    return f"{'; '.join(machines)}; commit {', '.join(commits)}. {', '.join(commands)}"
 
 
 def spread(values: Sequence[float], unit: str) -> str:

@@ -45,7 +45,7 @@ class Rate(NamedTuple):
 def throughput(port: int, load: Load) -> Rate:
     """Request complete responses. Raises OSError, ValueError or TimeoutError if the server does not deliver them."""
     began = time.perf_counter()
-    lengths = asyncio.run(_all_clients(port, load, _answered_tokens))
+    lengths = asyncio.run(_all_clients(port, load, answered_tokens))
     return Rate(sum(lengths) / (time.perf_counter() - began), statistics.fmean(lengths))
 
 
@@ -54,7 +54,7 @@ def first_token_seconds(port: int, load: Load) -> float:
 
     Responses without text, which random weights can produce, do not count. Raises ValueError if all are empty.
     """
-    found = [seconds for seconds in asyncio.run(_all_clients(port, load, _first_text)) if not math.isnan(seconds)]
+    found = [seconds for seconds in asyncio.run(_all_clients(port, load, first_text)) if not math.isnan(seconds)]
     if not found:
         raise ValueError("no response has text")
     return statistics.median(found)
@@ -76,27 +76,32 @@ def _body(client: int, turn: int, load: Load) -> Body:
     return {"messages": messages, "max_tokens": load.tokens, "temperature": 1.0, **named}
 
 
-async def _answered_tokens(port: int, body: Body) -> float:
-    answer = b"".join([line async for line in _lines(port, body)])
+async def answered_tokens(port: int, body: Body, client: str = "") -> float:
+    """Number of tokens of a complete response."""
+    answer = b"".join([line async for line in lines(port, body, client)])
     return float(json.loads(answer)["usage"]["completion_tokens"])
 
 
-async def _first_text(port: int, body: Body) -> float:
+async def first_text(port: int, body: Body, client: str = "") -> float:
     """Seconds until the first text, NaN without text; the rest of the stream is read as well."""
     began, first = time.perf_counter(), math.nan
-    async for line in _lines(port, {**body, "stream": True}):
+    async for line in lines(port, {**body, "stream": True}, client):
         if math.isnan(first) and line.startswith(b"data: {"):
             delta = json.loads(line.removeprefix(b"data: "))["choices"][0]["delta"]
-            first = time.perf_counter() - began if delta.get("content") else math.nan
+            text = delta.get("content") or delta.get("reasoning_content")
+            first = time.perf_counter() - began if text else math.nan
     return first
 
 
-async def _lines(port: int, body: Body) -> AsyncIterator[bytes]:
-    """Lines of the response body as they arrive."""
+async def lines(port: int, body: Body, client: str = "") -> AsyncIterator[bytes]:
+    """Lines of the response body as they arrive.
+
+    client: name by which the server tells clients of one address apart. Raises ValueError for another status than 200.
+    """
     async with asyncio.timeout(PATIENCE):
         reader, writer = await asyncio.open_connection(HOST, port)
         try:
-            writer.write(_request(json.dumps(body).encode()))
+            writer.write(_request(json.dumps(body).encode(), client))
             head = await reader.readuntil(b"\r\n\r\n")
             if head.split(b" ", 2)[1] != b"200":
                 raise ValueError(f"{head.splitlines()[0].decode()}: {(await reader.read()).decode()}")
@@ -106,11 +111,12 @@ async def _lines(port: int, body: Body) -> AsyncIterator[bytes]:
             writer.close()
 
 
-def _request(body: bytes) -> bytes:
+def _request(body: bytes, client: str) -> bytes:
     head = [
         f"POST {ROUTE} HTTP/1.0",
         f"Host: {HOST}",
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
+        *([f"Authorization: Bearer -:{client}"] if client else []),
     ]
     return "\r\n".join([*head, "", ""]).encode() + body

@@ -73,14 +73,14 @@ def measure(port: int, load: Load, *, streamed: int) -> dict[str, float]:
 def _server(command: Command, model: str, rank: int) -> Iterator[int]:
     """Run a server on a free loopback port until the block ends. rank: of the adapter; 0: no adapter."""
     with tempfile.TemporaryDirectory() as directory:
-        path, port = write_model(model, Path(directory, "model")), _free_port()
+        path, port = write_model(model, Path(directory, "model")), free_port()
         adapter = write_adapter(path, Path(directory, "adapter"), rank=rank) if rank else None
         server = Started(path, adapter, port)
         process = subprocess.Popen(
             command(server), stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.DEVNULL
         )
         try:
-            _wait_until_it_is_ready(process, port)
+            wait_until_ready(process, port)
             throughput(port, Load(clients=1, tokens=1, answers=1))
             yield port
         finally:
@@ -88,8 +88,11 @@ def _server(command: Command, model: str, rank: int) -> Iterator[int]:
             process.wait()
 
 
-def _wait_until_it_is_ready(process: subprocess.Popen[bytes], port: int) -> None:
-    """Raises RuntimeError if the server exits, or does not listen or still loads its model after `START_SECONDS`."""
+def wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
+    """Wait until a server answers.
+
+    Raises RuntimeError if it exits, or does not listen or still loads its model after `START_SECONDS`.
+    """
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until and process.poll() is None:
         with closing(http.client.HTTPConnection(HOST, port, timeout=START_SECONDS)) as probe:
@@ -103,7 +106,8 @@ def _wait_until_it_is_ready(process: subprocess.Popen[bytes], port: int) -> None
     raise RuntimeError(f"the server is not ready; exit status {process.poll()}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback address that nobody uses."""
     with closing(socket.socket()) as probe:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]

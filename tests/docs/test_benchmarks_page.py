@@ -15,6 +15,7 @@ SENTENCES = {
     "first_token": DECODE,
     "http": DECODE,
     "serve": DECODE,
+    "visitors": DECODE,
     "overlap": DECODE,
     "startup_training": DECODE,
     "time_to_accuracy": DECODE,

@@ -1,0 +1,47 @@
+"""`visitors`: rates of a period, and their ratios to those of the same repeat without long requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bench import visitors
+from bench.visitors import Host, Service, period, rates_of
+from tests.bench.fake_server import fake_server
+from tests.bench.made_measurements import measurement
+
+
+def test_only_whole_updates_count() -> None:
+    """The rates are those between two updates, wherever the period begins and ends."""
+    before = [(1.0, 100), (2.0, 100)]
+    rates = rates_of(before, [*before, (4.0, 300), (6.0, 500)])
+    assert rates == {"rollout_tokens_per_second": 200.0, "updates_per_second": 0.5}
+
+
+def test_every_client_of_a_period_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long requests are streams, the other clients of `serve` are not, and short requests are measured."""
+    monkeypatch.setattr(visitors, "PAUSE", 0.0)
+    with fake_server() as (port, asked):
+        metrics = asyncio.run(period(Service(port, None), 2, Host(0, 1000), seconds=0.5))
+    assert {(body["max_tokens"], bool(body.get("stream"))) for body in asked} == {
+        (1000, True), (visitors.CLIENT_TOKENS, False), (4, True)
+    }  # fmt: skip
+    assert 0 < metrics["first_token_median"] <= metrics["first_token_p95"]
+    assert metrics["client_tokens_per_second"] > 0
+    assert metrics["long_tokens_per_second"] > 0
+
+
+def test_a_refused_request_ends_the_measurement() -> None:
+    """The rates would be those beside fewer long requests."""
+    with fake_server(status=503) as (port, _), pytest.raises(ValueError, match="503"):
+        asyncio.run(period(Service(port, None), 1, Host(0, 1000), seconds=5.0))
+
+
+def test_ratios_are_taken_within_a_repeat() -> None:
+    """Each rate beside long requests is divided by the rate alone of the same repeat."""
+    results = [
+        measurement(values, contender=who, metric="updates_per_second", service="run", group_size=8, max_tokens=1000)
+        for who, values in (("0", [1.0, 4.0, 2.0]), ("8", [0.5, 1.0, 1.6]))
+    ]
+    assert "[0.500 (0.250 to 0.800)]" in visitors.table(results)
