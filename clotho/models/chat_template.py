@@ -1,63 +1,62 @@
-"""Chat templates: conversations to text, with bounded work.
+"""Chat templates: conversations to text, with a limit on steps and on output.
 
-A chat template is a program in the Jinja language that a model brings along. It is rendered as the library
-`transformers` renders it, in Jinja's sandbox, with one addition: every loop iteration, call, filter and operator is
-charged to a budget before it is computed, in proportion to the size of its result. A template that exceeds the budget
-ends with an error. The work and the memory of a rendering are bounded, and no thread has to be interrupted.
+A chat template is a program in the Jinja language that a model brings along. It is rendered in Jinja's sandbox, as the
+library `transformers` renders it. Loop iterations and calls are counted, so that an endless template ends with an
+error; the result of a product or a sum, and the output, have a largest length.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
-from types import BuiltinMethodType
 from typing import Any
 
-from jinja2 import TemplateError, TemplateRuntimeError, Undefined, nodes, pass_context
+from jinja2 import TemplateError, TemplateRuntimeError, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import BlockReference, Context, LoopContext, Macro, str_join
+from jinja2.runtime import Context, Macro, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from clotho.models.template_budget import (
-    BUDGET,
-    COMPARING_TESTS,
-    CONTAINERS,
-    MATERIALIZING_FILTERS,
-    REFUSED_METHODS,
-    STEP,
-    Budget,
-    WorkLimitError,
-    charge,
-    charge_brace_format,
-    charge_filter,
-    charge_percent_format,
-    charge_product,
-    charge_text_method,
-    counted,
-    require_small_power,
-    size_and_depth,
-    spend,
-)
-
 MAX_TEMPLATE_CHARACTERS = 300_000
-MAX_OUTPUT_CHARACTERS = 2_000_000
-"""Length of a rendered conversation beyond four times the length of its messages."""
+MAX_CHARACTERS = 2_000_000
+"""Length of a rendered conversation, and of a value that a template computes, beyond that of its messages."""
 
-WORK = 64_000_000
-"""Work units of a rendering: a few seconds of loop iterations, or 32 million characters of text."""
+MAX_STEPS = 1_000_000
+"""Loop iterations and calls of a rendering, beyond `STEPS_PER_CHARACTER`: about a second."""
+STEPS_PER_CHARACTER = 2
 
-WORK_PER_INPUT = 32
-"""Further work units per unit of the messages."""
+MAX_INTEGER_BITS = 4096
 
-REMOVED_FILTERS = ("batch", "pprint", "random", "slice", "urlize", "wordwrap", "xmlattr")
-"""Filters of Jinja with results of unbounded size or chance; chat templates do not use them."""
+
+class WorkLimitError(TemplateRuntimeError):
+    """A rendering exceeds a limit."""
+
+
+class _Limits:
+    """What a rendering may still do. characters: the largest length of a value."""
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]], tools: object) -> None:
+        size = len(json.dumps([messages, tools], default=str, ensure_ascii=False))
+        self.characters, self._steps = MAX_CHARACTERS + 4 * size, MAX_STEPS + STEPS_PER_CHARACTER * size
+
+    def step(self) -> None:
+        """Count a loop iteration or a call. Raises WorkLimitError."""
+        self._steps -= 1
+        if self._steps < 0:
+            raise WorkLimitError("it exceeds the limit on loop iterations and calls")
+
+    def require(self, length: int) -> None:
+        """Raise WorkLimitError for a value that is too long."""
+        if length > self.characters:
+            raise WorkLimitError("it computes a text that is too long")
+
+
+_limits: ContextVar[_Limits] = ContextVar("limits of a rendering")
 
 
 class ChatTemplate:
@@ -67,7 +66,7 @@ class ChatTemplate:
         """Raises TemplateError, RecursionError or SyntaxError if the template cannot be compiled."""
         if len(source) > MAX_TEMPLATE_CHARACTERS:
             raise TemplateError(f"it has {len(source)} characters; at most {MAX_TEMPLATE_CHARACTERS} are permitted")
-        BUDGET.set(Budget(WORK))
+        _limits.set(_Limits([], None))
         self._template = _Environment().from_string(source)
 
     def render(
@@ -77,11 +76,9 @@ class ChatTemplate:
 
         Raises WorkLimitError, and every exception that the template causes.
         """
-        BUDGET.set(Budget(2**62))
-        size = sum(size_and_depth(value)[0] for value in (*messages, variables.get("tools", [])))
-        BUDGET.set(Budget(WORK + WORK_PER_INPUT * size))
-        left = MAX_OUTPUT_CHARACTERS + 2 * size
-        chunks = []
+        limits = _Limits(messages, variables.get("tools"))
+        _limits.set(limits)
+        chunks, length = [], 0
         for chunk in self._template.generate(
             **{
                 "messages": [_with_reasoning_names(message) for message in messages],
@@ -91,9 +88,8 @@ class ChatTemplate:
                 **variables,
             }
         ):
-            left -= len(chunk)
-            if left < 0:
-                raise WorkLimitError("its output is too long")
+            length += len(chunk)
+            limits.require(length)
             chunks.append(chunk)
         return "".join(chunks)
 
@@ -105,51 +101,8 @@ def _with_reasoning_names(message: Mapping[str, Any]) -> dict[str, Any]:
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
-def _wrap_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the filter with its charge before it. Arguments that Jinja passes itself come first and are no text."""
-    skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
-
-    @functools.wraps(function)
-    def charged(*args: Any, **kwargs: Any) -> Any:
-        spend(STEP)
-        values = list(args[skipped:])
-        if name in MATERIALIZING_FILTERS and values and not isinstance(values[0], (*CONTAINERS, str, Undefined)):
-            values[0] = list(counted(values[0]))
-        charge_filter(name, values, kwargs)
-        return function(*args[:skipped], *values, **kwargs)
-
-    return charged
-
-
-def _wrap_test(name: str, function: Any) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def charged(*args: Any, **kwargs: Any) -> Any:
-        spend(STEP)
-        if name in COMPARING_TESTS:
-            charge(*args, *kwargs.values())
-        return function(*args, **kwargs)
-
-    return charged
-
-
-@pass_context
-def _charged_output(context: Context, value: Any) -> Any:
-    """Charge a value that becomes part of the output, or of the text of a macro or block."""
-    charge(value)
-    return value
-
-
-class _ChargeNodes(NodeTransformer):
-    """Rewrites a template so that the operations that Jinja's sandbox cannot intercept are charged too."""
-
-    def visit_Output(self, node: nodes.Output) -> nodes.Node:
-        """Charge constant text at run time, because a loop can repeat it."""
-        self.generic_visit(node)
-        node.nodes = [
-            nodes.MarkSafeIfAutoescape(nodes.Const(child.data)) if isinstance(child, nodes.TemplateData) else child
-            for child in node.nodes
-        ]
-        return node
+class _CountedNodes(NodeTransformer):
+    """Rewrites what Jinja's sandbox does not intercept: loops, and the operator `~`."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         """Count iterations."""
@@ -158,51 +111,19 @@ class _ChargeNodes(NodeTransformer):
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """Charge the operator `~`."""
+        """Limit the text."""
         self.generic_visit(node)
         return _call("concatenated", *node.nodes)
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        """Charge slices."""
-        self.generic_visit(node)
-        if isinstance(node.arg, nodes.Slice):
-            node.node = _call("sliced", node.node)
-        return node
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        """Charge comparisons."""
-        self.generic_visit(node)
-        node.expr = _call("charged", node.expr)
-        for operand in node.ops:
-            if not isinstance(operand.expr, nodes.Const):
-                operand.expr = _call("charged", operand.expr)
-        return node
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        """Charge a new list."""
-        self.generic_visit(node)
-        return _call("charged", node) if not all(isinstance(item, nodes.Const) for item in node.items) else node
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        """Charge a new tuple."""
-        self.generic_visit(node)
-        constant = all(isinstance(item, nodes.Const) for item in node.items)
-        return _call("charged", node) if node.ctx == "load" and not constant else node
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        """Charge a new dictionary."""
-        self.generic_visit(node)
-        return _call("charged", node)
 
 
 def _call(method: str, *arguments: Any) -> nodes.Expr:
     return nodes.Call(nodes.EnvironmentAttribute(method), list(arguments), [], None, None)
 
 
-class _ChargingGenerator(CodeGenerator):
+class _CountingGenerator(CodeGenerator):
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:
         """Rewrite the template before its code is generated."""
-        tree = _ChargeNodes().visit(node)
+        tree = _CountedNodes().visit(node)
         tree.set_environment(self.environment)
         super().visit_Template(tree, frame)
 
@@ -233,101 +154,50 @@ class _Namespace(Namespace):
         super().__setitem__(name, value)
 
 
-class _Dict:
-    """The function `dict` of templates."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
-        """Return a dictionary with equal values."""
-        return dict.fromkeys(counted(keys), value)
-
-
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with the names that chat templates use, and a charge on every operation."""
+    """Jinja's sandbox with the names that chat templates use."""
 
-    code_generator_class = _ChargingGenerator
-    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+    code_generator_class = _CountingGenerator
+    intercepted_binops = frozenset({"+", "*", "**"})
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols], cache_size=0
         )
-        self.finalize = _charged_output
         self.filters["tojson"] = _to_json
-        for name in REMOVED_FILTERS:
-            del self.filters[name]
-        self.filters = {name: _wrap_filter(name, function) for name, function in self.filters.items()}
-        self.tests = {name: _wrap_test(name, function) for name, function in self.tests.items()}
-        del self.globals["lipsum"]
-        self.globals |= {
-            "raise_exception": _raise_exception,
-            "strftime_now": _time_now,
-            "dict": _Dict(),
-            "namespace": _Namespace,
-        }
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _time_now, "namespace": _Namespace}
 
     def counted(self, values: Iterable[Any]) -> Iterator[Any]:
         """Count the iterations of a loop."""
-        return counted(values)
+        limits = _limits.get()
+        for value in values:
+            limits.step()
+            yield value
 
     def concatenated(self, *values: Any) -> str:
         """Return the text of all values."""
-        charge(*values)
+        _limits.get().require(sum(len(value) for value in values if isinstance(value, str)))
         return str_join(values)
 
-    def sliced(self, value: Any) -> Any:
-        """Charge a copy of a list or string."""
-        charge(value, shallow=True)
-        return value
-
-    def charged(self, value: Any) -> Any:
-        """Charge a value and return it."""
-        charge(value)
-        return value
-
-    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Charge a call, then call the function if the sandbox permits it."""
-        spend(STEP)
-        owner = getattr(function, "__self__", None)
-        if owner is not self and not isinstance(function, Macro | BlockReference):
-            if isinstance(function, LoopContext) and args:
-                args = (counted(args[0]), *args[1:])
-            elif isinstance(owner, str) and isinstance(function, BuiltinMethodType):
-                charge_text_method(owner, function.__name__, (*args, *kwargs.values()))
-            elif getattr(function, "__name__", "") in REFUSED_METHODS:
-                raise WorkLimitError(f"it calls {function.__name__}, which is not permitted")
-            else:
-                if isinstance(owner, CONTAINERS):
-                    charge(owner, shallow=function.__name__ not in ("count", "index"))
-                charge(*args, *kwargs.values())
+    def call(self, context: Context, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Count a call, then call the function if the sandbox permits it."""
+        _limits.get().step()
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Charge an operation in proportion to its result, then compute it."""
-        if operator == "%" and isinstance(left, str):
-            charge_percent_format(left, right)
-        elif operator == "*":
-            charge_product(left, right)
-        elif operator == "**":
-            require_small_power(left, right)
-        else:
-            charge(left, right, times=3)
+        """Limit the length of the result, then compute it."""
+        limits, numbers = _limits.get(), isinstance(left, int) and isinstance(right, int)
+        if operator == "**" and numbers and left.bit_length() * abs(right) > MAX_INTEGER_BITS:
+            raise WorkLimitError("it computes integers that are too large")
+        if operator == "*" and numbers and left.bit_length() + right.bit_length() > MAX_INTEGER_BITS:
+            raise WorkLimitError("it computes integers that are too large")
+        if operator == "*" and not numbers:
+            for sequence, times in ((left, right), (right, left)):
+                if isinstance(times, int) and hasattr(sequence, "__len__"):
+                    limits.require(len(sequence) * times)
+        if operator == "+" and isinstance(left, str | list) and isinstance(right, str | list):
+            limits.require(len(left) + len(right))
         return super().call_binop(context, operator, left, right)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return `str.format` or `str.format_map` with the checks of the sandbox and a charge."""
-        wrapped = super().wrap_str_format(value)
-        if wrapped is None:
-            return None
-
-        @functools.wraps(wrapped)
-        def charged(*args: Any, **kwargs: Any) -> str:
-            charge_brace_format(value.__self__, [*args, *kwargs.values()])
-            return wrapped(*args, **kwargs)
-
-        return charged
 
 
 def _to_json(
@@ -346,6 +216,4 @@ def _raise_exception(message: object) -> None:
 
 
 def _time_now(layout: str) -> str:
-    if len(layout) > 200 or re.search(r"\d{3}", layout):
-        raise WorkLimitError("its format of the time is too long")
     return datetime.now().strftime(layout)

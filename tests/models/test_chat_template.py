@@ -10,8 +10,10 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from clotho.models.chat_template import ChatTemplate
+from clotho.models.chat_template import ChatTemplate, WorkLimitError
+from protocols.errors import RequestError
 from tests.models.real_templates import TEMPLATES
+from tests.small_models import byte_tokenizer
 
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "hi"}],
@@ -80,3 +82,54 @@ def test_a_template_sets_no_name_with_an_underscore(name: str) -> None:
     with pytest.raises(TemplateError, match="underscore"):
         refused.render([], {}, add_generation_prompt=False)
     assert accepted.render([], {}, add_generation_prompt=False) == "1"
+
+
+DOUBLING = "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = EXPR %}{% endfor %}{{ ns.x }}"
+ENDLESS = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "recursive macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "text in a loop": "{% for i in range(99999) %}" + "x" * 100_000 + "{% endfor %}",
+    "doubling with +": DOUBLING.replace("EXPR", "ns.x + ns.x"),
+    "doubling with ~": DOUBLING.replace("EXPR", "ns.x ~ ns.x"),
+    "string product": "{{ 'a' * 3000000000 }}",
+    "list product": "{{ [0] * 3000000000 }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "integers": "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
+def test_a_template_that_does_not_end_or_grows_is_refused(source: str) -> None:
+    """Each would need many minutes or gigabytes. Every rendering has limits of its own."""
+    template = ChatTemplate("{% if messages[0].content == 'long' %}" + source + "{% endif %}ok")
+    for _ in range(2):
+        with pytest.raises(WorkLimitError):
+            template.render([{"role": "user", "content": "long"}], {}, add_generation_prompt=True)
+        assert template.render([{"role": "user", "content": "x"}], {}, add_generation_prompt=True) == "ok"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ " + "(" * 50_000, "{{ " + "1+" * 5_000 + "1 }}",
+     "{% for i in x %}" * 40 + "{% endfor %}" * 40, "{{ ''.__class__.__mro__ }}{{ ''.__class__() }}", "x" * 400_000],
+    ids=["recursion", "parentheses", "long sum", "nested blocks", "attributes", "long template"],
+)  # fmt: skip
+def test_other_hostile_templates_are_refused_as_requests(source: str) -> None:
+    """Errors of the parser, the compiler and the sandbox name `messages`."""
+    with pytest.raises(RequestError) as caught:
+        byte_tokenizer(chat_template=source).render_chat([{"role": "user", "content": "hello"}])
+    assert caught.value.param == "messages"
+    assert len(str(caught.value)) < 500
+
+
+def test_long_conversations_are_within_the_limits() -> None:
+    """10,000 messages, and a message of four million characters, in a template that reads each several times."""
+    source = (
+        "{% for m in messages[::-1] %}{% if m.role == 'user' and '</think>' in m.content %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% set c = m.content | trim %}{{ m.role + ': ' + c.split('</think>')[-1] ~ '\n' }}"
+        "{% endfor %}"
+    )
+    many = [{"role": "user", "content": f"message {number}"} for number in range(10_000)]
+    for messages in (many, [{"role": "user", "content": "x" * 4_000_000}]):
+        text = ChatTemplate(source).render(messages, {}, add_generation_prompt=True)
+        assert len(text) > sum(len(message["content"]) for message in messages)
