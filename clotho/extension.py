@@ -7,7 +7,7 @@ and `provided` imports them when they are used.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from clotho.serving.auth import ClientKey
     from clotho.serving.parts import ServerParts
     from clotho.settings.server import HttpServer
+    from protocols.constraints import Constraint, Grammar
 
 Entry = TypeVar("Entry")
 
@@ -98,6 +99,15 @@ class Extension:
         """Return built-in reward functions, by name."""
         return {}
 
+    def grammar_compiler(
+        self, tokenizer: Any, end_tokens: Collection[int], vocabulary: int
+    ) -> Callable[[Grammar], Constraint] | None:
+        """Return what compiles grammars for a tokenizer of transformers and logits of this width; None: nothing does.
+
+        Raises ValueError if the tokenizer permits no constrained decoding. Compilation raises RequestError.
+        """
+        return None
+
     def client_keys(self, _: HttpServer) -> Sequence[ClientKey]:
         """Return API keys of a server. Raises ProfileError if they are not valid."""
         return ()
@@ -142,7 +152,12 @@ def provided(place: str) -> Any:
 
 def absence(name: str) -> str:
     """Return why no table has a name: its attachment is not installed. Empty for names of no attachment."""
-    return f"needs the attachment {OWNERS[name]!r}, which this installation lacks" if name in OWNERS else ""
+    return needs(OWNERS[name]) if name in OWNERS else ""
+
+
+def needs(attachment: str) -> str:
+    """Return the refusal of what an attachment would provide."""
+    return f"needs the attachment {attachment!r}, which this installation lacks"
 
 
 def model_formats() -> dict[str, ModelFormat]:

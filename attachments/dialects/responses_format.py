@@ -16,7 +16,7 @@ from attachments.dialects.responses_requests import (
     ResponseTool,
     TextFormat,
 )
-from attachments.tools.reasoning import END_THINK, MessageDelta
+from clotho.serving.chat_extension import MessageDelta
 from clotho.serving.errors import ApiError
 from clotho.serving.openai_responses import (
     Chunk,
@@ -356,14 +356,14 @@ class ResponsesBuilder:
 
     def _reasoning_tokens(self, completion: Completion) -> int:
         """Return the number of tokens up to the end of the reasoning."""
-        if not any(isinstance(item, OutputReasoning) for item in self._output):
+        if self._parser is None or not any(isinstance(item, OutputReasoning) for item in self._output):
             return 0
-        tail = ""
+        tail, end = "", self._parser.end_of_reasoning
         for count, token in enumerate(completion.tokens, 1):
             tail += self.tokenizer.token_text(token)
-            if END_THINK in tail:
+            if end in tail:
                 return count
-            tail = tail[-len(END_THINK) :]
+            tail = tail[-len(end) :]
         return len(completion.tokens)
 
     def _emit_of(self, opened: _OpenItem, name: str, **fields: Any) -> None:

@@ -10,29 +10,28 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, structs
 
-from attachments.tools.structured_outputs import JsonSchema, OutputFormat
-from attachments.tools.tool_calls import (
-    MAX_TOOLS,
-    CalledFunction,
-    Function,
-    FunctionChoice,
-    FunctionName,
-    Tool,
-    ToolCall,
-    ToolChoice,
-)
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.openai_fields import (
     MAX_MESSAGES,
+    MAX_TOOLS,
+    CalledFunction,
     ChatRequest,
+    Function,
+    FunctionChoice,
+    FunctionName,
+    JsonSchema,
     Limit,
     Message,
+    OutputFormat,
     ReasoningEffort,
     RequestId,
     SamplingFields,
     Seed,
     TemplateVariables,
+    Tool,
+    ToolCall,
+    ToolChoice,
 )
 from clotho.serving.openai_requests import ValidatedRequest, decode_fields, validated_chat
 from clotho.serving.services import ServerContext

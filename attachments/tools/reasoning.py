@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import structs
 
-from attachments.tools.tool_calls import CallDelta, ToolUse
+from attachments.tools.tool_calls import ToolUse
 from attachments.tools.tool_parsers import ToolCallParser, held_back
+from clotho.serving.chat_extension import MessageDelta
 from protocols.constraints import Grammar
 
 THINK, END_THINK = "<think>", "</think>"
@@ -18,16 +19,10 @@ PROMPT_TAIL = 16
 """Number of last tokens of a prompt in which a chat template may open or close the reasoning."""
 
 
-class MessageDelta(Struct, frozen=True, kw_only=True):
-    """New parts of a message."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
-
-
 class MessageParser:
     """The parser of one message. The parts that it returns do not depend on how the text is divided."""
+
+    end_of_reasoning = END_THINK
 
     def __init__(self, reasoning: ReasoningSplitter | None, tools: ToolCallParser | None) -> None:
         self._reasoning, self._tools = reasoning, tools

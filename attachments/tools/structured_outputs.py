@@ -1,32 +1,19 @@
-"""Fields of a request that constrain its completions: `response_format`, `guided_*`, `bad_words` and others."""
+"""Grammars of the fields that constrain completions: `response_format`, `guided_*` and others."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from clotho.serving.errors import invalid_field
+from clotho.serving.openai_fields import ConstraintFields, OutputFormat, StructuredOutputs, json_grammar
 from protocols.constraints import COMPACT_JSON, Grammar, GrammarKind, Tag, TaggedText
-from protocols.sampling import MAX_BAD_WORD_TOKENS
-
-Choices = Annotated[list[str], Meta(min_length=1, max_length=4096)]
-Schema = dict[str, Any] | str
-"""A JSON schema, as an object or as its text."""
 
 ANY_OBJECT = {"type": "object"}
-
-
-class JsonSchema(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A JSON schema of OpenAI's `response_format`. strict: has no effect, because every schema is enforced."""
-
-    schema: dict[str, Any]
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
 
 
 class Structure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,47 +63,6 @@ class TriggeredTags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tags: Annotated[list[FormatTag], Meta(min_length=1, max_length=128)]
     at_least_one: bool = False
     stop_after_first: bool = False
-
-
-class OutputFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's `response_format`, and vLLM's type structural_tag.
-
-    schema: of the objects of type json_object, as llama.cpp and Together accept it. The type structural_tag has the
-    fields of `StructuralTag`, or in `format` those of `TriggeredTags`.
-    """
-
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchema | None = None
-    schema: dict[str, Any] | None = None
-    structures: list[Any] | None = None
-    triggers: list[Any] | None = None
-    format: dict[str, Any] | None = None
-
-
-class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`. Exactly one field is set.
-
-    disable_any_whitespace: false permits whitespace between the elements of JSON; it applies to json and json_object.
-    """
-
-    json: Schema | None = None
-    regex: str | None = None
-    choice: Choices | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | None = None
-    disable_any_whitespace: bool = True
-
-
-class ConstraintFields(Struct, frozen=True, kw_only=True):
-    """The fields of a request that constrain its completions; at most one is set."""
-
-    response_format: OutputFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | None = None
-    guided_regex: str | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = None
 
 
 def requested_grammar(fields: ConstraintFields, others: Sequence[Grammar] = ()) -> Grammar | None:
@@ -219,12 +165,6 @@ def _structured(fields: StructuredOutputs) -> list[Grammar]:
     return found
 
 
-def json_grammar(schema: Schema, param: str, *, spaced: bool = False) -> Grammar:
-    """Return the grammar of JSON texts that a schema validates. spaced: see `Grammar`."""
-    text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-    return Grammar(kind="json_schema", text=text, param=param, spaced=spaced)
-
-
 def json_rule(schema: Any) -> str:
     """Return the expression of Lark for JSON that a schema validates, in the form of `COMPACT_JSON`."""
     options = {"x-guidance": COMPACT_JSON}
@@ -234,17 +174,3 @@ def json_rule(schema: Any) -> str:
 def choice_grammar(choices: Sequence[str], param: str) -> Grammar:
     """Return the grammar of several texts."""
     return Grammar(kind="choice", text=json.dumps(list(choices)), param=param)
-
-
-def bad_words(words: Sequence[str], encode: Callable[[str], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of words that a completion must not contain. Raises ApiError.
-
-    Each word counts at the start of a word and behind a space, by vLLM's rule.
-    """
-    found = []
-    for word in words:
-        plain, spaced = encode(word.lstrip()), encode(f" {word.lstrip()}")
-        if not plain or len(spaced) > MAX_BAD_WORD_TOKENS:
-            raise invalid_field("bad_words", f"{word[:64]!r} is not a sequence of 1 to {MAX_BAD_WORD_TOKENS} tokens")
-        found += [plain, spaced] if spaced[0] != plain[0] and len(spaced) == len(plain) else [plain]
-    return tuple(found)

@@ -1,18 +1,18 @@
-"""Tools of a chat request: definitions, calls in messages, and calls in responses."""
+"""Tools of a chat request: definitions and calls, as chat templates read them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn
 
-from msgspec import UNSET, Meta, Struct, UnsetType, structs
+from msgspec import Struct, structs
 
 from clotho.serving.errors import invalid_field
+from clotho.serving.openai_fields import Message, Tool, ToolCall
 from protocols.constraints import Grammar
 
-MAX_TOOLS, MAX_CALLS = 128, 32
+MAX_CALLS = 32
 
 ToolFormat = Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral"]
 """How a model writes tool calls:
@@ -29,24 +29,6 @@ NO_TEMPLATE = (
     "--model.chat-template tools-hermes"
 )
 
-FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-
-
-class Function(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function that the model may call. parameters: JSON schema of the arguments."""
-
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool of a request."""
-
-    type: Literal["function"]
-    function: Function
-
 
 def definition(tool: Tool) -> dict[str, Any]:
     """Return the definition of a tool as chat templates read it, without absent fields."""
@@ -54,89 +36,7 @@ def definition(tool: Tool) -> dict[str, Any]:
     return {"type": tool.type, "function": function}
 
 
-class FunctionChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The name of a function."""
-
-    name: str
-
-
-class ToolChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The function that the model has to call."""
-
-    type: Literal["function"]
-    function: FunctionChoice
-
-
-class CalledFunction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call in a message. arguments: JSON text of an object."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call in a message of the assistant."""
-
-    function: CalledFunction
-    id: str | None = None
-    type: Literal["function"] = "function"
-
-
-class CallDelta(Struct, frozen=True, kw_only=True):
-    """The new part of call `index`: its id and name in the first part, and text of its arguments."""
-
-    index: int
-    arguments: str
-    id: str | None = None
-    name: str | None = None
-
-
-class FunctionDelta(Struct, frozen=True, kw_only=True):
-    """The function of a call in a response."""
-
-    arguments: str
-    name: str | UnsetType = UNSET
-
-
-class ToolCallDelta(Struct, frozen=True, kw_only=True):
-    """A call in a response, or its new part in a stream. index: in streams only."""
-
-    function: FunctionDelta
-    index: int | UnsetType = UNSET
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-
-
-class CallingMessage(Protocol):
-    """The fields of a message that concern tools and reasoning."""
-
-    @property
-    def role(self) -> str:
-        """Who wrote the message."""
-        ...
-
-    @property
-    def name(self) -> str | None:
-        """Name of the tool."""
-        ...
-
-    @property
-    def tool_calls(self) -> list[ToolCall] | None:
-        """Calls of the assistant."""
-        ...
-
-    @property
-    def tool_call_id(self) -> str | None:
-        """The call that a message of a tool answers."""
-        ...
-
-    @property
-    def reasoning_content(self) -> str | None:
-        """Reasoning of the assistant."""
-        ...
-
-
-def message_fields(message: CallingMessage, index: int, template: str) -> dict[str, Any]:
+def message_fields(message: Message, index: int, template: str) -> dict[str, Any]:
     """Return the fields of a message beside role and content, as chat templates read them. Raises ApiError."""
     if (message.tool_calls or message.reasoning_content is not None) and message.role != "assistant":
         raise invalid_field("messages", f"message {index} has fields of the role assistant")
@@ -177,19 +77,6 @@ def knows_tools(template: str) -> bool:
 def is_text_parameter(schema: Any) -> bool:
     """Whether the value of a parameter is text in formats that write other values as JSON."""
     return isinstance(schema, dict) and schema.get("type") == "string"
-
-
-def call_deltas(calls: Sequence[CallDelta], *, whole: bool) -> list[ToolCallDelta]:
-    """Return calls in the format of a response."""
-    return [
-        ToolCallDelta(
-            function=FunctionDelta(name=call.name or UNSET, arguments=call.arguments),
-            index=UNSET if whole else call.index,
-            id=call.id or UNSET,
-            type="function" if call.id else UNSET,
-        )
-        for call in calls
-    ]
 
 
 class ToolUse(Struct, frozen=True, kw_only=True):

@@ -15,13 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from attachments.tools.structured_outputs import OutputFormat, json_rule, output_schema
+from attachments.tools.structured_outputs import json_rule, output_schema
 from attachments.tools.tool_calls import (
     MAX_CALLS,
     NO_TEMPLATE,
     NO_TOOLS,
-    Tool,
-    ToolChoice,
     ToolFormat,
     ToolUse,
     definition,
@@ -29,6 +27,7 @@ from attachments.tools.tool_calls import (
     knows_tools,
 )
 from clotho.serving.errors import invalid_field
+from clotho.serving.openai_fields import OutputFormat, Tool, ToolChoice
 from protocols.constraints import Grammar, Tag, TaggedText
 
 MARKS: dict[ToolFormat, tuple[str, ...]] = {

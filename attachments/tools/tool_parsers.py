@@ -11,8 +11,9 @@ from typing import Literal, Protocol
 
 from msgspec import Struct, structs
 
-from attachments.tools.tool_calls import CallDelta, ToolFormat, refuse_constant
+from attachments.tools.tool_calls import ToolFormat, refuse_constant
 from attachments.tools.tool_forms import END_FUNCTION, FUNCTION, PARAMETER, Schemas, python_calls, xml_call, xml_value
+from clotho.serving.chat_extension import CallDelta
 
 
 def new_call_id(call_format: ToolFormat) -> str:

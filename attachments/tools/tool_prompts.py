@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from attachments.tools.tool_calls import Tool, definition
-from clotho.serving.openai_fields import ContentPart, Message
+from attachments.tools.tool_calls import definition
+from clotho.serving.openai_fields import ContentPart, Message, Tool
 
 
 def tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

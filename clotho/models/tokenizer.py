@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from clotho.extension import provided
+from clotho import extension
 from clotho.models.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 from clotho.models.control_tokens import ControlTokens
 from clotho.models.loading import file_format
@@ -23,9 +23,6 @@ from clotho.models.model_files import one_line, require_tokenizer_files
 from clotho.settings.model import ModelSection
 from protocols.constraints import Constraint, Grammar
 from protocols.errors import ModelError, RequestError, visible
-
-if TYPE_CHECKING:
-    from attachments.tools.constraints import GrammarCompiler
 
 SAMPLE_CONVERSATION = (
     {"role": "user", "content": "a"},
@@ -69,7 +66,7 @@ class ChatTokenizer:
         self._template: ChatTemplate | None = None
         self._control: ControlTokens | None = None
         self._lock = nullcontext() if getattr(wrapper._tokenizer, "is_fast", False) else threading.Lock()
-        self._compilers: dict[int, GrammarCompiler] = {}
+        self._compilers: dict[int, Callable[[Grammar], Constraint]] = {}
         self._grammar_lock = threading.Lock()
         self.eos_ids: frozenset[int] = frozenset(int(t) for t in wrapper.eos_token_ids)
         self.vocab_size: int = len(wrapper)
@@ -93,7 +90,8 @@ class ChatTokenizer:
         directory = Path(path)
         template = _read_template(chat_template)
         if directory.is_file():
-            return cls(provided(file_format(directory).tokenizer)(directory), template=template, variables=variables)
+            tokenizer = extension.provided(file_format(directory).tokenizer)(directory)
+            return cls(tokenizer, template=template, variables=variables)
         if not directory.is_dir():
             raise ModelError(f"{directory} is not a directory with a tokenizer")
         require_tokenizer_files(directory)
@@ -276,16 +274,19 @@ class ChatTokenizer:
 
         Raises RequestError, which names the field, if the grammar is not usable, or this tokenizer has none.
         """
-        from attachments.tools.constraints import GrammarCompiler  # takes 50 ms to import and 1 s to construct
-
         with self._grammar_lock:
             if vocabulary not in self._compilers:
                 try:
-                    compiler = GrammarCompiler(self._wrapper._tokenizer, self.eos_ids, vocabulary)
+                    self._compilers[vocabulary] = self._compiler(vocabulary)
                 except ValueError as error:
                     raise RequestError(f"{grammar.param}: {error}", param=grammar.param) from error
-                self._compilers[vocabulary] = compiler
-        return self._compilers[vocabulary].compile(grammar)
+        return self._compilers[vocabulary](grammar)
+
+    def _compiler(self, vocabulary: int) -> Callable[[Grammar], Constraint]:
+        for one in extension.extensions():
+            if (found := one.grammar_compiler(self._wrapper._tokenizer, self.eos_ids, vocabulary)) is not None:
+                return found
+        raise ValueError(extension.needs("tools"))
 
     def token_text(self, token: int) -> str:
         """Return one token as text, special tokens by name; an incomplete character becomes U+FFFD."""

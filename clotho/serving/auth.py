@@ -105,7 +105,7 @@ def client_keys(settings: HttpServer) -> tuple[ClientKey, ...]:
     """Return the API keys of a server, without those of `server.api_key`. Raises ProfileError if one is not valid."""
     found = [key for one in extension.extensions() for key in one.client_keys(settings)]
     if settings.api_keys_file and not found:
-        raise ProfileError("server.api_keys_file: needs the attachment 'keys'")
+        raise ProfileError(f"server.api_keys_file: {extension.needs('keys')}")
     return tuple(found)
 
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ExceptionHandler
 
+from clotho import extension
 from protocols.errors import GenerationError, RequestError, nearest, visible
 
 INVALID = "invalid_request_error"
@@ -20,6 +21,17 @@ SERVER = "server_error"
 
 MESSAGE_LIMIT, PARAM_LIMIT = 1000, 200
 """Maximum number of characters of a message and of the name of a field, which can quote the client's request."""
+
+ATTACHMENTS: Mapping[str, tuple[str, ...]] = {
+    "adapters": ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora/load", "/lora/unload", "/lora/status"),
+    "dialects": (
+        "/v1/responses", "/generate", "/v1/generate", "/inference/v1/generate", "/tokenize", "/detokenize",
+        "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/abort_requests", "/abort_request",
+        "/pause_generation", "/continue_generation", "/flush_cache",
+    ),
+    "remote": ("/v1/rollouts", "/v1/policy", "/v1/policy/weights"),
+}  # fmt: skip
+"""The paths of attachments, so that a path is refused by its attachment where that is not installed."""
 
 log = structlog.get_logger(actor="server")
 
@@ -103,6 +115,8 @@ async def _respond(_: Request, error: Exception) -> Response:
 async def _respond_to_http_exception(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
+    if error.status_code == 404 and (absent := _absent_attachment(request.url.path)):
+        return ApiError(404, f"This path {extension.needs(absent)}.").response()
     guess = nearest(request.url.path, (route.path for route in request.app.routes if isinstance(route, Route)))
     hint = "" if guess is None else f" Did you mean {guess}?"
     messages = {
@@ -111,6 +125,13 @@ async def _respond_to_http_exception(request: Request, error: Exception) -> Resp
     }
     message = messages.get(error.status_code, error.detail)
     return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+def _absent_attachment(path: str) -> str:
+    """Return the attachment of a path if it is not installed; else an empty string."""
+    installed = {one.attachment for one in extension.extensions()}
+    owners = (name for name, paths in ATTACHMENTS.items() if path.rstrip("/") in paths)
+    return next((name for name in owners if name not in installed), "")
 
 
 async def _ignore_disconnect(_: Request, __: Exception) -> None:

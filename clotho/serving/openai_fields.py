@@ -2,17 +2,19 @@
 
 Decoding is strict: a field that is unknown, unsupported, of the wrong type or out of range causes a 400 error that
 names the field. Only the fields of `IGNORED` and `HINTS` are dropped, because clients send them to every model.
+
+What the fields of tools, grammars and reasoning mean, an attachment says (`clotho.serving.chat_extension`); without it,
+they are refused.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import msgspec
 from msgspec import Meta, Struct
 
-from attachments.tools.structured_outputs import ConstraintFields
-from attachments.tools.tool_calls import MAX_TOOLS, Tool, ToolCall, ToolChoice
+from protocols.constraints import Grammar
 from protocols.sampling import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
@@ -29,6 +31,8 @@ MAX_MESSAGES = 2048
 
 NO_SEED = -1
 """Value of `seed` that requests a random one, as in vLLM and llama.cpp."""
+
+MAX_TOOLS = 128
 
 Seed = Annotated[int, Meta(ge=NO_SEED, le=2**63 - 1)]
 Limit = Annotated[int, Meta(ge=1)]
@@ -49,6 +53,67 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (),
     "chat_template": (),
 }  # fmt: skip
+
+
+Choices = Annotated[list[str], Meta(min_length=1, max_length=4096)]
+Schema = dict[str, Any] | str
+"""A JSON schema, as an object or as its text."""
+
+
+class JsonSchema(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A JSON schema of OpenAI's `response_format`. strict: has no effect, because every schema is enforced."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class OutputFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's `response_format`, and vLLM's type structural_tag.
+
+    schema: of the objects of type json_object, as llama.cpp and Together accept it. The type structural_tag has the
+    fields of `StructuralTag`, or in `format` those of `TriggeredTags`.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
+    format: dict[str, Any] | None = None
+
+
+class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`. Exactly one field is set.
+
+    disable_any_whitespace: false permits whitespace between the elements of JSON; it applies to json and json_object.
+    """
+
+    json: Schema | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = True
+
+
+class ConstraintFields(Struct, frozen=True, kw_only=True):
+    """The fields of a request that constrain its completions; at most one is set."""
+
+    response_format: OutputFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+
+def json_grammar(schema: Schema, param: str, *, spaced: bool = False) -> Grammar:
+    """Return the grammar of JSON texts that a schema validates. spaced: see `Grammar`."""
+    text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+    return Grammar(kind="json_schema", text=text, param=param, spaced=spaced)
 
 
 class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,6 +178,53 @@ class OpenaiFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_f
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     request_id: RequestId | None = None
+
+
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function that the model may call. parameters: JSON schema of the arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool of a request."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The name of a function."""
+
+    name: str
+
+
+class ToolChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The function that the model has to call."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+class CalledFunction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call in a message. arguments: JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call in a message of the assistant."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
 
 
 class ContentPart(Struct, frozen=True, kw_only=True):

@@ -15,12 +15,8 @@ import jinja2
 import msgspec
 from msgspec import Struct, structs
 
-from attachments.tools.reasoning import END_THINK, PROMPT_TAIL, MessageParser, MessageParts, reasoning_variables
-from attachments.tools.structured_outputs import ConstraintFields, bad_words, requested_grammar
-from attachments.tools.tool_calls import NO_TOOLS, ToolUse, message_fields
-from attachments.tools.tool_grammars import use_tools
-from attachments.tools.tool_prompts import tools_as_text
 from clotho.serving.bodies import json_object
+from clotho.serving.chat_extension import MessageParser
 from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.openai_fields import (
     HINTS,
@@ -29,6 +25,7 @@ from clotho.serving.openai_fields import (
     SCALAR_PARAMETERS,
     UNSUPPORTED,
     ChatRequest,
+    ConstraintFields,
     GenerationFields,
     Message,
     OpenaiFields,
@@ -37,6 +34,7 @@ from clotho.serving.openai_fields import (
 from clotho.serving.services import ServedModel, ServerContext, find_served
 from protocols.constraints import Grammar
 from protocols.sampling import (
+    MAX_BAD_WORD_TOKENS,
     PARAMETERS,
     SampleRequest,
     Sampling,
@@ -144,54 +142,29 @@ def validated_chat(fields: ChatRequest, context: ServerContext) -> ValidatedRequ
     if limit is not None and fields.max_tokens not in (None, limit):
         raise invalid_field("max_tokens", "differs from max_completion_tokens; set only one of the two")
     check_choices(fields.n, 1, "messages", context)
-    tools, variables = NO_TOOLS, {}
-    conversation = fields.messages
-    if fields.tools or fields.tool_choice not in (None, "none", "auto"):
-        tools = use_tools(
-            fields.tools or [],
-            fields.tool_choice,
-            parallel=fields.parallel_tool_calls is not False,
-            template=context.tokenizer.chat_template,
-            setting=context.settings.tool_parser,
-            encode=lambda mark: encode_plain(mark, "tools", context),
-            output=fields.response_format,
-        )
-        if tools.enforced and not tools.rendered:
-            conversation = tools_as_text(fields.messages, fields.tools or [])
-        if tools.grammars:  # they contain the format of completions without calls
-            fields = structs.replace(fields, response_format=None)
-    if fields.reasoning_effort is not None:
-        variables = reasoning_variables(fields.reasoning_effort)
-    if fields.chat_template_kwargs is not None:
-        variables = {**variables, **fields.chat_template_kwargs}
-    messages = text_messages(conversation, context)
+    chat = context.chat.conversation(fields, context)
+    messages = text_messages(chat.messages, context)
     prompt = render_prompt(
         messages,
         context,
         add_generation_prompt=fields.add_generation_prompt,
-        tools=tools.rendered,
-        variables=variables,
+        tools=chat.tools,
+        variables={**chat.variables, **(fields.chat_template_kwargs or {})},
         continues=bool(fields.continue_final_message),
     )
-    prompt = truncated(prompt, fields, context)
-    top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     request = build_request(
-        fields,
-        [prompt],
+        chat.fields,
+        [truncated(prompt, fields, context)],
         "messages",
         limit or fields.max_tokens,
-        top_logprobs,
+        (fields.top_logprobs or 0) if fields.logprobs else None,
         context,
         model=model,
         request_id=fields.request_id or "",
-        grammars=tools.grammars,
+        grammars=chat.grammars,
     )
     echoed = fields.echo and messages[-1]["role"] == "assistant"
-    request = with_options(request, fields, (messages[-1]["content"],) if echoed else ())
-    reasons = context.settings.reasoning_parser != "off" and END_THINK in context.tokenizer.chat_template
-    if not reasons and tools.format is None:
-        return request
-    return with_parts(request, tools, context.tokenizer.token_text, reasons, fields.separate_reasoning)
+    return chat.finished(with_options(request, fields, (messages[-1]["content"],) if echoed else ()))
 
 
 def truncated(prompt: Prompt, fields: OpenaiFields, context: ServerContext) -> Prompt:
@@ -202,20 +175,6 @@ def truncated(prompt: Prompt, fields: OpenaiFields, context: ServerContext) -> P
     if kept == 0:
         raise invalid_field("truncate_prompt_tokens", "must be -1 or at least 1")
     return prompt[-(context.context_length - 1 if kept == -1 else kept) :]
-
-
-def with_parts(
-    request: ValidatedRequest, tools: ToolUse, token_text: Callable[[int], str], reasons: bool, separate: bool | None
-) -> ValidatedRequest:
-    """Add the parser of reasoning and tool calls to a request, and permit reasoning before a constrained content."""
-    tail = [token_text(token) for token in request.prompts[0][-PROMPT_TAIL:]]
-    parts = MessageParts(tools, tail, reasons=reasons, separate=separate is not False)
-    samples = tuple(
-        structs.replace(sample, special_tokens=sample.special_tokens or tools.format is not None)
-        for sample in request.samples
-    )
-    grammar = parts.behind_reasoning(request.grammar) if request.grammar is not None else None
-    return structs.replace(request, samples=samples, grammar=grammar, message_parser=parts.parser)
 
 
 def with_options(request: ValidatedRequest, fields: OpenaiFields, echo: tuple[str, ...]) -> ValidatedRequest:
@@ -302,7 +261,7 @@ def render_prompt(
 def _text_message(message: Message, index: int, context: ServerContext) -> dict[str, Any]:
     content = message.content
     special = message.role == "tool" or message.tool_calls or message.tool_call_id or message.reasoning_content
-    extra = message_fields(message, index, context.tokenizer.chat_template) if special else {}
+    extra = context.chat.message_fields(message, index, context.tokenizer.chat_template) if special else {}
     if content is None:
         if not message.tool_calls:
             raise invalid_field("messages", f"message {index} has no content")
@@ -343,7 +302,7 @@ def build_request(
     sampling = _sampling(fields, top_logprobs, context)
     grammar = None
     if grammars or any(getattr(fields, name) is not None for name in ConstraintFields.__struct_fields__):
-        grammar = requested_grammar(fields, grammars)
+        grammar = context.chat.grammar(fields, grammars)
     if grammar is not None and getattr(fields, "ignore_eos", None) is None:
         sampling = structs.replace(sampling, ignore_eos=False)
     if max_tokens is not None:
@@ -378,6 +337,20 @@ def build_request(
     )
 
 
+def _bad_words(words: Sequence[str], encode: Callable[[str], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of words that a completion must not contain. Raises ApiError.
+
+    Each word counts at the start of a word and behind a space, by vLLM's rule.
+    """
+    found = []
+    for word in words:
+        plain, spaced = encode(word.lstrip()), encode(f" {word.lstrip()}")
+        if not plain or len(spaced) > MAX_BAD_WORD_TOKENS:
+            raise invalid_field("bad_words", f"{word[:64]!r} is not a sequence of 1 to {MAX_BAD_WORD_TOKENS} tokens")
+        found += [plain, spaced] if spaced[0] != plain[0] and len(spaced) == len(plain) else [plain]
+    return tuple(found)
+
+
 def _sampling(fields: GenerationFields, top_logprobs: int | None, context: ServerContext) -> Sampling:
     """Return the sampling parameters: the request's fields over the server's defaults. `Sampling` checks the ranges."""
     values = {name: getattr(context.sampling, name) for name in Sampling.__struct_fields__}
@@ -395,7 +368,7 @@ def _sampling(fields: GenerationFields, top_logprobs: int | None, context: Serve
     if fields.allowed_token_ids is not None:
         values["allowed_token_ids"] = tuple(fields.allowed_token_ids)
     if fields.bad_words is not None:
-        values["bad_words"] = bad_words(fields.bad_words, lambda text: encode_plain(text, "bad_words", context))
+        values["bad_words"] = _bad_words(fields.bad_words, lambda text: encode_plain(text, "bad_words", context))
     try:
         sampling = msgspec.convert({**values, "top_logprobs": top_logprobs or 0}, Sampling)
     except msgspec.ValidationError as error:

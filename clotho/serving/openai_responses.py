@@ -10,8 +10,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from attachments.tools.reasoning import MessageParser
-from attachments.tools.tool_calls import ToolCallDelta, call_deltas
+from clotho.serving.chat_extension import CallDelta, MessageParser
 from clotho.serving.errors import ApiError
 from clotho.serving.openai_requests import ValidatedRequest
 from clotho.serving.services import ServerContext, Tokenizer
@@ -181,6 +180,35 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     token_ids: TokenIds = UNSET
     prompt_token_ids: TokenIds = UNSET
     prompt_logprobs: PromptPositions = UNSET
+
+
+class FunctionDelta(Struct, frozen=True, kw_only=True):
+    """The function of a call in a response."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct, frozen=True, kw_only=True):
+    """A call in a response, or its new part in a stream. index: in streams only."""
+
+    function: FunctionDelta
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+def call_deltas(calls: Sequence[CallDelta], *, whole: bool) -> list[ToolCallDelta]:
+    """Return calls in the format of a response."""
+    return [
+        ToolCallDelta(
+            function=FunctionDelta(name=call.name or UNSET, arguments=call.arguments),
+            index=UNSET if whole else call.index,
+            id=call.id or UNSET,
+            type="function" if call.id else UNSET,
+        )
+        for call in calls
+    ]
 
 
 class AssistantMessage(Struct, frozen=True, kw_only=True):

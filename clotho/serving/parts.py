@@ -16,6 +16,7 @@ from clotho import extension
 from clotho.serving.answering import Answering
 from clotho.serving.auth import Clients
 from clotho.serving.bodies import RequestBodies
+from clotho.serving.chat_extension import ChatExtension
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.metrics import ServerMetrics
 from clotho.serving.services import HealthReport, ServedModel, ServerContext
@@ -64,7 +65,8 @@ class ServerParts:
     """The parts of one server. Each attachment adds its own when the server is constructed, and keeps its state there.
 
     offered: the interface to the program. endpoints: routes beside those of the library. sources: of further models.
-    pauses: each returns why requests wait; empty: they do not. pages: each returns routes that openapi.json leaves out;
+    pauses: each returns why requests wait; empty: they do not. chat: serves the fields of tools, grammars and
+    reasoning. pages: each returns routes that openapi.json leaves out;
     its argument is set when the server stops. bodies: reads the bodies of requests that do not wait for admission.
 
     When all attachments have added theirs: context: the interface to the program, as requests see it. clients,
@@ -79,10 +81,11 @@ class ServerParts:
         self.endpoints: list[Endpoint] = []
         self.sources: list[ModelSource] = []
         self.pauses: list[Callable[[], str]] = []
+        self.chat = ChatExtension()
         self.pages: list[Callable[[anyio.Event], Sequence[Route]]] = []
         for one in extension.extensions():
             one.server(self)
-        self.context = structs.replace(offered, models=self._models, health=self._health)
+        self.context = structs.replace(offered, models=self._models, health=self._health, chat=self.chat)
         self.clients = Clients(settings)
         self.limit = ConcurrencyLimit(settings.max_concurrent)
         self.metrics = ServerMetrics(self.context, lambda: self.limit, self.clients.quotas)
@@ -101,5 +104,5 @@ class ServerParts:
     async def load_chosen(self, name: str, path: Path, read: Callable[[Path], Any]) -> None:
         """Serve a model that the operator names. read: reads the path in a compute thread. Raises ProfileError."""
         if not self.sources:
-            raise ProfileError("--adapter: needs the attachment 'adapters'")
+            raise ProfileError(f"--adapter: {extension.needs('adapters')}")
         await self.sources[0].load_chosen(name, path, read)

@@ -12,6 +12,7 @@ from msgspec import Struct, structs
 
 from clotho.lanes.sampling_client import Submit
 from clotho.serving.auth import Client
+from clotho.serving.chat_extension import ChatExtension
 from clotho.serving.errors import ApiError
 from clotho.settings.server import HttpServer
 from protocols.constraints import Constraint, Grammar
@@ -268,9 +269,9 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     prompt_logprobs: (tokens, top, source) -> log-probabilities of a prompt with `top` alternatives per token; can be
     cancelled. context_length: maximum number of prompt and completion tokens. sample_log: records completions of
     clients. record_supports: request the support of the sampling distribution if top-k limits its size.
-    engine: None: clients do not control it. base_model: id of the base model of adapters. replaceable: the policy whose
-    weights a training run of another process may replace; None: nobody replaces them. run_directory: of the training
-    run that the server shows; None: there is none.
+    chat: serves the fields of tools, grammars and reasoning. engine: None: clients do not control it. base_model: id of
+    the base model of adapters. replaceable: the policy whose weights a training run of another process may replace;
+    None: nobody replaces them. run_directory: of the training run that the server shows; None: there is none.
     """
 
     sampler: SamplerClient
@@ -286,6 +287,7 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     vocab_size: int
     sample_log: SampleRecorder = NullSampleLog()
     record_supports: bool = False
+    chat: ChatExtension = ChatExtension()
     engine: EngineAccess | None = None
     base_model: str = ""
     replaceable: ReplaceablePolicy | None = None

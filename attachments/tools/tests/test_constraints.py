@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attachments.tools import constraints
-from attachments.tools.tool_calls import Function, Tool, ToolFormat
+from attachments.tools.tool_calls import ToolFormat
 from attachments.tools.tool_grammars import strict_calls
 from clotho.models.tokenizer import ChatTokenizer
+from clotho.serving.openai_fields import Function, Tool
 from protocols.constraints import Constraint, Grammar, GrammarKind
 from protocols.errors import RequestError
 from tests.small_models import byte_tokenizer

@@ -1,0 +1,76 @@
+"""The fields of a chat request that concern tools, grammars and reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from msgspec import structs
+
+from attachments.tools.reasoning import END_THINK, PROMPT_TAIL, MessageParts, reasoning_variables
+from attachments.tools.structured_outputs import requested_grammar
+from attachments.tools.tool_calls import NO_TOOLS, ToolUse, message_fields
+from attachments.tools.tool_grammars import use_tools
+from attachments.tools.tool_prompts import tools_as_text
+from clotho.serving.chat_extension import ChatExtension, Conversation
+from clotho.serving.openai_fields import ChatRequest, ConstraintFields, Message
+from clotho.serving.openai_requests import ValidatedRequest, encode_plain
+from clotho.serving.services import ServerContext
+from protocols.constraints import Grammar
+
+
+class ToolChat(ChatExtension):
+    """Tools, structured outputs and reasoning."""
+
+    def conversation(self, fields: ChatRequest, context: ServerContext) -> Conversation:
+        """Return the conversation of a request. Raises ApiError."""
+        tools, messages, rest = NO_TOOLS, fields.messages, fields
+        if fields.tools or fields.tool_choice not in (None, "none", "auto"):
+            tools = use_tools(
+                fields.tools or [],
+                fields.tool_choice,
+                parallel=fields.parallel_tool_calls is not False,
+                template=context.tokenizer.chat_template,
+                setting=context.settings.tool_parser,
+                encode=lambda mark: encode_plain(mark, "tools", context),
+                output=fields.response_format,
+            )
+            if tools.enforced and not tools.rendered:
+                messages = tools_as_text(fields.messages, fields.tools or [])
+            if tools.grammars:  # they contain the format of completions without calls
+                rest = structs.replace(fields, response_format=None)
+        effort = fields.reasoning_effort
+        return Conversation(
+            fields=rest,
+            messages=messages,
+            tools=tools.rendered,
+            variables={} if effort is None else reasoning_variables(effort),
+            grammars=tools.grammars,
+            finished=partial(_with_parts, tools, context, fields.separate_reasoning),
+        )
+
+    def message_fields(self, message: Message, index: int, template: str) -> dict[str, Any]:
+        """Return the fields of a message beside role and content, as chat templates read them. Raises ApiError."""
+        return message_fields(message, index, template)
+
+    def grammar(self, fields: ConstraintFields, others: Sequence[Grammar]) -> Grammar | None:
+        """Return the grammar that a request names; None if it names none. Raises ApiError if it names several."""
+        return requested_grammar(fields, others)
+
+
+def _with_parts(
+    tools: ToolUse, context: ServerContext, separate: bool | None, request: ValidatedRequest
+) -> ValidatedRequest:
+    """Add the parser of reasoning and tool calls to a request, and permit reasoning before a constrained content."""
+    reasons = context.settings.reasoning_parser != "off" and END_THINK in context.tokenizer.chat_template
+    if not reasons and tools.format is None:
+        return request
+    tail = [context.tokenizer.token_text(token) for token in request.prompts[0][-PROMPT_TAIL:]]
+    parts = MessageParts(tools, tail, reasons=reasons, separate=separate is not False)
+    samples = tuple(
+        structs.replace(sample, special_tokens=sample.special_tokens or tools.format is not None)
+        for sample in request.samples
+    )
+    grammar = parts.behind_reasoning(request.grammar) if request.grammar is not None else None
+    return structs.replace(request, samples=samples, grammar=grammar, message_parser=parts.parser)

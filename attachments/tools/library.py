@@ -1,0 +1,33 @@
+"""What `tools` adds to the library: tool calls, structured outputs and reasoning in requests, and their grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from clotho.extension import Extension
+
+if TYPE_CHECKING:
+    from clotho.serving.parts import ServerParts
+    from protocols.constraints import Constraint, Grammar
+
+
+class Tools(Extension):
+    """Fields of requests, without routes."""
+
+    def grammar_compiler(
+        self, tokenizer: Any, end_tokens: Collection[int], vocabulary: int
+    ) -> Callable[[Grammar], Constraint]:
+        """Return a compiler of llguidance. Raises ValueError."""
+        from attachments.tools.constraints import GrammarCompiler  # takes 50 ms to import and 1 s to construct
+
+        return GrammarCompiler(tokenizer, end_tokens, vocabulary).compile
+
+    def server(self, parts: ServerParts) -> None:
+        """Serve the fields of tools, grammars and reasoning."""
+        from attachments.tools.chat import ToolChat
+
+        parts.chat = ToolChat()
+
+
+EXTENSION = Tools()
