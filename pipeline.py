@@ -42,7 +42,6 @@ from actors.prompter import Prompter
 from actors.scorer import Scorer
 from attachments.alarms.collapse_detection import CollapseMonitor
 from attachments.alarms.messages import CollapseState
-from attachments.atropos.batch_source import batch_source, group_reader, running_url
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.machine import compute_slots
@@ -51,6 +50,7 @@ from clotho.serving.server import base_url, listen, loading_page, while_loading
 from clotho.settings.model import FullMethod
 from clotho.settings.server import HttpServer
 from protocols.accounting import GroupSource
+from protocols.batches import GroupSupply
 from protocols.evaluation import EvalReport
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
@@ -60,7 +60,7 @@ from training_run.accounting import GroupAccounting, group_source
 from training_run.attachment import Wired
 from training_run.directory.jsonl import JsonlWriter
 from training_run.directory.run_directory import RunDirectory
-from training_run.profile.schema import AtroposSource, HeldOutEvaluation, Profile
+from training_run.profile.schema import HeldOutEvaluation, Profile
 from training_run.records.display import RunFacts
 from training_run.records.event_log import EventSink, event_log
 from training_run.records.forecast import RunForecast
@@ -68,7 +68,7 @@ from training_run.records.live_display import make_display
 from training_run.records.summary import print_summary
 from training_run.run import RunContext
 from training_run.run_monitor import RunMonitor
-from training_run.services import wire_atropos, wire_services
+from training_run.services import wire_services
 from training_run.start.preflight import log_findings
 from training_run.start.starting_point import checkpoint_records
 from training_run.start.startup import build_context
@@ -84,7 +84,6 @@ from training_run.supervision.supervisor import (
     Ending,
     Supervisor,
     describe_error,
-    permanent,
     temporary,
 )
 
@@ -126,12 +125,11 @@ def wire(
     console: Console,
     supervisor: Supervisor,
     early_end: EarlyEnd,
-    atropos_url: str,
     events: EventSink,
 ) -> Wiring:
     """Construct all actors of the flow with the ends of their queues.
 
-    early_end: stops sampling. atropos_url: address of the Atropos API server; empty without one. events: the event log.
+    early_end: stops sampling. events: the event log.
     """
     profile, capacity = context.profile, context.profile.queues
     limit = profile.monitor.watchdog_seconds
@@ -141,11 +139,12 @@ def wire(
     reports: Channel[LearnerReport | EvalReport] = custom.channel("reports", capacity.reports)
     receivers = ["broadcaster", "checkpointer", *(["evaluator"] if isinstance(profile.eval, HeldOutEvaluation) else [])]
     updates = {name: Queue[PolicyUpdated](f"updates.{name}", capacity=1) for name in receivers}
-    updates |= context.attached.updates
-    if isinstance(profile.atropos, AtroposSource):
-        rollouts = wire_environments(context, profile.atropos, custom, scored, atropos_url=atropos_url)
+    attached = context.attached
+    updates |= attached.updates
+    if attached.groups is not None:
+        rollouts = wire_environments(context, custom, scored, attached.groups)
     else:
-        rollouts = wire_rollouts(context, custom, scored, context.attached.sampler or context.sampler)
+        rollouts = wire_rollouts(context, custom, scored, attached.sampler or context.sampler)
     source = group_source(context, rollouts.source.actor, rollouts.first.queues[0])
     group_channels: list[Channel[Any]] = [*rollouts.channels, scored]
     accounting = GroupAccounting(context, source, [queue for channel in group_channels for queue in channel.queues])
@@ -160,11 +159,11 @@ def wire(
     facts = context.facts(blas=load_blas())
     wired = Wired(queues=[*queues, *updates.values()], facts=facts)
     flow = [
-        *(recorder(wired) for recorder in context.attached.recorders),
+        *(recorder(wired) for recorder in attached.recorders),
         wire_monitor(context, custom, reports, run_monitor, console, facts),
         *reports.children,
         *scored.children,
-        *context.attached.receivers,
+        *attached.receivers,
         *wire_training(context, custom, scored, reports, updates, accounting, early_end),
         *lost.children,
         *rollouts.children,
@@ -247,7 +246,7 @@ def wire_training(
         steps=profile.steps,
         synchronous=not profile.asynchronous,
         lag=profile.rollouts.lag,
-        from_environments=isinstance(profile.atropos, AtroposSource),
+        from_environments=context.attached.groups is not None,
         first_check_seconds=FIRST_CHECK_SECONDS,
         curriculum=context.curriculum,
         stop_sampling=early_end.stop_sampling,
@@ -379,12 +378,7 @@ def wire_rollouts(
 
 
 def wire_environments(
-    context: RunContext,
-    settings: AtroposSource,
-    custom: CustomActors,
-    scored: Channel[GroupOutcome],
-    *,
-    atropos_url: str,
+    context: RunContext, custom: CustomActors, scored: Channel[GroupOutcome], supply: GroupSupply
 ) -> Rollouts:
     """The actor that receives groups from environments."""
     profile, state = context.profile, context.state
@@ -392,8 +386,7 @@ def wire_environments(
         "atropos_fetcher",
         AtroposFetcher,
         outbox=scored.outbox(),
-        source=batch_source(context, settings, atropos_url=atropos_url),
-        reader=group_reader(context, settings),
+        supply=supply,
         weights=context.weights,
         replacements=context.replacements,
         first_group=state.prompted if state else 0,
@@ -403,7 +396,6 @@ def wire_environments(
         groups=context.total_groups,
         batch_size=profile.learner.batch_size,
         max_batches_ahead=profile.max_batches_ahead,
-        settings=settings,
     )
     return Rollouts(children=[fetcher], channels=[], source=fetcher, first=scored)
 
@@ -450,23 +442,17 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         grace = server.shutdown_seconds if isinstance(server, HttpServer) else 0.0
         supervisor = Supervisor(on_failure=report_failure, grace_seconds=max(GRACE_SECONDS, grace))
         early_end = EarlyEnd(supervisor, limit_seconds=profile.monitor.drain_seconds)
-        atropos_server, environments = wire_atropos(context)
-        atropos_url = atropos_server.url if atropos_server else running_url(profile)
-        wiring = wire(
-            context, console=console, supervisor=supervisor, early_end=early_end, atropos_url=atropos_url, events=events
-        )
+        wiring = wire(context, console=console, supervisor=supervisor, early_end=early_end, events=events)
         early_end.watch(
             wiring.sampling,
             last_progress=lambda: context.progress.last_update,
             waiting_for=lambda: wiring.monitor.gauges().waiting_for,
         )
-        servers = [permanent(atropos_server)] if atropos_server else []
         children = [
             temporary(early_end),
             *wire_services(context, wiring.monitor, listener),
-            *servers,
             *wiring.children,
-            *environments,
+            *context.attached.senders,
         ]
 
         def drain() -> None:

@@ -12,12 +12,11 @@ from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
 from msgspec import Raw
 
-from protocols.batches import BatchSource, Reader
+from protocols.batches import BatchSource, GroupSupply
 from protocols.queues import EndOfStream, Outbox
 from protocols.rollout import Discarded, GroupOutcome
 from protocols.step import WeightsReady
 from training_run.groups.placeholder import placeholder_prompt
-from training_run.profile.schema import AtroposSource
 from training_run.supervision.backoff import Backoff
 from training_run.supervision.latest import Latest, wait_until
 
@@ -50,8 +49,7 @@ class AtroposFetcher:
         self,
         *,
         outbox: Outbox[GroupOutcome],
-        source: BatchSource,
-        reader: Reader,
+        supply: GroupSupply,
         weights: Latest[WeightsReady],
         replacements: Latest[int],
         first_group: int,
@@ -61,17 +59,15 @@ class AtroposFetcher:
         groups: int,
         batch_size: int,
         max_batches_ahead: int,
-        settings: AtroposSource,
     ) -> None:
         """lost: groups that were in flight before a resume, with their environment.
 
         ended: number of groups that had ended at the start. groups: number of groups in all batches of the run.
         """
-        self._outbox, self._source, self._reader = outbox, source, reader
+        self._outbox, self._supply = outbox, supply
         self._weights, self._replacements = weights, replacements
         self._lost, self._fetched, self._groups = dict(lost), ended, groups
         self._batch_size, self._max_batches_ahead = batch_size, max_batches_ahead
-        self._settings = settings
         self._running = True
         self._current_wait: anyio.CancelScope | None = None
         self.prompted_until = first_group
@@ -85,10 +81,10 @@ class AtroposFetcher:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Fetch until no more groups are needed. Ready when the source is, so that environments find a trainer."""
-        async with self._outbox, aclosing(_Closing(self._source)), anyio.create_task_group() as tasks:
+        async with self._outbox, aclosing(_Closing(self._supply.source)), anyio.create_task_group() as tasks:
             tasks.start_soon(self._drain_when_closed)
             await self._report_lost()
-            await self._unless_draining(lambda: self._source.open(step=self._weights.value.step))
+            await self._unless_draining(lambda: self._supply.source.open(step=self._weights.value.step))
             task_status.started()
             while groups := await self._unless_draining(self._next_batch):
                 for raw in groups:
@@ -129,13 +125,13 @@ class AtroposFetcher:
             await wait_until(self._is_due, self._weights, self._replacements)
         except EndOfStream:
             return []
-        backoff, since = Backoff(max_seconds=self._settings.poll_seconds), anyio.current_time()
+        backoff, since = Backoff(max_seconds=self._supply.poll_seconds), anyio.current_time()
         while True:
-            groups = await self._source.batch(step=self._weights.value.step)
+            groups = await self._supply.source.batch(step=self._weights.value.step)
             if groups:
                 return groups
-            if anyio.current_time() - since >= self._settings.patience_seconds:
-                log.warning("no_group_received", waiting_for=await self._source.waiting_for())
+            if anyio.current_time() - since >= self._supply.patience_seconds:
+                log.warning("no_group_received", waiting_for=await self._supply.source.waiting_for())
                 since = anyio.current_time()
             await anyio.sleep(backoff.next_seconds())
 
@@ -145,7 +141,7 @@ class AtroposFetcher:
 
     async def _emit(self, raw: Raw) -> None:
         number = self.prompted_until
-        outcome = await self._reader.read(raw, group_id=number, version=self._weights.value.version)
+        outcome = await self._supply.reader.read(raw, group_id=number, version=self._weights.value.version)
         source = (outcome.prompt if isinstance(outcome, Discarded) else outcome.group.prompt).source
         self._fetched += 1
         self.prompted_until += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from protocols.rollout import GroupOutcome
 
@@ -33,3 +33,16 @@ class Reader(Protocol):
 
     async def read(self, raw: Raw, *, group_id: int, version: int) -> GroupOutcome:
         """Read one group. version: policy version that serves now. Never raises because of the contents of `raw`."""
+
+
+class GroupSupply(Struct, frozen=True, kw_only=True, eq=False):
+    """Attachment -> atropos_fetcher: groups from outside, in the place of those of prompter, generator and scorer.
+
+    poll_seconds: longest pause between two questions for groups. patience_seconds: time without a group until a warning
+    says what the source waits for.
+    """
+
+    source: BatchSource
+    reader: Reader
+    poll_seconds: float
+    patience_seconds: float

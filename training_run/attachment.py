@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from clotho.lanes.compute_thread import Compute
     from clotho.lanes.sampling_client import GroupSampler
     from clotho.models.tokenizer import ChatTokenizer
+    from clotho.serving.services import SampleRecorder
     from clotho.training.gradient import OtherRanks
+    from protocols.batches import GroupSupply
     from protocols.finding import Finding
     from protocols.prompt import Problem
     from protocols.queues import Inbox
@@ -77,7 +79,9 @@ class Attached(Struct, kw_only=True, eq=False):
     learner. observers: told by the monitor. services: children beside the flow of groups. receivers: children that
     start before those that make groups. recorders: return children that record the flow. updates: queues to those that
     receive every update, by name.
-    sampler: samples the rollouts; None: the run's own. resources: the latest reading of the machine.
+    senders: children that start last. sampler: samples the rollouts; None: the run's own. groups: in the place of
+    groups of the run's own; None: there are none. samples: records what clients of the HTTP server have sampled.
+    resources: the latest reading of the machine.
     remote_servers, learner_ranks: read the state of remote inference servers, and the work of all ranks.
     """
 
@@ -87,9 +91,12 @@ class Attached(Struct, kw_only=True, eq=False):
     observers: list[ReportObserver] = field(default_factory=list)
     services: list[Child] = field(default_factory=list)
     receivers: list[Child] = field(default_factory=list)
+    senders: list[Child] = field(default_factory=list)
     recorders: list[Callable[[Wired], Child]] = field(default_factory=list)
     updates: dict[str, Queue[PolicyUpdated]] = field(default_factory=dict)
     sampler: GroupSampler | None = None
+    groups: GroupSupply | None = None
+    samples: SampleRecorder | None = None
     resources: ResourceReading = ResourceReading()
     remote_servers: Callable[[], RemoteGauges] = RemoteGauges
     learner_ranks: Callable[[], RankGauges] = RankGauges
@@ -142,6 +149,10 @@ class Attachment:
         """Return what is wrong between settings, beyond the rows of the two tables."""
         return ()
 
+    def children(self, profile: Profile) -> Sequence[str]:
+        """Return names of children that the attachment starts, which no custom actor may have."""
+        return ()
+
     def check(self, profile: Profile) -> None:
         """Raise ProfileError for what cannot work; in milliseconds, and before the run directory is touched."""
 
@@ -190,6 +201,11 @@ def slot_settings(profile: Profile, slot: str) -> list[str]:
     """Return the settings that decide what is in a slot; none if the run itself decides."""
     claims = (attachment.slots(profile) for attachment in installed_attachments())
     return [claim[slot] for claim in claims if slot in claim]
+
+
+def has_own_groups(profile: Profile) -> bool:
+    """Whether a run makes its groups itself, from its dataset and with its rewards."""
+    return not slot_settings(profile, "groups")
 
 
 def unknown_parts(names: Iterable[str]) -> tuple[str, ...]:

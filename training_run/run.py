@@ -7,7 +7,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from attachments.atropos.sample_log import SampleLog
 from attachments.curriculum.curriculum import Curriculum
 from clotho.backend import backend
 from clotho.inference.engine import DecodeEngine
@@ -65,7 +64,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     weights: the served weights (broadcaster). replacements: number of groups that are replaced by others (learner).
     logged: last step in the log files, findings (monitor). progress, ledger: of the learner.
     swap_times: of the broadcaster.
-    evaluations: reports since the last start (evaluator). sample_log: completions of HTTP clients (server).
+    evaluations: reports since the last start (evaluator).
     """
 
     profile: Profile
@@ -98,7 +97,6 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     replacements: Latest[int]
     logged: Latest[int]
     findings: RunFindings
-    sample_log: SampleLog
     swap_times: SwapTimes
     evaluations: list[EvalReport]
     attached: Attached
@@ -141,12 +139,6 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     def choose_prompt(self, group_id: int) -> Prompt:
         """The prompt of a group, with the problem that the curriculum chooses if the run has one."""
         return self.prompts.prompt(group_id, None if self.curriculum is None else self.curriculum.choose(group_id))
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Maximum length of a sequence that an environment may send."""
-        atropos, context_length = self.profile.atropos, self.policy.context_length
-        return context_length if isinstance(atropos, Off) else min(context_length, atropos.max_tokens)
 
     async def recompute_logprobs(self, tokens: tuple[int, ...], temperature: float) -> PromptLogprobs:
         """Log-probabilities of tokens under the run's sampling distribution at a temperature."""
@@ -191,7 +183,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
             estimated_memory=self.memory.total,
             resumed_from=self.resumed_from,
             system_message=self.profile.data.system,
-            rewards=tuple(map(_described, self.profile.rewards)) if isinstance(self.profile.atropos, Off) else (),
+            rewards=tuple(map(_described, self.profile.rewards)) if self.attached.groups is None else (),
         )
 
 

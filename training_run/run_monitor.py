@@ -18,7 +18,6 @@ from clotho.serving.services import (
     ServedModel,
     ServerContext,
 )
-from clotho.settings.bounds import Off
 from clotho.settings.model import FullMethod
 from clotho.settings.server import HttpServer
 from protocols.checkpoint import BestCheckpoint
@@ -159,8 +158,8 @@ class RunMonitor:
             snapshot=self.snapshot,
             context_length=context.policy.context_length,
             vocab_size=context.policy.vocab_size,
-            sample_log=NullSampleLog() if isinstance(profile.atropos, Off) else context.sample_log,
-            record_supports=not isinstance(profile.atropos, Off),
+            sample_log=context.attached.samples or NullSampleLog(),
+            record_supports=context.attached.samples is not None,
             run_directory=context.directory.path,
         )
 

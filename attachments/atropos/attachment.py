@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from training_run.attachment import Attachment
+from training_run.attachment import Attach, Attachment, Plan
+from training_run.supervision.supervisor import permanent
 
 if TYPE_CHECKING:
     from training_run.profile.schema import Profile
+    from training_run.run import RunContext
+
+
+SERVER = "atropos server"
+"""Name of the child that runs the API server."""
 
 
 class Atropos(Attachment):
@@ -24,6 +30,10 @@ class Atropos(Attachment):
         setting = f'atropos = "{source.__struct_config__.tag}"'
         return {"groups": setting, "sampler": setting}
 
+    def children(self, profile: Profile) -> Sequence[str]:
+        """The API server and the environments."""
+        return [SERVER, *(f"environment {environment.name}" for environment in profile.environments)]
+
     def check(self, profile: Profile) -> None:
         """Raise ProfileError unless environments can fill a batch, and interpreter, scripts and address exist."""
         from attachments.atropos.commands import require_environments
@@ -34,6 +44,38 @@ class Atropos(Attachment):
             from attachments.atropos.client import require_address  # imports an HTTP client
 
             require_address(profile.atropos.url)
+
+    async def prepare(self, plan: Plan) -> Attach | None:
+        """Have environments send the groups of the run, which sample on its HTTP server."""
+        from training_run.profile.schema import AtroposSource, StartedServer
+
+        source = plan.profile.atropos
+        if not isinstance(source, AtroposSource):
+            return None
+
+        async def attach(run: RunContext) -> None:
+            from attachments.atropos.batch_source import group_supply, running_url, sample_log
+            from attachments.atropos.processes import AtroposServer, Environment
+
+            profile, attached, logs = run.profile, run.attached, run.directory.atropos
+            server = AtroposServer(source.python, directory=logs) if isinstance(source, StartedServer) else None
+            server_url = server.url if server else running_url(profile)
+            attached.samples = samples = sample_log(profile)
+            attached.groups = group_supply(run, source, samples, server_url=server_url)
+            if server is not None:
+                attached.services.append(permanent(server))
+            for section in profile.environments:
+                environment = Environment(
+                    section,
+                    profile,
+                    server_url=server_url,
+                    server_starts=lambda: server.starts if server else 0,
+                    policy_url=run.address,
+                    directory=logs,
+                )
+                attached.senders.append(permanent(environment))
+
+        return attach
 
 
 ATTACHMENT = Atropos()

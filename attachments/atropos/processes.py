@@ -18,6 +18,7 @@ import structlog
 from anyio.abc import Process, TaskStatus
 from msgspec import Struct, json
 
+from attachments.atropos.attachment import SERVER
 from attachments.atropos.commands import Command, environment_command, server_command
 from protocols.errors import ActorError, ProfileError, visible
 from training_run.profile.schema import EnvironmentSection, Profile
@@ -299,7 +300,7 @@ class AtroposServer(ProcessActor):
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = server_command(python, port=port)
-        super().__init__("atropos server", command, ProcessLog(directory / f"{SERVER_LOG}.log"))
+        super().__init__(SERVER, command, ProcessLog(directory / f"{SERVER_LOG}.log"))
 
     async def monitor(self) -> None:
         """Wait for the first response. Raises ActorError if the server does not respond in time."""

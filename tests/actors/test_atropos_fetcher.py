@@ -18,7 +18,6 @@ from protocols.errors import ProfileError
 from protocols.queues import EndOfStream, QueueClosed
 from protocols.rollout import Discarded, ScoredGroup
 from tests.actors.actor_helpers import cancel_when_blocked, receive_all, run_and_receive
-from training_run.profile.schema import AtroposSource
 
 
 async def test_every_group_gets_the_next_number_and_is_counted() -> None:
@@ -104,7 +103,7 @@ async def test_a_drained_or_completed_fetcher_ends_from_every_wait(where: str, e
     harnesses: dict[str, Callable[[], FetcherHarness]] = {
         "opening": lambda: FetcherHarness(source=Source([], reachable=False)),
         "asking": FetcherHarness,
-        "pausing": lambda: FetcherHarness([None] * 10_000, settings=AtroposSource(poll_seconds=60.0)),
+        "pausing": lambda: FetcherHarness([None] * 10_000, poll_seconds=60.0),
         "held back": lambda: FetcherHarness([["a", "a"], ["a"]], ahead=0),
     }
     harness = harnesses[where]()
@@ -137,8 +136,7 @@ async def test_fetched_groups_are_sent_after_a_drain(end: str) -> None:
 
 async def test_a_long_wait_is_logged_with_its_reason() -> None:
     """One log event per expired patience interval."""
-    settings = AtroposSource(poll_seconds=0.05, patience_seconds=1e-9)
-    harness = FetcherHarness([None, None, ["a"]], settings=settings)
+    harness = FetcherHarness([None, None, ["a"]], patience_seconds=1e-9)
     with capture_logs() as logs:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(harness.fetcher.run)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from clotho.data.order import HeldOutSplit
 from clotho.models.machine import memory_limit
-from clotho.settings.bounds import Off
+from training_run.attachment import has_own_groups
 from training_run.groups.prompts import inspect_dataset, read_split
 from training_run.memory.estimate import estimate_memory, local_files
 from training_run.memory.report import describe, describe_limit
@@ -33,7 +33,7 @@ def dry_run(profile: Profile, console: Console, *, shown: Literal["changed", "fu
     require_importable(profile)
     estimate = estimate_memory(profile.model, profile)
     split = read_split(profile)
-    if isinstance(profile.atropos, Off):
+    if has_own_groups(profile):
         anyio.run(_require_rewards, profile, split)
     say = partial(print_line, console)
     dataset, prompts = inspect_dataset(profile, local_files(profile.model.path), split=split, say=say)

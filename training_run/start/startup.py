@@ -9,7 +9,6 @@ import structlog
 from anyio.to_thread import run_sync
 
 from attachments.adapters.adapter_store import AdapterStore
-from attachments.atropos.sample_log import SampleLog, token_cost
 from attachments.curriculum.curriculum import Curriculum, success_rate_settings
 from clotho.data.problems import problems_fingerprint
 from clotho.inference.decoding import LONGEST_PART
@@ -37,7 +36,7 @@ from protocols.finding import Finding
 from protocols.sampling import SampleRequest, restricts_support
 from protocols.step import WeightsReady
 from protocols.summary import MemoryEstimate
-from training_run.attachment import Attached, Plan, prepare_attachments, unknown_parts
+from training_run.attachment import Attached, Plan, has_own_groups, prepare_attachments, unknown_parts
 from training_run.directory.best_checkpoint import INITIAL, BestCheckpointKeeper
 from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.directory.checkpoints import checkpoint_path, checkpoint_steps
@@ -173,7 +172,6 @@ async def _build_context(
         replacements=_cell("replacements", ledger.ended - progress.step * profile.learner.batch_size),
         logged=Latest[int]("logged"),
         findings=findings,
-        sample_log=SampleLog(capacity_tokens=_sample_log_tokens(profile), logit_bias=profile.sampling.logit_bias),
         swap_times=SwapTimes(),
         evaluations=evaluations,
         best=_best_checkpoint(profile, directory, history, evaluations, findings),
@@ -232,13 +230,6 @@ def _cell(name: str, value: T) -> Latest[T]:
     cell = Latest[T](name)
     cell.put(value)
     return cell
-
-
-def _sample_log_tokens(profile: Profile) -> int:
-    """Capacity of the sample log: twice the completions that environments may hold, and at least 2^20 tokens."""
-    completions = profile.learner.batch_size * profile.sampling.group_size
-    completion_tokens = profile.sampling.max_tokens * token_cost(profile.sampling) + 32
-    return max(2**20, 2 * (profile.rollouts.max_batches_ahead + 3) * completions * completion_tokens)
 
 
 class LoadedPolicy(NamedTuple):
@@ -314,7 +305,7 @@ def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> Lo
     sure = min(policy.context_length, profile.engine.kv_cache_tokens) - profile.sampling.max_tokens
     loaded = load_prompts(profile, policy.tokenizer, rewards.grade, longest=sure, say=log.warning)
     held_out = loaded.held_out
-    if isinstance(profile.atropos, Off):
+    if has_own_groups(profile):
         rewards.require_columns([*loaded.builder.problems, *held_out.problems])
     _require_short_prompts(loaded.longest, policy.context_length, profile)
     _require_valid_requests(loaded.longest, policy, profile)

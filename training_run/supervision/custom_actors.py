@@ -17,6 +17,7 @@ from clotho.user_code import import_user_module
 from protocols.errors import ProfileError, did_you_mean
 from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.step import WeightsReady
+from training_run.attachment import has_own_groups, installed_attachments
 from training_run.profile.schema import ActorSection, Profile
 from training_run.supervision.latest import Latest
 from training_run.supervision.lost_groups import PLACES, LostGroups
@@ -220,7 +221,7 @@ def passes_groups(section: ActorSection) -> bool:
 
 
 ACTORS = ("prompter", "generator", "scorer", "learner", "broadcaster", "checkpointer", "evaluator", "monitor")
-SERVICES = ("server", "watchdog", "memory watch", "decode engine", "atropos server")
+SERVICES = ("server", "watchdog", "memory watch", "decode engine")
 QUEUES = ("prompts", "rollouts", "scored", "reports")
 FETCHER = "atropos_fetcher"
 """The actor that takes the place of the first three actors and the first two queues if environments send the groups."""
@@ -228,9 +229,9 @@ FETCHER = "atropos_fetcher"
 
 def require_positions(profile: Profile) -> None:
     """Every custom actor has its own name and a valid position; ProfileError otherwise."""
-    fetched = not isinstance(profile.atropos, Off)
+    fetched = not has_own_groups(profile)
     actors, queues = ((FETCHER, *ACTORS[3:]), QUEUES[2:]) if fetched else (ACTORS, QUEUES)
-    services = {*SERVICES, *(f"environment {environment.name}" for environment in profile.environments)}
+    services = {*SERVICES, *(name for one in installed_attachments() for name in one.children(profile))}
     replaced = [actor.at for actor in profile.actors if actor.mode == "replace"]
     for what, values in (("name", [actor.name for actor in profile.actors]), ("place", replaced)):
         for value, count in Counter(values).items():

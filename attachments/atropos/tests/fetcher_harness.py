@@ -10,12 +10,12 @@ import msgspec
 from msgspec import Raw
 
 from actors.atropos_fetcher import AtroposFetcher
+from protocols.batches import GroupSupply
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
 from protocols.step import WeightsReady
 from tests.actors.actor_helpers import receive_all
-from training_run.profile.schema import AtroposSource
 from training_run.supervision.latest import Latest
 from training_run.supervision.queues import Queue
 
@@ -87,6 +87,8 @@ class FetcherHarness:
         groups: int = 1000,
         capacity: int = 100,
         reader: Any = None,
+        poll_seconds: float = 0.05,
+        patience_seconds: float = 60.0,
         **more: Any,
     ) -> None:
         self.weights, self.replacements = Latest[WeightsReady]("weights"), Latest[int]("refills")
@@ -97,11 +99,11 @@ class FetcherHarness:
         self.source = source or Source(batches)
         self.reader = reader or Reader()
         defaults: dict[str, Any] = {"first_group": 0, "received": {}, "lost": {}, "ended": 0}
-        defaults["settings"] = AtroposSource(poll_seconds=0.05)
         self.fetcher = AtroposFetcher(
             outbox=self.scored.outbox(),
-            source=self.source,
-            reader=self.reader,
+            supply=GroupSupply(
+                source=self.source, reader=self.reader, poll_seconds=poll_seconds, patience_seconds=patience_seconds
+            ),
             weights=self.weights,
             replacements=self.replacements,
             groups=groups,

@@ -1,0 +1,39 @@
+"""What inference servers add to a run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from attachments.remote.attachment import ATTACHMENT
+from attachments.remote.sampler import RemoteSampler
+from tests.training_run.built_context import open_context, tiny_profile
+from training_run.attachment import Plan
+from training_run.directory.run_directory import open_run
+
+SERVERS = {"type": "remote", "server_url": ["http://127.0.0.1:1", "http://127.0.0.1:1", "http://127.0.0.1:2"]}
+
+
+async def test_servers_sample_in_the_place_of_the_engine(tmp_path: Path) -> None:
+    """Their sampler starts before those that make groups, and receives every update. No server is used twice."""
+    async with open_context(tiny_profile(tmp_path, generator=SERVERS)) as run:
+        attached = run.attached
+        assert isinstance(attached.sampler, RemoteSampler)
+        assert [child.actor for child in attached.receivers] == [attached.sampler]
+        assert list(attached.updates) == [attached.sampler.name]
+        names = [server.name for server in attached.remote_servers().servers]
+        assert names == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+
+
+@pytest.mark.parametrize("generator", ["local", SERVERS], ids=["local", "remote"])
+async def test_log_probabilities_of_servers_are_compared(tmp_path: Path, generator: object) -> None:
+    """Updates then return the values of their tokens."""
+    profile = tiny_profile(tmp_path, generator=generator)
+    directory = open_run(Path(profile.run_dir), resume=False, clean=False)
+    with ExitStack() as ending:
+        ending.callback(directory.close)
+        plan = Plan(profile=profile, directory=directory, ending=ending)
+        await ATTACHMENT.prepare(plan)
+        assert plan.token_values == (generator != "local")
