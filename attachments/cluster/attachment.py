@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from attachments.remote.attachment import RayCluster
+from attachments.cluster.sections import CLUSTER, RayCluster
 from protocols.errors import ProfileError
 from training_run.attachment import Attach, Attachment, Plan
+from training_run.profile.rules import Rule
 
 if TYPE_CHECKING:
+    from training_run.memory.need import MemoryNeed
     from training_run.profile.schema import Profile
     from training_run.run import RunContext
 
@@ -18,18 +20,31 @@ if TYPE_CHECKING:
 class Cluster(Attachment):
     """`cluster = "ray"` of a profile."""
 
+    may_change = ("cluster",)
+    contradictions = (
+        Rule(
+            "cluster.address",
+            lambda v, x: x.startswith("ray://"),
+            '= "{}" is that of a Ray Client: the run must be on a machine of the cluster, with "auto" or HOST:PORT',
+        ),
+    )
+
     def slots(self, profile: Profile) -> Mapping[str, str]:
         """The sampler."""
-        return {"sampler": 'cluster = "ray"'} if isinstance(profile.cluster, RayCluster) else {}
+        return {"sampler": 'cluster = "ray"'} if isinstance(CLUSTER.of(profile), RayCluster) else {}
 
     def check(self, profile: Profile) -> None:
         """Raise ProfileError if Ray is not installed."""
-        if isinstance(profile.cluster, RayCluster) and find_spec("ray") is None:
+        if isinstance(CLUSTER.of(profile), RayCluster) and find_spec("ray") is None:
             raise ProfileError("cluster needs the package ray: pip install -e '.[ray]'")
+
+    def memory(self, need: MemoryNeed) -> None:
+        """Keep the weights that were published last."""
+        need.published = need.profile is not None and isinstance(CLUSTER.of(need.profile), RayCluster)
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Make rewards start their workers on the cluster. The first of all workers connects to it."""
-        settings = plan.profile.cluster
+        settings = CLUSTER.of(plan.profile)
         if not isinstance(settings, RayCluster):
             return None
         from attachments.cluster.connection import RayConnection

@@ -19,8 +19,8 @@ import msgspec
 import structlog
 
 from attachments.cluster.messages import RESOURCE, EngineWorkerSettings
+from attachments.cluster.sections import RayCluster
 from attachments.cluster.worker_process import RolloutWorker
-from attachments.remote.attachment import RayCluster
 from protocols.errors import ProfileError, RemoteError, visible
 from training_run.supervision.signals import reinstall_handlers
 

@@ -10,7 +10,7 @@ from attachments.cluster.connection import RayConnection
 from attachments.cluster.messages import EngineWorkerSettings
 from attachments.cluster.published_weights import PublishedWeights
 from attachments.cluster.ray_worker import RayWorker
-from attachments.remote.attachment import RayCluster
+from attachments.cluster.sections import RayCluster
 from attachments.remote.messages import RolloutAnswer, ServedPolicy
 from attachments.remote.place import InferenceServer
 from attachments.remote.server import RemoteFailure, Traffic

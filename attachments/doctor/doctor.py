@@ -44,7 +44,6 @@ from attachments.doctor.rehearsal import (
 from attachments.doctor.settings import setting_findings
 from attachments.doctor.template import check_template, template_use
 from attachments.doctor.versions import installed_versions, version_findings
-from attachments.remote.attachment import RemoteGeneration
 from clotho.backend import backend
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.machine import compute_slots, describe_machine, memory_limit, physical_memory
@@ -62,7 +61,7 @@ from protocols.errors import ClothoError, DatasetError, ProfileError, RecordsErr
 from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, FindingName, Remedy
 from protocols.rollout import GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.summary import MemoryEstimate
-from training_run.attachment import check_attachments, installed_attachments
+from training_run.attachment import check_attachments, installed_attachments, slot_settings
 from training_run.commands.command_line import require_new_file
 from training_run.directory.run_directory import open_run
 from training_run.groups.prompts import read_split
@@ -72,6 +71,7 @@ from training_run.memory.report import describe_limit, too_large
 from training_run.profile.flags import COMMON, Arguments, help_topic, key_help, parse_flags
 from training_run.profile.keys import PROFILE_KEYS
 from training_run.profile.load import load_profile
+from training_run.profile.mounted import left_out
 from training_run.profile.program import program
 from training_run.profile.schema import Profile
 from training_run.records.display import print_line
@@ -275,7 +275,7 @@ def _check_dataset(found: Diagnosis, profile: Profile) -> None:
 
 async def _context(profile: Profile, directory: Path, compute: Compute, ending: ExitStack) -> RunContext:
     """Build the run without its server and trackers, in a temporary directory. Updates are always measured."""
-    own = replace(profile, trackers=(), run_dir=str(directory))
+    own = replace(left_out(profile, "doctor"), run_dir=str(directory))
     if isinstance(own.collapse_detection, Off):
         own = replace(own, collapse_detection=WarnOnCollapse())
     check_attachments(own)
@@ -312,8 +312,8 @@ async def _rehearse(found: Diagnosis, context: RunContext, work: Progress) -> No
         found.add("parity", f"mean KL {parity.mean_kl:.2g} nats", parity_findings(parity, profile, dtype))
     if trainable(outcomes):
         await _rehearse_updates(found, context, work, outcomes)
-    own = bool(groups) and not isinstance(profile.generator, RemoteGeneration)
-    if own and work.reached("measuring decode rate and update time for the forecast"):
+    elsewhere = {*slot_settings(profile, "sampler")}.difference(slot_settings(profile, "groups"))
+    if groups and not elsewhere and work.reached("measuring decode rate and update time for the forecast"):
         await _forecast(found, context, groups)
     if work.cut_off:
         found.add("not reached", f"{'; '.join(work.cut_off)}: raise --seconds")

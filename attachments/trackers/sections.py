@@ -22,7 +22,12 @@ class TrackerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 TRACKERS = Setting[tuple[TrackerSection, ...]](
-    path="trackers", kind=tuple[TrackerSection, ...], default=(), attachment="trackers", after="tracking"
+    path="trackers",
+    kind=tuple[TrackerSection, ...],
+    default=(),
+    attachment="trackers",
+    after="tracking",
+    unused_by=("doctor",),
 )
 
 SETTINGS = (TRACKERS,)

@@ -136,12 +136,15 @@ def read_sections(root: type[Struct], mounted: Mapping[str, Setting[Any]]) -> di
 
 def in_place(fields: list[Described], table: str, mounted: Mapping[str, Setting[Any]]) -> list[Described]:
     """The fields of a table in the order of lists: each setting of an attachment after the key that it names."""
-    order = [field for field in fields if f"{table}.{field[0].encode_name}".lstrip(".") not in mounted]
-    for field in fields:
-        setting = mounted.get(f"{table}.{field[0].encode_name}".lstrip("."))
-        if setting is not None:
-            names = [one.encode_name for one, _ in order]
-            order.insert(names.index(setting.after) + 1 if setting.after in names else len(names), field)
+    settings = {field[0].encode_name: mounted.get(f"{table}.{field[0].encode_name}".lstrip(".")) for field in fields}
+    order = [field for field in fields if settings[field[0].encode_name] is None]
+    waiting = [field for field in fields if field not in order]
+    while waiting:
+        names = [field.encode_name for field, _ in order]
+        places = [(field, one.after) for field in waiting if (one := settings[field[0].encode_name])]
+        found, after = next((place for place in places if place[1] in names), (waiting[0], names[-1]))
+        order.insert(names.index(after) + 1, found)
+        waiting.remove(found)
     return order
 
 

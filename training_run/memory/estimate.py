@@ -14,7 +14,6 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from msgspec.structs import replace
 
 from attachments.adapters.adapter_rows import KEPT_BANKS
-from attachments.remote.attachment import RayCluster
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
 from clotho.inference.prefill import MAX_ENTRIES
 from clotho.inference.rows import spare_columns
@@ -55,6 +54,7 @@ from training_run.memory.activations import (
     logits_bytes,
 )
 from training_run.memory.micro_batch import MicroBatchShape, largest_micro_batch, most_groups
+from training_run.memory.need import memory_need
 from training_run.profile.schema import AtroposSource, Profile
 
 
@@ -108,7 +108,7 @@ def learning_bytes(base: nn.Module, profile: Profile) -> LearningBytes:
         rollback=2 * (trained + optimizer + average + taken_anew)
         if isinstance(profile.collapse_detection, RollBackOnCollapse)
         else 0,
-        published=trained if in_full and isinstance(profile.cluster, RayCluster) else 0,
+        published=trained if in_full and memory_need(profile.engine, profile).published else 0,
         midway=trained + optimizer if several else 0,
         update=float32 + trained + optimizer + average + largest,
     )

@@ -13,12 +13,13 @@ class MemoryNeed(Struct, kw_only=True):
     """Estimate -> attachments, which raise it.
 
     engine: settings of the decode engine. profile: of a run; None: a server without a learner. groups: groups of an
-    update beside those of its batch.
+    update beside those of its batch. published: weights that are trained in full are kept until their next version.
     """
 
     engine: EngineSection
     profile: Profile | None = None
     groups: int = 0
+    published: bool = False
 
 
 def memory_need(engine: EngineSection, profile: Profile | None = None) -> MemoryNeed:

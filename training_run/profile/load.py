@@ -252,7 +252,7 @@ def _masked(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tables_with_secrets(tree: dict[str, Any]) -> list[dict[str, Any]]:
-    return [tree[name] for name in ("server", "generator") if tree[name].get("api_key")]
+    return [table for table in tree.values() if isinstance(table, dict) and table.get("api_key")]
 
 
 def _without_none(value: Any) -> Any:

@@ -8,13 +8,16 @@ from msgspec import Struct
 
 from clotho.extension import attachment_modules
 from clotho.settings.mounted import mount
+from training_run.profile.schema import Profile
 
 P = TypeVar("P", bound=Struct)
 
 ATTACHED = {
+    "cluster": "cluster",
     "data.curriculum": "curriculum",
     "data.reasoning_gym": "reasoning_gym",
     "distributed": "ranks",
+    "generator": "remote",
     "monitor.token_values_mb": "dashboard",
     "replay": "replay",
     "trackers": "trackers",
@@ -33,6 +36,14 @@ def with_attachments(kind: type[P]) -> type[P]:
 def unused_by(command: str) -> set[str]:
     """Return the paths of the settings of attachments that a command does without."""
     return {setting.path for setting in SETTINGS if command in setting.unused_by}
+
+
+def left_out(profile: Profile, command: str) -> Profile:
+    """Return the profile with the defaults of the sections that a command does without."""
+    for setting in SETTINGS:
+        if command in setting.unused_by and not setting.table:
+            profile = setting.put(profile, setting.default)
+    return profile
 
 
 def absent_keys() -> dict[str, str]:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from attachments.remote.attachment import RemoteGeneration, RestartedServers
 from clotho.serving.loopback import is_loopback
 from protocols.learnability import unlearnable
 from protocols.sampling import PARAMETERS, in_use
@@ -67,8 +66,6 @@ NO_EFFECT = (
          "the rewards of environments (atropos) do not fail in the run", "atropos.type actors"),
     Rule("learner.distillation_weight", lambda v, _: v["atropos.type"] == "off",
          "only environments (atropos) send a teacher's alternatives", "atropos.type"),
-    Rule("generator.api_key", lambda v, _: v["generator.weights.type"] == "restart",
-         "mlx_lm.server has no API key", "generator.weights.type"),
     Rule("policy.method.scaling", lambda v, _: v["policy.method.alpha"] is None,
          "it defines policy.method.alpha, which is not set", "policy.method.alpha policy.method.scale"),
     Rule("learner.lora_plus", lambda v, _: v["policy.method.type"] == "full",
@@ -143,7 +140,8 @@ CONTRADICTIONS = (
          "need a weight other than 0, because every advantage would be 0"),
     Rule("rewards", lambda v, x: v["eval.type"] != "off" and not any(reward.correct for reward in x),
          'need one with correct = true for evaluation; mark one, or set eval = "off"'),
-    Rule("rewards", lambda v, x: v["cluster.type"] == "off" and any(reward.where == "cluster" for reward in x),
+    Rule("rewards",
+         lambda v, x: v.get("cluster.type", "off") == "off" and any(reward.where == "cluster" for reward in x),
          'with where = "cluster" need a cluster: set cluster = "ray", or remove where'),
     Rule("server.host", lambda v, x: not (v["server.api_key"] or v["server.api_keys_file"] or is_loopback(x)),
          '= "{}" is reachable from other machines: set server.api_keys_file or server.api_key, or bind 127.0.0.1'),
@@ -154,8 +152,6 @@ CONTRADICTIONS = (
          '= "{}" contradicts atropos: environments sample over HTTP'),
     Rule("server.accept_weights server.weights_root", lambda v, x: bool(x),
          "belongs to the command serve: a training run serves its own weights"),
-    Rule("cluster.address", lambda v, x: x.startswith("ray://"),
-         '= "{}" is that of a Ray Client: the run must be on a machine of the cluster, with "auto" or HOST:PORT'),
     Rule("async", lambda v, x: not x and v["atropos.type"] != "off",
          "= false and atropos exclude each other: environments run ahead; learner.max_staleness limits how far"),
 )
@@ -167,7 +163,6 @@ def first_complaint(profile: Profile) -> Complaint | None:
     """The complaint of the first violated rule; None if the profile is valid."""
     checks: list[Callable[[Profile], Iterable[Complaint]]] = [
         learnable_distribution,
-        distribution_of_mlx_lm,
         violated_rows,
         one_setting_per_slot,
         *(attachment.complaints for attachment in installed_attachments()),
@@ -182,17 +177,6 @@ def learnable_distribution(profile: Profile) -> Iterator[Complaint]:
     for name in in_use(profile.sampling, affects="report"):
         text = f"sampling.{name} must be {PARAMETERS[name].neutral} in training: only API requests report it"
         yield Complaint(f"sampling.{name}", text)
-
-
-def distribution_of_mlx_lm(profile: Profile) -> Iterator[Complaint]:
-    """The servers of `generator.weights = "restart"` know the log-probabilities of the model's distribution only."""
-    generator = profile.generator
-    if not isinstance(generator, RemoteGeneration) or not isinstance(generator.weights, RestartedServers):
-        return
-    for name in (*in_use(profile.sampling, affects="distribution"), *in_use(profile.sampling, affects="length")):
-        if name not in ("max_tokens", "logit_bias"):
-            reason = 'generator.weights = "restart" samples with mlx_lm.server, which has no log-probabilities for it'
-            yield Complaint(f"sampling.{name}", f"sampling.{name} must be {PARAMETERS[name].neutral}: {reason}")
 
 
 def violated_rows(profile: Profile) -> Iterator[Complaint]:

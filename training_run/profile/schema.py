@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from attachments.remote.attachment import ClusterSection, GeneratorSection, LocalGeneration
 from clotho.settings.bounds import (
     Fraction,
     ModuleName,
@@ -201,8 +200,6 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     atropos: AtroposSection = Off()
     environments: tuple[EnvironmentSection, ...] = ()
     engine: EngineSection = EngineSection()
-    generator: GeneratorSection = LocalGeneration()
-    cluster: ClusterSection = Off()
     rollouts: RolloutsSection = RolloutsSection()
     queues: QueuesSection = QueuesSection()
     monitor: MonitorSection = MonitorSection()

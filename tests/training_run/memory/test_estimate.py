@@ -10,7 +10,6 @@ import mlx.core as mx
 import msgspec
 import pytest
 
-from attachments.remote.attachment import RayCluster
 from clotho.inference.engine import DecodeEngine
 from clotho.models.folded_lora import converted_bytes
 from clotho.models.policy import Policy, load_policy
@@ -275,16 +274,6 @@ def test_going_back_keeps_two_older_versions(tmp_path: Path, reference: dict[str
     kept = stopping.trained + stopping.optimizer + stopping.reference
     assert stopping.rollback == 0
     assert estimate_memory(profile.model, rolling).rollback == 2 * kept
-
-
-def test_patches_for_a_cluster_keep_one_older_version(tmp_path: Path) -> None:
-    """Only of weights that are trained in full: adapters are published whole."""
-    profiles = [profile_of(saved(tmp_path), policy) for policy in (FULL, ADAPTER)]
-    kept = [
-        estimate_memory(one.model, msgspec.structs.replace(one, cluster=RayCluster())).published for one in profiles
-    ]
-    assert kept == [weights(profiles[0]), 0]
-    assert estimate_memory(profiles[0].model, profiles[0]).published == 0
 
 
 def test_several_ranks_hold_copies_of_a_gradient_while_it_is_added(tmp_path: Path) -> None:
