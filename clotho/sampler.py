@@ -96,7 +96,7 @@ class _Call:
         self.future: Future[list[list[Completion]]] = Future()
         self._found: list[dict[int, Completion]] = [{} for _ in requests]
         self._missing = sum(len(request.seeds) for request in requests)
-        self._flight = Flight(engine, requests, self._heard)
+        self._flight = Flight(engine, requests, self._on_item)
         self._all = range(len(requests))
         self.future.add_done_callback(self._withdraw)
         if not requests:
@@ -109,7 +109,7 @@ class _Call:
         if error is not None:
             self._fail(as_exception(error))
 
-    def _heard(self, item: Item) -> None:
+    def _on_item(self, item: Item) -> None:
         assert not isinstance(item, BaseException)
         position, event = item[0], event_or_error(item[1])
         if isinstance(event, Exception):

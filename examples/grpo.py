@@ -45,7 +45,7 @@ with clotho.Sampler(policy) as sampler:
         for problem, prompt, group in zip(batch, prompts, groups, strict=True):
             rewards = [reward(problem, completion.text) for completion in group]
             seen.append(mean(rewards))
-            if max(rewards) > min(rewards):  # a group of equals teaches nothing
+            if max(rewards) > min(rewards):  # equal rewards have no gradient
                 pairs = zip(group, advantages(rewards), strict=True)
                 data += [clotho.Datum(prompt, completion, advantage) for completion, advantage in pairs]
 

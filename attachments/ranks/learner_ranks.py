@@ -65,7 +65,7 @@ MAX_PIECES = 4
 """Number of micro-batches per rank up to which a minibatch is cut for unequal shares."""
 
 
-def deal(costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
+def assign(costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
     """Deal micro-batches to ranks, most expensive first, each to the rank that finishes it first.
 
     speeds: relative speed of each rank. Returns indices in ascending order. Rank 0 gets at least one, which it takes
@@ -225,7 +225,7 @@ class LearnerRanks:
             ),
         )
 
-    def deal_gradients(
+    def assign_gradients(
         self,
         micro_batches: Sequence[MicroBatch],
         fixed_logprobs: Sequence[FixedLogprobs],
@@ -252,7 +252,7 @@ class LearnerRanks:
                 seed=derive(position.version, "share", self._number, rank),
             )
 
-        return self._deal(micro_batches, parts, share)
+        return self._assign(micro_batches, parts, share)
 
     def add_gradients(
         self, own: MicroBatchGradient, turns: TurnBudget
@@ -286,7 +286,7 @@ class LearnerRanks:
         others = {result.index: _without_arrays(result) for answer in computed for result in answer.results}
         return total, others
 
-    def deal_logprobs(
+    def assign_logprobs(
         self, micro_batches: Sequence[MicroBatch], parameters: Parameters | None, reference: Arrays
     ) -> Sequence[int]:
         """See `OtherRanks`."""
@@ -300,14 +300,14 @@ class LearnerRanks:
         def share(rank: int, own: tuple[SharePart, ...]) -> LogprobsShare:
             return LogprobsShare(number=self._number, parts=own, reference=parameters is None)
 
-        return self._deal(micro_batches, parts, share)
+        return self._assign(micro_batches, parts, share)
 
     def collect_logprobs(self, turns: TurnBudget) -> dict[int, mx.array]:
         """See `OtherRanks`."""
         computed = self._collect(turns)
         return {result.index: mx.array(result.logp_N) for answer in computed for result in answer.results}
 
-    def _deal(
+    def _assign(
         self,
         micro_batches: Sequence[MicroBatch],
         parts: Sequence[SharePart],
@@ -315,7 +315,7 @@ class LearnerRanks:
     ) -> Sequence[int]:
         self._number += 1
         costs = [positions(micro) for micro in micro_batches]
-        shares = deal(costs, self._speeds)
+        shares = assign(costs, self._speeds)
         for rank in self._others:
             self._tell(rank, encode(share(rank, tuple(parts[index] for index in shares[rank]))))
         for work, dealt in zip(self._work, shares, strict=True):

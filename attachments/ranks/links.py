@@ -1,7 +1,7 @@
-"""Connections between rank 0 and each other rank: messages over TCP, with signs of life in both directions.
+"""Connections between rank 0 and each other rank: messages over TCP, with heartbeats in both directions.
 
 A rank that waits for work waits for a message, and not in a collective. A process that ends closes its connections,
-which the other side notices at once; a process that hangs is noticed because its signs of life stop.
+which the other side notices at once; a process that hangs is noticed because its heartbeats stop.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
 HEADER = struct.Struct("<Q")
-"""The header of a message: its number of bytes; 0 is a sign of life."""
+"""The header of a message: its number of bytes; 0 is a heartbeat."""
 
 SIGN_SECONDS = 0.5
-"""Time between two signs of life."""
+"""Time between two heartbeats."""
 SUSPENDED_SECONDS = 2.0
 """A process whose periodic check is this late was suspended itself; silence of others in this time means nothing."""
 CLOSE_SECONDS = 2.0
@@ -103,9 +103,9 @@ class Link:
 
 
 class Watch:
-    """Checks signs of life and deadlines, in a thread.
+    """Checks heartbeats and deadlines, in a thread.
 
-    hang_seconds: a rank without a sign of life for so long is lost.
+    hang_seconds: a rank without a heartbeat for so long is lost.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Watch:
         threading.Thread(target=self._run, name="rank watch", daemon=True).start()
 
     def add(self, link: Link) -> None:
-        """Expect signs of life on a connection."""
+        """Expect heartbeats on a connection."""
         self._links = (*self._links, link)
 
     @contextmanager
@@ -153,7 +153,7 @@ class Watch:
             return
         for link in self._links:
             if now - link.seen > self.hang_seconds:
-                self._lost(link.rank, f"gave no sign of life for {self.hang_seconds:g} s")
+                self._lost(link.rank, f"sent no heartbeat for {self.hang_seconds:g} s")
         if (due := self._deadline) is not None and now > due[0]:
             self._lost(None, due[1])
 

@@ -77,7 +77,7 @@ class Membership:
         self._ending = threading.Lock()  # held from the first reason to end the process
         self._supervisor = RankSupervisor(on_end=lambda: self._exit(RANK_LOST))
         self._supervisor.tell(restarts=settings.restarts)
-        self._group = _join()  # blocks all threads of this process; the supervisor waits for the first sign of life
+        self._group = _join()  # blocks all threads of this process; the supervisor waits for the first heartbeat
         self.rank, self.size = self._group.rank(), self._group.size()
         self._stream = mx.gpu if "NCCL_HOST_IP" in os.environ else mx.cpu
         self._watch = Watch(hang_seconds=settings.hang_seconds, alive=self._supervisor.alive, lost=self.lose)

@@ -1,7 +1,7 @@
 """The supervisor of a rank, and the rank's end of the connection to its supervisor.
 
 `mlx.launch` starts a supervisor per rank. The supervisor starts the process of the rank, and starts it again if the
-rank was lost: its process was killed, it gave no sign of life, or it ended because another rank was lost. Collectives
+rank was lost: its process was killed, it sent no heartbeat, or it ended because another rank was lost. Collectives
 that do not end cannot be cancelled; they end with their process. The module uses the standard library only, because a
 supervisor lives beside a process that needs the memory.
 """
@@ -30,7 +30,7 @@ RANK_LOST = 75
 """Exit status of a rank that ends because another rank was lost, or did not join."""
 
 START_SECONDS = 240.0
-"""Time until the first sign of life of a rank, which comes when all ranks have joined."""
+"""Time until the first heartbeat of a rank, which comes when all ranks have joined."""
 POLL_SECONDS = 0.1
 SUSPENDED_SECONDS = 2.0
 """A process whose periodic check is this late was suspended itself; silence of others in this time means nothing."""
@@ -136,7 +136,7 @@ class RankProcess:
         self._process.send_signal(number if self._hang_seconds else signal.SIGKILL)
 
     def wait(self) -> int:
-        """Wait for the end of the process, and end it if it gives no sign of life; return its status."""
+        """Wait for the end of the process, and end it if it sends no heartbeat; return its status."""
         limit = START_SECONDS
         seen = looked = time.monotonic()
         while self._process.poll() is None:
@@ -145,7 +145,7 @@ class RankProcess:
                 seen = now
             looked, limit = now, self._hang_seconds or limit
             if now - seen > limit:
-                self.problem = f"gave no sign of life for {limit:g} s"
+                self.problem = f"sent no heartbeat for {limit:g} s"
                 self._process.kill()
                 self._process.wait()
         while self._listen():
@@ -188,7 +188,7 @@ class RankSupervisor:
         threading.Thread(target=self._watch, args=(on_end,), name="supervisor", daemon=True).start()
 
     def alive(self) -> None:
-        """Give a sign of life."""
+        """Send a heartbeat."""
         self._write(b"\n")
 
     def tell(self, **facts: object) -> None:

@@ -65,8 +65,8 @@ class DecodeRates(Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class _Company(Enum):
-    """What had work while the engine decoded."""
+class _ConcurrentWork(Enum):
+    """Who else had work while the engine decoded."""
 
     NONE = auto()
     LEARNER = auto()
@@ -78,27 +78,27 @@ class _DecodeClock:
 
     def __init__(self, arbiter: Arbiter) -> None:
         self._arbiter = arbiter
-        self._tokens = dict.fromkeys(_Company, 0)
-        self._seconds = dict.fromkeys(_Company, 0.0)
+        self._tokens = dict.fromkeys(_ConcurrentWork, 0)
+        self._seconds = dict.fromkeys(_ConcurrentWork, 0.0)
         self._decode_seconds = self._learning_decode_seconds = 0.0
         self._since: float | None = None
 
-    def begin(self) -> _Company:
-        """Record that a step waits for its turn. Return the company that it is counted with."""
+    def begin(self) -> _ConcurrentWork:
+        """Record that a step waits for its turn. Return what computes beside it, which it is counted with."""
         if self._since is None:
             self._since = self._arbiter.clock()
         if not self._arbiter.others_work:
-            return _Company.NONE
-        return _Company.LEARNER if self._arbiter.works("update") else _Company.OTHER
+            return _ConcurrentWork.NONE
+        return _ConcurrentWork.LEARNER if self._arbiter.works("update") else _ConcurrentWork.OTHER
 
-    def end(self, company: _Company, tokens: int, seconds: float) -> None:
+    def end(self, beside: _ConcurrentWork, tokens: int, seconds: float) -> None:
         """Record a step that took `seconds`."""
         now, since = self._arbiter.clock(), self._since
         assert since is not None
-        self._tokens[company] += tokens
-        self._seconds[company] += now - since
+        self._tokens[beside] += tokens
+        self._seconds[beside] += now - since
         self._decode_seconds += seconds
-        self._learning_decode_seconds += seconds if company is _Company.LEARNER else 0.0
+        self._learning_decode_seconds += seconds if beside is _ConcurrentWork.LEARNER else 0.0
         self._since = now
 
     def idle(self) -> None:
@@ -108,13 +108,13 @@ class _DecodeClock:
     def rates(self) -> DecodeRates:
         """Return the rates so far. Thread-safe."""
 
-        def rate(company: _Company) -> float:
-            return self._tokens[company] / self._seconds[company] if self._seconds[company] else 0.0
+        def rate(beside: _ConcurrentWork) -> float:
+            return self._tokens[beside] / self._seconds[beside] if self._seconds[beside] else 0.0
 
         return DecodeRates(
-            idle=rate(_Company.NONE),
-            learning=rate(_Company.LEARNER),
-            share=self._learning_decode_seconds / (self._seconds[_Company.LEARNER] or 1.0),
+            idle=rate(_ConcurrentWork.NONE),
+            learning=rate(_ConcurrentWork.LEARNER),
+            share=self._learning_decode_seconds / (self._seconds[_ConcurrentWork.LEARNER] or 1.0),
             tokens=sum(self._tokens.values()),
             seconds=self._decode_seconds,
         )
@@ -151,7 +151,9 @@ class ComputeThread:
         self._broken: Future[None] = Future()
         self._clock = _DecodeClock(arbiter)
         self._stopping, self._ended, self._over = threading.Event(), threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=_live, args=([self._serve],), name=f"compute {lane.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=_run_and_block, args=([self._serve],), name=f"compute {lane.name}", daemon=True
+        )
 
     def start(self) -> None:
         """Start the thread."""
@@ -240,7 +242,7 @@ class ComputeThread:
         self._arbiter.set_urgent(is_urgent=self._ticker.is_urgent)
         self._arbiter.set_long_only(long_only=self._ticker.long_only)
         self._arbiter.set_work(self.lane, has_work=True)
-        company, tokens = self._clock.begin(), 0
+        beside, tokens = self._clock.begin(), 0
         try:
             with self.lane.turn("decode"):
                 began = self._arbiter.clock()
@@ -252,7 +254,7 @@ class ComputeThread:
             self._ticker = _NoTicker()
             self._broken.set_exception(as_exception(error))
             return
-        self._clock.end(company, tokens, seconds)
+        self._clock.end(beside, tokens, seconds)
 
     def _cancel_waiting(self) -> None:
         while True:
@@ -324,7 +326,7 @@ class Compute:
         return self.arbiter.turn_times()
 
 
-def _live(work: list[Callable[[], None]]) -> None:
+def _run_and_block(work: list[Callable[[], None]]) -> None:
     """Do the work, release it, and then block forever.
 
     A thread that has used compiled functions must not end. MLX destroys the thread's cache of compiled functions after

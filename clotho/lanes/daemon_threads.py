@@ -120,7 +120,7 @@ class _Call(Generic[T]):
         self._work, self._loop, self._on_end = work, loop, on_end
         self._left = threading.RLock()
         self._interrupts, self._retry_seconds = 0, FIRST_RETRY_SECONDS
-        self._has_begun = self._is_abandoned = self._settled = False
+        self._has_begun = self._is_abandoned = self._is_set = False
 
     def run(self) -> bool:
         """Run the work; return whether the thread can run further calls."""
@@ -138,7 +138,7 @@ class _Call(Generic[T]):
             self._leave()
         self._leave()
         try:
-            self._loop.call_soon_threadsafe(self._settle, result, error)
+            self._loop.call_soon_threadsafe(self._set_outcome, result, error)
         except RuntimeError:  # the event loop is closed
             return False
         return not self._interrupts
@@ -151,10 +151,10 @@ class _Call(Generic[T]):
                 for _ in range(100):  # CPython raises it at one of the next bytecodes
                     time.sleep(0)
 
-    def _settle(self, result: T | None, error: Exception | None) -> None:
-        if self._settled:
+    def _set_outcome(self, result: T | None, error: Exception | None) -> None:
+        if self._is_set:
             return
-        self._settled = True
+        self._is_set = True
         self._on_end(self._interrupts > 0)
         if self.outcome.done():
             return
@@ -173,7 +173,7 @@ class _Call(Generic[T]):
             return
         try:
             if not thread.is_alive():  # an interrupt ended the thread before it could report its end
-                self._settle(None, None)
+                self._set_outcome(None, None)
                 return
             self._is_abandoned = True
             if self._has_begun:

@@ -86,7 +86,7 @@ class Flight:
             return
         for position, request in enumerate(self._requests):
             try:
-                self._ids[position] = self._engine.submit(request, partial(self._heard, position))
+                self._ids[position] = self._engine.submit(request, partial(self._on_event, position))
             except RequestError as error:
                 self._post((position, error))
 
@@ -96,7 +96,7 @@ class Flight:
             if position in self._ids:
                 self._engine.abort(self._ids[position])
 
-    def _heard(self, position: int, event: SampleEvent) -> None:
+    def _on_event(self, position: int, event: SampleEvent) -> None:
         self._post((position, event))
 
 

@@ -194,8 +194,8 @@ def minibatches(
     parts = min(settings.num_minibatches, len(groups))
     if parts > 1:
         order = [int(index) for index in np.random.default_rng(list(seed)).permutation(len(groups))]
-    dealt = [sorted(order[start::parts]) for start in range(parts)]
-    batches = [_minibatch(part, groups, token_advantages, settings, max_tokens, layout, least) for part in dealt]
+    strides = [sorted(order[start::parts]) for start in range(parts)]
+    batches = [_minibatch(part, groups, token_advantages, settings, max_tokens, layout, least) for part in strides]
     return tuple(batch for batch in batches if batch.tokens)
 
 
@@ -271,7 +271,7 @@ def prepare(
     """
     settings = loss_config.settings
 
-    def deal(token_advantages: PerTokenAdvantages) -> tuple[Minibatch, ...]:
+    def divided(token_advantages: PerTokenAdvantages) -> tuple[Minibatch, ...]:
         return minibatches(
             groups,
             token_advantages,
@@ -283,7 +283,7 @@ def prepare(
         )
 
     preliminary = compute_advantages(groups, (), settings)
-    minis = deal(preliminary)
+    minis = divided(preliminary)
     references = _given_logprobs(minis) if reference_from_groups(settings) else None
     if reference.needed:
         references = _scored(minis, policy, forcing, loss_config, reference, turns, ranks)
@@ -303,7 +303,7 @@ def prepare(
             log_weights = [weight_G + norm_G for weight_G, norm_G in zip(log_weights, log_norms, strict=True)]
     token_advantages = compute_advantages(groups, penalties, settings, log_weights)
     if in_reward or log_weights:
-        minis = deal(token_advantages)
+        minis = divided(token_advantages)
     proximals = at_start if several else None
     fixed_logprobs = tuple(
         tuple(
@@ -393,7 +393,7 @@ def _scored(
     for mini in minis:
         own: Sequence[int] = range(len(mini.micro_batches))
         if ranks is not None:
-            own = ranks.deal_logprobs(
+            own = ranks.assign_logprobs(
                 mini.micro_batches,
                 *((None, scoring.arrays()) if isinstance(scoring, ReferencePolicy) else (scoring, {})),
             )

@@ -93,7 +93,7 @@ class OtherRanks(Protocol):
 
     pieces: int
 
-    def deal_gradients(
+    def assign_gradients(
         self,
         micro_batches: Sequence[MicroBatch],
         fixed_logprobs: Sequence[FixedLogprobs],
@@ -115,7 +115,7 @@ class OtherRanks(Protocol):
         """
         ...
 
-    def deal_logprobs(
+    def assign_logprobs(
         self, micro_batches: Sequence[MicroBatch], parameters: Parameters | None, reference: Arrays
     ) -> Sequence[int]:
         """Send the other ranks their shares of a forward pass, and return the indices of the own share.

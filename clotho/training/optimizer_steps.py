@@ -288,7 +288,7 @@ def minibatch_gradient(
     """Return the gradient of a minibatch, and the gradients of its micro-batches without their arrays."""
     own: Sequence[int] = range(len(mini.micro_batches))
     if ranks is not None:
-        own = ranks.deal_gradients(
+        own = ranks.assign_gradients(
             mini.micro_batches,
             fixed_logprobs,
             parameters,

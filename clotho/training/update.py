@@ -9,7 +9,7 @@ An update passes through these modules, in this order:
    scores every token under it.
 3. `advantages` turns the rewards of each group (less that penalty) into one advantage per completion. Groups from
    environments may contain advantages per token. Tokens that the policy did not sample and masked completions get 0.
-4. `batch` deals the groups to minibatches with a seeded permutation. `objectives.aggregation` gives every token its
+4. `batch` divides the groups into minibatches by a seeded permutation. `objectives.aggregation` gives every token its
    loss weight, so that the loss of the update is the sum over tokens of loss weight times token loss, for any split.
    `scoring.layouts` cuts each minibatch into micro-batches of at most `learner.micro_batch_tokens` positions.
    If there are several optimizer steps and the ratio is against the policy at the start of the batch, `batch` scores

@@ -210,7 +210,7 @@ class TrainingSignal:
                 name="constant_reward_part",
                 severity="warning",
                 fact=f"the reward {name} is {values[0]:g} for each of the last {len(values)} completions{expected}",
-                consequence="a reward that never varies teaches nothing",
+                consequence="a reward that never varies has no gradient",
                 advice=f"correct the reward {name}, or remove it from the profile",
                 remedy=CHECK,
             )

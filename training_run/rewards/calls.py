@@ -168,14 +168,14 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         try:
             while (call := self.inbox.get()) is not None:
-                _settle(call.future, call.work)
+                _set_result(call.future, call.work)
                 if not self._threads.finished(self, call):
                     return
         except Interrupted:
             return  # an abandoned call has no receiver
 
 
-def _settle(future: Future[T], work: Callable[[], T]) -> None:
+def _set_result(future: Future[T], work: Callable[[], T]) -> None:
     try:
         result = work()
     except Interrupted:

@@ -1,4 +1,4 @@
-"""Rank 0 deals micro-batches and adds gradients: the update is that of one rank.
+"""Rank 0 assigns micro-batches and adds gradients: the update is that of one rank.
 
 The other ranks of these tests are in this process. They receive and send the same bytes as over a network.
 """
@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from attachments.ranks.learner_ranks import LearnerRanks, deal, grouped
+from attachments.ranks.learner_ranks import LearnerRanks, assign, grouped
 from attachments.ranks.messages import Add, Computed, End, Lost, RankFailed, decode_instruction, encode
 from attachments.ranks.worker import ShareComputer
 from clotho.lanes.arbiter import WorkCancelled
@@ -247,11 +247,11 @@ def test_a_late_share_loses_its_rank() -> None:
         ([4, 2, 2], [1.0, 100.0], [[2], [0, 1]]),
     ],
 )
-def test_micro_batches_are_dealt_by_their_cost(
+def test_micro_batches_are_assigned_by_their_cost(
     costs: Sequence[int], speeds: Sequence[float], expected: list[list[int]]
 ) -> None:
     """The most expensive ones first, each to the rank that finishes it first; rank 0 never gets none."""
-    assert deal(costs, speeds) == expected
+    assert assign(costs, speeds) == expected
 
 
 def test_shares_name_every_rank() -> None:

@@ -1,4 +1,4 @@
-"""Messages between ranks, signs of life and deadlines."""
+"""Messages between ranks, heartbeats and deadlines."""
 
 from __future__ import annotations
 

@@ -86,4 +86,4 @@ def test_a_process_without_signs_of_life_is_killed() -> None:
     """The limit applies as soon as the process has told it."""
     found = process({"hang_seconds": 0.2}, "time.sleep(600)")
     assert found.wait() == -signal.SIGKILL
-    assert "no sign of life" in found.problem
+    assert "no heartbeat" in found.problem
