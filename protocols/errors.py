@@ -68,6 +68,10 @@ def escape_invisible(text: str, escape: Callable[[str], str]) -> str:
     )
 
 
+class Interrupted(BaseException):
+    """Raised in the thread of an abandoned call. Takes effect at the next Python bytecode, not inside a C call."""
+
+
 class ClothoError(Exception):
     """Base class."""
 

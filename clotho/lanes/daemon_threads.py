@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import anyio
 
-from protocols.errors import as_exception
+from protocols.errors import Interrupted, as_exception
 
 T = TypeVar("T")
 
@@ -33,10 +33,6 @@ class NoThreadError(Exception):
 
 class OvertimeError(Exception):
     """The function took longer than its time limit."""
-
-
-class _Interrupted(BaseException):
-    """Raised in the thread of an abandoned call. Takes effect at the next Python bytecode, not inside a C call."""
 
 
 class DaemonThreads:
@@ -97,7 +93,7 @@ class _Worker:
 
 
 def _serve(calls: SimpleQueue[_Call[Any] | None]) -> None:
-    with suppress(_Interrupted):  # ends the thread; the next attempt to interrupt its call notices that
+    with suppress(Interrupted):  # ends the thread; the next attempt to interrupt its call notices that
         while (call := calls.get()) is not None and call.run():
             del call  # an idle thread holds no result
 
@@ -126,12 +122,12 @@ class _Call(Generic[T]):
         """Run the work; return whether the thread can run further calls."""
         result: T | None = None
         error: Exception | None = None
-        with suppress(_Interrupted):
+        with suppress(Interrupted):
             self._has_begun = True
             try:
                 if not self._is_abandoned:
                     result = self._work()
-            except _Interrupted:
+            except Interrupted:
                 raise
             except BaseException as raised:
                 error = as_exception(raised)
@@ -145,7 +141,7 @@ class _Call(Generic[T]):
 
     def _leave(self) -> None:
         """Refuse further interrupts, and let one be raised that has not been raised yet."""
-        with suppress(_Interrupted):
+        with suppress(Interrupted):
             self._left.acquire()
             if self._interrupts:
                 for _ in range(100):  # CPython raises it at one of the next bytecodes
@@ -178,7 +174,7 @@ class _Call(Generic[T]):
             self._is_abandoned = True
             if self._has_begun:
                 self._interrupts += 1
-                raised = ctypes.py_object(_Interrupted)
+                raised = ctypes.py_object(Interrupted)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), raised)
         finally:
             self._left.release()

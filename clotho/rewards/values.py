@@ -18,7 +18,7 @@ from typing import Any
 from msgspec import Struct
 
 from clotho.rewards.registry import ARGUMENTS, GroupParameters, RewardFunction
-from protocols.errors import ClothoError
+from protocols.errors import ClothoError, Interrupted
 from protocols.prompt import Problem
 
 MAX_REWARD = 1e6
@@ -40,10 +40,6 @@ class RewardError(ClothoError, RuntimeError):
     def __init__(self, message: str, *, rewards: tuple[str, ...] = (), traceback: str = "") -> None:
         super().__init__(message)
         self.rewards, self.traceback = rewards, traceback
-
-
-class Interrupted(BaseException):
-    """Raised in the thread of an abandoned call. Takes effect at the next Python bytecode, not inside a C call."""
 
 
 class Completions(Struct, frozen=True, kw_only=True):

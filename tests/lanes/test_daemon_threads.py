@@ -109,7 +109,7 @@ async def test_an_interrupt_without_effect_is_repeated(monkeypatch: pytest.Monke
     with pytest.raises(OvertimeError):
         await pool.run(endless)
     assert await threads_free(pool) == 1
-    assert dropped == caught == ["_Interrupted"]
+    assert dropped == caught == ["Interrupted"]
 
 
 async def test_a_thread_runs_further_functions_unless_it_was_interrupted() -> None:

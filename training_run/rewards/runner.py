@@ -34,7 +34,7 @@ from protocols.prompt import Problem
 from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
 from training_run.profile.schema import Profile
-from training_run.rewards.calls import Caller, WorkerLoop, WorkerThreads
+from training_run.rewards.calls import AsyncCaller, Caller, WorkerLoop
 from training_run.rewards.worker_pool import WorkerPool
 from training_run.rewards.worker_process import NewWorker, ProcessFunction, new_process
 
@@ -117,7 +117,6 @@ class RewardRunner:
         self._overlong = overlong
         self._keep_zero_variance = keep_zero_variance
         self._max_steps, self._workers = max_steps, workers
-        self._threads = WorkerThreads()
         self._loops: list[WorkerLoop] = []
         self._failed: set[str] = set()
         self._pools: list[WorkerPool] = []
@@ -249,10 +248,9 @@ class RewardRunner:
                 )
 
     def close(self) -> None:
-        """End the worker processes and threads. A thread inside a call does not keep the process alive."""
+        """End the worker processes and event loops. A thread inside a call does not keep the process alive."""
         for pool in self._pools:
             pool.close()
-        self._threads.close()
         for loop in self._loops:
             loop.close()
 
@@ -281,11 +279,14 @@ class RewardRunner:
         reward = Reward(name=section.name, function=loaded, group=group, max_steps=self._max_steps)
         if is_built_in:
             return _Component(section=section, caller=None, reward=reward)
-        loop = WorkerLoop() if is_async(loaded) else None
-        if loop is not None:
-            self._loops.append(loop)
-        caller = Caller([reward], timeout_seconds=section.timeout_seconds, threads=self._threads, loop=loop)
-        return _Component(section=section, caller=caller, reward=reward)
+        return _Component(section=section, caller=self._caller(reward, section.timeout_seconds), reward=reward)
+
+    def _caller(self, reward: Reward, timeout_seconds: float) -> GroupCaller:
+        """Return what calls a function of the user in threads."""
+        if not is_async(reward.function):
+            return Caller([reward], timeout_seconds=timeout_seconds, concurrency=self.concurrency)
+        self._loops.append(WorkerLoop())
+        return AsyncCaller(reward, timeout_seconds=timeout_seconds, loop=self._loops[-1])
 
     def _log_first(self, error: RewardError) -> None:
         """Log the first failure of each function, with the traceback of its exception."""
@@ -317,7 +318,7 @@ class RewardRunner:
         if built_in and key not in self._built_in:
             rewards = [component.reward for component in built_in if component.reward is not None]
             seconds = sum(section.timeout_seconds for section in sections)
-            self._built_in[key] = Caller(rewards, timeout_seconds=seconds, threads=self._threads)
+            self._built_in[key] = Caller(rewards, timeout_seconds=seconds, concurrency=self.concurrency)
         custom = [component.caller for component in components if component.caller is not None]
         return [self._built_in[key], *custom] if built_in else custom
 
