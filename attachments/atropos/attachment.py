@@ -9,6 +9,7 @@ from training_run.attachment import Attach, Attachment, Plan
 from training_run.supervision.supervisor import permanent
 
 if TYPE_CHECKING:
+    from training_run.memory.need import MemoryNeed
     from training_run.profile.schema import Profile
     from training_run.run import RunContext
 
@@ -44,6 +45,13 @@ class Atropos(Attachment):
             from attachments.atropos.client import require_address  # imports an HTTP client
 
             require_address(profile.atropos.url)
+
+    def memory(self, need: MemoryNeed) -> None:
+        """Environments send whole sequences."""
+        from training_run.profile.schema import AtroposSource
+
+        if need.profile is not None and isinstance(need.profile.atropos, AtroposSource):
+            need.sequence_tokens = need.profile.atropos.max_tokens
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Have environments send the groups of the run, which sample on its HTTP server."""

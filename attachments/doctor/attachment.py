@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from clotho.settings.bounds import Off
 from protocols.finding import Finding
-from training_run.attachment import Attachment
+from training_run.attachment import Attachment, has_own_groups
 
 if TYPE_CHECKING:
     from clotho.models.tokenizer import ChatTokenizer
@@ -32,7 +31,7 @@ class Doctor(Attachment):
         yield from version_findings(installed_versions())
         yield from setting_findings(profile)
         yield from check_template(tokenizer, template_use(profile, problems)).findings
-        if isinstance(profile.atropos, Off):
+        if has_own_groups(profile):
             yield from problem_findings(problems, profile.rewards, batch_size=profile.learner.batch_size)
 
 

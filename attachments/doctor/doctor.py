@@ -61,7 +61,7 @@ from protocols.errors import ClothoError, DatasetError, ProfileError, RecordsErr
 from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, FindingName, Remedy
 from protocols.rollout import GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.summary import MemoryEstimate
-from training_run.attachment import check_attachments, installed_attachments, slot_settings
+from training_run.attachment import check_attachments, has_own_groups, installed_attachments, slot_settings
 from training_run.commands.command_line import require_new_file
 from training_run.directory.run_directory import open_run
 from training_run.groups.prompts import read_split
@@ -269,7 +269,7 @@ def _check_dataset(found: Diagnosis, profile: Profile) -> None:
         found.add("dataset", "refused", [_refusal(error, "no_reward_applies", advice)])
         raise Stopped from error
     found.add("dataset", f"{len(split.train)} problems for training, {len(split.heldout)} held out")
-    if isinstance(profile.atropos, Off):
+    if has_own_groups(profile):
         found.findings += problem_findings(split.train, profile.rewards, batch_size=profile.learner.batch_size)
 
 
@@ -338,7 +338,7 @@ async def _draw(context: RunContext, work: Progress) -> tuple[list[RolloutGroup]
             progress=lambda finished: work.note(f"{finished} are finished"),
         )
         groups += drawn
-        if not isinstance(profile.atropos, Off):
+        if not has_own_groups(profile):
             break
         outcomes += [await context.rewards.score(group) for group in drawn]
         if len(drawn) < count:

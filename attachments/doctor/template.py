@@ -14,10 +14,10 @@ from msgspec import Struct
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.rewards.answer import ANSWER, ANSWER_END, THINK, THINK_END
 from clotho.rewards.registry import built_in, expects_tag
-from clotho.settings.bounds import Off
 from protocols.errors import RequestError, visible
 from protocols.finding import CHECK, Change, Finding, Remedy
 from protocols.prompt import Problem
+from training_run.attachment import has_own_groups
 from training_run.profile.schema import Profile
 
 Message = Mapping[str, str]
@@ -225,7 +225,7 @@ def _listed(rewards: Sequence[str]) -> str:
 
 def template_use(profile: Profile, problems: Sequence[Problem]) -> TemplateUse:
     """Return how the run of a profile uses the chat template."""
-    environments = not isinstance(profile.atropos, Off)
+    environments = not has_own_groups(profile)
     answered = any(message.get("role") == "assistant" for problem in problems for message in problem.messages)
     tools = [] if environments else [problem.tools for problem in problems if problem.tools]
     return TemplateUse(

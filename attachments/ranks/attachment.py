@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from attachments.ranks.learner_ranks import LearnerRanks
     from attachments.ranks.membership import Membership
     from attachments.ranks.sections import DistributedSection
+    from training_run.memory.need import MemoryNeed
     from training_run.run import RunContext
 
 
@@ -30,6 +31,12 @@ class Ranks(Attachment):
         if not supervision.is_rank():
             return supervision.supervise(argv)
         return None if supervision.rank() == 0 else _run_rank()
+
+    def memory(self, need: MemoryNeed) -> None:
+        """Sums of gradients, in the process of a rank."""
+        from attachments.ranks.supervision import is_rank
+
+        need.sums = need.profile is not None and is_rank()
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Join the other ranks. They load the model when this process has loaded it."""

@@ -54,8 +54,8 @@ from training_run.memory.activations import (
     logits_bytes,
 )
 from training_run.memory.micro_batch import MicroBatchShape, largest_micro_batch, most_groups
-from training_run.memory.need import memory_need
-from training_run.profile.schema import AtroposSource, Profile
+from training_run.memory.need import MemoryNeed, memory_need
+from training_run.profile.schema import Profile
 
 
 class LearningBytes(NamedTuple):
@@ -128,17 +128,14 @@ MARGIN = 0.25
 """Allowance for temporary arrays, as a share of the largest turn: peaks measured in tests reach 1.21 times the turn."""
 
 
-def estimate_memory(
-    model: ModelSection, profile: Profile, *, prompt_tokens: int = PROMPT_TOKENS, ranks: bool = False
-) -> MemoryEstimate:
+def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int = PROMPT_TOKENS) -> MemoryEstimate:
     """Estimate the peak bytes of MLX arrays of a run of `profile` on `model`.
 
     No weight is read: shapes and types come from the configuration and from the headers of the files. For a hub model
     that is not in the local cache, the configuration that ships with the project is used, if there is one.
     `total` assumes that every completion reaches `sampling.max_tokens` and that every cache is full, so a run whose
     completions end earlier stays below it; `minimum` counts the cache of one sequence. prompt_tokens: length of the
-    longest prompt; for groups of environments, `atropos.max_tokens` bounds the whole sequence. ranks: whether the
-    learner has several ranks.
+    longest prompt, if prompts and completions are those of the run.
 
     For transformers `total` is 1 to 1.4 times the peak of a run that fills its caches;
     `training_run.memory.activations` says where it is rougher. Not counted in it: the freed buffers that MLX keeps for
@@ -153,7 +150,8 @@ def estimate_memory(
     limits = profile.server.adapters if isinstance(profile.server, HttpServer) else AdaptersSection()
     adapters = _adapters(base, config, limits) if limits.root else 0
     learning = learning_bytes(base, profile)
-    length, completion = _longest(profile, prompt_tokens, context_length(config))
+    need = memory_need(profile.engine, profile)
+    length, completion = _longest(profile, need, prompt_tokens, context_length(config))
     micro = largest_micro_batch(profile, prompt=length - completion, completion=completion)
     vocabulary = describe_model(base, config).vocab_size
     seqs = profile.engine.max_num_seqs
@@ -173,7 +171,7 @@ def estimate_memory(
         prefixes=_prefixes(layout, profile.engine.prefix_cache_tokens, min(prompt_tokens, length)),
         evaluation=_caches(layout, _evaluated_rows(profile, length), length),
         gradients=learning.gradient * (2 if micro.several else 1),
-        sums=SUM_COPIES * learning.gradient if ranks else 0,
+        sums=SUM_COPIES * learning.gradient if need.sums else 0,
         activations=_activations(base, config, layout, micro, profile, logits=logits),
         logits=logits,
         update=learning.update,
@@ -349,10 +347,10 @@ def _itemsize(model: nn.Module, config: dict[str, Any]) -> int:
     return dtype.size
 
 
-def _longest(profile: Profile, prompt_tokens: int, context: int) -> tuple[int, int]:
+def _longest(profile: Profile, need: MemoryNeed, prompt_tokens: int, context: int) -> tuple[int, int]:
     """Return the length of the longest training sequence, and the largest number of its tokens that are sampled."""
-    if isinstance(profile.atropos, AtroposSource):
-        length = min(profile.atropos.max_tokens, context)
+    if need.sequence_tokens is not None:
+        length = min(need.sequence_tokens, context)
         return length, length - 1
     length = min(prompt_tokens + profile.sampling.max_tokens, context)
     return length, min(profile.sampling.max_tokens, length - 1)

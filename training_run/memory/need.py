@@ -13,13 +13,17 @@ class MemoryNeed(Struct, kw_only=True):
     """Estimate -> attachments, which raise it.
 
     engine: settings of the decode engine. profile: of a run; None: a server without a learner. groups: groups of an
-    update beside those of its batch. published: weights that are trained in full are kept until their next version.
+    update beside those of its batch. sequence_tokens: length of a sequence of which any part may be sampled; None: of a
+    prompt with a completion. published: weights that are trained in full are kept until their next version. sums:
+    gradients of several processes are added.
     """
 
     engine: EngineSection
     profile: Profile | None = None
     groups: int = 0
+    sequence_tokens: int | None = None
     published: bool = False
+    sums: bool = False
 
 
 def memory_need(engine: EngineSection, profile: Profile | None = None) -> MemoryNeed:

@@ -255,7 +255,7 @@ def _load_policy(plan: Plan, lane: Lane) -> LoadedPolicy:
         if starts_from_adapter and not from_checkpoint
         else None
     )
-    estimate = estimate_memory(profile.model, profile, ranks=plan.ranks is not None)
+    estimate = estimate_memory(profile.model, profile)
     limit_memory(estimate, profile.monitor)
     keep_reference = isinstance(profile.learner.reference, BaseReference)
     policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)

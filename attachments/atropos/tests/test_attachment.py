@@ -13,6 +13,7 @@ from attachments.atropos.sample_log import SampleLog
 from protocols.errors import ProfileError
 from tests.training_run.built_context import open_context, tiny_profile
 from training_run.attachment import has_own_groups
+from training_run.memory.need import memory_need
 from training_run.supervision.custom_actors import require_positions
 
 MOCK: dict[str, Any] = {"atropos": "mock", "server": {"type": "http", "port": 0}}
@@ -38,6 +39,13 @@ async def test_a_run_without_environments_makes_its_own_groups(tmp_path: Path) -
         assert run.attached.groups is None
         assert run.attached.samples is None
     assert has_own_groups(profile)
+
+
+def test_the_length_of_sequences_bounds_the_memory(tmp_path: Path) -> None:
+    """Environments send whole sequences, of any number of turns."""
+    for atropos, tokens in (({"type": "mock", "max_tokens": 77}, 77), ("off", None)):
+        profile = tiny_profile(tmp_path, **{**MOCK, "atropos": atropos})
+        assert memory_need(profile.engine, profile).sequence_tokens == tokens
 
 
 def test_an_address_that_cannot_be_one_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import mlx.core as mx
 import msgspec
 import pytest
 
+from attachments.ranks.supervision import CONNECTION
 from clotho.inference.engine import DecodeEngine
 from clotho.models.folded_lora import converted_bytes
 from clotho.models.policy import Policy, load_policy
@@ -276,10 +277,14 @@ def test_going_back_keeps_two_older_versions(tmp_path: Path, reference: dict[str
     assert estimate_memory(profile.model, rolling).rollback == 2 * kept
 
 
-def test_several_ranks_hold_copies_of_a_gradient_while_it_is_added(tmp_path: Path) -> None:
+def test_several_ranks_hold_copies_of_a_gradient_while_it_is_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They count as a turn of their own."""
     profile = profile_of(saved(tmp_path), FULL)
-    alone, together = (estimate_memory(profile.model, profile, ranks=ranks) for ranks in (False, True))
+    alone = estimate_memory(profile.model, profile)
+    monkeypatch.setenv(CONNECTION, "0")
+    together = estimate_memory(profile.model, profile)
     assert (alone.sums, together.sums) == (0, 3 * weights(profile))
     assert together.turn == max(alone.turn, together.sums)
 
