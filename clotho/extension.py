@@ -18,13 +18,15 @@ from msgspec import Struct
 
 if TYPE_CHECKING:
     import mlx.core as mx
+    import mlx.nn as nn
     from starlette.types import ASGIApp
 
     from clotho.backend import Backend
+    from clotho.inference.parts import EngineParts
     from clotho.rewards.registry import BuiltIn
     from clotho.serving.auth import ClientKey
     from clotho.serving.parts import ServerParts
-    from clotho.settings.server import HttpServer
+    from clotho.settings.server import AdaptersSection, HttpServer
     from protocols.constraints import Constraint, Grammar
 
 Entry = TypeVar("Entry")
@@ -82,6 +84,16 @@ class Extension:
     def attachment(self) -> str:
         """Name of the folder."""
         return type(self).__module__.split(".")[1]
+
+    def engine(self, parts: EngineParts) -> None:
+        """Replace parts of a decode engine; called once per engine, in its thread. Raises ModelError."""
+
+    def adapter_bytes(self, model: nn.Module, limits: AdaptersSection, itemsize: int) -> int:
+        """Return the largest number of bytes that adapters of an engine with these limits take.
+
+        model: as mlx-lm builds it, not evaluated. itemsize: bytes per number of the compute type.
+        """
+        return 0
 
     def model_formats(self) -> Mapping[str, ModelFormat]:
         """Return formats of model files, by their suffix."""

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerFast
 
+from clotho.models.lora import AdaptedModule
 from clotho.models.tokenizer import ChatTokenizer
 from tests import model_lanes
 
@@ -145,6 +146,8 @@ class FixedSource:
     vocab_size: int
     context_length: int = 512
     version: int = 0
+    adapted: tuple[AdaptedModule, ...] = ()
+    keeps_base: bool = True
 
 
 def tiny_source(architecture: str = "qwen3", *, vocab_size: int = 257, seed: int = 0, **overrides: Any) -> FixedSource:

@@ -8,21 +8,16 @@ from pathlib import Path
 
 import structlog
 
-from attachments.adapters.adapter_store import AdapterStore
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
-from clotho.models.adapter_reading import read_adapter_of
-from clotho.models.adapters import AdapterContents
 from clotho.models.parameters import Parameters
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.server import engine_snapshot
 from clotho.serving.services import EngineAccess, EngineSnapshot, HealthReport
 from clotho.settings.engine import EngineSection
-from protocols.errors import ProfileError, visible
 from protocols.sampling import PromptLogprobs
 from training_run.profile.schema import MonitorSection
 from training_run.records.terminal_text import relative_path
-from training_run.start.adapter_settings import find_adapter
 from training_run.supervision.supervisor import ChildState, ChildStatus
 from training_run.supervision.watchdog import EngineGuard, Watchdog
 
@@ -100,7 +95,7 @@ class ServingState:
 
         source: as `SampleRequest.weights`. Raises RequestError for an unknown adapter.
         """
-        adapter = await finish(self._compute.decode.submit(lambda: self._engine.adapter(source)))
+        adapter = await finish(self._compute.decode.submit(lambda: self._engine.row_weights.admit(source)))
         parameters, version = await finish(self._compute.decode.submit(self._served))
         return await finish(
             self._compute.scoring.submit(
@@ -115,29 +110,6 @@ class ServingState:
     def engine_snapshot(self) -> EngineSnapshot:
         """The engine's part of /metrics."""
         return engine_snapshot(self._compute, self._engine, self._settings)
-
-
-def read_chosen(path: Path, model: str, store: AdapterStore) -> AdapterContents:
-    """Read an adapter that the operator names, in any of the forms of `policy.adapter`, in a compute thread.
-
-    model: value of `model.path`. Raises an error with exit status 2, also for what cannot be served beside other
-    adapters: DoRA, weights in full, adapters of embeddings, and what exceeds the limits of the store.
-    """
-    flag = "--adapter"
-    found = read_adapter_of(find_adapter(str(path), flag), model)
-    if found.is_dora or found.weights:
-        what = "DoRA" if found.is_dora else "weights in full"
-        raise ProfileError(f"{flag}: {path} has {what}; only LoRA can be served beside other adapters")
-    if others := [module for module in found.ranks if module not in store.targets]:
-        raise ProfileError(f"{flag}: {path} adapts {visible(others[0], 100)}, which is not served with adapters")
-    rank = max(found.ranks.values())
-    contents = AdapterContents(
-        arrays=found.arrays, scales=found.scales, rank=rank, path=str(found.path), ranks=found.ranks
-    )
-    for key, value in (("max_rank", rank), ("max_bytes", contents.bytes)):
-        if value > (limit := getattr(store.limits, key)):
-            raise ProfileError(f"{flag}: {path} exceeds server.adapters.{key} = {limit}: it has {value}")
-    return contents
 
 
 def names_of(path: str, files: Path | None) -> frozenset[str]:

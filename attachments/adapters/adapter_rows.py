@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,14 +19,15 @@ import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from numpy.typing import NDArray
 
-from attachments.adapters.adapter_store import AdapterStore, LoadedAdapter
 from attachments.adapters.mixed_layers import Columns, Group, Layer, Mixed, MixedLinear, MixedSwitchLinear, Routed
-from clotho.models.adapters import AdapterContents
+from clotho.inference.rows import RowAdapter
+from clotho.models.adapters import FLOAT32_BYTES, AdapterContents, adapter_targets
 from clotho.models.lora import AdaptedModule, watched_calls
 from clotho.models.parameters import locate
+from clotho.settings.server import AdaptersSection
 from protocols.errors import AdapterRequestError
 
-RowAdapters = Sequence[LoadedAdapter | None]
+RowAdapters = Sequence[RowAdapter | None]
 """The adapter of every row; None for the policy."""
 
 KEPT_BANKS = 2
@@ -42,7 +43,7 @@ POLICY_KEY, BASE_KEY = 0, -1
 class Bank(NamedTuple):
     """The columns of several adapters for every group. policy: matrices of the policy that they were built from."""
 
-    adapters: tuple[LoadedAdapter | None, ...]
+    adapters: tuple[RowAdapter | None, ...]
     groups: tuple[Columns, ...]
     policy: tuple[mx.array, ...]
 
@@ -63,6 +64,17 @@ class Route(NamedTuple):
     bank: Bank
     masks: dict[tuple[int, ...], mx.array | None]
     policy_rows_B: mx.array | None
+
+
+def adapter_bytes(model: nn.Module, limits: AdaptersSection, itemsize: int) -> int:
+    """Return the bytes of the largest adapters that the limits allow, with their copies in the compute type.
+
+    The device path keeps one copy of each adapter, and `KEPT_BANKS` copies for passes with several adapters.
+    """
+    targets = adapter_targets(model).values()
+    per_rank = sum(max(1, one.experts) * (one.inputs + one.outputs) for one in targets)
+    loaded = min(limits.max_bytes, limits.max_loaded * limits.max_rank * per_rank * FLOAT32_BYTES)
+    return loaded + (1 + KEPT_BANKS) * loaded * itemsize // FLOAT32_BYTES
 
 
 class AdapterRows:
@@ -176,7 +188,7 @@ class AdapterRows:
             self._route = Route(keys, policy, bank, masks, policy_rows_B)
         return self._route
 
-    def _bank(self, rows: Mapping[int, LoadedAdapter | None], policy: tuple[mx.array, ...]) -> Bank:
+    def _bank(self, rows: Mapping[int, RowAdapter | None], policy: tuple[mx.array, ...]) -> Bank:
         """Return a bank that contains the adapters of all rows. policy: its matrices, if the policy has rows."""
         needed = {key: one for key, one in rows.items() if (policy if one is None else one.scales)}
         if len(needed) == 1 and POLICY_KEY not in needed:
@@ -205,12 +217,12 @@ class AdapterRows:
             self._of_several.popitem(last=False)
         return bank
 
-    def _columns(self, adapters: Mapping[int, LoadedAdapter | None]) -> int:
+    def _columns(self, adapters: Mapping[int, RowAdapter | None]) -> int:
         """Return how many columns of A the adapters have in all layers."""
         layers = [layer for group in self._groups for layer in group.layers]
         return sum(layer.rank(adapter) for layer in layers for adapter in adapters.values())
 
-    def _build(self, adapters: Sequence[LoadedAdapter | None], policy: tuple[mx.array, ...]) -> Bank:
+    def _build(self, adapters: Sequence[RowAdapter | None], policy: tuple[mx.array, ...]) -> Bank:
         groups = tuple(group.build(adapters) for group in self._groups)
         mx.eval([array for columns in groups for array in (columns.a, *columns.b) if array is not None])
         return Bank(tuple(adapters), groups, policy)
@@ -235,7 +247,7 @@ def _experts(model: nn.Module) -> dict[str, _Experts]:
     }
 
 
-def _key(adapter: LoadedAdapter | None) -> int:
+def _key(adapter: RowAdapter | None) -> int:
     """Return a number that identifies an adapter."""
     return POLICY_KEY if adapter is None else adapter.version or BASE_KEY
 
@@ -248,31 +260,3 @@ def _mask(index_B: NDArray[np.int64], owners: tuple[int, ...]) -> mx.array | Non
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
-
-
-class LazyAdapterRows:
-    """`AdapterRows`, made when it is first needed: it examines the model."""
-
-    def __init__(self, adapters: AdapterStore | None) -> None:
-        self._adapters = adapters
-        self._rows: AdapterRows | None = None
-
-    def prepare(self) -> AdapterRows:
-        """Examine the model. Raises AdapterRequestError if its rows can only use the policy."""
-        if self._rows is None:
-            assert self._adapters is not None
-            self._rows = AdapterRows(self._adapters.model, self._adapters.adapted, self._adapters.targets)
-        return self._rows
-
-    def computing(self, adapter_B: Sequence[LoadedAdapter | None]) -> AbstractContextManager[None]:
-        """Compute row b with adapter_B[b] inside the context."""
-        return self.prepare().computing(adapter_B)
-
-    def require(self, contents: AdapterContents) -> None:
-        """Raise AdapterRequestError if the model does not compute with a layer of the adapter."""
-        self.prepare().require(contents)
-
-    def keep(self, versions: set[int]) -> None:
-        """Release converted matrices of all adapters but these."""
-        if self._rows is not None:
-            self._rows.keep(versions)

@@ -92,8 +92,6 @@ class AdapterStore:
         base_is_served: bool = True,
     ) -> None:
         """adapted: modules that hold the policy's own adapter. base_is_served: whether the base weights are frozen."""
-        self.model = model
-        self.adapted = adapted
         self.limits = limits
         self.targets = adapter_targets(model, adapted)
         self._loads = count(1)

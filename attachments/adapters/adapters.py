@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self
 
 import anyio
 import structlog
@@ -28,17 +28,8 @@ UNLOADED_NAMES = 256
 """Names of unloaded adapters that stay reserved for each of their owners, the newest ones."""
 
 
-@runtime_checkable
 class AdapterEngine(Protocol):
-    """The part of `DecodeEngine` that manages adapters, in the decode thread only.
-
-    adapters: their store, which can be read in every thread; None: the engine has no adapters.
-    """
-
-    @property
-    def adapters(self) -> AdapterStore | None:
-        """The store of adapters."""
-        ...
+    """Manages the adapters of an engine, in the decode thread only; see `EngineAdapters`."""
 
     def load_adapter(self, name: str, contents: Any, /, *, replace: bool, protected: Collection[str]) -> AdapterInfo:
         """Load an adapter under a name. protected: names that are not evicted. Raises AdapterRequestError."""

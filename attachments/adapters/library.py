@@ -1,4 +1,4 @@
-"""What `adapters` adds to the library: routes that load adapters, and models beside the policy."""
+"""What `adapters` adds to the library: rows with other weights than the policy's, and routes that load adapters."""
 
 from __future__ import annotations
 
@@ -7,19 +7,34 @@ from typing import TYPE_CHECKING
 from clotho.extension import Extension
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
+
+    from clotho.inference.parts import EngineParts
     from clotho.serving.parts import ServerParts
+    from clotho.settings.server import AdaptersSection
 
 
 class _Adapters(Extension):
+    def engine(self, parts: EngineParts) -> None:
+        from attachments.adapters.adapter_weights import provide
+
+        provide(parts)
+
+    def adapter_bytes(self, model: nn.Module, limits: AdaptersSection, itemsize: int) -> int:
+        from attachments.adapters.adapter_rows import adapter_bytes
+
+        return adapter_bytes(model, limits, itemsize)
+
     def server(self, parts: ServerParts) -> None:
         access = parts.offered.engine
         if access is None:
             return
-        from attachments.adapters.adapters import AdapterEngine, AdapterRegistry
+        from attachments.adapters.adapter_weights import EngineAdapters
+        from attachments.adapters.adapters import AdapterRegistry
         from attachments.adapters.routes_adapters import AdapterRoutes
 
-        if isinstance(access.engine, AdapterEngine) and (store := access.engine.adapters) is not None:
-            registry = AdapterRegistry.of_server(parts.offered, access.submit, access.engine, store)
+        if (adapters := EngineAdapters.of(access.engine)) is not None:
+            registry = AdapterRegistry.of_server(parts.offered, access.submit, adapters, adapters.store)
             parts.sources.append(registry)
             parts.endpoints += AdapterRoutes(registry).endpoints()
 

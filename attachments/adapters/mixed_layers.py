@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
-from attachments.adapters.adapter_store import LoadedAdapter
+from clotho.inference.rows import RowAdapter
 from clotho.models.folded_lora import FoldedLoRASwitchLinear
 
 
@@ -48,7 +48,7 @@ class Layer:
         self.is_switch = isinstance(base, (SwitchLinear, QuantizedSwitchLinear))
         self.in_bank = isinstance(policy, (LoRALinear, LoRASwitchLinear))
 
-    def rank(self, adapter: LoadedAdapter | None) -> int:
+    def rank(self, adapter: RowAdapter | None) -> int:
         """Return the rank of an adapter in this layer; 0 if it does not change the layer."""
         if adapter is None:
             a = self.policy["lora_a"] if self.in_bank else None
@@ -56,7 +56,7 @@ class Layer:
             a = adapter.arrays.get(f"{self.name}.lora_a")
         return 0 if a is None else int(a.shape[-2 if self.is_switch else -1])
 
-    def matrices(self, adapter: LoadedAdapter | None) -> tuple[mx.array, mx.array, float] | None:
+    def matrices(self, adapter: RowAdapter | None) -> tuple[mx.array, mx.array, float] | None:
         """Return A, B and the scale of an adapter as (..., inputs, outputs); None if it does not change the layer."""
         if adapter is None:
             if not self.in_bank:
@@ -82,7 +82,7 @@ class Group:
         self._given: Any = None
         self._low_rank: Any = None
 
-    def build(self, adapters: Sequence[LoadedAdapter | None]) -> Columns:
+    def build(self, adapters: Sequence[RowAdapter | None]) -> Columns:
         """Return the columns of the adapters; not evaluated."""
         a, b, starts, owners = [], [], [0], []
         for layer in self.layers:

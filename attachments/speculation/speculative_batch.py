@@ -26,7 +26,8 @@ from clotho.backend import backend
 from clotho.inference.batch import Batch, Step
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout, Logits, RowDecoder, VerifyingCaches
-from clotho.inference.prefill import Computing
+from clotho.inference.parts import Batches, MakeCaches
+from clotho.inference.row_weights import Computing
 from clotho.inference.rows import DraftedTokens, Filters, RowLogitBias, RowParameters, SampledRows
 from clotho.inference.sampling import sample, uniforms
 from clotho.inference.scheduler import PrefillJob, Row
@@ -42,6 +43,38 @@ MAX_PAUSE = 16
 tokens of each step."""
 
 
+class SpeculativeBatches(Batches):
+    """Makes batches that verify drafts, from a source of drafts that both share."""
+
+    def __init__(self, settings: EngineSection) -> None:
+        """settings: with a source of drafts."""
+        self._settings = settings
+        self._long: SpeculativeBatch | None = None
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        """Drafts and their accepted tokens of both batches."""
+        return SpeculationCounts() if self._long is None else self._long.counts
+
+    def caches(self, layout: CacheLayout, decoder: RowDecoder | None, limit: int) -> MakeCaches:
+        """Return what makes KV caches that can verify drafts; see `verifying_caches`."""
+        return verifying_caches(layout, decoder, limit)
+
+    def pair(
+        self, make_caches: MakeCaches, end_tokens: frozenset[int], vocabulary: int, computing: Computing
+    ) -> tuple[Batch, Batch]:
+        """Return empty batches. Raises ModelError for a draft model that cannot be loaded or has another vocabulary."""
+        common = make_caches, end_tokens, vocabulary, computing
+        short = SpeculativeBatch(*common, settings=self._settings)
+        self._long = SpeculativeBatch(*common, settings=self._settings, beside=short)
+        return short, self._long
+
+    def finished(self, row: Row) -> None:
+        """Show a completion to the source of drafts."""
+        if self._long is not None:
+            self._long.drafter.finished(row)
+
+
 class SpeculativeBatch(Batch):
     """Rows that are decoded together, with drafts in steps where speculation pays.
 
@@ -52,7 +85,7 @@ class SpeculativeBatch(Batch):
 
     def __init__(
         self,
-        make_caches: Callable[[int], VerifyingCaches],
+        make_caches: MakeCaches,
         end_tokens: frozenset[int],
         vocabulary: int,
         computing: Computing,
@@ -60,7 +93,9 @@ class SpeculativeBatch(Batch):
         settings: EngineSection,
         beside: SpeculativeBatch | None = None,
     ) -> None:
-        """Arguments are those of `Batch`. settings: with a source of drafts. beside: shares its drafts with this one.
+        """Arguments are those of `Batch`; make_caches: as `verifying_caches` returns it.
+
+        settings: with a source of drafts. beside: shares its drafts with this one.
 
         Raises ModelError for a draft model that cannot be loaded or has another vocabulary.
         """

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from attachments.adapters.adapter_store import AdapterStore
+from attachments.adapters.adapter_weights import EngineAdapters
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
@@ -52,13 +53,14 @@ def prepare(case: Case) -> MeasureOnce:
         model.set_dtype(getattr(mx, case["dtype"]))
         mx.eval(model.parameters())
     policy = make_policy(model, config)
-    store = AdapterStore(model, AdaptersSection())
-    engine = DecodeEngine(policy, EngineSection(), store)
+    engine = DecodeEngine(policy, EngineSection(), AdaptersSection())
+    adapters = EngineAdapters.of(engine)
+    assert adapters is not None
     count, _, with_base = os.environ[BATCH].partition("+")
     ranks = RANKS if int(count) == len(RANKS) else (ONE_RANK,) * int(count)
     names = [f"adapter-{number}" for number in range(len(ranks))]
     for name, rank in zip(names, ranks, strict=True):
-        engine.load_adapter(name, contents_of(store, rank, seed=rank))
+        adapters.load_adapter(name, contents_of(adapters.store, rank, seed=rank))
     prompts = random_prompts(case["prompts"], case["prompt_tokens"], config["vocab_size"])
     weights = [names[number % len(names)] if names else POLICY for number in range(len(prompts))]
     if with_base:

@@ -16,15 +16,15 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from attachments.adapters.adapter_store import LoadedAdapter
 from clotho.backend import backend
 from clotho.inference.cache_layout import Logits, RowCaches
 from clotho.inference.kv_budget import MARGIN, Load
-from clotho.inference.prefill import Computing, pass_context
+from clotho.inference.row_weights import Computing, pass_context
 from clotho.inference.rows import (
     PADDING,
     PrefilledPrompt,
     PromptState,
+    RowAdapter,
     RowParameters,
     RowSampler,
     SampledRows,
@@ -50,7 +50,7 @@ class SlotTable:
 
     def __init__(self, end_tokens: frozenset[int], vocabulary: int) -> None:
         self.rows: list[Row | None] = []
-        self._adapters, self._rows_changed = list[LoadedAdapter | None](), True
+        self._adapters, self._rows_changed = list[RowAdapter | None](), True
         self._is_end_V = np.zeros(vocabulary, dtype=np.bool_)
         self._is_end_V[[t for t in end_tokens if 0 <= t < vocabulary]] = True
         self.serial = np.zeros(0, dtype=np.int64)
@@ -164,7 +164,7 @@ class SlotTable:
         """Return the tokens that the row in `slot` has sampled so far, as a view."""
         return self._token[slot, : self.sampled[slot]]
 
-    def adapters(self) -> list[LoadedAdapter | None]:
+    def adapters(self) -> list[RowAdapter | None]:
         """Return the adapter of every slot, None for the policy; the same list as before if nothing has changed.
 
         Free slots have the adapter that they had, if a row uses it: what was prepared for the last step stays usable.
@@ -553,6 +553,9 @@ class Batch:
                 seen_B_V[slot, list(row.active.request.prompt)] = True
                 seen_B_V[slot, self.table.tokens_of(slot)] = True
         return mx.array(seen_B_V)
+
+    def observe(self, seconds: float, tokens: int) -> None:
+        """Record how long the last step took, and how many tokens it sampled."""
 
     def read(self, step: Step) -> StepOutput | None:
         """Wait for a step and return the tokens of rows that are still in the batch; None if there are none."""

@@ -23,7 +23,6 @@ from time import perf_counter
 import numpy as np
 import structlog
 
-from attachments.speculation.speculative_batch import SpeculativeBatch
 from clotho.inference.batch import Batch, Step
 from clotho.inference.interface import MAX_HOLDERS
 from clotho.inference.outputs import EventSender, OutputProcessor
@@ -163,8 +162,7 @@ class Decoding:
             self._seconds += self._clock() - began
             if is_complete:
                 self._recent.append(self._seconds)
-                if isinstance(batch, SpeculativeBatch):
-                    batch.observe(self._seconds, sampled)
+                batch.observe(self._seconds, sampled)
         except Exception as error:
             log.exception("decode_step_failed")
             self._fail(f"a decode step failed: {error}")

@@ -16,31 +16,26 @@ from typing import Literal, NamedTuple
 import mlx.core as mx
 import structlog
 
-from attachments.adapters.adapter_rows import LazyAdapterRows
-from attachments.adapters.adapter_store import AdapterStore, LoadedAdapter
-from attachments.adapters.messages import AdapterInfo
-from attachments.speculation.speculative_batch import SpeculativeBatch, verifying_caches
 from clotho.backend import backend
 from clotho.inference.batch import Batch
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout, RowDecoder
 from clotho.inference.decoding import VISIT_SHARE, Allowance, Decoding, FirstTokens, Turns
-from clotho.inference.forced_decoder import ForcedDecoder, MakeCaches, row_caches
+from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.inference.interface import EngineStats, ServedModel
 from clotho.inference.kv_budget import KVBudget, Loads, short_tokens
 from clotho.inference.outputs import EventSender
+from clotho.inference.parts import EngineParts
 from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill
+from clotho.inference.rows import RowAdapter
 from clotho.inference.sampling import validate
 from clotho.inference.scheduler import ActiveRequest, Listener, PrefillJob, Row, Scheduler
 from clotho.inference.stop_strings import IncrementalDetokenizer
-from clotho.models.adapters import AdapterContents
 from clotho.models.machine import free_buffers
 from clotho.models.turns import TurnBudget
-from clotho.settings.bounds import Off
 from clotho.settings.engine import EngineSection, KvPolicy
-from protocols.errors import AdapterRequestError, RequestError
+from clotho.settings.server import AdaptersSection
 from protocols.sampling import POLICY, SampleRequest
-from protocols.summary import SpeculationCounts
 
 log = structlog.get_logger(__name__)
 
@@ -73,14 +68,14 @@ class DecodeEngine:
         self,
         source: ServedModel,
         settings: EngineSection,
-        adapters: AdapterStore | None = None,
+        adapters: AdaptersSection | None = None,
         *,
         turns: TurnBudget | None = None,
     ) -> None:
         """Read the KV cache layout of the model, and put the model into evaluation mode.
 
-        adapters: adapters of the same model; without a store, all requests must use the policy. turns: limits prefill.
-        Call this in the thread that owns MLX. Raises ModelError if the model's rows cannot share a batch.
+        adapters: limits of the adapters that requests can name; None: all requests must use the policy. turns: limits
+        prefill. Call this in the thread that owns MLX. Raises ModelError if the model's rows cannot share a batch.
         """
         source.model.eval()
         self.admission_paused = False
@@ -89,16 +84,23 @@ class DecodeEngine:
         self._settings = settings
         self._layout = layout = CacheLayout(source.model)
         probe_batching(layout)
-        self._adapters, self._adapter_rows = adapters, LazyAdapterRows(adapters)
+        parts = EngineParts(
+            model=source.model,
+            settings=settings,
+            adapted=source.adapted,
+            keeps_base=source.keeps_base,
+            adapters=adapters,
+        ).extended()
+        self.row_weights, self._batches = parts.rows, parts.batches
         decoder = backend().row_decoder(source.model)
-        self._computing = self._adapter_rows.computing if decoder is None else decoder.computing
+        self._computing = self.row_weights.computing if decoder is None else decoder.computing
         short = short_tokens(source.model, layout)
         tokens, share = settings.kv_cache_tokens, settings.rollout_share
         self._budget = KVBudget(tokens, share, settings.max_num_seqs, short=short)
         self._scheduler = Scheduler(settings.max_num_seqs, self._budget, share)
-        self._prefill = Prefill(layout, settings, self._adapter_rows.computing, turns)
+        self._prefill = Prefill(layout, settings, self.row_weights.computing, turns)
         self._sender = EventSender(source.tokenizer, self._scheduler.refund)
-        self._speculative: SpeculativeBatch | None = None
+        self._sender.completed = self._batches.finished
         *batches, first = self._make_batches(decoder)
         self._short, self._long = self._decodings = [Decoding(batch, self._sender) for batch in batches]
         self._first = FirstTokens(first, self._sender)
@@ -117,18 +119,9 @@ class DecodeEngine:
         """
         layout, settings = self._layout, self._settings
         common = self._source.tokenizer.eos_ids, self._source.vocab_size, self._computing
-        if isinstance(settings.speculation, Off):
-            make_caches: MakeCaches = row_caches(layout, decoder, settings.kv_cache_tokens)
-            batches = Batch(make_caches, *common), Batch(make_caches, *common)
-        else:
-            make_caches = verifying = verifying_caches(layout, decoder, settings.kv_cache_tokens)
-            short = SpeculativeBatch(verifying, *common, settings=settings)
-            self._sender.completed = short.drafter.finished
-            self._speculative = SpeculativeBatch(verifying, *common, settings=settings, beside=short)
-            batches = short, self._speculative
-        rows = self._adapter_rows.computing
-        self._forced = ForcedDecoder(layout, make_caches, prefill=rows, steps=self._computing)
-        return *batches, Batch(make_caches, *common)
+        make_caches = self._batches.caches(layout, decoder, settings.kv_cache_tokens)
+        self._forced = ForcedDecoder(layout, make_caches, prefill=self.row_weights.computing, steps=self._computing)
+        return *self._batches.pair(make_caches, *common), Batch(make_caches, *common)
 
     def submit(self, request: SampleRequest, listener: Listener) -> int:
         """Accept a request and return its id. Later steps call `listener`, which must return at once.
@@ -141,7 +134,7 @@ class DecodeEngine:
         limit = validate(request, vocabulary=source.vocab_size, context=source.context_length, cache_tokens=tokens)
         if not request.background:
             self._scheduler.check(len(request.seeds))
-        adapter = self.adapter(request.weights)
+        adapter = self.row_weights.admit(request.weights)
         self._requests += 1
         active = ActiveRequest(self._requests, request, listener, limit, open=len(request.seeds), adapter=adapter)
         rows = [self._row(active, index) for index in range(len(request.seeds))]
@@ -182,26 +175,6 @@ class DecodeEngine:
     def limit_rows(self, rows: int) -> None:
         """Decode at most `rows` sequences at once, and at most `engine.max_num_seqs`. Running rows above it finish."""
         self._scheduler.max_num_seqs = max(1, min(rows, self._settings.max_num_seqs))
-
-    @property
-    def adapters(self) -> AdapterStore | None:
-        """The adapters that requests can use; None if all requests use the policy."""
-        return self._adapters
-
-    def adapter(self, weights: str) -> LoadedAdapter | None:
-        """Return the adapter, or the base model, that a request names; None for the policy.
-
-        weights: as in `SampleRequest`. Raises RequestError for an unknown adapter.
-        """
-        if weights == POLICY:
-            return None
-        if self._adapters is None:
-            raise RequestError("this engine samples from the policy only", param="model")
-        try:
-            self._adapter_rows.prepare()
-            return self._adapters.use(weights)
-        except AdapterRequestError as error:
-            raise RequestError(str(error), param="model") from error
 
     @property
     def running(self) -> int:
@@ -454,7 +427,9 @@ class DecodeEngine:
 
         weights: as in `SampleRequest`.
         """
-        return self._forced.teacher_forced_logits(prompt, completions, rows=rows, adapter=self.adapter(weights))
+        return self._forced.teacher_forced_logits(
+            prompt, completions, rows=rows, adapter=self.row_weights.admit(weights)
+        )
 
     def swap(self, publish: Callable[[], float], kv_policy: KvPolicy) -> Future[float]:
         """Change the weights of the policy with `publish`, between two steps; then `weights_changed`.
@@ -497,16 +472,12 @@ class DecodeEngine:
         and continue after their KV caches are recomputed. drain: prompts prefilled for rows that have not started are
         discarded. Rows of adapters and of the base model are not affected, unless the policy trains the base weights.
         """
-        self._prefill.forget_prefixes((POLICY_KIND,) if self._keeps_base else ALL_KINDS)
+        self._prefill.forget_prefixes((POLICY_KIND,) if self.row_weights.keeps_base else ALL_KINDS)
         if kv_policy != "keep":
             self._restart(self._uses_policy, interrupt=kv_policy == "recompute")
 
-    @property
-    def _keeps_base(self) -> bool:
-        return self._adapters is None or self._adapters.base is not None
-
     def _uses_policy(self, active: ActiveRequest) -> bool:
-        return active.adapter is None or not self._keeps_base
+        return active.adapter is None or not self.row_weights.keeps_base
 
     def _restart(self, concerns: Callable[[ActiveRequest], bool], *, interrupt: bool) -> None:
         """Discard prefilled prompts of requests that `concerns` names. interrupt: also KV caches of running rows."""
@@ -517,45 +488,22 @@ class DecodeEngine:
         self._scheduler.restart(jobs)
         self._scheduler.requeue(interrupted)
 
-    def load_adapter(
-        self, name: str, contents: AdapterContents, *, replace: bool = False, protected: Collection[str] = ()
-    ) -> AdapterInfo:
-        """Load an adapter under a name. Arguments and errors are those of `AdapterStore.load`."""
-        store = self._require_store()
-        old = store.find(name)
-        self._adapter_rows.require(contents)
-        in_use = self._adapters_in_use()
-        loaded = store.load(name, contents, replace=replace, protected=protected, in_use=in_use)
-        if old is not None and self._settings.kv_policy == "recompute":
-            for active in filter(lambda one: one.adapter is old, self._sender.requests.values()):
-                active.adapter = loaded
-            self._restart(lambda active: active.adapter is loaded, interrupt=True)
-        self._release_adapters(store)
-        return loaded.info
-
-    def unload_adapter(self, name: str) -> AdapterInfo:
-        """Forget the name of an adapter; its requests finish. Raises AdapterRequestError for an unknown name."""
-        store = self._require_store()
-        unloaded = store.unload(name)
-        self._release_adapters(store)
-        return unloaded.info
-
-    def loaded_adapters(self) -> tuple[AdapterInfo, ...]:
-        """Describe the loaded adapters, in the order of their names."""
-        return () if self._adapters is None else self._adapters.loaded()
-
-    def _require_store(self) -> AdapterStore:
-        if self._adapters is None:
-            raise AdapterRequestError("this engine samples from the policy only", reason="disabled")
-        return self._adapters
-
-    def _adapters_in_use(self) -> list[LoadedAdapter]:
+    def adapters_in_use(self) -> list[RowAdapter]:
+        """Return the adapters of all unfinished requests."""
         return [active.adapter for active in self._sender.requests.values() if active.adapter is not None]
 
-    def _release_adapters(self, store: AdapterStore) -> None:
-        """Free what belongs to adapters that are neither loaded nor in use."""
-        kept = {info.version for info in store.loaded()} | {one.version for one in self._adapters_in_use()}
-        self._adapter_rows.keep(kept)
+    def adapter_replaced(self, old: RowAdapter, new: RowAdapter) -> None:
+        """Handle a new version of an adapter. With `engine.kv_policy = "recompute"`, its requests continue with it."""
+        if self._settings.kv_policy != "recompute":
+            return
+        for active in filter(lambda one: one.adapter is old, self._sender.requests.values()):
+            active.adapter = new
+        self._restart(lambda active: active.adapter is new, interrupt=True)
+
+    def release_adapters(self, loaded: Set[int]) -> None:
+        """Free what belongs to adapters that are neither in use nor in `loaded`, which are versions."""
+        kept = {*loaded, *(one.version for one in self.adapters_in_use())}
+        self.row_weights.keep(kept)
         self._prefill.prefixes.remove(lambda key: key[0] != POLICY_KIND and key[1] not in {0, *kept})
 
     def stats(self) -> EngineStats:
@@ -579,5 +527,5 @@ class DecodeEngine:
             preempted=sum(decoding.preempted for decoding in self._decodings),
             timed_out=dict(self._timed_out),
             timings=self._sender.timings.distributions(),
-            speculation=SpeculationCounts() if self._speculative is None else self._speculative.counts,
+            speculation=self._batches.counts,
         )

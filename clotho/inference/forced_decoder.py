@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from attachments.adapters.adapter_store import LoadedAdapter
-from attachments.speculation.speculative_batch import verifying_caches
 from clotho.backend import backend
 from clotho.inference.batching_probe import probe_batching
-from clotho.inference.cache_layout import CacheLayout, RowCaches, RowDecoder
-from clotho.inference.kv_cache import BatchKVCache
-from clotho.inference.prefill import Computing, pass_context
-from clotho.inference.rows import PrefilledPrompt, undivided
-from clotho.settings.bounds import Off
+from clotho.inference.cache_layout import CacheLayout
+from clotho.inference.parts import EngineParts, MakeCaches
+from clotho.inference.row_weights import Computing, pass_context
+from clotho.inference.rows import PrefilledPrompt, RowAdapter, undivided
 from clotho.settings.engine import EngineSection
-
-MakeCaches = Callable[[int], RowCaches]
-"""Returns KV caches for a number of rows."""
-
-
-def row_caches(layout: CacheLayout, decoder: RowDecoder | None, limit: int) -> MakeCaches:
-    """Return what makes KV caches of at most `limit` tokens. decoder: of a backend; None without one."""
-    if decoder is None:
-        return lambda rows: BatchKVCache(layout, rows, limit)
-    return decoder.caches
 
 
 class ForcedDecoder:
@@ -45,8 +31,9 @@ class ForcedDecoder:
         layout = CacheLayout(model)
         probe_batching(layout)
         decoder, limit = backend().row_decoder(model), settings.kv_cache_tokens
-        of_engine = row_caches if isinstance(settings.speculation, Off) else verifying_caches
-        return cls(layout, of_engine(layout, decoder, limit), prefill=_none, steps=_none)
+        parts = EngineParts(model=model, settings=settings).extended()
+        make_caches, rows = parts.batches.caches(layout, decoder, limit), parts.rows.computing
+        return cls(layout, make_caches, prefill=rows, steps=rows)
 
     def teacher_forced_logits(
         self,
@@ -54,7 +41,7 @@ class ForcedDecoder:
         completions: Sequence[Sequence[int]],
         *,
         rows: int,
-        adapter: LoadedAdapter | None = None,
+        adapter: RowAdapter | None = None,
     ) -> Iterator[mx.array]:
         """Yield the logits before each token, (rows, V), evaluated, from decode steps of `rows` rows.
 
@@ -77,7 +64,3 @@ class ForcedDecoder:
             mx.eval(logits_B_V, *caches.arrays)
             yield logits_B_V
             positions_B = positions_B + 1
-
-
-def _none(_: Sequence[LoadedAdapter | None]) -> AbstractContextManager[None]:
-    raise AssertionError("this decoder has no adapters")

@@ -7,6 +7,7 @@ from typing import Protocol
 import mlx.nn as nn
 from msgspec import Struct
 
+from clotho.models.lora import AdaptedModule
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.summary import Distribution, SpeculationCounts
 
@@ -62,6 +63,16 @@ class ServedModel(Protocol):
     @property
     def tokenizer(self) -> ChatTokenizer:
         """Converts tokens to text, and names the tokens that end a completion."""
+        ...
+
+    @property
+    def adapted(self) -> tuple[AdaptedModule, ...]:
+        """The modules of `model` that hold the policy's own adapter."""
+        ...
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether training leaves the base weights as they are."""
         ...
 
     @property

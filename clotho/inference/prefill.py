@@ -11,15 +11,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import mlx.core as mx
 import numpy as np
 import structlog
 from msgspec import Struct
 
-from attachments.adapters.adapter_store import LoadedAdapter
 from clotho.inference.cache_layout import CacheLayout, evaluation_mode
+from clotho.inference.row_weights import Computing, pass_context
 from clotho.inference.rows import PromptState
 from clotho.inference.scheduler import ActiveRequest, PrefillJob
 from clotho.models.turns import TurnBudget
@@ -39,14 +38,6 @@ WeightsKey = tuple[int, int]
 adapter); the base model is version 0 of the adapters."""
 
 POLICY_KIND, ADAPTER_KIND = ALL_KINDS = (0, 1)
-
-Computing = Callable[[Sequence[LoadedAdapter | None]], AbstractContextManager[None]]
-"""Returns a context in which row b of a forward pass uses the adapter at index b; None for the policy."""
-
-
-def pass_context(computing: Computing, adapter_B: Sequence[LoadedAdapter | None]) -> AbstractContextManager[None]:
-    """Return the context of a forward pass; it is empty if all rows use the policy."""
-    return nullcontext() if all(adapter is None for adapter in adapter_B) else computing(adapter_B)
 
 
 def weights_key(active: ActiveRequest, version: int) -> WeightsKey:

@@ -109,6 +109,11 @@ class RowAdapter(Protocol):
         ...
 
     @property
+    def fingerprint(self) -> str:
+        """Fingerprint of matrices and scales; empty for the base model."""
+        ...
+
+    @property
     def arrays(self) -> Mapping[str, mx.array]:
         """A (inputs, rank) and B (rank, outputs) of every layer."""
         ...

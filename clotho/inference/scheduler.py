@@ -10,9 +10,8 @@ from functools import partial, reduce
 from time import perf_counter
 from typing import Literal
 
-from attachments.adapters.adapter_store import LoadedAdapter
 from clotho.inference.kv_budget import MARGIN, OUTLIER, KVBudget, Load, Loads, Waiting
-from clotho.inference.rows import PromptState
+from clotho.inference.rows import PromptState, RowAdapter
 from clotho.inference.stop_strings import IncrementalDetokenizer
 from clotho.lanes.fair_queue import FairQueue
 from protocols.constraints import ConstraintState
@@ -37,7 +36,7 @@ class ActiveRequest:
     listener: Listener
     limit: int
     open: int
-    adapter: LoadedAdapter | None = None
+    adapter: RowAdapter | None = None
     submitted: float = field(default_factory=perf_counter)
     admitted: float = 0.0
     started: float = 0.0

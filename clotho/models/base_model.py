@@ -7,6 +7,7 @@ import mlx.nn as nn
 from clotho.backend import backend
 from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.loading import context_length, describe_model, load_base
+from clotho.models.lora import AdaptedModule
 from clotho.models.model_files import one_line
 from clotho.models.parameters import Parameters
 from clotho.models.policy_model import PolicyModel
@@ -21,7 +22,8 @@ class BaseModel:
     files: directory or GGUF file of model and tokenizer.
     """
 
-    version = 0
+    version, keeps_base = 0, True
+    adapted: tuple[AdaptedModule, ...] = ()
 
     def __init__(self, section: ModelSection) -> None:
         """Load model and tokenizer, in a compute thread. Raises ModelError."""

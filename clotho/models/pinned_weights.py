@@ -13,6 +13,7 @@ class PinnedWeights:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy.copy_model()
+        self.adapted, self.keeps_base = self._policy.adapted, policy.keeps_base
         self.version = policy.version
         self.model: nn.Module = self._policy.model
         self.tokenizer: ChatTokenizer = policy.tokenizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -11,9 +10,9 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
-from attachments.adapters.adapter_rows import AdapterRows
-from attachments.adapters.adapter_store import AdapterStore, LoadedAdapter
 from clotho.inference.cache_layout import evaluation_mode
+from clotho.inference.row_weights import RowWeights, pass_context
+from clotho.inference.rows import RowAdapter
 from clotho.models.parameters import Parameters
 from clotho.models.policy_model import PolicyModel
 from clotho.models.turns import UNDIVIDED, TurnBudget
@@ -30,14 +29,14 @@ class PromptScorer:
     """Scores prompts with a model of its own, in one thread, whatever is served and decoded meanwhile."""
 
     def __init__(
-        self, policy: PolicyModel, *, chunk: int, adapters: AdapterStore | None = None, turns: TurnBudget = UNDIVIDED
+        self, policy: PolicyModel, *, chunk: int, rows: RowWeights | None = None, turns: TurnBudget = UNDIVIDED
     ) -> None:
         """policy: a model that nothing else computes with. chunk: largest number of tokens of a forward pass.
 
-        adapters: whose adapters may be named; None: only the policy. turns: limits the duration of turns.
+        rows: whose adapters may be named; None: only the policy. turns: limits the duration of turns.
         """
-        self._policy, self._chunk, self._adapters, self._turns = policy, chunk, adapters, turns
-        self._rows: AdapterRows | None = None
+        self._policy, self._chunk, self._turns = policy, chunk, turns
+        self._rows = (rows or RowWeights()).of_copy(policy)
 
     def score(
         self,
@@ -47,7 +46,7 @@ class PromptScorer:
         version: int,
         top: int = 0,
         distribution: SamplingDistribution = MODEL_DISTRIBUTION,
-        adapter: LoadedAdapter | None = None,
+        adapter: RowAdapter | None = None,
     ) -> PromptLogprobs:
         """Score every token except the first, and return the `top` most probable tokens at its position.
 
@@ -60,13 +59,12 @@ class PromptScorer:
             logprobs, alternatives = self._score_chunks(tokens, top, distribution, adapter)
         finally:
             self._policy.release()
-        if self._rows is not None:
-            self._rows.keep({adapter.version} if adapter is not None else set())
+        self._rows.keep({adapter.version} if adapter is not None else set())
         own = version if adapter is None else adapter.version
         return PromptLogprobs(version=own, logprobs=tuple(logprobs), top_logprobs=tuple(alternatives))
 
     def _score_chunks(
-        self, tokens: Sequence[int], top: int, distribution: SamplingDistribution, adapter: LoadedAdapter | None
+        self, tokens: Sequence[int], top: int, distribution: SamplingDistribution, adapter: RowAdapter | None
     ) -> tuple[list[float], list[Alternatives]]:
         policy, turns = self._policy, self._turns
         rows = min(self._chunk, rows_at_once(policy.vocab_size))
@@ -79,7 +77,7 @@ class PromptScorer:
             turns.begin()
             with (
                 evaluation_mode(policy.model),
-                self._computing(adapter),
+                pass_context(self._rows.computing, [adapter]),
                 turns.recorded(policy.model, gradients=False) as stages,
             ):
                 logits_N_V = policy.model(token_1_N, cache=cache)[0]
@@ -89,14 +87,6 @@ class PromptScorer:
             alternatives += best
             turns.pause()
         return logprobs, alternatives
-
-    def _computing(self, adapter: LoadedAdapter | None) -> AbstractContextManager[None]:
-        if adapter is None:
-            return nullcontext()
-        assert self._adapters is not None
-        if self._rows is None:
-            self._rows = AdapterRows(self._policy.model, self._policy.adapted, self._adapters.targets)
-        return self._rows.computing([adapter])
 
 
 def _scores(

@@ -9,11 +9,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from attachments.speculation.speculative_batch import SpeculativeBatch
 from clotho.inference.decoding import Turns
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.arbiter import LONG_SHARE
-from clotho.settings.engine import HistoryDrafts, PromptDrafts
 from protocols.errors import RequestError
 from protocols.sampling import CompletionDone, SampleEvent, SampleFailed, SampleRequest, Sampling
 from tests import model_lanes
@@ -200,24 +198,6 @@ def submit_beside_rollouts(engine: DecodeEngine) -> list[RecordedEvents]:
             engine.tick()
     run(engine)
     return answers
-
-
-@pytest.mark.parametrize("speculation", [HistoryDrafts(always=True), PromptDrafts(always=True)])
-@pytest.mark.usefixtures("path")
-@pytest.mark.needs_batch_invariance
-def test_long_rows_have_drafts_too(speculation: HistoryDrafts | PromptDrafts) -> None:
-    """From completions that have ended among short rows, or their own. They move while their columns lag."""
-    greedy = Sampling(temperature=0.0, max_tokens=70, ignore_eos=True)
-    engine = make_engine(speculation=speculation)
-    short = [submit_request(engine, make_prompt(5, salt), greedy, background=True) for salt in range(3)]
-    run(engine)
-    engine._budget.short = SHORT
-    long = [submit_request(engine, make_prompt(5, salt), greedy) for salt in range(3)]
-    run(engine)
-    assert [one.completions[0].tokens for one in long] == [one.completions[0].tokens for one in short]
-    assert isinstance(engine._long.batch, SpeculativeBatch)
-    assert engine._long.batch._drafts > 0
-    assert engine.stats().speculation.drafts > engine._long.batch._drafts
 
 
 @pytest.mark.usefixtures("path")

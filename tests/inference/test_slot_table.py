@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from attachments.adapters.adapter_store import LoadedAdapter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
 from clotho.inference.batch import SlotTable
+from clotho.inference.rows import RowAdapter
 from clotho.inference.scheduler import ActiveRequest, Row
 from protocols.sampling import SampleRequest, Sampling
 
 
-def adapter(version: int) -> LoadedAdapter:
-    """Return an adapter without matrices."""
-    return LoadedAdapter(name="", version=version, fingerprint="", rank=1, path="", arrays={}, scales={})
+@dataclass(eq=False, kw_only=True)
+class EmptyAdapter:
+    """An adapter without matrices."""
+
+    version: int
+    fingerprint: str = ""
+    arrays: Mapping[str, mx.array] = field(default_factory=dict)
+    scales: Mapping[str, float] = field(default_factory=dict)
 
 
-def row(of: LoadedAdapter | None, number: int) -> Row:
+def row(of: RowAdapter | None, number: int) -> Row:
     """Return a row that uses an adapter; None: the policy."""
     request = SampleRequest(prompt=(1,), sampling=Sampling(), seeds=(1,))
     active = ActiveRequest(number, request, lambda _: None, limit=8, open=1, adapter=of)
@@ -22,7 +32,7 @@ def row(of: LoadedAdapter | None, number: int) -> Row:
 
 def test_the_adapters_of_the_slots_change_only_if_a_row_needs_it() -> None:
     """A free slot keeps its adapter while a row uses it, because a change is prepared for all layers."""
-    one, other = adapter(1), adapter(2)
+    one, other = EmptyAdapter(version=1), EmptyAdapter(version=2)
     table = SlotTable(frozenset(), 4)
     table.grow(4)
     for slot, used in enumerate((one, other, one, None)):

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from attachments.adapters.adapter_store import AdapterStore, LoadedAdapter
-from clotho.inference.engine import DecodeEngine
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.settings.engine import EngineSection
-from clotho.settings.server import AdaptersSection
-from clotho.storage.adapters import write_adapter
 from protocols.errors import GenerationError
 from protocols.sampling import PromptLogprobs
 from tests import model_lanes
 from tests.recorded_turns import RecordedTurns
 from tests.scoring.layouts.reference_scores import policy_of
-from tests.small_models import tiny_source
 from tests.training.policies_and_groups import VOCAB, tiny_policy
 
 TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9)
@@ -129,29 +121,3 @@ def test_parallel_fields_have_equal_length() -> None:
     """Every token has a place for its log-probability."""
     with pytest.raises(ValueError, match="1 logprobs of a prompt have 0 top_logprobs"):
         PromptLogprobs(version=0, logprobs=(-1.0,), top_logprobs=())
-
-
-def test_an_adapter_is_scored_like_a_policy_with_its_weights(tmp_path: Path) -> None:
-    """In another thread than the one that loaded it, and without an effect on what the policy computes."""
-    policy, same_weights = tiny_policy(), tiny_policy()
-    moved = nested({name: value + 0.1 for name, value in flat(policy.trainable()).items()})
-    same_weights.publish(moved, version=1, step=1, fingerprint="moved")
-    write_adapter(tmp_path, moved, policy.adapter_config)
-    store = AdapterStore(policy.model, AdaptersSection(), adapted=policy.adapted, base_is_served=policy.keeps_base)
-    policy.tokenizer = tiny_source().tokenizer
-    engine = DecodeEngine(policy, EngineSection(), store)
-    engine.load_adapter("one", store.read(tmp_path))
-    adapter = engine.adapter("one")
-    assert adapter is not None
-    before = scored(policy, TOKENS)
-    scorer = PromptScorer(policy.copy_model(), chunk=4, adapters=store)
-
-    def score(adapter: LoadedAdapter | None) -> PromptLogprobs:
-        return scorer.score(policy.trainable(), TOKENS, version=policy.version, adapter=adapter)
-
-    with ThreadPoolExecutor(1) as thread:
-        found, own = thread.submit(score, adapter).result(), thread.submit(score, None).result()
-    assert found.version == adapter.version
-    assert found.logprobs == pytest.approx(scored(same_weights, TOKENS).logprobs, abs=model_lanes.atol(1e-4))
-    assert found.logprobs != pytest.approx(before.logprobs, abs=1e-3)
-    assert own == before == scored(policy, TOKENS)

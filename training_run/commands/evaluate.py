@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from attachments.adapters.adapter_store import AdapterStore
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, ComputeThread, finish
 from clotho.models.base_model import BaseModel
@@ -52,7 +51,6 @@ from training_run.profile.evaluate_profile import EvaluationArguments
 from training_run.records.event_log import event_log
 from training_run.records.terminal_text import number, percent, terminal_text
 from training_run.rewards.runner import RewardRunner
-from training_run.serving import read_chosen
 
 log = structlog.get_logger(actor="eval")
 
@@ -177,11 +175,11 @@ def load(arguments: EvaluationArguments) -> tuple[BaseModel, DecodeEngine]:
     find_model(profile.model.path)
     limit_memory(serving_memory(profile.model, profile.engine, profile.sampling), profile.monitor)
     base = BaseModel(profile.model)
-    store = AdapterStore(base.model, AdaptersSection(max_loaded=max(1, len(arguments.adapters))))
-    engine = DecodeEngine(base, profile.engine, store)
+    engine = DecodeEngine(base, profile.engine, AdaptersSection(max_loaded=max(1, len(arguments.adapters))))
     for name, path in arguments.adapters.items():
         try:
-            engine.load_adapter(name, read_chosen(path, profile.model.path, store), protected=arguments.adapters)
+            contents = engine.row_weights.read(path, profile.model.path)
+            engine.row_weights.load(name, contents, protected=arguments.adapters)
         except AdapterRequestError as error:
             raise ModelError(f"--adapter {path}: {error}") from error
     return base, engine
@@ -238,11 +236,11 @@ async def completions_of(
         return completions, []
 
     def losses() -> list[ReferenceLoss | None]:
-        adapter, parameters = engine.adapter(weights), base.served()[0]
+        adapter, parameters = engine.row_weights.admit(weights), base.served()[0]
         scorer = PromptScorer(
             base.copy_model(),
             chunk=profile.engine.prefill_chunk,
-            adapters=engine.adapters,
+            rows=engine.row_weights,
             turns=TurnBudget(0.0, thread.lane),
         )
         return reference_losses(

@@ -13,7 +13,6 @@ from anyio.abc import TaskStatus
 from msgspec import Struct, structs
 from rich.console import Console
 
-from attachments.adapters.adapter_store import AdapterStore
 from clotho.backend import backend
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
@@ -37,8 +36,8 @@ from training_run.profile.serve_profile import ServeArguments
 from training_run.records.display import machine_lines, print_line
 from training_run.records.event_log import event_log
 from training_run.records.terminal_text import memory, relative_path, size
-from training_run.serving import ServingState, names_of, read_chosen
-from training_run.start.startup import adapter_store, startup_watch
+from training_run.serving import ServingState, names_of
+from training_run.start.startup import startup_watch
 from training_run.supervision.latest import Latest
 from training_run.supervision.process_signals import finish_computation
 from training_run.supervision.signals import handle_signals
@@ -135,7 +134,7 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
         scorer = PromptScorer(
             base.copy_model(),
             chunk=profile.engine.prefill_chunk,
-            adapters=engine.adapters,
+            rows=engine.row_weights,
             turns=TurnBudget(0.0, compute.scoring.lane),
         )
         state = ServingState(
@@ -158,8 +157,7 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
             sampler=EngineSampler(compute.decode.submit, engine),
         )
         server = ApiServer(serving.server_context(state), listener=listener)
-        assert engine.adapters is not None, "an engine behind a server has adapters"
-        read = partial(read_chosen, model=profile.model.path, store=engine.adapters)
+        read = partial(engine.row_weights.read, model=profile.model.path)
         with watch.phase("adapters"):
             for name, path in arguments.adapters.items():
                 await server.parts.load_chosen(name, path, read)
@@ -191,9 +189,9 @@ def load(arguments: ServeArguments) -> tuple[BaseModel | Policy, DecodeEngine]:
     limit_memory(serving_memory(profile.model, profile.engine, profile.sampling, adapters), profile.monitor)
     if not profile.server.accept_weights:
         base = BaseModel(profile.model)
-        return base, DecodeEngine(base, profile.engine, AdapterStore(base.model, profile.server.adapters))
+        return base, DecodeEngine(base, profile.engine, profile.server.adapters)
     policy = load_policy(profile.model, profile.policy, seed=0, keep_reference=False)
-    return policy, DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server))
+    return policy, DecodeEngine(policy, profile.engine, profile.server.adapters)
 
 
 def served_weights(arguments: ServeArguments, base: BaseModel | Policy) -> Latest[WeightsReady]:

@@ -13,12 +13,11 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from msgspec.structs import replace
 
-from attachments.adapters.adapter_rows import KEPT_BANKS
+from clotho import extension
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
 from clotho.inference.prefill import MAX_ENTRIES
 from clotho.inference.rows import spare_columns
 from clotho.inference.scheduler import client_rows
-from clotho.models.adapters import adapter_targets
 from clotho.models.folded_lora import converted_bytes
 from clotho.models.loading import (
     DTYPES,
@@ -276,14 +275,9 @@ def _draft_model(engine: EngineSection, rows: int, tokens: int) -> tuple[int, in
 
 
 def _adapters(base: nn.Module, config: dict[str, Any], limits: AdaptersSection) -> int:
-    """Return the bytes of the largest adapters that the limits allow, with their copies in the compute type.
-
-    The device path keeps one copy of each adapter, and `KEPT_BANKS` copies for passes with several adapters.
-    """
-    targets = adapter_targets(base).values()
-    per_rank = sum(max(1, one.experts) * (one.inputs + one.outputs) for one in targets)
-    loaded = min(limits.max_bytes, limits.max_loaded * limits.max_rank * per_rank * FLOAT32)
-    return loaded + (1 + KEPT_BANKS) * loaded * _itemsize(base, config) // FLOAT32
+    """Return the bytes of the largest adapters that the limits allow."""
+    itemsize = _itemsize(base, config)
+    return sum(one.adapter_bytes(base, limits, itemsize) for one in extension.extensions())
 
 
 def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:

@@ -8,7 +8,6 @@ from typing import NamedTuple, TypeVar
 import structlog
 from anyio.to_thread import run_sync
 
-from attachments.adapters.adapter_store import AdapterStore
 from attachments.curriculum.curriculum import Curriculum, success_rate_settings
 from clotho.data.problems import problems_fingerprint
 from clotho.inference.decoding import LONGEST_PART
@@ -27,7 +26,6 @@ from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.serving.struct_types import prepare_struct_types
 from clotho.settings.bounds import Off
 from clotho.settings.learner import BaseReference, RollBackOnCollapse
-from clotho.settings.server import ServerSection
 from clotho.training.update import PolicyLearner
 from protocols.checkpoint import Origin, RunState
 from protocols.errors import ProfileError, RequestError
@@ -284,20 +282,14 @@ def _load_policy(plan: Plan, lane: Lane) -> LoadedPolicy:
 
 def _make_engine(profile: Profile, policy: Policy, lane: Lane) -> DecodeEngine:
     turns = TurnBudget(min(profile.learner.max_turn_ms / 1000.0, LONGEST_PART), lane)
-    return DecodeEngine(policy, profile.engine, adapter_store(policy, profile.server), turns=turns)
+    adapters = None if isinstance(profile.server, Off) else profile.server.adapters
+    return DecodeEngine(policy, profile.engine, adapters, turns=turns)
 
 
 def _make_scorer(profile: Profile, policy: Policy, engine: DecodeEngine, lane: Lane) -> PromptScorer:
     turns = TurnBudget(profile.learner.max_turn_ms / 1000.0, lane)
     chunk = profile.engine.prefill_chunk
-    return PromptScorer(policy.copy_model(), chunk=chunk, adapters=engine.adapters, turns=turns)
-
-
-def adapter_store(policy: Policy, server: ServerSection) -> AdapterStore | None:
-    """Return the adapters that clients can use beside the policy; None without a server."""
-    if isinstance(server, Off):
-        return None
-    return AdapterStore(policy.model, server.adapters, adapted=policy.adapted, base_is_served=policy.keeps_base)
+    return PromptScorer(policy.copy_model(), chunk=chunk, rows=engine.row_weights, turns=turns)
 
 
 def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> LoadedPrompts:

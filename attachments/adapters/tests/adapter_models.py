@@ -14,7 +14,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.tuner.utils import load_adapters
 from safetensors.numpy import save_file
 
-from attachments.adapters.adapter_store import AdapterStore
+from attachments.adapters.adapter_weights import EngineAdapters
 from clotho.inference.engine import DecodeEngine
 from clotho.models.adapters import Target, adapter_targets
 from clotho.settings.engine import EngineSection
@@ -67,13 +67,20 @@ def write_mlx_adapter(
 
 def engine_with_adapters(
     source: FixedSource, adapters: Mapping[str, Path], *, limits: AdaptersSection = LIMITS, **settings: Any
-) -> tuple[DecodeEngine, AdapterStore]:
+) -> tuple[DecodeEngine, EngineAdapters]:
     """Return an engine over `source` with these adapters loaded."""
-    store = AdapterStore(source.model, limits)
-    engine = DecodeEngine(source, EngineSection(**settings), store)
+    engine = DecodeEngine(source, EngineSection(**settings), limits)
+    loaded = adapters_of(engine)
     for name, path in adapters.items():
-        engine.load_adapter(name, store.read(path))
-    return engine, store
+        loaded.load_adapter(name, loaded.store.read(path))
+    return engine, loaded
+
+
+def adapters_of(engine: DecodeEngine) -> EngineAdapters:
+    """Return the adapters of an engine that has limits for them."""
+    found = EngineAdapters.of(engine)
+    assert found is not None
+    return found
 
 
 def generated(

@@ -11,7 +11,6 @@ import anyio
 import httpx
 from msgspec.structs import replace
 
-from attachments.adapters.adapter_store import AdapterStore
 from attachments.adapters.adapters import AdapterRegistry
 from attachments.adapters.tests.adapter_models import write_mlx_adapter
 from clotho.inference.engine import DecodeEngine
@@ -54,8 +53,7 @@ class Served:
         source = self.compute.decode.submit(lambda: tiny_source("qwen3")).result()
         self.settings = HttpServer(port=0, shutdown_seconds=1.0, adapters=replace(limits, root=root), **settings)
         self.source = source
-        self.store = self.compute.decode.submit(lambda: AdapterStore(source.model, limits)).result()
-        self.engine = self.compute.decode.submit(lambda: DecodeEngine(source, EngineSection(), self.store)).result()
+        self.engine = self.compute.decode.submit(lambda: DecodeEngine(source, EngineSection(), limits)).result()
         self.compute.decode.attach(self.engine)
         unscored: Any = None  # prompts are not scored
         self.state = ServingState(

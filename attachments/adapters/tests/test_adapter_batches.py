@@ -102,8 +102,8 @@ def test_an_adapter_may_change_the_output_head(tmp_path: Path) -> None:
     head = write_mlx_adapter(tmp_path / "head", model, rank=6, seed=1, modules=("lm_head", "q_proj"))
     plain = write_mlx_adapter(tmp_path / "plain", model, rank=3, seed=2)
     adapters = {"head": head, "plain": plain}
-    engine, store = engine_with_adapters(tiny_source("llama"), adapters)
-    assert any(info.targets[0] == "lm_head" for info in store.loaded())
+    engine, loaded = engine_with_adapters(tiny_source("llama"), adapters)
+    assert any(info.targets[0] == "lm_head" for info in loaded.loaded_adapters())
     names = ["plain", BASE, "head", "plain"]
     answers = [submit_request(engine, make_prompt(7, salt), GREEDY, weights=name) for salt, name in enumerate(names)]
     run(engine)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from attachments.adapters.adapter_store import AdapterStore
 from attachments.adapters.tests.adapter_models import engine_with_adapters, write_mlx_adapter
 from bench.contenders.shapes import Shape, configuration, random_model
 from bench.shapes import make_policy
@@ -45,10 +44,10 @@ def alone(path: Path, sampling: Sampling = LONG) -> Completion:
 def test_a_response_uses_one_version_of_its_adapter(tmp_path: Path) -> None:
     """A reload during a response affects later requests only, and both report the version that sampled."""
     old, new = two_versions(tmp_path)
-    engine, store = engine_with_adapters(tiny_source(), {"a": old})
+    engine, adapters = engine_with_adapters(tiny_source(), {"a": old})
     before = submit_request(engine, PROMPT, LONG, weights="a")
     tick_until(engine, lambda: engine.running == 1)
-    engine.load_adapter("a", store.read(new), replace=True)
+    adapters.load_adapter("a", adapters.store.read(new), replace=True)
     after = submit_request(engine, PROMPT, LONG, weights="a")
     run(engine)
     first, second = before.completions[0], after.completions[0]
@@ -62,10 +61,10 @@ def test_a_response_uses_one_version_of_its_adapter(tmp_path: Path) -> None:
 def test_the_policy_recompute_moves_running_rows_to_the_new_version(tmp_path: Path) -> None:
     """Their KV caches are computed again, so that the continuation is that of the new version."""
     old, new = two_versions(tmp_path)
-    engine, store = engine_with_adapters(tiny_source(), {"a": old}, kv_policy="recompute")
+    engine, adapters = engine_with_adapters(tiny_source(), {"a": old}, kv_policy="recompute")
     answer = submit_request(engine, PROMPT, LONG, weights="a")
     tick_until(engine, lambda: engine.stats().tokens_sampled >= 5)
-    engine.load_adapter("a", store.read(new), replace=True)
+    adapters.load_adapter("a", adapters.store.read(new), replace=True)
     run(engine)
     completion = answer.completions[0]
     changed = completion.versions.index(max(completion.versions))
@@ -83,12 +82,12 @@ def test_replaced_versions_leave_no_memory(tmp_path: Path, request: pytest.Fixtu
     if not on_host:
         request.getfixturevalue("device_path")
     old, new = two_versions(tmp_path)
-    engine, store = engine_with_adapters(tiny_source(), {"a": old})
-    contents = store.read(new)
+    engine, adapters = engine_with_adapters(tiny_source(), {"a": old})
+    contents = adapters.store.read(new)
 
     def reload_and_sample(times: int) -> int:
         for _ in range(times):
-            engine.load_adapter("a", contents, replace=True)
+            adapters.load_adapter("a", contents, replace=True)
             submit_request(engine, PROMPT, GREEDY, weights="a")
             submit_request(engine, PROMPT, GREEDY, weights=BASE)
             run(engine)
@@ -106,10 +105,10 @@ def test_replaced_versions_leave_no_memory(tmp_path: Path, request: pytest.Fixtu
 def test_rows_of_an_unloaded_adapter_finish(tmp_path: Path) -> None:
     """The name is unknown for later requests."""
     old, _ = two_versions(tmp_path)
-    engine, _ = engine_with_adapters(tiny_source(), {"a": old})
+    engine, adapters = engine_with_adapters(tiny_source(), {"a": old})
     answer = submit_request(engine, PROMPT, LONG, weights="a")
     tick_until(engine, lambda: engine.running == 1)
-    engine.unload_adapter("a")
+    adapters.unload_adapter("a")
     with pytest.raises(RequestError) as error:
         submit_request(engine, PROMPT, LONG, weights="a")
     assert error.value.param == "model"
@@ -121,21 +120,21 @@ def test_loads_never_evict_an_adapter_with_requests(tmp_path: Path) -> None:
     """Waiting requests count as well as running ones."""
     old, new = two_versions(tmp_path)
     limits = AdaptersSection(max_loaded=1)
-    engine, store = engine_with_adapters(tiny_source(), {"a": old}, limits=limits)
+    engine, adapters = engine_with_adapters(tiny_source(), {"a": old}, limits=limits)
     answer = submit_request(engine, PROMPT, GREEDY, weights="a")
     with pytest.raises(AdapterRequestError) as error:
-        engine.load_adapter("b", store.read(new))
+        adapters.load_adapter("b", adapters.store.read(new))
     assert error.value.reason == "full"
     run(engine)
     assert len(answer.completions) == 1
-    engine.load_adapter("b", store.read(new))
-    assert [info.name for info in engine.loaded_adapters()] == ["b"]
+    adapters.load_adapter("b", adapters.store.read(new))
+    assert [info.name for info in adapters.loaded_adapters()] == ["b"]
 
 
 def test_prefixes_of_other_weights_are_never_used(tmp_path: Path) -> None:
     """The prefix cache is keyed by the weights; a new version of an adapter has none."""
     old, new = two_versions(tmp_path)
-    engine, store = engine_with_adapters(tiny_source(), {"a": old, "b": new})
+    engine, adapters = engine_with_adapters(tiny_source(), {"a": old, "b": new})
     for weights in ("a", POLICY, "b", BASE):
         submit_request(engine, PROMPT, GREEDY, weights=weights, reuse_prefix=True)
         run(engine)
@@ -143,7 +142,7 @@ def test_prefixes_of_other_weights_are_never_used(tmp_path: Path) -> None:
     submit_request(engine, PROMPT, GREEDY, weights="a", reuse_prefix=True)
     run(engine)
     assert engine.stats().prefix_hits == 1
-    engine.load_adapter("a", store.read(new), replace=True)
+    adapters.load_adapter("a", adapters.store.read(new), replace=True)
     answer = submit_request(engine, PROMPT, GREEDY, weights="a", reuse_prefix=True)
     run(engine)
     assert engine.stats().prefix_hits == 1
@@ -174,9 +173,8 @@ def moved_policy(section: PolicySection) -> Policy:
 
 
 def engine_of(policy: Policy, **settings: object) -> DecodeEngine:
-    """Return an engine over a policy, with a store."""
-    store = AdapterStore(policy.model, AdaptersSection(), adapted=policy.adapted, base_is_served=policy.keeps_base)
-    return DecodeEngine(policy, EngineSection(**settings), store)  # type: ignore[arg-type]
+    """Return an engine over a policy, with adapters."""
+    return DecodeEngine(policy, EngineSection(**settings), AdaptersSection())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", [Lora(), Dora()], ids=["lora", "dora"])
@@ -231,7 +229,7 @@ def test_the_base_model_is_not_served_if_the_policy_trains_its_weights() -> None
     assert error.value.param == "model"
 
 
-def test_an_engine_without_a_store_samples_from_the_policy_only() -> None:
+def test_an_engine_without_adapters_samples_from_the_policy_only() -> None:
     """Evaluations use such an engine."""
     engine = DecodeEngine(tiny_source(), EngineSection())
     with pytest.raises(RequestError) as error:

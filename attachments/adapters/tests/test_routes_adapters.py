@@ -11,6 +11,7 @@ import anyio
 import httpx
 import pytest
 
+from attachments.adapters.tests.adapter_models import adapters_of
 from attachments.adapters.tests.adapter_server import Served, serving_adapters, write_root
 from clotho.settings.server import AdaptersSection
 
@@ -188,7 +189,7 @@ async def test_an_adapter_that_is_unloaded_before_the_engine_is_asked_is_unknown
     """Status 404, as if the request had come after it: the server validated the name before."""
     served, http = server
     await http.post(LOAD, json={"lora_name": "math", "lora_path": "a"})
-    served.compute.decode.submit(lambda: served.engine.unload_adapter("math")).result()
+    served.compute.decode.submit(lambda: adapters_of(served.engine).unload_adapter("math")).result()
     answer = await http.post("/v1/completions", json={"model": "math", "prompt": "two", "max_tokens": 2, **fields})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert answer.json()["error"]["param"] == "model"

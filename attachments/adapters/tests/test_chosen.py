@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from attachments.adapters.adapter_store import AdapterStore
+from attachments.adapters.chosen import read_chosen
 from attachments.files.convert import convert
 from clotho.models.base_model import BaseModel
 from clotho.settings.model import ModelSection
 from clotho.settings.server import AdaptersSection
 from protocols.errors import ClothoError
 from tests.training_run.start.test_initial_adapter import trained
-from training_run.serving import read_chosen
 
 pytestmark = pytest.mark.needs_float32
 

@@ -1,0 +1,133 @@
+"""The adapters of an engine: which of them a request names, and what loads them between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import mlx.nn as nn
+
+from attachments.adapters.adapter_rows import AdapterRows
+from attachments.adapters.adapter_store import AdapterStore, LoadedAdapter
+from attachments.adapters.chosen import read_chosen
+from attachments.adapters.messages import AdapterInfo
+from clotho.inference.engine import DecodeEngine
+from clotho.inference.parts import EngineParts
+from clotho.inference.row_weights import RowWeights
+from clotho.inference.rows import RowAdapter
+from clotho.models.adapters import AdapterContents
+from clotho.models.lora import AdaptedModule
+from clotho.models.policy_model import PolicyModel
+from protocols.errors import AdapterRequestError, RequestError
+from protocols.sampling import POLICY
+
+
+def provide(parts: EngineParts) -> None:
+    """Let requests of an engine name adapters, if it has limits for them."""
+    if parts.adapters is None:
+        return
+    store = AdapterStore(parts.model, parts.adapters, adapted=parts.adapted, base_is_served=parts.keeps_base)
+    parts.rows = AdapterWeights(store, parts.model, parts.adapted)
+
+
+class AdapterWeights(RowWeights):
+    """Rows compute with adapters of a store, with the base model, or with the policy.
+
+    The model is examined when a request first names an adapter.
+    """
+
+    def __init__(self, store: AdapterStore, model: nn.Module, adapted: tuple[AdaptedModule, ...]) -> None:
+        """adapted: modules of `model` that hold the policy's own adapter."""
+        super().__init__()
+        self.store = store
+        self._model, self._adapted = model, adapted
+        self._rows: AdapterRows | None = None
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether the base weights are frozen."""
+        return self.store.base is not None
+
+    def admit(self, name: str) -> RowAdapter | None:
+        """Return the newest version of an adapter, and count this as a use. Raises RequestError."""
+        if name == POLICY:
+            return None
+        try:
+            self.rows()
+            return self.store.use(name)
+        except AdapterRequestError as error:
+            raise RequestError(str(error), param="model") from error
+
+    def rows(self) -> AdapterRows:
+        """Examine the model. Raises AdapterRequestError if its rows can only use the policy."""
+        if self._rows is None:
+            self._rows = AdapterRows(self._model, self._adapted, self.store.targets)
+        return self._rows
+
+    def computing(self, adapter_B: Sequence[RowAdapter | None]) -> AbstractContextManager[None]:
+        """Compute row b with adapter_B[b] inside the context."""
+        return self.rows().computing(adapter_B)
+
+    def keep(self, versions: set[int]) -> None:
+        """Release converted matrices of all adapters but these."""
+        if self._rows is not None:
+            self._rows.keep(versions)
+
+    def of_copy(self, model: PolicyModel) -> RowWeights:
+        """Return the adapters of the same store for a copy of the model."""
+        return AdapterWeights(self.store, model.model, model.adapted)
+
+    def read(self, path: Path, model: str) -> AdapterContents:
+        """Read an adapter that the operator names."""
+        return read_chosen(path, model, self.store)
+
+    def load(self, name: str, contents: AdapterContents, *, protected: Collection[str]) -> None:
+        """Load an adapter before the first request. Raises AdapterRequestError."""
+        self.rows().require(contents)
+        self.store.load(name, contents, protected=protected)
+
+
+class EngineAdapters:
+    """Loads and unloads adapters of a running engine, in the decode thread."""
+
+    def __init__(self, engine: DecodeEngine, weights: AdapterWeights) -> None:
+        self.store = weights.store
+        self._engine, self._weights = engine, weights
+
+    @classmethod
+    def of(cls, engine: object) -> EngineAdapters | None:
+        """Return the adapters of an engine; None if all of its requests use the policy."""
+        if not isinstance(engine, DecodeEngine) or not isinstance(engine.row_weights, AdapterWeights):
+            return None
+        return cls(engine, engine.row_weights)
+
+    def load_adapter(
+        self, name: str, contents: AdapterContents, *, replace: bool = False, protected: Collection[str] = ()
+    ) -> AdapterInfo:
+        """Load an adapter under a name. Arguments and errors are those of `AdapterStore.load`.
+
+        Requests keep the version that they started with, unless `engine.kv_policy` is recompute.
+        """
+        old = self.store.find(name)
+        self._weights.rows().require(contents)
+        in_use = [adapter for adapter in self._engine.adapters_in_use() if isinstance(adapter, LoadedAdapter)]
+        loaded = self.store.load(name, contents, replace=replace, protected=protected, in_use=in_use)
+        if old is not None:
+            self._engine.adapter_replaced(old, loaded)
+        self._release()
+        return loaded.info
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Forget the name of an adapter; its requests finish. Raises AdapterRequestError for an unknown name."""
+        unloaded = self.store.unload(name)
+        self._release()
+        return unloaded.info
+
+    def loaded_adapters(self) -> tuple[AdapterInfo, ...]:
+        """Describe the loaded adapters, in the order of their names."""
+        return self.store.loaded()
+
+    def _release(self) -> None:
+        """Free what belongs to adapters that are neither loaded nor in use."""
+        self._engine.release_adapters({info.version for info in self.store.loaded()})

@@ -1,0 +1,26 @@
+"""What `speculation` adds to the library: batches that verify drafts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from clotho.extension import Extension
+from clotho.settings.bounds import Off
+
+if TYPE_CHECKING:
+    from clotho.inference.parts import EngineParts
+
+
+class Speculation(Extension):
+    """Several tokens per forward pass, from drafts."""
+
+    def engine(self, parts: EngineParts) -> None:
+        """Let an engine verify drafts, if its settings name a source."""
+        if isinstance(parts.settings.speculation, Off):
+            return
+        from attachments.speculation.speculative_batch import SpeculativeBatches
+
+        parts.batches = SpeculativeBatches(parts.settings)
+
+
+EXTENSION = Speculation()
