@@ -159,5 +159,6 @@ class _Closing:
         self._source = source
 
     async def aclose(self) -> None:
+        """Close the source, also while this task is cancelled."""
         with anyio.CancelScope(shield=True):
             await self._source.close()

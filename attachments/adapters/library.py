@@ -26,6 +26,7 @@ class _Adapters(Extension):
         return adapter_bytes(model, limits, itemsize)
 
     def server(self, parts: ServerParts) -> None:
+        """Serve the loaded adapters, and add the routes that load and unload them."""
         access = parts.offered.engine
         if access is None:
             return

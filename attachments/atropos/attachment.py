@@ -62,6 +62,7 @@ class Atropos(Attachment):
             return None
 
         async def attach(run: RunContext) -> None:
+            """Start the server and the environments that the run starts itself, and let the fetcher read from them."""
             from attachments.atropos.batch_source import group_supply, running_url, sample_log
             from attachments.atropos.processes import AtroposServer, Environment
 

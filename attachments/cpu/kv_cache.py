@@ -301,6 +301,7 @@ class HostKVCache:
         rows, lag_B = slice(self.rows) if slots is None else slots, self._lag_B if self.is_lagging else None
 
         def moved_columns(held: Floats) -> Floats:
+            """Return keys or values in a buffer of the new capacity, in the new order of rows and columns."""
             moved = _zeros(self._decoder, self._room, self.capacity)
             target = moved[:, : self.rows, column - kept : column]
             if lag_B is None:

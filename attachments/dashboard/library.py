@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 class _Dashboard(Extension):
     def loading_page(self, settings: HttpServer) -> ASGIApp | None:
+        """Return the page that is shown while the model is loaded; None without a dashboard."""
         if not settings.dashboard:
             return None
         from attachments.dashboard.page_files import page_app
@@ -26,6 +27,7 @@ class _Dashboard(Extension):
         return page_app()
 
     def server(self, parts: ServerParts) -> None:
+        """Add the routes of the page, for the run of the server."""
         directory = parts.offered.run_directory
         if directory is None or not parts.offered.settings.dashboard:
             return

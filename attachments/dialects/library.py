@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 class _Dialects(Extension):
     def server(self, parts: ServerParts) -> None:
+        """Add the routes of vLLM, SGLang and TRL, and the control of the engine."""
         from attachments.dialects.endpoints import DialectRoutes
 
         parts.endpoints += DialectRoutes(parts).endpoints()

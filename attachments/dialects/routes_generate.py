@@ -99,6 +99,7 @@ def parse_vllm_request(body_fields: dict[str, Any], context: ServerContext) -> N
     )
 
     def respond(result: GenerationResult) -> VllmResponse:
+        """Build the response of vLLM."""
         return VllmResponse(
             **served_by(result.completions, result, ignored),
             text=[completion.text for completion in result.completions],
@@ -221,6 +222,7 @@ def parse_sglang_request(body_fields: dict[str, Any], context: ServerContext) ->
     all_ignored = (*ignored, *(f"sampling_params.{name}" for name in ignored_params))
 
     def choice(index: int, completion: Completion, result: GenerationResult) -> SglangResponse:
+        """Build the response of SGLang for one completion."""
         meta = MetaInfo(
             **served_by([completion], result, all_ignored),
             id=request_id if request.n == 1 else f"{request_id}-{index}",

@@ -92,6 +92,7 @@ def parse_tokens_request(body: bytes, context: ServerContext) -> NativeRequest:
     all_ignored = (*ignored, *(f"sampling_params.{name}" for name in ignored_params))
 
     def respond(result: GenerationResult) -> TokensResponse:
+        """Build the response of vLLM's route for tokens."""
         counts = sum(len(completion.tokens) for completion in result.completions)
         choices = [
             _choice(index, completion, params.logprobs, context, with_mask=with_mask)

@@ -227,6 +227,7 @@ def _gguf_source(path: Path, header: GgufHeader, base: Base | None) -> AdapterSo
         found[f"{module}.{matrix}"] = (name, entry, heads)
 
     def read(name: str) -> Floats | None:
+        """Return a tensor in the order of rows of mlx-lm; None if its type cannot be read."""
         _, entry, heads = found[name]
         with path.open("rb") as file:
             file.seek(entry.begin)

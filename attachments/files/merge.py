@@ -167,6 +167,7 @@ def merge(
     found: list[Fidelity] = []
 
     def write(path: Path) -> None:
+        """Write the merged model with its report. Raises ArtifactError if rounding loses the change."""
         weights = _write(path, adapter, section, settings)
         fidelity = compare(tokens, base=section, merged=path, adapter=adapter, weights=summarize(weights))
         if not fidelity.keeps_change and not accept_loss:

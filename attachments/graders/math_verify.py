@@ -60,6 +60,7 @@ def load(options: RewardOptions) -> RewardFunction:
         return found
 
     def reward(problem: Problem, completion: str) -> float | None:
+        """Return 1 if answer and completion are equal expressions, 0 if not; None if the answer is no expression."""
         if not _is_expression(problem):
             return None
         answer = answer_text(completion, options.answer_in)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 class _Keys(Extension):
     def client_keys(self, settings: HttpServer) -> Sequence[ClientKey]:
+        """Read the file of API keys, with their quotas."""
         from attachments.keys.api_keys import read_api_keys
         from attachments.keys.quotas import limited
 

@@ -60,6 +60,7 @@ class Machine(Attachment):
         """Read the resources of the machine while the run goes on."""
 
         async def attach(run: RunContext) -> None:
+            """Add the checks of the machine, and what measures its resources."""
             from attachments.machine.alarms import MachineCheck
             from attachments.machine.pressure import read_memory
             from attachments.machine.resources import READ_SECONDS, ResourceProbe

@@ -243,6 +243,7 @@ class LearnerRanks:
         ]
 
         def share(rank: int, own: tuple[SharePart, ...]) -> GradientShare:
+            """Return the message with the micro-batches of one rank."""
             return GradientShare(
                 number=self._number,
                 parts=own,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 class _Remote(Extension):
     def server(self, parts: ServerParts) -> None:
+        """Add the routes through which another process reads and replaces the weights."""
         from attachments.remote.routes import NullPolicyReceiver, PolicyRoutes
 
         replaceable = parts.offered.replaceable

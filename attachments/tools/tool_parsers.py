@@ -170,7 +170,9 @@ class _Parser(Protocol):
         """Whether a part of a call has been returned, and its end has not."""
         ...
 
-    def push(self, text: str, *, last: bool) -> list[_Part]: ...
+    def push(self, text: str, *, last: bool) -> list[_Part]:
+        """Return the parts that the next text completes. last: no further text follows."""
+        ...
 
 
 class _Free:

@@ -74,6 +74,7 @@ class Trackers(Attachment):
             return None
 
         async def attach(run: RunContext) -> None:
+            """Open the trackers, and close them at the end of the run."""
             from attachments.trackers.trackers import TrackedRun, close_trackers, open_trackers
             from training_run.profile.load import resolved_toml
 

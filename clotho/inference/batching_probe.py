@@ -29,10 +29,12 @@ class _ProbedCache(LayerKVCache):
         self.attended: list[tuple[mx.array, mx.array, mx.array, Any]] = []
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Record the arrays that a layer takes."""
         self.fetched.append(super().keys_and_values())
         return self.fetched[-1]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
+        """Record the mask and the window that a layer asks for."""
         self.windows.add(window_size)
         self.masks.append(super().make_mask(N, return_array, window_size))
         return self.masks[-1]
@@ -40,6 +42,7 @@ class _ProbedCache(LayerKVCache):
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | None
     ) -> mx.array | None:
+        """Record what a layer attends to, and let mlx-lm compute it."""
         self.attended.append((queries, keys, values, mask))
         return None
 

@@ -68,11 +68,13 @@ class _TurnClock:
         self._total = self._longest = 0.0
 
     def add(self, seconds: float) -> None:
+        """Record the duration of a turn."""
         self._counts[bisect_left(TURN_SECONDS, seconds)] += 1
         self._total += seconds
         self._longest = max(self._longest, seconds)
 
     def times(self) -> TurnTimes:
+        """Return the durations so far."""
         seconds = Distribution(bounds=TURN_SECONDS, counts=tuple(self._counts), total=self._total)
         return TurnTimes(seconds=seconds, longest=self._longest)
 

@@ -137,6 +137,7 @@ class _NoTicker:
     has_work = is_urgent = long_only = False
 
     def tick(self) -> int:
+        """Do nothing."""
         return 0
 
 

@@ -38,12 +38,14 @@ def _checkpointed_class(cls: type[Any]) -> type[Any]:
     forward = cls.__call__
 
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Compute a block, and keep its inputs only."""
         given = (*args, *kwargs.values())
         if any(isinstance(arg, _BaseCache) for arg in given):
             return forward(block, *args, **kwargs)
         keys = next((arg for arg in given if isinstance(arg, LayerKeys)), LayerKeys())
 
         def inner(parameters: Any, held: KeysAndValues, *args: Any, **kwargs: Any) -> tuple[Any, KeysAndValues]:
+            """Compute the block with its parameters, and with keys and values of other blocks, as inputs."""
             block.update(parameters)
             own = keys.holding(held)  # recomputed keys must be neither visible to others nor kept alive
 

@@ -64,6 +64,7 @@ class HeadScores:
 
         @mx.custom_function
         def scored(hidden_N_D: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+            """Return log-probability, entropy, and their gradient to the hidden states."""
             chunks: list[tuple[mx.array, mx.array, mx.array]] = []
             for rows in self._chunks(hidden_N_D):
                 hidden_n_D = _depends_on(chunks[-1] if chunks else (), hidden_N_D[rows])

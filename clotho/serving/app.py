@@ -124,10 +124,12 @@ class _Core:
         )
 
     async def chat_completions(self, http: Request) -> Response:
+        """Answer a conversation."""
         build = partial(self._builder, http, ChatFormat())
         return await self._parts.answering.answer(http, parse_chat_request, build)
 
     async def completions(self, http: Request) -> Response:
+        """Complete prompts."""
         build = partial(self._builder, http, CompletionFormat())
         return await self._parts.answering.answer(http, parse_completion_request, build)
 
@@ -144,10 +146,12 @@ class _Core:
         return builder
 
     async def models(self, _: Request) -> Response:
+        """List the served models."""
         cards = [self._card(model) for model in self._context.models()]
         return json_response(ModelList(data=cards), self._context.weights().version)
 
     async def model(self, http: Request) -> Response:
+        """Describe one served model. Raises ApiError if there is none of this name."""
         card = self._card(find_served(http.path_params["name"], self._context))
         return json_response(card, card.weights_version)
 
@@ -162,6 +166,7 @@ class _Core:
         )
 
     async def health(self, _: Request) -> Response:
+        """Return the state of the run, with status 503 unless it is `ok` or `paused`."""
         report, weights = self._context.health(), self._context.weights()
         body = Health(
             status=report.status,
@@ -177,12 +182,15 @@ class _Core:
         return json_response(body, weights.version, status=200 if report.status in ("ok", "paused") else 503)
 
     async def version(self, _: Request) -> Response:
+        """Return the version of Clotho."""
         return json_response(Version(version=__version__), self._context.weights().version)
 
     async def metrics(self, _: Request) -> Response:
+        """Return the metrics in the text format of Prometheus."""
         return Response(self._parts.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def openapi(self, _: Request) -> Response:
+        """Return the description of the API."""
         return Response(self._document, media_type="application/json")
 
     @cached_property

@@ -64,11 +64,13 @@ class _Connection:
         self._body_ended = False
 
     async def receive(self) -> Message:
+        """Receive a message, and note the end of the body."""
         message = await self._receive()
         self._body_ended = message["type"] != "http.request" or not message.get("more_body", False)
         return message
 
     async def send(self, message: Message) -> None:
+        """Send a message within the time limit, the last one after the rest of the body was read."""
         self._scope.deadline = anyio.current_time() + self._send_seconds
         if message["type"] != "http.response.body" or message.get("more_body", False) or await self._body_is_read():
             await self._send(message)

@@ -108,6 +108,7 @@ class _SnapshotCollector(Collector):
         self._context, self._limit, self._quotas = context, limit, quotas
 
     def collect(self) -> Iterable[Metric]:
+        """Yield the metrics of this moment."""
         snapshot = self._context.snapshot()
         yield from self._server()
         yield from self._engine(snapshot.engine)

@@ -145,6 +145,7 @@ def _loading_app(settings: HttpServer, page: ASGIApp | None) -> ASGIApp:
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        """Show the loading page, and refuse requests with status 503, until the model is loaded."""
         if scope["type"] != "http":
             return
         if page is not None and scope["path"] != "/health" and is_open(scope["path"]):

@@ -272,6 +272,7 @@ def prepare(
     settings = loss_config.settings
 
     def divided(token_advantages: PerTokenAdvantages) -> tuple[Minibatch, ...]:
+        """Return the minibatches with these advantages."""
         return minibatches(
             groups,
             token_advantages,

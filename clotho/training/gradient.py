@@ -187,6 +187,7 @@ def _gradient_graph(
     slopes: list[mx.array] = []
 
     def loss(traced: Parameters) -> tuple[mx.array, MetricSums, mx.array, mx.array]:
+        """Return the loss under traced parameters, with metrics and log-probabilities."""
         policy.use(traced)
         scores: TokenScores = forcing(micro, distribution=loss_config.distribution, logp_only=logp_only)
         seen = inputs

@@ -236,6 +236,7 @@ async def completions_of(
         return completions, []
 
     def losses() -> list[ReferenceLoss | None]:
+        """Return the loss of every reference completion under the weights."""
         adapter, parameters = engine.row_weights.admit(weights), base.served()[0]
         scorer = PromptScorer(
             base.copy_model(),

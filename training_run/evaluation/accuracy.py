@@ -92,6 +92,7 @@ async def graded(
     slots = anyio.CapacityLimiter(CONCURRENT_PROBLEMS)
 
     async def judge(index: int) -> None:
+        """Grade the completions of one problem."""
         first, *others = completions[index]
         async with slots:
             grades = [*await grade(problems[index], [first])]

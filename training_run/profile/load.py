@@ -155,6 +155,7 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
     """
 
     def checked(key: str, written: Any) -> Any:
+        """Return the path relative to the layer's file. Raises ProfileError if it cannot be a path."""
         if not isinstance(written, str) or not written:
             return written
         found = os.path.expanduser(written)

@@ -66,6 +66,7 @@ class _Component(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
+        """The name in the profile."""
         return self.section.name
 
     @property
@@ -351,6 +352,7 @@ class _Occupancy:
 
     @property
     def full_seconds(self) -> float:
+        """The time in which all places were taken."""
         return self._before + (time.monotonic() - self._since if self._count >= self._limit else 0.0)
 
     def __enter__(self) -> None:

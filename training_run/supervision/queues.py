@@ -283,10 +283,12 @@ class _Outbox(QueueEnd, Generic[T]):
     """See `protocols.queues.Outbox`."""
 
     async def send(self, item: T) -> None:
+        """Send an item; waits while the queue is full."""
         await self._queue._send(item, self)
         self._passed(item)
 
     def send_nowait(self, item: T) -> None:
+        """Send an item. Raises WouldBlock if the queue is full, or others wait."""
         self._queue._send_nowait(item, self)
         self._passed(item)
 
@@ -295,11 +297,13 @@ class _Inbox(QueueEnd, Generic[T]):
     """See `protocols.queues.Inbox`."""
 
     async def receive(self) -> T:
+        """Receive an item; waits while the queue is empty."""
         item: T = await self._queue._receive(self)
         self._passed(item)
         return item
 
     def receive_nowait(self) -> T:
+        """Receive an item. Raises WouldBlock if the queue is empty, or others wait."""
         item: T = self._queue._receive_nowait(self)
         self._passed(item)
         return item

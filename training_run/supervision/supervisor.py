@@ -186,6 +186,7 @@ class _SupervisedTask:
 
     @property
     def status(self) -> ChildStatus:
+        """State, restarts and last error of the child."""
         return ChildStatus(
             state=self._state, restart=self.child.restart, restarts=self._restarts, error=self._error or None
         )
@@ -312,6 +313,7 @@ class _ReadySignal(TaskStatus[object]):
         self._on_ready = on_ready
 
     def started(self, value: object = None) -> None:
+        """Tell the supervisor that the child is ready."""
         self._on_ready()
 
 
