@@ -248,7 +248,6 @@ def wire_training(
         lag=profile.rollouts.lag,
         from_environments=context.attached.groups is not None,
         first_check_seconds=FIRST_CHECK_SECONDS,
-        curriculum=context.curriculum,
         stop_sampling=early_end.stop_sampling,
     )
     broadcaster = custom.actor(
@@ -285,7 +284,7 @@ def wire_training(
         parameters=context.policy_learner.parameters,
         loadable=lambda parameters: finish(context.compute.learner.submit(lambda: policy.loadable(parameters))),
         records=checkpoint_records(profile, context.directory),
-        outcomes=context.curriculum.outcomes if context.curriculum is not None else None,
+        parts=context.attached.parts,
     )
     evaluators = []
     if isinstance(profile.eval, HeldOutEvaluation):
@@ -337,7 +336,7 @@ def wire_rollouts(
     profile, learner = context.profile, context.profile.learner
     prompts: Channel[Prompt | Discarded] = custom.channel("prompts", profile.queues.prompts)
     rollouts: Channel[RolloutGroup | Discarded] = custom.channel("rollouts", profile.queues.rollouts)
-    limit, curriculum = context.replaced_groups_limit, context.curriculum
+    limit, chooser = context.replaced_groups_limit, context.attached.chooser
     rule, rewards = context.staleness_rule, context.rewards
     scorer = custom.actor(
         "scorer",
@@ -364,14 +363,14 @@ def wire_rollouts(
         "prompter",
         Prompter,
         outbox=prompts.outbox(),
-        make=context.prompts.prompt if curriculum is None else context.choose_prompt,
+        make=context.prompts.prompt if chooser is None else context.choose_prompt,
         group_ids=context.ledger.unended(None if limit else context.total_groups + context.replacements.value),
         batch_size=learner.batch_size,
         replacements=context.replacements,
         ended=context.ledger.ended,
         groups=limit,
         prompted_until=context.state.prompted if context.state else 0,
-        may_start=None if curriculum is None else rule.wait,
+        may_start=rule.wait if chooser is not None and chooser.waits else None,
     )
     children = [*rollouts.children, *prompts.children, scorer, generator, prompter]
     return Rollouts(children=children, channels=[prompts, rollouts], source=prompter, first=prompts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ import structlog
 from anyio.to_thread import run_sync
 from msgspec.structs import replace
 
-from attachments.curriculum.group_outcomes import GroupOutcomes
 from clotho.storage.adapters import write_adapter
 from protocols.checkpoint import AdapterConfig, RunState
 from protocols.queues import Inbox
 from protocols.step import PolicyUpdated
 from training_run.directory.best_checkpoint import BestCheckpointKeeper
+from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.directory.checkpoints import Snapshot, record_newest, write_checkpoint
 from training_run.directory.jsonl import sync_files
 from training_run.profile.schema import CheckpointSection
@@ -38,8 +37,7 @@ class Checkpointer:
     are synced to disk. After a kill or a power failure, a run then resumes with complete log files. The wait ends when
     the monitor ends, or after a timeout.
 
-    A curriculum's evidence on all problems would make every update large. The checkpointer has a copy of its own, in
-    which it counts the groups of every update as the learner does.
+    The parts of attachments that would make every update large are built here, from small parts of all updates.
     """
 
     name = "checkpointer"
@@ -61,7 +59,7 @@ class Checkpointer:
         parameters: Any,
         loadable: Callable[[Any], Awaitable[tuple[Any, AdapterConfig]]],
         records: Callable[[int], dict[str, bytes]],
-        outcomes: GroupOutcomes | None = None,
+        parts: CheckpointParts,
     ) -> None:
         """newest: file that records the step of the newest checkpoint. histories: the log files.
 
@@ -69,7 +67,7 @@ class Checkpointer:
         state: builds the part of a checkpoint that is not tensors. logged: last step in the log files.
         parameters: the weights at the start. loadable: converts parameters to those that mlx-lm loads.
         records: the files for readers in the checkpoint of a step, in any thread.
-        outcomes: the evidence of the curriculum at the start, which is copied; None without a curriculum.
+        parts: of attachments.
         """
         self._inbox = inbox
         self._directory, self._newest, self._histories = directory, newest, histories
@@ -77,7 +75,7 @@ class Checkpointer:
         self._adapter_config, self._settings, self._state = adapter_config, settings, state
         self._run_id, self._logged, self._best = run_id, logged, best
         self._parameters, self._loadable, self._records = parameters, loadable, records
-        self._outcomes = deepcopy(outcomes)
+        self._parts = parts
 
     async def run(self) -> None:
         """Write checkpoints until the updates end, then a last checkpoint if needed, then the adapter."""
@@ -85,8 +83,7 @@ class Checkpointer:
         async with self._inbox:
             async for update in self._inbox:
                 self._parameters = update.parameters
-                if self._outcomes is not None and update.curriculum is not None:
-                    self._outcomes.end_step(update.curriculum.groups)
+                self._parts.take(update.parts)
                 unwritten = update
                 if self._settings.interval and update.report.step % self._settings.interval == 0:
                     await self._write(update)
@@ -108,8 +105,7 @@ class Checkpointer:
             optimizer=update.optimizer,
             state=state,
             adapter_config=self._adapter_config,
-            parts=update.parts,
-            evidence=await run_sync(self._outcomes.evidence) if self._outcomes is not None else None,
+            parts=await run_sync(self._parts.whole, update.parts),
             records=await run_sync(self._records, update.report.step),
         )
         path = await run_sync(

@@ -12,7 +12,6 @@ import structlog
 from msgspec.structs import replace
 
 from attachments.alarms.collapse_detection import CollapseMonitor, CollapseResponse
-from attachments.curriculum.curriculum import Curriculum
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.machine import random_state
 from clotho.settings.learner import LearnerSection
@@ -74,7 +73,6 @@ class LearnerActor:
         lag: int = 0,
         hooks: Sequence[UpdateHook] = (),
         parts: Callable[[], Mapping[str, Part[object]]] = dict,
-        curriculum: Curriculum | None = None,
         stop_sampling: Callable[[str], None] = lambda cause: None,
     ) -> None:
         """updates: one outbox per receiver of new weights. reports: the monitor's queue.
@@ -87,7 +85,6 @@ class LearnerActor:
         these groups are not sent.
         lag: number of batches that arrive between a batch and its update.
         hooks: take part in every update. parts: collects what attachments keep in the checkpoint of a batch.
-        curriculum: records the groups that have ended; None without one.
         stop_sampling: ends the inbox for a cause, because batch after batch has no learning signal.
         """
         self._inbox, self._updates, self._reports = inbox, updates, reports
@@ -97,7 +94,7 @@ class LearnerActor:
         self._hooks, self._parts, self._steps = hooks, parts, steps
         self._synchronous, self._from_environments = synchronous, from_environments
         self._first_check_seconds, self._held_groups = first_check_seconds, lag * settings.batch_size
-        self._curriculum, self._stop_sampling = curriculum, stop_sampling
+        self._stop_sampling = stop_sampling
         self._fruitless = FruitlessBatches(
             max_failed=settings.max_failed_batches,
             max_equal=settings.max_equal_batches,
@@ -216,7 +213,7 @@ class LearnerActor:
             wait_seconds=wait_seconds,
             replaced=batch.replaced,
             replayed=len(replayed),
-            curriculum=self._curriculum.end_step() if self._curriculum else None,
+            metrics={name: value for hook in self._hooks for name, value in hook.metrics().items()},
         )
         response = self._collapse.assess(report)
         report = replace(report, collapse_findings=response.findings)
@@ -280,8 +277,6 @@ class LearnerActor:
             self._ledger.discard(drop.prompt.group_id, drop.reason, source=drop.prompt.source)
         for hook in self._hooks:
             hook.ended(trained, discarded, version=self._policy_learner.version)
-        if self._curriculum is not None:
-            self._curriculum.record([*(group.scored for group in trained), *discarded])
 
     def _count(self, update: Update | None, seconds: float) -> None:
         self._progress.step += 1
@@ -303,7 +298,6 @@ class LearnerActor:
             parts=self._parts(),
             collapse=self._collapse.state(),
             rollbacks=self._collapse.rollbacks,
-            curriculum=self._curriculum.update() if self._curriculum else None,
         )
         for outbox in self._updates:
             await outbox.send(update)

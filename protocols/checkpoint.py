@@ -8,7 +8,6 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from msgspec import Meta, Struct, field
 
 from attachments.alarms.messages import CollapseState
-from attachments.curriculum.messages import CurriculumState
 from protocols.accounting import LedgerState
 
 Count = Annotated[int, Meta(ge=0)]
@@ -41,7 +40,6 @@ class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     received: number of groups received from each environment.
     in_flight: environment of each received group that has not ended, by group id.
     evaluated: step of each line of evaluations.jsonl up to `step`.
-    curriculum: of which problems the curriculum has evidence; None without a curriculum.
     """
 
     step: Count
@@ -60,7 +58,6 @@ class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     received: dict[str, int] = {}
     in_flight: dict[int, str] = {}
     evaluated: tuple[int, ...] = ()
-    curriculum: CurriculumState | None = None
 
 
 class BestCheckpoint(Struct, frozen=True, kw_only=True):

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from attachments.alarms.messages import CollapseState
-from attachments.curriculum.messages import CurriculumReport, CurriculumUpdate
 from protocols.accounting import LedgerState
 from protocols.checkpoint import Part
 from protocols.finding import Finding
@@ -148,7 +147,7 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     replayed: number of groups that were trained on beside those of the batch.
     collapse_findings: signs of a collapse that the batch shows.
     rolled_back: the weights are those of an earlier version.
-    curriculum: how problems were chosen; None without a curriculum.
+    metrics: values of hooks for metrics.jsonl, by name.
     """
 
     step: int
@@ -165,7 +164,7 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     replayed: int = 0
     collapse_findings: tuple[Finding, ...] = ()
     rolled_back: bool = False
-    curriculum: CurriculumReport | None = None
+    metrics: Mapping[str, Any] = {}
 
 
 class GroupsEnded(Struct, frozen=True, kw_only=True, tag=True):
@@ -203,7 +202,6 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     train_seconds, trained_tokens: totals since the run began.
     parts: what attachments keep in the checkpoint of this batch, by the names of their folders.
     rollbacks: number of rollbacks since the run began.
-    curriculum: the groups that the curriculum counted; None without a curriculum.
     """
 
     report: StepReport
@@ -217,7 +215,6 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     parts: Mapping[str, Part[object]] = {}
     collapse: CollapseState = CollapseState()
     rollbacks: int = 0
-    curriculum: CurriculumUpdate | None = None
 
 
 class WeightsReady(Struct, frozen=True, kw_only=True, tag=True):

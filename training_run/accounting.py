@@ -91,7 +91,6 @@ class GroupAccounting:
             received=self.received,
             in_flight=self.in_flight(Ledger(update.ledger)),
             evaluated=evaluated_steps(self._context.directory.evaluations, until=update.report.step),
-            curriculum=update.curriculum.state if update.curriculum else None,
         )
 
 

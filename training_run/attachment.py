@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from training_run.records.display import RunFacts
     from training_run.rewards.worker_process import NewWorker
     from training_run.run import RunContext
-    from training_run.supervision.hooks import ReportObserver, UpdateHook
+    from training_run.supervision.hooks import Chooser, ReportObserver, UpdateHook
     from training_run.supervision.queues import Queue
     from training_run.supervision.supervisor import Child
 
@@ -75,10 +75,10 @@ class Wired(Struct, frozen=True, kw_only=True, eq=False):
 class Attached(Struct, kw_only=True, eq=False):
     """Attachments -> wiring: what they have added to a run that is loaded and has not begun.
 
-    ending: closed when the run ends, last in, first out. parts: what they keep in checkpoints. hooks: asked by the
-    learner. observers: told by the monitor. services: children beside the flow of groups. receivers: children that
-    start before those that make groups. recorders: return children that record the flow. updates: queues to those that
-    receive every update, by name.
+    ending: closed when the run ends, last in, first out. parts: what they keep in checkpoints. chooser: of problems;
+    None: the order of the dataset. hooks: asked by the learner. observers: told by the monitor. services: children
+    beside the flow of groups. receivers: children that start before those that make groups. recorders: return children
+    that record the flow. updates: queues to those that receive every update, by name.
     senders: children that start last. sampler: samples the rollouts; None: the run's own. groups: in the place of
     groups of the run's own; None: there are none. samples: records what clients of the HTTP server have sampled.
     resources: the latest reading of the machine.
@@ -87,6 +87,7 @@ class Attached(Struct, kw_only=True, eq=False):
 
     ending: ExitStack
     parts: CheckpointParts
+    chooser: Chooser | None = None
     hooks: list[UpdateHook] = field(default_factory=list)
     observers: list[ReportObserver] = field(default_factory=list)
     services: list[Child] = field(default_factory=list)
@@ -121,7 +122,8 @@ class Attachment:
 
     no_effect, contradictions: rows for the tables of these names in `training_run/profile/rules.py`. may_change: keys
     of the attachment, and their beginnings, that a resumed run may change. commands: word after the program's name ->
-    module, whose `run(argv, console)` returns the exit status.
+    module, whose `run(argv, console)` returns the exit status. metrics: name in metrics.jsonl -> what it is, in a
+    sentence; null in a step of which no hook returns it.
 
     Every method adds nothing by default. They are called in the order below. `attachment.py` is imported at every
     start, so that it imports what is expensive only where it is used.
@@ -131,6 +133,7 @@ class Attachment:
     contradictions: Sequence[Rule] = ()
     may_change: Sequence[str] = ()
     commands: ClassVar[Mapping[str, str]] = {}
+    metrics: ClassVar[Mapping[str, str]] = {}
 
     def launch(self, argv: Sequence[str]) -> int | None:
         """Take over a process that `mlx.launch` has started for a run; return its exit status.
@@ -190,6 +193,10 @@ class Attachment:
         use the attachment.
         """
 
+    def shown(self, line: Mapping[str, Any]) -> Iterable[str]:
+        """Return what the displays in the terminal show of a line of metrics.jsonl."""
+        return ()
+
 
 @cache
 def installed_attachments() -> tuple[Attachment, ...]:
@@ -214,6 +221,17 @@ def unknown_parts(names: Iterable[str]) -> tuple[str, ...]:
         f"the checkpoint has state of the attachment '{name}', which this installation lacks: it is dropped"
         for name in sorted(set(names) - set(attachment_names()))
     )
+
+
+@cache
+def attached_metrics() -> Mapping[str, str]:
+    """Return the metrics of all attachments, with their descriptions."""
+    return {name: text for attachment in installed_attachments() for name, text in attachment.metrics.items()}
+
+
+def shown_by_attachments(line: Mapping[str, Any]) -> list[str]:
+    """Return what the displays show of the attachments. line: of metrics.jsonl."""
+    return [text for attachment in installed_attachments() for text in attachment.shown(line)]
 
 
 def check_attachments(profile: Profile) -> None:

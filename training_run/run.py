@@ -7,7 +7,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from attachments.curriculum.curriculum import Curriculum
 from clotho.backend import backend
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
@@ -54,7 +53,6 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     history_gaps: records that the checkpoint covers and that the history files lack.
     origin: what the run started from; None for the base model alone. best: finds the best checkpoint.
     base: parameters before the first update, if they still need to be evaluated after a resume.
-    curriculum: chooses the problems; None: all equally often.
     estimated_memory: estimated peak, in bytes. warnings: to be logged when the run starts. preflight: findings of the
     checks at the start.
     attached: what the attachments of this installation have added.
@@ -75,7 +73,6 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     engine_failure: Future[None]
     policy_learner: PolicyLearner
     prompts: PromptBuilder
-    curriculum: Curriculum | None
     held_out: HeldOut
     rewards: RewardRunner
     inputs: dict[str, str]
@@ -137,8 +134,9 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
         )
 
     def choose_prompt(self, group_id: int) -> Prompt:
-        """The prompt of a group, with the problem that the curriculum chooses if the run has one."""
-        return self.prompts.prompt(group_id, None if self.curriculum is None else self.curriculum.choose(group_id))
+        """The prompt of a group, with the problem that an attachment chooses if one does."""
+        chooser = self.attached.chooser
+        return self.prompts.prompt(group_id, None if chooser is None else chooser.choose(group_id))
 
     async def recompute_logprobs(self, tokens: tuple[int, ...], temperature: float) -> PromptLogprobs:
         """Log-probabilities of tokens under the run's sampling distribution at a temperature."""

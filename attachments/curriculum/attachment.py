@@ -1,13 +1,30 @@
-"""What the curriculum adds to runs."""
+"""The curriculum by success rate in a run: it chooses the problem of every group."""
 
 from __future__ import annotations
 
-from training_run.attachment import Attachment
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attachments.curriculum.sections import CURRICULUM, SuccessRateCurriculum
+from training_run.attachment import Attach, Attachment, Plan
 from training_run.profile.rules import Rule
+from training_run.records.terminal_text import share
+
+if TYPE_CHECKING:
+    from training_run.run import RunContext
 
 
-class CurriculumRuns(Attachment):
-    """`data.curriculum` of a profile."""
+class CurriculumAttachment(Attachment):
+    """`[data.curriculum]` of a profile."""
+
+    metrics: ClassVar[Mapping[str, str]] = {
+        "curriculum/zero_variance_expected": "Probability that all or none of a group's completions succeed, predicted "
+        "when its problem was chosen; mean over the scored groups of the step; null without a curriculum.",
+        "curriculum/zero_variance_observed": "Share of these groups whose rewards are all equal.",
+        "curriculum/success_rate": "Mean success rate of the last groups of all problems; null without a curriculum.",
+        "curriculum/problems": "Number of problems by the success rate of their last group, in five intervals; for "
+        "problems without a group, the mean of their type. Null without a curriculum.",
+    }
 
     contradictions = (
         Rule(
@@ -25,5 +42,38 @@ class CurriculumRuns(Attachment):
         ),
     )
 
+    async def prepare(self, plan: Plan) -> Attach | None:
+        """Continue with the evidence of the checkpoint, if it is of these problems."""
+        settings = CURRICULUM.of(plan.profile.data)
+        if not isinstance(settings, SuccessRateCurriculum):
+            return None
 
-ATTACHMENT = CurriculumRuns()
+        async def attach(run: RunContext) -> None:
+            from attachments.curriculum.curriculum import Curriculum
+            from attachments.curriculum.hooks import NAME, take_part
+            from attachments.curriculum.state import SavedCurriculum
+            from clotho.data.problems import problems_fingerprint
+
+            problems = run.prompts.problems
+            saved = run.attached.parts.saved(NAME, SavedCurriculum)
+            curriculum = Curriculum(
+                [problem.type for problem in problems],
+                run.prompts.order,
+                settings,
+                rewards=run.profile.rewards,
+                seed=run.profile.seed,
+                dataset=problems_fingerprint(problems),
+                saved=saved.value if saved else None,
+            )
+            take_part(run.attached, curriculum)
+
+        return attach
+
+    def shown(self, line: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the observed and the expected share of zero-variance groups."""
+        observed, expected = (line.get(f"curriculum/zero_variance_{kind}") for kind in ("observed", "expected"))
+        if expected is not None:
+            yield f"zero variance {share(observed)} ({share(expected)} expected)"
+
+
+ATTACHMENT = CurriculumAttachment()

@@ -8,18 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 import structlog
+from msgspec import Struct
 
 from attachments.curriculum.group_outcomes import INTERVALS, Floats, GroupOutcomes, Indices
-from attachments.curriculum.messages import (
-    CountedGroup,
-    CurriculumEvidence,
-    CurriculumReport,
-    CurriculumState,
-    CurriculumUpdate,
-)
-from attachments.curriculum.sections import CURRICULUM, SuccessRateCurriculum
+from attachments.curriculum.sections import SuccessRateCurriculum
+from attachments.curriculum.state import CountedGroup, CurriculumState, CurriculumUpdate, SavedCurriculum
 from clotho.data.order import ProblemOrder
-from clotho.settings.data import DataSection, RewardSection
+from clotho.settings.data import RewardSection
 from protocols.errors import CheckpointError
 from protocols.prompt import Problem
 from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, bounded
@@ -43,10 +38,13 @@ class Scored(NamedTuple):
     correct: tuple[bool | None, ...]
 
 
-def success_rate_settings(data: DataSection) -> SuccessRateCurriculum | None:
-    """Return the settings of a curriculum; None if all problems occur equally often."""
-    settings = CURRICULUM.of(data)
-    return settings if isinstance(settings, SuccessRateCurriculum) else None
+class CurriculumReport(Struct, frozen=True, kw_only=True):
+    """The choice of problems in one step, as metrics.jsonl has it, each key with the prefix `curriculum/`."""
+
+    zero_variance_expected: float | None
+    zero_variance_observed: float | None
+    success_rate: float
+    problems: dict[str, int]
 
 
 class Curriculum:
@@ -75,10 +73,9 @@ class Curriculum:
         rewards: Sequence[RewardSection],
         seed: int,
         dataset: str,
-        state: CurriculumState | None = None,
-        evidence: CurriculumEvidence | None = None,
+        saved: SavedCurriculum | None = None,
     ) -> None:
-        """types, order: of the problems. dataset: fingerprint of the problems. state, evidence: of a checkpoint.
+        """types, order: of the problems. dataset: fingerprint of the problems. saved: of a checkpoint.
 
         Raises CheckpointError if the evidence is damaged.
         """
@@ -93,8 +90,8 @@ class Curriculum:
         self._lowest: float | None = None
         self._highest: float | None = None
         self._counted: tuple[CountedGroup, ...] = ()
-        if state is not None:
-            self._restore(state, evidence)
+        if saved is not None:
+            self._restore(saved)
 
     def choose(self, group_id: int) -> int:
         """Return the index of the problem of a group, and remember it until the group has ended."""
@@ -141,20 +138,19 @@ class Curriculum:
         return report
 
     def update(self) -> CurriculumUpdate:
-        """What the last step changed, for the checkpointer, at the end of the step."""
+        """Return what the last step changed, at the end of the step."""
         state = CurriculumState(dataset=self._dataset, lowest=self._lowest, highest=self._highest)
         return CurriculumUpdate(state=state, groups=self._counted)
 
-    def _restore(self, state: CurriculumState, evidence: CurriculumEvidence | None) -> None:
-        if state.dataset != self._dataset or evidence is None:
-            reason = "is of other problems" if state.dataset != self._dataset else "has no evidence"
-            log.warning("curriculum_starts_anew", reason=f"the checkpoint {reason}")
+    def _restore(self, saved: SavedCurriculum) -> None:
+        if saved.state.dataset != self._dataset:
+            log.warning("curriculum_starts_anew", reason="the checkpoint is of other problems")
             return
         try:
-            self.outcomes.restore(evidence)
+            self.outcomes.restore(saved.evidence)
         except ValueError as error:
             raise CheckpointError(f"the curriculum of the checkpoint cannot be used: {error}") from error
-        self._lowest, self._highest = state.lowest, state.highest
+        self._lowest, self._highest = saved.state.lowest, saved.state.highest
 
     def _judge(
         self, problem: Problem, parts: dict[str, tuple[float | None, ...]], count: int

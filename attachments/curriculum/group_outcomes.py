@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attachments.curriculum.messages import CountedGroup, CurriculumEvidence
+from attachments.curriculum.state import CountedGroup, CurriculumEvidence
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]

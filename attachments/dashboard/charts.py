@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from training_run.records.evaluation_history import EVALUATION_METRICS
-from training_run.records.metrics import METRICS, RANK_METRICS, REMOTE_METRICS
+from training_run.records.metrics import RANK_METRICS, REMOTE_METRICS, all_metrics
 
 Format = Literal["number", "percent", "bytes", "seconds"]
 
@@ -58,7 +58,7 @@ _INTERVAL = "The band is the interval of 95 %."
 
 def _chart(section: str, title: str, *series: ChartLine, note: str = "", **other: Any) -> Chart:
     """Return a chart with the descriptions of its metrics."""
-    descriptions = EVALUATION_METRICS if other.get("table") == "evaluations" else METRICS
+    descriptions = EVALUATION_METRICS if other.get("table") == "evaluations" else all_metrics()
     columns = [line.column.split("/*")[0] for line in series]
     texts = dict.fromkeys(descriptions.get(name, descriptions.get(name.rpartition("/")[0], "")) for name in columns)
     name = title.lower().replace(" ", "-")

@@ -23,7 +23,7 @@ from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS
 from training_run.profile.load import MASK, flatten
 from training_run.records.evaluation_history import EVALUATION_METRICS
 from training_run.records.forecast import STEP_METRICS, WINDOW, EvaluationTime, RemainingWork, StepTime, seconds_left
-from training_run.records.metrics import METRICS
+from training_run.records.metrics import all_metrics
 
 SMALL_FILE = 1 << 22
 """Larger files of one object are not read."""
@@ -52,7 +52,7 @@ OUTCOMES = {
 """What happened to a group, by outcome."""
 
 DESCRIPTIONS = {
-    **METRICS,
+    **all_metrics(),
     **{f"evaluations/{name}": text for name, text in EVALUATION_METRICS.items()},
     **{f"outcomes/{name}": text for name, text in OUTCOMES.items()},
 }

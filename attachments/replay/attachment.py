@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from attachments.replay.sections import REPLAY, BufferedReplay
 from training_run.attachment import Attach, Attachment, Plan
@@ -25,6 +26,9 @@ class ReplayAttachment(Attachment):
             "= {} must be at most replay.capacity = {v[replay.capacity]}",
         ),
     )
+    metrics: ClassVar[Mapping[str, str]] = {
+        "groups/replayed": "Number of groups from the replay buffer; null without one."
+    }
 
     def memory(self, need: MemoryNeed) -> None:
         """Let updates train on more groups."""

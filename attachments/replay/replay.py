@@ -108,14 +108,22 @@ class Replay(UpdateHook):
 
     def __init__(self, buffer: ReplayBuffer) -> None:
         self.buffer = buffer
+        self._replayed = 0
 
     def extra(self, *, step: int, version: int) -> tuple[ScoredGroup, ...]:
         """Return a sample of the buffer."""
-        return self.buffer.sample(version=version, step=step)
+        sample = self.buffer.sample(version=version, step=step)
+        self._replayed = len(sample)
+        return sample
 
     def ended(self, trained: Sequence[TrainedGroup], discarded: Sequence[Discarded], *, version: int) -> None:
         """Put the groups into the buffer that were trained on."""
         self.buffer.add(trained, version=version)
+
+    def metrics(self) -> dict[str, int]:
+        """Return how many groups were replayed."""
+        replayed, self._replayed = self._replayed, 0
+        return {"groups/replayed": replayed}
 
     def rolled_back(self) -> None:
         """Empty the buffer: an update that was taken back was computed with its groups."""

@@ -9,13 +9,12 @@ import mlx.core as mx
 from msgspec import Struct
 
 from actors.checkpointer import Checkpointer
-from attachments.curriculum.group_outcomes import GroupOutcomes
-from attachments.curriculum.messages import CountedGroup, CurriculumState, CurriculumUpdate
 from protocols.checkpoint import AdapterConfig, Part
 from protocols.step import PolicyUpdated
 from tests.actors.actor_helpers import policy_updated
 from tests.training_run.directory.made_checkpoints import ADAPTER, state
 from training_run.directory.best_checkpoint import BestCheckpointKeeper
+from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.directory.checkpoints import records_of
 from training_run.profile.schema import CheckpointSection
 from training_run.supervision.latest import Latest
@@ -35,17 +34,11 @@ class Kept(Struct, frozen=True, kw_only=True):
     step: int
 
 
-def counted(step: int) -> CurriculumUpdate:
-    """Return what a curriculum of eight problems counted in this step."""
-    group = CountedGroup(problem=step % 8, successes=step % 3, completions=2)
-    return CurriculumUpdate(state=CurriculumState(dataset="d"), groups=(group,))
-
-
 def update(step: int) -> PolicyUpdated:
     """Return the update of a step. Every parameter equals `step`."""
     return policy_updated(
         parameters(float(step)), step=step, version=step, optimizer=parameters(-float(step)), random_state=(1, 2),
-        parts={"one": Part(value=Kept(step=step))}, curriculum=counted(step),
+        parts={"one": Part(value=Kept(step=step))},
     )  # fmt: skip
 
 
@@ -54,7 +47,7 @@ def checkpointer_of(
     updates: Queue[PolicyUpdated],
     *,
     logged: int = 1000,
-    outcomes: GroupOutcomes | None = None,
+    parts: CheckpointParts | None = None,
     **settings: Any,
 ) -> Checkpointer:
     """Return a checkpointer whose logs are written up to step `logged`."""
@@ -80,7 +73,7 @@ def checkpointer_of(
         parameters=parameters(0.0),
         loadable=as_they_are,
         records=lambda step: records_of("steps = 9", directory / "metrics.jsonl", step),
-        outcomes=outcomes,
+        parts=parts or CheckpointParts({}),
     )
 
 

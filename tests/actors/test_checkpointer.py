@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 import structlog
 
 from actors import checkpointer as module
-from attachments.curriculum.group_outcomes import GroupOutcomes
 from clotho.storage.adapters import read_adapter
+from protocols.checkpoint import Part
 from protocols.errors import RunDirectoryError
 from protocols.queues import QueueClosed
 from tests.actors.actor_helpers import filled_queue
-from tests.actors.checkpointer_harness import Kept, checkpointer_of, counted, parameters, update
+from tests.actors.checkpointer_harness import Kept, checkpointer_of, parameters, update
 from tests.training.policies_and_groups import same_bits
 from tests.training_run.directory.made_checkpoints import ADAPTER, names, state
-from training_run.directory.checkpoint_parts import CheckpointParts
+from training_run.directory.checkpoint_parts import CheckpointParts, Keeper
 from training_run.directory.checkpoints import find_damage, read_checkpoint, recorded_newest
 
 
@@ -53,19 +54,29 @@ async def test_due_and_final_checkpoints_are_written(
         assert same_bits(adapter, parameters(float(steps))), "of a run without updates: as it was found"
 
 
-async def test_a_checkpoint_has_the_evidence_of_all_groups_that_the_curriculum_counted(tmp_path: Path) -> None:
-    """Those of steps without a checkpoint too. The evidence of the learner is not touched."""
-    learners = GroupOutcomes(["a"] * 8)
-    before = learners.evidence()
+class Counting(Keeper[Kept]):
+    """Adds the numbers of all updates."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def take(self, value: Kept) -> None:
+        self.total += value.step
+
+    def whole(self, value: Kept) -> Part[Kept]:
+        return Part(value=Kept(step=self.total))
+
+
+async def test_a_large_part_is_built_from_the_small_parts_of_all_updates(tmp_path: Path) -> None:
+    """Those of steps without a checkpoint too."""
+    parts = CheckpointParts({})
+    parts.save("one", lambda: None, keeper=Counting())
     updates = filled_queue("updates", [update(step) for step in range(1, 6)])
-    await checkpointer_of(tmp_path, updates, outcomes=learners, interval=3).run()
-    assert learners.evidence() == before
-    for step in range(1, 6):
-        learners.end_step(counted(step).groups)
+    await checkpointer_of(tmp_path, updates, parts=parts, interval=3).run()
+    for step, total in ((3, 6), (5, 15)):
         path = tmp_path / "checkpoints" / f"step-{step:06d}"
-        if step in (3, 5):
-            checkpoint = read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER)
-            assert checkpoint.evidence == learners.evidence()
+        found = read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER).parts
+        assert msgspec.msgpack.decode(found["one"].value, type=Kept) == Kept(step=total)
 
 
 async def test_a_checkpoint_has_the_profile_and_the_metrics_of_its_step(tmp_path: Path) -> None:

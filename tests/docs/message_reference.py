@@ -11,7 +11,7 @@ import inspect
 import msgspec
 from msgspec import Struct
 
-from attachments.curriculum.messages import CurriculumReport, CurriculumUpdate
+from protocols.checkpoint import Part
 from protocols.evaluation import EvalReport
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup, ScoredGroup, TeacherTokens
@@ -31,12 +31,11 @@ MESSAGES: tuple[type[Struct], ...] = (
     StepReport,
     TrainedGroup,
     UpdateMetrics,
-    CurriculumReport,
-    CurriculumUpdate,
     GroupsEnded,
     FirstBatch,
     EvalReport,
     PolicyUpdated,
+    Part,
     WeightsReady,
     SampleRequest,
     Sampling,

@@ -8,13 +8,9 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from attachments.curriculum.curriculum import Curriculum
-from attachments.curriculum.messages import CurriculumEvidence, CurriculumState
-from attachments.curriculum.sections import SuccessRateCurriculum
-from clotho.data.order import ProblemOrder
 from clotho.lanes.compute_thread import Compute
 from tests.actors.actor_helpers import compute_thread
-from tests.training_run.simulated_run import PROBLEMS, SimulatedRun, SimulationSettings, random_groups, report_groups
+from tests.training_run.simulated_run import SimulatedRun, SimulationSettings, random_groups, report_groups
 
 
 @pytest.fixture(scope="module")
@@ -105,48 +101,6 @@ async def test_a_synchronous_run_resumed_from_any_batch_repeats_the_rest(compute
             resumed.sampler.submissions == whole.sampler.submissions[-len(resumed.sampler.submissions) :] or not again
         )
         assert resumed.replacements.value == whole.replacements.value
-
-
-def curriculum(state: CurriculumState | None, evidence: CurriculumEvidence | None) -> Curriculum:
-    """Return a curriculum over the simulated problems."""
-    kinds = [problem.type for problem in PROBLEMS]
-    order = ProblemOrder(kinds, weights={}, seed=1, shuffle=True)
-    settings = SuccessRateCurriculum()
-    return Curriculum(kinds, order, settings, rewards=(), seed=1, dataset="", state=state, evidence=evidence)
-
-
-@pytest.mark.parametrize("dynamic", [True, False])
-async def test_a_synchronous_run_with_a_curriculum_resumed_from_any_batch_chooses_the_same_problems(
-    compute: Compute, dynamic: bool
-) -> None:
-    """Also for replaced groups, whatever had been chosen when it was killed. The evidence is equal bit for bit."""
-    settings = SimulationSettings(
-        zero_variance=lambda group_id: False, dynamic=dynamic, steps=8, batch_size=4, curriculum=curriculum
-    )
-    whole = SimulatedRun(compute, settings)
-    await whole.run()
-    assert len({problem.prompt for _, problem in whole.chosen}) > 8
-    for after, evidence in zip(whole.updates, whole.evidence, strict=True):
-        prompted = after.ledger.all_ended_below
-        resumed = SimulatedRun(compute, settings, after=after, evidence=evidence, prompted_until=prompted + 2)
-        again = await resumed.run()
-        assert resumed.chosen == [(group_id, problem) for group_id, problem in whole.chosen if group_id >= prompted]
-        if again:
-            assert resumed.updates[-1].curriculum == whole.updates[-1].curriculum
-            assert resumed.evidence[-1] == whole.evidence[-1]
-
-
-@pytest.mark.parametrize("ahead", [0, 2])
-async def test_a_curriculum_chooses_a_problem_when_its_group_may_start(compute: Compute, ahead: int) -> None:
-    """Not when the queue has room: the choice uses all groups that have ended. Every group ends once."""
-    settings = SimulationSettings(zero_variance=lambda group_id: False, ahead=ahead, steps=8, curriculum=curriculum)
-    simulated, seen = SimulatedRun(compute, settings), []
-    await simulated.run(lambda update: seen.append(len(simulated.chosen) - simulated.replacements.value))
-    assert all(count <= (step + ahead + 1) * settings.batch_size for step, count in enumerate(seen))
-    assert simulated.ended() == list(range(simulated.prompter.prompted_until))
-    assert simulated.ledger.balance(prompted=simulated.prompter.prompted_until, carried_over=0).holds
-    useful = [problem.type == "useful" for _, problem in simulated.chosen]
-    assert sum(useful[len(useful) // 2 :]) > sum(useful[: len(useful) // 2])
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Callable, Sequence
-from copy import deepcopy
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 import anyio
-from msgspec import Struct
+from msgspec import Raw, Struct
+from msgspec.msgpack import encode
 from msgspec.structs import replace
 
 from actors.generator import Generator as GeneratorActor
@@ -16,12 +17,11 @@ from actors.learner import LearnerActor
 from actors.prompter import Prompter
 from attachments.alarms.collapse_detection import CollapseMonitor
 from attachments.alarms.messages import CollapseState
-from attachments.curriculum.curriculum import Curriculum
-from attachments.curriculum.messages import CurriculumEvidence, CurriculumState
 from clotho.lanes.compute_thread import Compute
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.settings.bounds import Off
 from clotho.training.update import Update
+from protocols.checkpoint import Part
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import SampleRequest, Sampling
@@ -29,6 +29,8 @@ from protocols.step import LearnerReport, PolicyUpdated, StepReport, UpdateMetri
 from tests.actors.actor_helpers import prompt, receive_all
 from tests.fakes import FakeEngine
 from tests.learner_settings import learner_settings
+from training_run.attachment import Attached
+from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.groups.ledger import Ledger
 from training_run.groups.progress import LearnerProgress, StalenessRule
 from training_run.supervision.latest import Latest
@@ -70,13 +72,13 @@ class CountingPolicyLearner:
 PROBLEMS = tuple(
     Problem(prompt=str(index), answer="", type=kind) for index, kind in enumerate(["useful", "hard", "solved"] * 6)
 )
-"""Problems for a curriculum. Groups of the type `useful` have the rewards 0 and 1, other groups have zero variance."""
+"""Problems to choose from. Groups of the type `useful` have the rewards 0 and 1, other groups have zero variance."""
 
 
 class SimulationSettings(Struct, frozen=True, kw_only=True):
     """Settings of a simulated run. `zero_variance` and `discarded_early` select groups by id.
 
-    curriculum: makes a curriculum over `PROBLEMS` from its parts of a checkpoint. The problem then decides the rewards.
+    attach: lets an attachment take part. If it chooses among `PROBLEMS`, the problem decides the rewards.
     """
 
     zero_variance: Callable[[int], bool]
@@ -86,7 +88,7 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
     ahead: int = 0
     limit: float = 4.0
     dynamic: bool = True
-    curriculum: Callable[[CurriculumState | None, CurriculumEvidence | None], Curriculum] | None = None
+    attach: Callable[[Attached], None] = lambda attached: None
 
 
 class RecordingSampler(EngineSampler):
@@ -104,7 +106,7 @@ class RecordingSampler(EngineSampler):
 class SimulatedRun:
     """A run from its start or from a checkpoint, with queues of capacity 1.
 
-    `updates` are all updates of the learner; `evidence` is that of the curriculum after each of them.
+    `updates` are all updates of the learner; `parts` are those of a checkpoint after each of them.
     """
 
     def __init__(
@@ -113,10 +115,10 @@ class SimulatedRun:
         simulation: SimulationSettings,
         *,
         after: PolicyUpdated | None = None,
-        evidence: CurriculumEvidence | None = None,
+        parts: Mapping[str, Part[Raw]] | None = None,
         prompted_until: int = 0,
     ) -> None:
-        """prompted_until, evidence: as the checkpoint says, which has the rest from `after`."""
+        """prompted_until, parts: as the checkpoint says, which has the rest from `after`."""
         self.simulation, self.engine = simulation, FakeEngine()
         self.ledger, self.progress = Ledger(), LearnerProgress()
         if after is not None:
@@ -127,10 +129,9 @@ class SimulatedRun:
         self._serve(self.policy_learner.version, self.progress.step)
         self.sampler = RecordingSampler(self.engine)
         self.updates: list[PolicyUpdated] = []
-        self.evidence: list[CurriculumEvidence] = []
-        make, update = simulation.curriculum, after.curriculum if after else None
-        self.curriculum = make(update.state if update else None, evidence) if make is not None else None
-        self._counted = deepcopy(self.curriculum.outcomes) if self.curriculum is not None else None
+        self.parts: list[dict[str, Part[Raw]]] = []
+        self.attached = Attached(ending=ExitStack(), parts=CheckpointParts(parts or {}))
+        simulation.attach(self.attached)
         self.chosen: list[tuple[int, Problem]] = []
         self._questions = Queue[Prompt]("questions", capacity=1)
         self._prompts = Queue[Prompt | Discarded]("prompts", capacity=1)
@@ -157,7 +158,7 @@ class SimulatedRun:
         self.prompter = Prompter(
             outbox=self._questions.outbox(),
             make=self._prompt,
-            may_start=rule.wait if self.curriculum else None,
+            may_start=rule.wait if self.attached.chooser else None,
             group_ids=self.ledger.unended(None if simulation.dynamic else groups),
             prompted_until=prompted_until,
             **distribution,
@@ -191,13 +192,14 @@ class SimulatedRun:
             steps=simulation.steps,
             synchronous=simulation.ahead == 0,
             from_environments=False,
-            curriculum=self.curriculum,
+            hooks=self.attached.hooks,
+            parts=self.attached.parts.collect,
         )
 
     def _prompt(self, group_id: int) -> Prompt:
         made = prompt(group_id, (group_id, 7))
-        if self.curriculum is not None:
-            made = replace(made, problem=PROBLEMS[self.curriculum.choose(group_id)])
+        if self.attached.chooser is not None:
+            made = replace(made, problem=PROBLEMS[self.attached.chooser.choose(group_id)])
             self.chosen.append((group_id, made.problem))
         return made
 
@@ -221,7 +223,7 @@ class SimulatedRun:
                 outcome: GroupOutcome
                 if isinstance(group, Discarded):
                     outcome = group
-                elif self.curriculum is not None and group.prompt.problem.type != "useful":
+                elif self.attached.chooser is not None and group.prompt.problem.type != "useful":
                     rewards = (float(group.prompt.problem.type == "solved"),) * 2
                     outcome = Discarded(prompt=group.prompt, reason="zero_variance", detail="equal", rewards=rewards)
                 elif self.simulation.zero_variance(group.prompt.group_id):
@@ -233,9 +235,9 @@ class SimulatedRun:
     async def _broadcast(self, watch: Callable[[PolicyUpdated], None]) -> None:
         async for update in self._updates.inbox():
             self.updates.append(update)
-            if self._counted is not None and update.curriculum is not None:
-                self._counted.end_step(update.curriculum.groups)
-                self.evidence.append(self._counted.evidence())
+            self.attached.parts.take(update.parts)
+            whole = self.attached.parts.whole(update.parts)
+            self.parts.append({name: Part(value=Raw(encode(part.value))) for name, part in whole.items()})
             watch(update)
             self._serve(update.report.version, update.report.step)
 

@@ -10,13 +10,12 @@ import shutil
 import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import msgspec
 from msgspec import Struct
 
-from attachments.curriculum.messages import CurriculumEvidence
 from clotho.storage.adapters import CONFIG, TENSORS, fill_adapter, read_adapter
 from clotho.storage.atomic_files import (
     FileDigest,
@@ -31,19 +30,16 @@ from protocols.checkpoint import AdapterConfig, Part, RunState
 from protocols.errors import CheckpointError, RunDirectoryError, visible
 from training_run.directory.jsonl import line_of_step
 
-T = TypeVar("T")
-
 MANIFEST = "MANIFEST.json"
 OPTIMIZER = "optimizer.safetensors"
-CURRICULUM = "curriculum.msgpack"
 STATE = "state.json"
 PROFILE = "profile.toml"
 METRICS = "metrics.json"
 REQUIRED = (TENSORS, CONFIG, OPTIMIZER, STATE)
 """The files that every manifest lists."""
 
-OPTIONAL = re.compile(r"curriculum\.msgpack|([A-Za-z0-9_]+)\.part\.(msgpack|safetensors)")
-"""Names of files that a manifest lists if they exist; the group is the name of a part."""
+PART = re.compile(r"([A-Za-z0-9_]+)\.part\.(msgpack|safetensors)")
+"""Names of the files of a part, which a manifest lists if they exist; the first group is the name of the part."""
 
 JSON_LIMIT = 1 << 26
 """Largest size of a manifest or a state, in bytes. Larger files are damaged, and are never written."""
@@ -69,7 +65,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """Contents of a checkpoint to be written.
 
     parameters, optimizer: trees of evaluated arrays, nested or flat, never modified. parts: of attachments, by name.
-    evidence: of the curriculum; None without one. records: files for readers, by name, which no run reads.
+    records: files for readers, by name, which no run reads.
     """
 
     parameters: Any
@@ -77,7 +73,6 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     state: RunState
     adapter_config: AdapterConfig
     parts: Mapping[str, Part[object]] = {}
-    evidence: CurriculumEvidence | None = None
     records: dict[str, bytes] = {}
 
 
@@ -91,7 +86,6 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     parameters: Any
     optimizer: dict[str, mx.array]
     parts: Mapping[str, Part[msgspec.Raw]]
-    evidence: CurriculumEvidence | None
 
 
 class LatestCheckpoint(Struct, frozen=True, kw_only=True):
@@ -125,8 +119,6 @@ def write_checkpoint(
             files.append(write_tensors(unfinished / OPTIMIZER, named_arrays(snapshot.optimizer)))
             files.append(write_file(unfinished / STATE, [state]))
             files += [file for name, part in snapshot.parts.items() for file in _write_part(unfinished, name, part)]
-            if snapshot.evidence is not None:
-                files.append(write_file(unfinished / CURRICULUM, [msgspec.msgpack.encode(snapshot.evidence)]))
             files += [write_file(unfinished / name, [contents]) for name, contents in snapshot.records.items()]
             _write_manifest(unfinished, files)
         prune(directory, keep_last, kept=kept())
@@ -207,7 +199,6 @@ def read_checkpoint(path: Path, *, expected: Any, adapter_config: AdapterConfig)
         parameters=read_adapter(path, expected, adapter_config),
         optimizer=read_tensors(path / OPTIMIZER),
         parts=_read_parts(path),
-        evidence=_read_message(path / CURRICULUM, CurriculumEvidence),
     )
 
 
@@ -246,7 +237,7 @@ def _listing_problem(directory: Path, names: Sequence[str]) -> str | None:
     for name in names:
         if not FILE_NAME.fullmatch(name):
             return f"{MANIFEST} lists '{visible(name, 80)}', which is not a file of the checkpoint"
-    read = (*REQUIRED, *sorted(path.name for path in directory.iterdir() if OPTIONAL.fullmatch(path.name)))
+    read = (*REQUIRED, *sorted(path.name for path in directory.iterdir() if PART.fullmatch(path.name)))
     missing = [name for name in read if name not in names]
     return f"{MANIFEST} does not list {', '.join(missing)}" if missing else None
 
@@ -304,8 +295,8 @@ def _write_part(directory: Path, name: str, part: Part[object]) -> list[FileDige
 
 
 def _read_parts(directory: Path) -> dict[str, Part[msgspec.Raw]]:
-    found = (OPTIONAL.fullmatch(path.name) for path in directory.iterdir())
-    return {name: _read_part(directory, name) for name in sorted({match[1] for match in found if match and match[1]})}
+    found = (PART.fullmatch(path.name) for path in directory.iterdir())
+    return {name: _read_part(directory, name) for name in sorted({match[1] for match in found if match})}
 
 
 def _read_part(directory: Path, name: str) -> Part[msgspec.Raw]:
@@ -319,15 +310,6 @@ def _read_part(directory: Path, name: str) -> Part[msgspec.Raw]:
 
 def _part_file(name: str, kind: str) -> str:
     return f"{name}.part.{kind}"
-
-
-def _read_message(path: Path, kind: type[T]) -> T | None:
-    if not path.exists():
-        return None
-    try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=kind)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be used: {visible(str(error), MESSAGE_LIMIT)}") from error
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:

@@ -16,6 +16,7 @@ from protocols.evaluation import EvalReport
 from protocols.prompt import Problem
 from protocols.step import StepReport
 from protocols.summary import Gauges, MachineDescription, PolicyDescription, RemoteServerGauge
+from training_run.attachment import shown_by_attachments
 from training_run.records.held_out_rows import accuracy_text, rows
 from training_run.records.metrics import MetricsLine
 from training_run.records.terminal_text import (
@@ -229,8 +230,7 @@ class PlainDisplay:
         yield f"{duration(view.seconds_left)} left"
         if latest["groups/discarded"]:
             yield f"discarded {latest['groups/discarded']}"
-        if latest["curriculum/zero_variance_expected"] is not None:
-            yield zero_variance(latest)
+        yield from shown_by_attachments(latest)
 
     def _position(self, step: int) -> str:
         digits = len(str(self._facts.steps))
@@ -251,12 +251,6 @@ def evaluation_pieces(report: EvalReport) -> Iterator[str]:
         yield f"{name} {percent(accuracy)}"
     for row in rows(report.measures, functions=False):
         yield f"{row.label} {row.text}"
-
-
-def zero_variance(latest: MetricsLine) -> str:
-    """Format the observed and the expected share of zero-variance groups in a run with a curriculum."""
-    observed, expected = latest["curriculum/zero_variance_observed"], latest["curriculum/zero_variance_expected"]
-    return f"zero variance {share(observed)} ({share(expected)} expected)"
 
 
 def reward_pieces(latest: MetricsLine) -> Iterator[str]:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from protocols.errors import visible
 from protocols.summary import Gauges, RunGauges
+from training_run.attachment import shown_by_attachments
 from training_run.records.display import (
     Display,
     NoDisplay,
@@ -29,7 +30,6 @@ from training_run.records.display import (
     rank_pieces,
     reward_pieces,
     server_pieces,
-    zero_variance,
 )
 from training_run.records.held_out_rows import rows
 from training_run.records.terminal_text import (
@@ -216,8 +216,7 @@ class Screen:
             return
         if latest["truncated_fraction"] is not None:
             yield f"{share(latest['truncated_fraction'])} of the completions truncated"
-        if latest["curriculum/zero_variance_expected"] is not None:
-            yield zero_variance(latest)
+        yield from shown_by_attachments(latest)
 
     def _sample(self, sample: Sample, console: Console, width: int, height: int, ascii_only: bool) -> Group:
         """Return the prompt on one line, and the begin of the completion on the other ones."""

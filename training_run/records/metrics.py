@@ -14,12 +14,12 @@ from typing import Any, get_type_hints
 import msgspec
 from msgspec import Struct
 
-from attachments.curriculum.messages import CurriculumReport
 from protocols.finding import Finding
 from protocols.rollout import ScoredGroup, bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport, UpdateMetrics
 from protocols.summary import RankGauge, RankGauges, RemoteGauges, RunGauges
+from training_run.attachment import attached_metrics
 
 MetricsLine = dict[str, Any]
 """One line of metrics.jsonl: values by metric name."""
@@ -50,8 +50,6 @@ METRICS = {
     "groups/discarded": "Number of groups that were discarded since the line before.",
     "groups/discarded_by_reason": "Number of discarded groups by reason.",
     "groups/replaced": "Number of zero-variance groups that dynamic sampling replaced by another group.",
-    "groups/replayed": "Number of groups from the replay buffer.",
-    **{f"curriculum/{name}": text for name, text in _described(CurriculumReport).items()},
     "staleness/mean": "Mean staleness of the trained groups: policy version of the learner minus the oldest version "
     "that sampled the group.",
     "staleness/max": "Largest staleness of a trained group.",
@@ -91,7 +89,13 @@ METRICS = {
     "time/wait_for_ranks": "Seconds that rank 0 waited for the shares of other ranks and for sums of gradients since "
     "the line before; null without other ranks.",
 }
-"""Every key of metrics.jsonl with a description. docs/operating.md contains this table."""
+"""The keys of metrics.jsonl that every run has, with descriptions. docs/operating.md contains this table."""
+
+
+def all_metrics() -> dict[str, str]:
+    """Return every key of metrics.jsonl with its description, those of attachments last."""
+    return METRICS | attached_metrics()
+
 
 RESOURCES = tuple(name.removeprefix("resources/") for name in METRICS if name.startswith("resources/"))
 """Fields of `ResourceReading` that metrics.jsonl contains."""
@@ -166,7 +170,8 @@ def step_metrics(
         **dict.fromkeys(UPDATE_METRICS),
         **_update_metrics(report),
         **_group_metrics(report, discarded),
-        **_curriculum_metrics(report.curriculum or CurriculumReport()),
+        **dict.fromkeys(attached_metrics()),
+        **report.metrics,
         **completions,
         "tokens_per_second": completions["completion_length/total"] / seconds if seconds > 0 else None,
         "decode_tokens_per_second/idle": now.gauges.decode_rate_idle,
@@ -312,15 +317,10 @@ def _group_metrics(report: StepReport, discarded: Counter[tuple[str, str]]) -> M
         "groups/discarded": discarded.total(),
         "groups/discarded_by_reason": dict(reasons),
         "groups/replaced": report.replaced,
-        "groups/replayed": report.replayed,
         "staleness/mean": _mean(report.staleness),
         "staleness/max": max(report.staleness, default=None),
         "staleness/histogram": dict(sorted(Counter(report.staleness).items())),
     }
-
-
-def _curriculum_metrics(report: CurriculumReport) -> MetricsLine:
-    return {f"curriculum/{name}": value for name, value in msgspec.structs.asdict(report).items()}
 
 
 def _completion_metrics(report: StepReport) -> MetricsLine:

@@ -15,7 +15,6 @@ from anyio.to_thread import run_sync
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attachments.curriculum.messages import CurriculumEvidence
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.machine import random_state, restore_random_state
 from clotho.models.policy import Policy
@@ -56,14 +55,12 @@ class StartingPoint(Struct, frozen=True, kw_only=True, eq=False):
     """Where a run starts.
 
     state: the checkpoint; None at step 0 of a new run. parts: its parts of attachments, by name.
-    evidence: of its curriculum; None without one.
     initial: parameters at step 0, as far as the process knows them. origin: what the run started from; None if it
     started from the base model alone. gaps: records that the checkpoint covers and the histories lack.
     """
 
     state: RunState | None
     parts: Mapping[str, Part[msgspec.Raw]] = {}
-    evidence: CurriculumEvidence | None = None
     initial: Any | None = None
     origin: Origin | None = None
     gaps: tuple[HistoryGap, ...] = ()
@@ -136,11 +133,10 @@ async def begin(
     found = find_resume_point(directory)
     state: RunState | None = None
     parts: Mapping[str, Part[msgspec.Raw]] = {}
-    evidence: CurriculumEvidence | None = None
     warnings = found.warnings
     if found.path is not None:
         checkpoint = await restore(found.path, compute, policy, learner, inputs)
-        state, parts, evidence = checkpoint.state, checkpoint.parts, checkpoint.evidence
+        state, parts = checkpoint.state, checkpoint.parts
     elif origin is not None or not isinstance(profile.policy.method, FullMethod):
         snapshot = await finish(compute.learner.submit(lambda: _snapshot(policy, learner, None, inputs)))
         if origin is not None:
@@ -152,7 +148,6 @@ async def begin(
     return StartingPoint(
         state=state,
         parts=parts,
-        evidence=evidence,
         initial=initial,
         origin=origin if found.path is None else None,
         gaps=restored.gaps,
@@ -176,11 +171,11 @@ async def _begin_fork(
     changed = tuple(sorted(name for name in inputs if before.inputs.get(name) != inputs[name]))
     origin = await run_sync(lambda: _fork_origin(source, profile, before, changed))
     state = replace(before, inputs=inputs)
-    parts, evidence = fork.checkpoint.parts, fork.checkpoint.evidence
+    parts = fork.checkpoint.parts
 
     def snapshot() -> Snapshot:
         restore_random_state(state.random_state)
-        return replace(_snapshot(policy, learner, state, inputs), parts=parts, evidence=evidence)
+        return replace(_snapshot(policy, learner, state, inputs), parts=parts)
 
     written = await finish(compute.learner.submit(snapshot))
     await run_sync(partial(_write_fork, directory, written, origin, profile))
@@ -189,7 +184,6 @@ async def _begin_fork(
     return StartingPoint(
         state=state,
         parts=parts,
-        evidence=evidence,
         origin=origin,
         gaps=restored.gaps,
         warnings=(*fork.warnings, *warned, *restored.warnings),

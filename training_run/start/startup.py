@@ -8,8 +8,6 @@ from typing import NamedTuple, TypeVar
 import structlog
 from anyio.to_thread import run_sync
 
-from attachments.curriculum.curriculum import Curriculum, success_rate_settings
-from clotho.data.problems import problems_fingerprint
 from clotho.inference.decoding import LONGEST_PART
 from clotho.inference.engine import DecodeEngine
 from clotho.inference.sampling import validate
@@ -41,7 +39,7 @@ from training_run.directory.checkpoints import checkpoint_path, checkpoint_steps
 from training_run.directory.run_directory import RunDirectory
 from training_run.groups.ledger import Ledger
 from training_run.groups.progress import LearnerProgress, SwapTimes
-from training_run.groups.prompts import MAX_LISTED_TYPES, LoadedPrompts, PromptBuilder, dataset_warnings, load_prompts
+from training_run.groups.prompts import MAX_LISTED_TYPES, LoadedPrompts, dataset_warnings, load_prompts
 from training_run.memory.estimate import estimate_memory
 from training_run.memory.report import limit_memory
 from training_run.profile.load import write_profile
@@ -54,7 +52,7 @@ from training_run.run import RunContext
 from training_run.start.importable import require_importable
 from training_run.start.initial_adapter import publish_first_checkpoint, publish_initial, read_initial
 from training_run.start.preflight import start_findings, write_findings
-from training_run.start.starting_point import Fork, StartingPoint, begin, publish_fork, restore_learner
+from training_run.start.starting_point import Fork, begin, publish_fork, restore_learner
 from training_run.start.warmup_step import run_warmup_step
 from training_run.supervision.latest import Latest
 from training_run.supervision.watchdog import StartupWatch
@@ -148,7 +146,6 @@ async def _build_context(
         engine_failure=engine_failure,
         policy_learner=policy_learner,
         prompts=prompts,
-        curriculum=_curriculum(profile, prompts, start),
         held_out=held_out,
         rewards=rewards,
         inputs=inputs,
@@ -201,22 +198,6 @@ def _best_checkpoint(
         reports=lambda: [*history.evaluations, *evaluations],
         is_evaluated=lambda step: interval > 0 and step % interval == 0,
         named=lambda: findings.named_checkpoints,
-    )
-
-
-def _curriculum(profile: Profile, prompts: PromptBuilder, start: StartingPoint) -> Curriculum | None:
-    settings = success_rate_settings(profile.data)
-    if settings is None:
-        return None
-    return Curriculum(
-        [problem.type for problem in prompts.problems],
-        prompts.order,
-        settings,
-        rewards=profile.rewards,
-        seed=profile.seed,
-        dataset=problems_fingerprint(prompts.problems),
-        state=start.state.curriculum if start.state else None,
-        evidence=start.evidence,
     )
 
 

@@ -28,8 +28,28 @@ class UpdateHook:
     def ended(self, trained: Sequence[TrainedGroup], discarded: Sequence[Discarded], *, version: int) -> None:
         """Take groups into account that have ended; also called between two batches. version: the policy's now."""
 
+    def metrics(self) -> Mapping[str, Any]:
+        """Return the values of a step for metrics.jsonl, with names of `Attachment.metrics`.
+
+        Called once for every batch, when its groups have ended.
+        """
+        return {}
+
     def rolled_back(self) -> None:
         """Forget what depends on updates: the policy is an earlier one again."""
+
+
+class Chooser:
+    """Chooses the problem of every group, in the place of the order of the dataset.
+
+    waits: whether a group is prompted only when it may start, because the choice depends on groups that have ended.
+    """
+
+    waits = False
+
+    def choose(self, group_id: int) -> int:
+        """Return the index of the problem of a group."""
+        raise NotImplementedError
 
 
 class Check:

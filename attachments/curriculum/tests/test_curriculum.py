@@ -11,9 +11,9 @@ import pytest
 import structlog
 from msgspec import structs
 
-from attachments.curriculum.curriculum import Curriculum
-from attachments.curriculum.messages import CountedGroup, CurriculumEvidence, CurriculumReport, CurriculumState
+from attachments.curriculum.curriculum import Curriculum, CurriculumReport
 from attachments.curriculum.sections import SuccessRateCurriculum
+from attachments.curriculum.state import CountedGroup, SavedCurriculum
 from clotho.data.order import ProblemOrder
 from clotho.settings.data import RewardSection
 from protocols.prompt import Problem
@@ -28,29 +28,24 @@ RATES = {"solved": 1.0, "hard": 0.0, "useful": 0.5}
 CORRECT = (RewardSection(name="exact", correct=True), RewardSection(name="format", weight=0.2))
 
 
-Checkpoint = tuple[CurriculumState, CurriculumEvidence]
-"""The parts of a curriculum in a checkpoint."""
-
-
-def checkpoint(subject: Curriculum) -> Checkpoint:
+def checkpoint(subject: Curriculum) -> SavedCurriculum:
     """Return what a checkpoint keeps."""
-    return subject.update().state, subject.outcomes.evidence()
+    return SavedCurriculum(state=subject.update().state, evidence=subject.outcomes.evidence())
 
 
 def curriculum(
     types: Sequence[str] = TYPES,
     *,
-    after: Checkpoint | None = None,
+    after: SavedCurriculum | None = None,
     weights: Mapping[str, float] | None = None,
     rewards: Sequence[RewardSection] = CORRECT,
     dataset: str = "d",
     **settings: Any,
 ) -> Curriculum:
     """Return a curriculum of problems of these types."""
-    state, evidence = after or (None, None)
     order = ProblemOrder(types, weights=weights or {}, seed=3, shuffle=True)
     chosen = SuccessRateCurriculum(**settings)
-    return Curriculum(types, order, chosen, rewards=rewards, seed=3, dataset=dataset, state=state, evidence=evidence)
+    return Curriculum(types, order, chosen, rewards=rewards, seed=3, dataset=dataset, saved=after)
 
 
 def outcome(group_id: int, correct: Sequence[float | None], rewards: Sequence[float], kind: str = "t") -> GroupOutcome:

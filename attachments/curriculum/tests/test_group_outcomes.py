@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from attachments.curriculum.curriculum import Curriculum
 from attachments.curriculum.group_outcomes import HALF_LIFE, OLDEST, PRIOR, PRIOR_GROUPS, Floats, GroupOutcomes
-from attachments.curriculum.messages import CountedGroup
 from attachments.curriculum.sections import SuccessRateCurriculum
+from attachments.curriculum.state import CountedGroup
 from clotho.data.order import ProblemOrder
 from protocols.rollout import Discarded
 from tests.actors.actor_helpers import prompt

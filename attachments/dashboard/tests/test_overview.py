@@ -20,7 +20,7 @@ from attachments.dashboard.tests.test_histories import JSON_VALUES
 from clotho.storage.json_text import encode
 from protocols.rollout import DiscardReason
 from training_run.records.forecast import STEP_METRICS
-from training_run.records.metrics import METRICS
+from training_run.records.metrics import all_metrics
 
 KEYS = st.sampled_from([
     *STEP_METRICS.values(), "step", "policy_version", "findings", "problems", "ungraded", "time/evaluation", "accuracy",
@@ -47,7 +47,7 @@ def test_every_outcome_is_described() -> None:
 def test_made_up_metrics_have_the_keys_of_a_run() -> None:
     """The tests of the dashboard use them."""
     made = made_metrics(RunShape(groups=4, steps=2), list(made_groups(RunShape(groups=4, steps=2))))
-    assert {tuple(sorted(line)) for line in made} == {tuple(sorted(METRICS))}
+    assert {tuple(sorted(line)) for line in made} == {tuple(sorted(all_metrics()))}
 
 
 def test_without_rollouts_the_outcomes_follow_from_the_metrics(tmp_path: Path) -> None:

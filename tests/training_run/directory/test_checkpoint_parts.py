@@ -9,7 +9,7 @@ from msgspec import Struct
 from protocols.checkpoint import Part
 from protocols.errors import CheckpointError
 from training_run.attachment import unknown_parts
-from training_run.directory.checkpoint_parts import CheckpointParts
+from training_run.directory.checkpoint_parts import CheckpointParts, Keeper
 
 
 class Kept(Struct, frozen=True, kw_only=True):
@@ -55,3 +55,26 @@ def test_a_part_whose_attachment_is_absent_is_a_warning_that_names_it() -> None:
     """A part of an attachment that is installed is none: its settings decide whether it is used."""
     (warning,) = unknown_parts(["replay", "absent_attachment"])
     assert "'absent_attachment'" in warning
+
+
+def test_a_keeper_builds_a_part_from_the_parts_of_all_updates() -> None:
+    """The others are kept as they are in the last update."""
+
+    class Sum(Keeper[Kept]):
+        def __init__(self) -> None:
+            self.total = 0
+
+        def take(self, value: Kept) -> None:
+            self.total += value.number
+
+        def whole(self, value: Kept) -> Part[Kept]:
+            return Part(value=Kept(number=self.total))
+
+    parts, numbers = CheckpointParts({}), iter([1, 2])
+    parts.save("sum", lambda: Part(value=Kept(number=next(numbers))), keeper=Sum())
+    parts.save("plain", lambda: Part(value=Kept(number=9)))
+    for _ in range(2):
+        update = parts.collect()
+        parts.take(update)
+    whole = {name: part.value for name, part in parts.whole(update).items()}
+    assert whole == {"sum": Kept(number=3), "plain": Kept(number=9)}

@@ -13,12 +13,10 @@ from typing import Any
 
 import mlx.core as mx
 import msgspec
-import numpy as np
 import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attachments.curriculum.group_outcomes import GroupOutcomes
 from clotho.models.fingerprints import SAMPLE_BYTES, model_fingerprint, tokenizer_fingerprint
 from clotho.storage import atomic_files
 from clotho.storage.tensors import write_tensors
@@ -99,25 +97,6 @@ def test_a_part_that_was_read_can_be_written_again_without_its_type(tmp_path: Pa
         assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
-def test_a_checkpoint_keeps_the_evidence_of_a_curriculum_on_a_million_problems(tmp_path: Path) -> None:
-    """In a file of its own, with ten bytes for a problem."""
-    count = 1_300_000
-    evidence = replace(
-        GroupOutcomes(["a"]).evidence(),
-        problems=np.arange(count, dtype="<u4").tobytes(),
-        statuses=bytes(count),
-        ages=bytes(count),
-        successes=bytes(2 * count),
-        completions=bytes(2 * count),
-    )
-    path = write_checkpoint(tmp_path, replace(snapshot(50), evidence=evidence), keep_last=3)
-    assert latest_checkpoint(tmp_path).path == path
-    assert read_checkpoint(path, expected=parameters(), adapter_config=ADAPTER).evidence == evidence
-    assert (path / "curriculum.msgpack").stat().st_size < 10.01 * count
-    plain = write_checkpoint(tmp_path, snapshot(60), keep_last=3)
-    assert read_checkpoint(plain, expected=parameters(), adapter_config=ADAPTER).evidence is None
-
-
 def test_a_state_that_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The earlier checkpoint stays the newest one."""
     first = write_checkpoint(tmp_path, snapshot(50), keep_last=3)
@@ -192,13 +171,12 @@ def test_a_manifest_cannot_name_a_file_outside_its_directory(tmp_path: Path, nam
 
 @pytest.mark.parametrize(
     "file",
-    ["state.json", "adapters.safetensors", "one.part.msgpack", "one.part.safetensors", "curriculum.msgpack"],
+    ["state.json", "adapters.safetensors", "one.part.msgpack", "one.part.safetensors"],
 )
 def test_a_manifest_lists_every_file_that_is_read(tmp_path: Path, file: str) -> None:
     """A file without a digest could be damaged unnoticed."""
     parts = {"one": Part(value=Kept(number=1.0), arrays={"a": mx.array([1.0])})}
-    evidence = GroupOutcomes(["a"]).evidence()
-    path = write_checkpoint(tmp_path, replace(snapshot(20), parts=parts, evidence=evidence), keep_last=3)
+    path = write_checkpoint(tmp_path, replace(snapshot(20), parts=parts), keep_last=3)
     manifest = msgspec.json.decode((path / "MANIFEST.json").read_bytes())
     manifest["files"] = [entry for entry in manifest["files"] if entry["name"] != file]
     (path / "MANIFEST.json").write_bytes(msgspec.json.encode(manifest))

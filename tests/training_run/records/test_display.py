@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from attachments.curriculum.messages import CurriculumReport
 from protocols.finding import CHECK, Finding
 from protocols.summary import (
     Distribution,
@@ -30,6 +31,8 @@ from tests.training_run.records.display_examples import (
     step,
     ungraded_evaluation,
 )
+from training_run import attachment
+from training_run.attachment import Attachment
 from training_run.records.display import (
     REMINDER_SECONDS,
     NoDisplay,
@@ -132,11 +135,15 @@ def test_an_evaluation_is_shown_with_its_measures(kind: str) -> None:
     )
 
 
-def test_both_displays_show_the_zero_variance_of_a_curriculum() -> None:
-    """The measured and the expected share; nothing without a curriculum."""
-    report = replace(step(40), curriculum=CurriculumReport(zero_variance_expected=0.2, zero_variance_observed=0.25))
-    latest = step_metrics(report, now=START, before=START)
-    for shown, expected in ((view(), False), (replace(view(), latest=latest), True)):
+def test_both_displays_show_what_attachments_show_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing before the first step."""
+
+    class Showing(Attachment):
+        def shown(self, line: Mapping[str, Any]) -> Iterable[str]:
+            return (f"attached {line['step']}",)
+
+    monkeypatch.setattr(attachment, "installed_attachments", lambda: (Showing(),))
+    for shown, expected in ((replace(view(), latest=None), False), (view(), True)):
         texts = []
         for live in (True, False):
             console, screen = terminal(200)
@@ -147,7 +154,7 @@ def test_both_displays_show_the_zero_variance_of_a_curriculum() -> None:
                 plain.show(shown)
                 plain.close()
             texts.append(written(screen))
-        assert ["zero variance 25 % (20 % expected)" in text for text in texts] == [expected] * 2
+        assert ["attached 40" in text for text in texts] == [expected] * 2
 
 
 def test_a_frame_with_findings_fits_24_lines() -> None:

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from attachments.curriculum.messages import CurriculumReport
 from protocols.errors import RunDirectoryError
 from protocols.finding import CHECK, Finding
 from protocols.rollout import Discarded
@@ -29,14 +28,15 @@ from protocols.summary import (
 )
 from tests.training.policies_and_groups import scored_group
 from tests.training_run.records.display_examples import MEASURES, evaluation, ungraded_evaluation
+from training_run.attachment import attached_metrics
 from training_run.records.evaluation_history import EVALUATION_METRICS, evaluation_record, read_history
 from training_run.records.metrics import (
     ENVIRONMENT_METRICS,
-    METRICS,
     RANK_METRICS,
     REMOTE_METRICS,
     UPDATE_METRICS,
     Measurement,
+    all_metrics,
     reward_parts,
     step_metrics,
 )
@@ -82,19 +82,16 @@ def test_speculation_is_counted_since_the_line_before() -> None:
     assert [found[f"speculation/{name}"] for name in names] == [5, 15, 9]
 
 
-def test_the_report_of_a_curriculum_has_keys_of_its_own() -> None:
-    """They are null without a curriculum."""
-    report = CurriculumReport(
-        zero_variance_expected=0.2, zero_variance_observed=0.25, success_rate=0.4, problems={"0.0-0.2": 3}
-    )
-    names = ("zero_variance_expected", "zero_variance_observed", "success_rate", "problems")
-    assert [line(curriculum=report)[f"curriculum/{name}"] for name in names] == [0.2, 0.25, 0.4, {"0.0-0.2": 3}]
-    assert [line()[f"curriculum/{name}"] for name in names] == [None, None, None, {}]
+def test_the_metrics_of_attachments_are_in_every_line() -> None:
+    """Null in a step of which no hook returns them."""
+    name = next(iter(attached_metrics()))
+    assert line(metrics={name: {"a": 0.5}})[name] == {"a": 0.5}
+    assert all(line()[other] is None for other in attached_metrics())
 
 
 def test_every_key_is_described_and_every_description_has_a_key() -> None:
     """Also for batches without an update, whose update metrics are null."""
-    assert line(update=UPDATE).keys() == line().keys() == METRICS.keys()
+    assert line(update=UPDATE).keys() == line().keys() == all_metrics().keys()
     assert all(line()[name] is None for name in UPDATE_METRICS)
 
 
@@ -104,12 +101,12 @@ def test_the_metrics_of_the_update_are_written_unchanged() -> None:
     assert [found[name] for name in UPDATE_METRICS if name in ("loss", "ess", "update_applied")] == [-0.01, True, 0.9]
 
 
-def test_a_line_has_replaced_and_replayed_groups_and_whether_the_policy_was_rolled_back() -> None:
+def test_a_line_has_the_replaced_groups_and_whether_the_policy_was_rolled_back() -> None:
     """0 and false in a usual step."""
-    found = line(replaced=5, replayed=2, rolled_back=True)
-    assert (found["groups/replaced"], found["groups/replayed"], found["rolled_back"]) == (5, 2, True)
+    found = line(replaced=5, rolled_back=True)
+    assert (found["groups/replaced"], found["rolled_back"]) == (5, True)
     plain = line()
-    assert (plain["groups/replaced"], plain["groups/replayed"], plain["rolled_back"]) == (0, 0, False)
+    assert (plain["groups/replaced"], plain["rolled_back"]) == (0, False)
 
 
 def test_a_line_has_the_findings_and_the_resources_of_the_gauges() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +14,49 @@ import msgspec
 import pytest
 from mlx.utils import tree_map
 
-from actors.prompter import Prompter
 from clotho.models.machine import random_state
 from clotho.settings.bounds import Off
-from pipeline import wire_rollouts
 from protocols.accounting import LedgerState
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, ClothoError, DatasetError, ModelError, ProfileError
-from protocols.rollout import Discarded
 from protocols.summary import MemoryLimit
 from tests.e2e.child_processes import descendants, wait_until_ended
 from tests.training.policies_and_groups import random_groups, same_bits
-from tests.training_run.built_context import lost_groups, open_context, tiny_profile
+from tests.training_run.built_context import open_context, tiny_profile
 from training_run.directory.checkpoints import Snapshot, read_checkpoint, write_checkpoint
 from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
 from training_run.run import RunContext
 from training_run.start import resume, startup
-from training_run.supervision.custom_actors import CustomActors
 
 REMOTE = {"type": "remote", "server_url": ["http://127.0.0.1:1"]}
 LEDGER = LedgerState(all_ended_below=5, ended_above=(7,), trained=4, discarded={"stale": 2})
 
 
-async def write_step(profile: Profile, *, step: int = 3, measured: bool = True) -> RunState:
-    """Start a run and stop it after a checkpoint of this step, as after a kill."""
+async def write_step(
+    profile: Profile, *, step: int = 3, measured: bool = True, act: Callable[[RunContext], None] = lambda run: None
+) -> RunState:
+    """Start a run and stop it after a checkpoint of this step, as after a kill. act: what happens before."""
     async with open_context(profile) as parts:
+        act(parts)
+        attached = parts.attached.parts.collect()
+        parts.attached.parts.take(attached)
 
         def write() -> RunState:
             parameters = tree_map(lambda array: array + step, parts.policy.trainable())
             optimizer = {name: array + 1 for name, array in parts.policy_learner.state().items()}
             mx.random.seed(99)
-            if parts.curriculum is not None:
-                scored = Discarded(prompt=parts.choose_prompt(0), reason="stale", detail="", rewards=(0.0, 1.0))
-                parts.curriculum.record([scored])
-                parts.curriculum.end_step()
             state = RunState(
                 step=step, version=step - 1, fingerprint="kept", ledger=LEDGER, prompted=11,
                 random_state=random_state(),
                 bad_steps=1, train_seconds=2.5, sampled_tokens=100, trained_tokens=50, inputs=parts.inputs,
-                curriculum=parts.curriculum.update().state if parts.curriculum else None,
             )  # fmt: skip
             config = parts.policy.adapter_config
             snapshot = Snapshot(
                 parameters=parameters,
                 optimizer=optimizer,
                 state=state,
-                evidence=parts.curriculum.outcomes.evidence() if parts.curriculum else None,
+                parts=parts.attached.parts.whole(attached),
                 adapter_config=config,
             )
             write_checkpoint(parts.directory.checkpoints, snapshot, keep_last=3)
@@ -228,29 +225,6 @@ async def test_records_that_the_histories_lack_are_part_of_the_context(tmp_path:
     async with open_context(profile, resume=True) as parts:
         assert [(gap.file, gap.missing) for gap in parts.history_gaps] == [("metrics.jsonl", 1), ("rollouts.jsonl", 6)]
         assert len(parts.warnings) == 2
-
-
-async def test_a_resumed_run_continues_with_the_success_rates_of_its_checkpoint(tmp_path: Path) -> None:
-    """A fork too, if it has the same problems; otherwise it begins without evidence."""
-    profile = tiny_profile(tmp_path, data={"curriculum": "success_rate"})
-    written = (await write_step(profile)).curriculum
-    assert written is not None
-    assert written.highest == 1.0
-    async with open_context(profile, resume=True) as parts:
-        assert parts.curriculum is not None
-        assert parts.curriculum.update().state == written
-        assert len(parts.curriculum.outcomes.evidence().completions) == 2
-        assert parts.choose_prompt(5).problem in parts.prompts.problems
-        custom = CustomActors((), parts.services(), lost_groups())
-        rollouts = wire_rollouts(parts, custom, custom.channel("scored", 1), parts.sampler)
-        assert isinstance(rollouts.source.actor, Prompter)
-        assert rollouts.source.actor._may_start is not None
-    (tmp_path / "other.jsonl").write_text("".join(f'{{"prompt": "{i}?", "answer": "1"}}\n' for i in range(9)))
-    data = {"curriculum": "success_rate", "train": str(tmp_path / "other.jsonl")}
-    other = tiny_profile(tmp_path, run_dir=str(tmp_path / "fork"), data=data)
-    async with open_context(other, fork=tmp_path / "run" / "checkpoints" / "step-000003") as parts:
-        assert parts.curriculum is not None
-        assert parts.curriculum.outcomes.evidence().problems == b""
 
 
 async def test_a_resumed_run_requires_the_same_dataset_and_settings(tmp_path: Path) -> None:

@@ -1,14 +1,14 @@
-"""The curriculum by success rate: its report for each step, and its parts of a checkpoint."""
+"""What a checkpoint keeps of the curriculum by success rate, and what an update says of it."""
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 
 class CurriculumState(Struct, frozen=True, kw_only=True):
-    """The small part of a curriculum in a checkpoint, beside its `CurriculumEvidence`.
+    """The small part of what a curriculum has seen.
 
     dataset: fingerprint of the problems; evidence on other problems is not used. lowest, highest: rewards of the run;
     None before the first group.
@@ -28,14 +28,14 @@ class CountedGroup(NamedTuple):
 
 
 class CurriculumUpdate(Struct, frozen=True, kw_only=True):
-    """Learner -> checkpointer, which counts the groups too. groups: those of one batch, in order."""
+    """What an update says: the state after it, and the groups that were counted for it, in order."""
 
     state: CurriculumState
     groups: tuple[CountedGroup, ...]
 
 
 class CurriculumEvidence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`curriculum.msgpack` of a checkpoint: the last group of each problem, and how often groups had a gradient.
+    """The large part: the last group of each problem, and how often groups had a gradient.
 
     Columns of little-endian numbers. problems: index of each problem with a group, ascending, uint32. statuses, ages:
     status after its last group, and the age of this group in steps, uint8; the greatest age stands for greater ones.
@@ -58,27 +58,8 @@ class CurriculumEvidence(Struct, frozen=True, kw_only=True, forbid_unknown_field
     gradients: bytes
 
 
-class CurriculumReport(Struct, frozen=True, kw_only=True):
-    """The choice of problems in one step, as metrics.jsonl has it, each key with the prefix `curriculum/`."""
+class SavedCurriculum(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint keeps of a curriculum."""
 
-    zero_variance_expected: Annotated[
-        float | None,
-        Meta(
-            description="Probability that all or none of a group's completions succeed, predicted when its problem was "
-            "chosen; mean over the scored groups of the step; null without a curriculum."
-        ),
-    ] = None
-    zero_variance_observed: Annotated[
-        float | None, Meta(description="Share of these groups whose rewards are all equal.")
-    ] = None
-    success_rate: Annotated[
-        float | None,
-        Meta(description="Mean success rate of the last groups of all problems; null without a curriculum."),
-    ] = None
-    problems: Annotated[
-        dict[str, int],
-        Meta(
-            description="Number of problems by the success rate of their last group, in five intervals; for problems "
-            "without a group, the mean of their type. Empty without a curriculum."
-        ),
-    ] = {}
+    state: CurriculumState
+    evidence: CurriculumEvidence
