@@ -156,6 +156,10 @@ class Attachment:
         """Return names of children that the attachment starts, which no custom actor may have."""
         return ()
 
+    def may_differ(self, key: str, old: Profile, new: Profile) -> bool:
+        """Whether a resumed run may have another value of a key: by default, if it is in `may_change`."""
+        return any(key == allowed or key.startswith(f"{allowed}.") for allowed in self.may_change)
+
     def check(self, profile: Profile) -> None:
         """Raise ProfileError for what cannot work; in milliseconds, and before the run directory is touched."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from attachments.atropos.sections import ATROPOS, ENVIRONMENTS, AtroposSource, RunningServer, StartedServer
 from training_run.attachment import Attach, Attachment, Plan
+from training_run.profile.rules import MAX_RATIO, OVERLONG, Rule, custom_flow, has_environments
 from training_run.supervision.supervisor import permanent
 
 if TYPE_CHECKING:
@@ -21,11 +23,65 @@ SERVER = "atropos server"
 class Atropos(Attachment):
     """`atropos` and `[[environments]]` of a profile."""
 
+    may_change = (
+        "atropos.missing_logprobs",
+        "atropos.patience_seconds",
+        "atropos.poll_seconds",
+        "atropos.python",
+        "atropos.reset",
+        "atropos.url",
+    )
+    no_effect = (
+        Rule(
+            "environments",
+            lambda v, _: not v.get("atropos.python"),
+            "no atropos.python is set, which runs them",
+            "atropos.type atropos.python",
+        ),
+        Rule(
+            f"queues.prompts queues.rollouts {MAX_RATIO} {OVERLONG}",
+            lambda v, _: has_environments(v),
+            "groups and their rewards come from environments (atropos)",
+            "atropos.type",
+        ),
+        Rule(
+            "learner.max_failed_batches",
+            lambda v, _: has_environments(v) and not custom_flow(v),
+            "the rewards of environments (atropos) do not fail in the run",
+            "atropos.type actors",
+        ),
+    )
+    contradictions = (
+        Rule(
+            "atropos.python",
+            lambda v, x: not x and v["atropos.type"] == "start",
+            "must name an interpreter, not '{}'",
+        ),
+        Rule(
+            "atropos.python",
+            lambda v, x: bool(x) and not v["environments"],
+            "starts environments: list at least one in [[environments]]",
+        ),
+        Rule(
+            "server.type",
+            lambda v, x: x == "off" and has_environments(v),
+            '= "{}" contradicts atropos: environments sample over HTTP',
+        ),
+        Rule(
+            "async",
+            lambda v, x: not x and has_environments(v),
+            "= false and atropos exclude each other: environments run ahead; learner.max_staleness limits how far",
+        ),
+    )
+
+    def may_differ(self, key: str, old: Profile, new: Profile) -> bool:
+        """Who starts the Atropos API server does not change the groups."""
+        servers = all(isinstance(ATROPOS.of(profile), StartedServer | RunningServer) for profile in (old, new))
+        return super().may_differ(key, old, new) or (key == "atropos.type" and servers)
+
     def slots(self, profile: Profile) -> Mapping[str, str]:
         """The groups, which environments sample on the HTTP server of the run."""
-        from training_run.profile.schema import AtroposSource
-
-        source = profile.atropos
+        source = ATROPOS.of(profile)
         if not isinstance(source, AtroposSource):
             return {}
         setting = f'atropos = "{source.__struct_config__.tag}"'
@@ -33,31 +89,27 @@ class Atropos(Attachment):
 
     def children(self, profile: Profile) -> Sequence[str]:
         """The API server and the environments."""
-        return [SERVER, *(f"environment {environment.name}" for environment in profile.environments)]
+        return [SERVER, *(f"environment {environment.name}" for environment in ENVIRONMENTS.of(profile))]
 
     def check(self, profile: Profile) -> None:
         """Raise ProfileError unless environments can fill a batch, and interpreter, scripts and address exist."""
         from attachments.atropos.commands import require_environments
-        from training_run.profile.schema import RunningServer
 
         require_environments(profile)
-        if isinstance(profile.atropos, RunningServer):
+        source = ATROPOS.of(profile)
+        if isinstance(source, RunningServer):
             from attachments.atropos.client import require_address  # imports an HTTP client
 
-            require_address(profile.atropos.url)
+            require_address(source.url)
 
     def memory(self, need: MemoryNeed) -> None:
         """Environments send whole sequences."""
-        from training_run.profile.schema import AtroposSource
-
-        if need.profile is not None and isinstance(need.profile.atropos, AtroposSource):
-            need.sequence_tokens = need.profile.atropos.max_tokens
+        if need.profile is not None and isinstance(source := ATROPOS.of(need.profile), AtroposSource):
+            need.sequence_tokens = source.max_tokens
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Have environments send the groups of the run, which sample on its HTTP server."""
-        from training_run.profile.schema import AtroposSource, StartedServer
-
-        source = plan.profile.atropos
+        source = ATROPOS.of(plan.profile)
         if not isinstance(source, AtroposSource):
             return None
 
@@ -73,7 +125,7 @@ class Atropos(Attachment):
             attached.groups = group_supply(run, source, samples, server_url=server_url)
             if server is not None:
                 attached.services.append(permanent(server))
-            for section in profile.environments:
+            for section in ENVIRONMENTS.of(profile):
                 environment = Environment(
                     section,
                     profile,

@@ -8,9 +8,10 @@ from attachments.atropos.commands import require_server
 from attachments.atropos.mock import MockAtropos
 from attachments.atropos.reader import GroupReader, PolicyBounds
 from attachments.atropos.sample_log import SampleLog, token_cost
+from attachments.atropos.sections import ATROPOS, AtroposSource, EnvironmentSource, MockSource, RunningServer
 from attachments.atropos.validation import Bounds
 from protocols.batches import BatchSource, GroupSupply
-from training_run.profile.schema import AtroposSource, EnvironmentSource, MockSource, Profile, RunningServer
+from training_run.profile.schema import Profile
 from training_run.run import RunContext
 
 
@@ -85,4 +86,5 @@ def sample_log(profile: Profile) -> SampleLog:
 
 def running_url(profile: Profile) -> str:
     """The address of the Atropos API server that the run connects to; empty without one."""
-    return profile.atropos.url if isinstance(profile.atropos, RunningServer) else ""
+    source = ATROPOS.of(profile)
+    return source.url if isinstance(source, RunningServer) else ""

@@ -20,11 +20,12 @@ from attachments.atropos.group_sizes import (
     require_fillable,
     reserved_share,
 )
+from attachments.atropos.sections import ATROPOS, ENVIRONMENTS, EnvironmentSection, EnvironmentSource
 from clotho.settings.server import HttpServer
 from protocols.errors import ProfileError
 from protocols.sampling import PARAMETERS
 from training_run.profile.program import program
-from training_run.profile.schema import EnvironmentSection, EnvironmentSource, Profile
+from training_run.profile.schema import Profile
 
 CHECK_SECONDS = 60.0
 CHECK_ATROPOSLIB = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('atroposlib') else 3)"
@@ -65,20 +66,21 @@ def require_environments(profile: Profile) -> None:
     require_fillable(profile)
     if not (python := interpreter(profile)):
         return
-    if profile.environments and profile.model.path.lower().endswith(".gguf"):
+    if ENVIRONMENTS.of(profile) and profile.model.path.lower().endswith(".gguf"):
         raise ProfileError(
             "model.path: environments read the tokenizer from a directory, not from a GGUF file: convert it with "
             f"{program()} convert {shlex.quote(profile.model.path)} DIRECTORY --to mlx"
         )
     require_atroposlib(python)
-    for section in profile.environments:
+    for section in ENVIRONMENTS.of(profile):
         if not Path(section.script).is_file():
             raise ProfileError(f"environments: {section.name!r}: the script {section.script} does not exist")
 
 
 def interpreter(profile: Profile) -> str:
     """Return `atropos.python`; empty if the run starts no environments."""
-    return profile.atropos.python if isinstance(profile.atropos, EnvironmentSource) else ""
+    source = ATROPOS.of(profile)
+    return source.python if isinstance(source, EnvironmentSource) else ""
 
 
 def require_server(profile: Profile) -> HttpServer:
@@ -169,7 +171,7 @@ def reachable(url: str) -> str:
 
 def _flags(section: EnvironmentSection, profile: Profile, server_url: str, policy_url: str) -> dict[str, Any]:
     model, batch, server = _model(profile), batch_sequences(profile), require_server(profile)
-    sizes = {other.name: group_size(other, profile) for other in profile.environments}
+    sizes = {other.name: group_size(other, profile) for other in ENVIRONMENTS.of(profile)}
     flags: dict[str, Any] = {
         "slurm": False,
         "env.group_size": group_size(section, profile),

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from math import nextafter
 
+from attachments.atropos.sections import ATROPOS, ENVIRONMENTS, EnvironmentSection, RunningServer
 from protocols.errors import ProfileError
-from training_run.profile.schema import EnvironmentSection, Profile, RunningServer
+from training_run.profile.schema import Profile
 
 ROUNDING = 1e-9
 
@@ -39,9 +40,9 @@ def reserved_share(environment: EnvironmentSection, profile: Profile) -> float |
     """
     if environment.min_batch_allocation is not None:
         return _whole_groups(environment.min_batch_allocation, environment, profile)
-    others = [other for other in profile.environments if other.min_batch_allocation is None]
-    left = 1.0 - sum(other.min_batch_allocation or 0.0 for other in profile.environments)
-    if len(profile.environments) == 1 or isinstance(profile.atropos, RunningServer) or left <= 0.0:
+    others = [other for other in ENVIRONMENTS.of(profile) if other.min_batch_allocation is None]
+    left = 1.0 - sum(other.min_batch_allocation or 0.0 for other in ENVIRONMENTS.of(profile))
+    if len(ENVIRONMENTS.of(profile)) == 1 or isinstance(ATROPOS.of(profile), RunningServer) or left <= 0.0:
         return None
     return _whole_groups(left * environment.weight / sum(other.weight for other in others), environment, profile)
 
@@ -65,16 +66,16 @@ def require_fillable(profile: Profile) -> None:
 
 
 def _settings(profile: Profile) -> Iterator[str]:
-    names = Counter(["api-server", *(environment.name.casefold() for environment in profile.environments)])
+    names = Counter(["api-server", *(environment.name.casefold() for environment in ENVIRONMENTS.of(profile))])
     yield from (f"the name {name!r} is taken; every name must be different" for name in names if names[name] > 1)
-    for environment in profile.environments:
+    for environment in ENVIRONMENTS.of(profile):
         for option in environment.options:
             if key := OPTION_KEYS.get(option.removeprefix("env.")):
                 yield f"{environment.name!r}: set {key} by its key, not as an option"
 
 
 def _complaints(profile: Profile) -> Iterator[str]:
-    listed = profile.environments
+    listed = ENVIRONMENTS.of(profile)
     total = sum(environment.min_batch_allocation or 0.0 for environment in listed)
     if total > 1.0 + ROUNDING:
         yield f"min_batch_allocation adds up to {total:g}; it must be at most 1"
@@ -84,7 +85,7 @@ def _complaints(profile: Profile) -> Iterator[str]:
             yield f"the share of {name!r} is less than one group of a batch: raise it"
         if share is None and sum(other or 0.0 for other in shares.values()) >= 1.0 - ROUNDING:
             yield f"min_batch_allocation of the others leaves no share for {name!r}"
-    if len(listed) == 1 and listed[0].weight != 1.0 and not isinstance(profile.atropos, RunningServer):
+    if len(listed) == 1 and listed[0].weight != 1.0 and not isinstance(ATROPOS.of(profile), RunningServer):
         yield f"weight has no effect: {listed[0].name!r} is the only one"
     if complaint := unfillable(batch, {one.name: group_size(one, profile) for one in listed}):
         yield complaint

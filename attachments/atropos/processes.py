@@ -20,8 +20,9 @@ from msgspec import Struct, json
 
 from attachments.atropos.attachment import SERVER
 from attachments.atropos.commands import Command, environment_command, server_command
+from attachments.atropos.sections import EnvironmentSection
 from protocols.errors import ActorError, ProfileError, visible
-from training_run.profile.schema import EnvironmentSection, Profile
+from training_run.profile.schema import Profile
 from training_run.supervision.backoff import Backoff
 from training_run.supervision.child_process import end_child, start_child
 from training_run.supervision.supervisor import RestartCounter, RestartPolicy

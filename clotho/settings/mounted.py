@@ -6,11 +6,11 @@ is decoded to a struct that extends it, and the attachment reads its settings fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial, reduce
 from operator import or_
 from types import UnionType
-from typing import Annotated, Any, Generic, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
@@ -20,13 +20,19 @@ from clotho.settings.bounds import Absent, Off
 P = TypeVar("P", bound=Struct)
 T = TypeVar("T")
 
+PathKind = Literal["input", "model", "caller"]
+"""What a path is relative to: the profile, if it is there, or else the working directory; the same, or else it is the
+name of a repository; always the working directory."""
+
+NONE: Mapping[str, PathKind] = {}
+
 
 class Setting(Struct, Generic[T], frozen=True, kw_only=True, eq=False):
     """One key of an attachment: its path, such as `engine.speculation`, the type of its value, and its default.
 
     attachment: the name of its folder. after: the key of the same table that it follows in lists; empty: the last.
     displaced_by: a layer that sets this key removes the value of lower layers, unless it sets one. unused_by: commands
-    that do without the setting.
+    that do without the setting. paths: keys whose values are paths, each with what they are relative to.
     """
 
     path: str
@@ -36,6 +42,7 @@ class Setting(Struct, Generic[T], frozen=True, kw_only=True, eq=False):
     after: str = ""
     displaced_by: str = ""
     unused_by: tuple[str, ...] = ()
+    paths: Mapping[str, PathKind] = NONE
 
     @property
     def table(self) -> str:

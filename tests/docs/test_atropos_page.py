@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from attachments.atropos.sections import ENVIRONMENTS
 from attachments.atropos.tests.atroposlib_python import python_with_atropos
 from training_run.__main__ import main
 from training_run.profile.load import PROFILES, load_profile
@@ -43,7 +44,7 @@ def test_the_profile_of_an_own_environment_loads(tmp_path: Path) -> None:
     (block,) = [block for language, block in BLOCKS if language == "toml"]
     (tmp_path / "mine.toml").write_text(block, encoding="utf-8")
     (tmp_path / "mine.py").write_text("", encoding="utf-8")
-    (environment,) = load_profile(str(tmp_path / "mine.toml")).environments
+    (environment,) = ENVIRONMENTS.of(load_profile(str(tmp_path / "mine.toml")))
     assert environment.name == "mine"
     assert environment.script == str(tmp_path / "mine.py")
 

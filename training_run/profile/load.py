@@ -18,11 +18,12 @@ from clotho.data.records import is_hub_dataset
 from clotho.generators import prefix_of, rewards_of
 from clotho.settings.keys import array_items, is_default, shown
 from clotho.settings.layers import COMMAND_LINE, Layer, Merged, decode_merged, flatten_table, merge_layers
+from clotho.settings.mounted import PathKind
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, did_you_mean, visible
 from training_run.profile.earlier_profiles import EARLIER, import_profile
-from training_run.profile.keys import CHOICES, PROFILE_KEYS, SETTABLE
-from training_run.profile.mounted import with_attachments
+from training_run.profile.keys import CHOICES, PROFILE_KEYS, SECTIONS, SETTABLE
+from training_run.profile.mounted import SETTINGS, with_attachments
 from training_run.profile.program import announce
 from training_run.profile.rules import first_complaint
 from training_run.profile.schema import Profile
@@ -36,12 +37,19 @@ MASK = "********"
 MAX_BYTES, MAX_FILES, MAX_NAME, MAX_PATH = 2**20, 16, 255, 4000
 """Limits: bytes of a profile, files that extend each other, and bytes of a file name and of a path."""
 
-MODELS = ("model.path", "engine.speculation.path")
-INPUT_PATHS = (
-    *MODELS, "model.chat_template", "policy.adapter", "data.train", "data.heldout", "server.api_keys_file",
-)  # fmt: skip
-CALLERS_PATHS = ("run_dir", "checkpoint.adapter_path", "atropos.python")
-"""Keys whose paths are always relative to the working directory."""
+PATHS: dict[str, PathKind] = {
+    "model.path": "model",
+    "model.chat_template": "input",
+    "policy.adapter": "input",
+    "data.train": "input",
+    "data.heldout": "input",
+    "engine.speculation.path": "model",
+    "server.api_keys_file": "input",
+    "run_dir": "caller",
+    "checkpoint.adapter_path": "caller",
+    **{key: kind for setting in SETTINGS for key, kind in setting.paths.items()},
+}
+"""Keys whose values are paths, each with what they are relative to."""
 
 P = TypeVar("P", bound=Struct)
 
@@ -153,34 +161,38 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
     and scripts are relative to the working directory; other models, and datasets in the form OWNER/NAME, are names of
     repositories; other chat templates can be names of shipped ones. Raises ProfileError for text that cannot be a path.
     """
-
-    def checked(key: str, written: Any) -> Any:
-        """Return the path relative to the layer's file. Raises ProfileError if it cannot be a path."""
-        if not isinstance(written, str) or not written:
-            return written
-        found = os.path.expanduser(written)
-        size, longest = len(found), max(len(name.encode("utf-8", "replace")) for name in found.split("/"))
-        if found.startswith("~") or "\0" in found or longest > MAX_NAME or size > MAX_PATH:
-            raise ProfileError(f"{label}: {key} cannot be a path: {shown(written)}")
-        here = os.path.abspath(directory / found)
-        if key in CALLERS_PATHS:
-            return found
-        if key.startswith("data.") and prefix_of(written):
-            return written
-        if f"{written}/".startswith(("./", "../")) or os.path.isabs(found) or os.path.exists(here):
-            return here
-        if key == "model.chat_template" and (shipped := PROFILES / "templates" / f"{written}.jinja").is_file():
-            return str(shipped)
-        in_hub = key in MODELS or (key.startswith("data.") and is_hub_dataset(written))
-        return written if in_hub and not os.path.exists(found) else os.path.abspath(found)
-
-    found = values | {key: checked(key, values[key]) for key in (*INPUT_PATHS, *CALLERS_PATHS) if key in values}
-    if environments := found.get("environments"):
-        found["environments"] = [
-            table | {key: checked(f"environments[{number}].script", table[key]) for key in table if key == "script"}
-            for number, table in enumerate(environments)
-        ]
+    found = dict(values)
+    for key, kind in PATHS.items():
+        array, _, name = key.rpartition(".")
+        if key in values:
+            found[key] = _located(key, values[key], kind, directory, label)
+        elif SECTIONS[array].repeated and values.get(array):
+            found[array] = tables = [dict(table) for table in values[array]]
+            for number, table in enumerate(tables):
+                if name in table:
+                    table[name] = _located(f"{array}[{number}].{name}", table[name], kind, directory, label)
     return found
+
+
+def _located(key: str, written: Any, kind: PathKind, directory: Path, label: str) -> Any:
+    """The absolute path that a setting means; other values as they are."""
+    if not isinstance(written, str) or not written:
+        return written
+    found = os.path.expanduser(written)
+    size, longest = len(found), max(len(name.encode("utf-8", "replace")) for name in found.split("/"))
+    if found.startswith("~") or "\0" in found or longest > MAX_NAME or size > MAX_PATH:
+        raise ProfileError(f"{label}: {key} cannot be a path: {shown(written)}")
+    here = os.path.abspath(directory / found)
+    if kind == "caller":
+        return found
+    if key.startswith("data.") and prefix_of(written):
+        return written
+    if f"{written}/".startswith(("./", "../")) or os.path.isabs(found) or os.path.exists(here):
+        return here
+    if key == "model.chat_template" and (shipped := PROFILES / "templates" / f"{written}.jinja").is_file():
+        return str(shipped)
+    in_hub = kind == "model" or (key.startswith("data.") and is_hub_dataset(written))
+    return written if in_hub and not os.path.exists(found) else os.path.abspath(found)
 
 
 def merge(layers: Sequence[Layer]) -> Merged:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
 from clotho.extension import attachment_modules
-from clotho.settings.mounted import mount
+from clotho.settings.mounted import Setting, mount
 from training_run.profile.schema import Profile
 
 P = TypeVar("P", bound=Struct)
 
 ATTACHED = {
+    "atropos": "atropos",
     "cluster": "cluster",
     "data.curriculum": "curriculum",
     "data.reasoning_gym": "reasoning_gym",
     "distributed": "ranks",
+    "environments": "atropos",
     "generator": "remote",
     "monitor.token_values_mb": "dashboard",
     "replay": "replay",
@@ -24,7 +26,9 @@ ATTACHED = {
 }
 """The attachment of each key that an attachment adds to a profile: a key of an absent one is refused by its name."""
 
-SETTINGS = tuple(setting for module in attachment_modules("sections") for setting in module.SETTINGS)
+SETTINGS: tuple[Setting[Any], ...] = tuple(
+    setting for module in attachment_modules("sections") for setting in module.SETTINGS
+)
 """The settings of the attachments that are installed."""
 
 

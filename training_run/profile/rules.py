@@ -56,15 +56,14 @@ def custom_flow(v: Values) -> bool:
     return any(actor.is_in_group_flow for actor in v["actors"])
 
 
+def has_environments(v: Values) -> bool:
+    """Whether groups come from environments, which an attachment may provide."""
+    return bool(v.get("atropos.type", "off") != "off")
+
+
 # fmt: off
 NO_EFFECT = (
-    Rule("environments", lambda v, _: not v.get("atropos.python"),
-         "no atropos.python is set, which runs them", "atropos.type atropos.python"),
-    Rule(f"queues.prompts queues.rollouts {MAX_RATIO} {OVERLONG}", lambda v, _: v["atropos.type"] != "off",
-         "groups and their rewards come from environments (atropos)", "atropos.type"),
-    Rule("learner.max_failed_batches", lambda v, _: v["atropos.type"] != "off" and not custom_flow(v),
-         "the rewards of environments (atropos) do not fail in the run", "atropos.type actors"),
-    Rule("learner.distillation_weight", lambda v, _: v["atropos.type"] == "off",
+    Rule("learner.distillation_weight", lambda v, _: not has_environments(v),
          "only environments (atropos) send a teacher's alternatives", "atropos.type"),
     Rule("policy.method.scaling", lambda v, _: v["policy.method.alpha"] is None,
          "it defines policy.method.alpha, which is not set", "policy.method.alpha policy.method.scale"),
@@ -80,7 +79,7 @@ NO_EFFECT = (
          "it must be less than steps = {v[steps]}: the reference would never move", "steps"),
     Rule("tracking.run_name tracking.tags", lambda v, _: not v.get("trackers"),
          "no [[trackers]] are listed", "trackers"),
-    Rule("tracking.project tracking.group", lambda v, _: not v.get("trackers") and v["atropos.type"] == "off",
+    Rule("tracking.project tracking.group", lambda v, _: not v.get("trackers") and not has_environments(v),
          "no [[trackers]] are listed", "trackers atropos.type"),
     Rule("checkpoint.keep_last", lambda v, _: v["checkpoint.interval"] == 0,
          "checkpoint.interval = 0 writes one checkpoint, at the end", "checkpoint.interval"),
@@ -89,7 +88,7 @@ NO_EFFECT = (
     Rule("collapse_detection.kl_high", lambda v, _: v["learner.kl_penalty.type"] == "none",
          'learner.kl_penalty = "none" means that no divergence is computed', "learner.kl_penalty.type"),
     Rule("collapse_detection.empty_format_high", lambda v, _: not custom_flow(v) and
-         (v["atropos.type"] != "off" or "format" not in {reward.name for reward in v["rewards"]}),
+         (has_environments(v) or "format" not in {reward.name for reward in v["rewards"]}),
          'no reward is named "format"', "rewards actors atropos.type"),
     Rule(f"{CLIP_RANGE} {SIGMOID}",
          lambda v, _: v.get(RATIO, "sampler") != "sampler" and one_step(v) and v["learner.objective.type"] != "custom",
@@ -116,11 +115,11 @@ CONTRADICTIONS = (
          "belongs to the built-in learner, which a custom actor replaces"),
     Rule(MAX_RATIO, lambda v, x: x > 0 and v["rollouts.lag"] > 0,
          "= {} and rollouts.lag exclude each other: replacements are sampled with the newest weights"),
-    Rule(ADVANTAGE, lambda v, x: x == "environment" and v["atropos.type"] == "off" and not custom_flow(v),
+    Rule(ADVANTAGE, lambda v, x: x == "environment" and not has_environments(v) and not custom_flow(v),
          '= "{}" needs groups with advantages per token: from environments (atropos) or from a custom actor'),
     Rule(f"{OVERLONG} learner.kl_penalty.type", lambda v, x: x in ("linear", "reward") and v[ADVANTAGE] == FROM_GROUPS,
          '= "{}" has no effect: learner.objective.advantage = "environment" ignores rewards'),
-    Rule("learner.kl_penalty.reference.type", lambda v, x: x == "environment" and v["atropos.type"] == "off",
+    Rule("learner.kl_penalty.reference.type", lambda v, x: x == "environment" and not has_environments(v),
          '= "{}" needs groups from environments (atropos)'),
     Rule("learner.num_minibatches", lambda v, x: x > v["learner.batch_size"] + v.get("replay.groups", 0),
          "= {} must be at most the number of groups per update: learner.batch_size and replay.groups"),
@@ -145,15 +144,8 @@ CONTRADICTIONS = (
          'with where = "cluster" need a cluster: set cluster = "ray", or remove where'),
     Rule("server.host", lambda v, x: not (v["server.api_key"] or v["server.api_keys_file"] or is_loopback(x)),
          '= "{}" is reachable from other machines: set server.api_keys_file or server.api_key, or bind 127.0.0.1'),
-    Rule("atropos.python", lambda v, x: not x and v["atropos.type"] == "start", "must name an interpreter, not '{}'"),
-    Rule("atropos.python", lambda v, x: bool(x) and not v["environments"],
-         "starts environments: list at least one in [[environments]]"),
-    Rule("server.type", lambda v, x: x == "off" and v["atropos.type"] != "off",
-         '= "{}" contradicts atropos: environments sample over HTTP'),
     Rule("server.accept_weights server.weights_root", lambda v, x: bool(x),
          "belongs to the command serve: a training run serves its own weights"),
-    Rule("async", lambda v, x: not x and v["atropos.type"] != "off",
-         "= false and atropos exclude each other: environments run ahead; learner.max_staleness limits how far"),
 )
 """Settings that are refused in any case."""
 # fmt: on

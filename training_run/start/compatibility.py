@@ -31,12 +31,6 @@ MAY_DIFFER = (
     "tracking",
     "actors",
     "collapse_detection",
-    "atropos.missing_logprobs",
-    "atropos.patience_seconds",
-    "atropos.poll_seconds",
-    "atropos.python",
-    "atropos.reset",
-    "atropos.url",
     "policy.grad_checkpoint",
     "learner.layout",
     "learner.max_bad_steps",
@@ -48,9 +42,6 @@ MAY_DIFFER = (
 )
 """Keys and sections that a resumed run may change: the length of the run and its operation, not its results."""
 
-REAL_SERVERS = {"start", "connect"}
-"""Types of `atropos` with the same groups: who starts the Atropos API server does not change the results."""
-
 REWARD_KEYS_THAT_MAY_DIFFER = re.compile(r"rewards\.\d+\.(run_in|where|max_workers|memory_limit_mb)")
 
 
@@ -60,12 +51,7 @@ def refuse_if_incompatible(old: Profile, new: Profile, *, run: Path, step: int |
     The message has the command that resumes the run, and the one that starts a new run from its state with the new
     settings. run: the run directory. step: of the checkpoint that is resumed; None: the newest.
     """
-    types = {old.atropos.__struct_config__.tag, new.atropos.__struct_config__.tag}
-    differing = [
-        text
-        for key, text in differences(old, new).items()
-        if not (_may_differ(key) or (key == "atropos.type" and types == REAL_SERVERS))
-    ]
+    differing = [text for key, text in differences(old, new).items() if not _may_differ(key, old, new)]
     if differing:
         newest = next(iter(checkpoint_steps(run / "checkpoints")), None)
         forked = new_run_line(run, newest if step is None else step, _changed(old, new))
@@ -99,11 +85,12 @@ def _settings(node: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for name, child in node.items() for key, value in _settings(child, f"{prefix}{name}.").items()}
 
 
-def _may_differ(key: str) -> bool:
+def _may_differ(key: str, old: Profile, new: Profile) -> bool:
     if REWARD_KEYS_THAT_MAY_DIFFER.fullmatch(key):
         return True
-    attached = (key for attachment in installed_attachments() for key in attachment.may_change)
-    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in (*MAY_DIFFER, *attached))
+    if any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_DIFFER):
+        return True
+    return any(attachment.may_differ(key, old, new) for attachment in installed_attachments())
 
 
 def _keys(node: Any, prefix: str = "") -> dict[str, Any]:

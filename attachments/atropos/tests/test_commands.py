@@ -21,6 +21,7 @@ from attachments.atropos.commands import (
     require_environments,
     server_command,
 )
+from attachments.atropos.sections import ENVIRONMENTS
 from attachments.atropos.tests.atroposlib_python import python_with_atropos
 from protocols.errors import ProfileError
 from training_run.profile.load import load_profile
@@ -57,7 +58,7 @@ def command(python: str = "python3", /, **overrides: Any) -> Command:
     """Return the command of the profile's first environment."""
     settings = {"atropos.python": python, **overrides}
     profile = load_profile("atropos-local", settings)
-    section = profile.environments[0]
+    section = ENVIRONMENTS.of(profile)[0]
     return environment_command(section, profile, server_url="http://127.0.0.1:1", policy_url="http://0.0.0.0:8000")
 
 

@@ -9,14 +9,17 @@ import subprocess
 
 import pytest
 from msgspec import convert
-from msgspec.structs import replace
 
 from attachments.atropos.group_sizes import max_queued_batches, require_fillable, reserved_share, unfillable
+from attachments.atropos.sections import ATROPOS, ENVIRONMENTS, RunningServer
 from attachments.atropos.tests.atroposlib_python import python_with_atropos
 from protocols.errors import ProfileError
-from training_run.profile.schema import Profile, RunningServer
+from training_run.profile.mounted import with_attachments
+from training_run.profile.schema import Profile
 
 BATCH = 24
+PROFILE = with_attachments(Profile)
+
 REST = {"model": {"path": "m"}, "data": {"train": "d"}, "rewards": [{"name": "exact"}]}
 
 PACK = """
@@ -111,12 +114,12 @@ def test_weights_divide_what_is_not_reserved_otherwise(
 ) -> None:
     """Of a batch; where there is but one environment, or others that nobody here knows, nothing is reserved."""
     named = [{"name": f"e{i}", "script": "e.py", **keys} for i, keys in enumerate(environments)]
-    profile = convert({**REST, "atropos": {"type": "start", "python": "p"}, "environments": named}, Profile)
-    assert [reserved_share(one, profile) for one in profile.environments] == pytest.approx(shares)
-    joined = replace(profile, atropos=RunningServer(url="http://127.0.0.1:1"))
-    own = zip(profile.environments, shares, strict=True)
+    profile = convert({**REST, "atropos": {"type": "start", "python": "p"}, "environments": named}, PROFILE)
+    assert [reserved_share(one, profile) for one in ENVIRONMENTS.of(profile)] == pytest.approx(shares)
+    joined = ATROPOS.put(profile, RunningServer(url="http://127.0.0.1:1"))
+    own = zip(ENVIRONMENTS.of(profile), shares, strict=True)
     given = [share if one.min_batch_allocation else None for one, share in own]
-    assert [reserved_share(one, joined) for one in joined.environments] == pytest.approx(given)
+    assert [reserved_share(one, joined) for one in ENVIRONMENTS.of(joined)] == pytest.approx(given)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ def test_weights_divide_what_is_not_reserved_otherwise(
 def test_environments_that_cannot_fill_a_batch_are_refused(environments: list[dict[str, float]]) -> None:
     """Shares above 1, a share without a group, a weight without effect, and groups that do not fit."""
     named = [{"name": f"e{i}", "script": "e.py", **keys} for i, keys in enumerate(environments)]
-    profile = convert({**REST, "atropos": {"type": "start", "python": "p"}, "environments": named}, Profile)
+    profile = convert({**REST, "atropos": {"type": "start", "python": "p"}, "environments": named}, PROFILE)
     with pytest.raises(ProfileError, match=r"^environments: "):
         require_fillable(profile)
 
@@ -150,4 +153,4 @@ def test_environments_that_cannot_fill_a_batch_are_refused(environments: list[di
 def test_environments_that_fill_a_batch_are_accepted(environments: list[dict[str, float]]) -> None:
     """With shares and group sizes that fit."""
     named = [{"name": f"e{i}", "script": "e.py", **keys} for i, keys in enumerate(environments)]
-    require_fillable(convert({**REST, "atropos": {"type": "start", "python": "p"}, "environments": named}, Profile))
+    require_fillable(convert({**REST, "atropos": {"type": "start", "python": "p"}, "environments": named}, PROFILE))

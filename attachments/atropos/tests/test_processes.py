@@ -21,6 +21,7 @@ from msgspec import structs
 from attachments.atropos import processes as module
 from attachments.atropos.commands import Command, interpreter
 from attachments.atropos.processes import AtroposServer, Environment, ProcessActor, ProcessExit, ProcessLog
+from attachments.atropos.sections import ENVIRONMENTS
 from attachments.atropos.tests.atroposlib_python import python_with_atropos
 from protocols.errors import ActorError, ProfileError
 from training_run.profile.load import load_profile
@@ -332,7 +333,7 @@ class ServerAndEnvironment:
         """Return the environment of the profile with this script. It has not started."""
         self._script.write_text(text, encoding="utf-8")
         return ObservedEnvironment(
-            self._profile.environments[0],
+            ENVIRONMENTS.of(self._profile)[0],
             self._profile,
             server_url=self.server.url,
             server_starts=lambda: self.server.starts,

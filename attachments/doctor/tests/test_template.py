@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from attachments.atropos.sections import ATROPOS, MockSource
 from attachments.doctor.template import TemplateUse, check_template, opened_tags, template_use
 from attachments.doctor.tests import templates
 from clotho.settings.data import DataSection, RewardSection
 from clotho.settings.model import ModelSection
 from protocols.prompt import Problem
-from training_run.profile.schema import MockSource, Profile
+from training_run.profile.schema import Profile
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 SINGLE = TemplateUse(rewards=("format", "math_eval"), several_turns=False)
@@ -95,7 +96,7 @@ def test_the_tools_of_a_run_are_those_of_its_problems() -> None:
     plain = Problem(prompt="a", answer="", type="t")
     problems = [plain, Problem(prompt="b", answer="", type="t", tools=(TOOL,))]
     own = Profile(model=ModelSection(path="base"), data=DataSection(train=""), rewards=(RewardSection(name="exact"),))
-    environments = replace(own, atropos=MockSource())
+    environments = ATROPOS.put(own, MockSource())
     use = template_use(own, problems)
     assert (use.tools, use.problems, use.with_tools) == ((TOOL,), 2, 1)
     assert template_use(environments, problems).tools == ()

@@ -19,6 +19,7 @@ from protocols.sampling import Completion
 from tests.fakes import CharacterTokenizer
 from tests.small_models import byte_tokenizer
 from training_run.groups.prompts import LoadedPrompts, PromptBuilder, dataset_warnings, inspect_dataset, load_prompts
+from training_run.profile.mounted import with_attachments
 from training_run.profile.schema import Profile
 
 
@@ -35,7 +36,7 @@ def profile_of(directory: Path, *, seed: int = 0, **data: Any) -> Profile:
         "rewards": [{"name": "exact", "correct": True}],
         "seed": seed,
     }
-    return convert(settings, Profile)
+    return convert(settings, with_attachments(Profile))
 
 
 def load(

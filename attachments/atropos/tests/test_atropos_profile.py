@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from attachments.atropos.sections import ATROPOS, ENVIRONMENTS, MockSource, StartedServer
 from clotho.settings.bounds import Off
 from protocols.errors import ProfileError
 from tests.training_run.profile.profile_faults import TAP, fault
 from training_run.profile.load import PROFILES, load_profile, resolved_toml
-from training_run.profile.schema import MockSource, StartedServer
 
 MINE = {"name": "mine", "script": "mine.py"}
 YOURS = {"name": "yours", "script": "yours.py"}
@@ -113,18 +113,18 @@ def test_valid_combinations_are_allowed(sections: dict[str, Any]) -> None:
 def test_a_switch_on_top_takes_the_place_of_what_a_profile_names(name: str, overrides: dict[str, Any]) -> None:
     """Neither the server nor environments of a lower layer remain."""
     found = load_profile(name, overrides)
-    assert isinstance(found.atropos, MockSource | Off)
-    assert found.environments == ()
+    assert isinstance(ATROPOS.of(found), MockSource | Off)
+    assert ENVIRONMENTS.of(found) == ()
 
 
 def test_scripts_are_the_profiles_or_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As data files are; the interpreter is the caller's, wherever it is named."""
     monkeypatch.chdir(tmp_path)
     found = load_profile("atropos-local")
-    assert found.environments[0].script == str(PROFILES / "environments" / "arithmetic.py")
-    assert found.atropos == StartedServer(python=".atropos/bin/python")
+    assert ENVIRONMENTS.of(found)[0].script == str(PROFILES / "environments" / "arithmetic.py")
+    assert ATROPOS.of(found) == StartedServer(python=".atropos/bin/python")
     by_flag = load_profile("atropos-local", {"environments": [MINE | {"options": {"max_num_workers": 2}}]})
-    assert by_flag.environments[0].script == str(tmp_path / "mine.py")
+    assert ENVIRONMENTS.of(by_flag)[0].script == str(tmp_path / "mine.py")
     (tmp_path / "again.toml").write_text(resolved_toml(by_flag), encoding="utf-8")
     assert load_profile("./again.toml") == by_flag
 
