@@ -113,6 +113,7 @@ class Attached(Struct, kw_only=True, eq=False):
 SLOTS = {
     "sampler": "where rollouts are sampled",
     "groups": "where groups come from",
+    "chooser": "of which problems groups are",
 }
 """What at most one attachment of a run decides: name of the slot -> what it is, in a refusal."""
 
@@ -122,8 +123,9 @@ class Attachment:
 
     no_effect, contradictions: rows for the tables of these names in `training_run/profile/rules.py`. may_change: keys
     of the attachment, and their beginnings, that a resumed run may change. commands: word after the program's name ->
-    module, whose `run(argv, console)` returns the exit status. metrics: name in metrics.jsonl -> what it is, in a
-    sentence; null in a step of which no hook returns it.
+    module, whose `run(argv, console)` returns the exit status. directories: name of a directory of the run -> pattern
+    of the names of its entries; other entries are not deleted with a run. metrics: name in metrics.jsonl -> what it is,
+    in a sentence; null in a step of which no hook returns it.
 
     Every method adds nothing by default. They are called in the order below. `attachment.py` is imported at every
     start, so that it imports what is expensive only where it is used.
@@ -133,6 +135,7 @@ class Attachment:
     contradictions: Sequence[Rule] = ()
     may_change: Sequence[str] = ()
     commands: ClassVar[Mapping[str, str]] = {}
+    directories: ClassVar[Mapping[str, str]] = {}
     metrics: ClassVar[Mapping[str, str]] = {}
 
     def launch(self, argv: Sequence[str]) -> int | None:
@@ -236,6 +239,11 @@ def attached_metrics() -> Mapping[str, str]:
 def shown_by_attachments(line: Mapping[str, Any]) -> list[str]:
     """Return what the displays show of the attachments. line: of metrics.jsonl."""
     return [text for attachment in installed_attachments() for text in attachment.shown(line)]
+
+
+def attachment_directories() -> dict[str, str]:
+    """Return the directories of a run that attachments write: name -> pattern of the names of its entries."""
+    return {name: pattern for one in installed_attachments() for name, pattern in one.directories.items()}
 
 
 def check_attachments(profile: Profile) -> None:

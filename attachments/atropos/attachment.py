@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attachments.atropos.sections import ATROPOS, ENVIRONMENTS, AtroposSource, RunningServer, StartedServer
 from training_run.attachment import Attach, Attachment, Plan
@@ -20,8 +20,14 @@ SERVER = "atropos server"
 """Name of the child that runs the API server."""
 
 
+DIRECTORY = "atropos"
+"""Directory of a run for output, settings and checkpoints of the processes of environments."""
+
+
 class Atropos(Attachment):
     """`atropos` and `[[environments]]` of a profile."""
+
+    directories: ClassVar[Mapping[str, str]] = {DIRECTORY: r"[A-Za-z0-9_-]+\.(log|log\.1|json)|env_checkpoints"}
 
     may_change = (
         "atropos.missing_logprobs",
@@ -80,12 +86,12 @@ class Atropos(Attachment):
         return super().may_differ(key, old, new) or (key == "atropos.type" and servers)
 
     def slots(self, profile: Profile) -> Mapping[str, str]:
-        """The groups, which environments sample on the HTTP server of the run."""
+        """Environments choose their problems, and sample their groups on the HTTP server of the run."""
         source = ATROPOS.of(profile)
         if not isinstance(source, AtroposSource):
             return {}
         setting = f'atropos = "{source.__struct_config__.tag}"'
-        return {"groups": setting, "sampler": setting}
+        return dict.fromkeys(("groups", "sampler", "chooser"), setting)
 
     def children(self, profile: Profile) -> Sequence[str]:
         """The API server and the environments."""
@@ -118,7 +124,7 @@ class Atropos(Attachment):
             from attachments.atropos.batch_source import group_supply, running_url, sample_log
             from attachments.atropos.processes import AtroposServer, Environment
 
-            profile, attached, logs = run.profile, run.attached, run.directory.atropos
+            profile, attached, logs = run.profile, run.attached, run.directory.path / DIRECTORY
             server = AtroposServer(source.python, directory=logs) if isinstance(source, StartedServer) else None
             server_url = server.url if server else running_url(profile)
             attached.samples = samples = sample_log(profile)

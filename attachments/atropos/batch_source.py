@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attachments.atropos.api import AtroposApi
+from attachments.atropos.attachment import DIRECTORY
 from attachments.atropos.client import Registration
 from attachments.atropos.commands import require_server
 from attachments.atropos.mock import MockAtropos
@@ -49,7 +50,7 @@ def _batch_source(run: RunContext, settings: AtroposSource, *, server_url: str, 
         registration=Registration(
             batch_size=profile.learner.batch_size * sampling.group_size,
             max_token_len=longest + 1,  # the server's bound is exclusive
-            checkpoint_dir=str((run.directory.path / "atropos").absolute()),
+            checkpoint_dir=str((run.directory.path / DIRECTORY).absolute()),
             save_checkpoint_interval=max(1, profile.checkpoint.interval),
             num_steps=profile.steps,
             wandb_project=profile.tracking.project,

@@ -11,6 +11,7 @@ from training_run.profile.rules import Rule
 from training_run.records.terminal_text import share
 
 if TYPE_CHECKING:
+    from training_run.profile.schema import Profile
     from training_run.run import RunContext
 
 
@@ -29,11 +30,6 @@ class CurriculumAttachment(Attachment):
     contradictions = (
         Rule(
             "data.curriculum.type",
-            lambda v, x: x == "success_rate" and v.get("atropos.type", "off") != "off",
-            '= "{}" contradicts atropos: environments choose their problems themselves',
-        ),
-        Rule(
-            "data.curriculum.type",
             lambda v, x: (
                 x == "success_rate"
                 and any(a.mode == "replace" and a.at in ("prompter", "learner") for a in v["actors"])
@@ -41,6 +37,11 @@ class CurriculumAttachment(Attachment):
             '= "{}" belongs to the built-in prompter and learner, and a custom actor replaces one of the two',
         ),
     )
+
+    def slots(self, profile: Profile) -> Mapping[str, str]:
+        """The chooser of problems."""
+        chooses = isinstance(CURRICULUM.of(profile.data), SuccessRateCurriculum)
+        return {"chooser": 'data.curriculum = "success_rate"'} if chooses else {}
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Continue with the evidence of the checkpoint, if it is of these problems."""

@@ -44,10 +44,15 @@ class WrittenTokenValues(ReportObserver):
             self._writer.write()
 
 
+TOKENS = "tokens"
+"""Directory of per-token values, one file per step."""
+
+
 class DashboardPage(Attachment):
     """The timeline of a run, and the values of its tokens within `monitor.token_values_mb`."""
 
     commands: ClassVar[Mapping[str, str]] = {"view": "attachments.dashboard.view"}
+    directories: ClassVar[Mapping[str, str]] = {TOKENS: r"step-[0-9]{6,}\.safetensors"}
 
     def rewind(self, directory: RunDirectory, step: int, place: Path | None) -> None:
         """Move the values of later steps to `place`, with a copy of the timeline; without a place, delete the values.
@@ -55,18 +60,18 @@ class DashboardPage(Attachment):
         The recorder of the timeline shortens it itself.
         """
         if place is not None:
-            (place / directory.tokens.name).mkdir(exist_ok=True)
+            (place / TOKENS).mkdir(exist_ok=True)
             if directory.timeline.is_file():
                 copy_file(directory.timeline, place / directory.timeline.name)
         from attachments.dashboard.token_values import token_files
 
-        for number, path in token_files(directory.tokens).items():
+        for number, path in token_files(directory.path / TOKENS).items():
             if number <= step:
                 continue
             if place is None:
                 path.unlink()
             else:
-                path.rename(place / directory.tokens.name / path.name)
+                path.rename(place / TOKENS / path.name)
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Record the timeline, and let updates return the values of their tokens."""
@@ -89,7 +94,7 @@ def _written_token_values(run: RunContext, limit_bytes: int) -> WrittenTokenValu
 
     tokenizer = run.policy.tokenizer
     texts = TokenTexts(tokenizer, tokenizer.encode("a", add_special_tokens=False)[-1])
-    return WrittenTokenValues(TokenValueWriter(run.directory.tokens, limit_bytes=limit_bytes, texts=texts))
+    return WrittenTokenValues(TokenValueWriter(run.directory.path / TOKENS, limit_bytes=limit_bytes, texts=texts))
 
 
 ATTACHMENT = DashboardPage()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attachments.remote.sections import GENERATOR, RemoteGeneration, RestartedServers
 from protocols.sampling import PARAMETERS, in_use
@@ -15,10 +15,15 @@ if TYPE_CHECKING:
     from training_run.run import RunContext
 
 
+DIRECTORY = "remote"
+"""Directory of a run for adapters and output of inference servers that it starts."""
+
+
 class Remote(Attachment):
     """`generator = "remote"` of a profile."""
 
     may_change = ("generator",)
+    directories: ClassVar[Mapping[str, str]] = {DIRECTORY: r"mlx-lm-[0-9]+(\.log)?"}
     no_effect = (
         Rule(
             "generator.api_key",

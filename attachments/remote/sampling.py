@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from attachments.remote.attachment import DIRECTORY
 from attachments.remote.messages import ServedPolicy
 from attachments.remote.mlx_server import MlxServer
 from attachments.remote.place import InferenceServer
@@ -114,7 +115,7 @@ def _restarted(run: RunContext, settings: RemoteGeneration) -> Callable[[str], I
         tokenizer=policy.tokenizer,
         loadable=loadable,
         unstarted=unstarted,
-        directory=run.directory.remote,
+        directory=run.directory.path / DIRECTORY,
         concurrency=profile.engine.max_num_seqs,
         start_seconds=weights.start_seconds,
         timeout_seconds=settings.group_seconds,

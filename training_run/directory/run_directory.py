@@ -14,6 +14,7 @@ from pathlib import Path
 from clotho.storage.adapters import CONFIG, TENSORS
 from clotho.storage.atomic_files import is_leftover, remove_leftovers, replace_file, sync_directory
 from protocols.errors import RunDirectoryError, visible
+from training_run.attachment import attachment_directories
 from training_run.directory.checkpoints import DIRECTORY_NAME
 
 LOCK = ".lock"
@@ -118,14 +119,8 @@ PREVIOUS_LOG = "log.1.jsonl"
 FACTS, TIMELINE = "facts.json", "timeline.jsonl"
 LINES = frozenset({"metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", TIMELINE, "log.jsonl", PREVIOUS_LOG})
 FILES = LINES | {"profile.toml", FACTS, PREFLIGHT, NEWEST_CHECKPOINT, BEST, LINEAGE}
-ATROPOS, REMOTE, TOKENS = "atropos", "remote", "tokens"
-DIRECTORIES = frozenset({"checkpoints", "adapters", ATROPOS, REMOTE, TOKENS, SUPERSEDED})
-ATROPOS_FILES = re.compile(r"[A-Za-z0-9_-]+\.(log|log\.1|json)|env_checkpoints")
-"""Entries of the directory of child processes: output, settings, and checkpoints of atroposlib environments."""
-REMOTE_FILES = re.compile(r"mlx-lm-[0-9]+(\.log)?")
-"""Entries of the directory of inference servers that the run starts: adapters and output."""
-TOKEN_FILES = re.compile(r"step-[0-9]{6,}\.safetensors")
-"""Entries of the directory of per-token values (`attachments.dashboard.token_values`)."""
+DIRECTORIES = frozenset({"checkpoints", "adapters", SUPERSEDED})
+"""Directories of a run, beside those of attachments."""
 SUPERSEDED_NAME = re.compile(r"[0-9]{3,}-after-step-[0-9]{6,}")
 """Entries of the directory of what `--resume-step` has set aside."""
 RUN_ID = ".run_id"
@@ -199,11 +194,6 @@ class RunDirectory:
         return self.path / FACTS
 
     @property
-    def tokens(self) -> Path:
-        """Directory of per-token values, one file per step."""
-        return self.path / TOKENS
-
-    @property
     def log(self) -> Path:
         """Event log, one JSON line per event."""
         return self.path / "log.jsonl"
@@ -248,22 +238,12 @@ class RunDirectory:
         """Directory of the final adapter, in the format of mlx-lm."""
         return self.path / "adapters"
 
-    @property
-    def atropos(self) -> Path:
-        """Directory for output and files of the environment processes."""
-        return self.path / ATROPOS
-
-    @property
-    def remote(self) -> Path:
-        """Directory for adapters and output of inference servers that the run starts."""
-        return self.path / REMOTE
-
     def written(self) -> Iterator[str]:
         """Yield the names of the files of the run that exist, in alphabetical order; directories end in a slash."""
         for path in sorted(self.path.iterdir()):
             if path.name in FILES - {NEWEST_CHECKPOINT}:
                 yield path.name
-            elif path.name in DIRECTORIES and any(path.iterdir()):
+            elif path.name in _directories() and any(path.iterdir()):
                 yield f"{path.name}/"
 
     def begin(self) -> None:
@@ -277,7 +257,7 @@ class RunDirectory:
             if self._clean:
                 _clean(self.path)
                 sync_directory(self.path)  # a power failure cannot bring back checkpoints of the earlier run
-            for directory in (self.path, self.checkpoints, self.adapters, self.tokens, self.superseded):
+            for directory in (self.path, *(self.path / name for name in _directories())):
                 remove_leftovers(directory)
             if not (self.path / RUN_ID).exists():
                 replace_file(self.path / RUN_ID, [f"{self.run_id}\n".encode()])
@@ -319,7 +299,7 @@ def _open(path: Path, *, resume: bool, clean: bool, resume_step: int | None, for
     path.mkdir(parents=True, exist_ok=True)
     try:
         entries = _entries(path)
-        if entries and not entries & (FILES | DIRECTORIES):
+        if entries and not entries & (FILES | _directories()):
             raise RunDirectoryError(f"run directory {path} holds other files but no run: choose another --run-dir")
         if not os.access(path, os.W_OK | os.X_OK):
             raise RunDirectoryError(f"run directory {path} is not writable: choose another --run-dir")
@@ -328,7 +308,7 @@ def _open(path: Path, *, resume: bool, clean: bool, resume_step: int | None, for
         _remove_empty(created)
         raise
     try:
-        holds_run = bool(_entries(path) & (FILES | DIRECTORIES))
+        holds_run = bool(_entries(path) & (FILES | _directories()))
         if holds_run and not (resume or clean):
             raise RunDirectoryError(
                 f"run directory {path} holds another run: continue it with --resume, delete it with --clean, "
@@ -369,8 +349,12 @@ def _clean(path: Path) -> None:
     for entry in path.iterdir():
         if entry.name in FILES or is_leftover(entry):
             entry.unlink() if not entry.is_dir() else shutil.rmtree(entry)
-        elif entry.name in DIRECTORIES:
+        elif entry.name in _directories():
             shutil.rmtree(entry)
+
+
+def _directories() -> frozenset[str]:
+    return DIRECTORIES | attachment_directories().keys()
 
 
 def _foreign(path: Path) -> list[Path]:
@@ -380,7 +364,7 @@ def _foreign(path: Path) -> list[Path]:
             continue
         if entry.name in FILES and entry.is_file():
             continue
-        if entry.name in DIRECTORIES and entry.is_dir() and not entry.is_symlink():
+        if entry.name in _directories() and entry.is_dir() and not entry.is_symlink():
             foreign += [inner for inner in entry.iterdir() if not _is_run_entry(inner)]
             continue
         foreign.append(entry)
@@ -391,14 +375,10 @@ def _is_run_entry(inner: Path) -> bool:
     """Return whether an entry of a subdirectory is one that a run writes."""
     if is_leftover(inner) or inner.name in IGNORED:
         return True
-    if inner.parent.name == ATROPOS:
-        return ATROPOS_FILES.fullmatch(inner.name) is not None
+    if (pattern := attachment_directories().get(inner.parent.name)) is not None:
+        return re.fullmatch(pattern, inner.name) is not None
     if inner.parent.name == SUPERSEDED:
         return SUPERSEDED_NAME.fullmatch(inner.name) is not None and inner.is_dir() and not inner.is_symlink()
-    if inner.parent.name == REMOTE:
-        return REMOTE_FILES.fullmatch(inner.name) is not None
-    if inner.parent.name == TOKENS:
-        return TOKEN_FILES.fullmatch(inner.name) is not None
     if inner.name in (TENSORS, CONFIG):
         return True
     return DIRECTORY_NAME.fullmatch(inner.name) is not None and inner.is_dir() and not inner.is_symlink()

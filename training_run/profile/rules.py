@@ -189,7 +189,7 @@ def violated_rows(profile: Profile) -> Iterator[Complaint]:
 
 
 def one_setting_per_slot(profile: Profile) -> Iterator[Complaint]:
-    """Two settings do not decide the same: where rollouts are sampled, or where groups come from."""
+    """Two settings do not decide the same: where rollouts are sampled, where groups come from, or of which problems."""
     for slot, what in SLOTS.items():
         for setting, other in pairwise(slot_settings(profile, slot)):
             yield Complaint(other.partition(" ")[0], f"{other} contradicts {setting}: both decide {what}")

@@ -172,13 +172,14 @@ def test_complete_histories_are_truncated_without_a_message(directory: RunDirect
 
 def test_per_token_values_of_later_steps_are_deleted(directory: RunDirectory, profile: Profile) -> None:
     """The resumed run writes them again. A run that starts over deletes all."""
-    directory.tokens.mkdir()
+    tokens = directory.path / "tokens"
+    tokens.mkdir()
     for step in (STEPS - 1, STEPS, STEPS + 1):
-        token_file(directory.tokens, step).touch()
+        token_file(tokens, step).touch()
     restore_histories(directory, STATE, profile)
-    assert list(token_files(directory.tokens)) == [STEPS - 1, STEPS]
+    assert list(token_files(tokens)) == [STEPS - 1, STEPS]
     restore_histories(directory, None, profile)
-    assert list(token_files(directory.tokens)) == []
+    assert list(token_files(tokens)) == []
 
 
 def drop_line(number: int) -> Callable[[Path], object]:
