@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     from clotho.settings.server import AdaptersSection
 
 
-class _Adapters(Extension):
+class Adapters(Extension):
+    """Adapters of rows, and the routes that load them."""
+
     def engine(self, parts: EngineParts) -> None:
+        """Give rows the weights of their adapters."""
         from attachments.adapters.adapter_weights import provide
 
         provide(parts)
 
     def adapter_bytes(self, model: nn.Module, limits: AdaptersSection, itemsize: int) -> int:
+        """Return the memory of the adapters that the limits permit."""
         from attachments.adapters.adapter_rows import adapter_bytes
 
         return adapter_bytes(model, limits, itemsize)
@@ -40,4 +44,4 @@ class _Adapters(Extension):
             parts.endpoints += AdapterRoutes(registry).endpoints()
 
 
-EXTENSION = _Adapters()
+EXTENSION = Adapters()

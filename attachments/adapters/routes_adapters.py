@@ -88,46 +88,35 @@ class AdapterRoutes:
         """Return all of them."""
         return (
             Endpoint(
-                method="POST",
-                path="/v1/load_lora_adapter",
-                handle=self.load,
-                about="Load an adapter (vLLM)",
-                requests=(LoadAdapter,),
+                "POST", "/v1/load_lora_adapter", self.load, "Load an adapter (vLLM)", (LoadAdapter,), access="own"
+            ),
+            Endpoint(
+                "POST",
+                "/v1/unload_lora_adapter",
+                self.unload,
+                "Unload an adapter (vLLM)",
+                (UnloadAdapter,),
                 access="own",
             ),
             Endpoint(
-                method="POST",
-                path="/v1/unload_lora_adapter",
-                handle=self.unload,
-                about="Unload an adapter (vLLM)",
-                requests=(UnloadAdapter,),
+                "POST",
+                "/lora/load",
+                self.load_by_path,
+                "Load an adapter (Atropos)",
+                (LoadByPath,),
+                (LoadedByPath,),
                 access="own",
             ),
             Endpoint(
-                method="POST",
-                path="/lora/load",
-                handle=self.load_by_path,
-                about="Load an adapter (Atropos)",
-                requests=(LoadByPath,),
-                responses=(LoadedByPath,),
+                "POST",
+                "/lora/unload",
+                self.unload_by_name,
+                "Unload an adapter (Atropos)",
+                (UnloadByName,),
+                (AdapterStatus,),
                 access="own",
             ),
-            Endpoint(
-                method="POST",
-                path="/lora/unload",
-                handle=self.unload_by_name,
-                about="Unload an adapter (Atropos)",
-                requests=(UnloadByName,),
-                responses=(AdapterStatus,),
-                access="own",
-            ),
-            Endpoint(
-                method="GET",
-                path="/lora/status",
-                handle=self.status,
-                about="The loaded adapters (Atropos)",
-                responses=(AdapterStatus,),
-            ),
+            Endpoint("GET", "/lora/status", self.status, "The loaded adapters (Atropos)", responses=(AdapterStatus,)),
         )
 
     async def load(self, http: Request) -> Response:

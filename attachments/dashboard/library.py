@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from clotho.settings.server import HttpServer
 
 
-class _Dashboard(Extension):
+class DashboardPages(Extension):
+    """The page and its routes."""
+
     def loading_page(self, settings: HttpServer) -> ASGIApp | None:
         """Return the page that is shown while the model is loaded; None without a dashboard."""
         if not settings.dashboard:
@@ -39,4 +41,4 @@ class _Dashboard(Extension):
         parts.pages.append(pages)
 
 
-EXTENSION = _Dashboard()
+EXTENSION = DashboardPages()

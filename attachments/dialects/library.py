@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from clotho.serving.parts import ServerParts
 
 
-class _Dialects(Extension):
+class Dialects(Extension):
+    """Routes in the formats of other servers."""
+
     def server(self, parts: ServerParts) -> None:
         """Add the routes of vLLM, SGLang and TRL, and the control of the engine."""
         from attachments.dialects.endpoints import DialectRoutes
@@ -25,4 +27,4 @@ class _Dialects(Extension):
             parts.endpoints += ControlHandlers(control, parts.bodies).endpoints()
 
 
-EXTENSION = _Dialects()
+EXTENSION = Dialects()

@@ -161,7 +161,7 @@ class ControlHandlers:
 
 
 def _get(path: str, handle: Handler, about: str, response: type) -> Endpoint:
-    return Endpoint(method="GET", path=path, handle=handle, about=about, responses=(response,))
+    return Endpoint("GET", path, handle, about, responses=(response,))
 
 
 def _own(path: str, handle: Handler, about: str, request: type) -> Endpoint:
@@ -174,9 +174,7 @@ def _admin(path: str, handle: Handler, about: str, **fields: Any) -> Endpoint:
 
 
 def _control(path: str, handle: Handler, about: str, **fields: Any) -> Endpoint:
-    return Endpoint(
-        method="POST", path=path, handle=handle, about=about, responses=(ControlStatus,), admitted=False, **fields
-    )
+    return Endpoint("POST", path, handle, about, responses=(ControlStatus,), admitted=False, **fields)
 
 
 def _mode(query: QueryParams) -> PauseMode:

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from clotho.settings.server import HttpServer
 
 
-class _Keys(Extension):
+class Keys(Extension):
+    """API keys of a file."""
+
     def client_keys(self, settings: HttpServer) -> Sequence[ClientKey]:
         """Read the file of API keys, with their quotas."""
         from attachments.keys.api_keys import read_api_keys
@@ -22,4 +24,4 @@ class _Keys(Extension):
         return [limited(key) for key in read_api_keys(settings.api_keys_file)]
 
 
-EXTENSION = _Keys()
+EXTENSION = Keys()

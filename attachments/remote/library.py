@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from clotho.serving.parts import ServerParts
 
 
-class _Remote(Extension):
+class Remote(Extension):
+    """Routes of rollouts and weights."""
+
     def server(self, parts: ServerParts) -> None:
         """Add the routes through which another process reads and replaces the weights."""
         from attachments.remote.routes import NullPolicyReceiver, PolicyRoutes
@@ -25,4 +27,4 @@ class _Remote(Extension):
         parts.endpoints += PolicyRoutes(parts, receiver, parts.bodies.seconds).endpoints()
 
 
-EXTENSION = _Remote()
+EXTENSION = Remote()

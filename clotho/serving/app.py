@@ -76,51 +76,37 @@ class _Core:
         """All of them."""
         return (
             Endpoint(
-                method="POST",
-                path="/v1/chat/completions",
-                handle=self.chat_completions,
-                about="Complete a conversation",
-                requests=(ChatRequest,),
-                responses=(ChatResponse,),
+                "POST",
+                "/v1/chat/completions",
+                self.chat_completions,
+                "Complete a conversation",
+                (ChatRequest,),
+                (ChatResponse,),
                 streams=True,
             ),
             Endpoint(
-                method="POST",
-                path="/v1/completions",
-                handle=self.completions,
-                about="Complete prompts",
-                requests=(CompletionRequest,),
-                responses=(CompletionResponse,),
+                "POST",
+                "/v1/completions",
+                self.completions,
+                "Complete prompts",
+                (CompletionRequest,),
+                (CompletionResponse,),
                 streams=True,
             ),
             Endpoint(
-                method="GET",
-                path="/v1/models",
-                handle=self.models,
-                about="List the models that requests can name",
-                responses=(ModelList,),
+                "GET", "/v1/models", self.models, "List the models that requests can name", responses=(ModelList,)
             ),
+            Endpoint("GET", "/v1/models/{name:path}", self.model, "One model by its name", responses=(ModelCard,)),
             Endpoint(
-                method="GET",
-                path="/v1/models/{name:path}",
-                handle=self.model,
-                about="One model by its name",
-                responses=(ModelCard,),
-            ),
-            Endpoint(
-                method="GET",
-                path="/health",
-                handle=self.health,
-                about="State of the server; status 503 unless it is ok or paused",
+                "GET",
+                "/health",
+                self.health,
+                "State of the server; status 503 unless it is ok or paused",
                 responses=(Health,),
             ),
-            Endpoint(
-                method="GET", path="/version", handle=self.version, about="Version of Clotho", responses=(Version,)
-            ),
-            Endpoint(
-                method="GET", path="/metrics", handle=self.metrics, about="Metrics in the text format of Prometheus"
-            ),
-            Endpoint(method="GET", path="/openapi.json", handle=self.openapi),
+            Endpoint("GET", "/version", self.version, "Version of Clotho", responses=(Version,)),
+            Endpoint("GET", "/metrics", self.metrics, "Metrics in the text format of Prometheus"),
+            Endpoint("GET", "/openapi.json", self.openapi),
         )
 
     async def chat_completions(self, http: Request) -> Response:

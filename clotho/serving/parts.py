@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import anyio
-from msgspec import Struct, structs
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -25,7 +25,7 @@ from protocols.errors import ProfileError
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class Endpoint(Struct, frozen=True, kw_only=True):
+class Endpoint(NamedTuple):
     """One method of one path: the route, and what openapi.json says about it.
 
     path, also: as Starlette writes them; openapi.json leaves `also` out. about: a summary; empty: openapi.json leaves
@@ -37,13 +37,13 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
     method: Literal["GET", "POST", "PUT"]
     path: str
-    also: tuple[str, ...] = ()
     handle: Handler
     about: str = ""
     requests: tuple[type, ...] = ()
     responses: tuple[type, ...] = ()
+    also: tuple[str, ...] = ()
     streams: bool = False
-    query: dict[str, Any] = {}
+    query: dict[str, Any] = {}  # noqa: RUF012, never changed
     binary: bool = False
     access: Literal["all", "own", "admin"] = "all"
     admitted: bool = True

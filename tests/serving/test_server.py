@@ -84,6 +84,26 @@ async def test_the_server_prints_and_logs_nothing(
     assert not [record for record in caplog.records if record.name.startswith("hypercorn")]
 
 
+async def test_what_a_server_knows_of_its_clients_outlasts_a_restart() -> None:
+    """Attachments keep their state in the parts of the server, which are made once: counters, and a pause."""
+    engine = FakeEngine()
+    served = Served(engine, EngineSampler(engine.submit_call, engine))
+    server = ApiServer(server_context(served))
+    for number in (1, 2):
+        async with anyio.create_task_group() as tasks:
+            url = await tasks.start(server.run)
+            async with httpx.AsyncClient(base_url=url) as client:
+                assert (await client.get("/is_paused")).json() == {"is_paused": number == 2}
+                await client.post("/resume")
+                assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+                assert (
+                    f'vllm:prompt_tokens_total{{model_name="policy"}} {number}.0' in (await client.get("/metrics")).text
+                )
+                await client.post("/pause")
+            tasks.cancel_scope.cancel()
+    engine.close()
+
+
 async def test_the_port_is_free_after_the_server_has_stopped() -> None:
     """Another run can use it."""
     async with serving() as served:
