@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import Struct
 
 from attachments.remote.messages import RolloutAnswer, RolloutCall
@@ -9,6 +10,7 @@ from clotho.rewards.registry import RewardOptions
 from clotho.settings.engine import EngineSection, SamplingSection
 from clotho.settings.model import ModelSection, PolicySection
 from protocols.step import WeightsReady
+from training_run.profile.mounted import with_attachments
 from training_run.profile.schema import MonitorSection
 from training_run.rewards.worker import Answer, Failure, Ready, Refused
 
@@ -25,6 +27,11 @@ class EngineWorkerSettings(Struct, frozen=True, kw_only=True):
     engine: EngineSection
     monitor: MonitorSection
     seed: int
+
+
+def worker_settings(content: bytes) -> EngineWorkerSettings:
+    """Read what the run has sent, with the settings of attachments in the sections."""
+    return msgspec.msgpack.decode(content, type=with_attachments(EngineWorkerSettings))
 
 
 class Turn(Struct, frozen=True, kw_only=True):

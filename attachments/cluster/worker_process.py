@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from attachments.cluster.messages import EngineWorkerSettings, Published, Turn
+from attachments.cluster.messages import Published, Turn, worker_settings
 from clotho.process import configure_malloc, load_blas
 from clotho.serving.struct_types import prepare_struct_types
 
@@ -22,7 +22,7 @@ class RolloutWorker:
         from attachments.cluster.rollout_engine import RolloutEngine  # imports MLX
 
         prepare_struct_types()
-        self._engine = RolloutEngine(msgspec.msgpack.decode(settings, type=EngineWorkerSettings))
+        self._engine = RolloutEngine(worker_settings(settings))
 
     async def served(self) -> bytes:
         """Return the policy that the engine samples from, a `ServedPolicy`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attachments.speculation.sections import SPECULATION
 from clotho.extension import Extension
 from clotho.settings.bounds import Off
 
@@ -16,7 +17,7 @@ class Speculation(Extension):
 
     def engine(self, parts: EngineParts) -> None:
         """Let an engine verify drafts, if its settings name a source."""
-        if isinstance(parts.settings.speculation, Off):
+        if isinstance(SPECULATION.of(parts.settings), Off):
             return
         from attachments.speculation.speculative_batch import SpeculativeBatches
 

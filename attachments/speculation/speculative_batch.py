@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from attachments.speculation.draft_model import ModelDrafter
 from attachments.speculation.drafts import Drafted, Drafter, HistoryDrafter, PromptLookupDrafter
 from attachments.speculation.payoff import Payoff
+from attachments.speculation.sections import SPECULATION, Drafts, HistoryDrafts, ModelDrafts
 from attachments.speculation.verification import VerifyingKVCache
 from clotho.backend import backend
 from clotho.inference.batch import Batch, Step
@@ -33,7 +34,7 @@ from clotho.inference.sampling import sample, uniforms
 from clotho.inference.scheduler import PrefillJob, Row
 from clotho.models.loading import load_base, setting
 from clotho.settings.bounds import Off
-from clotho.settings.engine import Drafts, EngineSection, HistoryDrafts, ModelDrafts
+from clotho.settings.engine import EngineSection
 from clotho.settings.model import ModelSection
 from protocols.errors import ModelError
 from protocols.summary import SpeculationCounts
@@ -100,7 +101,7 @@ class SpeculativeBatch(Batch):
         Raises ModelError for a draft model that cannot be loaded or has another vocabulary.
         """
         super().__init__(make_caches, end_tokens, vocabulary, computing)
-        drafts = settings.speculation
+        drafts = SPECULATION.of(settings)
         if isinstance(drafts, Off):
             raise ValueError("speculation is off")
         self._beside = beside

@@ -14,10 +14,8 @@ from clotho.inference.kv_cache import BatchKVCache
 from clotho.inference.row_weights import Computing, RowWeights
 from clotho.inference.scheduler import Row
 from clotho.models.lora import AdaptedModule
-from clotho.settings.bounds import Off
 from clotho.settings.engine import EngineSection
 from clotho.settings.server import AdaptersSection
-from protocols.errors import ModelError
 from protocols.summary import SpeculationCounts
 
 MakeCaches = Callable[[int], RowCaches]
@@ -67,11 +65,9 @@ class EngineParts:
     batches: Batches = field(default_factory=Batches)
 
     def extended(self) -> EngineParts:
-        """Let every extension provide its parts. Raises ModelError if the settings need an absent attachment."""
+        """Let every extension provide its parts. Raises ModelError."""
         if self.adapters is not None:
             self.rows = RowWeights(f"a model beside the policy {extension.needs('adapters')}")
         for one in extension.extensions():
             one.engine(self)
-        if not isinstance(self.settings.speculation, Off) and type(self.batches) is Batches:
-            raise ModelError(f"engine.speculation {extension.needs('speculation')}")
         return self

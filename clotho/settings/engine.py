@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Struct
 
-from clotho.settings.bounds import NonNegative, Off, Positive, Variant, about
+from clotho.settings.bounds import NonNegative, Positive, about
 from protocols.sampling import Sampling
 
 
@@ -17,34 +17,6 @@ class SamplingSection(Sampling, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 KvPolicy = Literal["keep", "recompute", "drain"]
-
-
-class Drafts(Variant, frozen=True, kw_only=True):
-    """Where the drafts of speculation come from."""
-
-    max_draft: Annotated[int, about("Maximum number of tokens of a draft.", ge=1, le=32)] = 6
-    always: Annotated[bool, about("Speculate also where it lowers the tokens per second.")] = False
-
-
-class HistoryDrafts(Drafts, frozen=True, kw_only=True, tag="history"):
-    """Drafts are earlier rollouts of the same prompt."""
-
-    stored_tokens: Annotated[Positive, about("Tokens of earlier rollouts that are stored.")] = 2_097_152
-
-
-class PromptDrafts(Drafts, frozen=True, kw_only=True, tag="prompt"):
-    """Drafts are what followed the same tokens earlier in the prompt or the completion."""
-
-
-class ModelDrafts(Drafts, frozen=True, kw_only=True, tag="model"):
-    """Drafts are samples of a smaller model with the same tokens."""
-
-    path: Annotated[str, about("Draft model: model directory, GGUF file or hub repository.", min_length=1)]
-
-
-Speculation = Annotated[
-    Off | HistoryDrafts | PromptDrafts | ModelDrafts, about("Several tokens per forward pass, from drafts.")
-]
 
 
 class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,4 +31,3 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         float, about("Share of rows and KV cache that clients leave to waiting rollouts.", ge=0, le=1)
     ] = 0.5
     kv_policy: Annotated[KvPolicy, about("KV cache at a weight swap: keep, recompute, or drain sequences.")] = "keep"
-    speculation: Speculation = Off()

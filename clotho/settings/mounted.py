@@ -73,12 +73,18 @@ def _extended(kind: type[Struct], setting: Setting[Any]) -> type[Struct]:
     return _subclass(kind, [(setting.name, setting.kind, setting.default)])
 
 
-def mount(kind: type[P], settings: Iterable[Setting[Any]]) -> type[P]:
+def mount(kind: type[P], settings: Iterable[Setting[Any]], table: str = "") -> type[P]:
     """Return the struct with these settings in its tables: a subclass, whose tables are subclasses too.
 
-    Settings of tables that the struct lacks are left out. Of a union, each type but `off` and `none` gets them.
+    table: the path of the table that the struct describes; empty: it holds tables. Settings of tables that the struct
+    lacks are left out. Of a union, each type but `off` and `none` gets them.
     """
-    return cast("type[P]", _mounted(kind, "", tuple(settings)))
+    return cast("type[P]", _mounted(kind, f"{table}.".lstrip("."), tuple(settings)))
+
+
+def without_settings(section: Struct, kind: type[P]) -> P:
+    """Return the struct without the settings of attachments, which then have their defaults."""
+    return kind(**{name: getattr(section, name) for name in kind.__struct_fields__})
 
 
 @cache

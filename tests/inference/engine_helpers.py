@@ -27,6 +27,10 @@ from protocols.sampling import (
 )
 from tests import model_lanes
 from tests.small_models import FixedSource, tiny_source
+from training_run.profile.mounted import with_attachments
+
+ENGINE = with_attachments(EngineSection, "engine")
+"""The settings of an engine with those of attachments."""
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLED = Sampling(max_tokens=12, ignore_eos=True)
@@ -71,7 +75,7 @@ def base_model(shape: Shape, precision: str) -> Any:
 
 def make_engine(source: FixedSource | None = None, *, turns: TurnBudget | None = None, **settings: Any) -> DecodeEngine:
     """Make an engine over `source`, or a tiny Qwen3."""
-    return DecodeEngine(source or tiny_source(), EngineSection(**settings), turns=turns)
+    return DecodeEngine(source or tiny_source(), ENGINE(**settings), turns=turns)
 
 
 def submit_request(

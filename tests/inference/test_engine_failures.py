@@ -11,10 +11,10 @@ import pytest
 
 from attachments.cpu.decoder import HostDecoder
 from attachments.cpu.kv_cache import HostKVCache
+from attachments.speculation.sections import PromptDrafts
 from clotho.inference.kv_cache import BatchKVCache
 from clotho.inference.rows import PrefilledPrompt
 from clotho.settings.bounds import Off
-from clotho.settings.engine import PromptDrafts
 from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
 from tests.inference.engine_helpers import (
     GREEDY,

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from clotho.inference.engine import DecodeEngine
-from clotho.inference.forced_decoder import ForcedDecoder
-from clotho.settings.engine import EngineSection, HistoryDrafts
+from clotho.settings.engine import EngineSection
 from clotho.settings.server import AdaptersSection
-from protocols.errors import ModelError, ProfileError, RequestError
+from protocols.errors import ProfileError, RequestError
 from protocols.sampling import BASE
 from protocols.summary import SpeculationCounts
 from tests.absent import without
@@ -48,12 +47,3 @@ def test_weights_beside_the_policy_need_the_attachment(weights: str, monkeypatch
     answer = submit_request(engine, make_prompt(5))
     run(engine)
     assert answer.completions
-
-
-def test_drafts_need_the_attachment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the engine, and in the decoder that checks its kernels."""
-    without(monkeypatch, "speculation")
-    with pytest.raises(ModelError, match="speculation needs the attachment 'speculation'"):
-        make_engine(speculation=HistoryDrafts())
-    with pytest.raises(ModelError, match="speculation needs the attachment 'speculation'"):
-        ForcedDecoder.of_model(tiny_source().model, EngineSection(speculation=HistoryDrafts()))

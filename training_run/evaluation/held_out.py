@@ -12,8 +12,8 @@ from clotho.inference.engine import DecodeEngine
 from clotho.models.pinned_weights import PinnedWeights
 from clotho.models.policy import Parameters, Policy
 from clotho.models.turns import UNDIVIDED, TurnBudget
-from clotho.settings.bounds import Off
 from clotho.settings.engine import EngineSection
+from clotho.settings.mounted import without_settings
 from protocols.sampling import (
     PARAMETERS,
     POLICY,
@@ -106,7 +106,7 @@ class PinnedSampler:
     def __init__(self, policy: Policy, settings: EngineSection, turns: TurnBudget = UNDIVIDED) -> None:
         """turns: limits the duration of prefill in one turn. Call this in the thread that decodes."""
         self._weights, self._turns, self._rows = PinnedWeights(policy), turns, settings.max_num_seqs
-        self._engine = DecodeEngine(self._weights, replace(settings, speculation=Off()), turns=turns)
+        self._engine = DecodeEngine(self._weights, without_settings(settings, EngineSection), turns=turns)
 
     def completions(
         self, parameters: Parameters, requests: Sequence[SampleRequest], *, version: int

@@ -35,7 +35,7 @@ from clotho.models.loading import (
 from clotho.models.lora import install_adapter, open_all_weights
 from clotho.models.parameters import flat
 from clotho.settings.bounds import Off
-from clotho.settings.engine import EngineSection, ModelDrafts
+from clotho.settings.engine import EngineSection
 from clotho.settings.learner import AverageReference, BaseReference, RollBackOnCollapse, SnapshotReference
 from clotho.settings.model import FullMethod, ModelSection
 from clotho.settings.server import AdaptersSection, HttpServer
@@ -157,7 +157,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     clients = client_rows(seqs) if isinstance(profile.server, HttpServer) else 0
     rows = max(1, min(seqs + clients, profile.engine.kv_cache_tokens // length))
     logits = logits_bytes(micro, vocabulary)
-    draft_weights, draft_caches = _draft_model(profile.engine, rows, length)
+    draft_weights, draft_caches = _draft_model(need, rows, length)
     estimate = MemoryEstimate(
         base=weights - learning.in_full + draft_weights,
         trained=learning.trained + converted_bytes(base, _itemsize(base, config)),
@@ -174,7 +174,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
         activations=_activations(base, config, layout, micro, profile, logits=logits),
         logits=logits,
         update=learning.update,
-        decode=_draw_copies(profile.sampling) * rows * _tokens_of_step(profile.engine) * vocabulary * FLOAT32,
+        decode=_draw_copies(profile.sampling) * rows * need.step_tokens * vocabulary * FLOAT32,
         adapters=adapters,
         freed=profile.monitor.cache_limit_mb * 2**20,
         one_sequence=_caches(layout, 1, length),
@@ -196,8 +196,9 @@ def serving_memory(
     length = min(PROMPT_TOKENS + sampling.max_tokens, context_length(config))
     rows = max(1, min(engine.max_num_seqs, engine.kv_cache_tokens // length))
     vocabulary = describe_model(base, config).vocab_size
-    decode = _draw_copies(sampling) * rows * _tokens_of_step(engine) * vocabulary * FLOAT32
-    draft_weights, draft_caches = _draft_model(engine, rows, length)
+    need = memory_need(engine)
+    decode = _draw_copies(sampling) * rows * need.step_tokens * vocabulary * FLOAT32
+    draft_weights, draft_caches = _draft_model(need, rows, length)
     return MemoryEstimate(
         base=sum(array.nbytes for array in flat(base.parameters()).values()) + draft_weights,
         trained=0,
@@ -260,18 +261,13 @@ def _draw_copies(sampling: Sampling) -> int:
     return DECODE_COPIES + sum(PARAMETERS[name].logits_copies for name in in_use(sampling))
 
 
-def _tokens_of_step(engine: EngineSection) -> int:
-    """Return how many tokens of a row a decode step computes at most."""
-    return 1 if isinstance(engine.speculation, Off) else 1 + engine.speculation.max_draft
-
-
-def _draft_model(engine: EngineSection, rows: int, tokens: int) -> tuple[int, int]:
+def _draft_model(need: MemoryNeed, rows: int, tokens: int) -> tuple[int, int]:
     """Return the bytes of the weights of the draft model and of its KV caches; 0 without a draft model."""
-    if not isinstance(engine.speculation, ModelDrafts):
+    if not need.draft_model:
         return 0, 0
-    draft, _, _ = _open(ModelSection(path=engine.speculation.path))
+    draft, _, _ = _open(ModelSection(path=need.draft_model))
     weights = sum(array.nbytes for array in flat(draft.parameters()).values())
-    return weights, _caches(CacheLayout(draft), rows, tokens + engine.speculation.max_draft)
+    return weights, _caches(CacheLayout(draft), rows, tokens + need.step_tokens - 1)
 
 
 def _adapters(base: nn.Module, config: dict[str, Any], limits: AdaptersSection) -> int:

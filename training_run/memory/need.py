@@ -15,7 +15,8 @@ class MemoryNeed(Struct, kw_only=True):
     engine: settings of the decode engine. profile: of a run; None: a server without a learner. groups: groups of an
     update beside those of its batch. sequence_tokens: length of a sequence of which any part may be sampled; None: of a
     prompt with a completion. published: weights that are trained in full are kept until their next version. sums:
-    gradients of several processes are added.
+    gradients of several processes are added. step_tokens: tokens of a row that a decode step computes at most.
+    draft_model: samples the others of these tokens; empty: no model does.
     """
 
     engine: EngineSection
@@ -24,6 +25,8 @@ class MemoryNeed(Struct, kw_only=True):
     sequence_tokens: int | None = None
     published: bool = False
     sums: bool = False
+    step_tokens: int = 1
+    draft_model: str = ""
 
 
 def memory_need(engine: EngineSection, profile: Profile | None = None) -> MemoryNeed:

@@ -43,7 +43,6 @@ PATHS: dict[str, PathKind] = {
     "policy.adapter": "input",
     "data.train": "input",
     "data.heldout": "input",
-    "engine.speculation.path": "model",
     "server.api_keys_file": "input",
     "run_dir": "caller",
     "checkpoint.adapter_path": "caller",

@@ -18,6 +18,7 @@ ATTACHED = {
     "data.curriculum": "curriculum",
     "data.reasoning_gym": "reasoning_gym",
     "distributed": "ranks",
+    "engine.speculation": "speculation",
     "environments": "atropos",
     "generator": "remote",
     "monitor.token_values_mb": "dashboard",
@@ -32,9 +33,9 @@ SETTINGS: tuple[Setting[Any], ...] = tuple(
 """The settings of the attachments that are installed."""
 
 
-def with_attachments(kind: type[P]) -> type[P]:
-    """Return a struct of tables of a profile with the settings of attachments."""
-    return mount(kind, SETTINGS)
+def with_attachments(kind: type[P], table: str = "") -> type[P]:
+    """Return a struct of tables of a profile, or the struct of one table, with the settings of attachments."""
+    return mount(kind, SETTINGS, table)
 
 
 def unused_by(command: str) -> set[str]:

@@ -17,7 +17,7 @@ from attachments.cluster.messages import Published
 from attachments.cluster.published_weights import PublishedWeights
 from attachments.cluster.ray_worker import RayWorker
 from attachments.cluster.rollout_engine import RolloutEngine
-from attachments.cluster.tests.test_rollout_engine import worker_settings
+from attachments.cluster.tests.test_rollout_engine import small_settings
 from attachments.remote.server import RemoteFailure
 from attachments.remote.weights import Weights
 from clotho.models.parameters import fingerprint
@@ -79,7 +79,7 @@ class Actor:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
     """The engine of a worker with a tiny policy."""
-    engine = RolloutEngine(worker_settings(save(tmp_path_factory.mktemp("worker") / "base")))
+    engine = RolloutEngine(small_settings(save(tmp_path_factory.mktemp("worker") / "base")))
     yield engine
     engine.close()
 

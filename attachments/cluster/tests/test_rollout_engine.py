@@ -7,10 +7,19 @@ from pathlib import Path
 
 import anyio
 import mlx.core as mx
+import msgspec
 import pytest
 from mlx.utils import tree_map
 
-from attachments.cluster.messages import EngineWorkerSettings, Published, RequestFailed, RequestRefused, Sampled, Turn
+from attachments.cluster.messages import (
+    EngineWorkerSettings,
+    Published,
+    RequestFailed,
+    RequestRefused,
+    Sampled,
+    Turn,
+    worker_settings,
+)
 from attachments.cluster.rollout_engine import RolloutEngine
 from attachments.remote.messages import RolloutCall
 from attachments.remote.weight_patch import make_patch
@@ -23,10 +32,11 @@ from protocols.sampling import SampleRequest, Sampling, completion_seeds
 from protocols.step import WeightsReady
 from tests.learner_settings import policy_settings
 from tests.saved_models import save
+from training_run.profile.load import load_profile
 from training_run.profile.schema import MonitorSection
 
 
-def worker_settings(path: Path) -> EngineWorkerSettings:
+def small_settings(path: Path) -> EngineWorkerSettings:
     """Return the settings of a worker for a small model."""
     return EngineWorkerSettings(
         model=ModelSection(path=str(path)),
@@ -41,7 +51,7 @@ def worker_settings(path: Path) -> EngineWorkerSettings:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
     """The engine of a worker with a tiny policy."""
-    engine = RolloutEngine(worker_settings(save(tmp_path_factory.mktemp("worker") / "base")))
+    engine = RolloutEngine(small_settings(save(tmp_path_factory.mktemp("worker") / "base")))
     yield engine
     engine.close()
 
@@ -133,4 +143,19 @@ async def test_patches_of_the_served_weights_are_served_and_others_change_nothin
 def test_a_model_that_is_missing_is_reported(tmp_path: Path) -> None:
     """The worker does not start; the run logs the reason."""
     with pytest.raises(ClothoError):
-        RolloutEngine(worker_settings(tmp_path / "missing"))
+        RolloutEngine(small_settings(tmp_path / "missing"))
+
+
+def test_the_sections_that_a_worker_gets_have_the_settings_of_attachments() -> None:
+    """A run sends what its profile has."""
+    profile = load_profile("local-m3", {"engine.speculation": "prompt", "monitor.token_values_mb": 3})
+    sent = EngineWorkerSettings(
+        model=profile.model,
+        policy=profile.policy,
+        sampling=profile.sampling,
+        engine=profile.engine,
+        monitor=profile.monitor,
+        seed=0,
+    )
+    found = worker_settings(msgspec.msgpack.encode(sent))
+    assert (found.engine, found.monitor) == (profile.engine, profile.monitor)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from mlx_lm.utils import save_config, save_model
 
+from attachments.speculation.sections import ModelDrafts
 from clotho.inference.engine import DecodeEngine
-from clotho.settings.engine import ModelDrafts
 from protocols.errors import ModelError
 from protocols.sampling import Completion, Sampling
 from tests.inference.engine_helpers import make_engine, make_prompt, run, submit_request, tick_until

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from attachments.speculation.sections import HistoryDrafts, PromptDrafts
 from attachments.speculation.speculative_batch import SpeculativeBatch
-from clotho.settings.engine import HistoryDrafts, PromptDrafts
 from protocols.sampling import Sampling
 from tests.inference.engine_helpers import make_engine, make_prompt, run, submit_request
 

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from attachments.adapters.tests.adapter_models import engine_with_adapters, write_mlx_adapter
 from attachments.cpu.sampling import sample_on_host
 from attachments.speculation.drafts import Drafted
+from attachments.speculation.sections import HistoryDrafts, PromptDrafts
 from attachments.speculation.speculative_batch import accepted_tokens
 from clotho.inference.engine import DecodeEngine
 from clotho.inference.rows import DraftedTokens, RowParameters
 from clotho.inference.scheduler import Row
 from clotho.settings.bounds import Off
-from clotho.settings.engine import HistoryDrafts, PromptDrafts
 from protocols.errors import ModelError
 from protocols.sampling import Completion, Sampling
 from tests import model_lanes

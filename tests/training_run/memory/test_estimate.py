@@ -16,14 +16,13 @@ from clotho.models.folded_lora import converted_bytes
 from clotho.models.policy import Policy, load_policy
 from clotho.settings.bounds import Off
 from clotho.settings.data import DataSection, RewardSection
-from clotho.settings.engine import EngineSection, HistoryDrafts, ModelDrafts, SamplingSection
+from clotho.settings.engine import EngineSection, SamplingSection
 from clotho.settings.learner import RollBackOnCollapse
 from clotho.settings.model import ModelSection, PolicySection
 from clotho.settings.server import AdaptersSection, HttpServer
 from clotho.training.update import PolicyLearner
 from protocols.errors import ModelError
 from protocols.sampling import SampleRequest, Sampling
-from protocols.summary import MemoryEstimate
 from tests.learner_settings import learner_settings, policy_settings
 from tests.saved_models import CONFIG, save
 from tests.training.policies_and_groups import scored_group
@@ -192,23 +191,6 @@ def test_adapters_that_clients_may_load_are_counted(tmp_path: Path) -> None:
     assert adapters(root="adapters", max_bytes=1000) == 4 * 1000
     smaller = adapters(root="adapters", max_loaded=2, max_rank=8)
     assert smaller * 4 == adapters(root="adapters", max_loaded=4, max_rank=16) > 0
-
-
-def test_speculation_computes_several_tokens_per_row(tmp_path: Path) -> None:
-    """Logits of all tokens of a draft; a draft model adds its weights and its caches."""
-    profile = profile_of(saved(tmp_path / "policy"), ADAPTER)
-    draft = saved(tmp_path / "draft", num_hidden_layers=1)
-
-    def estimate(**speculation: Any) -> MemoryEstimate:
-        engine = msgspec.structs.replace(profile.engine, **speculation)
-        return estimate_memory(profile.model, msgspec.structs.replace(profile, engine=engine))
-
-    off, history = estimate(), estimate(speculation=HistoryDrafts(max_draft=3))
-    model = estimate(speculation=ModelDrafts(path=str(draft), max_draft=3))
-    assert (history.decode, model.decode) == (4 * off.decode, 4 * off.decode)
-    assert (history.base, history.caches) == (off.base, off.caches)
-    assert off.base < model.base < 2 * off.base
-    assert off.caches < model.caches < 2 * off.caches
 
 
 def test_nothing_is_read_to_make_an_estimate(tmp_path: Path) -> None:
