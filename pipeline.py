@@ -463,7 +463,7 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         gc.freeze()  # a full collection of the loaded objects would pause decoding and swaps for a tenth of a second
         async with handle_signals(supervisor) as signals:
             ending = await supervisor.run(children, on_drain=drain)
-        log.info("run_statistics", **structs.asdict(wiring.monitor.snapshot()))
+        log.info("run_statistics", **wiring.monitor.statistics())
         finished = ending is not Ending.STOPPED
         best = context.best.finish(profile.checkpoint.keep_last) if finished else context.best.update()
         complete = finished and not early_end.causes

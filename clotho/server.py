@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Self
 
 import anyio
+from prometheus_client.core import Metric
 
-from clotho.inference.engine import DecodeEngine
-from clotho.lanes.compute_thread import Compute, finish
+from clotho.engine_metrics import engine_metrics
+from clotho.lanes.compute_thread import finish
 from clotho.library import DEFAULT, compute, settings
 from clotho.sampler import Sampler
 from clotho.serving.server import ApiServer, base_url, listen
-from clotho.serving.services import EngineSnapshot, HealthReport, RunSnapshot, ServedModel, ServerContext
-from clotho.settings.engine import EngineSection
+from clotho.serving.services import HealthReport, ServedModel, ServerContext
 from clotho.settings.server import HttpServer
 from protocols.errors import as_exception
 from protocols.sampling import PromptLogprobs
@@ -95,9 +97,9 @@ def serve(
             weights=lambda: sampler.served,
             models=lambda: (model,),
             health=lambda: HealthReport(status="ok"),
-            snapshot=lambda: RunSnapshot(engine=engine_snapshot(compute(), sampler.engine, sampler.settings)),
             context_length=policy.context_length,
             vocab_size=policy.vocab_size,
+            measure=partial(_metrics, sampler, model_name),
         )
     )
 
@@ -106,28 +108,6 @@ async def _score(sampler: Sampler, tokens: tuple[int, ...], top: int) -> PromptL
     return await finish(compute().scoring.submit(lambda: sampler.prompt_logprobs(tokens, top=top)))
 
 
-def engine_snapshot(threads: Compute, engine: DecodeEngine, section: EngineSection) -> EngineSnapshot:
-    """Return the engine's part of /metrics."""
-    stats, turns = engine.stats(), threads.turn_times()
-    return EngineSnapshot(
-        sequences_running=stats.running_rows,
-        sequences_waiting=stats.waiting_rows,
-        clients_waiting=stats.waiting_clients,
-        sequences_limit=stats.rows_limit,
-        cache_usage=stats.cache_tokens / section.kv_cache_tokens,
-        prefix_queries=stats.prefix_hits + stats.prefix_misses,
-        prefix_hits=stats.prefix_hits,
-        prefix_tokens=stats.prefix_cache_tokens,
-        prefill_tokens=stats.prefill_tokens,
-        decode_steps=stats.decode_steps,
-        tokens_sampled=stats.tokens_sampled,
-        finished=stats.finished,
-        failed=stats.failed,
-        listener_errors=stats.listener_errors,
-        preempted=stats.preempted,
-        timed_out=stats.timed_out,
-        timings=stats.timings,
-        speculation=stats.speculation,
-        turns={kind: times.seconds for kind, times in turns.items()},
-        longest_turns={kind: times.longest for kind, times in turns.items()},
-    )
+def _metrics(sampler: Sampler, model: str, timed_out: Mapping[str, int]) -> Iterator[Metric]:
+    stats, turns, tokens = sampler.engine.stats(), compute().turn_times(), sampler.settings.kv_cache_tokens
+    return engine_metrics(stats, turns, kv_cache_tokens=tokens, model=model, timed_out=timed_out)

@@ -19,6 +19,8 @@ from clotho.extension import attachment_modules, attachment_names
 from protocols.summary import RankGauges, RemoteGauges, ResourceReading
 
 if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
     from clotho.inference.engine import DecodeEngine
     from clotho.lanes.compute_thread import Compute
     from clotho.lanes.sampling_client import GroupSampler
@@ -82,6 +84,7 @@ class Attached(Struct, kw_only=True, eq=False):
     senders: children that start last. sampler: samples the rollouts; None: the run's own. groups: in the place of
     groups of the run's own; None: there are none. samples: records what clients of the HTTP server have sampled.
     resources: the latest reading of the machine.
+    metrics: yield metrics for /metrics.
     remote_servers, learner_ranks: read the state of remote inference servers, and the work of all ranks.
     """
 
@@ -99,6 +102,7 @@ class Attached(Struct, kw_only=True, eq=False):
     groups: GroupSupply | None = None
     samples: SampleRecorder | None = None
     resources: ResourceReading = ResourceReading()
+    metrics: list[Callable[[], Iterable[Metric]]] = field(default_factory=list)
     remote_servers: Callable[[], RemoteGauges] = RemoteGauges
     learner_ranks: Callable[[], RankGauges] = RankGauges
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from msgspec import structs
+from prometheus_client.core import Metric
 
 from clotho.models.machine import peak_memory
 from clotho.process import usable_cores
-from clotho.serving.services import (
-    NullSampleLog,
-    QueueSnapshot,
-    RunSnapshot,
-    ServedModel,
-    ServerContext,
-)
+from clotho.serving.families import counter
+from clotho.serving.services import NullSampleLog, ServedModel, ServerContext
 from clotho.settings.model import FullMethod
 from clotho.settings.server import HttpServer
 from protocols.checkpoint import BestCheckpoint
@@ -26,6 +22,7 @@ from protocols.step import WeightsReady
 from protocols.summary import QueueGauge, RunGauges, RunSummary
 from training_run.accounting import GroupAccounting
 from training_run.directory.checkpoints import checkpoint_path
+from training_run.records.run_metrics import queue_metrics, training_metrics
 from training_run.records.summary import resume_command
 from training_run.records.terminal_text import relative_path
 from training_run.records.waiting import GroupsInFlight
@@ -104,29 +101,20 @@ class RunMonitor:
             waiting_for="" if context.progress.updating else self._groups.waiting_for(),
         )
 
-    def snapshot(self) -> RunSnapshot:
-        """Current metrics for /metrics."""
-        context, report = self._context, self._context.progress.last_report
-        groups = context.ledger.state()
-        rewards = [reward for group in report.trained for reward in group.scored.rewards] if report else []
-        staleness = report.staleness if report else ()
-        return RunSnapshot(
-            engine=self.serving.engine_snapshot(),
-            reward_mean=sum(rewards) / len(rewards) if rewards else None,
-            staleness_mean=sum(staleness) / len(staleness) if staleness else None,
-            staleness_max=max(staleness, default=None),
-            learner_turn_seconds=report.longest_turn_seconds if report else None,
-            swap_seconds=context.swap_times.last,
-            groups_trained=groups.trained,
-            discarded=groups.discarded,
-            environments_trained={name: counts.trained for name, counts in groups.sources.items()},
-            environments_discarded={name: counts.ended - counts.trained for name, counts in groups.sources.items()},
-            queues=tuple(QueueSnapshot(**structs.asdict(queue.stats())) for queue in self._queues),
-            restarts=self.serving.restarts(),
-            events_lost=self._events_lost(),
-            remote=context.attached.remote_servers(),
-            learner_ranks=context.attached.learner_ranks(),
-        )
+    def statistics(self) -> dict[str, Any]:
+        """Return the waiting times of the queues and the counters of the engine, for the end of the event log."""
+        queues = [structs.asdict(queue.stats()) for queue in self._queues]
+        return {"queues": queues, "engine": structs.asdict(self._context.engine.stats())}
+
+    def metrics(self, model: str, timed_out: Mapping[str, int]) -> Iterator[Metric]:
+        """Yield metrics for /metrics. model, timed_out: as `engine_metrics`."""
+        yield from self.serving.metrics(model, timed_out)
+        context = self._context
+        yield from training_metrics(context.ledger.state(), context.progress.last_report, context.swap_times.last)
+        yield from queue_metrics([queue.stats() for queue in self._queues])
+        yield counter("clotho_log_events_lost", "Events that could not be logged.", {"": self._events_lost()})
+        for measure in context.attached.metrics:
+            yield from measure()
 
     def server_context(self, settings: HttpServer) -> ServerContext:
         """The HTTP server's interface to the run."""
@@ -155,9 +143,9 @@ class RunMonitor:
             prompt_logprobs=self.serving.score,
             weights=lambda: context.weights.value,
             health=lambda: structs.replace(self.serving.health(), findings=context.findings.now),
-            snapshot=self.snapshot,
             context_length=context.policy.context_length,
             vocab_size=context.policy.vocab_size,
+            measure=partial(self.metrics, settings.model_name),
             sample_log=context.attached.samples or NullSampleLog(),
             record_supports=context.attached.samples is not None,
             run_directory=context.directory.path,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import structlog
+from prometheus_client.core import Metric
 
+from clotho.engine_metrics import engine_metrics
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.parameters import Parameters
 from clotho.scoring.prompt_logprobs import PromptScorer
-from clotho.server import engine_snapshot
-from clotho.serving.services import EngineAccess, EngineSnapshot, HealthReport
+from clotho.serving.families import counter
+from clotho.serving.services import EngineAccess, HealthReport
 from clotho.settings.engine import EngineSection
 from protocols.sampling import PromptLogprobs
 from training_run.profile.schema import MonitorSection
@@ -86,10 +88,6 @@ class ServingState:
         detail = f"failed: {', '.join(failed)}; {self._continues}" if failed else ""
         return HealthReport(status="ok", detail=detail, children=children, progress_seconds=busy)
 
-    def restarts(self) -> dict[str, int]:
-        """Number of restarts of each supervised actor."""
-        return {name: status.restarts for name, status in self._children().items()}
-
     async def score(self, tokens: tuple[int, ...], top: int, source: str) -> PromptLogprobs:
         """Log-probabilities of a prompt under the policy, the base model or an adapter, with `top` alternatives.
 
@@ -107,9 +105,12 @@ class ServingState:
         """Return the engine for attachments that control it."""
         return EngineAccess(submit=self._compute.decode.submit, engine=self._engine)
 
-    def engine_snapshot(self) -> EngineSnapshot:
-        """The engine's part of /metrics."""
-        return engine_snapshot(self._compute, self._engine, self._settings)
+    def metrics(self, model: str, timed_out: Mapping[str, int]) -> Iterator[Metric]:
+        """Yield metrics of engine, compute threads and actors, for /metrics. model, timed_out: as `engine_metrics`."""
+        stats, turns, tokens = self._engine.stats(), self._compute.turn_times(), self._settings.kv_cache_tokens
+        yield from engine_metrics(stats, turns, kv_cache_tokens=tokens, model=model, timed_out=timed_out)
+        restarts = {name: status.restarts for name, status in self._children().items()}
+        yield counter("clotho_child_restarts", "Restarts of a supervised child.", restarts, by="child")
 
 
 def names_of(path: str, files: Path | None) -> frozenset[str]:

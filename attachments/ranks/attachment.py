@@ -55,7 +55,10 @@ class Ranks(Attachment):
             memory_bytes = run.memory.minimum
             ranks.resumable(str(run.directory.path))
             await run_sync(lambda: ranks.set_up(run.profile, parameters, model=model, memory_bytes=memory_bytes))
+            from attachments.ranks.metrics import rank_metrics
+
             run.attached.learner_ranks = ranks.gauges
+            run.attached.metrics.append(lambda: rank_metrics(ranks.gauges()))
 
         return attach
 

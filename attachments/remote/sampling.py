@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from attachments.remote.attachment import DIRECTORY
 from attachments.remote.messages import ServedPolicy
+from attachments.remote.metrics import server_metrics
 from attachments.remote.mlx_server import MlxServer
 from attachments.remote.place import InferenceServer
 from attachments.remote.sampler import RemoteSampler, ServerSource
@@ -65,6 +66,7 @@ def add_sampler(
         patience_seconds=settings.patience_seconds,
     )
     run.attached.sampler, run.attached.remote_servers = sampler, sampler.gauges
+    run.attached.metrics.append(lambda: server_metrics(sampler.gauges()))
     run.attached.receivers.append(transient(sampler))
     return sampler
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -20,9 +20,10 @@ from protocols.errors import visible
 from protocols.finding import Finding
 from protocols.sampling import POLICY, Completion, CompletionDone, PromptLogprobs, SampleRequest, Sampling, TokenSampled
 from protocols.step import WeightsReady
-from protocols.summary import Distribution, RankGauges, RemoteGauges, SpeculationCounts
 
 if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
     from clotho.weight_swap import ReplaceablePolicy
 
 
@@ -166,84 +167,6 @@ class Version(Struct, frozen=True, kw_only=True):
     version: str
 
 
-class EngineSnapshot(Struct, frozen=True, kw_only=True):
-    """The state and the counters of the decode engine.
-
-    clients_waiting: clients with requests that wait for admission. timed_out: requests that exceeded a limit on their
-    time, by limit. sequences_limit: how many sequences are decoded at once at most.
-    cache_usage: fraction of the KV cache in use, in [0, 1]. prefix_queries, prefix_hits: prompts that were looked up
-    and found in the prefix cache; prefix_tokens: tokens that the prefix cache holds. prefill_tokens: prompt tokens
-    computed, padding included. finished: finish reason -> completions. failed: requests that ended with an error.
-    listener_errors: requests that were aborted because their listener raised an exception. preempted: rows that left
-    the batch and continue later. timings: distributions of durations, by name. speculation: drafts and their accepted
-    tokens. turns, longest_turns: durations of the turns of the compute threads, by kind, in seconds.
-    """
-
-    sequences_running: int = 0
-    sequences_waiting: int = 0
-    clients_waiting: int = 0
-    sequences_limit: int = 0
-    cache_usage: float = 0.0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    prefix_tokens: int = 0
-    prefill_tokens: int = 0
-    decode_steps: int = 0
-    tokens_sampled: int = 0
-    finished: dict[str, int] = {}
-    failed: int = 0
-    listener_errors: int = 0
-    preempted: int = 0
-    timed_out: dict[str, int] = {}
-    timings: dict[str, Distribution] = {}
-    speculation: SpeculationCounts = SpeculationCounts()
-    turns: dict[str, Distribution] = {}
-    longest_turns: dict[str, float] = {}
-
-
-class QueueSnapshot(Struct, frozen=True, kw_only=True):
-    """The state of one queue between actors.
-
-    send_wait_seconds: total time that producers waited for room (the consumer is slower). receive_wait_seconds: total
-    time that consumers waited for a message (the producer is slower).
-    """
-
-    name: str
-    depth: int
-    capacity: int
-    sent: int = 0
-    received: int = 0
-    send_wait_seconds: float = 0.0
-    receive_wait_seconds: float = 0.0
-
-
-class RunSnapshot(Struct, frozen=True, kw_only=True):
-    """The state of the training run for /metrics. A value is None until it has been measured.
-
-    swap_seconds: duration of the latest weight swap. learner_turn_seconds: longest turn of the learner in the latest
-    update. discarded: reason -> groups. environments_trained,
-    environments_discarded: environment -> groups. restarts: supervised child -> restarts.
-    events_lost: number of events that log.jsonl lacks because it could not be written.
-    remote: remote inference servers that sample rollouts. learner_ranks: of a data-parallel learner.
-    """
-
-    engine: EngineSnapshot = EngineSnapshot()
-    reward_mean: float | None = None
-    staleness_mean: float | None = None
-    staleness_max: int | None = None
-    swap_seconds: float | None = None
-    learner_turn_seconds: float | None = None
-    groups_trained: int = 0
-    discarded: dict[str, int] = {}
-    environments_trained: dict[str, int] = {}
-    environments_discarded: dict[str, int] = {}
-    queues: tuple[QueueSnapshot, ...] = ()
-    restarts: dict[str, int] = {}
-    events_lost: int = 0
-    remote: RemoteGauges = RemoteGauges()
-    learner_ranks: RankGauges = RankGauges()
-
-
 class ServedModel(Struct, frozen=True, kw_only=True):
     """One model that requests can name: the policy, the base model, or an adapter.
 
@@ -260,6 +183,11 @@ class ServedModel(Struct, frozen=True, kw_only=True):
     source: str = POLICY
 
 
+def no_metrics(timed_out: Mapping[str, int]) -> Iterable[Metric]:
+    """Measure nothing."""
+    return ()
+
+
 class ServerContext(Struct, frozen=True, kw_only=True):
     """The server's interface to the rest of the program.
 
@@ -267,7 +195,9 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     and nowhere else: it never becomes a path or the name of a repository.
     sampling: defaults for fields that a request does not set. weights: returns the policy version that serves now.
     prompt_logprobs: (tokens, top, source) -> log-probabilities of a prompt with `top` alternatives per token; can be
-    cancelled. context_length: maximum number of prompt and completion tokens. sample_log: records completions of
+    cancelled. context_length: maximum number of prompt and completion tokens. measure: yields metrics of what is served
+    for /metrics; its argument has the requests that exceeded a limit on time before they were admitted, by limit.
+    sample_log: records completions of
     clients. record_supports: request the support of the sampling distribution if top-k limits its size.
     chat: serves the fields of tools, grammars and reasoning. engine: None: clients do not control it. base_model: id of
     the base model of adapters. replaceable: the policy whose weights a training run of another process may replace;
@@ -282,9 +212,9 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     weights: Callable[[], WeightsReady]
     models: Callable[[], Sequence[ServedModel]]
     health: Callable[[], HealthReport]
-    snapshot: Callable[[], RunSnapshot]
     context_length: int
     vocab_size: int
+    measure: Callable[[Mapping[str, int]], Iterable[Metric]] = no_metrics
     sample_log: SampleRecorder = NullSampleLog()
     record_supports: bool = False
     chat: ChatExtension = ChatExtension()

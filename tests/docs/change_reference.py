@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from clotho.serving.services import EngineSnapshot
+from clotho.inference.interface import EngineStats
 from protocols.sampling import Sampling
 from protocols.step import UpdateMetrics
 from tests.docs.pages import DOCS, ROOT, replace_between
@@ -165,7 +165,7 @@ def costs() -> tuple[Cost, ...]:
         "configuration key": keys(),
         "sampling parameter": {name: with_name(name) for name in long(Sampling.__struct_fields__)},
         "metric of an update": {name: with_name(name) for name in long(UpdateMetrics.__struct_fields__)},
-        "gauge of the engine": {name: with_name(name) for name in long(EngineSnapshot.__struct_fields__)},
+        "gauge of the engine": {name: with_name(name) for name in long(EngineStats.__struct_fields__)},
         "endpoint": {path: with_endpoint(path) for path in endpoints()},
         "tracker": {name: with_stem(name) for name in ("wandb", "trackio", "tensorboard")},
         "adapter method": {name: with_stem(name) for name in ("dora", "rslora")},

@@ -12,7 +12,7 @@ from clotho.lanes.compute_thread import Compute
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.policy import Policy, load_policy
 from clotho.serving.server import ApiServer
-from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
+from clotho.serving.services import HealthReport, ServedModel, ServerContext
 from clotho.settings.engine import EngineSection
 from clotho.settings.model import FullMethod, ModelSection, PolicySection
 from clotho.settings.server import HttpServer
@@ -41,7 +41,6 @@ def services(policy: Policy, engine: DecodeEngine, compute: Compute, port: int) 
         weights=weights,
         models=lambda: (ServedModel(id="policy", root="policy", weights=weights),),
         health=lambda: HealthReport(status="ok"),
-        snapshot=RunSnapshot,
         context_length=policy.context_length,
         vocab_size=policy.vocab_size,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import Any
@@ -12,10 +12,11 @@ import httpx
 from anyio.abc import TaskStatus
 from msgspec import structs
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from prometheus_client.core import Metric
 
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.serving.server import ApiServer
-from clotho.serving.services import EngineAccess, HealthReport, RunSnapshot, ServedModel, ServerContext
+from clotho.serving.services import EngineAccess, HealthReport, ServedModel, ServerContext, no_metrics
 from clotho.settings.server import HttpServer
 from protocols.sampling import PromptLogprobs, Sampling
 from protocols.step import WeightsReady
@@ -26,13 +27,13 @@ JSON = {"content-type": "application/json"}
 
 
 class Served:
-    """A running server and its parts. Tests may replace `weights`, `health` and `snapshot`."""
+    """A running server and its parts. Tests may replace `weights`, `health` and `measured`."""
 
     def __init__(self, engine: FakeEngine, sampler: EngineSampler) -> None:
         self.engine, self.sampler = engine, sampler
         self.weights = WeightsReady(version=3, step=4, fingerprint="f3")
         self.health = HealthReport(status="ok", children={"learner": "running"}, progress_seconds=0.5)
-        self.snapshot = RunSnapshot()
+        self.measured: Callable[[Mapping[str, int]], Iterable[Metric]] = no_metrics
         self.scored: list[tuple[tuple[int, ...], int]] = []
         self.url = ""
         self.server: ApiServer
@@ -87,7 +88,7 @@ def server_context(served: Served, **settings: Any) -> ServerContext:
             ),
         ),
         health=lambda: served.health,
-        snapshot=lambda: served.snapshot,
+        measure=lambda timed_out: served.measured(timed_out),
         engine=EngineAccess(submit=served.engine.submit_call, engine=served.engine),
         context_length=CONTEXT,
         vocab_size=CharacterTokenizer.vocab_size,

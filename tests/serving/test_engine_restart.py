@@ -10,7 +10,7 @@ import pytest
 
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.serving.server import ApiServer, base_url, listen
-from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
+from clotho.serving.services import HealthReport, ServedModel, ServerContext
 from clotho.settings.server import HttpServer
 from protocols.errors import ActorError
 from protocols.sampling import Sampling
@@ -38,7 +38,6 @@ class SupervisedServer:
             weights=base_weights,
             models=lambda: (ServedModel(id="policy", root="policy", weights=base_weights),),
             health=lambda: HealthReport(status="restarting" if self.restarts else "ok"),
-            snapshot=RunSnapshot,
             context_length=self.stack.source.context_length,
             vocab_size=self.stack.source.vocab_size,
         )

@@ -18,7 +18,7 @@ from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.serving.server import ApiServer
-from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
+from clotho.serving.services import HealthReport, ServedModel, ServerContext
 from clotho.settings.engine import EngineSection
 from clotho.settings.server import HttpServer
 from protocols.sampling import PromptLogprobs, Sampling
@@ -70,7 +70,6 @@ def services_of(stack: Stack) -> ServerContext:
         weights=base_weights,
         models=lambda: (ServedModel(id="policy", root="policy", weights=base_weights),),
         health=lambda: HealthReport(status="ok"),
-        snapshot=RunSnapshot,
         context_length=stack.source.context_length,
         vocab_size=stack.source.vocab_size,
     )

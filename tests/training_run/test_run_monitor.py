@@ -11,6 +11,7 @@ from clotho.settings.server import HttpServer
 from protocols.evaluation import EvalReport
 from protocols.finding import CHECK, Finding
 from protocols.summary import ResourceReading
+from tests.metric_samples import page, samples
 from tests.training_run.built_context import open_context, tiny_profile
 from tests.training_run.test_accounting import MinimalActor
 from training_run.accounting import CountedSource, GroupAccounting
@@ -66,8 +67,11 @@ async def test_metrics_include_every_queue(context: RunContext) -> None:
     queue.outbox().send_nowait(1)
     monitor = RunMonitor(context, queues=[queue], children=dict)
     monitor.count_request()
-    [snapshot] = monitor.snapshot().queues
-    assert (snapshot.name, snapshot.depth, snapshot.capacity, snapshot.sent) == ("prompts", 1, 3, 1)
+    seen = samples(page(list(monitor.metrics("m", {}))))
+    label = (("queue", "prompts"),)
+    assert (seen["clotho_queue_depth", label], seen["clotho_queue_capacity", label]) == (1, 3)
+    assert seen["clotho_queue_sent_messages_total", label] == 1
+    assert seen["clotho_log_events_lost_total", ()] == 0
     assert (monitor.gauges().queues[0].depth, monitor.gauges().api_requests) == (1, 1)
 
 

@@ -26,7 +26,7 @@ from clotho.models.turns import TurnBudget
 from clotho.process import load_blas
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.serving.server import ApiServer, base_url, listen, while_loading
-from clotho.serving.services import RunSnapshot, ServedModel, ServerContext
+from clotho.serving.services import ServedModel, ServerContext
 from clotho.weight_swap import ReplaceablePolicy
 from protocols.step import WeightsReady
 from training_run.attachment import engine_watches
@@ -79,9 +79,9 @@ class Serving(Struct, frozen=True, kw_only=True, eq=False):
             prompt_logprobs=state.score,
             weights=self.model.weights,
             health=state.health,
-            snapshot=lambda: RunSnapshot(engine=state.engine_snapshot(), restarts=state.restarts()),
             context_length=self.base.context_length,
             vocab_size=self.base.vocab_size,
+            measure=partial(state.metrics, self.model.id),
             replaceable=self.replaceable(),
         )
 

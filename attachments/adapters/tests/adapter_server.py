@@ -17,7 +17,7 @@ from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.serving.server import ApiServer
-from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
+from clotho.serving.services import HealthReport, ServedModel, ServerContext
 from clotho.settings.engine import EngineSection
 from clotho.settings.server import AdaptersSection, HttpServer
 from protocols.sampling import SampleRequest, Sampling
@@ -88,7 +88,6 @@ class Served:
             prompt_logprobs=self.state.score,
             weights=base_weights,
             health=lambda: HealthReport(status="ok"),
-            snapshot=RunSnapshot,
             context_length=self.source.context_length,
             vocab_size=self.source.vocab_size,
         )

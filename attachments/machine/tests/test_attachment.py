@@ -28,11 +28,11 @@ async def test_memory_pressure_limits_the_engine_of_the_run(tmp_path: Path, monk
     async with open_context(tiny_profile(tmp_path)) as run:
         monitor = RunMonitor(run, queues=[], children=dict)
         (child,) = ATTACHMENT.watches(run.compute, run.engine)
-        assert (monitor.snapshot().engine.sequences_limit, monitor.gauges().rows_limit) == (256, 256)
+        assert (run.engine.stats().rows_limit, monitor.gauges().rows_limit) == (256, 256)
         assert isinstance(child.actor, PeriodicCheck)
         child.actor.check()
         run.compute.decode.submit(lambda: None).result()
-        assert (monitor.snapshot().engine.sequences_limit, monitor.gauges().rows_limit) == (128, 128)
+        assert (run.engine.stats().rows_limit, monitor.gauges().rows_limit) == (128, 128)
     assert len(freed) == 1
 
 

@@ -26,7 +26,7 @@ from clotho.scoring.token_scores import SamplingDistribution
 from clotho.serving.app import build_app
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.parts import ServerParts
-from clotho.serving.services import HealthReport, RunSnapshot, ServedModel, ServerContext
+from clotho.serving.services import HealthReport, ServedModel, ServerContext
 from clotho.settings.engine import SamplingSection
 from clotho.settings.server import HttpServer
 from clotho.weight_swap import ReplaceablePolicy
@@ -107,7 +107,6 @@ class InferenceServer:
             prompt_logprobs=self.prompt_logprobs,
             weights=lambda: self.weights.value,
             health=lambda: HealthReport(status="ok"),
-            snapshot=RunSnapshot,
             context_length=self.policy.context_length,
             vocab_size=self.policy.vocab_size,
             replaceable=replaceable if accepts_weights else None,
