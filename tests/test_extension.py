@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -48,6 +50,14 @@ def test_every_row_names_something_that_can_be_imported() -> None:
     places += [place for row in model_formats().values() for place in (row.open, row.tokenizer)]
     places += adapter_formats().values()
     assert all(callable(provided(place)) for place in places)
+
+
+def test_the_extensions_of_all_attachments_load_neither_mlx_nor_the_server() -> None:
+    """They are imported at every start; what they add is imported when it is used."""
+    heavy = ["mlx", "starlette", "anyio", "transformers", "clotho.serving", "clotho.inference"]
+    code = f"import sys; from clotho.extension import extensions; extensions(); print(set({heavy}) & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize(

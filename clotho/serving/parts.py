@@ -66,8 +66,8 @@ class ServerParts:
 
     offered: the interface to the program. endpoints: routes beside those of the library. sources: of further models.
     pauses: each returns why requests wait; empty: they do not. chat: serves the fields of tools, grammars and
-    reasoning. pages: each returns routes that openapi.json leaves out;
-    its argument is set when the server stops. bodies: reads the bodies of requests that do not wait for admission.
+    reasoning. pages: each returns routes that openapi.json leaves out; its argument is set when the server stops.
+    bodies: reads the bodies of requests that do not wait for admission.
 
     When all attachments have added theirs: context: the interface to the program, as requests see it. clients,
     answering, metrics: shared by all endpoints. limit: of the running server.
