@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import subprocess
 import sys
 import tomllib
@@ -78,6 +79,18 @@ def test_the_installed_command_is_the_same_program() -> None:
     """`clotho` and `python pipeline.py` behave alike."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     assert EntryPoint("clotho", scripts["clotho"], "console_scripts").load() is main
+
+
+def test_a_foreign_module_that_hides_ours_ends_the_command_with_one_line(tmp_path: Path) -> None:
+    """Before anything else is imported, and before the standard streams are taken over."""
+    (tmp_path / "protocols.py").touch()
+    code = "import sys; from training_run.__main__ import main; sys.exit(main())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", code, "--steps", "1"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert str(tmp_path / "protocols.py") in line
 
 
 def test_garbage_collection_is_off_only_during_the_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
