@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clotho.backend import backend
+from clotho.backend import Backend, backend
 from protocols.sampling import Completion, Sampling
 from tests import model_lanes
 from tests.inference.engine_helpers import (
@@ -35,15 +35,19 @@ def engine_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
     With shared prompts, rows are also divided.
     """
-    shared = request.param.endswith("prompts shared")
+    on_host, shared = request.param.startswith("host"), request.param.endswith("prompts shared")
+    if not on_host:
+        request.getfixturevalue("device_path")
+    elif type(backend()) is Backend:
+        pytest.skip("the host path is off, or the device is a GPU")
+    else:
+        monkeypatch.setattr("attachments.cpu.kv_cache.MIN_SHARED_TOKENS", 1 if shared else 10**9)
     if shared or request.param.endswith("rows divided"):
         monkeypatch.setattr("clotho.inference.row_runs.MIN_UNEVEN_COLUMNS", 4)
-        monkeypatch.setattr("attachments.cpu.kv_cache.MIN_SAVED_SCORES", 4)
         monkeypatch.setattr("clotho.inference.row_runs.MIN_RUN_BYTES", {"cpu": 1})
-    monkeypatch.setattr("attachments.cpu.kv_cache.MIN_SHARED_TOKENS", 1 if shared else 10**9)
+        if on_host:
+            monkeypatch.setattr("attachments.cpu.kv_cache.MIN_SAVED_SCORES", 4)
     monkeypatch.setattr("clotho.inference.cache_layout.MIN_SAVED_BYTES", {"cpu": 1 if shared else 10**9})
-    if request.param.startswith("MLX"):
-        request.getfixturevalue("device_path")
     if shared and model_lanes.current().dtype != "float32":
         pytest.skip("16-bit results are rounded in another order; see test_shared_prompts.py")
 

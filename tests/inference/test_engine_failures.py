@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from attachments.cpu.decoder import HostDecoder
-from attachments.cpu.kv_cache import HostKVCache
 from attachments.speculation.sections import PromptDrafts
-from clotho.inference.kv_cache import BatchKVCache
+from clotho.inference.cache_layout import RowCaches
+from clotho.inference.engine import DecodeEngine
 from clotho.inference.rows import PrefilledPrompt
 from clotho.settings.bounds import Off
 from protocols.sampling import CompletionDone, SampleEvent, SampleRequest, Sampling
@@ -91,6 +91,11 @@ def test_a_failed_prefill_fails_only_its_own_request(monkeypatch: pytest.MonkeyP
     assert engine.stats().failed == 1
 
 
+def cache_class(engine: DecodeEngine) -> type[RowCaches]:
+    """Return the class of the KV caches of an engine."""
+    return type(engine._forced._make_caches(1))
+
+
 @pytest.mark.parametrize("speculation", [Off(), PromptDrafts(max_draft=4, always=True)])
 def test_a_failed_decode_step_fails_the_running_requests_only(
     speculation: Off | PromptDrafts, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +111,8 @@ def test_a_failed_decode_step_fails_the_running_requests_only(
 
     with monkeypatch.context() as broken:
         broken.setattr(type(source.model), "__call__", refuse)
-        broken.setattr(HostDecoder, "parts", refuse)
+        for name in ("parts", "verify"):
+            broken.setattr(cache_class(engine), name, refuse, raising=False)
         engine.tick()
     assert len(lost.failures) == 1
     assert "device lost" in lost.failures[0]
@@ -156,40 +162,29 @@ def test_a_failed_detokenization_fails_only_its_own_request() -> None:
     assert len(good.completions[0].tokens) == 12
 
 
-@pytest.fixture(params=[pytest.param(HostKVCache, marks=pytest.mark.needs_cpu_path), BatchKVCache])
-def cache_class(request: pytest.FixtureRequest) -> type[HostKVCache | BatchKVCache]:
-    """Decode with each of the two KV caches."""
-    if request.param is BatchKVCache:
+@pytest.fixture(params=[pytest.param("host", marks=pytest.mark.needs_cpu_path), "MLX"])
+def both_caches(request: pytest.FixtureRequest) -> None:
+    """Decode with the KV cache of the backend, and with that of MLX."""
+    if request.param == "MLX":
         request.getfixturevalue("mlx_decoder")
-    chosen: type[HostKVCache | BatchKVCache] = request.param
-    return chosen
 
 
-def spoil(cache: Any, slots: Sequence[int] | slice) -> None:
-    """Overwrite the keys of some slots with NaN."""
-    if isinstance(cache, HostKVCache):
-        for keys, _ in cache._columns:
-            keys[:, slots] = np.nan
-    else:
-        for leaf in cache.leaves:
-            leaf.keys[slots if isinstance(slots, slice) else mx.array(list(slots))] = np.nan
-
-
-def test_a_prompt_that_cannot_join_fails_alone(
-    cache_class: type[HostKVCache | BatchKVCache], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("both_caches")
+def test_a_prompt_that_cannot_join_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slots are partly written. Prompts that join in the same step, running rows and later rows are unchanged."""
     source = tiny_source()
     engine = make_engine(source)
-    enter = cache_class.enter
+    caches = cache_class(engine)
+    enter = caches.enter
 
-    def refuse(self: Any, slots: Sequence[int], prompt: PrefilledPrompt) -> None:
-        enter(self, slots, prompt)
-        if prompt.tokens == 19:
-            spoil(self, slots)
+    def refuse(self: RowCaches, slots: Sequence[int], prompt: PrefilledPrompt) -> None:
+        if prompt.tokens == 19 and prompt.state is not None:
+            state = tuple(tuple(array * mx.nan for array in arrays) for arrays in prompt.state)
+            enter(self, slots, prompt._replace(state=state))
             raise MemoryError("refused by the test")
+        enter(self, slots, prompt)
 
-    monkeypatch.setattr(cache_class, "enter", refuse)
+    monkeypatch.setattr(caches, "enter", refuse)
     long = Sampling(max_tokens=40, ignore_eos=True)
     running = submit_request(engine, (9,) * 30, long)
     tick_until(engine, lambda: engine.stats().tokens_sampled >= 4)
@@ -204,23 +199,26 @@ def test_a_prompt_that_cannot_join_fails_alone(
         assert answer.completions[0].tokens == complete_alone(source, prompt, long).tokens
 
 
+@pytest.mark.usefixtures("both_caches")
 @pytest.mark.parametrize("failures", [1, 100])
-def test_rows_are_computed_again_if_a_prompt_gets_no_room(
-    cache_class: type[HostKVCache | BatchKVCache], monkeypatch: pytest.MonkeyPatch, failures: int
-) -> None:
+def test_rows_are_computed_again_if_a_prompt_gets_no_room(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
     """The KV caches of running rows may be moved in part only. A prompt for which no attempt succeeds fails alone."""
     source = tiny_source()
     engine = make_engine(source)
-    make_room, left = cache_class.make_room, [failures]
+    caches = cache_class(engine)
+    make_room, left = caches.make_room, [failures]
 
-    def refuse(self: Any, positions_B: Any, live_B: Any, prompts: Sequence[PrefilledPrompt]) -> None:
+    def refuse(
+        self: RowCaches, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_], prompts: Sequence[PrefilledPrompt]
+    ) -> None:
         make_room(self, positions_B, live_B, prompts)
         if left[0] and any(prompt.tokens == 19 for prompt in prompts):
             left[0] -= 1
-            spoil(self, slice(None))
+            for slot in range(len(live_B)):
+                self.clear(slot)
             raise MemoryError("refused by the test")
 
-    monkeypatch.setattr(cache_class, "make_room", refuse)
+    monkeypatch.setattr(caches, "make_room", refuse)
     long = Sampling(max_tokens=40, ignore_eos=True)
     running = submit_request(engine, (9,) * 30, long, (7, 8))
     tick_until(engine, lambda: engine.stats().tokens_sampled >= 4)

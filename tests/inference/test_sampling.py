@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from attachments.cpu.sampling import apply_filters
-from attachments.cpu.sampling import support_tokens as support_tokens_on_cpu
-from clotho.inference.rows import PADDING
 from clotho.inference.sampling import apply_filters as filter_on_device
 from clotho.inference.sampling import (
     choose_token,
@@ -24,6 +20,7 @@ from clotho.inference.sampling import (
 )
 from protocols.sampling import Sampling
 from tests.inference.engine_helpers import processed_logprobs
+from tests.inference.filter_checks import FILTERED, check_filters, check_limits_of_filters, check_supports
 
 
 def sample_tokens(logits_V: np.ndarray, sampling: Sampling, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -128,29 +125,6 @@ def test_alternatives_are_sorted_by_probability() -> None:
     np.testing.assert_allclose(np.array(sampled.top_logp_B_N)[0], expected[[1, 3, 2]], atol=1e-5)
 
 
-Kept = Callable[[np.ndarray, list[Sampling]], np.ndarray]
-
-FILTERED = (
-    Sampling(top_k=7),
-    Sampling(),
-    Sampling(top_p=0.8),
-    Sampling(top_k=30, top_p=0.9, min_p=0.02),
-    Sampling(min_p=0.1),
-    Sampling(top_p=1e-6),
-)
-
-
-def kept_on_host(x_B_V: np.ndarray, settings: list[Sampling]) -> np.ndarray:
-    """Return which tokens keep their logits in NumPy."""
-    filters = row_parameters(settings, x_B_V.shape[1]).filters
-    assert filters is not None
-    left_B_V = x_B_V.copy()
-    apply_filters(left_B_V, filters)
-    kept_B_V = left_B_V > -np.inf
-    np.testing.assert_array_equal(left_B_V[kept_B_V], x_B_V[kept_B_V])
-    return kept_B_V
-
-
 def kept_on_device(x_B_V: np.ndarray, settings: list[Sampling]) -> np.ndarray:
     """Return which of the possible tokens the mask keeps."""
     filters = row_parameters(settings, x_B_V.shape[1]).filters
@@ -197,41 +171,20 @@ def test_top_k_keeps_exactly_k_tokens_among_ties() -> None:
     np.testing.assert_array_equal(kept[1], np.arange(8) < 4)
 
 
-@pytest.mark.parametrize("kept", [kept_on_host, kept_on_device])
-@pytest.mark.parametrize("settings", [FILTERED, FILTERED[:1], FILTERED[3:4]], ids=["mixed", "top-k", "all three"])
-def test_the_filters_keep_the_documented_support(kept: Kept, settings: tuple[Sampling, ...]) -> None:
+@pytest.mark.parametrize("settings", FILTERED)
+def test_the_filters_keep_the_documented_support(settings: tuple[Sampling, ...]) -> None:
     """Each row equals the reference, for any neighbours and for many equal logits."""
-    rows = [settings[row % len(settings)] for row in range(48)]
-    random_B_V = np.random.default_rng(5).normal(size=(48, 300)).astype(np.float32) * 2
-    for x_B_V in (random_B_V, np.round(random_B_V)):
-        expected = [
-            processed_logprobs(x_V.astype(np.float64), (), s) > -np.inf for x_V, s in zip(x_B_V, rows, strict=True)
-        ]
-        np.testing.assert_array_equal(kept(x_B_V, rows), expected)
+    check_filters(kept_on_device, settings)
 
 
-@pytest.mark.parametrize("kept", [kept_on_host, kept_on_device])
-def test_impossible_tokens_are_not_in_a_support(kept: Kept) -> None:
-    """A token of logit minus infinity cannot be sampled, even among the k most probable tokens."""
-    x_B_V = np.full((1, 20), -np.inf, dtype=np.float32)
-    x_B_V[0, [3, 11]] = 1.0, 0.5
-    assert np.flatnonzero(kept(x_B_V, [Sampling(top_k=5)])[0]).tolist() == [3, 11]
-
-
-@pytest.mark.parametrize("kept", [kept_on_host, kept_on_device])
-def test_a_filter_too_weak_for_float32_keeps_every_token(kept: Kept) -> None:
-    """The smallest min-p is 0 in float32."""
-    assert kept(np.zeros((2, 8), dtype=np.float32), [Sampling(min_p=1e-46), Sampling()]).all()
+def test_filters_keep_no_impossible_token_and_weak_ones_every_other() -> None:
+    """No token of minus infinity, even among the most probable. The smallest min-p is 0 in float32."""
+    check_limits_of_filters(kept_on_device)
 
 
 def test_supports_are_ascending_and_padded_at_the_end() -> None:
-    """On the device and on the host. A support may have the whole width or one token."""
-    x_R_V = np.full((3, 10), -np.inf, dtype=np.float32)
-    x_R_V[0, [9, 2, 5]], x_R_V[1, 4], x_R_V[2, :4] = 1.0, -3.0, 0.0
-    expected = [[2, 5, 9, PADDING], [4] + [PADDING] * 3, [0, 1, 2, 3]]
-    for found in (np.array(support_tokens(mx.array(x_R_V), 4)), support_tokens_on_cpu(x_R_V, 4)):
-        assert found.dtype == np.uint32
-        assert found.tolist() == expected
+    """A support may have the whole width or one token."""
+    check_supports(lambda x_R_V, width: np.array(support_tokens(mx.array(x_R_V), width)))
 
 
 def grid(seeds: int, positions: int) -> np.ndarray:

@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from attachments.cpu.tests.supported_models import Rows, arrival_of
 from bench.contenders.shapes import Shape, configuration
 from bench.shapes import make_policy
 from clotho.inference.batching_probe import probe_batching
@@ -20,6 +19,8 @@ from clotho.inference.shared_prompts import SharedPrompts
 from clotho.settings.engine import EngineSection
 from clotho.settings.model import PolicySection
 from protocols.sampling import Sampling
+from tests import model_lanes
+from tests.inference.cache_rows import Rows, arrival_of
 from tests.inference.engine_helpers import (
     base_model,
     make_engine,
@@ -53,7 +54,7 @@ def layout_of(model: Any) -> CacheLayout:
 def device_rows(architecture: str, slots: int, *, limit: int = LIMIT) -> Rows:
     """Return rows of a cache in MLX."""
     layout = layout_of(tiny_source(architecture).model)
-    return Rows(layout.model, slots, cache=BatchKVCache(layout, slots, limit))
+    return Rows(layout.model, slots, BatchKVCache(layout, slots, limit))
 
 
 def shared(rows: Rows) -> SharedPrompts:
@@ -148,7 +149,8 @@ def test_prompts_are_shared_from_a_number_of_saved_bytes(monkeypatch: pytest.Mon
     """Rows beyond the first x tokens x bytes of a token."""
     rows = device_rows("qwen3", 3)
     heads, size = heads_and_size()
-    threshold = 2 * 30 * 2 * heads * size * 4  # two rows; keys and values in float32
+    itemsize = 4 if model_lanes.current().dtype == "float32" else 2
+    threshold = 2 * 30 * 2 * heads * size * itemsize  # two rows; keys and values
     monkeypatch.setattr(THRESHOLD, {"cpu": threshold, "gpu": threshold})
     rows.enter([0, 1, 2], make_prompt(30))
     assert rows.cache.prompts is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,8 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from attachments.cpu.decoder import HostDecoder
-from attachments.cpu.tests.supported_models import scaled_parts
+from clotho.inference.cache_layout import Logits
 from clotho.inference.engine import DecodeEngine
 from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.models.parameters import flat, nested
@@ -150,12 +149,18 @@ def test_the_difference_of_a_check_is_the_largest_of_its_tokens(monkeypatch: pyt
     assert (report.mean_kl, report.max_difference) == (1.25, 7.0)
 
 
-@pytest.mark.needs_cpu_path
 def test_the_check_uses_the_computation_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If decode steps run on the host, the check compares them."""
+    """Also if a backend decodes instead of the model."""
     policy = tiny_policy()
     engine = engine_of(policy)
-    monkeypatch.setattr(HostDecoder, "parts", scaled_parts(np.float32(2.0)))
+    caches = type(engine._forced._make_caches(1))
+    true = caches.parts
+
+    def doubled(*given: Any, **options: Any) -> Generator[None, None, Logits]:
+        logits_B_V = yield from true(*given, **options)
+        return logits_B_V * 2
+
+    monkeypatch.setattr(caches, "parts", doubled)
     assert check(policy, engine, (1, 2, 3), (4, 5, 6), 1.0).max_difference > 1e-3
 
 

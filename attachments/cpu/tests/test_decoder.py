@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from attachments.cpu.decoder_layers import rotate
 from attachments.cpu.layers import install_cpu_layers, rope_frequencies
-from attachments.cpu.tests.supported_models import PLAIN, Rows, adapt, plain_source
+from attachments.cpu.tests.supported_models import PLAIN, adapt, host_rows, plain_source
 from protocols.sampling import Sampling
 from tests.inference.engine_helpers import log_softmax, make_engine, make_prompt, submit_request, tick_until
 
@@ -33,7 +33,7 @@ def test_steps_of_rows_of_different_lengths_give_the_models_own_logits(
     model = plain_source(architecture, tie_word_embeddings=tied).model
     if adapted:
         adapt(model)
-    rows = Rows(model, len(LENGTHS))
+    rows = host_rows(model, len(LENGTHS))
     for slot, length in enumerate(LENGTHS):
         rows.enter([slot], make_prompt(length, slot))
     for _ in range(3):
@@ -53,7 +53,7 @@ def test_steps_of_rows_of_different_lengths_give_the_models_own_logits(
 )
 def test_shapes_and_constants_are_the_models(overrides: dict[str, object]) -> None:
     """What a configuration of Llama's may ask for."""
-    rows = Rows(plain_source("llama", **overrides).model, 2)
+    rows = host_rows(plain_source("llama", **overrides).model, 2)
     rows.enter([0], make_prompt(20))
     rows.enter([1], make_prompt(7, 1))
     rows.check_step()
@@ -67,7 +67,7 @@ def test_layers_that_the_cpu_backend_put_in_are_decoded_as_well(architecture: st
     model.freeze()
     adapt(model)
     install_cpu_layers(model)
-    rows = Rows(model, 2)
+    rows = host_rows(model, 2)
     rows.enter([0], make_prompt(20))
     rows.enter([1], make_prompt(7, 1))
     rows.check_step()
@@ -75,7 +75,7 @@ def test_layers_that_the_cpu_backend_put_in_are_decoded_as_well(architecture: st
 
 def test_rows_outgrow_their_columns_without_a_trace() -> None:
     """Buffers are replaced twice, and what rows hold moves along."""
-    rows = Rows(plain_source("qwen3").model, 2)
+    rows = host_rows(plain_source("qwen3").model, 2)
     rows.enter([0], make_prompt(20))
     rows.enter([1], make_prompt(7, 1))
     capacities = set()
@@ -88,7 +88,7 @@ def test_rows_outgrow_their_columns_without_a_trace() -> None:
 
 def test_logits_are_the_callers() -> None:
     """The next step writes elsewhere: sampling uses up what it is given."""
-    rows = Rows(plain_source("qwen3").model, 1)
+    rows = host_rows(plain_source("qwen3").model, 1)
     rows.enter([0], make_prompt(9))
     first = rows.step()
     kept = first.copy()

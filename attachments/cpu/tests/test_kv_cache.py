@@ -1,4 +1,4 @@
-"""The KV cache of the host path: free columns are used before it grows."""
+"""The KV cache of the host path: free columns are used before it grows, and columns are written in place."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 from attachments.cpu.decoder import HostDecoder
 from attachments.cpu.kv_cache import HostKVCache
 from clotho.inference.rows import PrefilledPrompt
+from protocols.sampling import Sampling
+from tests.inference.engine_helpers import make_engine, make_prompt, submit_request, tick_until
 
 DECODER = cast(HostDecoder, SimpleNamespace(depth=1, key_shape=(1, 4)))
 
@@ -53,3 +55,18 @@ def test_a_shared_prompt_is_freed_when_no_row_uses_it() -> None:
         cache.enter([slot], PrefilledPrompt(1, 0, None, 8))
         tokens.append(cache.tokens)
     assert tokens == [256, 256, 0]
+
+
+@pytest.mark.needs_cpu_path
+def test_columns_are_written_in_place() -> None:
+    """No buffer is copied between decode steps."""
+    engine = make_engine()
+    submit_request(engine, make_prompt(8), Sampling(max_tokens=30, ignore_eos=True), (1, 2))
+    tick_until(engine, lambda: engine.running == 2)
+    buffers = set()
+    for _ in range(6):
+        engine.tick()
+        cache = engine._short.batch._cache
+        assert isinstance(cache, HostKVCache)
+        buffers.add(cache._columns[0][0].__array_interface__["data"][0])
+    assert len(buffers) == 1

@@ -6,9 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from attachments.cpu.sampling import _choose_token, can_sample, sample_on_host
+from attachments.cpu.sampling import _choose_token, apply_filters, can_sample, sample_on_host, support_tokens
 from clotho.inference.sampling import row_parameters, sample, uniforms
 from protocols.sampling import Sampling
+from tests.inference.filter_checks import FILTERED, check_filters, check_limits_of_filters, check_supports
 
 MIXES = {
     "plain": (Sampling(),),
@@ -66,3 +67,30 @@ def test_a_token_of_weight_zero_is_never_drawn(vocabulary: int) -> None:
     found, total_B = _choose_token(weight_B_V, np.zeros((2, 2), dtype=np.float32))
     assert found.tolist() == [vocabulary - 3] * 2
     assert total_B.tolist() == [2.0] * 2
+
+
+def kept_on_host(x_B_V: np.ndarray, settings: list[Sampling]) -> np.ndarray:
+    """Return which tokens keep their logits in NumPy."""
+    filters = row_parameters(settings, x_B_V.shape[1]).filters
+    assert filters is not None
+    left_B_V = x_B_V.copy()
+    apply_filters(left_B_V, filters)
+    kept_B_V = left_B_V > -np.inf
+    np.testing.assert_array_equal(left_B_V[kept_B_V], x_B_V[kept_B_V])
+    return kept_B_V
+
+
+@pytest.mark.parametrize("settings", FILTERED)
+def test_the_filters_keep_the_documented_support(settings: tuple[Sampling, ...]) -> None:
+    """Each row equals the reference, for any neighbours and for many equal logits."""
+    check_filters(kept_on_host, settings)
+
+
+def test_filters_keep_no_impossible_token_and_weak_ones_every_other() -> None:
+    """No token of minus infinity, even among the most probable. The smallest min-p is 0 in float32."""
+    check_limits_of_filters(kept_on_host)
+
+
+def test_supports_are_ascending_and_padded_at_the_end() -> None:
+    """A support may have the whole width or one token."""
+    check_supports(support_tokens)

@@ -74,6 +74,7 @@ LLAMA3 = {
 }
 
 
+@pytest.mark.needs_cpu_path
 @pytest.mark.parametrize(
     "overrides",
     [
