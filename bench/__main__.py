@@ -11,51 +11,56 @@ from typing import NoReturn
 from bench.contenders.process import MissingContendersError
 
 BENCHMARKS = {
+    "quick": "Regression check in 30 seconds, Clotho only; exit status 1 if a part is ten times slower.",
+    "metal": "For Mac owners, in five minutes: speed, memory, parity and determinism, as a table and a file.",
     "learning": "Accuracy and training time of the default run, synchronous and asynchronous, for several seeds.",
-    "methods": "Held-out accuracy by objective, correction, rank of the adapter and bad setting, for several seeds.",
-    "curriculum": "Rollouts to a held-out accuracy if half of the problems are too hard or already solved.",
-    "environments": "Training with Atropos environments: single-turn, multi-turn, two of different weight.",
-    "soak": "Training under load with injected faults: groups lost, requests unanswered, growth of memory.",
     "decode": "Rollout throughput by batch, group size and prompt length, beside mlx-lm and mlx-lm-lora.",
     "first_token": "Time to the first token by prompt length, beside mlx-lm.",
     "update": "Time and peak memory of one policy update, beside mlx-lm-lora and TRL.",
     "real": "A real language model: rollouts, updates and equal work beside mlx-lm-lora, and learning.",
-    "gym": "Learning of a real language model on datasets of Reasoning Gym.",
-    "metal": "For Mac owners, in five minutes: speed, memory, parity and determinism, as a table and a file.",
-    "http": "HTTP throughput and time to first token with 1 to 64 clients, beside mlx_lm.server.",
-    "serve": "Throughput of the standalone server with an adapter, beside mlx_lm.server.",
+    "peers": "Whole runs beside mlx-lm-lora and TRL: equal work, and time to 0.7 held-out accuracy.",
+    "serve": "Throughput and time to first token of the server with 1 to 64 clients, beside mlx_lm.server.",
     "visitors": "Rates of a run, and of clients of serve, beside 1 to 64 long requests; first token of short ones.",
     "swap": "How long a weight swap delays decoding.",
     "save": "How long saving a checkpoint delays decoding.",
-    "remote": "Latency of new weights for an inference server: over HTTP, by path and by a restart.",
-    "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",
-    "speculation": "Tokens per forward pass and decode rate of speculative rollouts, by epoch.",
-    "overlap": "Decode rate during updates, and without them.",
-    "startup_training": "Start of training: the first updates to 0.9 on the default task, beside mlx-lm-lora and TRL.",
-    "time_to_accuracy": "Time to 0.7 held-out accuracy on a task to be learned, beside mlx-lm-lora and TRL.",
-    "search": "Best settings of mlx-lm-lora, TRL and Clotho for startup_training and time_to_accuracy.",
-    "dashboard": "Time until the list of groups of the dashboard is shown, sorted, filtered and scrolled.",
-    "quick": "Regression check in 30 seconds, Clotho only; exit status 1 if a part is ten times slower.",
+    "soak": "Training under load with injected faults: groups lost, requests unanswered, growth of memory.",
     "compare": "Compare two sets of results; also --compare BEFORE AFTER.",
     "figures": "Write the charts and tables of the documentation from the results.",
     "screenshot": "Capture the terminal display of the default run.",
     "dashboard_screenshots": "Take pictures of the dashboard of the default run in headless Chromium.",
 }
+STUDIES = {
+    "methods": "Held-out accuracy by objective, correction, rank of the adapter and bad setting, for several seeds.",
+    "curriculum": "Rollouts to a held-out accuracy if half of the problems are too hard or already solved.",
+    "gym": "Learning of a real language model on datasets of Reasoning Gym.",
+    "environments": "Training with Atropos environments: single-turn, multi-turn, two of different weight.",
+    "speculation": "Tokens per forward pass and decode rate of speculative rollouts, by epoch.",
+    "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",
+    "overlap": "Decode rate during updates, and without them.",
+    "remote": "Latency of new weights for an inference server: over HTTP, by path and by a restart.",
+    "search": "Best settings of mlx-lm-lora, TRL and Clotho for peers.",
+}
+"""Programs of `bench.studies`."""
 
 OPTIONAL = ("matplotlib", "playwright", "pyte")
 """Packages that only charts, screenshots and measurements in a browser need."""
+
+
+def module_of(name: str) -> str:
+    """The module of a benchmark or study."""
+    return f"bench.studies.{name}" if name in STUDIES else f"bench.{name}"
 
 
 def main() -> int:
     """Run the named benchmark. Returns 2 for an unknown name or a missing package."""
     argument = sys.argv[1] if len(sys.argv) > 1 else "--help"
     chosen = "compare" if argument == "--compare" else argument
-    if chosen not in BENCHMARKS:
-        for name, description in BENCHMARKS.items():
+    if chosen not in (*BENCHMARKS, *STUDIES):
+        for name, description in (*BENCHMARKS.items(), *STUDIES.items()):
             sys.stdout.write(f"{name:22}{description}\n")
         return 0 if argument in ("-h", "--help") else 2
     try:
-        status: int = import_module(f"bench.{chosen}").main(sys.argv[2:])
+        status: int = import_module(module_of(chosen)).main(sys.argv[2:])
     except ModuleNotFoundError as missing:
         if missing.name not in OPTIONAL:
             raise

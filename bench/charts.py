@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,26 +113,33 @@ def _draw(
     arrange: Callable[[Any], None],
 ) -> None:
     """Draw one figure: `plot` adds a contender in its color, `arrange` sets up the horizontal axis."""
+    if not chosen:
+        raise ValueError(f"nothing to draw in {target.name}")
+    first = chosen[0]
+    with figure(target) as axes:
+        for name, colour in colours(contenders_of(chosen)).items():
+            plot(axes, name, colour)
+        arrange(axes)
+        metric = first.metric.replace("_", " ")
+        axes.set(ylabel=metric if first.unit in metric else f"{metric}, {first.unit}")
+        axes.yaxis.set_major_formatter("{x:,.10g}")
+        axes.set_title(f"{title or first.question}: {first.better} is better", loc="left", fontsize=10)
+        machine = axes.get_xlabel(), describe_fingerprint(first.fingerprint)
+        axes.set_xlabel("\n".join(part for part in machine if part), fontsize=9, color=GREY)
+        axes.grid(axis="y", alpha=0.25)
+        axes.legend(fontsize=9)
+
+
+@contextmanager
+def figure(target: Path, *, height: float = 4.0) -> Iterator[Any]:
+    """Yield the axes of a figure, which is written at the end of the block. Equal contents give equal files."""
     import matplotlib as mpl
     from matplotlib import pyplot as plt
 
-    if not chosen:
-        raise ValueError(f"nothing to draw in {target.name}")
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "clotho"
-    first = chosen[0]
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    for name, colour in colours(contenders_of(chosen)).items():
-        plot(axes, name, colour)
-    arrange(axes)
-    metric = first.metric.replace("_", " ")
-    axes.set(ylabel=metric if first.unit in metric else f"{metric}, {first.unit}")
-    axes.yaxis.set_major_formatter("{x:,.10g}")
-    axes.set_title(f"{title or first.question}: {first.better} is better", loc="left", fontsize=10)
-    machine = axes.get_xlabel(), describe_fingerprint(first.fingerprint)
-    axes.set_xlabel("\n".join(part for part in machine if part), fontsize=9, color=GREY)
-    axes.grid(axis="y", alpha=0.25)
-    axes.legend(fontsize=9)
+    drawn, axes = plt.subplots(figsize=(8, height), layout="constrained")
+    yield axes
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, metadata={"Date": None})
-    plt.close(figure)
+    drawn.savefig(target, metadata={"Date": None})
+    plt.close(drawn)

@@ -107,17 +107,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench dashboard_screenshots", description=__doc__)
     parser.add_argument("arguments", nargs="*", default=[])
     chosen = parser.parse_args(argv)
-    train = [
-        sys.executable,
-        "-m",
-        "clotho",
-        "--profile",
-        "local-m3",
-        "--clean",
-        "--server.port",
-        "0",
-        *chosen.arguments,
-    ]
+    flags = ["--profile", "local-m3", "--clean", "--server.port", "0", *chosen.arguments]
+    train = [sys.executable, "-m", "training_run", *flags]
     path = find_chromium()
     if path is None:
         sys.stderr.write("dashboard_screenshots: no Chromium: install one, or name it in CLOTHO_CHROMIUM\n")

@@ -27,27 +27,20 @@ layers. The kernels are those of MLX's CPU backend, so the ratios are not those 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from bench import measurement
-from bench.benchmark import Benchmark, run_benchmark
+from bench.benchmark import Benchmark
 from bench.charts import draw_lines
 from bench.contenders import decoding
-from bench.contenders.process import Contender, Metric, measure_interleaved
+from bench.contenders.process import Contender, measure_interleaved
 from bench.contenders.rollouts import RANK
-from bench.measurement import Measurement, results_path
+from bench.measurement import Case, Measurement, Metric
 from bench.tables import closing, side_by_side
 from clotho.backend import SWITCH
 
 NAME = "decode"
-COMMAND = "python -m bench decode"
-RESULTS = results_path(NAME)
-read = partial(measurement.read, RESULTS)
-Case = dict[str, str | int | float]
-
 OURS = Contender(name="clotho", module="bench.contenders.clotho_decode")
 MLX_LM = Contender(name="mlx-lm", module="bench.contenders.mlx_lm_decode", foreign=True)
 MLX_LM_LORA = Contender(name="mlx-lm-lora", module="bench.contenders.mlx_lm_lora_decode", foreign=True)
@@ -146,7 +139,7 @@ def with_threads(cases: Sequence[Case], repeats: int) -> list[Measurement]:
 
 
 def _interleaved(contenders: Sequence[Contender], cases: Sequence[Case], repeats: int) -> list[Measurement]:
-    return measure_interleaved(NAME, contenders, cases, [RATE, PEAK], repeats=repeats, command=COMMAND)
+    return measure_interleaved(NAME, contenders, cases, [RATE, PEAK], repeats=repeats)
 
 
 def is_first(case: Case) -> bool:
@@ -204,13 +197,12 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
 
 
 BENCHMARK = Benchmark(
-    command=COMMAND,
+    name=NAME,
     about=__doc__,
     repeats=5,
     quick="measure the smallest case once",
-    results=RESULTS,
     measure=lambda repeats, quick: measure_quickly() if quick else measure(repeats),
     table=table,
     parts={"adapter": measure_adapter, "uneven": measure_uneven},
 )
-main = partial(run_benchmark, BENCHMARK)
+read, main = BENCHMARK.read, BENCHMARK.main

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -19,10 +18,6 @@ from protocols.summary import MachineDescription
 ROOT = Path(__file__).resolve().parent.parent
 
 
-TRAINING_SOURCES = ("actors", "attachments", "clotho", "pipeline.py", "profiles", "protocols", "training_run")
-"""What a training run executes and reads."""
-
-
 class Fingerprint(Struct, frozen=True, kw_only=True):
     """Stored with every result. commit: ends in `+` if the working tree had changes."""
 
@@ -34,19 +29,6 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 def fingerprint() -> Fingerprint:
     """The fingerprint of this machine and checkout."""
     return Fingerprint(machine=describe_machine(blas=load_blas()), mlx_lm=version("mlx-lm"), commit=_commit())
-
-
-def training_sources(root: Path = ROOT) -> str:
-    """A hash of the files that a training run executes and reads, with uncommitted changes; "unknown" without git.
-
-    root: of the working tree.
-    """
-    try:
-        committed = _git("rev-parse", *(f"HEAD:{path}" for path in TRAINING_SOURCES), root=root)
-        changed = _git("diff", "HEAD", "--", *TRAINING_SOURCES, root=root)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return hashlib.sha256(f"{committed}\n{changed}".encode()).hexdigest()[:12]
 
 
 @contextmanager

@@ -15,6 +15,18 @@ from bench.fingerprint import ROOT, Fingerprint
 RESULTS = ROOT / "bench" / "results"
 
 
+Case = dict[str, str | int | float]
+"""Settings that vary, by name."""
+
+
+class Metric(Struct, frozen=True, kw_only=True):
+    """What is measured."""
+
+    name: str
+    unit: str
+    better: Literal["higher", "lower"]
+
+
 class Measurement(Struct, frozen=True, kw_only=True):
     """One metric of one contender in one case.
 
@@ -25,7 +37,7 @@ class Measurement(Struct, frozen=True, kw_only=True):
     """
 
     question: str
-    case: dict[str, str | int | float]
+    case: Case
     contender: str
     metric: str
     unit: str
@@ -40,6 +52,33 @@ class Measurement(Struct, frozen=True, kw_only=True):
     def median(self) -> float:
         """Median of the values."""
         return statistics.median(self.values)
+
+
+def measured(
+    question: str,
+    case: Case,
+    contender: str,
+    metric: Metric,
+    values: Sequence[float],
+    here: Fingerprint,
+    *,
+    semantics: str,
+    versions: dict[str, str] | None = None,
+) -> Measurement:
+    """A measurement of the benchmark `question`. versions: by default that of MLX."""
+    return Measurement(
+        question=question,
+        case=dict(case),
+        contender=contender,
+        metric=metric.name,
+        unit=metric.unit,
+        better=metric.better,
+        values=list(values),
+        semantics=semantics,
+        versions={"mlx": here.machine.mlx_version} if versions is None else versions,
+        command=f"python -m bench {question}",
+        fingerprint=here,
+    )
 
 
 def ratios(ours: Measurement, theirs: Measurement) -> list[float]:

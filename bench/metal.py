@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 
 from bench.contenders.process import Contender, ContenderProcess, running
 from bench.fingerprint import Fingerprint, fingerprint
-from bench.measurement import Measurement, write
+from bench.measurement import Case, Measurement, Metric, measured, write
 from bench.tables import SCALES, closing, markdown, side_by_side, spread
 from clotho.models.machine import memory_limit
 from protocols.summary import MemoryLimit
@@ -51,30 +51,27 @@ GRACE, LEAST_GRACE = 3.0, 45.0
 the first one loads the model."""
 NOT_MEASURED = "not_measured"
 
-Case = dict[str, str | int | float]
-Direction = Literal["higher", "lower"]
-
-METRICS: dict[str, tuple[str, Direction]] = {
-    "tokens_per_second": ("tokens/s", "higher"),
-    "build_seconds": ("seconds", "lower"),
-    "host_seconds": ("seconds", "lower"),
-    "nodes": ("nodes", "lower"),
-    "kernels": ("kernels", "lower"),
-    "seconds": ("seconds", "lower"),
-    "turns": ("turns", "lower"),
-    "longest_turn_seconds": ("seconds", "lower"),
-    "peak_bytes": ("bytes", "lower"),
-    "swap_seconds": ("seconds", "lower"),
-    "longest_swap_seconds": ("seconds", "lower"),
-    "mean_kl": ("nats", "lower"),
-    "largest_nats": ("nats", "lower"),
-    "served_kl": ("nats", "lower"),
-    "samples_equal": ("fraction", "higher"),
-    "updates_equal": ("fraction", "higher"),
-    "limit_bytes": ("bytes", "higher"),
-    "installed_bytes": ("bytes", "higher"),
-}
-"""Unit and better direction by name."""
+KINDS: tuple[tuple[str, str, Literal["higher", "lower"]], ...] = (
+    ("tokens_per_second", "tokens/s", "higher"),
+    ("build_seconds", "seconds", "lower"),
+    ("host_seconds", "seconds", "lower"),
+    ("nodes", "nodes", "lower"),
+    ("kernels", "kernels", "lower"),
+    ("seconds", "seconds", "lower"),
+    ("turns", "turns", "lower"),
+    ("longest_turn_seconds", "seconds", "lower"),
+    ("peak_bytes", "bytes", "lower"),
+    ("swap_seconds", "seconds", "lower"),
+    ("longest_swap_seconds", "seconds", "lower"),
+    ("mean_kl", "nats", "lower"),
+    ("largest_nats", "nats", "lower"),
+    ("served_kl", "nats", "lower"),
+    ("samples_equal", "fraction", "higher"),
+    ("updates_equal", "fraction", "higher"),
+    ("limit_bytes", "bytes", "higher"),
+    ("installed_bytes", "bytes", "higher"),
+)
+METRICS = {name: Metric(name=name, unit=unit, better=better) for name, unit, better in KINDS}
 
 COMPARED = ("tokens_per_second", "build_seconds", "host_seconds", "nodes", "kernels")
 """Metrics with a table of their own, beside mlx-lm."""
@@ -185,43 +182,23 @@ class Bench:
         versions: dict[str, str],
     ) -> Iterator[Measurement]:
         marked = case | ({"partial": "yes"} if metrics.get("partial") else {})
-        for name, (unit, better) in METRICS.items():
+        for name, metric in METRICS.items():
             if name in metrics:
-                yield self._one(contender.name, marked, name, metrics[name], unit, better, semantics, versions)
+                yield self._one(contender.name, marked, metric, metrics[name], semantics, versions)
 
     def _failure(self, contender: Contender, case: Case, reason: str) -> Measurement:
-        return self._one(contender.name, case, NOT_MEASURED, 1.0, "", "lower", reason, {})
+        return self._one(contender.name, case, Metric(name=NOT_MEASURED, unit="", better="lower"), 1.0, reason, {})
 
     def memory(self, limit: MemoryLimit) -> Iterator[Measurement]:
         """The memory limit of this machine."""
         case: Case = {"phase": "memory", "source": limit.source}
         for name, value in (("limit_bytes", limit.bytes), ("installed_bytes", limit.installed)):
-            yield self._one(OURS.name, case, name, value, *METRICS[name], "Memory limit of a run on this machine.", {})
+            yield self._one(OURS.name, case, METRICS[name], value, "Memory limit of a run on this machine.", {})
 
     def _one(
-        self,
-        contender: str,
-        case: Case,
-        metric: str,
-        value: float,
-        unit: str,
-        better: Direction,
-        semantics: str,
-        versions: dict[str, str],
+        self, contender: str, case: Case, metric: Metric, value: float, semantics: str, versions: dict[str, str]
     ) -> Measurement:
-        return Measurement(
-            question=NAME,
-            case=case,
-            contender=contender,
-            metric=metric,
-            unit=unit,
-            better=better,
-            values=[value],
-            semantics=semantics,
-            versions=versions,
-            command=COMMAND,
-            fingerprint=self._here,
-        )
+        return measured(NAME, case, contender, metric, [value], self._here, semantics=semantics, versions=versions)
 
 
 @contextmanager

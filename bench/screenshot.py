@@ -96,17 +96,8 @@ def main(argv: Sequence[str]) -> int:
     stream = pyte.ByteStream(screen)
     title = "clotho --profile local-m3"
     during: list[Text] = []
-    command = [
-        sys.executable,
-        "-m",
-        "training_run",
-        "--profile",
-        "local-m3",
-        "--run-dir",
-        RUN,
-        "--clean",
-        *chosen.arguments,
-    ]
+    flags = ["--profile", "local-m3", "--run-dir", RUN, "--clean", *chosen.arguments]
+    command = [sys.executable, "-m", "training_run", *flags]
     for chunk in run_in_terminal(command, chosen.columns, chosen.rows):
         stream.feed(chunk)
         found = HALF.search("\n".join(screen.display))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from bench.contenders.shapes import Shape, configuration, random_model
 from clotho.models.policy import Policy
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.model import FullMethod, PolicySection
@@ -30,11 +29,3 @@ def make_policy(model: Any, config: dict[str, Any], *, section: PolicySection | 
     section = section or PolicySection(method=FullMethod())
     tokenizer = cast(ChatTokenizer, SilentTokenizer())
     return Policy(model, tokenizer, section, config=config, seed=seed, keep_reference=False)
-
-
-def random_policy(
-    *, layers: int, width: int, heads: int, key_heads: int, feed_forward: int, vocabulary: int, seed: int = 0
-) -> Policy:
-    """Build a float32 policy with tied embeddings and an adapter on every linear layer of its blocks."""
-    shape = Shape(layers, width, heads, key_heads, feed_forward, vocabulary)
-    return make_policy(random_model(shape, seed=seed), configuration(shape), section=PolicySection(), seed=seed)

@@ -18,7 +18,6 @@ import argparse
 import platform
 import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -27,16 +26,19 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
+from bench.contenders.http_server_load import free_port
 from bench.fingerprint import ROOT, Fingerprint, describe_fingerprint, fingerprint
+from bench.runs import json_lines
 from bench.soak_clients import CLIENTS, HOSTILE, Outcomes, Target, hostile, run_clients
-from bench.soak_process import MEMORY_FILE, WARM_UP_SECONDS, Growth, Life, Process, small_disk_available
+from bench.soak_process import MEMORY_FILE, WARM_UP_SECONDS, Life, Process, small_disk_available
 from bench.soak_rewards import FAULTS as REWARD_FAULTS
 from bench.soak_rewards import TIMEOUT_SECONDS
+from bench.tables import markdown
 
 NAME = "soak"
 RESULTS = ROOT / "bench" / "results" / "soak.jsonl"
@@ -167,7 +169,7 @@ class Soak:
         self._run_dir = scratch / "run"
         (scratch / "faults").mkdir()
         (scratch / "soak.toml").write_text(PROFILE % (scratch / MEMORY_FILE), encoding="utf-8")
-        self._target, self._outcomes = Target(_free_port()), Outcomes()
+        self._target, self._outcomes = Target(free_port()), Outcomes()
         self._outputs = ["pipe", "small disk" if small_disk_available() else "/dev/full", "/dev/full"]
         self._faults: Counter[str] = Counter()
         self._lives: list[Life] = []
@@ -269,7 +271,7 @@ class Soak:
     def _result(self) -> SoakRun:
         for left in (self._scratch / "faults").iterdir():
             self._faults[left.name] -= 1
-        steps = [line["step"] for line in _lines(self._run_dir / "metrics.jsonl")]
+        steps = [line["step"] for line in json_lines(self._run_dir / "metrics.jsonl")]
         return SoakRun(
             minutes=self._seconds / 60.0,
             seed=self._seed,
@@ -294,7 +296,7 @@ def groups_of(run_dir: Path) -> Groups:
     """Compare rollouts.jsonl with the newest checkpoint."""
     newest = max((run_dir / "checkpoints").glob("step-*"), key=lambda path: path.name)
     prompted = msgspec.json.decode((newest / "state.json").read_bytes())["prompted"]
-    lines = _lines(run_dir / "rollouts.jsonl")
+    lines = json_lines(run_dir / "rollouts.jsonl")
     ids = Counter(line["group_id"] for line in lines)
     return Groups(
         prompted=prompted,
@@ -305,22 +307,8 @@ def groups_of(run_dir: Path) -> Groups:
     )
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        return [msgspec.json.decode(line) for line in file if line.endswith(b"\n")]
-
-
 def _steps(run_dir: Path) -> int:
-    return len(_lines(run_dir / "metrics.jsonl"))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    return len(json_lines(run_dir / "metrics.jsonl"))
 
 
 def _say(text: str) -> None:
@@ -355,39 +343,35 @@ def table(results: Sequence[SoakRun]) -> str:
         ("faults injected", f"{sum(one.faults.values()):,}"),
         *((f"- {kind}", f"{count:,}") for kind, count in one.faults.items()),
     ]
-    text = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
-    heading = ["life", "end", "output", "seconds", "steps so far", "peak resident MB"]
-    text += ["| " + " | ".join(heading) + " |", "|---" * 3 + "|" + "---:|" * 3]
-    for number, life in enumerate(one.lives, start=1):
-        cells = [
-            str(number),
-            life.end,
-            life.output,
-            f"{life.seconds:.0f}",
-            f"{life.steps:,}",
-            f"{life.peak_resident:,.0f}",
+    lives = [
+        [str(number), life.end, life.output, f"{life.seconds:.0f}", f"{life.steps:,}", f"{life.peak_resident:,.0f}"]
+        for number, life in enumerate(one.lives, start=1)
+    ]
+    grown = [
+        [
+            name,
+            " ".join(f"{value:.0f}" for value in found.by_minute),
+            f"{found.per_hour:+.1f}",
+            f"{found.low:+.1f} to {found.high:+.1f}",
         ]
-        text.append("| " + " | ".join(cells) + " |")
-    heading = ["last life", "by minute after warmup", "growth per hour", "95 % interval"]
-    text += ["", "| " + " | ".join(heading) + " |", "|---|---|---:|---:|"]
-    for life in one.lives[-1:]:
-        text += _growth("resident MB", life.resident)
-        text += _growth("resident MB with child processes", life.with_children)
-        text += _growth("in use outside of MLX, MB", life.in_use)
-        text += _growth("arrays of MLX, MB", life.arrays)
-        text += _growth("descriptors", life.descriptors)
+        for last in one.lives[-1:]
+        for name, found in (
+            ("resident MB", last.resident),
+            ("resident MB with child processes", last.with_children),
+            ("in use outside of MLX, MB", last.in_use),
+            ("arrays of MLX, MB", last.arrays),
+            ("descriptors", last.descriptors),
+        )
+        if found is not None
+    ]
     note = (
         f"Warmup: the first {WARM_UP_SECONDS:g} s of a life. By minute: medians. Growth: median slope of all pairs of "
-        "minutes (Theil-Sen)."
+        f"minutes (Theil-Sen). {describe_fingerprint(one.fingerprint)}. `{one.command}`"
     )
-    return "\n".join([*text, "", f"{note} {describe_fingerprint(one.fingerprint)}. `{one.command}`"])
-
-
-def _growth(name: str, grown: Growth | None) -> list[str]:
-    if grown is None:
-        return []
-    values = " ".join(f"{value:.0f}" for value in grown.by_minute)
-    return [f"| {name} | {values} | {grown.per_hour:+.1f} | {grown.low:+.1f} to {grown.high:+.1f} |"]
+    of_lives = ["life", "end", "output", "seconds", "steps so far", "peak resident MB"]
+    of_growth = ["last life", "by minute after warmup", "growth per hour", "95 % interval"]
+    tables = (markdown(["", ""], rows, text_columns=2), markdown(of_lives, lives, text_columns=3))
+    return "\n\n".join([*tables, markdown(of_growth, grown, text_columns=2), note])
 
 
 def main(argv: Sequence[str]) -> int:

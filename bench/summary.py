@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import time_to_accuracy
+from bench import peers
 from bench.fingerprint import describe_fingerprint
 from bench.measurement import Measurement, ratios, read
 from bench.tables import markdown
@@ -29,9 +29,10 @@ class Line(NamedTuple):
 
 SIX, TWENTY_FIVE = GROUPS | {"model": "6m"}, GROUPS | {"model": "25m"}
 LARGE = SIX | {"vocabulary": 32_768}
-EQUAL: dict[str, str | int] = {"task": "equal work"}
 SPEED = "tokens_per_second"
-LEARNING: Mapping[str, str | int] = {"task": "until 0.7"}
+CLIENTS: dict[str, str | int] = {"model": "embedded", "clients": 64}
+EQUAL_WORK = "seconds for 20 updates of 16 x 8 completions, rollouts included"
+TO_LEARN = "seconds until 0.7 held-out accuracy, profile learn-m3"
 LINES = (
     Line("rollouts in tokens/s, model of 6 M parameters", "decode", SPEED, SIX, "mlx-lm", True),
     Line("", "decode", SPEED, SIX, "mlx-lm-lora, as its trainer calls it"),
@@ -40,34 +41,12 @@ LINES = (
     Line("", "decode", SPEED, TWENTY_FIVE, "mlx-lm-lora"),
     Line("one update in tokens/s, 6 M, vocabulary 32,768", "update", SPEED, LARGE, "mlx-lm-lora"),
     Line("peak memory of one update, 6 M, vocabulary 32,768", "update", "peak_bytes", LARGE, "mlx-lm-lora", True),
-    Line(
-        "seconds for 20 updates of 16 x 8 completions, rollouts included",
-        "startup_training",
-        "seconds",
-        EQUAL,
-        "mlx-lm-lora",
-        True,
-    ),
-    Line("", "startup_training", "seconds", EQUAL, "trl", True),
-    Line(
-        "seconds until 0.7 held-out accuracy, profile learn-m3",
-        "time_to_accuracy",
-        "seconds",
-        LEARNING,
-        "mlx-lm-lora",
-        True,
-    ),
-    Line("", "time_to_accuracy", "seconds", LEARNING, "trl", True),
-    Line(
-        "HTTP API in tokens/s, 64 clients", "http", SPEED, {"model": "embedded", "clients": 64}, "mlx_lm.server", True
-    ),
-    Line(
-        "the same with an adapter",
-        "serve",
-        SPEED,
-        {"model": "embedded", "adapter_rank": 8, "clients": 64},
-        "mlx_lm.server",
-    ),
+    Line(EQUAL_WORK, "peers", "seconds", {"task": "equal work"}, "mlx-lm-lora", True),
+    Line("", "peers", "seconds", {"task": "equal work"}, "trl", True),
+    Line(TO_LEARN, "peers", "seconds", {"task": "until 0.7"}, "mlx-lm-lora", True),
+    Line("", "peers", "seconds", {"task": "until 0.7"}, "trl", True),
+    Line("HTTP API in tokens/s, 64 clients", "serve", SPEED, CLIENTS | {"adapter_rank": 0}, "mlx_lm.server", True),
+    Line("the same with an adapter", "serve", SPEED, CLIENTS | {"adapter_rank": 8}, "mlx_lm.server"),
 )
 
 
@@ -81,7 +60,7 @@ def summary(directory: Path, *, headlines: bool = False) -> str:
         if headlines and not line.headline:
             continue
         path = directory / f"{line.question}.jsonl"
-        results = time_to_accuracy.read(path) if line.question == time_to_accuracy.NAME else read(path)
+        results = peers.read(path) if line.question == peers.NAME else read(path)
         pair = _pair(line, results)
         if pair is None:
             continue

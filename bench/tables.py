@@ -6,7 +6,7 @@ Most benchmarks call `report(results)`. `side_by_side` and `closing` are its par
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from bench.contenders.semantics import meaning
 from bench.fingerprint import describe_fingerprint
@@ -78,13 +78,15 @@ def describe_conditions(results: Sequence[Measurement]) -> str:
     return f"{'; '.join(machines)}; commit {', '.join(commits)}. {', '.join(commands)}"
 
 
-def spread(values: Sequence[float], unit: str) -> str:
-    """Format the median, followed by the lowest and highest value in parentheses if there are several values."""
-    scale, suffix = scale_of(statistics.median(values), unit)
-    median = f"{number(statistics.median(values) / scale)}{suffix and ' ' + suffix}"
+def spread(
+    values: Sequence[float], unit: str, *, middle: Callable[[Sequence[float]], float] = statistics.median
+) -> str:
+    """Format the median, or another middle, and the lowest and highest value in parentheses if there are several."""
+    scale, suffix = scale_of(middle(values), unit)
+    first = f"{number(middle(values) / scale)}{suffix and ' ' + suffix}"
     if len(values) == 1:
-        return median
-    return f"{median} ({number(min(values) / scale)} to {number(max(values) / scale)})"
+        return first
+    return f"{first} ({number(min(values) / scale)} to {number(max(values) / scale)})"
 
 
 def scale_of(value: float, unit: str) -> tuple[float, str]:

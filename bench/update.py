@@ -27,22 +27,15 @@ alternate. TRL is also measured with two threads, and only at a vocabulary of 4,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from bench import measurement
-from bench.benchmark import Benchmark, run_benchmark
+from bench.benchmark import Benchmark
 from bench.charts import draw_lines
-from bench.contenders.process import Contender, Metric, measure_interleaved
-from bench.measurement import Measurement, results_path
+from bench.contenders.process import Contender, measure_interleaved
+from bench.measurement import Case, Measurement, Metric
 from bench.tables import report
 
 NAME = "update"
-COMMAND = "python -m bench update"
-RESULTS = results_path(NAME)
-read = partial(measurement.read, RESULTS)
-Case = dict[str, str | int | float]
-
 OURS = Contender(name="clotho", module="bench.contenders.clotho_update")
 MLX_LM_LORA = Contender(name="mlx-lm-lora", module="bench.contenders.mlx_lm_lora_update", foreign=True)
 CHECKPOINTED = Contender(
@@ -100,7 +93,7 @@ def measure_quickly() -> list[Measurement]:
 
 
 def _interleaved(contenders: Sequence[Contender], cases: Sequence[Case], repeats: int) -> list[Measurement]:
-    return measure_interleaved(NAME, contenders, cases, METRICS, repeats=repeats, command=COMMAND)
+    return measure_interleaved(NAME, contenders, cases, METRICS, repeats=repeats)
 
 
 def table(results: Sequence[Measurement]) -> str:
@@ -116,12 +109,11 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
 
 
 BENCHMARK = Benchmark(
-    command=COMMAND,
+    name=NAME,
     about=__doc__,
     repeats=5,
     quick="measure the smallest case once",
-    results=RESULTS,
     measure=lambda repeats, quick: measure_quickly() if quick else measure(repeats),
     table=table,
 )
-main = partial(run_benchmark, BENCHMARK)
+read, main = BENCHMARK.read, BENCHMARK.main

@@ -32,20 +32,15 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import measurement
-from bench.benchmark import Benchmark, run_benchmark
+from bench.benchmark import Benchmark
 from bench.contenders.http_clients import Body, answered_tokens, first_text, lines
 from bench.contenders.http_server_load import free_port, wait_until_ready
-from bench.contenders.process import Metric
 from bench.fingerprint import ROOT, fingerprint
-from bench.measurement import Measurement, results_path
+from bench.measurement import Case, Measurement, Metric, measured
 from bench.runs import json_lines
 from bench.tables import describe_conditions, markdown, spread
 
 NAME = "visitors"
-COMMAND = f"python -m bench {NAME}"
-RESULTS = results_path(NAME)
-read = partial(measurement.read, RESULTS)
 
 CONTEXT = 32_768
 VISITORS = (1, 8, 64)
@@ -220,21 +215,10 @@ def measure(name: str, repeats: int, quick: bool) -> list[Measurement]:
                 periods.append(asyncio.run(period(service, visitors, host, seconds)))
                 sys.stderr.write(f"bench: {name}, {visitors} long requests: {periods[-1]}\n")
     here = fingerprint()
+    case: Case = {"service": name, "group_size": host.group_size, "max_tokens": host.max_tokens, "seconds": seconds}
     return [
-        Measurement(
-            question=NAME,
-            case={"service": name, "group_size": host.group_size, "max_tokens": host.max_tokens, "seconds": seconds},
-            contender=str(visitors),
-            metric=metric.name,
-            unit=metric.unit,
-            better=metric.better,
-            values=[one[metric.name] for one in periods],
-            semantics=SEMANTICS,
-            versions={"mlx": here.machine.mlx_version},
-            command=COMMAND,
-            fingerprint=here,
-        )
-        for visitors, periods in found.items()
+        measured(NAME, case, str(number), metric, [one[metric.name] for one in periods], here, semantics=SEMANTICS)
+        for number, periods in found.items()
         for metric in METRICS
         if metric.name in periods[0]
     ]
@@ -270,13 +254,12 @@ def _cell(mine: dict[tuple[str, str], Measurement], visitors: str, metric: Metri
 
 
 BENCHMARK = Benchmark(
-    command=COMMAND,
+    name=NAME,
     about=__doc__,
     repeats=2,
     quick=f"periods of {QUICK_SECONDS:g} seconds, once",
-    results=RESULTS,
     measure=measure_all,
     table=table,
     parts={name: partial(measure, name) for name in HOSTS},
 )
-main = partial(run_benchmark, BENCHMARK)
+read, main = BENCHMARK.read, BENCHMARK.main

@@ -1,16 +1,12 @@
-"""Plug-ins that give completions long-tailed lengths and make rewards slow.
+"""Plug-ins that delay each group by the decoding of other completions, and that make rewards slow.
 
-All training modes must do the same work, so lengths do not depend on the policy: they are lognormal and a function of
-the seed. `LongTailed` replaces the lengths of the completions. End tokens are ignored, and `reward` is derived from the
-text, so that groups differ; the policy learns nothing. `Accompanied` leaves the completions as they are, so that the
-policy learns, and delays each group by the decoding of other completions.
+All training modes must do the same work, so the lengths of the others do not depend on the policy: they are lognormal
+and a function of the seed.
 """
 
 from __future__ import annotations
 
 import time
-import zlib
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
@@ -31,12 +27,6 @@ LONGEST = 384
 """Most tokens of a completion that accompanies another."""
 
 
-def reward(problem: Problem, completion: str) -> float:
-    """Return 0.0 or 1.0 after 50 ms, the time of a remote judge or a short test suite."""
-    time.sleep(SECONDS)
-    return float(zlib.crc32((problem.prompt + completion).encode()) % 2)
-
-
 def wait(problem: Problem, completion: str) -> float:
     """Return 0.0 after 50 ms: delays a group without an effect on its rewards."""
     time.sleep(SECONDS)
@@ -47,34 +37,6 @@ def length(seed: int, *, median: float, sigma: float, longest: int) -> int:
     """Number of tokens of the completion with that seed."""
     sampled = np.random.default_rng(seed).lognormal(np.log(median), sigma)
     return int(np.clip(round(sampled), 1, longest))
-
-
-class LongTailedSampler:
-    """Submits each completion of a group as a separate request with its own length."""
-
-    def __init__(self, sampler: EngineSampler, *, median: float, sigma: float) -> None:
-        self._sampler, self._median, self._sigma = sampler, median, sigma
-
-    async def groups(
-        self, requests: Sequence[SampleRequest]
-    ) -> AsyncGenerator[tuple[int, list[Completion] | GenerationError | RequestError], None]:
-        """Same interface as `EngineSampler.groups`; raises the first failure."""
-        places = [(group, index) for group, request in enumerate(requests) for index in range(len(request.seeds))]
-        singles = [self._single(requests[group], requests[group].seeds[index]) for group, index in places]
-        done: dict[int, dict[int, Completion]] = defaultdict(dict)
-        async with aclosing(self._sampler.groups(singles)) as outcomes:
-            async for position, outcome in outcomes:
-                group, index = places[position]
-                if isinstance(outcome, Exception):
-                    raise outcome
-                done[group][index] = outcome[0]
-                if len(done[group]) == len(requests[group].seeds):
-                    yield group, [done[group][index] for index in sorted(done[group])]
-
-    def _single(self, request: SampleRequest, seed: int) -> SampleRequest:
-        longest = request.sampling.max_tokens
-        own = length(seed, median=self._median, sigma=self._sigma, longest=longest)
-        return replace(request, seeds=(seed,), sampling=replace(request.sampling, max_tokens=own))
 
 
 class AccompaniedSampler:
@@ -108,10 +70,8 @@ class AccompaniedSampler:
         return replace(request, seeds=(seed,), sampling=sampling)
 
 
-class LongTailed(Generator):
-    """The generator with a sampler of long-tailed lengths."""
-
-    sampler_class: type[LongTailedSampler | AccompaniedSampler] = LongTailedSampler
+class Accompanied(Generator):
+    """The generator with a sampler that decodes other completions beside those of the groups."""
 
     def __init__(
         self,
@@ -124,13 +84,7 @@ class LongTailed(Generator):
         sigma: float,
     ) -> None:
         assert services.replaced is not None
-        sampler = self.sampler_class(services.sampler, median=median, sigma=sigma)
+        sampler = AccompaniedSampler(services.sampler, median=median, sigma=sigma)
         arguments = {**services.replaced.arguments, "inbox": inbox, "outbox": outbox, "sampler": sampler}
         super().__init__(**arguments)
         self.name = name
-
-
-class Accompanied(LongTailed):
-    """The generator with a sampler that decodes other completions beside those of the groups."""
-
-    sampler_class = AccompaniedSampler

@@ -1,8 +1,8 @@
 """mlx-lm-lora's GRPO on the task of a profile, with its own `train_grpo`, generation and batches.
 
 Model, adapter (rank, scale, layers), prompts, rewards, token limit and correctness rules are those of the profile. The
-case sets the other hyperparameters; the defaults are the best that `bench.search` found for local-m3. The library is
-not modified: its trainer takes the batch iterator as an argument. Between two batches the weights of the last update
+case sets the other hyperparameters. The library is not
+modified: its trainer takes the batch iterator as an argument. Between two batches the weights of the last update
 are in place, and the held-out accuracy is measured with the clock stopped.
 """
 
@@ -27,7 +27,7 @@ from bench.contenders.tasks import task_of
 from bench.contenders.training_task import Problem, Reward, TrainingClock, TrainingEnded, TrainingTask
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 
-BEST: Case = {
+DEFAULTS: Case = {
     "profile": "arithmetic",
     "learning_rate": 2e-3,
     "batch_size": 6,
@@ -160,7 +160,7 @@ def train(case: Case, seed: int) -> Metrics:
 def prepare(case: Case) -> MeasureOnce:
     """Runs of equal settings, each with the next seed, starting at the seed of the case or 0."""
     seeds = iter(range(case.get("seed", 0), MANY))
-    settings = BEST | case
+    settings = DEFAULTS | case
     return lambda: train(settings, next(seeds))
 
 

@@ -9,13 +9,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct
 
 from bench.contenders.worker import LAUNCHED
 from bench.fingerprint import ROOT, Fingerprint, fingerprint
-from bench.measurement import Measurement
+from bench.measurement import Case, Measurement, Metric, measured
 
 VARIABLE = "CLOTHO_BENCH_CONTENDERS"
 DEFAULT = ROOT / ".contenders" / "bin" / "python"
@@ -34,14 +34,6 @@ class Contender(Struct, frozen=True, kw_only=True):
     environment: Mapping[str, str] = {}
 
 
-class Metric(Struct, frozen=True, kw_only=True):
-    """A metric that contenders report."""
-
-    name: str
-    unit: str
-    better: Literal["higher", "lower"]
-
-
 class MissingContendersError(Exception):
     """The contenders' environment does not exist; the message says how to create it."""
 
@@ -56,7 +48,7 @@ class ContenderProcess:
         self.semantics: str = hello["semantics"]
         self.versions: dict[str, str] = hello["versions"]
 
-    def measure(self, case: Mapping[str, str | int | float]) -> dict[str, float]:
+    def measure(self, case: Case) -> dict[str, float]:
         """Run a case once. Raises RuntimeError with the contender's error, or if its process has ended."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # that it has ended is what reading says next
@@ -121,11 +113,10 @@ def running(contender: Contender) -> Iterator[ContenderProcess]:
 def measure_interleaved(
     question: str,
     contenders: Sequence[Contender],
-    cases: Sequence[Mapping[str, str | int | float]],
+    cases: Sequence[Case],
     metrics: Sequence[Metric],
     *,
     repeats: int,
-    command: str,
     warm_up: int = 1,
 ) -> list[Measurement]:
     """Measure every contender in every case: warmup runs, then one run of each alternately, `repeats` times.
@@ -138,12 +129,12 @@ def measure_interleaved(
         running_now = [stack.enter_context(running(contender)) for contender in contenders]
         for case in cases:
             for answers, runs in _interleaved(running_now, case, warm_up + repeats):
-                found += _measurements(question, answers, case, metrics, runs[warm_up:], command, here)
+                found += _measurements(question, answers, case, metrics, runs[warm_up:], here)
     return found
 
 
 def _interleaved(
-    contenders: Sequence[ContenderProcess], case: Mapping[str, str | int | float], times: int
+    contenders: Sequence[ContenderProcess], case: Case, times: int
 ) -> list[tuple[ContenderProcess, list[dict[str, float]]]]:
     """The metrics of every run, without contenders that failed."""
     answered: list[tuple[ContenderProcess, list[dict[str, float]]]] = [(answers, []) for answers in contenders]
@@ -153,7 +144,7 @@ def _interleaved(
     return answered
 
 
-def _try(answers: ContenderProcess, case: Mapping[str, str | int | float]) -> dict[str, float] | None:
+def _try(answers: ContenderProcess, case: Case) -> dict[str, float] | None:
     try:
         return answers.measure(case)
     except RuntimeError as error:
@@ -164,26 +155,14 @@ def _try(answers: ContenderProcess, case: Mapping[str, str | int | float]) -> di
 def _measurements(
     question: str,
     answers: ContenderProcess,
-    case: Mapping[str, str | int | float],
+    case: Case,
     metrics: Sequence[Metric],
     runs: Sequence[dict[str, float]],
-    command: str,
     here: Fingerprint,
 ) -> list[Measurement]:
+    name, semantics, versions = answers.contender.name, answers.semantics, answers.versions
+    values = {metric: [run[metric.name] for run in runs] for metric in metrics if metric.name in runs[0]}
     return [
-        Measurement(
-            question=question,
-            case=dict(case),
-            contender=answers.contender.name,
-            metric=metric.name,
-            unit=metric.unit,
-            better=metric.better,
-            values=[run[metric.name] for run in runs],
-            semantics=answers.semantics,
-            versions=answers.versions,
-            command=command,
-            fingerprint=here,
-        )
-        for metric in metrics
-        if metric.name in runs[0]
+        measured(question, case, name, metric, found, here, semantics=semantics, versions=versions)
+        for metric, found in values.items()
     ]

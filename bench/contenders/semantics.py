@@ -89,12 +89,10 @@ SEMANTICS = {
         "Decode engine with default settings and loaded adapters; every row of the batch names its adapter. Sampled "
         "tokens per second while all rows are decoded, with their log-probabilities; no text is produced."
     ),
-    "runs_swap": ("As the run measures it: the exchange of the arrays, median and longest of all updates of a run."),
     "clotho_overlap": (
         "Engine and learner compute in a thread each. Sampled tokens per second of wall "
         "time, without other work, and during updates that follow each other without a pause."
     ),
-    "runs_overlap": ("As a run measures it, over its seconds of decoding with and without an update in progress."),
     "clotho_train": (
         "Seconds from the first prompt to the update in question, of `python pipeline.py`. Versions are kept "
         "and evaluated after the run, so evaluation is not counted. `from_command`: from the start of the process."
@@ -123,18 +121,14 @@ PROGRAMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("update", "trl"): ("trl_update",),
     ("metal", "clotho"): ("clotho_metal",),
     ("metal", "mlx-lm"): ("mlx_lm_metal",),
-    ("http", "mlx_lm.server"): ("mlx_lm_serve",),
     ("serve", "clotho"): ("clotho_serve",),
     ("serve", "mlx_lm.server"): ("mlx_lm_serve",),
-    ("swap", "clotho"): ("clotho_swap", "runs_swap"),
+    ("swap", "clotho"): ("clotho_swap",),
     ("save", "clotho"): ("clotho_save",),
-    ("overlap", "clotho"): ("clotho_overlap", "runs_overlap"),
-    ("startup_training", "clotho"): ("clotho_train",),
-    ("startup_training", "mlx-lm-lora"): ("mlx_lm_lora_train",),
-    ("startup_training", "trl"): ("trl_train",),
-    ("time_to_accuracy", "clotho"): ("clotho_train",),
-    ("time_to_accuracy", "mlx-lm-lora"): ("mlx_lm_lora_train",),
-    ("time_to_accuracy", "trl"): ("trl_train",),
+    ("overlap", "clotho"): ("clotho_overlap",),
+    ("peers", "clotho"): ("clotho_train",),
+    ("peers", "mlx-lm-lora"): ("mlx_lm_lora_train",),
+    ("peers", "trl"): ("trl_train",),
 }
 """The programs behind each contender of a benchmark; a variant such as "trl, 2 threads" has those of "trl"."""
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import re
 import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from bench.contenders.addition_task import PROFILES, addition
 from bench.contenders.arithmetic_task import ARITHMETIC, has_format, is_correct
+from bench.contenders.shapes import REAL, REAL_DIRECTORY
 from bench.contenders.training_task import Reward, TrainingTask, slowed
 from bench.contenders.worker import Case
+
+PROFILES = Path(__file__).resolve().parents[2] / "profiles"
+LAST_NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+
+
+def is_right_sum(completion: str, expected: str) -> float:
+    """1.0 if the last number of the completion is the reference, otherwise 0.0, by the rule of `math_eval`."""
+    numbers = LAST_NUMBER.findall(completion)
+    return float(bool(numbers) and float(numbers[-1].replace(",", "")) == int(expected))
+
 
 LEARN = "learn-m3"
 RULES: dict[str, Reward] = {"format": has_format, "math_eval": is_correct, "choice_correctness": is_correct}
@@ -27,22 +40,37 @@ def _combined(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     return base | own | both
 
 
-def learning() -> TrainingTask:
-    """The task of profile learn-m3, read from the profile."""
-    profile = read_profile(LEARN)
-    directory = (PROFILES / profile["model"]["path"]).resolve()
-    weights = {RULES[reward["name"]]: float(reward.get("weight", 1.0)) for reward in profile["rewards"]}
+def task_from(
+    name: str, *, directory: Path, model: str, rewards: tuple[tuple[float, Reward], ...], correct: Reward
+) -> TrainingTask:
+    """A task with the problems, the system message, the token limit and the adapter of a profile."""
+    profile = read_profile(name)
     return TrainingTask(
-        model=str(directory),
+        model=model,
         directory=directory,
         problems=(PROFILES / profile["data"]["train"]).resolve().parent,
         system=profile["data"].get("system", ""),
         max_tokens=profile["sampling"]["max_tokens"],
         rank=profile["policy"]["method"]["rank"],
         scale=profile["policy"]["method"]["scale"],
-        rewards=tuple((weight, rule) for rule, weight in weights.items()),
-        correct=is_correct,
+        rewards=rewards,
+        correct=correct,
     )
+
+
+def addition() -> TrainingTask:
+    """The task of profile smollm2. The model is in the directory that the environment variable names."""
+    directory, rewards = Path(os.environ[REAL_DIRECTORY]), ((1.0, is_right_sum),)
+    return task_from("smollm2", directory=directory, model=REAL, rewards=rewards, correct=is_right_sum)
+
+
+def learning() -> TrainingTask:
+    """The task of profile learn-m3."""
+    profile = read_profile(LEARN)
+    directory = (PROFILES / profile["model"]["path"]).resolve()
+    weights = {RULES[reward["name"]]: float(reward.get("weight", 1.0)) for reward in profile["rewards"]}
+    rewards = tuple((weight, rule) for rule, weight in weights.items())
+    return task_from(LEARN, directory=directory, model=str(directory), rewards=rewards, correct=is_correct)
 
 
 TASKS: dict[str, Callable[[], TrainingTask]] = {

@@ -1,10 +1,7 @@
 """TRL's GRPOTrainer on the task of a profile: PyTorch on the CPU, adapter by peft, generation by transformers.
 
 Model, adapter (rank, scale, layers), prompts, rewards, token limit and correctness rules are those of the profile. The
-case sets the other hyperparameters. The defaults are the best that `bench.search` found on local-m3 for mlx-lm-lora,
-which has the same loss, with two differences. There are eight groups, because with six groups one seed destroyed the
-policy. And the learning rate is three times as high, which gives the same first step: MLX's Adam does not correct its
-bias by default, so its first steps are sqrt(10) times as large as those of PyTorch's AdamW.
+case sets the other hyperparameters.
 """
 
 from __future__ import annotations

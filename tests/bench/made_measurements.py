@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from msgspec import structs
 
-from bench.contenders.process import Contender, Metric
+from bench.contenders.process import Contender
 from bench.contenders.worker import Case
 from bench.fingerprint import fingerprint
-from bench.measurement import Measurement
-from bench.trials import Point, Trial
+from bench.measurement import Measurement, Metric
+from bench.studies.runner import Point, Trial, average
 
 HERE = fingerprint()
 Calls = list[tuple[Sequence[Contender], Sequence[Case], int]]
@@ -70,24 +70,8 @@ def made_up(calls: Calls) -> Callable[..., list[Measurement]]:
     return measure
 
 
-def made_trial(accuracies: Sequence[float], *, seed: int = 0, status: int = 0) -> Trial:
+def made_trial(accuracies: Sequence[float], *, arm: str = "one", seed: int = 0) -> Trial:
     """A trial with evaluations every ten updates."""
     curve = tuple(Point(10 * n, 1.0 * n, 80 * n, accuracy) for n, accuracy in enumerate(accuracies))
-    return Trial(
-        method="one",
-        flags=("--profile", "local-m3"),
-        seed=seed,
-        curve=curve,
-        updates=curve[-1].step,
-        rollouts=curve[-1].rollouts,
-        tokens=1000,
-        seconds=10.0,
-        elapsed=12.0,
-        cpu_seconds=11.0,
-        peak_bytes=5 * 10**6,
-        status=status,
-        side_by_side=2,
-        sources="sources",
-        command="",
-        fingerprint=HERE,
-    )
+    values = {"before": accuracies[0], "after": accuracies[-1], "average": average(curve)}
+    return Trial(arm=arm, flags=(), seed=seed, curve=curve, values=values, command="", fingerprint=HERE)

@@ -6,11 +6,16 @@ import mlx.core as mx
 import pytest
 
 from bench.contenders.shapes import Shape, configuration, quantized_model
-from bench.graph_counts import GraphCounts, count, decode_step, fused_operations, micro_batch
+from bench.graph_counts import GraphCounts, count, decode_step, fused_operations
 from bench.shapes import make_policy
 from clotho.backend import Backend, backend
+from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
 from clotho.scoring import head_scores
+from clotho.scoring.layouts.micro_batches import build_micro_batches
+from clotho.scoring.sequences import scored_only
+from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.model import Lora, PolicySection
 
 pytestmark = pytest.mark.usefixtures("device_path")
@@ -19,6 +24,27 @@ LAYERS = 28
 """Depth of Qwen3-0.6B. The counts do not depend on the widths, which are small here."""
 
 QWEN3_VOCABULARY = 151_936
+
+
+def micro_batch(policy: Policy, *, sequences: int, prompt: int, completion: int) -> GraphCounts:
+    """Count the operations of the gradient of one group's log-probabilities; nothing is evaluated.
+
+    The prompt goes through the blocks once (layout "shared"). The operations of an objective, which do not depend on
+    the model, are not counted.
+    """
+    group = [scored_only(tuple(range(prompt)), tuple(range(completion))) for _ in range(sequences)]
+    (micro,) = build_micro_batches(group, layout="shared", budget=sequences * (prompt + completion))
+    model = policy.copy_model()
+    forcing = TeacherForcing(model.model, model.vocab_size, layout="shared")
+
+    def loss(traced: Parameters) -> mx.array:
+        model.use(traced)
+        return mx.sum(forcing(micro, distribution=SamplingDistribution(1.0), logp_only=True).logp_N)
+
+    own = nested(flat(policy.trainable()))
+    with fused_operations(), model.training_mode():
+        value, gradient = mx.value_and_grad(loss)(own)
+        return count([value, *(array.astype(mx.float32) for array in flat(gradient).values())])
 
 
 def test_this_module_computes_on_the_device_path() -> None:

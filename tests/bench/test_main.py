@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.__main__ import BENCHMARKS, main
+from bench.__main__ import BENCHMARKS, STUDIES, main
 from bench.contenders.process import MissingContendersError
 
 
@@ -41,4 +41,4 @@ def test_all_benchmarks_are_listed_without_a_name(
     """An unknown name has exit status 2."""
     monkeypatch.setattr(sys, "argv", ["bench", *arguments])
     assert main() == status
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(BENCHMARKS)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*BENCHMARKS, *STUDIES]

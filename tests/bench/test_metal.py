@@ -13,7 +13,7 @@ from bench import metal
 from bench.contenders import clotho_metal, mlx_lm_metal
 from bench.contenders.metal_model import LOGITS, SHAPES, metal_configuration, packed_model
 from bench.contenders.process import Contender
-from bench.measurement import Measurement, read
+from bench.measurement import Case, Measurement, Metric, read
 from clotho.backend import Backend, backend
 from tests.bench.made_measurements import HERE
 
@@ -27,7 +27,7 @@ def test_this_module_computes_on_the_device_path() -> None:
     assert type(backend()) is Backend
 
 
-def cases(phase: str, **changes: str | float) -> list[metal.Case]:
+def cases(phase: str, **changes: str | float) -> list[Case]:
     """The quick cases of a phase, with enough time."""
     found = [one.case for one in QUICK if one.case["phase"] == phase]
     return [{"model": metal.TINY, "seconds": 60.0, **case, **changes} for case in found]
@@ -106,7 +106,7 @@ def measured(*phases: metal.Phase, seconds: float) -> list[Measurement]:
 
 def test_a_process_that_ends_or_hangs_costs_its_phase_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if macOS had ended it for lack of memory. The next phase has a new process."""
-    monkeypatch.setitem(metal.METRICS, "runs", ("runs", "higher"))
+    monkeypatch.setitem(metal.METRICS, "runs", Metric(name="runs", unit="runs", better="higher"))
     monkeypatch.setattr(metal, "GRACE", 0.1)
     monkeypatch.setattr(metal, "LEAST_GRACE", 0.1)
     both = (fake("one"),)

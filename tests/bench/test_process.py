@@ -11,12 +11,11 @@ from bench.contenders import process
 from bench.contenders.process import (
     Contender,
     ContenderProcess,
-    Metric,
     MissingContendersError,
     measure_interleaved,
     running,
 )
-from bench.measurement import Measurement
+from bench.measurement import Case, Measurement, Metric
 
 MODULE = "tests.bench.fake_contender"
 METRICS = (Metric(name="runs", unit="runs", better="higher"), Metric(name="absent", unit="runs", better="higher"))
@@ -37,9 +36,7 @@ def fake() -> Iterator[ContenderProcess]:
 def measured(*cases: dict[str, str | int | float], repeats: int = 2, warm_up: int = 1) -> list[Measurement]:
     """Measure two fake contenders alternately."""
     both = [contender("one"), contender("other")]
-    return measure_interleaved(
-        "decode", both, cases, METRICS, repeats=repeats, command="python -m bench decode", warm_up=warm_up
-    )
+    return measure_interleaved("decode", both, cases, METRICS, repeats=repeats, warm_up=warm_up)
 
 
 def test_a_contender_reports_its_semantics_and_versions(fake: ContenderProcess) -> None:
@@ -50,7 +47,8 @@ def test_a_contender_reports_its_semantics_and_versions(fake: ContenderProcess) 
 
 def test_a_case_is_prepared_again_after_another_case(fake: ContenderProcess) -> None:
     """Only the latest case is kept in memory."""
-    first, second = {"size": 1}, {"size": 2}
+    first: Case = {"size": 1}
+    second: Case = {"size": 2}
     counts = [fake.measure(case)["runs"] for case in (first, first, second, first)]
     assert counts == [1, 2, 1, 1]
 
@@ -125,7 +123,7 @@ def test_missing_contenders_raise_with_the_install_command(monkeypatch: pytest.M
     monkeypatch.setenv(process.VARIABLE, "/no/such/python")
     foreign = Contender(name="peer", module=MODULE, foreign=True)
     with pytest.raises(MissingContendersError, match="not installed at /no/such/python; run python3"):
-        measure_interleaved("decode", [foreign], [{}], METRICS, repeats=1, command="")
+        measure_interleaved("decode", [foreign], [{}], METRICS, repeats=1)
 
 
 def test_a_foreign_contender_uses_the_contenders_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

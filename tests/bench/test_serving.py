@@ -9,7 +9,7 @@ from typing import Any
 import mlx_lm
 import pytest
 
-from bench import http, overlap, save, swap
+from bench import save, serve, swap
 from bench.contenders import (
     clotho_save,
     clotho_serve,
@@ -20,19 +20,13 @@ from bench.contenders import (
 from bench.contenders.http_clients import Load, first_token_seconds, throughput
 from bench.contenders.http_model import write_adapter, write_model
 from bench.contenders.shapes import EMBEDDED
-from bench.measurement import read, write
-from bench.runs import Record
+from bench.studies import overlap
 from clotho.models.adapters import adapter_targets, read_adapter
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.server import AdaptersSection
 from tests.bench.fake_server import fake_server
 
 ONE_REQUEST = Load(clients=3, tokens=8, answers=1)
-
-
-def record(*lines: dict[str, Any]) -> Record:
-    """A run with the given metrics."""
-    return Record([{"time/update": 1.0, **line} for line in lines], [], {}, launched=0.0)
 
 
 def test_every_client_gets_a_response_to_a_different_request() -> None:
@@ -108,38 +102,17 @@ def test_decode_steps_are_measured_while_checkpoints_are_saved(monkeypatch: pyte
         assert metrics["median_delay_seconds"] <= metrics["longest_delay_seconds"]
 
 
-def test_runs_report_median_and_longest_swap() -> None:
-    """One value per run; updates without a swap do not count."""
-    swaps = swap.swap_seconds(record(*({"time/weight_swap": seconds} for seconds in (None, 1.0, 3.0))))
-    assert swaps == [1.0, 3.0]
-    median, longest = swap.of_runs([swaps, [2.0]])
-    assert (median.values, longest.values) == ([2.0, 2.0], [3.0, 2.0])
-
-
-def test_decode_rates_come_from_the_last_update() -> None:
-    """A run that never decoded during an update is an error."""
-    last = {"decode_tokens_per_second/idle": 4_000.0, "decode_tokens_per_second/learning": 3_000.0}
-    found = overlap.rates(
-        record({"decode_tokens_per_second/idle": None, "decode_tokens_per_second/learning": None}, last)
-    )
-    assert found == {"idle": 4_000.0, "learning": 3_000.0, "kept": 0.75}
-    with pytest.raises(ValueError, match="a decode rate is missing"):
-        overlap.rates(record({"decode_tokens_per_second/idle": 4_000.0, "decode_tokens_per_second/learning": None}))
-
-
-def test_results_of_runs_are_written_and_formatted(tmp_path: Path) -> None:
-    """In the same format as all measurements."""
-    results = [*overlap.of_runs(0.7, [{"idle": 4.0, "learning": 3.0, "kept": 0.75}])]
-    write(tmp_path / "overlap.jsonl", results)
-    assert read(tmp_path / "overlap.jsonl") == results
-    assert "| embedded, a run of local-m3 | 0.7 |" in overlap.table(results)
-
-
 def test_every_description_has_its_command() -> None:
     """The command has the name of the module."""
-    for question in (http, overlap, save, swap):
-        assert f"python -m bench {question.NAME}" == question.COMMAND
-        assert question.COMMAND in (question.__doc__ or "")
+    for question in (overlap, save, serve, swap):
+        assert f"python -m bench {question.NAME}" in (question.__doc__ or "")
+
+
+def test_first_tokens_have_a_table_only_without_an_adapter() -> None:
+    """With an adapter no response is streamed."""
+    table = serve.table(serve.read())
+    assert table.count("**tokens per second") == 2
+    assert table.count("**first token seconds") == 1
 
 
 def test_the_adapter_of_the_benchmark_fits_its_model(tmp_path: Path) -> None:

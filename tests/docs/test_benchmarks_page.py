@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import module_of
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmark-tables.md"
 DECODE = "On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal."
 LAYERS = "On Linux, norms, gates, attention and LoRA are those of attachments/cpu; nothing here was measured on Metal."
 SENTENCES = {
     "decode": DECODE,
     "first_token": DECODE,
-    "http": DECODE,
     "serve": DECODE,
     "visitors": DECODE,
     "overlap": DECODE,
-    "startup_training": DECODE,
-    "time_to_accuracy": DECODE,
+    "peers": DECODE,
     "real": DECODE,
     "gym": DECODE,
     "update": LAYERS,
@@ -37,7 +37,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize("name", [*SENTENCES, *ELSEWHERE])
 def test_the_first_sentence_of_a_description_names_the_cpu_backend(name: str) -> None:
     """A reader of `--help` must not take the numbers for those of a Mac."""
-    description = import_module(f"bench.{name}").__doc__ or ""
+    description = import_module(module_of(name)).__doc__ or ""
     assert description.startswith((SENTENCES | ELSEWHERE)[name])
 
 

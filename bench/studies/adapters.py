@@ -14,23 +14,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from bench import measurement
-from bench.benchmark import Benchmark, run_benchmark
+from bench.benchmark import Benchmark
 from bench.charts import draw_bars
 from bench.contenders.clotho_adapters import BATCH
-from bench.contenders.process import Contender, Metric, measure_interleaved
-from bench.measurement import Measurement, ratios, results_path
+from bench.contenders.process import Contender, measure_interleaved
+from bench.measurement import Case, Measurement, Metric, ratios
 from bench.tables import closing, markdown, side_by_side
 
 NAME = "adapters"
-COMMAND = f"python -m bench {NAME}"
-RESULTS = results_path(NAME)
-read = partial(measurement.read, RESULTS)
 RATE = Metric(name="tokens_per_second", unit="tokens/s", better="higher")
 KINDS = {
     "base": "0",
@@ -47,8 +42,6 @@ PAIRS = (
 )
 """Numerator, denominator, and the target of the ratio."""
 
-Case = dict[str, str | int | float]
-
 
 def case(model: str) -> Case:
     """One case."""
@@ -62,9 +55,7 @@ def measure(models: Sequence[str], repeats: int, *, kernels: bool = True) -> lis
         Contender(name=name, module="bench.contenders.clotho_adapters", environment={BATCH: kind, **environment})
         for name, kind in KINDS.items()
     ]
-    found = measure_interleaved(
-        NAME, contenders, [case(model) for model in models], [RATE], repeats=repeats, command=COMMAND
-    )
+    found = measure_interleaved(NAME, contenders, [case(model) for model in models], [RATE], repeats=repeats)
     path = "NumPy" if kernels else "mlx"
     return [replace(one, case={**one.case, "path": path}) for one in found]
 
@@ -97,12 +88,11 @@ def draw(results: Sequence[Measurement], target: Path) -> None:
 
 
 BENCHMARK = Benchmark(
-    command=COMMAND,
+    name=NAME,
     about=__doc__,
     repeats=5,
     quick="measure the smaller model in NumPy, three repeats",
-    results=RESULTS,
     measure=measure_all,
     table=table,
 )
-main = partial(run_benchmark, BENCHMARK)
+read, main = BENCHMARK.read, BENCHMARK.main

@@ -1,4 +1,4 @@
-"""`startup_training`: the shared task, the clocks, and tables of the results."""
+"""The tasks of whole training runs for all trainers, and their clocks."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from bench import startup_training
-from bench.contenders import addition_task, clotho_train, long_tail, training_task
 from bench.contenders import arithmetic_task as task
+from bench.contenders import clotho_train, long_tail, tasks, training_task
 from bench.contenders.arithmetic_task import ARITHMETIC
-from bench.contenders.clotho_train import PROFILES
 from bench.contenders.deferred_evaluation import EVALUATED, UPDATED
 from bench.contenders.shapes import REAL_DIRECTORY
 from bench.contenders.training_task import TrainingClock, TrainingEnded, slowed
-from bench.measurement import Measurement
 from bench.runs import Record
 from clotho.rewards import choice_correctness, math_eval, tag_format
 from clotho.settings.model import Lora
 from protocols.prompt import Problem
 from protocols.sampling import Completion, SampleRequest, Sampling
-from tests.bench.made_measurements import measurement
 from training_run.profile.load import load_profile
 
 ANSWERS = ("67", " 67 ", "+67", "067", "6 7", "-67", "B", "b", "(B)", "B)", "B.", "C", "A or B", "", "the cat")
@@ -82,7 +77,7 @@ def test_other_trainers_use_the_same_rule_for_sums() -> None:
     """The rule is duplicated because the contenders lack the dependencies of ours."""
     problem = Problem(prompt="47 + 85 =", answer="132", type="")
     ours = {text: math_eval.reward(problem, text, answer_in="last_number") for text in ADDITION_TEXTS}
-    assert {text: addition_task.is_correct(text, "132") for text in ADDITION_TEXTS} == ours
+    assert {text: tasks.is_right_sum(text, "132") for text in ADDITION_TEXTS} == ours
     assert set(ours.values()) == {0.0, 1.0}
 
 
@@ -91,7 +86,7 @@ def test_the_addition_task_of_other_trainers_equals_the_profile(
 ) -> None:
     """Adapter, token limit, system message, problems and rewards."""
     monkeypatch.setenv(REAL_DIRECTORY, str(tmp_path))
-    found, profile = addition_task.addition(), load_profile("smollm2")
+    found, profile = tasks.addition(), load_profile("smollm2")
     assert isinstance(profile.policy.method, Lora)
     assert (found.rank, found.scale) == (profile.policy.method.rank, profile.policy.method.effective_scale)
     assert (found.max_tokens, found.system) == (profile.sampling.max_tokens, profile.data.system)
@@ -231,29 +226,6 @@ def test_seconds_cover_all_updates_if_none_reaches_the_target() -> None:
     assert clotho_train.summarise(recorded({}), None) == {"seconds": 3.0, "updates": 3.0}
 
 
-@pytest.mark.parametrize(
-    "case", [startup_training.UNTIL, startup_training.EQUAL, startup_training.LONG], ids=lambda case: case["task"]
-)
-def test_every_case_has_a_valid_profile_and_flags(case: dict[str, Any]) -> None:
-    """Runs are asynchronous by default."""
-    words = clotho_train.arguments(case, 0, [])
-    assert words[:2] == ["--profile", str(PROFILES / f"{case['profile']}.toml")]
-    profile = load_profile(words[1], {})
-    assert profile.asynchronous
-    assert {section.name for section in profile.actors} == {
-        "measured afterwards" if case["profile"] == "arithmetic" else "long tail"
-    }
-
-
-def test_long_tailed_lengths_have_the_median_and_mean_of_the_policy() -> None:
-    """The 99th percentile is eleven times the median."""
-    options = load_profile(str(PROFILES / "long-tail.toml"), {}).actors[0].options
-    lengths = [long_tail.length(seed, longest=512, **options) for seed in range(4000)]
-    assert np.median(lengths) == pytest.approx(8, abs=0.5)
-    assert np.mean(lengths) == pytest.approx(13.7, abs=1)
-    assert np.percentile(lengths, 99) > 75
-
-
 class ImmediateSampler:
     """Completes every request at once, in reverse order."""
 
@@ -291,69 +263,3 @@ def _completion(tokens: int) -> Completion:
     return Completion(
         tokens=(7,) * tokens, logprobs=(0.0,) * tokens, versions=(0,) * tokens, text="", finish_reason="length"
     )
-
-
-def test_a_long_tailed_group_is_reassembled() -> None:
-    """Completions are in the order of their seeds, with the lengths of their seeds."""
-
-    async def ask() -> dict[int, list[Completion]]:
-        sampler = long_tail.LongTailedSampler(ImmediateSampler(), median=8.0, sigma=1.04)  # type: ignore[arg-type]  # a fake
-        return {position: found async for position, found in sampler.groups(requests) if isinstance(found, list)}
-
-    requests = [
-        SampleRequest(prompt=(1,), sampling=Sampling(max_tokens=512), seeds=seeds) for seeds in ((5, 6, 7), (8, 9))
-    ]
-    found = asyncio.run(ask())
-    for position, request in enumerate(requests):
-        wanted = [long_tail.length(seed, median=8.0, sigma=1.04, longest=512) for seed in request.seeds]
-        assert [len(one.tokens) for one in found[position]] == wanted
-
-
-def measured(contender: str, seconds: list[float], task: str) -> list[Measurement]:
-    """Seconds of one contender."""
-    return [measurement(seconds, contender=contender, metric="seconds", unit="s", better="lower", task=task)]
-
-
-def test_the_table_has_a_row_per_contender_and_ratios() -> None:
-    """Ratios are taken seed by seed."""
-    results = [*measured("clotho", [1.0, 2.0], "until 0.9"), *measured("trl", [4.0, 4.0], "until 0.9")]
-    lines = startup_training.table(results).splitlines()
-    assert lines[0] == "| until 0.9 | seconds | seconds, clotho / this |"
-    assert lines[3] == "| trl | 4 s (4 to 4) | 0.375 (0.250 to 0.500) |"
-
-
-def test_the_chart_is_drawn_from_the_results(tmp_path: Path) -> None:
-    """One group of bars per task."""
-    pytest.importorskip("matplotlib")
-    results = [*measured("clotho", [1.0], "until 0.9"), *measured("clotho", [2.0], "long tail")]
-    startup_training.draw(results, tmp_path / "startup_training.svg")
-    assert "long tail" in (tmp_path / "startup_training.svg").read_text(encoding="utf-8")
-
-
-def test_quick_mode_measures_only_clotho(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The contenders need not be installed."""
-    asked: list[str] = []
-
-    def made_up(question: str, contenders: Sequence[Any], cases: Sequence[Any], *rest: Any, **how: Any) -> Any:
-        asked.extend(f"{who.name} {who.foreign}" for who in contenders)
-        return measured("clotho", [1.0], cases[0]["task"])
-
-    monkeypatch.setattr(startup_training, "measure_interleaved", made_up)
-    assert startup_training.main(["--quick", "--out", str(tmp_path / "out.jsonl")]) == 0
-    assert set(asked) == {"clotho False", "clotho, synchronous False"}
-    assert len(startup_training.read(tmp_path / "out.jsonl")) == 2
-
-
-def test_every_run_has_its_own_process_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed is not part of the case."""
-    asked: list[int] = []
-
-    def made_up(question: str, contenders: Any, cases: Sequence[Any], *rest: Any, repeats: int, **how: Any) -> Any:
-        asked.append(cases[0]["seed"])
-        return measured("clotho", [float(asked[-1])] * repeats, cases[0]["task"])
-
-    monkeypatch.setattr(startup_training, "measure_interleaved", made_up)
-    found = [one for one in startup_training.measure(repeats=3, quick=False) if one.case["task"] == "long tail"]
-    assert [one.values for one in found] == [[0.0, 1.0, 2.0]]
-    assert asked == [0, 1, 2] * 3
-    assert "seed" not in found[0].case

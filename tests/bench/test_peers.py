@@ -1,4 +1,4 @@
-"""`time_to_accuracy`: runs that continue, pairs of equal seeds, and profiles of the tasks."""
+"""`peers`: runs that continue, pairs of equal seeds, and profiles of the tasks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bench import search, time_to_accuracy
+from bench import peers
 from bench.contenders import clotho_train
 from bench.contenders.process import Contender
 from bench.contenders.tasks import TASKS, learning, task_of
 from bench.fingerprint import ROOT
 from bench.measurement import read
-from bench.time_to_accuracy import CLOTHO, QUICK, merged
+from bench.peers import CLOTHO, QUICK, merged
+from bench.studies import search
 from clotho.settings.model import Lora
 from tests.bench.made_measurements import measurement
 from training_run.profile.load import load_profile
@@ -49,15 +50,14 @@ class MadeRuns:
 def made(monkeypatch: pytest.MonkeyPatch) -> MadeRuns:
     """Made-up runs, with settings for every contender."""
     runs = MadeRuns()
-    monkeypatch.setattr(time_to_accuracy, "measure_interleaved", runs)
-    monkeypatch.setattr(search, "best_settings", lambda task, name: dict(SETTINGS))
-    monkeypatch.setattr(time_to_accuracy, "own_sources", lambda: "now")
+    monkeypatch.setattr(peers, "measure_interleaved", runs)
+    monkeypatch.setattr(search, "best_settings", lambda name: dict(SETTINGS))
     return runs
 
 
 def run(out: Path, *words: str) -> int:
     """Run the plain task."""
-    return time_to_accuracy.main(["--only", "until 0.7", "--out", str(out), *words])
+    return peers.main(["--only", "until 0.7", "--out", str(out), *words])
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "learn", "learn-long-tail", "learn-slow-rewards"])
@@ -71,7 +71,7 @@ def test_every_measured_accuracy_of_clotho_is_of_all_held_out_problems(name: str
 def test_every_run_has_the_searched_settings_of_its_contender(made: MadeRuns, tmp_path: Path) -> None:
     """Seed by seed, so that contenders alternate; every line has the settings and the seed."""
     assert run(tmp_path / "out.jsonl", "--repeats", "2") == 0
-    names = [runner.contender.name for runner in time_to_accuracy.ALL]
+    names = [runner.contender.name for runner in peers.TASKS["until 0.7"].runners]
     assert [(name, case["seed"]) for name, case in made.cases] == [(name, seed) for seed in (0, 1) for name in names]
     assert {case["learning_rate"] for _, case in made.cases} == {2e-3}
     assert [name for name, case in made.cases if case.get("asynchronous") == "true"] == ["clotho, asynchronous"] * 2
@@ -85,15 +85,14 @@ def test_every_run_has_the_searched_settings_of_its_contender(made: MadeRuns, tm
 def test_runs_in_the_results_file_are_not_repeated(
     made: MadeRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless the sources or the settings have changed."""
+    """Unless the settings have changed, or all are to be repeated."""
     out = tmp_path / "out.jsonl"
     run(out, "--repeats", "1")
     run(out, "--repeats", "2")
     assert len(made.cases) == 8
-    monkeypatch.setattr(search, "best_settings", lambda task, name: {"learning_rate": 1e-3})
+    monkeypatch.setattr(search, "best_settings", lambda name: {"learning_rate": 1e-3})
     run(out, "--repeats", "1", "--contenders", "clotho")
-    monkeypatch.setattr(time_to_accuracy, "own_sources", lambda: "later")
-    run(out, "--repeats", "1", "--contenders", "clotho")
+    run(out, "--repeats", "1", "--contenders", "clotho", "--again")
     assert [name for name, _ in made.cases[8:]] == ["clotho", "clotho"]
 
 
@@ -102,14 +101,14 @@ def test_only_seeds_of_all_contenders_are_compared(made: MadeRuns, tmp_path: Pat
     out = tmp_path / "out.jsonl"
     run(out, "--repeats", "1", "--contenders", "trl")
     run(out, "--repeats", "2", "--contenders", "clotho")
-    found = {(one.contender, one.metric): one for one in time_to_accuracy.read(out)}
+    found = {(one.contender, one.metric): one for one in peers.read(out)}
     assert {one.values[0] for (_, metric), one in found.items() if metric == "seconds"} == {1.0, 10.0}
     assert all(len(one.values) == 1 and "seed" not in one.case for one in found.values())
-    assert "0.100" in time_to_accuracy.table(list(found.values()))
+    assert "0.100" in peers.table(list(found.values()))
 
 
 def test_a_newer_run_of_the_same_seed_counts() -> None:
-    """After a change of the sources."""
+    """It was repeated for a reason."""
     one = measurement([1.0], metric="seconds", unit="s", task="until 0.7", seed=0)
     assert [found.values for found in merged([one, replace(one, values=[3.0])])] == [[3.0]]
 
@@ -127,7 +126,7 @@ def test_slow_rewards_are_measured_over_a_number_of_updates(
 ) -> None:
     """There is no target, so none is missed."""
     words = ["--only", "slow rewards", "--out", str(tmp_path / "out.jsonl"), "--repeats", "3"]
-    assert time_to_accuracy.main(words) == 0
+    assert peers.main(words) == 0
     assert {case["updates"] for _, case in made.cases} == {10}
     assert not any("target" in case for _, case in made.cases)
     assert "did not reach" not in capsys.readouterr().out
@@ -137,35 +136,36 @@ def test_without_a_search_the_command_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is measured."""
-    monkeypatch.setattr(search, "best_settings", lambda task, name: None)
+    monkeypatch.setattr(search, "best_settings", lambda name: None)
     assert run(tmp_path / "out.jsonl") == 2
-    assert "python -m bench search --task learn --of clotho" in capsys.readouterr().err
+    assert "python -m bench search --of clotho" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_quick_mode_measures_only_clotho(monkeypatch: pytest.MonkeyPatch, made: MadeRuns, tmp_path: Path) -> None:
     """Two small updates of every task, without searched settings; nothing is stored."""
-    monkeypatch.setattr(search, "best_settings", lambda task, name: None)
-    assert time_to_accuracy.main(["--quick", "--out", str(tmp_path / "out.jsonl")]) == 0
-    assert {name for name, _ in made.cases} == {"clotho", "clotho, asynchronous"}
-    assert {case["task"] for _, case in made.cases} == {*time_to_accuracy.TASKS}
+    monkeypatch.setattr(search, "best_settings", lambda name: None)
+    assert peers.main(["--quick", "--out", str(tmp_path / "out.jsonl")]) == 0
+    assert {name for name, _ in made.cases} == {"clotho", "clotho, asynchronous", "clotho, synchronous"}
+    assert {case["task"] for _, case in made.cases} == {*peers.TASKS}
     assert all(QUICK.items() <= case.items() for _, case in made.cases)
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize("task", time_to_accuracy.TASKS)
-def test_every_task_has_a_profile_with_the_target_of_the_benchmark(task: str) -> None:
+@pytest.mark.parametrize("task", peers.TASKS)
+def test_every_task_has_a_valid_profile_and_the_target_of_the_benchmark(task: str) -> None:
     """And the interval of evaluations that the other trainers have."""
-    words = clotho_train.arguments(search.LEARNING | time_to_accuracy.TASKS[task].changes, 0, [])
-    profile = load_profile(words[1], {})
+    case = peers.TASKS[task].case
+    profile = load_profile(clotho_train.arguments(case, 0, [])[1], {})
     (options,) = (actor.options for actor in profile.actors if actor.at == "evaluator")
-    assert options == {"target": time_to_accuracy.TARGET, "interval": search.LEARNING["evaluate_every"]}
+    if "evaluate_every" in case:
+        assert options == {"target": search.TARGET, "interval": case["evaluate_every"]}
 
 
-@pytest.mark.parametrize("runner", time_to_accuracy.ALL, ids=lambda runner: runner.contender.name)
-def test_slow_rewards_are_slow_for_every_contender(runner: time_to_accuracy.Runner) -> None:
+@pytest.mark.parametrize("runner", peers.TASKS["slow rewards"].runners, ids=lambda runner: runner.contender.name)
+def test_slow_rewards_are_slow_for_every_contender(runner: peers.Runner) -> None:
     """Clotho has a reward function more, without weight; the others wait in a reward function of their own."""
-    own = time_to_accuracy.TASKS["slow rewards"].changes
+    own = peers.TASKS["slow rewards"].case
     if runner.searched == CLOTHO.searched:
         slow, plain = (
             load_profile(clotho_train.arguments({"profile": name}, 0, [])[1]) for name in (own["profile"], "learn")
@@ -188,7 +188,7 @@ def test_the_learning_task_of_other_trainers_equals_the_profile() -> None:
     assert [str(found.problems / name) for name in ("train.jsonl", "heldout.jsonl")] == [
         str(Path(path).resolve()) for path in (profile.data.train, profile.data.heldout)
     ]
-    start = search.TASKS["learn"].subjects["trl"].starts[0]
+    start = search.SUBJECTS["trl"].start
     assert start["learning_rate"] == profile.learner.optimizer.learning_rate
     assert (start["batch_size"], start["group_size"]) == (profile.learner.batch_size, profile.sampling.group_size)
 
@@ -206,3 +206,21 @@ def test_the_learning_task_has_whole_numbers_as_answers() -> None:
     task = learning()
     asked = [*task.training(), *task.held_out()]
     assert task.accuracy([f"<answer>{one.answer}</answer>" for one in asked], asked) == 1.0
+
+
+def test_the_table_has_a_row_per_contender_and_ratios() -> None:
+    """Ratios are taken seed by seed."""
+    results = [
+        measurement(seconds, contender=who, metric="seconds", unit="s", better="lower", task="until 0.7")
+        for who, seconds in (("clotho", [1.0, 2.0]), ("trl", [4.0, 4.0]))
+    ]
+    lines = peers.table(results).splitlines()
+    assert lines[0] == "| until 0.7 | seconds | seconds, clotho / this | from_command, clotho / this |"
+    assert lines[3] == "| trl | 4 s (4 to 4) | 0.375 (0.250 to 0.500) |  |"
+
+
+def test_the_chart_is_drawn_from_the_results(tmp_path: Path) -> None:
+    """One group of bars per task."""
+    pytest.importorskip("matplotlib")
+    peers.draw(peers.read(), tmp_path / "peers.svg")
+    assert all(task in (tmp_path / "peers.svg").read_text(encoding="utf-8") for task in peers.TASKS)

@@ -14,15 +14,13 @@ from __future__ import annotations
 import asyncio
 import math
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
-from functools import partial
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +34,11 @@ from attachments.remote.mlx_server import MlxServer
 from attachments.remote.sampler import RemoteSampler
 from attachments.remote.server import RemoteFailure, RemoteServer
 from attachments.remote.weights import Delivery, OverHttp, SharedDirectory, Weights
-from bench import measurement
-from bench.benchmark import Benchmark, run_benchmark
+from bench.benchmark import Benchmark
+from bench.contenders.http_server_load import free_port
 from bench.fingerprint import ROOT
 from bench.fingerprint import fingerprint as machine
-from bench.measurement import Measurement, results_path
+from bench.measurement import Measurement, Metric, measured
 from bench.tables import closing as conditions
 from bench.tables import markdown
 from clotho.lanes.compute_thread import Compute, finish
@@ -56,9 +54,7 @@ from training_run.supervision.latest import Latest
 from training_run.supervision.queues import Queue
 
 NAME = "remote"
-COMMAND = f"python -m bench {NAME}"
-RESULTS = results_path(NAME)
-OURS, METRIC = "clotho", "latency_seconds"
+OURS, METRIC = "clotho", Metric(name="latency_seconds", unit="seconds", better="lower")
 MODEL = ROOT / "profiles" / "embedded"
 METHOD = Lora(rank=16, scale=2.0)
 PROMPT = tuple(range(40, 72))
@@ -104,13 +100,6 @@ def trainer() -> Iterator[Trainer]:
         yield compute.learner.submit(load).result()
     finally:
         compute.stop()
-
-
-def free_port() -> int:
-    """Return a free port of the loopback address."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def start(port: int, shared: Path) -> subprocess.Popen[bytes]:
@@ -269,26 +258,9 @@ def measure(repeats: int) -> list[Measurement]:
     """Measure every way."""
     here = machine()
     return [
-        Measurement(
-            question=NAME,
-            case={"way": way, "rows": rows},
-            contender=OURS,
-            metric=METRIC,
-            unit="seconds",
-            better="lower",
-            values=values,
-            semantics=SEMANTICS,
-            versions={"mlx": here.machine.mlx_version},
-            command=COMMAND,
-            fingerprint=here,
-        )
+        measured(NAME, {"way": way, "rows": rows}, OURS, METRIC, values, here, semantics=SEMANTICS)
         for way, rows, values in asyncio.run(latencies(repeats))
     ]
-
-
-def read(path: Path = RESULTS) -> Sequence[Measurement]:
-    """Read all results; an empty list if the file does not exist."""
-    return measurement.read(path)
 
 
 def table(results: Sequence[Measurement]) -> str:
@@ -308,12 +280,11 @@ def _time(seconds: float) -> str:
 
 
 BENCHMARK = Benchmark(
-    command=COMMAND,
+    name=NAME,
     about=__doc__,
     repeats=100,
     quick="five pushes",
-    results=RESULTS,
     measure=lambda repeats, quick: measure(5 if quick else repeats),
     table=table,
 )
-main = partial(run_benchmark, BENCHMARK)
+read, main = BENCHMARK.read, BENCHMARK.main

@@ -1,0 +1,1 @@
+"""Studies: training runs of several arms and seeds, recorded one by one, on one runner (`bench.studies.runner`)."""
