@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from clotho.lanes.sampling_client import GroupSampler
     from clotho.models.tokenizer import ChatTokenizer
     from clotho.serving.services import SampleRecorder
+    from clotho.settings.server import HttpServer
     from clotho.training.gradient import OtherRanks
     from protocols.batches import GroupSupply
     from protocols.finding import Finding
@@ -163,6 +164,10 @@ class Attachment:
         """Return names of children that the attachment starts, which no custom actor may have."""
         return ()
 
+    def replaces_weights(self, server: HttpServer) -> bool:
+        """Whether clients of `serve` replace the weights of its model. Raises ProfileError for a contradiction."""
+        return False
+
     def may_differ(self, key: str, old: Profile, new: Profile) -> bool:
         """Whether a resumed run may have another value of a key: by default, if it is in `may_change`."""
         return any(key == allowed or key.startswith(f"{allowed}.") for allowed in self.may_change)
@@ -265,3 +270,8 @@ async def prepare_attachments(plan: Plan) -> list[Attach]:
     """Prepare the attachments of a run. Returns what completes it, in order."""
     prepared = [await attachment.prepare(plan) for attachment in installed_attachments()]
     return [attach for attach in prepared if attach is not None]
+
+
+def weights_are_replaced(server: HttpServer) -> bool:
+    """Whether clients of `serve` replace the weights of its model. Raises ProfileError for a contradiction."""
+    return any(attachment.replaces_weights(server) for attachment in installed_attachments())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attachments.dialects.sections import ALLOW_PAUSE
 from clotho.extension import Extension
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class Dialects(Extension):
             from attachments.dialects.control import EngineControl
             from attachments.dialects.routes_control import ControlHandlers
 
-            control = EngineControl(access, may_pause=parts.offered.settings.allow_pause)
+            control = EngineControl(access, may_pause=access.may_pause or ALLOW_PAUSE.of(parts.offered.settings))
             parts.pauses.append(control.why_paused)
             parts.endpoints += ControlHandlers(control, parts.bodies).endpoints()
 

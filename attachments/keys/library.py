@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attachments.keys.sections import API_KEYS_FILE
 from clotho.extension import Extension
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class Keys(Extension):
         from attachments.keys.api_keys import read_api_keys
         from attachments.keys.quotas import limited
 
-        return [limited(key) for key in read_api_keys(settings.api_keys_file)]
+        return [limited(key) for key in read_api_keys(API_KEYS_FILE.of(settings))]
 
 
 EXTENSION = Keys()

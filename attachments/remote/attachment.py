@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from attachments.remote.sections import GENERATOR, RemoteGeneration, RestartedServers
+from attachments.remote.sections import ACCEPT_WEIGHTS, GENERATOR, WEIGHTS_ROOT, RemoteGeneration, RestartedServers
+from protocols.errors import ProfileError
 from protocols.sampling import PARAMETERS, in_use
 from training_run.attachment import Attach, Attachment, Plan
 from training_run.profile.rules import Complaint, Rule
 
 if TYPE_CHECKING:
+    from clotho.settings.server import HttpServer
     from training_run.profile.schema import Profile
     from training_run.run import RunContext
 
@@ -32,6 +34,21 @@ class Remote(Attachment):
             "generator.weights.type",
         ),
     )
+
+    contradictions = (
+        Rule(
+            "server.accept_weights server.weights_root",
+            lambda v, x: bool(x),
+            "belongs to the command serve: a training run serves its own weights",
+        ),
+    )
+
+    def replaces_weights(self, server: HttpServer) -> bool:
+        """Whether another process sends weights. Raises ProfileError for a directory of weights without that."""
+        accepts = ACCEPT_WEIGHTS.of(server)
+        if WEIGHTS_ROOT.of(server) and not accepts:
+            raise ProfileError("--server.weights-root has no effect without --server.accept-weights true")
+        return accepts
 
     def complaints(self, profile: Profile) -> Iterator[Complaint]:
         """Servers of `generator.weights = "restart"` know the log-probabilities of the model's distribution only."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attachments.remote.sections import WEIGHTS_ROOT
 from clotho.extension import Extension
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Remote(Extension):
         if replaceable is not None:
             from attachments.remote.policy_receiver import SwappingReceiver
 
-            receiver = SwappingReceiver(replaceable, root=parts.offered.settings.weights_root)
+            receiver = SwappingReceiver(replaceable, root=WEIGHTS_ROOT.of(parts.offered.settings))
         parts.endpoints += PolicyRoutes(parts, receiver, parts.bodies.seconds).endpoints()
 
 

@@ -52,4 +52,19 @@ GENERATOR = Setting[LocalGeneration | RemoteGeneration](
     path="generator", kind=GeneratorSection, default=LocalGeneration(), attachment="remote", after="engine"
 )
 
-SETTINGS = (GENERATOR,)
+ACCEPT_WEIGHTS = Setting[bool](
+    path="server.accept_weights",
+    kind=Annotated[bool, about("Serve the weights that the training run of another process sends.")],
+    default=False,
+    attachment="remote",
+    after="shutdown_seconds",
+)
+WEIGHTS_ROOT = Setting[str](
+    path="server.weights_root",
+    kind=Annotated[str, about("Directory of weights that a training run shares by path; empty: none.")],
+    default="",
+    attachment="remote",
+    after="accept_weights",
+)
+
+SETTINGS = (GENERATOR, ACCEPT_WEIGHTS, WEIGHTS_ROOT)

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from attachments.tools.reasoning import END_THINK, PROMPT_TAIL, MessageParts, reasoning_variables
+from attachments.tools.sections import REASONING_PARSER, TOOL_PARSER
 from attachments.tools.structured_outputs import requested_grammar
 from attachments.tools.tool_calls import NO_TOOLS, ToolUse, message_fields
 from attachments.tools.tool_grammars import use_tools
@@ -32,7 +33,7 @@ class ToolChat(ChatExtension):
                 fields.tool_choice,
                 parallel=fields.parallel_tool_calls is not False,
                 template=context.tokenizer.chat_template,
-                setting=context.settings.tool_parser,
+                setting=TOOL_PARSER.of(context.settings),
                 encode=lambda mark: encode_plain(mark, "tools", context),
                 output=fields.response_format,
             )
@@ -63,7 +64,7 @@ def _with_parts(
     tools: ToolUse, context: ServerContext, separate: bool | None, request: ValidatedRequest
 ) -> ValidatedRequest:
     """Add the parser of reasoning and tool calls to a request, and permit reasoning before a constrained content."""
-    reasons = context.settings.reasoning_parser != "off" and END_THINK in context.tokenizer.chat_template
+    reasons = REASONING_PARSER.of(context.settings) != "off" and END_THINK in context.tokenizer.chat_template
     if not reasons and tools.format is None:
         return request
     tail = [context.tokenizer.token_text(token) for token in request.prompts[0][-PROMPT_TAIL:]]

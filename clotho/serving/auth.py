@@ -21,7 +21,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from clotho import extension
 from clotho.serving.errors import ApiError
 from clotho.settings.server import HttpServer
-from protocols.errors import ProfileError
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 OPEN_ROUTES = frozenset({"/health", "/"})
@@ -103,10 +102,7 @@ def key_digest(secret: bytes) -> bytes:
 
 def client_keys(settings: HttpServer) -> tuple[ClientKey, ...]:
     """Return the API keys of a server, without those of `server.api_key`. Raises ProfileError if one is not valid."""
-    found = [key for one in extension.extensions() for key in one.client_keys(settings)]
-    if settings.api_keys_file and not found:
-        raise ProfileError(f"server.api_keys_file: {extension.needs('keys')}")
-    return tuple(found)
+    return tuple(key for one in extension.extensions() for key in one.client_keys(settings))
 
 
 class Client(Struct, frozen=True, kw_only=True):

@@ -127,10 +127,14 @@ class ServedEngine(Protocol):
 
 
 class EngineAccess(Struct, frozen=True, kw_only=True, eq=False):
-    """The decode engine, for attachments that control it. submit: runs a call in the decode thread."""
+    """The decode engine, for attachments that control it.
+
+    submit: runs a call in the decode thread. may_pause: clients may pause the engine, whatever the settings are.
+    """
 
     submit: Submit
     engine: ServedEngine
+    may_pause: bool = False
 
 
 class HealthReport(Struct, frozen=True, kw_only=True):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Struct
 
 from clotho.settings.bounds import NonNegativeFloat, Off, Positive, PositiveFloat, Variant, about
-
-ToolParser = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral"]
-
-
-ReasoningParser = Literal["auto", "off"]
 
 
 class AdaptersSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,7 +24,6 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     host: Annotated[str, about("Address that the HTTP server binds.")] = "127.0.0.1"
     port: Annotated[int, about("Port of the HTTP server; 0 takes any free port.", ge=0, le=65535)] = 8000
     api_key: Annotated[str, about("API key of clients; required unless the host is a loopback address.")] = ""
-    api_keys_file: Annotated[str, about("TOML file of API keys with names and limits; empty: none.")] = ""
     model_name: Annotated[str, about("Name of the policy in /v1/models.")] = "policy"
     max_queue_seconds: Annotated[NonNegativeFloat, about("Time until a request is admitted; 0: no limit.")] = 1200.0
     max_answer_seconds: Annotated[
@@ -42,14 +36,7 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     send_seconds: Annotated[PositiveFloat, about("Time after which a client that does not read is cut off.")] = 30.0
     adapters: AdaptersSection = AdaptersSection()
     shutdown_seconds: Annotated[PositiveFloat, about("Time in which running requests may finish at the end.")] = 10.0
-    accept_weights: Annotated[bool, about("Serve the weights that the training run of another process sends.")] = False
-    weights_root: Annotated[str, about("Directory of weights that a training run shares by path; empty: none.")] = ""
     dashboard: Annotated[bool, about("Show the run to browsers, on the page at / of the server.")] = True
-    allow_pause: Annotated[bool, about("Clients may pause the decode engine, and with it the rollouts.")] = False
-    tool_parser: Annotated[ToolParser, about("Format of tool calls; auto: from the chat template.")] = "auto"
-    reasoning_parser: Annotated[
-        ReasoningParser, about("Separation of <think> blocks from the content of a message: auto or off.")
-    ] = "auto"
 
 
 ServerSection = Annotated[Off | HttpServer, about("OpenAI-compatible HTTP server of the run.")]

@@ -21,8 +21,12 @@ from clotho.settings.server import HttpServer
 from protocols.sampling import PromptLogprobs, Sampling
 from protocols.step import WeightsReady
 from tests.fakes import CharacterTokenizer, FakeEngine
+from training_run.profile.mounted import with_attachments
 
 CONTEXT = 512
+HTTP_SERVER: Callable[..., HttpServer] = with_attachments(HttpServer, "server")
+"""The settings of a server with those of attachments."""
+
 JSON = {"content-type": "application/json"}
 
 
@@ -74,7 +78,7 @@ def server_context(served: Served, **settings: Any) -> ServerContext:
     return ServerContext(
         sampler=served.sampler,
         tokenizer=served.engine.tokenizer,
-        settings=structs.replace(HttpServer(port=0, shutdown_seconds=1.0, allow_pause=True), **settings),
+        settings=structs.replace(HTTP_SERVER(port=0, shutdown_seconds=1.0, allow_pause=True), **settings),
         sampling=Sampling(max_tokens=16),
         prompt_logprobs=served.prompt_logprobs,
         weights=lambda: served.weights,

@@ -11,8 +11,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from attachments.adapters.tests.adapter_server import serving_adapters
 from clotho.serving.errors import ATTACHMENTS
 from clotho.serving.openapi import plain_path
-from clotho.serving.server import listen
-from clotho.settings.server import AdaptersSection, HttpServer
+from clotho.settings.server import AdaptersSection
 from protocols.constraints import Grammar
 from protocols.errors import ProfileError, RequestError
 from tests.absent import without
@@ -94,13 +93,6 @@ def test_without_tools_no_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -
     tokenizer = byte_tokenizer()
     with pytest.raises(RequestError, match="guided_regex: needs the attachment 'tools'"):
         tokenizer.compile_grammar(Grammar(kind="regex", text="a", param="guided_regex"), tokenizer.vocab_size)
-
-
-def test_without_keys_a_file_of_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the address is bound: a server never runs without the keys that it was given."""
-    without(monkeypatch, "keys")
-    with pytest.raises(ProfileError, match="needs the attachment 'keys'"):
-        listen(HttpServer(port=0, api_keys_file="keys.toml"))
 
 
 async def test_without_adapters_an_adapter_of_the_operator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

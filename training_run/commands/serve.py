@@ -29,7 +29,7 @@ from clotho.serving.server import ApiServer, base_url, listen, while_loading
 from clotho.serving.services import ServedModel, ServerContext
 from clotho.weight_swap import ReplaceablePolicy
 from protocols.step import WeightsReady
-from training_run.attachment import engine_watches
+from training_run.attachment import engine_watches, weights_are_replaced
 from training_run.memory.estimate import serving_memory
 from training_run.memory.report import limit_memory
 from training_run.profile.serve_profile import ServeArguments
@@ -70,11 +70,11 @@ class Serving(Struct, frozen=True, kw_only=True, eq=False):
         profile = self.arguments.profile
         return ServerContext(
             models=lambda: (self.model,),
-            engine=state.engine_access(),
+            engine=structs.replace(state.engine_access(), may_pause=True),
             base_model=self.model.id,
             sampler=self.sampler,
             tokenizer=self.base.tokenizer,
-            settings=structs.replace(profile.server, model_name=self.model.id, allow_pause=True),
+            settings=structs.replace(profile.server, model_name=self.model.id),
             sampling=profile.sampling,
             prompt_logprobs=state.score,
             weights=self.model.weights,
@@ -187,7 +187,7 @@ def load(arguments: ServeArguments) -> tuple[BaseModel | Policy, DecodeEngine]:
     find_model(profile.model.path)
     adapters = profile.server.adapters if arguments.adapters or profile.server.adapters.root else None
     limit_memory(serving_memory(profile.model, profile.engine, profile.sampling, adapters), profile.monitor)
-    if not profile.server.accept_weights:
+    if not weights_are_replaced(profile.server):
         base = BaseModel(profile.model)
         return base, DecodeEngine(base, profile.engine, profile.server.adapters)
     policy = load_policy(profile.model, profile.policy, seed=0, keep_reference=False)

@@ -43,7 +43,6 @@ PATHS: dict[str, PathKind] = {
     "policy.adapter": "input",
     "data.train": "input",
     "data.heldout": "input",
-    "server.api_keys_file": "input",
     "run_dir": "caller",
     "checkpoint.adapter_path": "caller",
     **{key: kind for setting in SETTINGS for key, kind in setting.paths.items()},

@@ -23,6 +23,12 @@ ATTACHED = {
     "generator": "remote",
     "monitor.token_values_mb": "dashboard",
     "replay": "replay",
+    "server.accept_weights": "remote",
+    "server.allow_pause": "dialects",
+    "server.api_keys_file": "keys",
+    "server.reasoning_parser": "tools",
+    "server.tool_parser": "tools",
+    "server.weights_root": "remote",
     "trackers": "trackers",
 }
 """The attachment of each key that an attachment adds to a profile: a key of an absent one is refused by its name."""

@@ -142,10 +142,8 @@ CONTRADICTIONS = (
     Rule("rewards",
          lambda v, x: v.get("cluster.type", "off") == "off" and any(reward.where == "cluster" for reward in x),
          'with where = "cluster" need a cluster: set cluster = "ray", or remove where'),
-    Rule("server.host", lambda v, x: not (v["server.api_key"] or v["server.api_keys_file"] or is_loopback(x)),
+    Rule("server.host", lambda v, x: not (v["server.api_key"] or v.get("server.api_keys_file") or is_loopback(x)),
          '= "{}" is reachable from other machines: set server.api_keys_file or server.api_key, or bind 127.0.0.1'),
-    Rule("server.accept_weights server.weights_root", lambda v, x: bool(x),
-         "belongs to the command serve: a training run serves its own weights"),
 )
 """Settings that are refused in any case."""
 # fmt: on

@@ -17,6 +17,7 @@ from clotho.settings.layers import COMMAND_LINE, Layer
 from clotho.settings.model import ModelSection, PolicySection
 from clotho.settings.server import HttpServer
 from protocols.errors import ProfileError, did_you_mean, visible
+from training_run.attachment import weights_are_replaced
 from training_run.profile.flags import WIDTH, help_topic, key_help, parse_flags
 from training_run.profile.keys import SETTABLE, flag_of
 from training_run.profile.load import decode_tables, file_layers, flatten, located, merge, profile_path
@@ -65,7 +66,7 @@ class ServeArguments(Struct, frozen=True, kw_only=True):
 OWN = {name: key for name, key in Keys(ServeFlags).settable.items() if key.help}
 
 NOT_SERVED = frozenset({
-    "sampling.group_size", "sampling.top_logprobs", "server.type", "server.allow_pause", "server.dashboard",
+    "sampling.group_size", "sampling.top_logprobs", "server.type", "server.dashboard",
     "engine.kv_policy", "monitor.display", "monitor.rollouts", "policy.grad_checkpoint",
     "policy.adapter",
 })  # fmt: skip
@@ -118,8 +119,8 @@ def load_serving(argv: Sequence[str]) -> ServeArguments:
     if "model.path" not in merged.values:
         raise ProfileError("serve needs a model: --model DIRECTORY, FILE.gguf, package:NAME/FILE or a hub repository")
     profile = decode_tables(merged, ServingProfile)
-    needs = ("policy.", "server.weights_root")
-    if not profile.server.accept_weights and (unused := [path for path in values if path.startswith(needs)]):
+    replaced = weights_are_replaced(profile.server)
+    if not replaced and (unused := [path for path in values if path.startswith("policy.")]):
         raise ProfileError(f"{flag_of(unused[0])} has no effect without --server.accept-weights true")
     limit = profile.engine.kv_cache_tokens
     if profile.sampling.max_tokens >= limit:

@@ -19,9 +19,10 @@ from clotho.lanes.sampling_client import EngineSampler
 from clotho.serving.server import ApiServer
 from clotho.serving.services import HealthReport, ServedModel, ServerContext
 from clotho.settings.engine import EngineSection
-from clotho.settings.server import AdaptersSection, HttpServer
+from clotho.settings.server import AdaptersSection
 from protocols.sampling import SampleRequest, Sampling
 from protocols.step import WeightsReady
+from tests.serving.running_server import HTTP_SERVER
 from tests.small_models import tiny, tiny_source
 from training_run.serving import ServingState
 
@@ -51,7 +52,7 @@ class Served:
         self.compute = Compute(decode_share=0.5, slots=2)
         self.compute.start()
         source = self.compute.decode.submit(lambda: tiny_source("qwen3")).result()
-        self.settings = HttpServer(port=0, shutdown_seconds=1.0, adapters=replace(limits, root=root), **settings)
+        self.settings = HTTP_SERVER(port=0, shutdown_seconds=1.0, adapters=replace(limits, root=root), **settings)
         self.source = source
         self.engine = self.compute.decode.submit(lambda: DecodeEngine(source, EngineSection(), limits)).result()
         self.compute.decode.attach(self.engine)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from msgspec import structs
 
+from attachments.dialects.sections import ALLOW_PAUSE
 from clotho.lanes.compute_thread import finish
 from clotho.serving.server import ApiServer
 from clotho.serving.services import EngineAccess
@@ -26,7 +27,7 @@ async def serving(*, may_pause: bool = True) -> AsyncIterator[tuple[Stack, httpx
     """Serve a tiny model whose engine clients control."""
     stack = Stack()
     access = EngineAccess(submit=stack.compute.decode.submit, engine=stack.engine)
-    settings = HttpServer(port=0, shutdown_seconds=0.2, max_concurrent=2, allow_pause=may_pause)
+    settings = ALLOW_PAUSE.put(HttpServer(port=0, shutdown_seconds=0.2, max_concurrent=2), may_pause)
     context = structs.replace(services_of(stack), engine=access, settings=settings)
     try:
         async with anyio.create_task_group() as tasks:

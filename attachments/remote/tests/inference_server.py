@@ -16,6 +16,7 @@ from mlx.utils import tree_map
 from attachments.remote.policy_receiver import SwappingReceiver
 from attachments.remote.routes import PolicyRoutes
 from attachments.remote.sampler import RemoteSampler
+from attachments.remote.sections import WEIGHTS_ROOT
 from attachments.remote.server import RemoteServer
 from attachments.remote.weights import Weights
 from clotho.lanes.compute_thread import finish
@@ -101,7 +102,7 @@ class InferenceServer:
         context = ServerContext(
             sampler=EngineSampler(self.compute.decode.submit, self.engine),
             tokenizer=self.policy.tokenizer,
-            settings=HttpServer(port=0, weights_root=weights_root),
+            settings=WEIGHTS_ROOT.put(HttpServer(port=0), weights_root),
             models=lambda: [model],
             sampling=SAMPLING,
             prompt_logprobs=self.prompt_logprobs,
