@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tests.test_layering import PROGRAM, ROOT, files
 
 SHARED = {
-    "Backend", "Call", "Change", "Choice", "Completions", "Files", "Generator", "Layer", "Load", "LowRank",
+    "Backend", "Call", "Change", "Choice", "Completions", "Generator", "Layer", "Load", "LowRank",
     "MessageParser", "Part", "Plan", "Quota", "Row", "RunFacts", "SampledTokens", "ServedModel", "Tokenizer", "Turns",
     "Variant", "Weights",
 }  # fmt: skip
@@ -27,7 +27,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
     assert {name for name, number in names.items() if number > 1} - SHARED == set()
 
 
-LONGEST_WITHOUT = 8
+LONGEST_WITHOUT = 12
 """Lines of a function inside another one that its name explains."""
 
 

@@ -50,6 +50,7 @@ class CurriculumAttachment(Attachment):
             return None
 
         async def attach(run: RunContext) -> None:
+            """Make the curriculum, with the evidence of the checkpoint, and let it choose the problems."""
             from attachments.curriculum.curriculum import Curriculum
             from attachments.curriculum.hooks import NAME, take_part
             from attachments.curriculum.state import SavedCurriculum

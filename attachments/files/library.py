@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from clotho.extension import Extension, ModelFormat
 
 
-class Files(Extension):
+class FilesExtension(Extension):
     """Formats of models and adapters."""
 
     def model_formats(self) -> Mapping[str, ModelFormat]:
@@ -23,4 +23,4 @@ class Files(Extension):
         return {name: f"attachments.files.adapters:read_{name}" for name in ("gguf", "npz", "peft")}
 
 
-EXTENSION = Files()
+EXTENSION = FilesExtension()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from clotho.settings.server import HttpServer
 
 
-class Keys(Extension):
+class KeysExtension(Extension):
     """API keys of a file."""
 
     def client_keys(self, settings: HttpServer) -> Sequence[ClientKey]:
@@ -25,4 +25,4 @@ class Keys(Extension):
         return [limited(key) for key in read_api_keys(API_KEYS_FILE.of(settings))]
 
 
-EXTENSION = Keys()
+EXTENSION = KeysExtension()

@@ -51,6 +51,7 @@ class Ranks(Attachment):
         plan.ranks = ranks
 
         async def attach(run: RunContext) -> None:
+            """Send model and settings to the other ranks, and let the run show their work."""
             model, parameters = run.inputs["model"], run.policy_learner.parameters
             memory_bytes = run.memory.minimum
             ranks.resumable(str(run.directory.path))

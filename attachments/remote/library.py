@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from clotho.serving.parts import ServerParts
 
 
-class Remote(Extension):
+class RemoteExtension(Extension):
     """Routes of rollouts and weights."""
 
     def server(self, parts: ServerParts) -> None:
@@ -28,4 +28,4 @@ class Remote(Extension):
         parts.endpoints += PolicyRoutes(parts, receiver, parts.bodies.seconds).endpoints()
 
 
-EXTENSION = Remote()
+EXTENSION = RemoteExtension()
