@@ -78,15 +78,18 @@ class Wired(Struct, frozen=True, kw_only=True, eq=False):
 class Attached(Struct, kw_only=True, eq=False):
     """Attachments -> wiring: what they have added to a run that is loaded and has not begun.
 
-    ending: closed when the run ends, last in, first out. parts: what they keep in checkpoints. chooser: of problems;
-    None: the order of the dataset. hooks: asked by the learner. observers: told by the monitor. services: children
-    beside the flow of groups. receivers: children that start before those that make groups. recorders: return children
-    that record the flow. updates: queues to those that receive every update, by name.
-    senders: children that start last. sampler: samples the rollouts; None: the run's own. groups: in the place of
-    groups of the run's own; None: there are none. samples: records what clients of the HTTP server have sampled.
-    resources: the latest reading of the machine.
+    ending: closed when the run ends, last in, first out. parts: what they keep in checkpoints. hooks: asked by the
+    learner. observers: told by the monitor. updates: queues to those that receive every update, by name.
+
+    Slots: chooser: of problems; None: the order of the dataset. sampler: samples the rollouts; None: the run's own
+    engine. groups: come in the place of those that the run makes from its dataset; None: it makes them.
+
+    Children: services: beside the flow of groups. receivers: start before those that make groups. senders: start last.
+    recorders: return children that record the flow.
+
+    samples: records what clients of the HTTP server have sampled. resources: the latest reading of the machine.
     metrics: yield metrics for /metrics.
-    remote_servers, learner_ranks: read the state of remote inference servers, and the work of all ranks.
+    remote_servers, learner_ranks: read the state of inference servers, and the work of all ranks.
     """
 
     ending: ExitStack

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from attachments.cluster.sections import CLUSTER, RayCluster
+from clotho.extension import attachment_names
 from protocols.errors import ProfileError
 from training_run.attachment import Attach, Attachment, Plan
 from training_run.profile.rules import Rule
@@ -34,8 +35,12 @@ class Cluster(Attachment):
         return {"sampler": 'cluster = "ray"'} if isinstance(CLUSTER.of(profile), RayCluster) else {}
 
     def check(self, profile: Profile) -> None:
-        """Raise ProfileError if Ray is not installed."""
-        if isinstance(CLUSTER.of(profile), RayCluster) and find_spec("ray") is None:
+        """Raise ProfileError if Ray, or the attachment whose protocol workers speak, is not installed."""
+        if not isinstance(CLUSTER.of(profile), RayCluster):
+            return
+        if "remote" not in attachment_names():
+            raise ProfileError("cluster needs the attachment 'remote', which this installation lacks")
+        if find_spec("ray") is None:
             raise ProfileError("cluster needs the package ray: pip install -e '.[ray]'")
 
     def memory(self, need: MemoryNeed) -> None:

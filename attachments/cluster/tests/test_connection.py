@@ -23,6 +23,16 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
         ATTACHMENT.check(tiny_profile(tmp_path, cluster="ray"))
 
 
+def test_without_the_attachment_of_inference_servers_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers speak the protocol of inference servers."""
+    monkeypatch.setattr("attachments.cluster.attachment.attachment_names", lambda: ("cluster",))
+    ATTACHMENT.check(tiny_profile(tmp_path))
+    with pytest.raises(ProfileError, match="'remote'"):
+        ATTACHMENT.check(tiny_profile(tmp_path, cluster="ray"))
+
+
 def test_a_run_without_a_cluster_needs_no_ray() -> None:
     """The program is imported with an environment in which Ray is not installed."""
     code = "import sys; sys.modules['ray'] = None; import pipeline"
