@@ -40,7 +40,7 @@ from actors.learner import LearnerActor
 from actors.monitor import Monitor
 from actors.prompter import Prompter
 from actors.scorer import Scorer
-from attachments.alarms.collapse_detection import CollapseMonitor
+from attachments.alarms.collapse_detection import CollapseMonitor, collapse_settings
 from attachments.alarms.messages import CollapseState
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import GroupSampler
@@ -239,7 +239,7 @@ def wire_training(
         hooks=context.attached.hooks,
         parts=context.attached.parts.collect,
         collapse=CollapseMonitor(
-            profile.collapse_detection,
+            collapse_settings(profile),
             state=state.collapse if state else CollapseState(),
             rollbacks=state.rollbacks if state else 0,
         ),

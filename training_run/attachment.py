@@ -53,7 +53,8 @@ class Plan(Struct, kw_only=True, eq=False):
     """Start-up -> attachments, before the policy is loaded. What an attachment sets decides how the run is loaded.
 
     ending: closed when the run ends, also if its start fails; last in, first out. token_values: updates return the
-    values of their tokens; may be set, and is never cleared. ranks: compute shares of every gradient; None: this
+    values of their tokens; may be set, and is never cleared. measured_updates, rollback_window: as `measure_update_kl`
+    and `rollback_window` of `PolicyLearner`. ranks: compute shares of every gradient; None: this
     process computes them alone. workers: what starts the workers of rewards, by the value of `rewards.where`.
     """
 
@@ -61,6 +62,8 @@ class Plan(Struct, kw_only=True, eq=False):
     directory: RunDirectory
     ending: ExitStack
     token_values: bool = False
+    measured_updates: int = 0
+    rollback_window: int = 0
     ranks: OtherRanks | None = None
     workers: dict[str, NewWorker] = field(default_factory=dict)
 

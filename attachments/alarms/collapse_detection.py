@@ -27,12 +27,19 @@ from attachments.alarms.messages import (
     CollapseVerdict,
     GroupStatistics,
 )
-from clotho.settings.learner import CollapseChecks, CollapseSection, RollBackOnCollapse, WarnOnCollapse
+from attachments.alarms.sections import (
+    COLLAPSE_DETECTION,
+    CollapseChecks,
+    CollapseSection,
+    RollBackOnCollapse,
+    WarnOnCollapse,
+)
 from protocols.errors import CollapseError
 from protocols.finding import CHECK, Change, Finding, Remedy
 from protocols.rollout import bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport
+from training_run.profile.schema import Profile
 
 log = structlog.get_logger(actor="learner")
 
@@ -388,6 +395,17 @@ class CollapseResponse(Struct, frozen=True, kw_only=True):
 
     findings: tuple[Finding, ...]
     action: Literal["none", "stop", "rollback"]
+
+
+def collapse_settings(profile: Profile) -> CollapseSection:
+    """Return `collapse_detection` of a profile."""
+    return COLLAPSE_DETECTION.of(profile)
+
+
+def update_kl_limit(profile: Profile) -> float:
+    """Return the highest divergence of an update, in nats per token; the default if detection is off."""
+    settings = COLLAPSE_DETECTION.of(profile)
+    return (settings if isinstance(settings, CollapseChecks) else WarnOnCollapse()).update_kl_high
 
 
 class CollapseMonitor:

@@ -50,9 +50,8 @@ from clotho.models.machine import compute_slots, describe_machine, memory_limit,
 from clotho.process import load_blas
 from clotho.rewards.registry import expectations
 from clotho.serving.server import listen
-from clotho.settings.bounds import Off, PositiveFloat, about
+from clotho.settings.bounds import PositiveFloat, about
 from clotho.settings.keys import Keys
-from clotho.settings.learner import WarnOnCollapse
 from clotho.settings.model import FullMethod
 from clotho.settings.server import HttpServer
 from clotho.storage.atomic_files import replace_file
@@ -98,6 +97,9 @@ class DoctorFlags(Struct, frozen=True, kw_only=True):
     output: Annotated[str, about("JSON file for the results; it must not exist.")] = ""
     seconds: Annotated[PositiveFloat, about("Time for completions and rehearsals; says what it cuts off.")] = SECONDS
 
+
+MEASURED_UPDATES = 2
+"""The divergence of so many updates in a row is measured at the start, whatever the profile says."""
 
 OWN = {name: key for name, key in Keys(DoctorFlags).settable.items() if key.help}
 
@@ -276,12 +278,17 @@ def _check_dataset(found: Diagnosis, profile: Profile) -> None:
 async def _context(profile: Profile, directory: Path, compute: Compute, ending: ExitStack) -> RunContext:
     """Build the run without its server and trackers, in a temporary directory. Updates are always measured."""
     own = replace(left_out(profile, "doctor"), run_dir=str(directory))
-    if isinstance(own.collapse_detection, Off):
-        own = replace(own, collapse_detection=WarnOnCollapse())
     check_attachments(own)
     run_directory = open_run(directory, resume=False, clean=False)
     try:
-        return await build_context(own, run_directory, compute, ending, slow_seconds=profile.monitor.watchdog_seconds)
+        return await build_context(
+            own,
+            run_directory,
+            compute,
+            ending,
+            slow_seconds=profile.monitor.watchdog_seconds,
+            measured_updates=MEASURED_UPDATES,
+        )
     finally:
         run_directory.close()
 

@@ -9,7 +9,7 @@ from math import isnan
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attachments.alarms.collapse_detection import CERTAIN_FACTOR, LOWER_RATE
+from attachments.alarms.collapse_detection import CERTAIN_FACTOR, LOWER_RATE, update_kl_limit
 from attachments.doctor.completions import draw
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
@@ -17,7 +17,6 @@ from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.policy import Policy
 from clotho.scoring.parity_check import LIMITS, ParityChecker, ParityReport, parity_sample
 from clotho.settings.bounds import Off
-from clotho.settings.learner import WarnOnCollapse
 from clotho.settings.model import FullMethod
 from clotho.training.update import PolicyLearner
 from protocols.finding import Change, Finding, Remedy
@@ -141,8 +140,7 @@ def update_findings(rehearsed: Sequence[UpdateMetrics | None], profile: Profile)
             remedy=Remedy(action="start", changes=(FLOAT32, *LOWER_RATE.changes)),
         )
         return
-    collapse = WarnOnCollapse() if isinstance(profile.collapse_detection, Off) else profile.collapse_detection
-    limit, moved = collapse.update_kl_high, [one.update_kl for one in updates if one.update_kl is not None]
+    limit, moved = update_kl_limit(profile), [one.update_kl for one in updates if one.update_kl is not None]
     certain = any(isnan(kl) or kl > CERTAIN_FACTOR * limit for kl in moved)
     if certain or (len(moved) > 1 and min(moved) > limit):
         rate = max(metrics.learning_rate for metrics in updates)

@@ -8,9 +8,9 @@ from typing import Any
 from actors.learner import LearnerActor
 from attachments.alarms.collapse_detection import CollapseMonitor
 from attachments.alarms.messages import CollapseState
+from attachments.alarms.sections import CollapseSection
 from clotho.lanes.compute_thread import Compute
 from clotho.settings.bounds import Off
-from clotho.settings.learner import CollapseSection
 from protocols.checkpoint import Part
 from protocols.rollout import Discarded, GroupOutcome
 from protocols.step import FirstBatch, GroupsEnded, LearnerReport, PolicyUpdated, StepReport

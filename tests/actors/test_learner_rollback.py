@@ -9,13 +9,8 @@ import anyio
 import pytest
 
 from attachments.alarms.messages import BaselineStatistics, CollapseState
+from attachments.alarms.sections import CollapseSection, RollBackOnCollapse, StopOnCollapse, WarnOnCollapse
 from clotho.lanes.compute_thread import Compute
-from clotho.settings.learner import (
-    CollapseSection,
-    RollBackOnCollapse,
-    StopOnCollapse,
-    WarnOnCollapse,
-)
 from protocols.errors import CollapseError, DivergenceError
 from tests.actors.actor_helpers import receive_all
 from tests.actors.learner_harness import LearnerHarness, discarded_group, trainable_group

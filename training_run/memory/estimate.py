@@ -36,7 +36,7 @@ from clotho.models.lora import install_adapter, open_all_weights
 from clotho.models.parameters import flat
 from clotho.settings.bounds import Off
 from clotho.settings.engine import EngineSection
-from clotho.settings.learner import AverageReference, BaseReference, RollBackOnCollapse, SnapshotReference
+from clotho.settings.learner import AverageReference, BaseReference, SnapshotReference
 from clotho.settings.model import FullMethod, ModelSection
 from clotho.settings.server import AdaptersSection, HttpServer
 from clotho.training.optimizers import state_bytes
@@ -77,7 +77,7 @@ class LearningBytes(NamedTuple):
     update: int
 
 
-def learning_bytes(base: nn.Module, profile: Profile) -> LearningBytes:
+def learning_bytes(base: nn.Module, profile: Profile, need: MemoryNeed) -> LearningBytes:
     """Make the trainable parameters of the policy trainable in `base`, and count bytes; nothing is evaluated."""
     learner, method = profile.learner, profile.policy.method
     full = isinstance(method, FullMethod)
@@ -104,10 +104,8 @@ def learning_bytes(base: nn.Module, profile: Profile) -> LearningBytes:
         gradient=float32,
         optimizer=optimizer,
         reference=average + snapshot + initial,
-        rollback=2 * (trained + optimizer + average + taken_anew)
-        if isinstance(profile.collapse_detection, RollBackOnCollapse)
-        else 0,
-        published=trained if in_full and memory_need(profile.engine, profile).published else 0,
+        rollback=2 * (trained + optimizer + average + taken_anew) if need.rollbacks else 0,
+        published=trained if in_full and need.published else 0,
         midway=trained + optimizer if several else 0,
         update=float32 + trained + optimizer + average + largest,
     )
@@ -148,8 +146,8 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     weights = sum(array.nbytes for array in flat(base.parameters()).values())
     limits = profile.server.adapters if isinstance(profile.server, HttpServer) else AdaptersSection()
     adapters = _adapters(base, config, limits) if limits.root else 0
-    learning = learning_bytes(base, profile)
     need = memory_need(profile.engine, profile)
+    learning = learning_bytes(base, profile, need)
     length, completion = _longest(profile, need, prompt_tokens, context_length(config))
     micro = largest_micro_batch(profile, prompt=length - completion, completion=completion)
     vocabulary = describe_model(base, config).vocab_size

@@ -15,6 +15,7 @@ P = TypeVar("P", bound=Struct)
 ATTACHED = {
     "atropos": "atropos",
     "cluster": "cluster",
+    "collapse_detection": "alarms",
     "data.curriculum": "curriculum",
     "data.reasoning_gym": "reasoning_gym",
     "distributed": "ranks",

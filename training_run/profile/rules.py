@@ -85,11 +85,6 @@ NO_EFFECT = (
          "checkpoint.interval = 0 writes one checkpoint, at the end", "checkpoint.interval"),
     Rule("eval.problems_between", lambda v, _: v["eval.interval"] == 0,
          "eval.interval = 0 disables evaluation during training", "eval.interval"),
-    Rule("collapse_detection.kl_high", lambda v, _: v["learner.kl_penalty.type"] == "none",
-         'learner.kl_penalty = "none" means that no divergence is computed', "learner.kl_penalty.type"),
-    Rule("collapse_detection.empty_format_high", lambda v, _: not custom_flow(v) and
-         (has_environments(v) or "format" not in {reward.name for reward in v["rewards"]}),
-         'no reward is named "format"', "rewards actors atropos.type"),
     Rule(f"{CLIP_RANGE} {SIGMOID}",
          lambda v, _: v.get(RATIO, "sampler") != "sampler" and one_step(v) and v["learner.objective.type"] != "custom",
          "with one optimizer step per batch (learner.update_epochs, learner.num_minibatches) the importance ratio is 1",

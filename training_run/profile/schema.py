@@ -18,7 +18,7 @@ from clotho.settings.bounds import (
 )
 from clotho.settings.data import DataSection, RewardSection
 from clotho.settings.engine import EngineSection, SamplingSection
-from clotho.settings.learner import CollapseSection, LearnerSection, WarnOnCollapse
+from clotho.settings.learner import LearnerSection
 from clotho.settings.model import ModelSection, PolicySection
 from clotho.settings.server import HttpServer, ServerSection
 
@@ -137,7 +137,6 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: PolicySection = PolicySection()
     sampling: SamplingSection = SamplingSection()
     learner: LearnerSection = LearnerSection()
-    collapse_detection: CollapseSection = WarnOnCollapse()
     parity: ParitySection = ParityCheck()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = HeldOutEvaluation()

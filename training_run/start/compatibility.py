@@ -30,7 +30,6 @@ MAY_DIFFER = (
     "monitor",
     "tracking",
     "actors",
-    "collapse_detection",
     "policy.grad_checkpoint",
     "learner.layout",
     "learner.max_bad_steps",

@@ -23,7 +23,7 @@ from clotho.rewards.registry import expectations
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.serving.struct_types import prepare_struct_types
 from clotho.settings.bounds import Off
-from clotho.settings.learner import BaseReference, RollBackOnCollapse
+from clotho.settings.learner import BaseReference
 from clotho.training.update import PolicyLearner
 from protocols.checkpoint import Origin, RunState
 from protocols.errors import ProfileError, RequestError
@@ -70,16 +70,18 @@ async def build_context(
     *,
     address: str = "",
     slow_seconds: float = 120.0,
+    measured_updates: int = 0,
 ) -> RunContext:
     """Load and check all inputs of a run, cheap checks first; then lock the run directory.
 
     ending: receives what must be closed at the end of the run, or after a failed start. address: base URL of the HTTP
-    server. slow_seconds: a phase that takes longer is reported.
+    server. slow_seconds: a phase that takes longer is reported. measured_updates: as in `Plan`, at least.
     Raises the errors of `protocols.errors`. The run directory is unchanged unless the directory itself is the problem.
     """
     watch = startup_watch(slow_seconds)
     plan = Plan(profile=profile, directory=directory, ending=ending)
     prepared = await prepare_attachments(plan)
+    plan.measured_updates = max(plan.measured_updates, measured_updates)
     with watch.phase("custom actors and rewards"):
         require_importable(profile)
         rewards = rewards_of(profile, workers=plan.workers)
@@ -243,15 +245,14 @@ def _load_policy(plan: Plan, lane: Lane) -> LoadedPolicy:
         publish_initial(policy, initial)
     elif from_checkpoint:
         publish_first_checkpoint(policy, checkpoint_path(directory.checkpoints, INITIAL))
-    collapse = profile.collapse_detection
     learner = PolicyLearner(
         policy,
         profile.learner,
         profile.sampling,
         steps=profile.steps,
         seed=profile.seed,
-        rollback_window=collapse.window if isinstance(collapse, RollBackOnCollapse) else 0,
-        measure_update_kl=0 if isinstance(collapse, Off) else collapse.patience,
+        rollback_window=plan.rollback_window,
+        measure_update_kl=plan.measured_updates,
         token_values=plan.token_values,
         ranks=plan.ranks,
         lane=lane,

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from attachments.alarms.collapse_detection import CollapseDetector, batch_statistics, group_statistics
 from attachments.alarms.messages import BatchStatistics, CollapseState
+from attachments.alarms.sections import CollapseChecks, WarnOnCollapse
 from attachments.alarms.tests.collapse_reports import GOOD, batch, completion, discarded, metrics, report, scored
-from clotho.settings.learner import CollapseChecks, WarnOnCollapse
 from clotho.training.update_checks import limited_k3
 from protocols.rollout import ScoredGroup
 from protocols.step import StepReport

@@ -8,8 +8,8 @@ import pytest
 
 from attachments.alarms.collapse_detection import CollapseMonitor, CollapseResponse
 from attachments.alarms.messages import CollapseState
+from attachments.alarms.sections import RollBackOnCollapse, StopOnCollapse, WarnOnCollapse
 from attachments.alarms.tests.collapse_reports import GOOD, batch, metrics, report
-from clotho.settings.learner import RollBackOnCollapse, StopOnCollapse, WarnOnCollapse
 from protocols.step import StepReport
 
 HEALTHY = (*[batch(GOOD)] * 5,)

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from attachments.alarms.collapse_detection import CollapseMonitor
 from attachments.alarms.messages import CollapseState
+from attachments.alarms.sections import WarnOnCollapse
 from attachments.doctor import doctor
 from attachments.doctor.completions import completion_findings
 from attachments.doctor.problems import problem_findings
@@ -30,7 +31,6 @@ from attachments.doctor.tests.test_problems import REWARDS, problems
 from attachments.machine.machine import machine_findings, read_machine
 from attachments.machine.tests import simulated_mac
 from clotho.rewards.registry import expectations
-from clotho.settings.learner import WarnOnCollapse
 from protocols.finding import Finding
 from protocols.summary import MemoryLimit
 from tests.training_run.built_context import tiny_profile

@@ -10,6 +10,7 @@ import mlx.core as mx
 import msgspec
 import pytest
 
+from attachments.alarms.sections import COLLAPSE_DETECTION, RollBackOnCollapse
 from attachments.ranks.supervision import CONNECTION
 from clotho.inference.engine import DecodeEngine
 from clotho.models.folded_lora import converted_bytes
@@ -17,7 +18,6 @@ from clotho.models.policy import Policy, load_policy
 from clotho.settings.bounds import Off
 from clotho.settings.data import DataSection, RewardSection
 from clotho.settings.engine import EngineSection, SamplingSection
-from clotho.settings.learner import RollBackOnCollapse
 from clotho.settings.model import ModelSection, PolicySection
 from clotho.settings.server import AdaptersSection, HttpServer
 from clotho.training.update import PolicyLearner
@@ -253,7 +253,7 @@ def test_going_back_keeps_two_older_versions(tmp_path: Path, reference: dict[str
     """Weights, optimizer state and a reference that moves, each twice; nothing where a collapse only stops the run."""
     profile = profile_of(saved(tmp_path), FULL, kl_beta=0.1, **reference)
     stopping = estimate_memory(profile.model, profile)
-    rolling = msgspec.structs.replace(profile, collapse_detection=RollBackOnCollapse())
+    rolling = COLLAPSE_DETECTION.put(profile, RollBackOnCollapse())
     kept = stopping.trained + stopping.optimizer + stopping.reference
     assert stopping.rollback == 0
     assert estimate_memory(profile.model, rolling).rollback == 2 * kept
