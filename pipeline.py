@@ -203,6 +203,7 @@ def wire_monitor(
         logged=context.logged,
         findings=context.findings,
         observers=context.attached.observers,
+        measures=context.attached.measures,
         forecast=RunForecast(context.plan, began=context.history.seconds),
         first_step=context.progress.step,
         seconds_before=context.history.seconds,

@@ -22,7 +22,7 @@ from training_run.records.findings import RunFindings
 from training_run.records.forecast import RunForecast
 from training_run.records.metrics import Measurement, MetricsLine, step_metrics
 from training_run.records.rollout_log import rollout_records
-from training_run.supervision.hooks import ReportObserver
+from training_run.supervision.hooks import Measure, ReportObserver
 from training_run.supervision.latest import Latest
 
 log = structlog.get_logger(actor="monitor")
@@ -71,6 +71,7 @@ class Monitor:
         logged: Latest[int],
         findings: RunFindings,
         observers: Sequence[ReportObserver] = (),
+        measures: Sequence[Measure] = (),
         forecast: RunForecast | None = None,
         first_step: int = 0,
         seconds_before: float = 0.0,
@@ -78,11 +79,11 @@ class Monitor:
     ) -> None:
         """rollouts: None writes no rollout log. observers: of the reports. forecast: None shows no remaining time.
 
-        first_step, seconds_before: step and age of a resumed run.
+        measures: return values of further metrics. first_step, seconds_before: step and age of a resumed run.
         """
         self._inbox, self._gauges, self._display = inbox, gauges, display
         self._metrics_file, self._evaluations_file, self._rollouts_file = metrics, evaluations, rollouts
-        self.logged, self._findings, self._observers = logged, findings, observers
+        self.logged, self._findings, self._observers, self._measures = logged, findings, observers, measures
         self._step, self._forecast = first_step, forecast
         self._seconds_before, self._clock, self._started_at = seconds_before, clock, clock()
         self._last = Measurement(seconds=seconds_before, gauges=replace(gauges(), findings=()))
@@ -141,6 +142,7 @@ class Monitor:
             report,
             now=now,
             before=self._last,
+            measured=self._measured(seconds - self._last.seconds),
             discarded_between=self._discarded_between,
             failures_between=self._failures_between,
         )
@@ -165,6 +167,10 @@ class Monitor:
             self._last = replace(now, gauges=replace(gauges, findings=()))
         self.logged.put(report.step)
         await self._let_observers_write()
+
+    def _measured(self, seconds: float) -> dict[str, Any]:
+        """Return the metrics of attachments. seconds: since the line before."""
+        return {name: value for measure in self._measures for name, value in measure(seconds).items()}
 
     def _pass_findings(self, step: int) -> None:
         """Pass findings that began since the last call to the observers."""

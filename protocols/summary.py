@@ -25,66 +25,6 @@ class Distribution(Struct, frozen=True, kw_only=True):
     total: float
 
 
-class RemoteServerGauge(Struct, frozen=True, kw_only=True):
-    """State of a remote inference server. Totals count since the last start; None means that it gets no groups.
-
-    state: `ready` gets groups, `updating` gets weights, `failed` could not be used at the last attempt.
-    version: policy version that it serves. lag: versions behind the weights that the run serves.
-    rows: completions in flight. groups: groups requested from it. tokens: of the groups that it has completed.
-    failures: failed attempts and groups. restarts: how often another process than before has answered.
-    bytes_sent, bytes_received: weights and requests for it, and its answers.
-    push_seconds: time until it served the last weights that it got. pushes: distribution of this time.
-    """
-
-    name: str
-    state: Literal["ready", "updating", "failed"]
-    version: int | None
-    lag: int | None
-    rows: int
-    groups: int
-    tokens: int
-    failures: int
-    restarts: int
-    bytes_sent: int
-    bytes_received: int
-    push_seconds: float | None
-    pushes: Distribution
-
-
-class RemoteGauges(Struct, frozen=True, kw_only=True):
-    """State of all remote inference servers. Totals count since the last start.
-
-    tokens_sampled: of completed groups. requested_again: groups that were requested again from another server.
-    """
-
-    tokens_sampled: int = 0
-    requested_again: int = 0
-    servers: tuple[RemoteServerGauge, ...] = ()
-
-
-class RankGauge(Struct, frozen=True, kw_only=True):
-    """Work of a rank of a data-parallel learner. Totals count since the last start.
-
-    name: number of the rank. positions: of its micro-batches, padding included. seconds: between a share and its
-    result; at rank 0, with the decode steps and requests in this time. bytes_sent: by rank 0 to this rank.
-    """
-
-    name: str
-    positions: int
-    seconds: float
-    bytes_sent: int
-
-
-class RankGauges(Struct, frozen=True, kw_only=True):
-    """Work of all ranks of a data-parallel learner; empty without one.
-
-    waited_seconds: time that rank 0 has waited for the shares of other ranks and for sums.
-    """
-
-    waited_seconds: float = 0.0
-    ranks: tuple[RankGauge, ...] = ()
-
-
 class QueueGauge(Struct, frozen=True, kw_only=True):
     """State of a queue. depth, capacity: number of messages."""
 
@@ -112,56 +52,32 @@ class SpeculationCounts(Struct, frozen=True, kw_only=True):
         return sum(self.accepted_by_position)
 
 
-class ResourceReading(Struct, frozen=True, kw_only=True):
-    """Use of the machine at one moment. None means that the machine does not report it, or not without root.
-
-    resident_bytes, cpu_share: resident memory of the process, and its CPU seconds per second since the reading before;
-    1 is one core. swap_bytes, available_bytes: of the machine. swap_change_bytes: since the first reading.
-    memory_level: memory pressure. gpu_share: fraction of the time in which the GPU works. power_watts: of the GPU
-    (NVIDIA) or of the whole machine (macOS). thermal: how much heat limits the speed. on_battery, low_power: power
-    source and power mode of the system.
-    """
-
-    resident_bytes: int | None = None
-    cpu_share: float | None = None
-    swap_bytes: int | None = None
-    swap_change_bytes: int | None = None
-    available_bytes: int | None = None
-    memory_level: Literal["normal", "warning", "critical"] | None = None
-    gpu_share: float | None = None
-    power_watts: float | None = None
-    thermal: Literal["nominal", "moderate", "heavy"] | None = None
-    on_battery: bool | None = None
-    low_power: bool | None = None
-
-
 class RunGauges(Struct, frozen=True, kw_only=True):
     """State of a run at one moment. Totals count since the last start; None means not measured yet.
 
-    tokens_sampled, decode_steps, decode_seconds: totals of the decode engine, requests of HTTP clients included.
+    tokens_sampled: total, with those of other samplers. tokens_decoded, decode_steps, decode_seconds: totals of the
+    decode engine, requests of HTTP clients included.
     decode_rate_idle, decode_rate_learning: tokens per second of decoding alone, and while the learner has work; the
     number of sequences differs between both. decode_share_learning: fraction of the compute time of the latter that
     decoding took.
-    speculation: drafts of the decode engine.
     rows_running: number of sequences that are being decoded. rows_limit: how many are decoded at once at most;
     memory pressure lowers it. api_requests: number of requests of HTTP clients.
     cache_holders: requests of clients whose long completions use the KV cache while others wait for it.
     groups_scored_at_once: limit of groups whose rewards are computed at the same time. scorer_full_seconds: total of
     the time in which it was reached.
     swaps: number of weight swaps; swap_seconds_*: duration of the last, median and longest swap.
-    peak_memory_bytes: peak memory of arrays. remote: remote inference servers. learner_ranks: of a
-    data-parallel learner. resources: the latest reading.
+    peak_memory_bytes: peak memory of arrays.
     findings: the findings that apply now. waiting_for: what the learner waits for; empty while it computes.
     """
 
     queues: tuple[QueueGauge, ...] = ()
     tokens_sampled: int = 0
+    tokens_decoded: int = 0
     decode_steps: int = 0
     decode_seconds: float = 0.0
     decode_rate_idle: float | None = None
     decode_rate_learning: float | None = None
     decode_share_learning: float | None = None
-    speculation: SpeculationCounts = SpeculationCounts()
     rows_running: int = 0
     rows_limit: int = 0
     api_requests: int = 0
@@ -173,9 +89,6 @@ class RunGauges(Struct, frozen=True, kw_only=True):
     swap_seconds_median: float | None = None
     swap_seconds_max: float | None = None
     peak_memory_bytes: int = 0
-    remote: RemoteGauges = RemoteGauges()
-    learner_ranks: RankGauges = RankGauges()
-    resources: ResourceReading = ResourceReading()
     findings: tuple[Finding, ...] = ()
     waiting_for: str = ""
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from msgspec import Struct, field
 
 from clotho.extension import attachment_modules, attachment_names
-from protocols.summary import RankGauges, RemoteGauges, ResourceReading
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from training_run.records.display import RunFacts
     from training_run.rewards.worker_process import NewWorker
     from training_run.run import RunContext
-    from training_run.supervision.hooks import Chooser, ReportObserver, UpdateHook
+    from training_run.supervision.hooks import Chooser, Measure, ReportObserver, UpdateHook
     from training_run.supervision.queues import Queue
     from training_run.supervision.supervisor import Child
 
@@ -90,9 +89,9 @@ class Attached(Struct, kw_only=True, eq=False):
     Children: services: beside the flow of groups. receivers: start before those that make groups. senders: start last.
     recorders: return children that record the flow.
 
-    samples: records what clients of the HTTP server have sampled. resources: the latest reading of the machine.
-    metrics: yield metrics for /metrics.
-    remote_servers, learner_ranks: read the state of inference servers, and the work of all ranks.
+    samples: records what clients of the HTTP server have sampled. measures: return values of metrics for the
+    next line of metrics.jsonl. metrics: yield metrics for /metrics. sampled_elsewhere: returns the number of tokens
+    that others than the engine of the run have sampled.
     """
 
     ending: ExitStack
@@ -108,10 +107,9 @@ class Attached(Struct, kw_only=True, eq=False):
     sampler: GroupSampler | None = None
     groups: GroupSupply | None = None
     samples: SampleRecorder | None = None
-    resources: ResourceReading = ResourceReading()
+    measures: list[Measure] = field(default_factory=list)
     metrics: list[Callable[[], Iterable[Metric]]] = field(default_factory=list)
-    remote_servers: Callable[[], RemoteGauges] = RemoteGauges
-    learner_ranks: Callable[[], RankGauges] = RankGauges
+    sampled_elsewhere: Callable[[], int] = int
 
     def receive_updates(self, name: str) -> Inbox[PolicyUpdated]:
         """Return the inbox of a further receiver of updates. The learner waits until it has taken the last one."""
@@ -136,7 +134,7 @@ class Attachment:
     of the attachment, and their beginnings, that a resumed run may change. commands: word after the program's name ->
     module, whose `run(argv, console)` returns the exit status. directories: name of a directory of the run -> pattern
     of the names of its entries; other entries are not deleted with a run. metrics: name in metrics.jsonl -> what it is,
-    in a sentence; null in a step of which no hook returns it.
+    in a sentence; null in a step of which nothing returns it. entries: the keys of metrics that are tables by name.
 
     Every method adds nothing by default. They are called in the order below. `attachment.py` is imported at every
     start, so that it imports what is expensive only where it is used.
@@ -148,6 +146,7 @@ class Attachment:
     commands: ClassVar[Mapping[str, str]] = {}
     directories: ClassVar[Mapping[str, str]] = {}
     metrics: ClassVar[Mapping[str, str]] = {}
+    entries: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
     def launch(self, argv: Sequence[str]) -> int | None:
         """Take over a process that `mlx.launch` has started for a run; return its exit status.
@@ -249,6 +248,12 @@ def unknown_parts(names: Iterable[str]) -> tuple[str, ...]:
 def attached_metrics() -> Mapping[str, str]:
     """Return the metrics of all attachments, with their descriptions."""
     return {name: text for attachment in installed_attachments() for name, text in attachment.metrics.items()}
+
+
+@cache
+def attached_entries() -> Mapping[str, Mapping[str, str]]:
+    """Return the keys of the entries of metrics that are tables, with their descriptions."""
+    return {name: keys for attachment in installed_attachments() for name, keys in attachment.entries.items()}
 
 
 def shown_by_attachments(line: Mapping[str, Any]) -> list[str]:

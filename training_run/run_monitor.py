@@ -71,18 +71,18 @@ class RunMonitor:
     def gauges(self) -> RunGauges:
         """Current metrics for the display and metrics.jsonl."""
         context, swaps = self._context, self._context.swap_times
-        rates, stats, remote = context.compute.rates(), context.engine.stats(), context.attached.remote_servers()
+        rates, stats = context.compute.rates(), context.engine.stats()
         return RunGauges(
             queues=tuple(
                 QueueGauge(name=queue.name, depth=queue.depth, capacity=queue.capacity) for queue in self._queues
             ),
-            tokens_sampled=stats.tokens_sampled + remote.tokens_sampled,
+            tokens_sampled=stats.tokens_sampled + context.attached.sampled_elsewhere(),
+            tokens_decoded=stats.tokens_sampled,
             decode_steps=stats.decode_steps,
             decode_seconds=rates.seconds,
             decode_rate_idle=rates.idle or None,
             decode_rate_learning=rates.learning or None,
             decode_share_learning=rates.share or None,
-            speculation=stats.speculation,
             rows_running=stats.running_rows,
             rows_limit=stats.rows_limit,
             api_requests=self._api_requests,
@@ -94,9 +94,6 @@ class RunMonitor:
             swap_seconds_median=swaps.median,
             swap_seconds_max=swaps.longest,
             peak_memory_bytes=peak_memory(),
-            remote=remote,
-            learner_ranks=context.attached.learner_ranks(),
-            resources=context.attached.resources,
             findings=context.findings.now,
             waiting_for="" if context.progress.updating else self._groups.waiting_for(),
         )

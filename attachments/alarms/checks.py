@@ -135,8 +135,7 @@ class ThroughputCheck(Check):
 
     def observe(self, report: StepReport, gauges: RunGauges) -> None:
         """Take the decoding since the report before into account."""
-        tokens = gauges.tokens_sampled - gauges.remote.tokens_sampled
-        tokens -= self._before.tokens_sampled - self._before.remote.tokens_sampled
+        tokens = gauges.tokens_decoded - self._before.tokens_decoded
         steps = gauges.decode_steps - self._before.decode_steps
         seconds = gauges.decode_seconds - self._before.decode_seconds
         self._before = gauges

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from training_run.attachment import attached_entries
 from training_run.records.evaluation_history import EVALUATION_METRICS
-from training_run.records.metrics import RANK_METRICS, REMOTE_METRICS, all_metrics
+from training_run.records.metrics import all_metrics
 
 Format = Literal["number", "percent", "bytes", "seconds"]
 
@@ -81,15 +82,20 @@ def _estimate(label: str, column: str, **other: Any) -> ChartLine:
     return _line(label, f"{column}/value", low=f"{column}/low", high=f"{column}/high", **other)
 
 
+def _note(table: str, metric: str) -> str:
+    """Return the description of a metric of the entries of a table; empty if its attachment is not installed."""
+    return attached_entries().get(table, {}).get(metric, "")
+
+
 def _by_server(title: str, metric: str, **other: Any) -> Chart:
     """Return the chart of a metric of the remote inference servers, with a line for each server."""
-    note = REMOTE_METRICS[metric]
+    note = _note("remote_servers", metric)
     return _chart("Speed", f"{title} by server", _line("*", f"remote_servers/*/{metric}"), note=note, **other)
 
 
 def _by_rank(title: str, metric: str, **other: Any) -> Chart:
     """Return the chart of a metric of the ranks of a data-parallel learner, with a line for each rank."""
-    note = RANK_METRICS[metric]
+    note = _note("learner_ranks", metric)
     return _chart("Speed", f"{title} by rank", _line("rank *", f"learner_ranks/*/{metric}"), note=note, **other)
 
 

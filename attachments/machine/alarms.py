@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from attachments.machine.resources import ResourceReading
 from protocols.finding import CHECK, LESS_MEMORY, Finding
-from protocols.summary import ResourceReading
 from training_run.supervision.hooks import Check
 
 SWAP_GROWTH = 256 * 2**20

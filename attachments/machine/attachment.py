@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from clotho.process import load_blas
 from protocols.finding import Finding
-from protocols.summary import MemoryEstimate, ResourceReading
+from protocols.summary import MemoryEstimate
 from training_run.attachment import Attach, Attachment, Plan
 from training_run.supervision.supervisor import Child, permanent, temporary
 from training_run.supervision.watchdog import PeriodicCheck, PeriodicReading
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 
 class Machine(Attachment):
     """Watches memory, swap, heat and power."""
+
+    metrics: ClassVar[Mapping[str, str]] = {
+        "resources/resident_bytes": "Resident memory of the process. All values of resources are from the latest "
+        "reading, which is at most about ten seconds old; null if the system does not report them.",
+        "resources/cpu_share": "CPU seconds of the process per second; 1 is one core.",
+        "resources/swap_bytes": "Used swap of the machine.",
+        "resources/swap_change_bytes": "Change of the used swap since the start of the process.",
+        "resources/available_bytes": "Memory of the machine that is available without swap.",
+        "resources/gpu_share": "Fraction of the time in which the GPU works.",
+        "resources/power_watts": "Power of the GPU (NVIDIA), or of the whole machine (Mac with a battery).",
+    }
 
     def facts(self, profile: Profile) -> Mapping[str, str]:
         """Return the state of the system."""
@@ -63,15 +74,23 @@ class Machine(Attachment):
             """Add the checks of the machine, and what measures its resources."""
             from attachments.machine.alarms import MachineCheck
             from attachments.machine.pressure import read_memory
-            from attachments.machine.resources import READ_SECONDS, ResourceProbe
+            from attachments.machine.resources import READ_SECONDS, ResourceProbe, ResourceReading
 
             check = MachineCheck()
             run.findings.add_check(check)
 
+            latest = ResourceReading()
+
             def take(reading: ResourceReading) -> None:
-                run.attached.resources = reading
+                nonlocal latest
+                latest = reading
                 check.take(reading)
                 run.findings.refresh()
+
+            def measure(_: float) -> Mapping[str, Any]:
+                return {name: getattr(latest, name.removeprefix("resources/")) for name in self.metrics}
+
+            run.attached.measures.append(measure)
 
             probe = ResourceProbe(read_memory)
             watch = PeriodicReading("resource watch", probe.read, take, seconds=READ_SECONDS)

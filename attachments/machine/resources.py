@@ -19,8 +19,6 @@ import psutil
 from msgspec import Struct
 from msgspec.structs import replace
 
-from protocols.summary import ResourceReading
-
 READ_SECONDS = 10.0
 """Time between two readings."""
 
@@ -42,6 +40,30 @@ THERMAL_LEVEL = "com.apple.system.thermalpressurelevel"
 
 PLAUSIBLE_CELSIUS = (40.0, 130.0)
 """Limits of a temperature sensor outside of this range are not meant as limits."""
+
+
+class ResourceReading(Struct, frozen=True, kw_only=True):
+    """Use of the machine at one moment. None means that the machine does not report it, or not without root.
+
+    resident_bytes, cpu_share: resident memory of the process, and its CPU seconds per second since the reading before;
+    1 is one core. swap_bytes, available_bytes: of the machine. swap_change_bytes: since the first reading.
+    memory_level: memory pressure. gpu_share: fraction of the time in which the GPU works. power_watts: of the GPU
+    (NVIDIA) or of the whole machine (macOS). thermal: how much heat limits the speed. on_battery, low_power: power
+    source and power mode of the system.
+    """
+
+    resident_bytes: int | None = None
+    cpu_share: float | None = None
+    swap_bytes: int | None = None
+    swap_change_bytes: int | None = None
+    available_bytes: int | None = None
+    memory_level: Literal["normal", "warning", "critical"] | None = None
+    gpu_share: float | None = None
+    power_watts: float | None = None
+    thermal: Literal["nominal", "moderate", "heavy"] | None = None
+    on_battery: bool | None = None
+    low_power: bool | None = None
+
 
 Values = Mapping[str, Any]
 """Fields of `ResourceReading`."""

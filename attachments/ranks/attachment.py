@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from attachments.ranks.gauges import RANK_METRICS, measured, shown
 from attachments.ranks.sections import DISTRIBUTED
 from training_run.attachment import Attach, Attachment, Plan
 
@@ -21,6 +22,13 @@ class Ranks(Attachment):
     """A run that `mlx.launch` has started in several processes, with `[distributed]` of its profile."""
 
     may_change = ("distributed",)
+    metrics: ClassVar[Mapping[str, str]] = {
+        "learner_ranks": "Work of each rank of a data-parallel learner since the line before, by number of the rank; "
+        "null without other ranks.",
+        "time/wait_for_ranks": "Seconds that rank 0 waited for the shares of other ranks and for sums of gradients "
+        "since the line before; null without other ranks.",
+    }
+    entries: ClassVar[Mapping[str, Mapping[str, str]]] = {"learner_ranks": RANK_METRICS}
 
     def launch(self, argv: Sequence[str]) -> int | None:
         """Run the supervisor of a rank, or a rank other than 0; None for rank 0, and for a single process."""
@@ -37,6 +45,10 @@ class Ranks(Attachment):
         from attachments.ranks.supervision import is_rank
 
         need.sums = need.profile is not None and is_rank()
+
+    def shown(self, line: Mapping[str, Any]) -> Iterable[str]:
+        """Return the speed of each rank."""
+        return shown(line) if line.get("learner_ranks") else ()
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Join the other ranks. They load the model when this process has loaded it."""
@@ -58,7 +70,7 @@ class Ranks(Attachment):
             await run_sync(lambda: ranks.set_up(run.profile, parameters, model=model, memory_bytes=memory_bytes))
             from attachments.ranks.metrics import rank_metrics
 
-            run.attached.learner_ranks = ranks.gauges
+            run.attached.measures.append(measured(ranks.gauges))
             run.attached.metrics.append(lambda: rank_metrics(ranks.gauges()))
 
         return attach

@@ -21,6 +21,7 @@ import structlog
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from attachments.ranks.gauges import RankGauge, RankGauges
 from attachments.ranks.messages import (
     Add,
     Answer,
@@ -47,7 +48,6 @@ from clotho.storage.tensors import tensor_bytes
 from clotho.training.gradient import FixedLogprobs, LossConfig, MicroBatchGradient, StepPosition, TokenGradient
 from protocols.errors import ClothoError, ModelError, ProfileError, RankError
 from protocols.sampling import derive
-from protocols.summary import RankGauge, RankGauges
 from training_run.profile.schema import Profile
 
 T = TypeVar("T")

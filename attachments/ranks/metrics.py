@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
+from attachments.ranks.gauges import RankGauges
 from clotho.serving.families import counter
-from protocols.summary import RankGauges
 
 
 def rank_metrics(found: RankGauges) -> Iterator[Metric]:

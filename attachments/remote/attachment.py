@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from attachments.remote.gauges import REMOTE_METRICS, shown
 from attachments.remote.sections import ACCEPT_WEIGHTS, GENERATOR, WEIGHTS_ROOT, RemoteGeneration, RestartedServers
 from protocols.errors import ProfileError
 from protocols.sampling import PARAMETERS, in_use
@@ -25,6 +26,11 @@ class Remote(Attachment):
     """`generator = "remote"` of a profile."""
 
     may_change = ("generator",)
+    metrics: ClassVar[Mapping[str, str]] = {
+        "remote_servers": "State of each remote inference server, by address; totals since the last start; null "
+        "without such servers.",
+    }
+    entries: ClassVar[Mapping[str, Mapping[str, str]]] = {"remote_servers": REMOTE_METRICS}
     directories: ClassVar[Mapping[str, str]] = {DIRECTORY: r"mlx-lm-[0-9]+(\.log)?"}
     no_effect = (
         Rule(
@@ -65,6 +71,10 @@ class Remote(Attachment):
     def slots(self, profile: Profile) -> Mapping[str, str]:
         """The sampler."""
         return {"sampler": 'generator = "remote"'} if isinstance(GENERATOR.of(profile), RemoteGeneration) else {}
+
+    def shown(self, line: Mapping[str, Any]) -> Iterable[str]:
+        """Return the state of the servers."""
+        return shown(line["remote_servers"]) if line.get("remote_servers") else ()
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Let updates return the values of their tokens, which are compared with those of the servers."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric, StateSetMetricFamily
 
+from attachments.remote.gauges import RemoteGauges
 from clotho.serving.families import counter, gauges, histogram
-from protocols.summary import RemoteGauges
 
 
 def server_metrics(remote: RemoteGauges) -> Iterator[Metric]:

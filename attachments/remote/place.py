@@ -9,11 +9,12 @@ from typing import Protocol, TypeVar
 
 import anyio
 
+from attachments.remote.gauges import RemoteServerGauge
 from attachments.remote.messages import RolloutAnswer, ServedPolicy
 from attachments.remote.server import Traffic
 from attachments.remote.weights import Weights
 from protocols.sampling import SampleRequest
-from protocols.summary import Distribution, RemoteServerGauge
+from protocols.summary import Distribution
 
 PUSH_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Bounds of the histogram of push latencies, in seconds."""

@@ -20,6 +20,7 @@ from msgspec import structs
 
 from attachments.remote.answer_checks import Decode, check_answer
 from attachments.remote.comparison import ServerComparison
+from attachments.remote.gauges import RemoteGauges
 from attachments.remote.messages import MAX_LISTED_VERSIONS, RolloutAnswer, ServedPolicy
 from attachments.remote.place import InferenceServer, Place, freest
 from attachments.remote.server import RemoteFailure
@@ -29,7 +30,6 @@ from protocols.errors import GenerationError, RemoteError, RequestError
 from protocols.queues import Inbox
 from protocols.sampling import Completion, PromptLogprobs, SampleRequest, Sampling, derive
 from protocols.step import PolicyUpdated, WeightsReady
-from protocols.summary import RemoteGauges
 from training_run.supervision.latest import Latest
 
 log = structlog.get_logger(actor="remote_sampler")

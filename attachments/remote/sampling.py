@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from attachments.remote.attachment import DIRECTORY
+from attachments.remote.gauges import measured
 from attachments.remote.messages import ServedPolicy
 from attachments.remote.metrics import server_metrics
 from attachments.remote.mlx_server import MlxServer
@@ -65,7 +66,9 @@ def add_sampler(
         sampling=run.profile.sampling,
         patience_seconds=settings.patience_seconds,
     )
-    run.attached.sampler, run.attached.remote_servers = sampler, sampler.gauges
+    run.attached.sampler = sampler
+    run.attached.sampled_elsewhere = lambda: sampler.gauges().tokens_sampled
+    run.attached.measures.append(measured(sampler.gauges))
     run.attached.metrics.append(lambda: server_metrics(sampler.gauges()))
     run.attached.receivers.append(transient(sampler))
     return sampler

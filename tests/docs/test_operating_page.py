@@ -8,9 +8,11 @@ from typing import get_args
 
 import pytest
 
+from attachments.ranks.gauges import RANK_METRICS
+from attachments.remote.gauges import REMOTE_METRICS
 from protocols.rollout import DiscardReason
 from training_run.records.evaluation_history import EVALUATION_METRICS
-from training_run.records.metrics import ENVIRONMENT_METRICS, RANK_METRICS, REMOTE_METRICS, all_metrics
+from training_run.records.metrics import ENVIRONMENT_METRICS, all_metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
 

@@ -10,7 +10,6 @@ import pytest
 from clotho.settings.server import HttpServer
 from protocols.evaluation import EvalReport
 from protocols.finding import CHECK, Finding
-from protocols.summary import ResourceReading
 from tests.metric_samples import page, samples
 from tests.training_run.built_context import open_context, tiny_profile
 from tests.training_run.test_accounting import MinimalActor
@@ -103,13 +102,11 @@ async def test_attachments_add_services(context: RunContext) -> None:
     assert "decode engine" in names
 
 
-async def test_gauges_have_the_resources_the_findings_and_what_the_learner_waits_for(context: RunContext) -> None:
+async def test_gauges_have_the_findings_and_what_the_learner_waits_for(context: RunContext) -> None:
     """Nothing is waited for while an update is computed. /health has the findings too, and stays ok."""
     monitor = RunMonitor(context, queues=[], children=dict)
     assert monitor.gauges().waiting_for
-    context.attached.resources = ResourceReading(on_battery=True)
     context.findings.add(BATTERY)
-    assert monitor.gauges().resources == ResourceReading(on_battery=True)
     assert [finding.name for finding in monitor.gauges().findings] == ["on_battery"]
     health = monitor.server_context(HttpServer()).health()
     assert (health.status, [finding.name for finding in health.findings]) == ("ok", ["on_battery"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from protocols.evaluation import EvalReport
 from protocols.prompt import Problem
 from protocols.step import StepReport
-from protocols.summary import Gauges, MachineDescription, PolicyDescription, RemoteServerGauge
+from protocols.summary import Gauges, MachineDescription, PolicyDescription
 from training_run.attachment import shown_by_attachments
 from training_run.records.held_out_rows import accuracy_text, rows
 from training_run.records.metrics import MetricsLine
@@ -205,8 +205,6 @@ class PlainDisplay:
         indent = " " * (len(self._position(0)) + 2)
         gauges = self._gauges()
         self._write(indent, reward_pieces(self._view.latest))
-        self._write(indent, list(server_pieces(gauges.remote.servers, self._view.latest))[:1])
-        self._write(indent, rank_pieces(self._view.latest))
         self._write(indent, [f"alarm {finding.name}" for finding in gauges.findings])
 
     def _write(self, start: str, pieces: Iterable[str]) -> None:
@@ -259,36 +257,6 @@ def reward_pieces(latest: MetricsLine) -> Iterator[str]:
         failed = f" ({values['failures']} failed)" if values["failures"] else ""
         if values["count"] or failed:
             yield f"{name} {number(values['mean'])} sd {number(values['std'])}{failed}"
-
-
-def server_pieces(servers: Sequence[RemoteServerGauge], latest: MetricsLine | None) -> Iterator[str]:
-    """Yield the state of all remote inference servers together, then that of the first servers if there are several."""
-    if not servers:
-        return
-    rates = {name: found["tokens_per_second"] for name, found in latest["remote_servers"].items()} if latest else {}
-    ready = sum(one.state == "ready" for one in servers)
-    yield f"{ready} of {len(servers)} servers ready, {_server_text(servers, rates)}"
-    for one in servers[:MAX_SERVERS] if len(servers) > 1 else ():
-        yield f"{one.name} {one.state}, {_server_text([one], rates)}"
-
-
-def _server_text(servers: Sequence[RemoteServerGauge], rates: Mapping[str, float | None]) -> str:
-    rate = sum(rates.get(one.name) or 0.0 for one in servers)
-    lag = max((one.lag for one in servers if one.lag is not None), default=None)
-    moved = sum(one.bytes_sent + one.bytes_received for one in servers)
-    return (
-        f"{rate:.0f} tokens/s, lag {number(lag, 'd')}, {sum(one.rows for one in servers)} sequences, "
-        f"{sum(one.restarts for one in servers)} restarts, {memory(moved)} moved"
-    )
-
-
-def rank_pieces(latest: MetricsLine | None) -> Iterator[str]:
-    """Yield the speed of each rank of a data-parallel learner in the latest step, and how long rank 0 has waited."""
-    if latest is None or not latest["learner_ranks"]:
-        return
-    speeds = [number(found["positions_per_second"], ".0f") for found in latest["learner_ranks"].values()]
-    yield f"ranks {' + '.join(speeds)} positions/s"
-    yield f"{number(latest['time/wait_for_ranks'], '.1f')} s waited for ranks"
 
 
 def print_facts(console: Console, facts: RunFacts) -> None:

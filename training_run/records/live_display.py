@@ -27,9 +27,7 @@ from training_run.records.display import (
     Sample,
     known,
     print_facts,
-    rank_pieces,
     reward_pieces,
-    server_pieces,
 )
 from training_run.records.held_out_rows import rows
 from training_run.records.terminal_text import (
@@ -136,9 +134,6 @@ class Screen:
         yield "waiting", () if view.has_ended else (f"for {gauges.waiting_for or 'nothing: an update is computed'}",)
         full = [queue for queue in gauges.queues if queue.depth >= queue.capacity > 1 and queue.name != ALWAYS_FULL]
         yield "full", (f"queue {queue.name} ({queue.capacity})" for queue in full)
-        for place, piece in enumerate(server_pieces(gauges.remote.servers, view.latest)):
-            yield "" if place else "servers", (piece,)
-        yield "learner", rank_pieces(view.latest)
 
     def _progress(self, width: int, ascii_only: bool) -> Group:
         view, steps = self._view, self._facts.steps

@@ -18,7 +18,7 @@ from protocols.finding import Finding
 from protocols.rollout import ScoredGroup, bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport, UpdateMetrics
-from protocols.summary import RankGauge, RankGauges, RemoteGauges, RunGauges
+from protocols.summary import RunGauges
 from training_run.attachment import attached_metrics
 
 MetricsLine = dict[str, Any]
@@ -61,10 +61,6 @@ METRICS = {
     "they were sampled.",
     "decode_tokens_per_second/idle": "Tokens per second of decoding while the learner has no work.",
     "decode_tokens_per_second/learning": "Tokens per second of decoding while an update is computed.",
-    "speculation/passes": "Forward passes over a sequence since the line before; each samples one token or more. 0 if "
-    "speculation is off.",
-    "speculation/draft_tokens": "Tokens of the drafts that the engine verified since the line before.",
-    "speculation/accepted_tokens": "Accepted tokens of these drafts.",
     "sequences_limit": "Sequences that are decoded at once at most; memory pressure lowers `engine.max_num_seqs`.",
     "time/decode": "Seconds of decode steps since the line before.",
     "time/update": "Seconds from the start to the end of the update.",
@@ -72,33 +68,18 @@ METRICS = {
     "time/wait_for_rollouts": "Seconds that the learner waited for groups before the update.",
     "time/weight_swap": "Seconds of the latest weight swap.",
     "peak_memory_bytes": "Peak memory of MLX arrays since the process started.",
-    "resources/resident_bytes": "Resident memory of the process. All values of resources are from the latest reading, "
-    "which is at most about ten seconds old; null if the system does not report them.",
-    "resources/cpu_share": "CPU seconds of the process per second; 1 is one core.",
-    "resources/swap_bytes": "Used swap of the machine.",
-    "resources/swap_change_bytes": "Change of the used swap since the start of the process.",
-    "resources/available_bytes": "Memory of the machine that is available without swap.",
-    "resources/gpu_share": "Fraction of the time in which the GPU works.",
-    "resources/power_watts": "Power of the GPU (NVIDIA), or of the whole machine (Mac with a battery).",
     "findings": "Findings that apply at the step, by `name`. `severity`, `fact`, `consequence`, `advice`, `remedy`, "
     "`command` and `example` are in the line in which the finding begins, and later in the lines in which they change.",
     "rolled_back": "Whether the weights are those of an earlier version again.",
     "environments": "Metrics of each Atropos environment, by name.",
-    "remote_servers": "State of each remote inference server, by address; totals since the last start.",
-    "learner_ranks": "Work of each rank of a data-parallel learner since the line before, by number of the rank.",
-    "time/wait_for_ranks": "Seconds that rank 0 waited for the shares of other ranks and for sums of gradients since "
-    "the line before; null without other ranks.",
 }
 """The keys of metrics.jsonl that every run has, with descriptions. docs/operating.md contains this table."""
 
 
 def all_metrics() -> dict[str, str]:
     """Return every key of metrics.jsonl with its description, those of attachments last."""
-    return METRICS | attached_metrics()
+    return {**METRICS, **attached_metrics()}
 
-
-RESOURCES = tuple(name.removeprefix("resources/") for name in METRICS if name.startswith("resources/"))
-"""Fields of `ResourceReading` that metrics.jsonl contains."""
 
 ENVIRONMENT_METRICS = {
     "groups/trained": "Number of groups of the environment that the step trained on.",
@@ -110,29 +91,6 @@ ENVIRONMENT_METRICS = {
     "those of the engine; null if none could be compared.",
 }
 """Every key of an entry of `environments`."""
-
-REMOTE_METRICS = {
-    "state": "State: `ready` (gets groups), `updating` (gets weights), or `failed` (at the last attempt to use it).",
-    "version": "Policy version that it serves; null while it gets no groups.",
-    "lag": "Versions that it is behind the run; null while it gets no groups.",
-    "rows": "Completions in flight.",
-    "groups": "Number of groups requested from it.",
-    "tokens_per_second": "Tokens of the groups that it has completed since the line before, per second.",
-    "failures": "Number of failed attempts and groups.",
-    "restarts": "Number of restarts of its process.",
-    "bytes_sent": "Bytes of weights and requests for it.",
-    "bytes_received": "Bytes of its answers.",
-    "push_seconds": "Time until it served the last weights that it got.",
-}
-"""Every key of an entry of `remote_servers`."""
-
-RANK_METRICS = {
-    "positions": "Positions of its micro-batches, padding included.",
-    "seconds": "Seconds between its shares and their results; at rank 0, with the decode steps in this time.",
-    "positions_per_second": "Positions per second; null without a share.",
-    "bytes_sent": "Bytes of weights and shares that rank 0 has sent it.",
-}
-"""Every key of an entry of `learner_ranks`."""
 
 
 class Measurement(Struct, frozen=True, kw_only=True):
@@ -147,19 +105,20 @@ def step_metrics(
     *,
     now: Measurement,
     before: Measurement,
+    measured: Mapping[str, Any] = {},
     discarded_between: Mapping[tuple[str, str], int] = {},
     failures_between: Mapping[str, int] = {},
 ) -> MetricsLine:
     """Return the line of metrics.jsonl for a report, with the change of the gauges since the line before.
 
-    discarded_between: number of groups that were discarded while the batch was collected, by (environment, reason).
-    failures_between: number of these groups for which a reward function failed, by function.
+    measured: metrics of attachments. discarded_between: number of groups that were discarded while the batch was
+    collected, by (environment, reason). failures_between: number of these groups for which a reward function
+    failed, by function.
     """
     discarded = Counter(discarded_between)
     discarded.update((group.prompt.source, group.reason) for group in report.discarded)
     seconds = now.seconds - before.seconds
     completions = _completion_metrics(report)
-    speculation, speculated = now.gauges.speculation, before.gauges.speculation
     return {
         "step": report.step,
         "policy_version": report.version,
@@ -172,13 +131,11 @@ def step_metrics(
         **_group_metrics(report, discarded),
         **dict.fromkeys(attached_metrics()),
         **report.metrics,
+        **measured,
         **completions,
         "tokens_per_second": completions["completion_length/total"] / seconds if seconds > 0 else None,
         "decode_tokens_per_second/idle": now.gauges.decode_rate_idle,
         "decode_tokens_per_second/learning": now.gauges.decode_rate_learning,
-        "speculation/passes": speculation.passes - speculated.passes,
-        "speculation/draft_tokens": speculation.draft_tokens - speculated.draft_tokens,
-        "speculation/accepted_tokens": speculation.accepted_tokens - speculated.accepted_tokens,
         "sequences_limit": now.gauges.rows_limit,
         "time/decode": now.gauges.decode_seconds - before.gauges.decode_seconds,
         "time/update": report.train_seconds,
@@ -186,15 +143,9 @@ def step_metrics(
         "time/wait_for_rollouts": report.wait_seconds,
         "time/weight_swap": now.gauges.swap_seconds_last,
         "peak_memory_bytes": now.gauges.peak_memory_bytes,
-        **{f"resources/{key}": getattr(now.gauges.resources, key) for key in RESOURCES},
         "findings": _finding_changes(now.gauges.findings, before.gauges.findings),
         "rolled_back": report.rolled_back,
         "environments": environment_metrics([group.scored for group in report.trained], discarded),
-        "remote_servers": _remote_metrics(now.gauges.remote, before.gauges.remote, seconds),
-        "learner_ranks": _rank_metrics(now.gauges.learner_ranks, before.gauges.learner_ranks),
-        "time/wait_for_ranks": now.gauges.learner_ranks.waited_seconds - before.gauges.learner_ranks.waited_seconds
-        if now.gauges.learner_ranks.ranks
-        else None,
     }
 
 
@@ -207,32 +158,6 @@ def _finding_changes(now: Iterable[Finding], before: Iterable[Finding]) -> list[
         fields = msgspec.structs.asdict(finding).items()
         changes.append({key: value for key, value in fields if key == "name" or earlier.get(key) != value})
     return changes
-
-
-def _remote_metrics(now: RemoteGauges, before: RemoteGauges, seconds: float) -> dict[str, MetricsLine]:
-    """Return the metrics of each server by name. seconds: since the line before."""
-    tokens = {one.name: one.tokens for one in before.servers}
-    return {
-        one.name: {key: getattr(one, key, None) for key in REMOTE_METRICS}
-        | {"tokens_per_second": (one.tokens - tokens.get(one.name, 0)) / seconds if seconds > 0 else None}
-        for one in now.servers
-    }
-
-
-def _rank_metrics(now: RankGauges, before: RankGauges) -> dict[str, MetricsLine]:
-    """Return the work of each rank since the line before, by name."""
-    earlier = {one.name: one for one in before.ranks}
-    found = {}
-    for one in now.ranks:
-        start = earlier.get(one.name, RankGauge(name=one.name, positions=0, seconds=0.0, bytes_sent=0))
-        positions, seconds = one.positions - start.positions, one.seconds - start.seconds
-        found[one.name] = {
-            "positions": positions,
-            "seconds": seconds,
-            "positions_per_second": positions / seconds if seconds > 0 else None,
-            "bytes_sent": one.bytes_sent - start.bytes_sent,
-        }
-    return found
 
 
 def environment_metrics(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from protocols.evaluation import EvalReport
@@ -50,6 +50,10 @@ class Chooser:
     def choose(self, group_id: int) -> int:
         """Return the index of the problem of a group."""
         raise NotImplementedError
+
+
+Measure = Callable[[float], Mapping[str, Any]]
+"""Returns values of metrics for the next line of metrics.jsonl; its argument is the time since the last line."""
 
 
 class Check:

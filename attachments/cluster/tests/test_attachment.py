@@ -32,4 +32,4 @@ async def test_the_engine_of_the_run_is_one_of_the_workers_if_it_has_a_share(tmp
         profile = tiny_profile(tmp_path, cluster=cluster, run_dir=str(tmp_path / f"run{number}"))
         async with open_context(profile) as run:
             assert isinstance(run.attached.sampler, RemoteSampler)
-            assert [server.name for server in run.attached.remote_servers().servers] == ["local"] * bool(share)
+            assert [server.name for server in run.attached.sampler.gauges().servers] == ["local"] * bool(share)

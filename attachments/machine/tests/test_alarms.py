@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from attachments.machine.alarms import MachineCheck
-from protocols.summary import ResourceReading
+from attachments.machine.resources import ResourceReading
 
 HEALTHY = ResourceReading(
     resident_bytes=2**30,

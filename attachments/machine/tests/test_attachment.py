@@ -10,9 +10,8 @@ import pytest
 
 from attachments.machine.attachment import ATTACHMENT
 from attachments.machine.pressure import MemoryReading
-from attachments.machine.resources import ResourceProbe
+from attachments.machine.resources import ResourceProbe, ResourceReading
 from attachments.machine.tests import simulated_mac
-from protocols.summary import ResourceReading
 from tests.training_run.built_context import open_context, tiny_profile
 from training_run.memory.estimate import estimate_memory
 from training_run.run_monitor import RunMonitor
@@ -40,12 +39,13 @@ async def test_a_run_has_the_readings_of_its_machine_and_their_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the first reading on."""
-    reading = ResourceReading(on_battery=True)
+    reading = ResourceReading(on_battery=True, resident_bytes=5)
     monkeypatch.setattr(ResourceProbe, "read", lambda _: reading)
     async with open_context(tiny_profile(tmp_path)) as run, anyio.create_task_group() as tasks:
         (watch,) = (child.actor for child in run.attached.services if child.actor.name == "resource watch")
         tasks.start_soon(watch.run)
-        while run.attached.resources != reading:
+        metrics = [measure for measure in run.attached.measures if "resources/resident_bytes" in measure(1.0)]
+        while metrics[0](1.0)["resources/resident_bytes"] != 5:
             await anyio.lowlevel.checkpoint()
         assert "on_battery" in [finding.name for finding in run.findings.now]
         tasks.cancel_scope.cancel()

@@ -13,8 +13,7 @@ from msgspec import Struct
 
 from attachments.machine import resources
 from attachments.machine.pressure import Level
-from attachments.machine.resources import MAX_FAILURES, PROGRAM_READINGS, ResourceProbe
-from protocols.summary import ResourceReading
+from attachments.machine.resources import MAX_FAILURES, PROGRAM_READINGS, ResourceProbe, ResourceReading
 
 MAC = {
     "pmset": """case "$*" in

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from attachments.ranks.gauges import RankGauge, RankGauges
 from attachments.ranks.metrics import rank_metrics
-from protocols.summary import RankGauge, RankGauges
 from tests.metric_samples import Values, require
 
 METRICS = {

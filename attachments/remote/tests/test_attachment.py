@@ -23,7 +23,7 @@ async def test_servers_sample_in_the_place_of_the_engine(tmp_path: Path) -> None
         assert isinstance(attached.sampler, RemoteSampler)
         assert [child.actor for child in attached.receivers] == [attached.sampler]
         assert list(attached.updates) == [attached.sampler.name]
-        names = [server.name for server in attached.remote_servers().servers]
+        names = [server.name for server in attached.sampler.gauges().servers]
         assert names == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
 
 

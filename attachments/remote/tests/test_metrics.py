@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from attachments.remote.gauges import RemoteGauges, RemoteServerGauge
 from attachments.remote.metrics import server_metrics
-from protocols.summary import Distribution, RemoteGauges, RemoteServerGauge
+from protocols.summary import Distribution
 from tests.metric_samples import Values, require
 
 METRICS = {

@@ -37,7 +37,7 @@ class ObservedRun:
         self.clock += 10.0
         self.gauges = replace(
             self.gauges,
-            tokens_sampled=self.gauges.tokens_sampled + 1000,
+            tokens_decoded=self.gauges.tokens_decoded + 1000,
             decode_steps=self.gauges.decode_steps + 20,
             decode_seconds=self.gauges.decode_seconds + 1000 / tokens_per_second,
         )

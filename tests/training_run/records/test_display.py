@@ -13,11 +13,6 @@ from rich.console import Console
 
 from protocols.finding import CHECK, Finding
 from protocols.summary import (
-    Distribution,
-    RankGauge,
-    RankGauges,
-    RemoteGauges,
-    RemoteServerGauge,
     RunGauges,
 )
 from tests.training_run.records.display_examples import (
@@ -42,8 +37,6 @@ from training_run.records.display import (
     evaluation_pieces,
     fact_lines,
     machine_lines,
-    rank_pieces,
-    server_pieces,
 )
 from training_run.records.live_display import LiveDisplay, Screen, make_display, sparkline
 from training_run.records.metrics import Measurement, step_metrics
@@ -272,46 +265,22 @@ def test_the_plain_display_says_what_the_run_waits_for() -> None:
     assert screen.getvalue().endswith("waiting for the update of the policy\n")
 
 
-def test_remote_servers_are_shown_together_and_one_by_one() -> None:
-    """State, throughput, lag, completions in flight, restarts and bytes; nothing without servers."""
-    first = RemoteServerGauge(
-        name="worker-0", state="ready", version=4, lag=0, rows=8, groups=5, tokens=600, failures=0, restarts=0,
-        bytes_sent=1 << 20, bytes_received=1 << 20, push_seconds=None,
-        pushes=Distribution(bounds=(), counts=(0,), total=0.0),
-    )  # fmt: skip
-    servers = (first, replace(first, name="worker-1", state="failed", lag=2, tokens=100, restarts=3))
-    gauges = replace(GAUGES, remote=RemoteGauges(servers=servers))
-    latest = step_metrics(step(1), now=Measurement(seconds=2.0, gauges=gauges), before=START)
-    together, *single = server_pieces(servers, latest)
-    assert together == "1 of 2 servers ready, 350 tokens/s, lag 2, 16 sequences, 3 restarts, 4 MiB moved"
-    assert single[0] == "worker-0 ready, 300 tokens/s, lag 0, 8 sequences, 0 restarts, 2 MiB moved"
-    assert list(server_pieces((), latest)) == []
+def test_what_attachments_show_of_a_step_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By both displays."""
+
+    class Shown(Attachment):
+        def shown(self, line: Mapping[str, Any]) -> Iterable[str]:
+            yield f"{line['step']} of something"
+
+    monkeypatch.setattr("training_run.attachment.installed_attachments", lambda: (Shown(),))
+    latest = step_metrics(step(1), now=Measurement(seconds=2.0, gauges=GAUGES), before=START)
     for kind in (LiveDisplay, PlainDisplay):
         console, screen = terminal(200)
-        display = kind(console, facts(), lambda: gauges)
+        display = kind(console, facts(), lambda: GAUGES)
         display.show(RunView(step=1, latest=latest))
         if isinstance(display, LiveDisplay):
             console.print(display.frame())
-        assert together in written(screen)
-
-
-def test_the_speed_of_each_rank_is_shown() -> None:
-    """With the time that rank 0 has waited; nothing without other ranks."""
-    ranks = tuple(
-        RankGauge(name=str(rank), positions=900, seconds=seconds, bytes_sent=0)
-        for rank, seconds in ((0, 3.0), (1, 2.0))
-    )
-    gauges = replace(GAUGES, learner_ranks=RankGauges(waited_seconds=0.25, ranks=ranks))
-    latest = step_metrics(step(1), now=Measurement(seconds=2.0, gauges=gauges), before=START)
-    assert list(rank_pieces(latest)) == ["ranks 300 + 450 positions/s", "0.2 s waited for ranks"]
-    assert list(rank_pieces(step_metrics(step(1), now=START, before=START))) == list(rank_pieces(None)) == []
-    for kind in (LiveDisplay, PlainDisplay):
-        console, screen = terminal(200)
-        display = kind(console, facts(), lambda: gauges)
-        display.show(RunView(step=1, latest=latest))
-        if isinstance(display, LiveDisplay):
-            console.print(display.frame())
-        assert "ranks 300 + 450 positions/s" in written(screen)
+        assert "1 of something" in written(screen)
 
 
 def test_values_that_were_not_computed_are_missing() -> None:

@@ -17,14 +17,7 @@ from protocols.finding import CHECK, Finding
 from protocols.rollout import Discarded
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
 from protocols.summary import (
-    Distribution,
-    RankGauge,
-    RankGauges,
-    RemoteGauges,
-    RemoteServerGauge,
-    ResourceReading,
     RunGauges,
-    SpeculationCounts,
 )
 from tests.training.policies_and_groups import scored_group
 from tests.training_run.records.display_examples import MEASURES, evaluation, ungraded_evaluation
@@ -32,8 +25,6 @@ from training_run.attachment import attached_metrics
 from training_run.records.evaluation_history import EVALUATION_METRICS, evaluation_record, read_history
 from training_run.records.metrics import (
     ENVIRONMENT_METRICS,
-    RANK_METRICS,
-    REMOTE_METRICS,
     UPDATE_METRICS,
     Measurement,
     all_metrics,
@@ -70,22 +61,13 @@ def test_the_histogram_counts_trained_groups_by_staleness() -> None:
     assert line()["staleness/histogram"] == {}
 
 
-def test_speculation_is_counted_since_the_line_before() -> None:
-    """The engine counts since it was created."""
-    counts = [
-        SpeculationCounts(passes=passes, draft_tokens=drafted, accepted_by_position=accepted)
-        for passes, drafted, accepted in ((4, 10, (3, 1)), (9, 25, (8, 5)))
-    ]
-    before, now = (Measurement(seconds=1.0, gauges=RunGauges(speculation=one)) for one in counts)
-    found = step_metrics(EMPTY, now=now, before=before)
-    names = ("passes", "draft_tokens", "accepted_tokens")
-    assert [found[f"speculation/{name}"] for name in names] == [5, 15, 9]
-
-
 def test_the_metrics_of_attachments_are_in_every_line() -> None:
-    """Null in a step of which no hook returns them."""
-    name = next(iter(attached_metrics()))
-    assert line(metrics={name: {"a": 0.5}})[name] == {"a": 0.5}
+    """Null in a step of which nothing returns them."""
+    hooked, measured, *_ = attached_metrics()
+    now = Measurement(seconds=1.0, gauges=RunGauges())
+    report = replace(EMPTY, metrics={hooked: {"a": 0.5}})
+    found = step_metrics(report, now=now, before=now, measured={measured: 2})
+    assert (found[hooked], found[measured]) == ({"a": 0.5}, 2)
     assert all(line()[other] is None for other in attached_metrics())
 
 
@@ -109,17 +91,14 @@ def test_a_line_has_the_replaced_groups_and_whether_the_policy_was_rolled_back()
     assert (plain["groups/replaced"], plain["rolled_back"]) == (0, False)
 
 
-def test_a_line_has_the_findings_and_the_resources_of_the_gauges() -> None:
-    """A finding with all its parts, in the order of its fields. Unknown resources are null."""
+def test_a_line_has_the_findings_of_the_gauges() -> None:
+    """A finding with all its parts, in the order of its fields."""
     finding = Finding(name="slow", severity="warning", fact="f", consequence="c", advice="a", remedy=CHECK)
-    resources = ResourceReading(resident_bytes=5, cpu_share=1.5, swap_change_bytes=-3)
     before = Measurement(seconds=0.5, gauges=RunGauges())
-    now = Measurement(seconds=1.0, gauges=RunGauges(findings=(finding,), resources=resources))
+    now = Measurement(seconds=1.0, gauges=RunGauges(findings=(finding,)))
     found = json.loads(msgspec.json.encode(step_metrics(EMPTY, now=now, before=before)))
     (written,) = found["findings"]
     assert list(written) == list(Finding.__struct_fields__)
-    assert [found[f"resources/{name}"] for name in ("resident_bytes", "cpu_share", "swap_change_bytes")] == [5, 1.5, -3]
-    assert found["resources/gpu_share"] is None
 
 
 def test_the_text_of_a_finding_is_written_when_it_begins_or_changes() -> None:
@@ -208,46 +187,6 @@ def test_every_environment_metric_is_described() -> None:
     """The table has exactly the keys of an entry."""
     found = line(trained=(sent_by("a", [0.0, 1.0], None),), staleness=(0,), update=UPDATE)
     assert found["environments"]["a"].keys() == ENVIRONMENT_METRICS.keys()
-
-
-def test_the_state_of_each_remote_server_is_part_of_the_line() -> None:
-    """By address, with the keys of the table. The rate is that of the tokens since the line before."""
-    server = RemoteServerGauge(
-        name="http://a:1", state="ready", version=6, lag=1, rows=8, groups=21, tokens=900, failures=3, restarts=2,
-        bytes_sent=5000, bytes_received=700, push_seconds=0.02, pushes=Distribution(bounds=(), counts=(1,), total=0.02),
-    )  # fmt: skip
-    before, now = (
-        Measurement(seconds=seconds, gauges=RunGauges(remote=RemoteGauges(servers=(one,))))
-        for seconds, one in ((1.0, replace(server, tokens=400)), (3.0, server))
-    )
-    found = json.loads(msgspec.json.encode(step_metrics(EMPTY, now=now, before=before)))["remote_servers"]
-    assert found == {
-        "http://a:1": {
-            "state": "ready", "version": 6, "lag": 1, "rows": 8, "groups": 21, "tokens_per_second": 250.0,
-            "failures": 3, "restarts": 2, "bytes_sent": 5000, "bytes_received": 700, "push_seconds": 0.02,
-        }
-    }  # fmt: skip
-    assert found["http://a:1"].keys() == REMOTE_METRICS.keys()
-
-
-def test_the_work_of_each_rank_is_part_of_the_line() -> None:
-    """Since the line before, with the keys of the table; nothing without other ranks."""
-    one = RankGauge(name="0", positions=900, seconds=3.0, bytes_sent=0)
-    other = RankGauge(name="1", positions=300, seconds=2.0, bytes_sent=70)
-    before = RankGauges(waited_seconds=1.5, ranks=(replace(one, positions=400, seconds=1.0), other))
-    now = RankGauges(waited_seconds=1.75, ranks=(one, replace(other, bytes_sent=100)))
-    started, ended, nothing = (
-        Measurement(seconds=0.0, gauges=RunGauges(learner_ranks=found)) for found in (before, now, RankGauges())
-    )
-    found = step_metrics(EMPTY, now=ended, before=started)
-    assert found["learner_ranks"] == {
-        "0": {"positions": 500, "seconds": 2.0, "positions_per_second": 250.0, "bytes_sent": 0},
-        "1": {"positions": 0, "seconds": 0.0, "positions_per_second": None, "bytes_sent": 30},
-    }
-    assert found["learner_ranks"]["0"].keys() == RANK_METRICS.keys()
-    assert found["time/wait_for_ranks"] == 0.25
-    alone = step_metrics(EMPTY, now=nothing, before=nothing)
-    assert (alone["learner_ranks"], alone["time/wait_for_ranks"]) == ({}, None)
 
 
 def test_every_key_of_an_evaluation_is_described() -> None:

@@ -32,12 +32,12 @@ from attachments.doctor.versions import version_findings
 from attachments.machine.alarms import MachineCheck
 from attachments.machine.machine import machine_findings
 from attachments.machine.macos import KernelPanic, MacState
+from attachments.machine.resources import ResourceReading
 from attachments.machine.tests import simulated_mac
 from clotho.process import REFERENCE_BLAS
 from clotho.scoring.parity_check import ParityReport
 from protocols.errors import ProfileError
 from protocols.finding import CHECK, Change, Finding, FindingName, Remedy
-from protocols.summary import ResourceReading
 from tests.training_run.built_context import tiny_profile
 from tests.training_run.records import test_training_signal as signals
 from tests.training_run.records.display_examples import UPDATE, step
