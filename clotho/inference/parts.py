@@ -16,6 +16,7 @@ from clotho.inference.scheduler import Row
 from clotho.models.lora import AdaptedModule
 from clotho.settings.engine import EngineSection
 from clotho.settings.server import AdaptersSection
+from protocols.errors import ModelError
 from protocols.summary import SpeculationCounts
 
 MakeCaches = Callable[[int], RowCaches]
@@ -65,9 +66,11 @@ class EngineParts:
     batches: Batches = field(default_factory=Batches)
 
     def extended(self) -> EngineParts:
-        """Let every extension provide its parts. Raises ModelError."""
+        """Let every extension provide its parts. Raises ModelError, also if a setting needs an absent attachment."""
         if self.adapters is not None:
             self.rows = RowWeights(f"a model beside the policy {extension.needs('adapters')}")
         for one in extension.extensions():
             one.engine(self)
+        if self.adapters is not None and self.adapters.root and type(self.rows) is RowWeights:
+            raise ModelError(f"server.adapters.root {extension.needs('adapters')}")
         return self

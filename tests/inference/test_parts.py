@@ -9,7 +9,7 @@ import pytest
 from clotho.inference.engine import DecodeEngine
 from clotho.settings.engine import EngineSection
 from clotho.settings.server import AdaptersSection
-from protocols.errors import ProfileError, RequestError
+from protocols.errors import ModelError, ProfileError, RequestError
 from protocols.sampling import BASE
 from protocols.summary import SpeculationCounts
 from tests.absent import without
@@ -36,7 +36,7 @@ def test_an_engine_samples_without_attachments(absent: tuple[str, ...], monkeypa
 
 @pytest.mark.parametrize("weights", [BASE, "mine"])
 def test_weights_beside_the_policy_need_the_attachment(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that names them is refused by the name of the attachment, and so is an adapter of the operator."""
+    """A request is refused by the name of the attachment, and so are adapters of the operator and their directory."""
     without(monkeypatch, "adapters")
     engine = DecodeEngine(tiny_source(), EngineSection(), AdaptersSection())
     with pytest.raises(RequestError, match="needs the attachment 'adapters'") as caught:
@@ -44,6 +44,8 @@ def test_weights_beside_the_policy_need_the_attachment(weights: str, monkeypatch
     assert caught.value.param == "model"
     with pytest.raises(ProfileError, match="needs the attachment 'adapters'"):
         engine.row_weights.read(Path("adapter"), "model")
+    with pytest.raises(ModelError, match="root needs the attachment 'adapters'"):
+        DecodeEngine(tiny_source(), EngineSection(), AdaptersSection(root="adapters"))
     answer = submit_request(engine, make_prompt(5))
     run(engine)
     assert answer.completions

@@ -27,7 +27,7 @@ from clotho.settings.server import AdaptersSection
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import AdapterRequestError, ModelError, ProfileError, RequestError
 from protocols.evaluation import Estimate, ReferenceLoss
-from protocols.sampling import BASE, Completion, SampleRequest
+from protocols.sampling import POLICY, Completion, SampleRequest
 from training_run.commands.command_line import require_new_file
 from training_run.evaluation.accuracy import (
     Accuracy,
@@ -225,7 +225,7 @@ async def completions_of(
 ) -> tuple[list[list[Completion]], list[ReferenceLoss | None]]:
     """Return the completions of each problem by one policy, and the losses of the reference completions."""
     profile, prompts = arguments.profile, rendered.prompts
-    weights = BASE if name == BASE_NAME else name
+    weights = POLICY if name == BASE_NAME else name  # the engine of this command samples from the base model
     requests = held_out_requests(
         prompts, profile.sampling, samples=arguments.flags.samples, seed=profile.seed, weights=weights
     )
