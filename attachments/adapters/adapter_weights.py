@@ -13,8 +13,7 @@ from attachments.adapters.adapter_store import AdapterStore, LoadedAdapter
 from attachments.adapters.chosen import read_chosen
 from attachments.adapters.messages import AdapterInfo
 from clotho.inference.engine import DecodeEngine
-from clotho.inference.parts import EngineParts
-from clotho.inference.row_weights import RowWeights
+from clotho.inference.parts import EngineParts, RowWeights
 from clotho.inference.rows import RowAdapter
 from clotho.models.adapters import AdapterContents
 from clotho.models.lora import AdaptedModule

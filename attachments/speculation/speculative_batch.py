@@ -26,9 +26,8 @@ from attachments.speculation.verification import VerifyingKVCache
 from clotho.backend import backend
 from clotho.inference.batch import Batch, Step
 from clotho.inference.batching_probe import probe_batching
-from clotho.inference.cache_layout import CacheLayout, Logits, RowDecoder, VerifyingCaches
+from clotho.inference.cache_layout import CacheLayout, Computing, Logits, RowDecoder, VerifyingCaches
 from clotho.inference.parts import Batches, MakeCaches
-from clotho.inference.row_weights import Computing
 from clotho.inference.rows import DraftedTokens, Filters, RowLogitBias, RowParameters, SampledRows
 from clotho.inference.sampling import sample, uniforms
 from clotho.inference.scheduler import PrefillJob, Row

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clotho.backend import backend
-from clotho.inference.cache_layout import Logits, RowCaches
+from clotho.inference.cache_layout import Computing, Logits, RowCaches, pass_context
 from clotho.inference.kv_budget import MARGIN, Load
-from clotho.inference.row_weights import Computing, pass_context
 from clotho.inference.rows import (
     PADDING,
     PrefilledPrompt,

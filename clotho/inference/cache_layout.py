@@ -7,7 +7,7 @@ mirror the model's layers. Here they are flattened: a `CacheList` (hybrid layers
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -305,6 +305,15 @@ class VerifyingCaches(RowCaches, Protocol):
         ...
 
 
+Computing = Callable[[Sequence[RowAdapter | None]], AbstractContextManager[None]]
+"""Returns a context in which row b of a forward pass uses the adapter at index b; None for the policy."""
+
+
+def pass_context(computing: Computing, adapter_B: Sequence[RowAdapter | None]) -> AbstractContextManager[None]:
+    """Return the context of a forward pass; it is empty if all rows use the policy."""
+    return nullcontext() if all(adapter is None for adapter in adapter_B) else computing(adapter_B)
+
+
 class RowDecoder(NamedTuple):
     """Decodes the rows of one model instead of the model itself.
 
@@ -312,7 +321,7 @@ class RowDecoder(NamedTuple):
     number of rows.
     """
 
-    computing: Callable[[Sequence[RowAdapter | None]], AbstractContextManager[None]]
+    computing: Computing
     caches: Callable[[int], VerifyingCaches]
 
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from clotho.backend import backend
 from clotho.inference.batching_probe import probe_batching
-from clotho.inference.cache_layout import CacheLayout
+from clotho.inference.cache_layout import CacheLayout, Computing, pass_context
 from clotho.inference.parts import EngineParts, MakeCaches
-from clotho.inference.row_weights import Computing, pass_context
 from clotho.inference.rows import PrefilledPrompt, RowAdapter, undivided
 from clotho.settings.engine import EngineSection
 

@@ -17,8 +17,7 @@ import numpy as np
 import structlog
 from msgspec import Struct
 
-from clotho.inference.cache_layout import CacheLayout, evaluation_mode
-from clotho.inference.row_weights import Computing, pass_context
+from clotho.inference.cache_layout import CacheLayout, Computing, evaluation_mode, pass_context
 from clotho.inference.rows import PromptState
 from clotho.inference.scheduler import ActiveRequest, PrefillJob
 from clotho.models.turns import TurnBudget

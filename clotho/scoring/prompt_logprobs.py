@@ -10,8 +10,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
-from clotho.inference.cache_layout import evaluation_mode
-from clotho.inference.row_weights import RowWeights, pass_context
+from clotho.inference.cache_layout import evaluation_mode, pass_context
+from clotho.inference.parts import RowWeights
 from clotho.inference.rows import RowAdapter
 from clotho.models.parameters import Parameters
 from clotho.models.policy_model import PolicyModel
