@@ -18,10 +18,10 @@ from unittest.mock import patch
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from bench.shapes import unending
 from clotho.inference.engine import DecodeEngine
 from clotho.models.policy import Policy
 from clotho.settings.engine import EngineSection
-from protocols.sampling import SampleRequest, Sampling
 
 VIEWS = frozenset(
     {
@@ -117,16 +117,14 @@ def counted_evaluations() -> Iterator[list[GraphCounts]]:
         yield started
 
 
-def decode_step(policy: Policy, *, rows: int, prompt: int = 16) -> GraphCounts:
+def decode_step(policy: Policy, *, rows: int) -> GraphCounts:
     """Count the operations of one decode step with sampling, for `rows` rows of equal length.
 
     The policy must decode on the device path. The policy may not be used afterwards: its engine holds meaningless
     values.
     """
     engine = DecodeEngine(policy, EngineSection(max_num_seqs=rows))
-    sampling = Sampling(max_tokens=policy.context_length - prompt, ignore_eos=True)
-    request = SampleRequest(prompt=tuple(range(prompt)), sampling=sampling, seeds=tuple(range(rows)))
-    engine.submit(request, lambda _: None)
+    engine.submit(unending(policy, rows), lambda _: None)
     while engine.running < rows:
         engine.tick()
     engine.tick()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from bench.contenders.shapes import random_prompts
 from clotho.models.policy import Policy
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.model import FullMethod, PolicySection
+from protocols.sampling import SampleRequest, Sampling
 
 
 class SilentTokenizer:
@@ -29,3 +31,10 @@ def make_policy(model: Any, config: dict[str, Any], *, section: PolicySection | 
     section = section or PolicySection(method=FullMethod())
     tokenizer = cast(ChatTokenizer, SilentTokenizer())
     return Policy(model, tokenizer, section, config=config, seed=seed, keep_reference=False)
+
+
+def unending(policy: Policy, rows: int, *, prompt: int = 16) -> SampleRequest:
+    """A request of completions that go on to the end of the context, after a prompt of random tokens."""
+    sampling = Sampling(max_tokens=policy.context_length - prompt, ignore_eos=True)
+    (tokens,) = random_prompts(1, prompt, policy.vocab_size)
+    return SampleRequest(prompt=tuple(tokens), sampling=sampling, seeds=tuple(range(rows)))

@@ -11,7 +11,8 @@ most ten short requests per second; the time to its first token is given as medi
 
 A ratio is a rate beside long requests, divided by the rate alone of the same process and repeat. So other work on the
 machine, whose load average stands beside the rates, matters less than for the rates themselves. The model is the policy
-of local-m3 with its context extended to 32,768 tokens; the text of a long request is meaningless, its cost is not.
+of local-m3 with its context extended to 32,768 tokens; the text of a long request is meaningless, its cost is not. Each
+event of its stream counts as a token.
 """
 
 from __future__ import annotations

@@ -8,12 +8,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from bench.shapes import random_policy
+from bench.contenders.shapes import Shape, configuration, random_model
+from bench.shapes import make_policy
 from clotho.backend import Backend, backend, backend_of
 from clotho.inference.engine import DecodeEngine
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy
 from clotho.settings.engine import EngineSection
+from clotho.settings.model import PolicySection
 from protocols.sampling import Completion, Sampling
 from tests import model_lanes
 from tests.inference.engine_helpers import make_prompt, run, submit_request
@@ -40,7 +42,8 @@ class Step(NamedTuple):
 
 def step() -> Step:
     """Sample four completions of a tiny policy in float32, and train on them."""
-    policy = random_policy(layers=2, width=32, heads=4, key_heads=2, feed_forward=48, vocabulary=300)
+    shape = Shape(layers=2, width=32, heads=4, key_heads=2, feed_forward=48, vocabulary=300)
+    policy = make_policy(random_model(shape), configuration(shape), section=PolicySection())
     engine = DecodeEngine(policy, EngineSection())
     answer = submit_request(engine, make_prompt(6), Sampling(max_tokens=12, ignore_eos=True), range(4))
     run(engine)

@@ -14,15 +14,14 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from bench.contenders.semantics import SEMANTICS
-from bench.contenders.shapes import named_model, random_prompts
+from bench.contenders.shapes import named_model
 from bench.contenders.worker import Case, MeasureOnce, serve
-from bench.shapes import make_policy
+from bench.shapes import make_policy, unending
 from clotho.inference.engine import DecodeEngine
 from clotho.settings.engine import EngineSection
 from clotho.settings.model import FullMethod, PolicySection
 from protocols.accounting import LedgerState
 from protocols.checkpoint import RunState
-from protocols.sampling import SampleRequest, Sampling
 from training_run.directory.checkpoints import Snapshot, write_checkpoint
 
 ROWS, STEPS_ALONE, SAVES = 8, 100, 5
@@ -33,11 +32,7 @@ def prepare(case: Case) -> MeasureOnce:
     model, config = named_model(case["model"])
     policy = make_policy(model, config, section=PolicySection(method=FullMethod()))
     engine = DecodeEngine(policy, EngineSection())
-    request = SampleRequest(
-        prompt=tuple(random_prompts(1, 16, policy.vocab_size)[0]),
-        sampling=Sampling(max_tokens=policy.context_length - 16, ignore_eos=True),
-        seeds=tuple(range(ROWS)),
-    )
+    request = unending(policy, ROWS)
     parameters = policy.trainable()
     optimizer = {moment: tree_map(lambda array: array + 0.0, parameters) for moment in ("m", "v")}
     mx.eval(optimizer)

@@ -9,15 +9,14 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from bench.contenders.semantics import SEMANTICS
-from bench.contenders.shapes import named_model, random_prompts
+from bench.contenders.shapes import named_model
 from bench.contenders.worker import Case, MeasureOnce, serve
-from bench.shapes import make_policy
+from bench.shapes import make_policy, unending
 from clotho.inference.engine import DecodeEngine
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy
 from clotho.settings.engine import EngineSection
 from clotho.settings.model import FullMethod, PolicySection
-from protocols.sampling import SampleRequest, Sampling
 
 SWAPS, ROWS = 50, 8
 KINDS = {"lora": PolicySection(), "full": PolicySection(method=FullMethod())}
@@ -28,11 +27,7 @@ def prepare(case: Case) -> MeasureOnce:
     model, config = named_model(case["model"])
     policy = make_policy(model, config, section=KINDS[case["weights"]])
     engine = DecodeEngine(policy, EngineSection())
-    request = SampleRequest(
-        prompt=tuple(random_prompts(1, 16, policy.vocab_size)[0]),
-        sampling=Sampling(max_tokens=policy.context_length - 16, ignore_eos=True),
-        seeds=tuple(range(ROWS)),
-    )
+    request = unending(policy, ROWS)
     versions = [policy.trainable(), tree_map(lambda array: array + 0.0, policy.trainable())]
     mx.eval(versions)
 
