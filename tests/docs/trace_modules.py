@@ -100,10 +100,8 @@ class ModuleTrace:
 
     def _on_path(self, frame: FrameType) -> bool:
         if self._carrying:
-            own = frame.f_code.co_filename.endswith(
-                "/attachment.py"
-            )  # every attachment is asked with the whole profile
-            return not own and any(_contains_flag(argument) for argument in list(frame.f_locals.values()))
+            asked = frame.f_code.co_filename.endswith("/attachment.py")  # each is asked with the whole profile
+            return not asked and any(_contains_flag(argument) for argument in list(frame.f_locals.values()))
         if not self._actors:
             return True
         if (thread := threading.current_thread()) is not threading.main_thread():

@@ -18,6 +18,7 @@ from training_run.profile.flags import help_text, parse_arguments
 from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS
 from training_run.profile.load import file_layers, load_profile, profile_path, resolved_toml
 from training_run.profile.mounted import ATTACHED, SETTINGS
+from training_run.profile.rules import CONTRADICTIONS, NO_EFFECT
 from training_run.profile.schema import Profile
 
 
@@ -148,6 +149,19 @@ def test_a_profile_without_keys_of_an_absent_attachment_loads(attachment: str) -
     for key in absent:
         with pytest.raises(ProfileError, match=f"attachment '{attachment}'"):
             keys.require_known(key, "file")
+
+
+def test_rules_of_the_core_refuse_keys_of_the_core_only() -> None:
+    """They may read keys of attachments, and hold without them."""
+    keys = Keys(Profile)
+    profile = decode_merged(keys, merge_layers(keys, file_layers(profile_path("local-m3"))), Profile)
+    values = flatten_table(keys, msgspec.to_builtins(profile), "file")
+    values |= {"rewards": profile.rewards, "actors": profile.actors}
+    chosen = keys.chosen_types(values)
+    for rule in (*NO_EFFECT, *CONTRADICTIONS):
+        for key in rule.keys.split():
+            if keys.settable[key].variant(chosen):
+                rule.refused(values, values[key])
 
 
 def test_the_help_names_the_attachment_of_a_setting() -> None:
