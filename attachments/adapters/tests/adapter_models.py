@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 from attachments.adapters.adapter_weights import EngineAdapters
 from clotho.inference.engine import DecodeEngine
 from clotho.models.adapters import Target, adapter_targets
-from clotho.settings.engine import EngineSection
 from clotho.settings.server import AdaptersSection
+from tests.inference.engine_helpers import ENGINE
 from tests.small_models import FixedSource, tiny
 
 ATTENTION_ONLY = ("q_proj", "v_proj")
@@ -69,7 +69,7 @@ def engine_with_adapters(
     source: FixedSource, adapters: Mapping[str, Path], *, limits: AdaptersSection = LIMITS, **settings: Any
 ) -> tuple[DecodeEngine, EngineAdapters]:
     """Return an engine over `source` with these adapters loaded."""
-    engine = DecodeEngine(source, EngineSection(**settings), limits)
+    engine = DecodeEngine(source, ENGINE(**settings), limits)
     loaded = adapters_of(engine)
     for name, path in adapters.items():
         loaded.load_adapter(name, loaded.store.read(path))
