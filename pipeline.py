@@ -40,8 +40,6 @@ from actors.learner import LearnerActor
 from actors.monitor import Monitor
 from actors.prompter import Prompter
 from actors.scorer import Scorer
-from attachments.alarms.collapse_detection import CollapseMonitor, collapse_settings
-from attachments.alarms.messages import CollapseState
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.machine import compute_slots
@@ -223,7 +221,7 @@ def wire_training(
     early_end: EarlyEnd,
 ) -> list[Child]:
     """The learner, and the receivers of its updates."""
-    profile, policy, state = context.profile, context.policy, context.state
+    profile, policy = context.profile, context.policy
     learner = custom.actor(
         "learner",
         LearnerActor,
@@ -239,11 +237,6 @@ def wire_training(
         logged=context.logged,
         hooks=context.attached.hooks,
         parts=context.attached.parts.collect,
-        collapse=CollapseMonitor(
-            collapse_settings(profile),
-            state=state.collapse if state else CollapseState(),
-            rollbacks=state.rollbacks if state else 0,
-        ),
         steps=profile.steps,
         synchronous=not profile.asynchronous,
         lag=profile.rollouts.lag,

@@ -11,7 +11,6 @@ from math import inf
 import structlog
 from msgspec.structs import replace
 
-from attachments.alarms.collapse_detection import CollapseMonitor, CollapseResponse
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.machine import random_state
 from clotho.settings.learner import LearnerSection
@@ -25,7 +24,7 @@ from training_run.groups.batch_collector import BatchCollector, discard, discard
 from training_run.groups.fruitless import FruitlessBatches
 from training_run.groups.ledger import Ledger
 from training_run.groups.progress import LearnerProgress
-from training_run.supervision.hooks import UpdateHook
+from training_run.supervision.hooks import UpdateHook, Verdict
 from training_run.supervision.latest import Latest, reached
 
 log = structlog.get_logger(actor="learner")
@@ -65,7 +64,6 @@ class LearnerActor:
         progress: LearnerProgress,
         replacements: Latest[int],
         logged: Latest[int],
-        collapse: CollapseMonitor,
         steps: int,
         synchronous: bool,
         from_environments: bool,
@@ -100,7 +98,7 @@ class LearnerActor:
             max_equal=settings.max_equal_batches,
             batch_size=settings.batch_size,
         )
-        self._collapse, self._rolled_back_at = collapse, 0
+        self._rolled_back_at = 0
         progress.began = progress.last_update = time.monotonic()
 
     async def run(self) -> None:
@@ -215,28 +213,26 @@ class LearnerActor:
             replayed=len(replayed),
             metrics={name: value for hook in self._hooks for name, value in hook.metrics().items()},
         )
-        response = self._collapse.assess(report)
-        report = replace(report, collapse_findings=response.findings)
-        if response.action == "rollback":
-            report = await self._roll_back(report)
-        elif update is not None and update.applied:
-            self._policy_learner.observe_health(healthy=not response.findings)
+        verdicts = [hook.assess(report) for hook in self._hooks]
+        findings = tuple(finding for verdict in verdicts for finding in verdict.findings)
+        report = await self._roll_back(replace(report, collapse_findings=findings), verdicts)
         self._progress.last_report, self._progress.last_update = report, time.monotonic()
         self._progress.computing = self._compute.arbiter.totals().since(self._progress.computed_before)
         await self._send(report, state)
         groups: list[GroupOutcome] = [*fresh, *batch.discarded]
         if not self._from_environments and (cause := self._fruitless.add(groups)):
             self._stop_sampling(cause)
-        if failure := self._failure(report, response, update):
+        if failure := self._failure(report, verdicts, update):
             await reached(
                 self._logged, report.step, timeout_seconds=LOG_TIMEOUT_SECONDS
             )  # the log files then include this batch
             raise failure
 
-    def _failure(self, report: StepReport, response: CollapseResponse, update: Update | None) -> ClothoError | None:
+    def _failure(self, report: StepReport, verdicts: list[Verdict], update: Update | None) -> ClothoError | None:
         """The error that ends the run after this batch, if any."""
-        if response.action == "stop":
-            return self._collapse.error(report)
+        for verdict in verdicts:
+            if verdict.error is not None:
+                return verdict.error
         if update and not update.finite and self._progress.bad_steps >= self._settings.max_bad_steps:
             return DivergenceError(
                 f"{self._progress.bad_steps} consecutive updates were not finite, the last one at step {report.step}; "
@@ -244,10 +240,13 @@ class LearnerActor:
             )
         return None
 
-    async def _roll_back(self, report: StepReport) -> StepReport:
-        """Restore the last good policy. Groups that were sampled by a bad one are neither trained on nor replayed."""
-        rate = self._collapse.rollback_rate
-        await finish(self._compute.learner.submit(lambda: self._policy_learner.roll_back(rate=rate)))
+    async def _roll_back(self, report: StepReport, verdicts: list[Verdict]) -> StepReport:
+        """Return to an earlier policy if a hook says so. Groups of the policy that is left are not trained on."""
+        found = next(((verdict.back_to, verdict.rate) for verdict in verdicts if verdict.back_to is not None), None)
+        if found is None:
+            return report
+        to, rate = found
+        await finish(self._compute.learner.submit(lambda: self._policy_learner.roll_back(to, rate=rate)))
         for hook in self._hooks:
             hook.rolled_back()
         self._progress.bad_steps = 0
@@ -296,8 +295,6 @@ class LearnerActor:
             train_seconds=self._progress.train_seconds,
             trained_tokens=self._progress.trained_tokens,
             parts=self._parts(),
-            collapse=self._collapse.state(),
-            rollbacks=self._collapse.rollbacks,
         )
         for outbox in self._updates:
             await outbox.send(update)

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from msgspec import Meta, Struct, field
 
-from attachments.alarms.messages import CollapseState
 from protocols.accounting import LedgerState
 
 Count = Annotated[int, Meta(ge=0)]
@@ -19,7 +18,7 @@ Value = TypeVar("Value", covariant=True)
 class Part(Struct, Generic[Value], frozen=True, kw_only=True, eq=False):
     """What an attachment keeps in a checkpoint, in files of its own.
 
-    value: a struct; `msgspec.Raw` in a checkpoint that was read. arrays: by name; they never change.
+    value: a struct; `msgspec.Raw` in a checkpoint that was read. arrays: by name; evaluated, and never changed.
     """
 
     value: Value
@@ -36,7 +35,6 @@ class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bad_steps: consecutive updates that were not finite.
     train_seconds, sampled_tokens, trained_tokens: totals since the run began.
     inputs: fingerprints of `model`, `tokenizer` and `dataset`. A resumed run must have the same.
-    rollbacks: number of rollbacks since the run began.
     received: number of groups received from each environment.
     in_flight: environment of each received group that has not ended, by group id.
     evaluated: step of each line of evaluations.jsonl up to `step`.
@@ -53,8 +51,6 @@ class RunState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sampled_tokens: Count
     trained_tokens: Count
     inputs: dict[str, str]
-    collapse: CollapseState = CollapseState()
-    rollbacks: Count = 0
     received: dict[str, int] = {}
     in_flight: dict[int, str] = {}
     evaluated: tuple[int, ...] = ()

@@ -92,6 +92,9 @@ class Remedy(Struct, frozen=True, kw_only=True):
 CHECK = Remedy(action="check")
 """The remedy of findings whose correction is outside of the program."""
 
+LOWER_RATE = Remedy(action="fork", changes=(Change(key="learner.optimizer.learning_rate", factor=0.1),))
+"""A tenth of the learning rate, from a checkpoint before the harm."""
+
 LESS_MEMORY = Remedy(
     action="resume",
     changes=(

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from attachments.alarms.messages import CollapseState
 from protocols.accounting import LedgerState
 from protocols.checkpoint import Part
 from protocols.finding import Finding
@@ -145,7 +144,7 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     thread from decoding. wait_seconds: time spent waiting for groups before it.
     replaced: number of groups that were replaced by another group (`learner.objective.dynamic_sampling_max_ratio`).
     replayed: number of groups that were trained on beside those of the batch.
-    collapse_findings: signs of a collapse that the batch shows.
+    collapse_findings: of the hooks that assess the batch.
     rolled_back: the weights are those of an earlier version.
     metrics: values of hooks for metrics.jsonl, by name.
     """
@@ -201,7 +200,6 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     bad_steps: consecutive updates that were not finite.
     train_seconds, trained_tokens: totals since the run began.
     parts: what attachments keep in the checkpoint of this batch, by the names of their folders.
-    rollbacks: number of rollbacks since the run began.
     """
 
     report: StepReport
@@ -213,8 +211,6 @@ class PolicyUpdated(Struct, frozen=True, kw_only=True, tag=True):
     train_seconds: float
     trained_tokens: int
     parts: Mapping[str, Part[object]] = {}
-    collapse: CollapseState = CollapseState()
-    rollbacks: int = 0
 
 
 class WeightsReady(Struct, frozen=True, kw_only=True, tag=True):

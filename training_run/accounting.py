@@ -86,8 +86,6 @@ class GroupAccounting:
             sampled_tokens=self._context.engine.stats().tokens_sampled + (before.sampled_tokens if before else 0),
             trained_tokens=update.trained_tokens,
             inputs=self._context.inputs,
-            collapse=update.collapse,
-            rollbacks=update.rollbacks,
             received=self.received,
             in_flight=self.in_flight(Ledger(update.ledger)),
             evaluated=evaluated_steps(self._context.directory.evaluations, until=update.report.step),

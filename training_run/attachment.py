@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from protocols.finding import Finding
     from protocols.prompt import Problem
     from protocols.queues import Inbox
-    from protocols.step import PolicyUpdated
+    from protocols.step import PolicyUpdated, UpdateMetrics
     from protocols.summary import MemoryEstimate
     from training_run.directory.checkpoint_parts import CheckpointParts
     from training_run.directory.run_directory import RunDirectory
@@ -52,9 +52,9 @@ class Plan(Struct, kw_only=True, eq=False):
     """Start-up -> attachments, before the policy is loaded. What an attachment sets decides how the run is loaded.
 
     ending: closed when the run ends, also if its start fails; last in, first out. token_values: updates return the
-    values of their tokens; may be set, and is never cleared. measured_updates, rollback_window: as `measure_update_kl`
-    and `rollback_window` of `PolicyLearner`. ranks: compute shares of every gradient; None: this
-    process computes them alone. workers: what starts the workers of rewards, by the value of `rewards.where`.
+    values of their tokens; may be set, and is never cleared. measured_updates: of so many updates in a row it is
+    measured how far they move the policy; may be raised. ranks: compute shares of every gradient; None: this process
+    computes them alone. workers: what starts the workers of rewards, by the value of `rewards.where`.
     """
 
     profile: Profile
@@ -62,7 +62,6 @@ class Plan(Struct, kw_only=True, eq=False):
     ending: ExitStack
     token_values: bool = False
     measured_updates: int = 0
-    rollback_window: int = 0
     ranks: OtherRanks | None = None
     workers: dict[str, NewWorker] = field(default_factory=dict)
 
@@ -214,6 +213,14 @@ class Attachment:
         use the attachment.
         """
 
+    def rehearsed(self, profile: Profile, updates: Sequence[UpdateMetrics]) -> Iterable[Finding]:
+        """Assess updates that `doctor` has computed one after another, and discarded."""
+        return ()
+
+    def described(self, parts: CheckpointParts) -> Mapping[str, Any]:
+        """Return what `show` says about a checkpoint with these parts, whose arrays are not read."""
+        return {}
+
     def shown(self, line: Mapping[str, Any]) -> Iterable[str]:
         """Return what the displays in the terminal show of a line of metrics.jsonl."""
         return ()
@@ -254,6 +261,14 @@ def attached_metrics() -> Mapping[str, str]:
 def attached_entries() -> Mapping[str, Mapping[str, str]]:
     """Return the keys of the entries of metrics that are tables, with their descriptions."""
     return {name: keys for attachment in installed_attachments() for name, keys in attachment.entries.items()}
+
+
+def described_parts(parts: CheckpointParts) -> dict[str, Any]:
+    """Return what `show` says about the parts of a checkpoint."""
+    found: dict[str, Any] = {}
+    for attachment in installed_attachments():
+        found |= attachment.described(parts)
+    return found
 
 
 def shown_by_attachments(line: Mapping[str, Any]) -> list[str]:

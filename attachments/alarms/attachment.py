@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from attachments.alarms.sections import COLLAPSE_DETECTION, CollapseChecks, RollBackOnCollapse
+from attachments.alarms.sections import COLLAPSE_DETECTION, CollapseChecks, RollBackOnCollapse, WarnOnCollapse
 from training_run.attachment import Attach, Attachment, Plan
 from training_run.profile.rules import Rule, custom_flow, has_environments
 
 if TYPE_CHECKING:
+    from protocols.finding import Finding
+    from protocols.step import UpdateMetrics
+    from training_run.directory.checkpoint_parts import CheckpointParts
     from training_run.memory.need import MemoryNeed
+    from training_run.profile.schema import Profile
     from training_run.run import RunContext
 
 
@@ -40,20 +45,38 @@ class Alarms(Attachment):
             need.rollbacks = True
 
     async def prepare(self, plan: Plan) -> Attach | None:
-        """Measure updates, keep older policies, and add the checks."""
+        """Add the checks, and let updates be measured for the collapse detection."""
         settings = COLLAPSE_DETECTION.of(plan.profile)
         if isinstance(settings, CollapseChecks):
-            plan.measured_updates = settings.patience
-        if isinstance(settings, RollBackOnCollapse):
-            plan.rollback_window = settings.window
+            plan.measured_updates = max(plan.measured_updates, settings.patience)
 
         async def attach(run: RunContext) -> None:
             from attachments.alarms.checks import CollapseCheck, ThroughputCheck
+            from attachments.alarms.hooks import detect_collapses, keep_state
+            from clotho.lanes.compute_thread import finish
 
             run.findings.add_check(CollapseCheck())
             run.findings.add_check(ThroughputCheck())
+            if isinstance(settings, CollapseChecks):
+                await finish(run.compute.learner.submit(lambda: detect_collapses(run, settings)))
+            else:
+                keep_state(run)
 
         return attach
+
+    def described(self, parts: CheckpointParts) -> Mapping[str, Any]:
+        """Return the number of rollbacks."""
+        from attachments.alarms.state import NAME, AlarmsState
+
+        saved = parts.saved(NAME, AlarmsState)
+        return {"rollbacks": saved.value.rollbacks if saved else 0}
+
+    def rehearsed(self, profile: Profile, updates: Sequence[UpdateMetrics]) -> Iterable[Finding]:
+        """Compare the updates with the limit of the collapse detection, also if the run goes without it."""
+        from attachments.alarms.rehearsal import large_updates
+
+        settings = COLLAPSE_DETECTION.of(profile)
+        return large_updates(updates, settings if isinstance(settings, CollapseChecks) else WarnOnCollapse())
 
 
 ATTACHMENT = Alarms()

@@ -10,8 +10,7 @@ from statistics import fmean, median, stdev
 
 from msgspec.structs import replace
 
-from attachments.alarms.collapse_detection import LOWER_RATE
-from protocols.finding import CHECK, Finding
+from protocols.finding import CHECK, LOWER_RATE, Finding
 from protocols.rollout import bounded
 from protocols.step import StepReport
 from protocols.summary import RunGauges

@@ -20,26 +20,19 @@ from typing import Literal
 import structlog
 from msgspec import Struct
 
-from attachments.alarms.messages import (
+from attachments.alarms.sections import CollapseChecks, RollBackOnCollapse, WarnOnCollapse
+from attachments.alarms.state import (
     BaselineStatistics,
     BatchStatistics,
     CollapseState,
     CollapseVerdict,
     GroupStatistics,
 )
-from attachments.alarms.sections import (
-    COLLAPSE_DETECTION,
-    CollapseChecks,
-    CollapseSection,
-    RollBackOnCollapse,
-    WarnOnCollapse,
-)
 from protocols.errors import CollapseError
-from protocols.finding import CHECK, Change, Finding, Remedy
+from protocols.finding import CHECK, LOWER_RATE, Change, Finding, Remedy
 from protocols.rollout import bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport
-from training_run.profile.schema import Profile
 
 log = structlog.get_logger(actor="learner")
 
@@ -213,9 +206,6 @@ class CollapseDetector:
 
 Check = Callable[[BatchStatistics, CollapseState, CollapseChecks], Iterator[Finding]]
 """A check yields a finding if it triggers, otherwise nothing."""
-
-LOWER_RATE = Remedy(action="fork", changes=(Change(key="learner.optimizer.learning_rate", factor=0.1),))
-"""A tenth of the learning rate, from a checkpoint before the harm."""
 
 OVERLONG_PENALTY = Change(
     key="learner.objective.overlong_penalty.buffer", of="sampling.max_tokens", factor=OVERLONG_SHARE
@@ -397,24 +387,13 @@ class CollapseResponse(Struct, frozen=True, kw_only=True):
     action: Literal["none", "stop", "rollback"]
 
 
-def collapse_settings(profile: Profile) -> CollapseSection:
-    """Return `collapse_detection` of a profile."""
-    return COLLAPSE_DETECTION.of(profile)
-
-
-def update_kl_limit(profile: Profile) -> float:
-    """Return the highest divergence of an update, in nats per token; the default if detection is off."""
-    settings = COLLAPSE_DETECTION.of(profile)
-    return (settings if isinstance(settings, CollapseChecks) else WarnOnCollapse()).update_kl_high
-
-
 class CollapseMonitor:
     """Assesses every batch and decides the response that the type of `[collapse_detection]` configures."""
 
-    def __init__(self, settings: CollapseSection, *, state: CollapseState, rollbacks: int) -> None:
+    def __init__(self, settings: CollapseChecks, *, state: CollapseState, rollbacks: int) -> None:
         """state, rollbacks: from the checkpoint of a resumed run, or `CollapseState()` and 0."""
-        self._settings, self._state = settings, state
-        self._detector = CollapseDetector(settings, state) if isinstance(settings, CollapseChecks) else None
+        self._settings = settings
+        self._detector = CollapseDetector(settings, state)
         self.rollbacks = rollbacks
         self._tripped = False
 
@@ -425,15 +404,13 @@ class CollapseMonitor:
 
     def state(self) -> CollapseState:
         """Return the state of the detector, for a checkpoint."""
-        return self._detector.state() if self._detector else self._state
+        return self._detector.state()
 
     def assess(self, report: StepReport) -> CollapseResponse:
         """Assess a batch. The action `rollback` also resets the baseline statistics.
 
         After `max_rollbacks` rollbacks the action is `stop`.
         """
-        if self._detector is None:
-            return CollapseResponse(findings=(), action="none")
         verdict = self._detector.observe(report)
         first, self._tripped = verdict.tripped and not self._tripped, verdict.tripped
         if first:
@@ -447,10 +424,10 @@ class CollapseMonitor:
         self._tripped = False
         return CollapseResponse(findings=verdict.findings, action="rollback")
 
-    def error(self, report: StepReport) -> CollapseError:
-        """Return the error that ends the run."""
+    def error(self, step: int, findings: Sequence[Finding]) -> CollapseError:
+        """Return the error that ends the run at a step with these findings."""
         rollbacks = f" after {self.rollbacks} rollbacks (collapse_detection.max_rollbacks)" if self.rollbacks else ""
         return CollapseError(
-            f"the policy collapsed at step {report.step}{rollbacks}: {_facts(report.collapse_findings)}. The "
+            f"the policy collapsed at step {step}{rollbacks}: {_facts(findings)}. The "
             "findings above have the command that continues from an earlier checkpoint; or change collapse_detection"
         )

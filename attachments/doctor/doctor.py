@@ -98,9 +98,6 @@ class DoctorFlags(Struct, frozen=True, kw_only=True):
     seconds: Annotated[PositiveFloat, about("Time for completions and rehearsals; says what it cuts off.")] = SECONDS
 
 
-MEASURED_UPDATES = 2
-"""The divergence of so many updates in a row is measured at the start, whatever the profile says."""
-
 OWN = {name: key for name, key in Keys(DoctorFlags).settable.items() if key.help}
 
 
@@ -276,19 +273,12 @@ def _check_dataset(found: Diagnosis, profile: Profile) -> None:
 
 
 async def _context(profile: Profile, directory: Path, compute: Compute, ending: ExitStack) -> RunContext:
-    """Build the run without its server and trackers, in a temporary directory. Updates are always measured."""
+    """Build the run without its server and trackers, in a temporary directory."""
     own = replace(left_out(profile, "doctor"), run_dir=str(directory))
     check_attachments(own)
     run_directory = open_run(directory, resume=False, clean=False)
     try:
-        return await build_context(
-            own,
-            run_directory,
-            compute,
-            ending,
-            slow_seconds=profile.monitor.watchdog_seconds,
-            measured_updates=MEASURED_UPDATES,
-        )
+        return await build_context(own, run_directory, compute, ending, slow_seconds=profile.monitor.watchdog_seconds)
     finally:
         run_directory.close()
 
@@ -385,7 +375,9 @@ async def _rehearse_updates(
             work.note(f"update {position}")
             yield batch
 
-    rehearsed = await finish(context.compute.learner.submit(lambda: context.policy_learner.rehearse(in_time())))
+    learner = context.policy_learner
+    rehearsing = context.compute.learner.submit(lambda: learner.rehearse(in_time(), measure_update_kl=True))
+    rehearsed = await finish(rehearsing)
     if len(rehearsed) < len(batches) and None not in rehearsed:
         work.cut_off.append(f"{len(batches) - len(rehearsed)} of {len(batches)} rehearsed updates")
     moved = [

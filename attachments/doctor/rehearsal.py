@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from math import isnan
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attachments.alarms.collapse_detection import CERTAIN_FACTOR, LOWER_RATE, update_kl_limit
 from attachments.doctor.completions import draw
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
@@ -19,11 +17,12 @@ from clotho.scoring.parity_check import LIMITS, ParityChecker, ParityReport, par
 from clotho.settings.bounds import Off
 from clotho.settings.model import FullMethod
 from clotho.training.update import PolicyLearner
-from protocols.finding import Change, Finding, Remedy
+from protocols.finding import LOWER_RATE, Change, Finding, Remedy
 from protocols.prompt import Prompt
 from protocols.rollout import RolloutGroup
 from protocols.sampling import Sampling
 from protocols.step import UpdateMetrics
+from training_run.attachment import installed_attachments
 from training_run.profile.schema import HeldOutEvaluation, Profile
 from training_run.start.warmup_step import dummy_batch_size, dummy_groups
 
@@ -68,7 +67,7 @@ def update_time(learner: PolicyLearner, profile: Profile, *, context: int, posit
     size = dummy_batch_size(profile, context=context)
     groups = dummy_groups(profile, size)
     began = time.perf_counter()
-    learner.rehearse([(0, groups)])
+    learner.rehearse([(0, groups)], measure_update_kl=True)
     return (time.perf_counter() - began) * positions / (size.tokens * (size.completions + len(groups)))
 
 
@@ -123,12 +122,7 @@ def rehearsed_steps(profile: Profile) -> tuple[int, ...]:
 
 
 def update_findings(rehearsed: Sequence[UpdateMetrics | None], profile: Profile) -> Iterator[Finding]:
-    """Yield the findings about updates that were rehearsed one after another. None: an update that was not finite.
-
-    The thresholds are those of the collapse detection: all updates exceed its limit, or one exceeds it so far that no
-    second is needed as evidence. The first updates of Adam are the largest of a run, and single updates of healthy runs
-    exceed the limit.
-    """
+    """Yield the findings about updates that were rehearsed one after another. None: an update that was not finite."""
     updates = [metrics for metrics in rehearsed if metrics is not None]
     if len(updates) < len(rehearsed):
         yield Finding(
@@ -140,20 +134,8 @@ def update_findings(rehearsed: Sequence[UpdateMetrics | None], profile: Profile)
             remedy=Remedy(action="start", changes=(FLOAT32, *LOWER_RATE.changes)),
         )
         return
-    limit, moved = update_kl_limit(profile), [one.update_kl for one in updates if one.update_kl is not None]
-    certain = any(isnan(kl) or kl > CERTAIN_FACTOR * limit for kl in moved)
-    if certain or (len(moved) > 1 and min(moved) > limit):
-        rate = max(metrics.learning_rate for metrics in updates)
-        yield Finding(
-            name="update_too_large",
-            severity="warning",
-            fact=f"rehearsed updates with learning rates up to {rate:g} move the policy by "
-            f"{', '.join(f'{kl:.2g}' for kl in moved)} nats per token (limit {limit:g}, "
-            "collapse_detection.update_kl_high)",
-            consequence="the policy may collapse within a few updates",
-            advice=f"--learner.optimizer.learning-rate {rate / 10:g}, or a lower policy.method.scale",
-            remedy=Remedy(action="start", changes=LOWER_RATE.changes),
-        )
+    for attachment in installed_attachments():
+        yield from attachment.rehearsed(profile, updates)
 
 
 def check_decoding(

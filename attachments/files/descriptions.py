@@ -23,7 +23,9 @@ from clotho.settings.model import FullMethod, QuantizeAtLoad
 from protocols.checkpoint import RunState
 from protocols.errors import ClothoError, ModelError, RunDirectoryError, visible
 from protocols.evaluation import Estimate
+from training_run.attachment import described_parts
 from training_run.directory.best_checkpoint import read_best
+from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.directory.checkpoints import (
     MANIFEST,
     PROFILE,
@@ -31,6 +33,7 @@ from training_run.directory.checkpoints import (
     checkpoint_path,
     checkpoint_steps,
     find_damage,
+    read_parts,
     read_state,
 )
 from training_run.directory.checkpoints import METRICS as METRICS_RECORD
@@ -180,7 +183,7 @@ def describe_checkpoint(path: Path) -> Description:
         "sampled_tokens": state.sampled_tokens,
         "trained_tokens": state.trained_tokens,
         "update_seconds": state.train_seconds,
-        "rollbacks": state.rollbacks,
+        **described_parts(CheckpointParts(read_parts(path, with_arrays=False))),
         "inputs": dict(sorted(state.inputs.items())),
         "adapter": _adapter_or_none(path),
         **_settings(_profile(path / PROFILE)),

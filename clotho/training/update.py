@@ -27,7 +27,7 @@ An update passes through these modules, in this order:
 6. `optimizers` clips that gradient by its global norm and applies the update rule to new arrays. A loss or gradient
    that is not finite ends the update here: the old parameters and the old optimizer state are still in place. A
    gradient of exactly zero takes no step.
-7. `update_checks` measures how far the update moved the policy, if collapse detection needs it.
+7. `update_checks` measures how far the update moved the policy, if the caller needs it.
 8. `update` applies the result: `update_checks` raises if an adapter does not move, `objectives.controllers` computes
    the loss coefficients of the next update, the reference policy follows if it is a moving one, and parameters,
    optimizer state, version and weights hash change together. The learner then publishes the new weights.
@@ -45,7 +45,6 @@ import mlx.core as mx
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attachments.alarms.rollback import RollbackPolicy
 from clotho.models.machine import random_state, restore_random_state
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat
 from clotho.models.policy import TrainablePolicy
@@ -118,7 +117,6 @@ class PolicyLearner:
         *,
         steps: int,
         seed: int = 0,
-        rollback_window: int = 0,
         measure_update_kl: int = 0,
         token_values: bool = False,
         ranks: OtherRanks | None = None,
@@ -127,7 +125,6 @@ class PolicyLearner:
         """Start from the served parameters.
 
         steps: length of the learning-rate schedule. seed: for dealing groups to minibatches.
-        rollback_window: number of healthy updates after which `roll_back` may return to a policy; 0 keeps none.
         measure_update_kl: measure how far updates move the policy (`UpdateMetrics.update_kl`): each of the first steps,
         and later so many in a row of every `UPDATE_KL_INTERVAL`, because this takes up to a quarter of an update; 0:
         none.
@@ -153,7 +150,6 @@ class PolicyLearner:
             optimizer=initial_state(flat(self.parameters), learner),
             loss_coefficients=initial_loss_coefficients(learner),
         )
-        self._rollback = RollbackPolicy(self._snapshot(), window=rollback_window) if rollback_window else None
 
     def _start_from_served(self) -> None:
         self.parameters = self._policy.trainable()
@@ -193,25 +189,28 @@ class PolicyLearner:
 
     def compute_and_discard(self, groups: Sequence[ScoredGroup]) -> None:
         """Compute the first update from these groups, and discard it together with the random numbers that it used."""
-        self.rehearse([(0, groups)])
+        self.rehearse([(0, groups)], measure_update_kl=self._measure_update_kl > 0)
 
-    def rehearse(self, batches: Iterable[tuple[int, Sequence[ScoredGroup]]]) -> list[UpdateMetrics | None]:
+    def rehearse(
+        self, batches: Iterable[tuple[int, Sequence[ScoredGroup]]], *, measure_update_kl: bool = False
+    ) -> list[UpdateMetrics | None]:
         """Compute updates, each after the one before, and return their metrics. Nothing changes.
 
         batches: of each update the step, which selects the learning rate, and the groups; an iterator is asked for the
-        next batch after each update. Groups of an earlier update give no valid `update_kl`, which takes them for
-        samples of the policy before its update. An update that is not finite has None, and is the last. The random
-        numbers that the updates used are available again afterwards.
+        next batch after each update. measure_update_kl: measure how far each update moves the policy. Groups of an
+        earlier update give no valid value, because they are taken for samples of the policy before its update. An
+        update that is not finite has None, and is the last. The random numbers that the updates used are available
+        again afterwards.
         """
         found: list[UpdateMetrics | None] = []
-        before, random = (self._snapshot(), self.version, self.fingerprint, self._adapter_check), random_state()
+        before, random = (self.snapshot(), self.version, self.fingerprint, self._adapter_check), random_state()
         computed: _Computed | None = None
         self._adapter_check = AdapterCheck()
         try:
             for step, groups in batches:
                 if computed is not None and computed.progress is not None and computed.metrics.update_applied:
                     self._apply(computed.progress, computed.metrics)
-                computed = self._compute(groups, step, None, measure_update_kl=self._measure_update_kl > 0)
+                computed = self._compute(groups, step, None, measure_update_kl=measure_update_kl)
                 found.append(computed.metrics if computed.progress is not None else None)
                 if computed.progress is None:
                     break
@@ -303,29 +302,20 @@ class PolicyLearner:
         self.version += 1
         self.fingerprint = fingerprint(parameters)
 
-    def observe_health(self, *, healthy: bool) -> None:
-        """Record whether the batch of the newest update looked healthy, which decides what a rollback returns to."""
-        if self._rollback is not None:
-            self._rollback.observe(self._snapshot(), healthy=healthy)
+    def roll_back(self, to: LearnerSnapshot, *, rate: float) -> None:
+        """Return to an earlier moment, as a new version; later learning rates are multiplied by `rate`."""
+        self._state = to.state._replace(rate_factor=self._state.rate_factor * rate)
+        self._reference.restore(to.reference)
+        self._set_parameters(to.parameters)
 
-    def roll_back(self, *, rate: float) -> None:
-        """Return to the last healthy policy, as a new version; later learning rates are multiplied by `rate`."""
-        if self._rollback is None:
-            raise RuntimeError("this learner keeps no policy to roll back to")
-        healthy = self._rollback.roll_back()
-        self._state = healthy.state._replace(rate_factor=self._state.rate_factor * rate)
-        self._reference.restore(healthy.reference)
-        self._set_parameters(healthy.parameters)
-
-    def _snapshot(self) -> LearnerSnapshot:
+    def snapshot(self) -> LearnerSnapshot:
+        """Return the learner at this moment, between two updates; from any thread."""
         return LearnerSnapshot(self.parameters, self._state, self._reference.arrays())
 
     def state(self) -> Arrays:
         """Name every array of the learner but the parameters, for a checkpoint; evaluated, and never changed later."""
         arrays = state_arrays(self._state)
         arrays |= {f"reference.{name}": array for name, array in self._reference.arrays().items()}
-        if self._rollback is not None:
-            arrays |= {f"rollback.{name}": array for name, array in self._rollback.arrays().items()}
         mx.eval(arrays)
         return arrays
 
@@ -334,15 +324,11 @@ class PolicyLearner:
 
         Raises ValueError, and changes nothing, if the state does not fit the trainable parameters.
         """
-        own = {name: array for name, array in state.items() if not name.startswith(("reference.", "rollback."))}
+        own = {name: array for name, array in state.items() if not name.startswith("reference.")}
         restored = state_from_arrays(own, flat(self._policy.trainable()), self._settings)
         self._reference.restore(with_prefix(state, "reference."))
         self._start_from_served()
         self._state = restored
-        if self._rollback is not None:
-            self._rollback = RollbackPolicy(self._snapshot(), window=self._rollback.window)
-            if saved := with_prefix(state, "rollback."):  # empty if earlier starts of the run kept none
-                self._rollback.restore(saved, self._settings)
 
 
 def _per_completion(groups: Sequence[ScoredGroup], advantages: PerTokenAdvantages) -> tuple[tuple[float, ...], ...]:

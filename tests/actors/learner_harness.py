@@ -6,11 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from actors.learner import LearnerActor
-from attachments.alarms.collapse_detection import CollapseMonitor
-from attachments.alarms.messages import CollapseState
-from attachments.alarms.sections import CollapseSection
 from clotho.lanes.compute_thread import Compute
-from clotho.settings.bounds import Off
+from clotho.training.update import PolicyLearner
 from protocols.checkpoint import Part
 from protocols.rollout import Discarded, GroupOutcome
 from protocols.step import FirstBatch, GroupsEnded, LearnerReport, PolicyUpdated, StepReport
@@ -35,9 +32,6 @@ def discarded_group(group_id: int) -> Discarded:
     return Discarded(prompt=prompt(group_id), reason="reward_error", detail="raised")
 
 
-OFF = Off()
-
-
 class LearnerHarness:
     """A learner of a small policy, with a reader on each outbox."""
 
@@ -47,10 +41,8 @@ class LearnerHarness:
         outcomes: Sequence[GroupOutcome],
         *,
         progress: LearnerProgress | None = None,
-        hooks: Sequence[UpdateHook] = (),
+        hooks: Sequence[UpdateHook | Callable[[PolicyLearner], UpdateHook]] = (),
         parts: Callable[[], Mapping[str, Part[object]]] = dict,
-        collapse_detection: CollapseSection = OFF,
-        collapse_state: CollapseState | None = None,
         steps: int = 100,
         from_environments: bool = False,
         first_check_seconds: float = 0.0,
@@ -58,11 +50,14 @@ class LearnerHarness:
         scored: Queue[GroupOutcome] | None = None,
         **keys: Any,
     ) -> None:
-        """scored: the queue of the groups; by default one that holds `outcomes` and has ended."""
+        """hooks: some are functions of the policy learner that return one.
+
+        scored: the queue of the groups; by default one that holds `outcomes` and has ended.
+        """
         keys = {"batch_size": 2, "learning_rate": 1e-2, "schedule": "constant", **keys}
         self.policy = BigramPolicy()
         self.policy_learner = compute.learner.submit(
-            lambda: policies_and_groups.learner(self.policy, rollback_window=1, measure_update_kl=True, **keys)
+            lambda: policies_and_groups.learner(self.policy, measure_update_kl=True, **keys)
         ).result()
         self.ledger, self.progress = Ledger(), progress or LearnerProgress()
         self.replacements = Latest[int]("refills")
@@ -86,9 +81,8 @@ class LearnerHarness:
             progress=self.progress,
             replacements=self.replacements,
             logged=self.logged,
-            hooks=hooks,
+            hooks=[hook if isinstance(hook, UpdateHook) else hook(self.policy_learner) for hook in hooks],
             parts=parts,
-            collapse=CollapseMonitor(collapse_detection, state=collapse_state or CollapseState(), rollbacks=0),
             steps=steps,
             synchronous=False,
             from_environments=from_environments,

@@ -1,71 +1,87 @@
-"""The learner after collapse detection: rollback, stop and warning."""
+"""The learner after the verdicts of hooks: rollback, stop and findings."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import anyio
 import pytest
 
-from attachments.alarms.messages import BaselineStatistics, CollapseState
-from attachments.alarms.sections import CollapseSection, RollBackOnCollapse, StopOnCollapse, WarnOnCollapse
 from clotho.lanes.compute_thread import Compute
+from clotho.training.update import PolicyLearner
 from protocols.errors import CollapseError, DivergenceError
+from protocols.finding import CHECK, Finding
+from protocols.step import StepReport
 from tests.actors.actor_helpers import receive_all
-from tests.actors.learner_harness import LearnerHarness, discarded_group, trainable_group
+from tests.actors.learner_harness import LearnerHarness, trainable_group
 from tests.training import policies_and_groups
+from training_run.supervision.hooks import UpdateHook, Verdict
 
-TOUCHY: dict[str, Any] = {"update_kl_high": 1e-9, "patience": 1}
-"""Alarms that trip at every update."""
+FOUND = Finding(name="reward_drop", severity="warning", fact="f", consequence="c", advice="a", remedy=CHECK)
+
+
+class Judge(UpdateHook):
+    """Gives a verdict on the first batch, and counts the rollbacks that it is told of."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict: Verdict | None = verdict
+        self.rollbacks = 0
+
+    def assess(self, report: StepReport) -> Verdict:
+        verdict, self.verdict = self.verdict, None
+        return verdict or Verdict()
+
+    def rolled_back(self) -> None:
+        self.rollbacks += 1
+
+
+def to_the_start(hooks: list[Judge]) -> Callable[[PolicyLearner], UpdateHook]:
+    """Return a hook that goes back to the initial policy after the first batch, with a third of the rate."""
+
+    def made(learner: PolicyLearner) -> UpdateHook:
+        hooks.append(Judge(Verdict(findings=(FOUND,), back_to=learner.snapshot(), rate=1 / 3)))
+        return hooks[-1]
+
+    return made
 
 
 async def test_a_rollback_publishes_the_restored_weights_under_a_new_version(compute: Compute) -> None:
     """No version number is used twice.
 
-    Groups of the collapsed policy are discarded, and the group accounting continues.
+    Groups of the policy that is left are discarded, every hook hears of it, and the group accounting continues.
     """
     outcomes = [trainable_group(0), trainable_group(1), trainable_group(2, version=1), trainable_group(3, version=2)]
-    collapse_detection = RollBackOnCollapse(**TOUCHY)
-    harness = LearnerHarness(compute, outcomes, collapse_detection=collapse_detection)
+    other, hooks = Judge(Verdict()), list[Judge]()
+    harness = LearnerHarness(compute, outcomes, hooks=[to_the_start(hooks), other])
     initial = harness.policy.trainable()
     first, second = await harness.run()
     update = await harness.update_inboxes[0].receive()
     assert (first.version, first.rolled_back, len(first.trained)) == (2, True, 2)
-    assert "changed the policy" in first.collapse_findings[0].fact
+    assert first.collapse_findings == (FOUND,)
+    assert (second.rolled_back, second.collapse_findings) == (False, ())
     assert policies_and_groups.same_bits(update.parameters, initial)
-    assert update.rollbacks == 1
+    assert [hook.rollbacks for hook in (*hooks, other)] == [1, 1]
     assert [drop.reason for drop in second.discarded] == ["stale"]
     assert harness.ledger.balance(prompted=4, carried_over=0).holds
     assert second.update
-    assert second.update.learning_rate == pytest.approx(1e-2 * collapse_detection.rollback_rate)
+    assert second.update.learning_rate == pytest.approx(1e-2 / 3)
 
 
-@pytest.mark.parametrize(
-    ("collapse_detection", "batches"),
-    [(StopOnCollapse(**TOUCHY), 1), (RollBackOnCollapse(**TOUCHY, max_rollbacks=1), 2)],
-)
-async def test_a_collapse_ends_the_run_if_no_rollback_is_allowed(
-    compute: Compute, collapse_detection: CollapseSection, batches: int
-) -> None:
-    """With the type `stop`, or after the last allowed rollback.
-
-    The update is sent first, for the last checkpoint.
-    """
-    harness = LearnerHarness(
-        compute,
-        [trainable_group(group_id, version=group_id) for group_id in range(6)],
-        collapse_detection=collapse_detection,
-    )
-    with pytest.raises(CollapseError, match="changed the policy"):
+async def test_an_error_of_a_verdict_ends_the_run(compute: Compute) -> None:
+    """The update is sent first, for the last checkpoint."""
+    judge = Judge(Verdict(error=CollapseError("collapsed")))
+    harness = LearnerHarness(compute, [trainable_group(group_id) for group_id in range(4)], hooks=[judge])
+    with pytest.raises(CollapseError, match="collapsed"):
         await harness.learner.run()
-    assert len(await receive_all(harness.update_inboxes[0])) == batches
+    assert len(await receive_all(harness.update_inboxes[0])) == 1
 
 
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        ({"collapse_detection": StopOnCollapse(**TOUCHY)}, CollapseError),
+        ({"hooks": [Judge(Verdict(error=CollapseError("collapsed")))]}, CollapseError),
         ({"outcome": trainable_group(0, logprob=math.nan), "max_bad_steps": 1}, DivergenceError),
     ],
 )
@@ -92,46 +108,10 @@ async def test_a_failing_run_waits_for_the_log_of_its_last_batch(
     assert ended.is_set()
 
 
-async def test_a_batch_without_an_update_does_not_count_as_healthy(compute: Compute) -> None:
-    """Only applied updates count towards the rollback window."""
-    outcomes = [
-        trainable_group(0),
-        trainable_group(1),
-        discarded_group(2),
-        discarded_group(3),
-        discarded_group(4),
-        discarded_group(5),
-    ]
-    harness = LearnerHarness(compute, outcomes, collapse_detection=RollBackOnCollapse())
-    assert [report.version for report in await harness.run()] == [1, 1, 1]
-    assert (
-        compute.learner.submit(lambda: harness.policy_learner.state()["rollback.healthy_updates"].item()).result() == 1
-    )
-
-
 async def test_a_rollback_resets_the_count_of_bad_steps(compute: Compute) -> None:
-    """Non-finite updates of the collapsed policy do not end the restored run."""
-    collapse_state = CollapseState(baseline=BaselineStatistics(length=0.1))
-    collapse_detection = RollBackOnCollapse(patience=1)
+    """Non-finite updates of the policy that is left do not end the restored run."""
     outcomes = [trainable_group(0, logprob=math.nan), trainable_group(1, version=1)]
-    harness = LearnerHarness(
-        compute,
-        outcomes,
-        collapse_detection=collapse_detection,
-        collapse_state=collapse_state,
-        batch_size=1,
-        max_bad_steps=1,
-    )
+    harness = LearnerHarness(compute, outcomes, hooks=[to_the_start([])], batch_size=1, max_bad_steps=1)
     first, second = await harness.run()
     assert (first.rolled_back, first.update and first.update.update_applied) == (True, False)
     assert (second.version, len(second.trained), harness.progress.bad_steps) == (2, 1, 0)
-
-
-async def test_a_warning_changes_no_weights(compute: Compute) -> None:
-    """The report has the signs. Weights and versions equal those of a run without collapse detection."""
-    outcomes = [trainable_group(group_id) for group_id in range(4)]
-    warned = await LearnerHarness(compute, outcomes, collapse_detection=WarnOnCollapse(**TOUCHY)).run()
-    silent = await LearnerHarness(compute, outcomes).run()
-    assert all(report.collapse_findings for report in warned)
-    assert not any(report.collapse_findings for report in silent)
-    assert [report.fingerprint for report in warned] == [report.fingerprint for report in silent]

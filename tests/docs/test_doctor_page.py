@@ -7,7 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCTOR = ROOT / "attachments" / "doctor" / "doctor.py"
-SOURCES = [*DOCTOR.parent.glob("*.py"), ROOT / "attachments" / "machine" / "machine.py"]
+SOURCES = [
+    *DOCTOR.parent.glob("*.py"),
+    ROOT / "attachments" / "alarms" / "rehearsal.py",
+    ROOT / "attachments" / "machine" / "machine.py",
+]
 NAMED = re.compile(r'Finding\(\s*name="([a-z_]+)"|_refusal\(error, "([a-z_]+)"|refused\("[a-z]+", "([a-z_]+)"')
 SHARED = {
     *("no_reward", "always_rewarded", "constant_reward_part", "rewards_fail", "all_truncated", "truncated"),

@@ -157,10 +157,9 @@ def test_what_the_learner_publishes_can_be_read_in_every_thread() -> None:
         groups = random_groups(32)
 
         def trained() -> tuple[Any, Any]:
-            one = learner(policy, rollback_window=1, kl_beta=0.1, num_minibatches=2, measure_update_kl=True)
+            one = learner(policy, kl_beta=0.1, num_minibatches=2, measure_update_kl=True)
             one.update(groups)
-            one.observe_health(healthy=True)
-            one.roll_back(rate=0.5)
+            one.roll_back(one.snapshot(), rate=0.5)
             one.update(groups, step=1)
             return flat(one.parameters), one.state()
 

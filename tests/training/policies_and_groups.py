@@ -134,7 +134,6 @@ def learner(
     policy: TrainablePolicy,
     *,
     steps: int = 10,
-    rollback_window: int = 0,
     measure_update_kl: int = 0,
     lane: Turns = UNSHARED,
     **keys: Any,
@@ -146,7 +145,6 @@ def learner(
         settings,
         SamplingSection(),
         steps=steps,
-        rollback_window=rollback_window,
         measure_update_kl=measure_update_kl,
         lane=lane,
     )

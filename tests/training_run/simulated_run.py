@@ -15,11 +15,8 @@ from msgspec.structs import replace
 from actors.generator import Generator as GeneratorActor
 from actors.learner import LearnerActor
 from actors.prompter import Prompter
-from attachments.alarms.collapse_detection import CollapseMonitor
-from attachments.alarms.messages import CollapseState
 from clotho.lanes.compute_thread import Compute
 from clotho.lanes.sampling_client import EngineSampler
-from clotho.settings.bounds import Off
 from clotho.training.update import Update
 from protocols.checkpoint import Part
 from protocols.prompt import Problem, Prompt
@@ -60,9 +57,6 @@ class CountingPolicyLearner:
             parameters={}, version=self.version, fingerprint="f", metrics=METRICS, advantages=advantages,
             applied=True, finite=True,
         )  # fmt: skip
-
-    def observe_health(self, *, healthy: bool) -> None:
-        """Keep nothing to go back to."""
 
     def state(self) -> dict[str, Any]:
         """Nothing."""
@@ -188,7 +182,6 @@ class SimulatedRun:
             progress=self.progress,
             replacements=self.replacements,
             logged=Latest[int]("recorded"),
-            collapse=CollapseMonitor(Off(), state=CollapseState(), rollbacks=0),
             steps=simulation.steps,
             synchronous=simulation.ahead == 0,
             from_environments=False,

@@ -68,7 +68,7 @@ class ConcurrentRun:
 
     def _make_learner(self) -> PolicyLearner:
         lane = self.compute.learner.lane
-        return PolicyLearner(self.policy, LEARNER, SamplingSection(), steps=UPDATES, rollback_window=1, lane=lane)
+        return PolicyLearner(self.policy, LEARNER, SamplingSection(), steps=UPDATES, lane=lane)
 
     def _make_checker(self) -> ParityChecker:
         decode, lane = self.compute.decode.submit, self.compute.parity.lane
@@ -88,9 +88,10 @@ class ConcurrentRun:
         for step in range(1, UPDATES + 1):
             groups = random_groups(VOCABULARY, seed=step)
             await finish(self.compute.learner.submit(lambda: self.learner.update(groups, step=step)))  # noqa: B023
-            self.learner.observe_health(healthy=step % 3 != 0)
-            if step % 3 == 0:
-                await finish(self.compute.learner.submit(lambda: self.learner.roll_back(rate=0.5)))
+            if step % 3:
+                healthy = self.learner.snapshot()
+            else:
+                await finish(self.compute.learner.submit(lambda: self.learner.roll_back(healthy, rate=0.5)))  # noqa: B023
             version, parameters = self.learner.version, self.learner.parameters
             self.weights[version] = parameters
             ready = WeightsReady(version=version, step=step, fingerprint=self.learner.fingerprint)

@@ -198,7 +198,7 @@ def read_checkpoint(path: Path, *, expected: Any, adapter_config: AdapterConfig)
         state=read_state(path),
         parameters=read_adapter(path, expected, adapter_config),
         optimizer=read_tensors(path / OPTIMIZER),
-        parts=_read_parts(path),
+        parts=read_parts(path),
     )
 
 
@@ -294,18 +294,20 @@ def _write_part(directory: Path, name: str, part: Part[object]) -> list[FileDige
     return files
 
 
-def _read_parts(directory: Path) -> dict[str, Part[msgspec.Raw]]:
+def read_parts(directory: Path, *, with_arrays: bool = True) -> dict[str, Part[msgspec.Raw]]:
+    """Read the parts of a checkpoint by the names of their attachments. Raises CheckpointError."""
     found = (PART.fullmatch(path.name) for path in directory.iterdir())
-    return {name: _read_part(directory, name) for name in sorted({match[1] for match in found if match})}
+    names = sorted({match[1] for match in found if match})
+    return {name: _read_part(directory, name, with_arrays=with_arrays) for name in names}
 
 
-def _read_part(directory: Path, name: str) -> Part[msgspec.Raw]:
+def _read_part(directory: Path, name: str, *, with_arrays: bool) -> Part[msgspec.Raw]:
     value, arrays = directory / _part_file(name, "msgpack"), directory / _part_file(name, "safetensors")
     try:
         contents = msgspec.Raw(value.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{value} cannot be used: {error.strerror or error}") from error
-    return Part(value=contents, arrays=read_tensors(arrays) if arrays.exists() else {})
+    return Part(value=contents, arrays=read_tensors(arrays) if with_arrays and arrays.exists() else {})
 
 
 def _part_file(name: str, kind: str) -> str:

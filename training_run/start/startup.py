@@ -70,18 +70,16 @@ async def build_context(
     *,
     address: str = "",
     slow_seconds: float = 120.0,
-    measured_updates: int = 0,
 ) -> RunContext:
     """Load and check all inputs of a run, cheap checks first; then lock the run directory.
 
     ending: receives what must be closed at the end of the run, or after a failed start. address: base URL of the HTTP
-    server. slow_seconds: a phase that takes longer is reported. measured_updates: as in `Plan`, at least.
+    server. slow_seconds: a phase that takes longer is reported.
     Raises the errors of `protocols.errors`. The run directory is unchanged unless the directory itself is the problem.
     """
     watch = startup_watch(slow_seconds)
     plan = Plan(profile=profile, directory=directory, ending=ending)
     prepared = await prepare_attachments(plan)
-    plan.measured_updates = max(plan.measured_updates, measured_updates)
     with watch.phase("custom actors and rewards"):
         require_importable(profile)
         rewards = rewards_of(profile, workers=plan.workers)
@@ -251,7 +249,6 @@ def _load_policy(plan: Plan, lane: Lane) -> LoadedPolicy:
         profile.sampling,
         steps=profile.steps,
         seed=profile.seed,
-        rollback_window=plan.rollback_window,
         measure_update_kl=plan.measured_updates,
         token_values=plan.token_values,
         ranks=plan.ranks,

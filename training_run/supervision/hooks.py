@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
+from protocols.errors import ClothoError
 from protocols.evaluation import EvalReport
 from protocols.finding import Finding
 from protocols.rollout import Discarded, ScoredGroup
 from protocols.step import GroupsEnded, StepReport, TrainedGroup
 from protocols.summary import RunGauges
+
+if TYPE_CHECKING:
+    from clotho.training.learner_state import LearnerSnapshot
+
+
+class Verdict(Struct, frozen=True, kw_only=True, eq=False):
+    """What a hook makes of a batch.
+
+    findings: what it has found. error: ends the run after this batch; None: the run goes on. back_to: what the learner
+    returns to; None: it keeps its weights. rate: factor of the learning rates after that.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    error: ClothoError | None = None
+    back_to: LearnerSnapshot | None = None
+    rate: float = 1.0
 
 
 class UpdateHook:
@@ -34,6 +53,10 @@ class UpdateHook:
         Called once for every batch, when its groups have ended.
         """
         return {}
+
+    def assess(self, report: StepReport) -> Verdict:
+        """Assess a batch."""
+        return Verdict()
 
     def rolled_back(self) -> None:
         """Forget what depends on updates: the policy is an earlier one again."""

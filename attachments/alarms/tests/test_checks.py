@@ -8,9 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from attachments.alarms.checks import CALM_UPDATES, CollapseCheck, ThroughputCheck
-from attachments.alarms.collapse_detection import LOWER_RATE
 from attachments.alarms.tests.collapse_reports import completion, scored
-from protocols.finding import Finding
+from protocols.finding import LOWER_RATE, Finding
 from protocols.step import StepReport, TrainedGroup
 from tests.training_run.records.display_examples import UPDATE, step, trained
 from tests.training_run.records.observed_run import ObservedRun, groups

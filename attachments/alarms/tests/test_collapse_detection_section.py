@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from attachments.alarms.collapse_detection import CollapseMonitor, CollapseResponse
-from attachments.alarms.messages import CollapseState
 from attachments.alarms.sections import RollBackOnCollapse, StopOnCollapse, WarnOnCollapse
+from attachments.alarms.state import CollapseState
 from attachments.alarms.tests.collapse_reports import GOOD, batch, metrics, report
 from protocols.step import StepReport
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from clotho.settings.learner import LearnerSection
 from clotho.training.learner_state import LearnerSnapshot, LearnerState
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizers import initial_state
+from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import learner, random_groups, same_bits, tiny_policy
 
 CARRIED: dict[str, Any] = {
@@ -20,7 +22,6 @@ CARRIED: dict[str, Any] = {
     "kl_beta": 0.1,
     "kl_target": 1e-3,
     "entropy_target": 9.0,
-    "rollback_window": 1,
 }
 """Controllers, dealt mini-batches and policies to go back to."""
 
@@ -29,6 +30,11 @@ REFERENCES: list[dict[str, Any]] = [
     {"reference": "snapshot", "reference_interval": 2},
     {"reference": "base"},
 ]
+
+
+def copied(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Return the arrays as a file returns them."""
+    return {name: mx.array(np.array(array)) for name, array in arrays.items()}
 
 
 def snapshot(number: int) -> LearnerSnapshot:
@@ -64,21 +70,25 @@ def test_every_state_of_learning_is_restored_bit_for_bit(reference: dict[str, An
     """A resumed learner goes back, and learns on, as the one that was never interrupted."""
     policy, resumed_policy = tiny_policy(), tiny_policy()
     one, resumed = (learner(p, **CARRIED, **reference) for p in (policy, resumed_policy))
+    good = RollbackPolicy(one.snapshot(), window=1)
     for seed in range(3):
         saved = one.update(random_groups(32, seed=seed))
-        one.observe_health(healthy=seed < 2)
-    one.roll_back(rate=0.5)
+        good.observe(one.snapshot(), healthy=seed < 2)
+    one.roll_back(good.roll_back(), rate=0.5)
     one.update(random_groups(32, seed=3), step=3)
-    one.observe_health(healthy=True)
+    good.observe(one.snapshot(), healthy=True)
     resumed_policy.publish(one.parameters, version=one.version, step=4, fingerprint=one.fingerprint)
-    resumed.restore({name: mx.array(np.array(array)) for name, array in one.state().items()})
+    resumed.restore(copied(one.state()))
+    good_again = RollbackPolicy(resumed.snapshot(), window=1)
+    settings = learner_settings(**CARRIED, **reference)
+    good_again.restore(copied(good.arrays()), healthy_updates=good.healthy_updates, settings=settings)
     assert one.version == saved.version + 2
     for _ in range(2):
         updates = [x.update(random_groups(32, seed=5), step=4) for x in (one, resumed)]
         assert updates[0].metrics == updates[1].metrics
         assert updates[0].fingerprint == updates[1].fingerprint
-        for x in (one, resumed):
-            x.roll_back(rate=0.5)
+        for x, kept in ((one, good), (resumed, good_again)):
+            x.roll_back(kept.roll_back(), rate=0.5)
         assert same_bits(one.parameters, resumed.parameters)
         assert same_bits(one.state(), resumed.state())
 
@@ -86,11 +96,11 @@ def test_every_state_of_learning_is_restored_bit_for_bit(reference: dict[str, An
 def test_going_back_takes_everything_back_but_the_rate_and_the_version() -> None:
     """Parameters, moments, controllers and reference are those of the good policy; versions only ever rise."""
     one = learner(tiny_policy(), **CARRIED, **REFERENCES[0])
-    start = one.parameters
+    start, good = one.parameters, one.snapshot()
     before = one.state()
     for seed in range(2):
         one.update(random_groups(32, seed=seed))
-    one.roll_back(rate=0.5)
+    one.roll_back(good, rate=0.5)
     assert same_bits(one.parameters, start)
     assert one.version == 3
     names = [name for name in before if name != "scalars"]
@@ -100,9 +110,21 @@ def test_going_back_takes_everything_back_but_the_rate_and_the_version() -> None
     assert (again.metrics.kl_beta, again.metrics.entropy_coef) == (0.1, 0.0)
 
 
-def test_a_learner_that_keeps_none_cannot_go_back() -> None:
-    """Nothing is held for a way back that the profile does not ask for."""
-    one = learner(tiny_policy())
-    assert not any(name.startswith("rollback.") for name in one.state())
-    with pytest.raises(RuntimeError, match="no policy to roll back to"):
-        one.roll_back(rate=0.5)
+@pytest.mark.parametrize(
+    "other",
+    [{"optimizer": "lion"}, {"reference": "base"}, {"reference": "snapshot", "reference_interval": 2, "rank": 8}],
+    ids=["optimizer", "reference", "parameters"],
+)
+def test_policies_that_do_not_fit_the_learner_are_refused(other: dict[str, Any]) -> None:
+    """And nothing is changed: those that are kept stay."""
+    rank = other.pop("rank", 4)
+    mine: dict[str, Any] = {"kl_beta": 0.1, "reference": "snapshot", "reference_interval": 2}
+    theirs = {**mine, **other} if "reference" not in other else {"kl_beta": 0.1, **other}
+    kept = RollbackPolicy(learner(tiny_policy(), **mine).snapshot(), window=1)
+    one = learner(tiny_policy(rank=rank), **theirs)
+    good = RollbackPolicy(one.snapshot(), window=1)
+    before = good.arrays()
+    with pytest.raises(ValueError, match=r"fit|reference"):
+        good.restore(kept.arrays(), healthy_updates=3, settings=learner_settings(**theirs))
+    assert good.healthy_updates == 0
+    assert same_bits(good.arrays(), before)

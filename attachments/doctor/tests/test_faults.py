@@ -17,8 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from attachments.alarms.collapse_detection import CollapseMonitor
-from attachments.alarms.messages import CollapseState
 from attachments.alarms.sections import WarnOnCollapse
+from attachments.alarms.state import CollapseState
 from attachments.doctor import doctor
 from attachments.doctor.completions import completion_findings
 from attachments.doctor.problems import problem_findings

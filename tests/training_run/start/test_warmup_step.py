@@ -66,7 +66,7 @@ def test_updates_that_are_rehearsed_in_a_row_have_the_metrics_of_a_run_that_take
     profile, groups = a_profile(kl_beta=0.1, reference="average"), random_groups(VOCAB)
     rehearsing, updating = (a_learner(profile, tiny_policy()) for _ in range(2))
     served, state = rehearsing.parameters, rehearsing.state()
-    found = rehearsing.rehearse((step, groups) for step in (0, 1, 4))
+    found = rehearsing.rehearse(((step, groups) for step in (0, 1, 4)), measure_update_kl=True)
     taken = [updating.update(groups, step=step) for step in (0, 1, 4)]
     assert found == [update.metrics for update in taken]
     assert rehearsing.parameters is served

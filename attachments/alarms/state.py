@@ -90,6 +90,21 @@ class CollapseState(Struct, frozen=True, kw_only=True):
     baseline: BaselineStatistics = BaselineStatistics()
 
 
+NAME = "alarms"
+"""Name of the part in checkpoints."""
+
+
+class AlarmsState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint keeps of the collapse detection, beside the policies of rollbacks.
+
+    rollbacks: number of rollbacks since the run began. healthy_updates: as `RollbackPolicy` counts them.
+    """
+
+    collapse: CollapseState = CollapseState()
+    rollbacks: int = 0
+    healthy_updates: int = 0
+
+
 class CollapseVerdict(Struct, frozen=True, kw_only=True):
     """The assessment of a batch. findings: of the triggered checks. tripped: triggered for `patience` updates."""
 
