@@ -261,6 +261,8 @@ def help_text(topic: str = "", commands: Iterable[str] = (), width: int = WIDTH)
     parts = [*(["\n".join(own)] if topic == "all" else []), *(_section_help(section, width) for section in found)]
     if not parts and (key := PROFILE_KEYS.named(SHORT.get(topic, topic))) is not None:
         parts = [key_help(key, width)]
+    if not parts and (lacking := PROFILE_KEYS.lacking(topic)):
+        raise ProfileError(f"--help {visible(topic, 60)}: {lacking}")
     if not parts:
         hint = did_you_mean(topic, [*filter(None, SECTIONS), *SETTABLE])
         raise ProfileError(f"--help {visible(topic, 60)}: no section or key of this name{hint}; see --help")

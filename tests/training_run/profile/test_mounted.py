@@ -175,6 +175,8 @@ def test_a_flag_of_an_absent_attachment_is_refused_by_its_name(monkeypatch: pyte
     monkeypatch.setattr(PROFILE_KEYS, "_absent", {"telescope": "astronomy"})
     with pytest.raises(ProfileError, match="attachment 'astronomy'"):
         parse_arguments(["--telescope.lens", "3"])
+    with pytest.raises(ProfileError, match="attachment 'astronomy'"):
+        help_text("telescope")
 
 
 def test_the_resolved_profile_has_mounted_settings() -> None:
