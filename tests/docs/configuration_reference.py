@@ -76,8 +76,8 @@ DETAILS = """\
   (`--sampling.stop '["a", "b"]'`). An array of tables is always TOML or JSON:
   `--rewards '[{name = "format", weight = 0.2}, {name = "math_eval", correct = true}]'`. Rewards may also be a list of
   names: `--rewards format,my_rewards:score`. Two different values for one setting are an error.
-* **Records.** `RUN_DIR/profile.toml` is the resolved profile; loading it gives the same run. If it contains an API key,
-  only its owner can read it.
+* **Records.** `RUN_DIR/profile.toml` is the resolved profile, without the settings of attachments that have their
+  defaults; loading it gives the same run. If it contains an API key, only its owner can read it.
 
 The rest of this page is the reference of all keys.
 """

@@ -250,9 +250,16 @@ def _at(tree: Mapping[str, Any], path: str) -> Any:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write the resolved profile atomically. Only its owner can read it if it contains an API key."""
-    secret = _tables_with_secrets(msgspec.to_builtins(profile))
-    replace_file(path, [resolved_toml(profile).encode()], mode=0o600 if secret else 0o666)
+    """Write the resolved profile atomically. Only its owner can read it if it contains an API key.
+
+    Settings of attachments that have their default are left out, so that an installation without them can read it.
+    """
+    tree = _without_none(msgspec.to_builtins(profile))
+    for setting in SETTINGS:
+        table = _at(tree, setting.table) if setting.table else tree
+        if isinstance(table, dict) and is_default(setting.default, table.get(setting.name)):
+            del table[setting.name]
+    replace_file(path, [tomli_w.dumps(tree).encode()], mode=0o600 if _tables_with_secrets(tree) else 0o666)
 
 
 def _masked(tree: dict[str, Any]) -> dict[str, Any]:

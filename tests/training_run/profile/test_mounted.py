@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -16,7 +17,7 @@ from clotho.settings.mounted import Setting, mount
 from protocols.errors import ProfileError
 from training_run.profile.flags import help_text, parse_arguments
 from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS
-from training_run.profile.load import file_layers, load_profile, profile_path, resolved_toml
+from training_run.profile.load import file_layers, load_profile, profile_path, resolved_toml, write_profile
 from training_run.profile.mounted import ATTACHED, SETTINGS
 from training_run.profile.rules import CONTRADICTIONS, NO_EFFECT
 from training_run.profile.schema import Profile
@@ -177,6 +178,15 @@ def test_a_flag_of_an_absent_attachment_is_refused_by_its_name(monkeypatch: pyte
         parse_arguments(["--telescope.lens", "3"])
     with pytest.raises(ProfileError, match="attachment 'astronomy'"):
         help_text("telescope")
+
+
+def test_the_file_of_a_profile_leaves_out_what_attachments_add_by_default(tmp_path: Path) -> None:
+    """An installation without an attachment that a run did not use can resume it."""
+    profile = load_profile("local-m3", {"replay.type": "buffer"})
+    write_profile(profile, tmp_path / "profile.toml")
+    written = flatten_table(PROFILE_KEYS, tomllib.loads((tmp_path / "profile.toml").read_text("utf-8")), "file")
+    assert {KEYS[path].attachment for path in written if KEYS[path].attachment} == {"replay"}
+    assert load_profile(str(tmp_path / "profile.toml")) == profile
 
 
 def test_the_resolved_profile_has_mounted_settings() -> None:
