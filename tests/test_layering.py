@@ -7,8 +7,7 @@
     attachments    protocols, clotho, training_run, and the attachments that `NEEDS` names
     pipeline.py    everything but attachments
 
-Nothing imports an attachment, so that each can be deleted with its folder. The statements that break this are listed in
-`tests/imports_across_rings.toml`; the list only becomes shorter. Inside the library, folders form the line of
+Nothing imports an attachment, so that each can be deleted with its folder. Inside the library, folders form the line of
 `LIBRARY`. `profiles`, `bench` and `tests` are no part of the running program.
 """
 
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import ast
 import sys
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -143,13 +141,8 @@ def may_import(room: str, other: str) -> bool:
     return other in {room, "attachments"} | MAY_IMPORT[ring] | NEEDS.get(room, set())
 
 
-def listed() -> dict[str, list[str]]:
-    """The statements that break the rings: file -> modules that it should not import."""
-    return tomllib.loads((ROOT / "tests" / "imports_across_rings.toml").read_text(encoding="utf-8"))
-
-
 def test_rings_import_only_what_is_below_them() -> None:
-    """A new statement across rings fails, and so does an entry of the list whose statement has gone: remove it."""
+    """Also inside functions, and for types only."""
     found: dict[str, list[str]] = {}
     for path in files(*PROGRAM):
         room = room_of(own_name(path))
@@ -157,11 +150,11 @@ def test_rings_import_only_what_is_below_them() -> None:
         others = {module: room_of(module) for module, _ in imports(path)}
         if wrong := sorted(module for module, other in others.items() if other and not may_import(room, other)):
             found[str(path.relative_to(ROOT))] = wrong
-    assert found == listed()
+    assert found == {}
 
 
-def test_the_list_names_existing_attachments_only() -> None:
-    """`NEEDS` too."""
+def test_needs_names_existing_attachments_only() -> None:
+    """A deleted one is no longer needed."""
     rooms = {
         f"attachments.{path.name}" for path in (ROOT / "attachments").iterdir() if (path / "__init__.py").is_file()
     }
