@@ -12,7 +12,6 @@ class Drafts(Variant, frozen=True, kw_only=True):
     """Where the drafts of speculation come from."""
 
     max_draft: Annotated[int, about("Maximum number of tokens of a draft.", ge=1, le=32)] = 6
-    always: Annotated[bool, about("Speculate also where it lowers the tokens per second.")] = False
 
 
 class HistoryDrafts(Drafts, frozen=True, kw_only=True, tag="history"):

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from attachments.speculation.draft_model import ModelDrafter
 from attachments.speculation.drafts import Drafted, Drafter, HistoryDrafter, PromptLookupDrafter
-from attachments.speculation.payoff import Payoff
 from attachments.speculation.sections import SPECULATION, Drafts, HistoryDrafts, ModelDrafts
 from attachments.speculation.verification import VerifyingKVCache
 from clotho.backend import backend
@@ -76,7 +75,7 @@ class SpeculativeBatches(Batches):
 
 
 class SpeculativeBatch(Batch):
-    """Rows that are decoded together, with drafts in steps where speculation pays.
+    """Rows that are decoded together, with drafts where the source has some.
 
     Rows with a constraint, excluded tokens or a minimum length take part without a draft. While a row with a
     repetition, presence or frequency penalty runs, no row has a draft: these change with every token.
@@ -107,10 +106,9 @@ class SpeculativeBatch(Batch):
         self.drafter: Drafter = (
             make_drafter(drafts, vocabulary, settings.kv_cache_tokens) if beside is None else beside.drafter.beside()
         )
-        self._payoff, self._max_draft = Payoff(always=drafts.always), drafts.max_draft
+        self._max_draft = drafts.max_draft
         self._passes = self._drafts = self._draft_tokens = 0
         self._accepted = np.zeros(drafts.max_draft, dtype=np.int64)
-        self._launched_rows, self._has_drafts = 0, False
         self._fruitless = self._pause = 0
 
     @property
@@ -151,12 +149,7 @@ class SpeculativeBatch(Batch):
     def _speculates(self) -> bool:
         parameters = self._row_parameters()
         penalised = parameters.penalty_B is not None or parameters.count_penalties is not None
-        return not penalised and not self._pause and self._payoff.speculates(self.table.running)
-
-    def observe(self, seconds: float, tokens: int) -> None:
-        """Record how long the last step took, and how many tokens it sampled."""
-        if self._launched_rows:
-            self._payoff.observe(self._launched_rows, seconds, tokens, drafted=self._has_drafts)
+        return not penalised and not self._pause
 
     def launch(self, version: int, *, divided: bool = False) -> Generator[None, None, Step | None]:
         """Start sampling for every row below its limit: one token, or as many as its draft allows.
@@ -165,17 +158,14 @@ class SpeculativeBatch(Batch):
         """
         table = self.table
         due = table.live & (table.launched < table.limit)
-        self._launched_rows, self._has_drafts = 0, False
         if self._cache is None or not due.any():
             return None
-        self._launched_rows = table.running
         self._passes += int(np.count_nonzero(due))
         if not self._speculates:
             self._pause = max(0, self._pause - 1)
             return (yield from super().launch(version, divided=divided))
         cache: VerifyingCaches = self._cache  # type: ignore[assignment]
         drafts = self._propose(due)
-        self._has_drafts = bool(drafts)
         self._fruitless = 0 if drafts else self._fruitless + 1
         self._pause = min(self._fruitless, MAX_PAUSE)
         if not drafts and not cache.is_lagging:

@@ -5,10 +5,10 @@ Tokens per forward pass and decode rate of speculative rollouts, by epoch.
     python -m bench speculation [--seeds 0 1 2]
 
 Each arm is a synchronous run of local-m3 on its first 128 problems: one epoch is 8 steps of 16 groups with 8
-completions each, and the policy is trained in between. `always` keeps speculation on; without it, a run turns
-speculation off where it does not pay. Tokens per pass are the sampled tokens divided by the forward passes over a row
-that sampled them, 1 without drafts. The rate is sampled tokens per second of decoding, prefill included. On the CPU,
-decoding is bound by computation: a forward pass over several tokens of a row costs more than over one.
+completions each, and the policy is trained in between. Tokens per pass are the sampled tokens divided by the forward
+passes over a row that sampled them, 1 without drafts. The rate is sampled tokens per second of decoding, prefill
+included. On the CPU, decoding is bound by computation: a forward pass over several tokens of a row costs more than over
+one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from bench.studies.runner import Arm, Study, column, run_study
 
 NAME = "speculation"
 PROBLEMS, STEPS_OF_EPOCH, EPOCHS = 128, 8, 3
-ALWAYS = ("--engine.speculation.always", "true")
 
 
 def epochs(record: Record) -> dict[str, float]:
@@ -52,9 +51,8 @@ STUDY = Study(
     about=__doc__,
     arms=(
         Arm(name="off"),
-        Arm(name="history, always", flags=("--engine.speculation", "history", *ALWAYS), reference="off"),
-        Arm(name="prompt, always", flags=("--engine.speculation", "prompt", *ALWAYS), reference="off"),
         Arm(name="history", flags=("--engine.speculation", "history"), reference="off"),
+        Arm(name="prompt", flags=("--engine.speculation", "prompt"), reference="off"),
     ),
     flags=("--profile", "local-m3", "--async", "false", "--eval", "off", "--steps", str(EPOCHS * STEPS_OF_EPOCH)),
     quick="--steps 2 --learner.batch-size 2 --sampling.group-size 2",

@@ -553,9 +553,6 @@ class Batch:
                 seen_B_V[slot, self.table.tokens_of(slot)] = True
         return mx.array(seen_B_V)
 
-    def observe(self, seconds: float, tokens: int) -> None:
-        """Record how long the last step took, and how many tokens it sampled."""
-
     def read(self, step: Step) -> StepOutput | None:
         """Wait for a step and return the tokens of rows that are still in the batch; None if there are none."""
         return step.read(self.table.serial)

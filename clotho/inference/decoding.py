@@ -151,7 +151,7 @@ class Decoding:
 
         version: of the policy, if a step begins. waits: wait for the tokens of this step.
         """
-        began, sampled, batch = self._clock(), 0, self.batch
+        began, sampled = self._clock(), 0
         divided = self.is_slow
         try:
             if self._parts is None:
@@ -162,7 +162,6 @@ class Decoding:
             self._seconds += self._clock() - began
             if is_complete:
                 self._recent.append(self._seconds)
-                batch.observe(self._seconds, sampled)
         except Exception as error:
             log.exception("decode_step_failed")
             self._fail(f"a decode step failed: {error}")

@@ -96,7 +96,7 @@ def cache_class(engine: DecodeEngine) -> type[RowCaches]:
     return type(engine._forced._make_caches(1))
 
 
-@pytest.mark.parametrize("speculation", [Off(), PromptDrafts(max_draft=4, always=True)])
+@pytest.mark.parametrize("speculation", [Off(), PromptDrafts(max_draft=4)])
 def test_a_failed_decode_step_fails_the_running_requests_only(
     speculation: Off | PromptDrafts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

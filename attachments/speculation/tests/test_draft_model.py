@@ -46,7 +46,7 @@ def with_draft_model(source: FixedSource, directory: Path, *, seed: int) -> Deco
     model = tiny("qwen3", vocab_size=257, seed=seed)
     save_model(directory, model)
     save_config(asdict(model.args), directory / "config.json")
-    return make_engine(source, speculation=ModelDrafts(path=str(directory), max_draft=3, always=True))
+    return make_engine(source, speculation=ModelDrafts(path=str(directory), max_draft=3))
 
 
 @pytest.mark.parametrize(("compute_path", "seed"), [("host", 0), ("host", 5), ("MLX", 5)], indirect=["compute_path"])

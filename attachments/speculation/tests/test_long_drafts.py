@@ -29,7 +29,7 @@ def path(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("device_sampler")
 
 
-@pytest.mark.parametrize("speculation", [HistoryDrafts(always=True), PromptDrafts(always=True)])
+@pytest.mark.parametrize("speculation", [HistoryDrafts(), PromptDrafts()])
 @pytest.mark.usefixtures("path")
 @pytest.mark.needs_batch_invariance
 def test_long_rows_have_drafts_too(speculation: HistoryDrafts | PromptDrafts) -> None:

@@ -41,7 +41,7 @@ from tests.inference.engine_helpers import (
 from tests.small_models import FixedSource, tiny_source
 
 MODES = ("host", "host, prompts shared", "MLX", "MLX, prompts shared")
-HISTORY = HistoryDrafts(max_draft=4, always=True)
+HISTORY = HistoryDrafts(max_draft=4)
 BOTH_PATHS = pytest.mark.parametrize("engine_mode", ["host", "MLX"], indirect=True)
 LENGTHS = (1, 13, 30, 2, 21)
 
@@ -181,7 +181,7 @@ def test_prompt_lookup_continues_what_repeats() -> None:
     """Completions of two tokens repeat themselves; they need fewer steps than tokens."""
     two = ((5, 30.0), (9, 30.0))
     source, sampling = tiny_source(), Sampling(logit_bias=two, max_tokens=40, ignore_eos=True)
-    plain, engine = make_engine(source), make_engine(source, speculation=PromptDrafts(max_draft=4, always=True))
+    plain, engine = make_engine(source), make_engine(source, speculation=PromptDrafts(max_draft=4))
     answers = [submit_request(one, make_prompt(9), sampling) for one in (plain, engine)]
     run(plain)
     run(engine)
@@ -331,7 +331,7 @@ def test_the_distribution_of_tokens_equals_that_of_plain_sampling(device: str, r
         request.getfixturevalue("device_path")
     source = tiny_source()
     plain, _ = sample_many(source, 0)
-    drafted, engine = sample_many(source, 10**6, speculation=HistoryDrafts(max_draft=4, always=True))
+    drafted, engine = sample_many(source, 10**6, speculation=HistoryDrafts(max_draft=4))
     assert sum(len(one.tokens) for one in (*plain, *drafted)) == 200_000
     assert engine.stats().speculation.accepted_tokens > 10_000
     counts = [triples(plain), triples(drafted)]
