@@ -17,16 +17,16 @@ class Prompter:
     If `groups` is set, sends that many prompts, plus one per replaced group, on demand; returns when the learner closes
     `replacements`.
 
-    make: builds the prompt of a group. Without a curriculum it is a pure function, so that a resumed run sends the same
-    prompts.
+    make: builds the prompt of a group: a pure function unless an attachment chooses the problems, so that a resumed run
+    sends the same prompts.
     group_ids: groups to prompt. After a resume this includes groups that were in flight.
     batch_size: a drained run completes its last batch.
     replacements: number of groups that are replaced by others, since the run began.
     ended: number of groups that had ended at the start. groups: number of groups that count towards batches.
     prompted_until: every group with a smaller id has been prompted since the run began.
     sent_until: every group with a smaller id has ended, or was sent since the last start.
-    may_start: waits until a group may start, given the number of groups before it; the prompt is built only then. A
-    curriculum needs it, because its choice depends on the groups that have ended.
+    may_start: waits until a group may start, given the number of groups before it; the prompt is built only then. None
+    unless the choice of a problem depends on the groups that have ended.
     """
 
     name = "prompter"

@@ -33,7 +33,7 @@ class Problem(Struct, frozen=True, kw_only=True):
 class Prompt(Struct, frozen=True, kw_only=True, tag=True):
     """Prompter -> generator. The prompt of group `group_id`: a pure function of (profile, seed, group_id).
 
-    With a curriculum, the problem also depends on the groups that were scored before.
+    If an attachment chooses the problems, the problem also depends on the groups that were scored before.
     group_id: serial number of the group, from 0.
     tokens: the rendered chat prompt; never empty.
     seed: seed for all random choices of the group.

@@ -162,8 +162,8 @@ class PolicyLearner:
         """Train on a batch of groups.
 
         step: number of batches before this one, which selects the learning rate; by default the number of updates
-        applied. replayed: groups from the replay buffer to train on as well. Raises ValueError if the policy sampled no
-        token.
+        applied. replayed: groups to train on as well, without results of their own. Raises ValueError if the policy
+        sampled no token.
         """
         step = self._state.updates if step is None else step
         in_a_row = self._measure_update_kl

@@ -33,7 +33,7 @@ MAX_LISTED_TYPES = 10
 
 
 class PromptBuilder:
-    """Builds the prompt of each group: a pure function of (dataset, seed, group_id) and the choice of a curriculum."""
+    """Builds the prompt of each group: a pure function of (dataset, seed, group_id) and the chosen problem."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class MicroBatchShape(Struct, frozen=True, kw_only=True):
 
 
 def most_groups(profile: Profile) -> int:
-    """Return the largest number of groups of an update, including groups from the replay buffer."""
+    """Return the largest number of groups of an update, including those that attachments add to its batch."""
     return profile.learner.batch_size + memory_need(profile.engine, profile).groups
 
 
