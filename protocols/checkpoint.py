@@ -109,6 +109,9 @@ class BaseQuantization(Struct, frozen=True, kw_only=True):
     mode: Literal["affine", "mxfp4", "nvfp4", "mxfp8"]
 
 
+AdapterKind = Literal["lora", "dora"]
+
+
 class AdapterConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`adapter_config.json`, as `mlx_lm.load(base, adapter_path=...)` reads it. A resumed run compares it.
 
@@ -122,7 +125,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     run_id: the run that wrote the adapter; empty in checkpoints.
     """
 
-    fine_tune_type: Literal["lora", "dora", "full"]
+    fine_tune_type: AdapterKind | Literal["full"]
     num_layers: int
     lora_parameters: LoRAParameters | None = None
     ranks: dict[str, int] = field(default_factory=dict)

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from attachments.adapters.mixed_layers import Columns, Group, Layer, Mixed, MixedLinear, MixedSwitchLinear, Routed
 from clotho.inference.rows import RowAdapter
-from clotho.models.adapters import FLOAT32_BYTES, AdapterContents, adapter_targets
+from clotho.models.adapter_reading import FLOAT32_BYTES
+from clotho.models.adapters import Adapter, adapter_targets
 from clotho.models.lora import AdaptedModule, watched_calls
 from clotho.models.parameters import locate
 from clotho.settings.server import AdaptersSection
@@ -131,7 +132,7 @@ class AdapterRows:
             return MixedSwitchLinear(layer, group, index, self._experts[layer.name.rpartition(".")[0]].routed)
         return MixedLinear(layer, group, index)
 
-    def require(self, contents: AdapterContents) -> None:
+    def require(self, contents: Adapter) -> None:
         """Raise AdapterRequestError if the adapter changes a layer that a pass does not reach, or cannot compute."""
         unreached = sorted(self._unreached & contents.scales.keys())
         if unreached:

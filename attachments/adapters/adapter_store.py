@@ -16,7 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from attachments.adapters.messages import AdapterInfo
-from clotho.models.adapters import AdapterContents, adapter_targets, as_arrays, read_adapter
+from clotho.models.adapter_reading import read_adapter
+from clotho.models.adapters import Adapter, adapter_targets, as_arrays
 from clotho.models.lora import AdaptedModule
 from clotho.models.parameters import Arrays, Parameters, fingerprint, nested
 from clotho.settings.server import AdaptersSection
@@ -98,14 +99,14 @@ class AdapterStore:
         self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self.base = self._adapter(BASE, 0, {}, {}, 0, "") if base_is_served else None
 
-    def read(self, directory: Path) -> AdapterContents:
+    def read(self, directory: Path) -> Adapter:
         """Read and validate an adapter directory, in any thread. Raises AdapterRequestError."""
         return read_adapter(directory, self.targets, self.limits)
 
     def load(
         self,
         name: str,
-        contents: AdapterContents,
+        contents: Adapter,
         *,
         replace: bool = False,
         protected: Collection[str] = (),
@@ -127,7 +128,7 @@ class AdapterStore:
             raise AdapterRequestError(f"the adapter {name} is already loaded; set load_inplace", reason="exists")
         evicted = self._to_evict(name, contents.bytes, in_use, protected)
         arrays = as_arrays(contents)
-        adapter = self._adapter(name, next(self._loads), arrays, contents.scales, contents.rank, contents.path)
+        adapter = self._adapter(name, next(self._loads), arrays, contents.scales, contents.rank, str(contents.path))
         for other in evicted:
             self.unload(other)
         self._loaded.pop(name, None)

@@ -15,7 +15,7 @@ from attachments.adapters.messages import AdapterInfo
 from clotho.inference.engine import DecodeEngine
 from clotho.inference.parts import EngineParts, RowWeights
 from clotho.inference.rows import RowAdapter
-from clotho.models.adapters import AdapterContents
+from clotho.models.adapters import Adapter
 from clotho.models.lora import AdaptedModule
 from clotho.models.policy_model import PolicyModel
 from protocols.errors import AdapterRequestError, RequestError
@@ -77,11 +77,11 @@ class AdapterWeights(RowWeights):
         """Return the adapters of the same store for a copy of the model."""
         return AdapterWeights(self.store, model.model, model.adapted)
 
-    def read(self, path: Path, model: str) -> AdapterContents:
+    def read(self, path: Path, model: str) -> Adapter:
         """Read an adapter that the operator names."""
         return read_chosen(path, model, self.store)
 
-    def load(self, name: str, contents: AdapterContents, *, protected: Collection[str]) -> None:
+    def load(self, name: str, contents: Adapter, *, protected: Collection[str]) -> None:
         """Load an adapter before the first request. Raises AdapterRequestError."""
         self.rows().require(contents)
         self.store.load(name, contents, protected=protected)
@@ -102,7 +102,7 @@ class EngineAdapters:
         return cls(engine, engine.row_weights)
 
     def load_adapter(
-        self, name: str, contents: AdapterContents, *, replace: bool = False, protected: Collection[str] = ()
+        self, name: str, contents: Adapter, *, replace: bool = False, protected: Collection[str] = ()
     ) -> AdapterInfo:
         """Load an adapter under a name. Arguments and errors are those of `AdapterStore.load`.
 

@@ -8,25 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import msgspec
 import numpy as np
 
 from attachments.files.gguf import pair_rotation
-from attachments.files.gguf_names import BLOCK, architecture_of, block_relative, gguf_names, heads_key
-from clotho.models.adapter_formats import (
-    CONFIG,
-    EMBEDDING,
-    MATRIX_AXES,
-    MLX_LM_TENSORS,
-    NPZ_TENSORS,
-    PEFT_TENSORS,
-    FormatName,
-    alpha_of,
-    expert_layer,
-)
-from clotho.models.adapter_reading import Adapter
-from clotho.models.adapters import Floats
-from clotho.storage.adapters import encode_config
+from attachments.files.gguf_names import architecture_of, gguf_names, heads_key
+from clotho.models.adapter_formats import EMBEDDING, MLX, NPZ, PEFT, FormatName, alpha_of, expert_layer, place_of
+from clotho.models.adapters import Adapter, Floats
+from clotho.storage.adapters import CONFIG, encode_config, padded
 from clotho.storage.atomic_files import write_file
 from clotho.storage.tensors import StoredTensor, write_stored
 from protocols.checkpoint import AdapterConfig, LoRAParameters
@@ -43,7 +31,7 @@ def write_mlx(directory: Path, adapter: Adapter) -> None:
     """Write the files of mlx-lm to a new directory."""
     arrays, config = _in_mlx_layout(adapter, "mlx")
     stored = {name: _stored(array, adapter.dtypes[name]) for name, array in arrays.items()}
-    write_stored(directory / MLX_LM_TENSORS, stored)
+    write_stored(directory / MLX.tensors, stored)
     write_file(directory / CONFIG, [encode_config(config)])
 
 
@@ -54,13 +42,13 @@ def write_npz(directory: Path, adapter: Adapter) -> None:
     content = io.BytesIO()
     typed: dict[str, Any] = {name: array.astype(STORED[adapter.dtypes[name]][1]) for name, array in arrays.items()}
     np.savez(content, **typed)
-    write_file(directory / NPZ_TENSORS, [content.getvalue()])
+    write_file(directory / NPZ.tensors, [content.getvalue()])
     write_file(directory / CONFIG, [encode_config(config)])
 
 
 def write_peft(directory: Path, adapter: Adapter) -> None:
     """Write the files of PEFT to a new directory. Experts become separate layers."""
-    if adapter.base is None or "lm_head" not in adapter.base.targets or adapter.is_dora:
+    if adapter.base is None or "lm_head" not in adapter.base.targets or adapter.has_magnitudes:
         _refuse_embeddings("peft", adapter)
     _refuse_unknown_names("peft", adapter)
     _refuse_weights("peft", adapter)
@@ -76,8 +64,8 @@ def write_peft(directory: Path, adapter: Adapter) -> None:
                 tensors[f"base_model.model.{layer}.{theirs}"] = _stored(own, dtype)
         else:
             tensors[f"base_model.model.{module}.{theirs}"] = _stored(array.T, dtype)
-    write_stored(directory / PEFT_TENSORS, tensors, {"format": "pt"})
-    write_file(directory / CONFIG, [_json(peft_config(adapter))])
+    write_stored(directory / PEFT.tensors, tensors, {"format": "pt"})
+    write_file(directory / CONFIG, [encode_config(peft_config(adapter))])
 
 
 def peft_config(adapter: Adapter) -> dict[str, object]:
@@ -104,7 +92,7 @@ def peft_config(adapter: Adapter) -> dict[str, object]:
         "rank_pattern": _pattern(adapter.ranks, rank),
         "target_modules": _target_modules(adapter.ranks),
         "task_type": "CAUSAL_LM",
-        "use_dora": adapter.is_dora,
+        "use_dora": adapter.has_magnitudes,
         "use_rslora": False,
     }
 
@@ -116,7 +104,7 @@ def write_gguf(path: Path, adapter: Adapter) -> None:
     are padded with zeros, which does not change A B.
     """
     _refuse_weights("gguf", adapter)
-    _refuse("gguf", "magnitudes of DoRA", adapter.ranks if adapter.is_dora else ())
+    _refuse("gguf", "magnitudes of DoRA", adapter.ranks if adapter.has_magnitudes else ())
     _refuse_embeddings("gguf", adapter)
     base = adapter.base
     if base is None:
@@ -169,15 +157,16 @@ def _in_mlx_layout(adapter: Adapter, form: FormatName) -> tuple[dict[str, Floats
         )
     ranks: dict[str, int] = {}
     for module, rank in adapter.ranks.items():
-        if ranks.setdefault(block_relative(module), rank) != rank:
+        name = place_of(module)[1]
+        if ranks.setdefault(name, rank) != rank:
             raise ArtifactError(
-                f"{form}: layers of one name share a rank, and {block_relative(module)} has the ranks "
-                f"{ranks[block_relative(module)]} and {rank} in different blocks",
+                f"{form}: layers of one name share a rank, and {name} has the ranks {ranks[name]} and {rank} in "
+                "different blocks",
                 reason="inexpressible",
             )
     largest = max(ranks.values())
     config = AdapterConfig(
-        fine_tune_type="dora" if adapter.is_dora else "lora",
+        fine_tune_type=adapter.method,
         num_layers=_last_blocks(adapter),
         lora_parameters=LoRAParameters(
             rank=largest, scale=scales.pop(), dropout=adapter.dropout, keys=tuple(sorted(ranks))
@@ -186,18 +175,7 @@ def _in_mlx_layout(adapter: Adapter, form: FormatName) -> tuple[dict[str, Floats
         model=adapter.base_name,
         base_quantization=adapter.base_quantization,
     )
-    return padded(adapter.arrays, largest), config
-
-
-def padded(arrays: Mapping[str, Floats], rank: int) -> dict[str, Floats]:
-    """Return the arrays with A and B padded with zeros to one rank."""
-    result = dict(arrays)
-    for name, array in arrays.items():
-        axis = MATRIX_AXES.get((name.rpartition(".")[2], array.ndim))
-        if axis is not None and array.shape[axis] < rank:
-            widths = [(0, rank - array.shape[axis] if index == axis else 0) for index in range(array.ndim)]
-            result[name] = np.pad(array, widths)
-    return result
+    return {name: padded(name, array, largest) for name, array in adapter.arrays.items()}, config
 
 
 def _one_alpha(adapter: Adapter) -> tuple[dict[str, Floats], float]:
@@ -207,7 +185,8 @@ def _one_alpha(adapter: Adapter) -> tuple[dict[str, Floats], float]:
         return dict(adapter.arrays), alphas.pop()
     if len(scales := set(adapter.scales.values())) == 1:
         largest = max(adapter.ranks.values())
-        return padded(adapter.arrays, largest), alpha_of(scales.pop(), largest)
+        arrays = {name: padded(name, array, largest) for name, array in adapter.arrays.items()}
+        return arrays, alpha_of(scales.pop(), largest)
     raise ArtifactError("gguf: all layers share one alpha, and this adapter has several scales", reason="inexpressible")
 
 
@@ -216,7 +195,7 @@ def _last_blocks(adapter: Adapter) -> int:
 
     mlx-lm installs adapters that change nothing where the file has no matrices, so that -1 is always correct.
     """
-    blocks = {int(found["layer"]) for module in adapter.ranks if (found := BLOCK.fullmatch(module))}
+    blocks = {place_of(module)[0] for module in adapter.ranks} - {None}
     total = adapter.base.layers if adapter.base and blocks else 0
     is_end = blocks == set(range(total - len(blocks), total))
     return len(blocks) if is_end and 0 < len(blocks) < total else -1
@@ -226,11 +205,11 @@ def _target_modules(modules: Iterable[str]) -> list[str]:
     in_blocks: dict[int, set[str]] = {}
     outside: set[str] = set()
     for module in modules:
-        name = expert_layer(module, "")
-        if found := BLOCK.fullmatch(name):
-            in_blocks.setdefault(int(found["layer"]), set()).add(found["name"].replace(".experts.", "."))
-        else:
+        block, name = place_of(expert_layer(module, ""))
+        if block is None:
             outside.add(name)
+        else:
+            in_blocks.setdefault(block, set()).add(name.replace(".experts.", "."))
     alike = len(set(map(frozenset, in_blocks.values()))) == 1 and in_blocks.keys() == set(range(len(in_blocks)))
     if alike:
         return sorted({name for names in in_blocks.values() for name in names} | outside)
@@ -241,9 +220,9 @@ def _pattern(values: Mapping[str, int | float], usual: float) -> dict[str, int |
     """Return the values that differ from the usual one, by the last parts of names where all blocks agree."""
     by_name: dict[str, set[int | float]] = {}
     for module, value in values.items():
-        by_name.setdefault(block_relative(module), set()).add(value)
+        by_name.setdefault(place_of(module)[1], set()).add(value)
     return {
-        block_relative(module) if len(by_name[block_relative(module)]) == 1 else module: value
+        name if len(by_name[name := place_of(module)[1]]) == 1 else module: value
         for module, value in sorted(values.items())
         if value != usual
     }
@@ -283,7 +262,3 @@ def _stored(values: Floats, dtype: str) -> StoredTensor:
     ordered = np.ascontiguousarray(values, np.float32)
     typed = (ordered.view(np.uint32) >> 16).astype(kind) if dtype == "BF16" else ordered.astype(kind)
     return StoredTensor(name, ordered.shape, typed.reshape(-1).view(np.uint8))
-
-
-def _json(value: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value, order="sorted"), indent=2) + b"\n"

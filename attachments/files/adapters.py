@@ -15,25 +15,9 @@ from attachments.files.gguf import half_rotation
 from attachments.files.gguf_header import BF16, F16, F32, GgufHeader
 from attachments.files.gguf_header import read_header as read_gguf_header
 from attachments.files.gguf_names import ARCHITECTURES, gguf_names, heads_key
-from clotho.models.adapter_base import Base, recorded_base
-from clotho.models.adapter_formats import (
-    DTYPES,
-    GGUF,
-    NPZ,
-    PEFT,
-    WEIGHTS,
-    Config,
-    PeftConfig,
-    is_named,
-)
-from clotho.models.adapter_reading import UNLIMITED, Adapter, adapter_directory, adapter_from
-from clotho.models.adapters import (
-    AdapterSource,
-    Floats,
-    as_float32,
-    opened_tensors,
-    read_config,
-)
+from clotho.models.adapter_formats import DTYPES, GGUF, NPZ, PEFT, WEIGHTS, Config, PeftConfig, is_named
+from clotho.models.adapter_reading import AdapterSource, adapter_from, as_float32, opened_directory, opened_tensors
+from clotho.models.adapters import Adapter, Base, Floats, recorded_base
 from clotho.models.loading import open_stored
 from clotho.models.model_files import TensorHeader, one_line
 from clotho.models.parameters import flat
@@ -48,10 +32,8 @@ HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
 def read_peft(path: Path, base: Base | None) -> Adapter:
     """Read an adapter of PEFT. Raises ArtifactError, AdapterRequestError or ModelError."""
-    directory = adapter_directory(path)
-    config = read_config(directory)
-    base = base or recorded_base(config.base, directory, *directory.parents[:3])
-    with opened_tensors(directory / PEFT.tensors, UNLIMITED.max_bytes) as file:
+    directory, config, base = opened_directory(path, base)
+    with opened_tensors(directory / PEFT.tensors) as file:
         matrices, stored = _divided(file)
         found = adapter_from(matrices, PEFT, config, base, path=path)
         weights = replaced_weights(file, stored, base) if stored else {}
@@ -62,9 +44,7 @@ def read_peft(path: Path, base: Base | None) -> Adapter:
 
 def read_npz(path: Path, base: Base | None) -> Adapter:
     """Read an adapter in an NPZ file. Raises ArtifactError, AdapterRequestError or ModelError."""
-    directory = adapter_directory(path)
-    config = read_config(directory)
-    base = base or recorded_base(config.base, directory, *directory.parents[:3])
+    directory, config, base = opened_directory(path, base)
     with _opened_npz(directory / NPZ.tensors) as file:
         found = adapter_from(file, NPZ, config, base, path=path)
     _require_saved(directory, config, {})
@@ -144,9 +124,9 @@ def replaced_weights(source: AdapterSource, stored: Mapping[str, str], base: Bas
 def _require_head(adapter: Adapter) -> None:
     """Refuse matrices of embeddings that are also the head: mlx-lm adapts both, PEFT the embeddings only."""
     adapted = [module for module, target in adapter.targets.items() if target.embedding]
-    if adapted and adapter.is_dora:
+    if adapted and adapter.has_magnitudes:
         raise ArtifactError(
-            f"{adapter.path}: {adapted[0]}: DoRA of embeddings is not supported", reason="inexpressible"
+            f"{adapter.path}: {adapted[0]}: magnitudes of embeddings are not supported", reason="inexpressible"
         )
     if adapted and (adapter.base is None or "lm_head" not in adapter.base.targets):
         why = "name the base model: --model MODEL" if adapter.base is None else "this base model shares them"
@@ -185,9 +165,7 @@ def read_gguf(path: Path, base: Base | None) -> Adapter:
         raise ArtifactError(f"{path}: adapter.lora.alpha is {visible(repr(alpha), 40)}", reason="unreadable")
     name = metadata.get("general.base_model.0.name", "")
     base = base or recorded_base(name if isinstance(name, str) else "", *path.absolute().parents[:3])
-    config = PeftConfig(
-        peft_type="LORA", lora_alpha=float(str(np.float32(alpha))), base_model_name_or_path=name or None
-    )
+    config = PeftConfig(peft_type="LORA", lora_alpha=float(str(np.float32(alpha))), base=name or None)
     source = _gguf_source(path, header, base)
     return adapter_from(source, GGUF, config, base, path=path)
 

@@ -14,8 +14,9 @@ from attachments.files.adapter_writers import WRITERS
 from attachments.files.gguf import SUFFIX, open_gguf
 from attachments.files.gguf_header import read_header
 from attachments.files.gguf_tokenizer import gguf_tokenizer
-from clotho.models.adapter_formats import FormatName
-from clotho.models.adapter_reading import Adapter, read_adapter_of
+from clotho.models.adapter_formats import LABELS, FormatName
+from clotho.models.adapter_reading import read_adapter_of
+from clotho.models.adapters import Adapter
 from clotho.models.loading import PACKAGE, find_model
 from clotho.models.parameters import flat
 from clotho.storage.atomic_files import make_directory, new_directory, replaced_from_directory, write_file
@@ -77,12 +78,11 @@ def summary(adapter: Adapter, destination: Path, to: FormatName) -> Iterator[str
     kinds = ", ".join(sorted({dtype.lower() for dtype in adapter.dtypes.values()}))
     ranks = ", ".join(map(str, sorted(set(adapter.ranks.values()))))
     scales = ", ".join(f"{scale:.6g}" for scale in sorted(set(adapter.scales.values())))
-    method = "DoRA" if adapter.is_dora else "LoRA"
-    layers = f"{len(adapter.ranks)} layers"
-    yield f"read     {adapter.path} ({adapter.format}): {method}, {layers}, rank {ranks}, scale {scales}, {kinds}"
+    what = f"{LABELS[adapter.method]}, {len(adapter.ranks)} layers"
+    yield f"read     {adapter.path} ({adapter.format}): {what}, rank {ranks}, scale {scales}, {kinds}"
     base = adapter.base_name or "unknown"
     yield f"base     {base}{'' if adapter.base else ' (not compared with the adapter: not on this machine)'}"
-    yield f"wrote    {destination} ({to}), {memory(adapter.bytes)}"
+    yield f"wrote    {destination} ({to}), {memory(adapter.file_bytes)}"
 
 
 def convert(source: Path, destination: Path, to: FormatName, *, model: str = "", base_name: str = "") -> Adapter:

@@ -19,7 +19,7 @@ from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 from msgspec import Struct, structs
 
 from attachments.files.merging import Change
-from clotho.models.adapter_reading import Adapter
+from clotho.models.adapters import Adapter
 from clotho.models.loading import find_model, open_base
 from clotho.models.stages import recorded_stages
 from clotho.settings.model import ModelSection
@@ -132,7 +132,7 @@ def _layer(module: nn.Module, adapter: Adapter, name: str) -> nn.Module:
         kind = LoRASwitchLinear
     elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
         kind = LoRAEmbedding
-    elif adapter.is_dora:
+    elif adapter.has_magnitudes:
         kind = DoRALinear
     layer: nn.Module = kind.from_base(module, r=adapter.ranks[name], scale=adapter.scales[name])
     for key in ("lora_a", "lora_b", "m"):

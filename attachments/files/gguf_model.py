@@ -27,8 +27,7 @@ from attachments.files.gguf import (
 from attachments.files.gguf_names import KINDS, GgufArchitecture, architecture_of, gguf_names, heads_key
 from attachments.files.gguf_vocabulary import add_tokenizer, require_same_tokens
 from attachments.files.merging import MergeSettings, Packing, Weights, full_weight, stored_dtype, with_adapter
-from clotho.models.adapter_base import Base
-from clotho.models.adapter_reading import Adapter
+from clotho.models.adapters import Adapter, Base
 from clotho.models.loading import context_length
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import ArtifactError, visible

@@ -7,13 +7,12 @@ differ.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import gguf
 
-from clotho.models.adapter_formats import expert_layer
+from clotho.models.adapter_formats import expert_layer, place_of
 from protocols.errors import ArtifactError, visible
 
 
@@ -61,13 +60,4 @@ def gguf_names(modules: Iterable[str], architecture: GgufArchitecture, layers: i
 
 def heads_key(module: str, architecture: GgufArchitecture) -> str | None:
     """Return the key of the number of heads if llama.cpp has the rows of a layer in another order; None otherwise."""
-    return HEADS.get(block_relative(module)) if architecture.reorders else None
-
-
-BLOCK = re.compile(r"(?P<before>.*?)layers\.(?P<layer>\d+)\.(?P<name>.+)")
-
-
-def block_relative(module: str) -> str:
-    """Return the name of a module in its block; the full name of a module outside the blocks."""
-    found = BLOCK.fullmatch(module)
-    return found["name"] if found else module
+    return HEADS.get(place_of(module)[1]) if architecture.reorders else None

@@ -30,7 +30,8 @@ from attachments.files.model_writer import common_dtype, write_beside, write_wei
 from clotho.data.problems import ProblemColumns, conversation, load_problems
 from clotho.data.records import Source
 from clotho.generators import Generators, prefix_of
-from clotho.models.adapter_reading import Adapter, read_adapter_of
+from clotho.models.adapter_reading import read_adapter_of
+from clotho.models.adapters import Adapter
 from clotho.models.loading import open_stored
 from clotho.models.model_files import BITS, GROUP_SIZES
 from clotho.models.quantization import quantize_base

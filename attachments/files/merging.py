@@ -14,7 +14,7 @@ import mlx.nn as nn
 from msgspec import Struct
 
 from clotho.models.adapter_formats import expert_layer
-from clotho.models.adapter_reading import Adapter
+from clotho.models.adapters import Adapter
 from clotho.models.loading import DTYPES
 from clotho.models.parameters import Arrays, flat
 from protocols.errors import ArtifactError
@@ -179,7 +179,7 @@ def with_adapter(weight: mx.array, adapter: Adapter, name: str) -> mx.array:
         merged = weight + scale * (a @ b)
     else:
         merged = weight + scale * (b.T @ a.T)
-    if not adapter.is_dora:
+    if not adapter.has_magnitudes:
         return merged
     magnitude = mx.array(adapter.arrays[f"{name}.m"])
     return (magnitude / mx.linalg.norm(merged, axis=1))[:, None] * merged

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +16,8 @@ from bench.contenders.shapes import named_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.shapes import make_policy
 from clotho.inference.engine import DecodeEngine
-from clotho.models.adapters import AdapterContents, Matrix, Target
+from clotho.models.adapter_formats import Matrix, Target
+from clotho.models.adapters import Adapter
 from clotho.settings.engine import EngineSection
 from clotho.settings.server import AdaptersSection
 from protocols.sampling import POLICY, SampleRequest, Sampling
@@ -28,7 +30,7 @@ ONE_RANK = 10
 """Rank of the single adapter: the mean of `RANKS`."""
 
 
-def contents_of(store: AdapterStore, rank: int, seed: int) -> AdapterContents:
+def contents_of(store: AdapterStore, rank: int, seed: int) -> Adapter:
     """Return random matrices for every linear layer of the blocks."""
     random = np.random.default_rng(seed)
     arrays = {}
@@ -37,7 +39,7 @@ def contents_of(store: AdapterStore, rank: int, seed: int) -> AdapterContents:
             for matrix in ("lora_a", "lora_b"):
                 arrays[f"{name}.{matrix}"] = _matrix(target, matrix, rank, random)
     scales = dict.fromkeys({name.rpartition(".")[0] for name in arrays}, 1.0)
-    return AdapterContents(arrays=arrays, scales=scales, rank=rank, path="")
+    return Adapter(arrays=arrays, scales=scales, ranks=dict.fromkeys(scales, rank), path=Path())
 
 
 def _matrix(

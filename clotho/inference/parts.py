@@ -15,7 +15,7 @@ from clotho.inference.cache_layout import CacheLayout, Computing, RowCaches, Row
 from clotho.inference.kv_cache import BatchKVCache
 from clotho.inference.rows import RowAdapter
 from clotho.inference.scheduler import Row
-from clotho.models.adapters import AdapterContents
+from clotho.models.adapters import Adapter
 from clotho.models.lora import AdaptedModule
 from clotho.models.policy_model import PolicyModel
 from clotho.settings.engine import EngineSection
@@ -63,14 +63,14 @@ class RowWeights:
         """Return the same weights for a copy of the model, which may belong to another thread."""
         return self
 
-    def read(self, path: Path, model: str) -> AdapterContents:
+    def read(self, path: Path, model: str) -> Adapter:
         """Read an adapter that the operator names, in any form of `policy.adapter`. model: value of `model.path`.
 
         Raises an error with exit status 2, also for what cannot be served beside the policy.
         """
         raise ProfileError(f"--adapter: {path}: {self._refusal}")
 
-    def load(self, name: str, contents: AdapterContents, *, protected: Collection[str]) -> None:
+    def load(self, name: str, contents: Adapter, *, protected: Collection[str]) -> None:
         """Load an adapter before the first request. protected: names that it does not evict. Raises as `read`."""
         raise ProfileError(f"--adapter: {name}: {self._refusal}")
 

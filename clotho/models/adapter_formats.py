@@ -19,17 +19,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct, field
 
 from clotho.models.model_files import one_line
-from protocols.checkpoint import BaseQuantization
+from clotho.storage.adapters import TENSORS
+from protocols.checkpoint import AdapterKind, BaseQuantization
 from protocols.errors import AdapterRequestError, visible
-
-CONFIG = "adapter_config.json"
-MLX_LM_TENSORS, PEFT_TENSORS, NPZ_TENSORS = "adapters.safetensors", "adapter_model.safetensors", "adapter.npz"
 
 DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 """Types of tensors, with their bytes per value."""
@@ -37,10 +35,11 @@ DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 Matrix = Literal["lora_a", "lora_b", "m"]
 """The tensors of an adapted layer: A, B, and the magnitudes of DoRA."""
 
-MATRIX_AXES: Mapping[tuple[str, int], int] = {
-    ("lora_a", 2): 1, ("lora_b", 2): 0, ("lora_a", 3): 1, ("lora_b", 3): 2,
-}  # fmt: skip
-"""Axis of the rank in mlx-lm's layout, by matrix and number of axes."""
+LABELS: Mapping[AdapterKind, str] = {"lora": "LoRA", "dora": "DoRA"}
+"""Methods by the name that configurations and settings have, as texts name them."""
+
+TENSORS_OF: Mapping[AdapterKind, tuple[Matrix, ...]] = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}
+"""The tensors that every layer has, by method."""
 
 FormatName = Literal["mlx", "peft", "npz", "gguf"]
 
@@ -123,11 +122,14 @@ WEIGHTS = re.compile(
 )
 """Weights in full in a file of PEFT: of `modules_to_save`, and copies of embeddings and heads that have an adapter."""
 
-MLX = AdapterFormat(name="mlx", tensors=MLX_LM_TENSORS, names=MLX_LM_NAMES, transposed=False, stacked=True)
-NPZ = AdapterFormat(name="npz", tensors=NPZ_TENSORS, names=MLX_LM_NAMES, transposed=False, stacked=True)
-PEFT = AdapterFormat(name="peft", tensors=PEFT_TENSORS, names=PEFT_NAMES, transposed=True, stacked=False)
+MLX = AdapterFormat(name="mlx", tensors=TENSORS, names=MLX_LM_NAMES, transposed=False, stacked=True)
+NPZ = AdapterFormat(name="npz", tensors="adapter.npz", names=MLX_LM_NAMES, transposed=False, stacked=True)
+PEFT = AdapterFormat(name="peft", tensors="adapter_model.safetensors", names=PEFT_NAMES, transposed=True, stacked=False)
 GGUF = AdapterFormat(name="gguf", tensors="", names=MLX_LM_NAMES, transposed=True, stacked=True)
 """The names of llama.cpp depend on the architecture, so they are translated to those of mlx-lm first."""
+
+TENSOR_FILES = (MLX.tensors, PEFT.tensors, NPZ.tensors)
+"""The files with tensors in a directory of an adapter."""
 
 EXPERT_NAME = re.compile(r"(?P<before>.+)\.experts\.(?P<expert>\d{1,5})\.(?P<layer>\w+)")
 STACKED_NAME = re.compile(r"(?P<before>.+)\.switch_mlp\.(?P<layer>\w+)")
@@ -167,25 +169,18 @@ class _LoRAParameters(Struct, frozen=True, kw_only=True):
 class MlxLmConfig(Struct, frozen=True, kw_only=True):
     """The part of mlx-lm's configuration that changes what an adapter computes, and what conversions keep.
 
-    ranks, base_quantization: see `AdapterConfig`. model: name of the base model.
+    ranks, base_quantization: see `AdapterConfig`. base: name of the base model.
     """
 
+    form: ClassVar[AdapterFormat] = MLX
+    method_key: ClassVar[str] = "fine_tune_type"
+
     lora_parameters: _LoRAParameters
-    fine_tune_type: str = "lora"
+    method: AdapterKind = field(default="lora", name="fine_tune_type")
     trained_weights: tuple[str, ...] = ()
     ranks: dict[str, int] = field(default_factory=dict)
-    model: str | None = None
+    base: str | None = field(default=None, name="model")
     base_quantization: BaseQuantization | None = None
-
-    @property
-    def is_dora(self) -> bool:
-        """Whether layers have magnitudes."""
-        return self.fine_tune_type == "dora"
-
-    @property
-    def base(self) -> str:
-        """Name of the base model; empty if it is unknown."""
-        return self.model or ""
 
     @property
     def dropout(self) -> float:
@@ -200,6 +195,11 @@ class MlxLmConfig(Struct, frozen=True, kw_only=True):
 class PeftConfig(Struct, frozen=True, kw_only=True):
     """The part of PEFT's configuration that changes what an adapter computes, and what conversions keep."""
 
+    form: ClassVar[AdapterFormat] = PEFT
+    method_key: ClassVar[str] = "use_dora"
+    ranks: ClassVar[Mapping[str, int]] = {}
+    base_quantization: ClassVar[None] = None
+
     peft_type: str
     lora_alpha: float = 8.0
     use_rslora: bool = False
@@ -207,8 +207,8 @@ class PeftConfig(Struct, frozen=True, kw_only=True):
     bias: str = "none"
     modules_to_save: list[str] | None = None
     alpha_pattern: dict[str, float] | None = None
-    lora_dropout: float = 0.0
-    base_model_name_or_path: str | None = None
+    dropout: float = field(default=0.0, name="lora_dropout")
+    base: str | None = field(default=None, name="base_model_name_or_path")
     lora_bias: bool = False
     use_qalora: bool = False
     target_parameters: list[str] | None = None
@@ -218,19 +218,9 @@ class PeftConfig(Struct, frozen=True, kw_only=True):
     init_lora_weights: bool | str | None = True
 
     @property
-    def is_dora(self) -> bool:
-        """Whether layers have magnitudes."""
-        return self.use_dora
-
-    @property
-    def base(self) -> str:
-        """Name of the base model; empty if it is unknown."""
-        return self.base_model_name_or_path or ""
-
-    @property
-    def dropout(self) -> float:
-        """Dropout probability of the training."""
-        return self.lora_dropout
+    def method(self) -> AdapterKind:
+        """The method by its name in settings."""
+        return "dora" if self.use_dora else "lora"
 
     def scale(self, module: str, rank: int) -> float:
         """Return the absolute scale of a module. As in PEFT, the first pattern that matches the module counts."""
@@ -259,9 +249,10 @@ def parse_config(text: bytes, path: object) -> Config:
             peft = msgspec.convert(fields, PeftConfig)
             _require_plain_peft(peft, path)
             return peft
-        kind = fields.get("fine_tune_type", "lora")
-        if kind not in ("lora", "dora"):
-            raise invalid(f"{path}: fine_tune_type is {visible(repr(kind), 40)}; only lora and dora are adapters")
+        kind, known = fields.get("fine_tune_type", "lora"), list(LABELS)
+        if kind not in known:
+            named = f"fine_tune_type is {visible(repr(kind), 40)}"
+            raise invalid(f"{path}: {named}; only {' and '.join(known)} are adapters")
         config = msgspec.convert(fields, MlxLmConfig)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"{path} is no adapter configuration of mlx-lm or PEFT: {one_line(error)}") from error
@@ -304,6 +295,15 @@ def quotient(alpha: float, divisor: float) -> float:
 def alpha_of(scale: float, rank: int) -> float:
     """Return the alpha whose quotient by the rank is `scale`, preferably a short decimal number."""
     return quotient(scale * rank, 1.0)
+
+
+BLOCK = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(?P<block>\d+)\.(?P<name>.+)")
+
+
+def place_of(module: str) -> tuple[int | None, str]:
+    """Return the block of a module, and its name in it; outside of the blocks None, and the full name."""
+    found = BLOCK.fullmatch(module)
+    return (int(found["block"]), found["name"]) if found else (None, module)
 
 
 def is_named(module: str, key: str) -> bool:

@@ -1,46 +1,64 @@
-"""Adapters of every format, read from a path: one structure, in the layout of mlx-lm, with the bits of the file.
+"""Adapters of every format, read from a path and validated before memory is allocated.
 
-The library reads the adapters of mlx-lm, which a run writes. The table of adapter formats has what reads the others.
+`clotho/models/adapter_formats.py` defines the formats. A directory is foreign: links are not followed, sizes and names
+are compared with the model from the header of the file, and values must be finite. Everything is NumPy, so any thread
+can read an adapter. The library reads the adapters of mlx-lm and PEFT beside a model, and those of mlx-lm, which a run
+writes, from any path; the table of adapter formats has what reads the others from any path.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import re
-from collections.abc import Callable, Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec.structs import replace
 
 from clotho.extension import absence, adapter_formats, provided
-from clotho.models.adapter_base import Base, open_base_model, recorded_base
 from clotho.models.adapter_formats import (
-    CONFIG,
     DTYPES,
     GGUF,
-    MATRIX_AXES,
+    LABELS,
     MLX,
     NPZ,
     PEFT,
+    TENSORS_OF,
     AdapterFormat,
     Config,
     FormatName,
-    MlxLmConfig,
+    Matrix,
+    PeftConfig,
     Target,
+    TensorName,
+    invalid,
     is_named,
+    parse_config,
     stacked_module,
 )
-from clotho.models.adapters import (
-    AdapterSource,
-    Floats,
-    format_of,
-    opened_tensors,
-    read_config,
-    validated,
-)
+from clotho.models.adapters import Adapter, Base, Floats, open_base_model, recorded_base
+from clotho.models.model_files import TensorHeader, one_line, read_header
 from clotho.settings.server import AdaptersSection
-from protocols.checkpoint import BaseQuantization
-from protocols.errors import ArtifactError, visible
+from clotho.storage.adapters import CONFIG, RANK_AXES
+from protocols.errors import AdapterRequestError, ArtifactError, ModelError, visible
+
+MAX_CONFIG_BYTES = 2**20
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_SHOWN = 5
+"""Number of tensors that an error message names."""
+
+FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""No link is followed, and a pipe is not waited for."""
+
+FLOAT32_BYTES = 4
+
+MAX_CHANGE = 65_504.0
+"""Largest change of a weight, the largest number in float16. The weights of models are below 100."""
 
 UNLIMITED = AdaptersSection(max_bytes=2**50, max_rank=2**20)
 """Limits of an adapter that the user chose, not a client."""
@@ -49,37 +67,256 @@ TEXT_MODEL = re.compile(r"model\.layers\.\d+\..+|lm_head|model\.embed_tokens")
 """Names of layers that are the same in mlx-lm and Hugging Face."""
 
 
-class Adapter(Struct, frozen=True, kw_only=True, eq=False):
-    """An adapter. Dictionaries without `arrays` and `dtypes` are by module.
+class _Tensor(NamedTuple):
+    """Where a matrix of a module is in the file. expert: index of the expert that a PEFT matrix belongs to."""
 
-    arrays: `MODULE.lora_a`, `MODULE.lora_b`, and with DoRA `MODULE.m`, in mlx-lm's layout as float32.
-    dtypes: type in the file of each array; the conversion of the values to it is exact. ranks: without padding.
-    targets: the layers. base: the base model if it is on this machine. base_name: its name. base_quantization: how a
-    run quantized the base model at load. weights: by parameter, the weights that replace those of the base model.
-    """
+    name: str
+    module: str
+    matrix: Matrix
+    header: TensorHeader
+    expert: int | None = None
+
+
+class AdapterSource(NamedTuple):
+    """The tensors of an adapter file. path: the file. read: returns a tensor as float32; None if it is truncated."""
 
     path: Path
-    format: FormatName
-    arrays: dict[str, Floats]
-    dtypes: dict[str, str]
-    scales: dict[str, float]
-    ranks: dict[str, int]
-    targets: Mapping[str, Target]
-    is_dora: bool
-    dropout: float
-    base_name: str
-    base_quantization: BaseQuantization | None = None
-    base: Base | None = field(default=None)
-    weights: dict[str, Floats] = field(default_factory=dict)
+    headers: Mapping[str, TensorHeader]
+    read: Callable[[str], Floats | None]
 
-    def changes(self, module: str) -> bool:
-        """Whether a layer has a weight of its own, or matrices."""
-        return module in self.ranks or f"{module}.weight" in self.weights
 
-    @property
-    def bytes(self) -> int:
-        """Size of the tensors in the file."""
-        return sum(array.size * DTYPES[self.dtypes[name]] for name, array in self.arrays.items())
+def read_adapter(directory: Path, targets: Mapping[str, Target], limits: AdaptersSection) -> Adapter:
+    """Read and validate an adapter directory with LoRA matrices, in any thread.
+
+    targets: the layers of the model. Raises AdapterRequestError with reason `missing` if a file does not exist, and
+    `invalid` for all other failures: an unknown format, magnitudes, a full fine-tuning, weights beside the adapter,
+    tensors that do not fit the model, a rank or a size above the limits, or values that are not finite.
+    """
+    config = read_config(directory)
+    if isinstance(config, PeftConfig) and config.modules_to_save:
+        raise invalid(f"{directory / CONFIG}: modules_to_save is set; weights beside the adapter cannot be served")
+    if config.method != "lora":
+        stated = f"{config.method_key} states {LABELS[config.method]}"
+        raise invalid(f"{directory / CONFIG}: {stated}; only LoRA can be served beside other adapters")
+    with opened_tensors(directory / config.form.tensors, limits.max_bytes) as source:
+        return _validated(source, config.form, config, targets, limits)
+
+
+def read_config(directory: Path) -> Config:
+    """Read the configuration of an adapter directory. Raises AdapterRequestError."""
+    path = directory / CONFIG
+    with _opened(path, MAX_CONFIG_BYTES) as (file, _):
+        return parse_config(file.read(), path)
+
+
+def _validated(
+    source: AdapterSource,
+    form: AdapterFormat,
+    config: Config,
+    targets: Mapping[str, Target],
+    limits: AdaptersSection,
+) -> Adapter:
+    """Compare the tensors of a file with the layers of the model, then read them. Raises AdapterRequestError."""
+    tensors = _named(source, form, config, targets)
+    ranks = _ranks(tensors, form, config, targets, limits, source.path)
+    arrays = _read_arrays(source, tensors, ranks, targets, form)
+    scales = {module: config.scale(module, rank) for module, rank in ranks.items()}
+    _require_bounded(arrays, scales, ranks, source.path.parent)
+    return Adapter(
+        path=source.path.parent,
+        format=form.name,
+        method=config.method,
+        dropout=config.dropout,
+        arrays=arrays,
+        scales=scales,
+        ranks=ranks,
+        dtypes={f"{tensor.module}.{tensor.matrix}": tensor.header.dtype for tensor in tensors},
+        targets={module: targets[module] for module in ranks},
+        base_name=config.base or "",
+        base_quantization=config.base_quantization,
+    )
+
+
+def _require_bounded(
+    arrays: Mapping[str, Floats], scales: Mapping[str, float], ranks: Mapping[str, int], directory: Path
+) -> None:
+    """Raise AdapterRequestError if scale x A B can have a value above `MAX_CHANGE`, or a scale is not finite."""
+    for module, scale in scales.items():
+        sizes = [max(-float(array.min()), float(array.max())) for array in (arrays[f"{module}.{m}"] for m in MATRICES)]
+        change = abs(scale) * ranks[module] * math.prod(sizes)
+        if not (math.isfinite(scale) and change <= MAX_CHANGE):
+            named = f"{directory}: the scale {scale:g} of {visible(module, 100)}"
+            raise invalid(f"{named} changes weights by up to {change:g}; at most {MAX_CHANGE:g} is permitted")
+
+
+@contextmanager
+def opened_tensors(path: Path, max_bytes: int = UNLIMITED.max_bytes) -> Iterator[AdapterSource]:
+    """Open a safetensors file and read its header. Raises AdapterRequestError."""
+    with _opened(path, max_bytes + MAX_HEADER_BYTES) as (file, size):
+        try:
+            headers, start = read_header(file, size, MAX_HEADER_BYTES)
+        except ModelError as error:
+            raise invalid(f"{path} is no valid safetensors file: {error}") from error
+
+        def read(name: str) -> Floats | None:
+            file.seek(start + headers[name].begin)
+            return as_float32(file.read(headers[name].bytes), headers[name])
+
+        yield AdapterSource(path, headers, read)
+
+
+@contextmanager
+def _opened(path: Path, limit: int) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a regular file of at most `limit` bytes that is no link; yield it with its size."""
+    try:
+        file = open(path, "rb", opener=lambda name, _: os.open(name, FLAGS))  # noqa: SIM115, closed below
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise AdapterRequestError(f"{path} does not exist", reason="missing") from error
+    except (OSError, ValueError) as error:  # a directory among them; a ValueError for a NUL in the path
+        raise invalid(f"{path} cannot be read: {one_line(error)}") from error
+    with file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise invalid(f"{path} is not a regular file")
+        if status.st_size > limit:
+            raise invalid(f"{path} has {status.st_size} bytes; at most {limit} are permitted")
+        yield file, status.st_size
+
+
+FROM_BLOCK = re.compile(r"(?:^|\.)((?:layers|h|blocks)\.\d+\..+|lm_head)$")
+
+
+def _named(source: AdapterSource, form: AdapterFormat, config: Config, targets: Mapping[str, Target]) -> list[_Tensor]:
+    """Return the tensors of the file with the module that each belongs to."""
+    by_end = _modules_by_end(targets) if form is PEFT else {}
+    expected = TENSORS_OF[config.method]
+    tensors, unknown = [], []
+    for name, header in source.headers.items():
+        found = form.parse(name)
+        module, expert = resolved(found, targets, by_end) if found else ("", None)
+        is_other = found is None or module not in targets or found.matrix not in expected
+        if found is None or is_other or (form is PEFT and found.embedding != targets[module].embedding):
+            unknown.append(name)
+            continue
+        tensors.append(_Tensor(name, module, found.matrix, header, expert))
+    if unknown:
+        named = f"{source.path}: {_listed(unknown)}"
+        if any("lora_embedding_" in one for one in unknown):
+            raise invalid(f"{named}: embeddings with an adapter are not supported")
+        hint = "; it has magnitudes" if any("magnitude" in one or one.endswith(".m") for one in unknown) else ""
+        raise invalid(f"{named}: no LoRA matrix of a linear layer of this model{hint}")
+    if not tensors:
+        raise invalid(f"{source.path} contains no tensors")
+    return tensors
+
+
+def resolved(found: TensorName, targets: Mapping[str, Target], by_end: Mapping[str, str]) -> tuple[str, int | None]:
+    """Return the module of the model, and the expert; an unknown module if there is none. by_end: for names of PEFT."""
+    if found.module in targets or not by_end:
+        return found.module, None
+    module, expert = stacked_module(found.module)
+    end = FROM_BLOCK.search(module)
+    return (by_end.get(end[1], ""), expert) if end else ("", None)
+
+
+def _modules_by_end(targets: Mapping[str, Target]) -> dict[str, str]:
+    """Return modules by the part of their name from the block on, where this part is unique."""
+    ends: dict[str, list[str]] = {}
+    for name in targets:
+        if found := FROM_BLOCK.search(name):
+            ends.setdefault(found[1], []).append(name)
+    return {end: names[0] for end, names in ends.items() if len(names) == 1}
+
+
+def _ranks(
+    tensors: list[_Tensor],
+    form: AdapterFormat,
+    config: Config,
+    targets: Mapping[str, Target],
+    limits: AdaptersSection,
+    path: Path,
+) -> dict[str, int]:
+    """Return the rank of every module, from the shapes in the header. Raises AdapterRequestError if one is wrong."""
+    ranks: dict[str, int] = {}
+    for tensor in tensors:
+        if tensor.matrix != "m":
+            ranks.setdefault(tensor.module, stated_rank(tensor.header, form, targets[tensor.module], tensor.matrix))
+    problems = [_problem(one, ranks.get(one.module, 0), targets[one.module], limits, form) for one in tensors]
+    wrong = [f"{tensor.name} {problem}" for tensor, problem in zip(tensors, problems, strict=True) if problem]
+    given = {(tensor.module, tensor.matrix, tensor.expert) for tensor in tensors}
+    layers = sorted({(tensor.module, tensor.expert) for tensor in tensors}, key=str)
+    pairs = [(layer, matrix) for layer in layers for matrix in TENSORS_OF[config.method]]
+    wrong += [f"{layer[0]} has no {matrix}" for layer, matrix in pairs if (layer[0], matrix, layer[1]) not in given]
+    if wrong:
+        raise invalid(f"{path} does not fit the model: {_listed(wrong)}")
+    shapes = [targets[module].shape(matrix, rank) for module, rank in ranks.items() for matrix in MATRICES]
+    size = FLOAT32_BYTES * sum(map(math.prod, shapes))
+    if size > limits.max_bytes:
+        raise invalid(f"{path} has {size} bytes in float32; at most {limits.max_bytes} are permitted")
+    return ranks
+
+
+def _problem(tensor: _Tensor, rank: int, target: Target, limits: AdaptersSection, form: AdapterFormat) -> str:
+    """Return what is wrong with a tensor of a module of this rank; empty if nothing is."""
+    header, expected = tensor.header, form.shape(target, tensor.matrix, rank)
+    in_mixture = not form.stacked and target.experts > 0
+    if (tensor.expert is not None) != in_mixture or (tensor.expert or 0) >= (target.experts or 1):
+        return f"does not belong to one of {target.experts} experts"
+    if header.shape != expected:
+        return f"has shape {visible(str(header.shape), 60)}, not {expected}"
+    if header.dtype not in DTYPES:
+        return f"is {visible(header.dtype, 20)}, not one of {', '.join(DTYPES)}"
+    if header.bytes != math.prod(header.shape) * DTYPES[header.dtype]:
+        return f"has {header.bytes} bytes, which do not match its shape and type"
+    return "" if 1 <= rank <= limits.max_rank else f"has rank {rank}; 1 to {limits.max_rank} are permitted"
+
+
+MATRICES = TENSORS_OF["lora"]
+
+
+def stated_rank(header: TensorHeader, form: AdapterFormat, target: Target, matrix: Matrix) -> int:
+    """Return the rank that the shape of A or B states; 0 if it has a wrong number of axes."""
+    reference = form.shape(target, matrix, 0)
+    return header.shape[reference.index(0)] if len(header.shape) == len(reference) else 0
+
+
+def _read_arrays(
+    source: AdapterSource,
+    tensors: list[_Tensor],
+    ranks: Mapping[str, int],
+    targets: Mapping[str, Target],
+    form: AdapterFormat,
+) -> dict[str, Floats]:
+    """Read all matrices as float32, in the layout of mlx-lm."""
+    arrays: dict[str, Floats] = {}
+    for tensor in tensors:
+        values = source.read(tensor.name)
+        if values is None or not np.isfinite(values).all():
+            raise invalid(f"{source.path}: {visible(tensor.name, 200)} is not finite")
+        key = f"{tensor.module}.{tensor.matrix}"
+        if tensor.expert is not None:  # a matrix of one expert is (rank, inputs) or (outputs, rank), as mlx-lm has it
+            shape = targets[tensor.module].shape(tensor.matrix, ranks[tensor.module])
+            arrays.setdefault(key, np.zeros(shape, np.float32))[tensor.expert] = values
+        else:
+            is_transposed = form.transposed and not targets[tensor.module].experts
+            arrays[key] = np.ascontiguousarray(values.T) if is_transposed else values
+    return dict(sorted(arrays.items()))
+
+
+def as_float32(data: bytes, header: TensorHeader) -> Floats | None:
+    """Return the values of a tensor; None if the file ended early."""
+    if len(data) != header.bytes:
+        return None
+    if header.dtype == "BF16":
+        values = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = np.frombuffer(data, "<f4" if header.dtype == "F32" else "<f2").astype(np.float32)
+    return values.reshape(header.shape)
+
+
+def _listed(items: list[str]) -> str:
+    shown = "; ".join(visible(item, 200) for item in items[:MAX_SHOWN])
+    return shown if len(items) <= MAX_SHOWN else f"{shown}; and {len(items) - MAX_SHOWN} more"
 
 
 ReadAdapter = Callable[[Path, Base | None], Adapter]
@@ -99,7 +336,9 @@ def read_adapter_of(path: Path, model: str = "") -> Adapter:
     base = open_base_model(model) if model else None
     name = _format_of(path)
     if name == MLX.name:
-        return _read_mlx(path, base)
+        directory, config, base = opened_directory(path, base)
+        with opened_tensors(directory / MLX.tensors) as file:
+            return adapter_from(file, MLX, config, base, path=path)
     place = adapter_formats().get(name)
     if place is None:
         raise ArtifactError(f"{path}: the format {name} {absence(name)}", reason="unreadable")
@@ -112,16 +351,16 @@ def _format_of(path: Path) -> FormatName:
     if path.suffix == ".gguf":
         return GGUF.name
     directory = adapter_directory(path)
-    config = read_config(directory)
-    return NPZ.name if path.suffix == ".npz" or _has_npz_only(directory, config) else format_of(config).name
+    form = read_config(directory).form
+    only_npz = form is MLX and not (directory / MLX.tensors).exists() and (directory / NPZ.tensors).exists()
+    return NPZ.name if path.suffix == ".npz" or only_npz else form.name
 
 
-def _read_mlx(path: Path, base: Base | None) -> Adapter:
+def opened_directory(path: Path, base: Base | None) -> tuple[Path, Config, Base | None]:
+    """Return the directory of an adapter, its configuration, and the base model, by default the one that it names."""
     directory = adapter_directory(path)
     config = read_config(directory)
-    base = base or recorded_base(config.base, directory, *directory.parents[:3])
-    with opened_tensors(directory / MLX.tensors, UNLIMITED.max_bytes) as file:
-        return adapter_from(file, MLX, config, base, path=path)
+    return directory, config, base or recorded_base(config.base or "", directory, *directory.parents[:3])
 
 
 def adapter_directory(path: Path) -> Path:
@@ -133,11 +372,6 @@ def adapter_directory(path: Path) -> Path:
     raise ArtifactError(f"{path} {what}: it is no adapter of mlx-lm, PEFT, NPZ or GGUF", reason="unreadable")
 
 
-def _has_npz_only(directory: Path, config: Config) -> bool:
-    is_safe = (directory / format_of(config).tensors).exists()
-    return isinstance(config, MlxLmConfig) and not is_safe and (directory / NPZ.tensors).exists()
-
-
 def adapter_from(
     source: AdapterSource, form: AdapterFormat, config: Config, base: Base | None, *, path: Path
 ) -> Adapter:
@@ -145,36 +379,20 @@ def adapter_from(
 
     base: the base model; without it, the layers are those that the shapes in the file state. path: what the user named.
     """
-    targets = base.targets if base else stated_targets(source, form)
-    contents = validated(source, form, config, targets, UNLIMITED)
-    own = config.ranks if isinstance(config, MlxLmConfig) else {}
-    arrays, ranks = dict(contents.arrays), dict(contents.ranks)
-    for module, rank in contents.ranks.items():
-        keys = [key for key in own if is_named(module, key)]
-        smaller = own[max(keys, key=len)] if keys else rank
+    found = _validated(source, form, config, base.targets if base else stated_targets(source, form), UNLIMITED)
+    arrays, ranks = dict(found.arrays), dict(found.ranks)
+    for module, rank in found.ranks.items():
+        keys = [key for key in config.ranks if is_named(module, key)]
+        smaller = config.ranks[max(keys, key=len)] if keys else rank
         if smaller < rank:
             ranks[module] = smaller
-            for matrix in ("lora_a", "lora_b"):
-                name = f"{module}.{matrix}"
-                axis = MATRIX_AXES[matrix, arrays[name].ndim]
+            for name in (f"{module}.{matrix}" for matrix in MATRICES):
+                axis = RANK_AXES[name.rpartition(".")[2], arrays[name].ndim]
                 kept, padding = np.split(arrays[name], [smaller], axis=axis)
                 if padding.any():
                     raise ArtifactError(f"{path}: {name} has a larger rank than {smaller}", reason="unreadable")
                 arrays[name] = np.ascontiguousarray(kept)
-    return Adapter(
-        path=path,
-        format=form.name,
-        arrays=arrays,
-        dtypes=contents.dtypes,
-        scales=contents.scales,
-        ranks=ranks,
-        targets={module: targets[module] for module in ranks},
-        is_dora=config.is_dora,
-        dropout=config.dropout,
-        base_name=config.base,
-        base_quantization=config.base_quantization if isinstance(config, MlxLmConfig) else None,
-        base=base,
-    )
+    return replace(found, path=path, arrays=arrays, ranks=ranks, base=base)
 
 
 def stated_targets(source: AdapterSource, form: AdapterFormat) -> dict[str, Target]:

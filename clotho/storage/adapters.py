@@ -17,6 +17,7 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 from mlx.utils import tree_map_with_path
+from numpy.typing import NDArray
 
 from clotho.storage.atomic_files import (
     FileDigest,
@@ -33,6 +34,20 @@ from protocols.errors import CheckpointError, RunDirectoryError, visible
 
 TENSORS = "adapters.safetensors"
 CONFIG = "adapter_config.json"
+"""The configuration of an adapter, of mlx-lm and of PEFT."""
+
+RANK_AXES: Mapping[tuple[str, int], int] = {
+    ("lora_a", 2): 1, ("lora_b", 2): 0, ("lora_a", 3): 1, ("lora_b", 3): 2,
+}  # fmt: skip
+"""Axis of the rank in mlx-lm's layout, by matrix and number of axes."""
+
+
+def padded(name: str, values: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
+    """Return a matrix with zeros up to a rank. name: `MODULE.lora_a` or `MODULE.lora_b`; others are unchanged."""
+    axis = RANK_AXES.get((name.rpartition(".")[2], values.ndim))
+    if axis is None or values.shape[axis] >= rank:
+        return values
+    return np.pad(values, [(0, rank - size if index == axis else 0) for index, size in enumerate(values.shape)])
 
 
 def pad_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str, mx.array]:
@@ -41,9 +56,8 @@ def pad_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str
     The padded arrays must be evaluated and float32. All other arrays are returned unchanged.
     """
     result = dict(arrays)
-    for name, (axis, rank, file_rank) in _smaller_ranks(arrays, config).items():
-        widths = [(0, file_rank - rank if index == axis else 0) for index in range(arrays[name].ndim)]
-        result[name] = mx.array(np.pad(np.asarray(arrays[name]), widths))
+    for name, (_, _, file_rank) in _smaller_ranks(arrays, config).items():
+        result[name] = mx.array(padded(name, np.asarray(arrays[name]), file_rank))
     return result
 
 
@@ -70,11 +84,11 @@ def _smaller_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dic
     if config.lora_parameters is None or not config.ranks:
         return found
     for name, array in arrays.items():
-        module, _, matrix = name.partition(".lora_")
+        module, _, matrix = name.rpartition(".")
+        axis = RANK_AXES.get((matrix, array.ndim))
         keys = [key for key in config.lora_parameters.keys if f".{module}".endswith(f".{key}")]
-        rank = config.ranks.get(max(keys, key=len)) if matrix and keys else None
-        if rank is not None and array.ndim in (2, 3):
-            axis = 1 if matrix.startswith("a") else 0 if array.ndim == 2 else 2
+        rank = config.ranks.get(max(keys, key=len)) if keys else None
+        if rank is not None and axis is not None:
             found[name] = axis, rank, config.lora_parameters.rank
     return found
 
@@ -196,8 +210,8 @@ def _settings(config: AdapterConfig) -> dict[str, object]:
     }
 
 
-def encode_config(config: AdapterConfig) -> bytes:
-    """Return the contents of `adapter_config.json`."""
+def encode_config(config: object) -> bytes:
+    """Return the contents of `adapter_config.json`. config: of mlx-lm or PEFT."""
     return msgspec.json.format(msgspec.json.encode(config, order="sorted"), indent=2) + b"\n"
 
 

@@ -21,7 +21,8 @@ from bench.contenders.http_clients import Load, first_token_seconds, throughput
 from bench.contenders.http_model import write_adapter, write_model
 from bench.contenders.shapes import EMBEDDED
 from bench.studies import overlap
-from clotho.models.adapters import adapter_targets, read_adapter
+from clotho.models.adapter_reading import read_adapter
+from clotho.models.adapters import adapter_targets
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.server import AdaptersSection
 from tests.bench.fake_server import fake_server

@@ -15,7 +15,9 @@ from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 from attachments.adapters.tests.adapter_models import random_matrices, write_mlx_adapter
-from clotho.models.adapters import AdapterContents, Target, adapter_targets, read_adapter
+from clotho.models.adapter_formats import Target, place_of
+from clotho.models.adapter_reading import read_adapter
+from clotho.models.adapters import Adapter, adapter_targets
 from clotho.settings.server import AdaptersSection
 from protocols.errors import AdapterRequestError
 from tests.small_models import tiny
@@ -211,6 +213,7 @@ def make_pipe(path: Path) -> None:
 INVALID: dict[str, Change] = {
     "dora": set_config(fine_tune_type="dora"),
     "full": set_config(fine_tune_type="full"),
+    "a list of methods": set_config(fine_tune_type=["lora"]),
     "no scale": set_config(lora_parameters={"rank": 4, "alpha": 8}),
     "infinite scale": lambda d: (d / "adapter_config.json").write_text('{"lora_parameters": {"scale": 1e999}}'),
     "enormous scale": set_config(lora_parameters={"rank": 4, "scale": 1e308, "dropout": 0.0}),
@@ -245,7 +248,7 @@ INVALID: dict[str, Change] = {
 @pytest.mark.parametrize("change", INVALID.values(), ids=INVALID)
 def test_a_hostile_adapter_is_refused(change: Change, directory: Path, targets: dict[str, Target]) -> None:
     """Each is one AdapterRequestError of one line; the unchanged directory is accepted."""
-    assert isinstance(read_adapter(directory, targets, LIMITS), AdapterContents)
+    assert isinstance(read_adapter(directory, targets, LIMITS), Adapter)
     change(directory)
     error = refusal(directory, targets)
     assert error.reason == "invalid"
@@ -310,3 +313,16 @@ def test_what_plain_lora_cannot_compute_is_refused_by_name(
     error = refusal(write_peft(tmp_path, arrays, rank=4, alpha=8, **settings), targets)
     assert error.reason == "invalid"
     assert next(iter(settings)) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("module", "place"),
+    [
+        ("model.layers.12.mlp.up_proj", (12, "mlp.up_proj")),
+        ("transformer.h.0.attn.c_attn", (0, "attn.c_attn")),
+        ("lm_head", (None, "lm_head")),
+    ],
+)
+def test_a_module_has_a_block_and_a_name_in_it(module: str, place: tuple[int | None, str]) -> None:
+    """Whatever the architecture calls its blocks; a module outside of them has its full name."""
+    assert place_of(module) == place

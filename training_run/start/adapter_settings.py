@@ -7,7 +7,6 @@ agree with the adapter.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any
 
 import msgspec
 
-from clotho.models.adapter_formats import is_named
-from clotho.models.adapter_reading import Adapter, read_adapter_of
+from clotho.models.adapter_formats import is_named, place_of
+from clotho.models.adapter_reading import read_adapter_of
+from clotho.models.adapters import Adapter
 from clotho.models.loading import is_local
 from clotho.models.model_files import require_file
 from clotho.settings.keys import shown
@@ -35,7 +35,6 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_SHOWN = 3
 """Number of weights that an error message names."""
 
-BLOCK = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(?P<block>\d+)\.(?P<name>.+)")
 Values = dict[str, Any]
 
 
@@ -156,7 +155,7 @@ def _values(adapter: Adapter) -> Values:
     rank_of = {name: next(iter(of_blocks.values())) for name, of_blocks in ranks.items()}
     rank = Counter(rank_of.values()).most_common(1)[0][0]
     return {
-        f"{METHOD}type": "dora" if adapter.is_dora else "lora",
+        f"{METHOD}type": adapter.method,
         f"{METHOD}rank": rank,
         f"{METHOD}ranks": tuple(f"{name}={own}" for name, own in sorted(rank_of.items()) if own != rank),
         f"{METHOD}scale": main_scale(adapter),
@@ -176,13 +175,13 @@ def _by_block(ranks: Mapping[str, int]) -> dict[str, dict[int, int]]:
     """Return ranks by block-relative name and block. Raises ProfileError for modules outside of the blocks."""
     found: defaultdict[str, dict[int, int]] = defaultdict(dict)
     for module, rank in ranks.items():
-        place = BLOCK.fullmatch(module)
-        if place is None:
+        block, name = place_of(module)
+        if block is None:
             raise ProfileError(
                 f"{visible(module, 100)} has matrices and is outside of the transformer blocks: a run adapts modules "
                 "of the blocks only"
             )
-        found[place["name"]][int(place["block"])] = rank
+        found[name][block] = rank
     return dict(found)
 
 
@@ -211,8 +210,9 @@ def _blocks_of_base(adapter: Adapter) -> dict[str, set[int]]:
     """Return the blocks of the base model that have a module, by block-relative name; empty if it is unknown."""
     found: defaultdict[str, set[int]] = defaultdict(set)
     for module in adapter.base.targets if adapter.base else ():
-        if place := BLOCK.fullmatch(module):
-            found[place["name"]].add(int(place["block"]))
+        block, name = place_of(module)
+        if block is not None:
+            found[name].add(block)
     return dict(found)
 
 

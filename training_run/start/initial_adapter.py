@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clotho.models.adapter_reading import Adapter, read_adapter_of
-from clotho.models.adapters import Floats
+from clotho.models.adapter_formats import TENSOR_FILES
+from clotho.models.adapter_reading import read_adapter_of
+from clotho.models.adapters import Adapter, Floats
 from clotho.models.parameters import Arrays, as_parameters, fingerprint, flat, nested
 from clotho.models.policy import Policy
 from clotho.storage.adapters import TENSORS, read_adapter_config, tensor_problems, unpad_ranks
@@ -22,7 +23,6 @@ from training_run.directory.run_directory import read_run_id
 from training_run.directory.run_paths import run_of
 from training_run.start.adapter_settings import KEY, find_adapter, main_scale, own_config
 
-TENSOR_FILES = (TENSORS, "adapter_model.safetensors", "adapter.npz")
 MAX_SHOWN = 3
 """Number of parameters that an error message names."""
 

@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 
 from attachments.adapters.adapter_weights import EngineAdapters
 from clotho.inference.engine import DecodeEngine
-from clotho.models.adapters import Target, adapter_targets
+from clotho.models.adapter_formats import Target
+from clotho.models.adapters import adapter_targets
 from clotho.settings.server import AdaptersSection
 from tests.inference.engine_helpers import ENGINE
 from tests.small_models import FixedSource, tiny

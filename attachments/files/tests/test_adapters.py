@@ -21,8 +21,8 @@ from attachments.files.tests import hub_models
 from attachments.files.tests.hub_models import logits
 from attachments.files.tests.test_convert import TENSORS, adapter, set_config
 from clotho.models.adapter_formats import FormatName
-from clotho.models.adapter_reading import read_adapter_of
-from clotho.models.adapters import adapter_targets, read_adapter
+from clotho.models.adapter_reading import read_adapter, read_adapter_of
+from clotho.models.adapters import adapter_targets
 from protocols.errors import AdapterRequestError, ArtifactError, ProfileError
 from training_run.start.adapter_settings import adapter_values
 
