@@ -1,4 +1,15 @@
-"""Tool calls in the text of a completion, whole or streamed."""
+"""Tool calls in the text of a completion, whole or streamed.
+
+`mlx_lm.tool_parsers` reads four of the five formats, but none as exactly, and each needs a whole text whose end is
+known. Its parsers are therefore not used:
+
+    hermes       a name need not be text, and NaN is accepted, which no JSON of a client can contain
+    qwen3_coder  the text "null" becomes null and the flag "yes" false; a parameter with anyOf stays text; a number that
+                 is none loses the call; text between parameters is dropped
+    pythonic     names with hyphens are not read; a call with positional arguments or expressions is guessed; values may
+                 have types that JSON lacks
+    mistral      a call with [CALL_ID] has this id as its name, and one without [ARGS] is not read
+"""
 
 from __future__ import annotations
 

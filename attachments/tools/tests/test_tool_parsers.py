@@ -31,9 +31,13 @@ XML_ARGUMENTS: dict[str, Any] = {
 PARAMETERS: dict[str, Any] = {
     "f": {
         "x": {"type": "integer"}, "t": {"type": "string"}, "o": {"type": "object"}, "flag": {"type": "boolean"},
-        "either": {"type": ["string", "null"]},
+        "either": {"type": ["string", "null"]}, "optional": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
     }
 }  # fmt: skip
+INEXACT = (
+    "<function=f><parameter=t>null</parameter><parameter=x>many</parameter><parameter=flag>yes</parameter>"
+    "<parameter=optional>5</parameter></function>"
+)
 PYTHON = """[f(x=1, t="a)]", u='it\\'s', l=[1.5, None, {"k": True}], b=false), g.h()]"""
 PYTHON_ARGUMENTS: dict[str, Any] = {"x": 1, "t": "a)]", "u": "it's", "l": [1.5, None, {"k": True}], "b": False}
 
@@ -52,16 +56,20 @@ TEXTS: tuple[tuple[ToolFormat, str, str, list[tuple[str, dict[str, Any]]]], ...]
     ("llama3_json", '{"city": "Oslo"}', '{"city": "Oslo"}', []),
     ("mistral", f"ok[TOOL_CALLS] [{CALL}, {CALL}]", "ok", [("f", {"x": 'a}"</tool_call>{'})] * 2),
     ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g{"y": 2}', "", [("f", {"x": 1}), ("g", {"y": 2})]),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]abc12[ARGS]{"x": 1}', "", [("f", {"x": 1})]),
     ("mistral", "[TOOL_CALLS] [broken", "[TOOL_CALLS] [broken", []),
     ("qwen3_coder", f"Hi <tool_call>\n{XML}\n</tool_call>", "Hi ", [("f", XML_ARGUMENTS)]),
     ("qwen3_coder", f"<tool_call>\n{XML}\n</tool_call>\n<tool_call>{XML}", "", [("f", XML_ARGUMENTS)] * 2),
     ("qwen3_coder", f"{XML} end", "end", [("f", XML_ARGUMENTS)]),
     ("qwen3_coder", "<tool_call>\n<function=g></function></tool_call>", "", [("g", {})]),
+    ("qwen3_coder", INEXACT, "", [("f", {"t": "null", "x": "many", "flag": "yes", "optional": 5})]),
     ("qwen3_coder", "<tool_call><function=f>x</function> y", "<tool_call><function=f>x</function> y", []),
     ("qwen3_coder", "<tool_call><function=f><param", "<tool_call><function=f><param", []),
     ("qwen3_coder", "a < b <tool> <functio", "a < b <tool> <functio", []),
     ("pythonic", PYTHON, "", [("f", PYTHON_ARGUMENTS), ("g.h", {})]),
     ("pythonic", f"<|python_start|>{PYTHON}<|python_end|>", "", [("f", PYTHON_ARGUMENTS), ("g.h", {})]),
+    ("pythonic", "[get-weather(in-city='Oslo')]", "", [("get-weather", {"in-city": "Oslo"})]),
+    ("pythonic", "[f(x=(1, 2))]", "[f(x=(1, 2))]", []),
     ("pythonic", f"Sure: {PYTHON}", f"Sure: {PYTHON}", []),
     ("pythonic", "[1, 2] and [f(x=1)]", "[1, 2] and [f(x=1)]", []),
     ("pythonic", "[f(x=__import__('os'))]", "[f(x=__import__('os'))]", []),
