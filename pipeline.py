@@ -142,7 +142,7 @@ def wire(
     if attached.groups is not None:
         rollouts = wire_environments(context, custom, scored, attached.groups)
     else:
-        rollouts = wire_rollouts(context, custom, scored, attached.sampler or context.sampler)
+        rollouts = wire_rollouts(context, custom, scored, attached.sampler or context.sampler.client)
     source = group_source(context, rollouts.source.actor, rollouts.first.queues[0])
     group_channels: list[Channel[Any]] = [*rollouts.channels, scored]
     accounting = GroupAccounting(context, source, [queue for channel in group_channels for queue in channel.queues])
@@ -251,7 +251,7 @@ def wire_training(
         weights=context.weights,
         compute=context.compute,
         policy=policy,
-        engine=context.engine,
+        engine=context.sampler.engine,
         settings=profile.parity,
         engine_settings=profile.engine,
         temperature=profile.sampling.temperature,

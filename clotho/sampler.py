@@ -9,20 +9,26 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 import structlog
+from msgspec import Struct
 
 from clotho.inference.engine import DecodeEngine
-from clotho.lanes.compute_thread import finish
+from clotho.inference.rows import RowAdapter
+from clotho.lanes.compute_thread import Compute, ComputeThread, finish
 from clotho.lanes.sampling_client import EngineSampler, Flight, Item, Progress, event_or_error
 from clotho.library import DEFAULT, compute, result_of, settings
+from clotho.models.base_model import BaseModel
+from clotho.models.machine import core_division
 from clotho.models.pinned_weights import PinnedWeights
-from clotho.models.policy import Policy
+from clotho.models.policy import Parameters, Policy
 from clotho.models.turns import TurnBudget
-from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.scoring.prompt_logprobs import MODEL_DISTRIBUTION, PromptScorer
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.engine import EngineSection, KvPolicy
+from clotho.settings.server import AdaptersSection
 from protocols.errors import ExecutorStoppedError, as_exception, error_text
 from protocols.prompt import group_seed
 from protocols.sampling import (
+    POLICY,
     Completion,
     CompletionDone,
     PromptLogprobs,
@@ -41,6 +47,20 @@ log = structlog.get_logger(__name__)
 
 TURN_SECONDS = 0.25
 """Longest turn of prefill and scoring beside a learner, where both share a device."""
+
+
+class OwnThreads(Struct, frozen=True, kw_only=True, eq=False):
+    """The compute threads of a program, in which one sampler decodes, and how it decodes there.
+
+    settings: of the engine. adapters: limits of the adapters that requests can name; None: all requests use the policy.
+    prefill_seconds, scoring_seconds: limits of a turn of either; None or 0: a chunk is one turn.
+    """
+
+    compute: Compute
+    settings: EngineSection
+    adapters: AdaptersSection | None = None
+    prefill_seconds: float | None = None
+    scoring_seconds: float = 0.0
 
 
 class _Engines:
@@ -92,7 +112,8 @@ class _Call:
     Cancelling the future aborts the requests.
     """
 
-    def __init__(self, engine: DecodeEngine, requests: Sequence[SampleRequest]) -> None:
+    def __init__(self, decode: ComputeThread, engine: DecodeEngine, requests: Sequence[SampleRequest]) -> None:
+        self._decode = decode
         self.future: Future[list[list[Completion]]] = Future()
         self._found: list[dict[int, Completion]] = [{} for _ in requests]
         self._missing = sum(len(request.seeds) for request in requests)
@@ -102,7 +123,7 @@ class _Call:
         if not requests:
             self.future.set_result([])
             return
-        compute().decode.submit(self._flight.start).add_done_callback(self._started)
+        self._decode.submit(self._flight.start).add_done_callback(self._started)
 
     def _started(self, started: Future[None]) -> None:
         error = ExecutorStoppedError("the process ends") if started.cancelled() else started.exception()
@@ -129,7 +150,7 @@ class _Call:
         if self._missing and (future.cancelled() or future.exception()):
             self._flight.withdrawn = True
             with suppress(ExecutorStoppedError):
-                compute().decode.submit(partial(self._flight.abort, self._all))
+                self._decode.submit(partial(self._flight.abort, self._all))
 
 
 class Sampler:
@@ -140,60 +161,85 @@ class Sampler:
     asked for. The context manager closes the sampler.
 
     policy, version: what it samples from; version 0 are the weights of `load`.
+
+    A program with compute threads of its own has one sampler in them, which samples from what the policy itself serves.
+    compute, settings: where and how it decodes. engine: decodes. client: for requests of the program's event loop.
+    scorer: belongs to the thread of scoring. failure: gets an exception if a step of the engine of a program raises;
+    never a result. The engine then decodes no more until `restart`.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | BaseModel,
         *,
         max_num_seqs: int = 256,
         kv_cache_tokens: int = 262_144,
         prefix_cache_tokens: int = 16_384,
         kv_policy: KvPolicy = "keep",
+        threads: OwnThreads | None = None,
     ) -> None:
         """Prepare to decode; this takes a moment and no memory for weights.
 
         The settings are those of `[engine]` in a profile. max_num_seqs: rows that are decoded at once; others wait.
         kv_cache_tokens: tokens of all running rows, prompts included. prefix_cache_tokens: of prompts whose KV caches
         are kept for later requests of clients. kv_policy: what `publish` does to running rows: "keep" continues with
-        their KV caches, "recompute" computes these again, "drain" lets the rows finish first.
+        their KV caches, "recompute" computes these again, "drain" lets the rows finish first. threads: those of a
+        program, with all settings; None: those that the samplers of the process share.
         Raises ProfileError for a setting out of range, and ModelError if rows of the model cannot share a batch.
         """
-        self.policy = policy
-        self.settings = settings(
-            "engine",
-            EngineSection,
-            {
+        self.policy, self._is_shared = policy, threads is None
+        if threads is None:
+            values = {
                 "max_num_seqs": max_num_seqs,
                 "kv_cache_tokens": kv_cache_tokens,
                 "prefix_cache_tokens": prefix_cache_tokens,
                 "kv_policy": kv_policy,
-            },
-        )
-        self._decode, self._scoring = compute().decode, compute().scoring
-        self._scorer: PromptScorer | None = None
+            }
+            section = settings("engine", EngineSection, values)
+            threads = OwnThreads(
+                compute=compute(), settings=section, prefill_seconds=TURN_SECONDS, scoring_seconds=TURN_SECONDS
+            )
+        self.compute, self.settings = threads.compute, threads.settings
+        self._decode = self.compute.decode
+        self._source = PinnedWeights(policy) if self._is_shared and isinstance(policy, Policy) else policy
         self._closed = False
+        self.engine = self._decode.submit(partial(self._make_engine, threads)).result()
+        self.client = self.new_client()
+        self.scorer = PromptScorer(
+            policy.copy_model(),
+            chunk=self.settings.prefill_chunk,
+            rows=self.engine.row_weights,
+            turns=TurnBudget(threads.scoring_seconds, self.compute.scoring.lane),
+        )
+        self.failure = self._begin()
 
+    def _make_engine(self, threads: OwnThreads) -> DecodeEngine:
+        limit = threads.prefill_seconds
+        turns = None if limit is None else TurnBudget(limit, self._decode.lane)
+        return DecodeEngine(self._source, self.settings, threads.adapters, turns=turns)
+
+    def _begin(self) -> Future[None]:
+        if not self._is_shared:
+            return self.compute.attach(self.engine, core_division(self.policy.description.parameters))
         engines = _engines().engines
+        self._decode.submit(lambda: engines.append(self.engine)).result()
+        return Future()
 
-        def make() -> tuple[PinnedWeights, DecodeEngine]:
-            weights = PinnedWeights(policy)
-            engine = DecodeEngine(weights, self.settings, turns=TurnBudget(TURN_SECONDS, self._decode.lane))
-            engines.append(engine)
-            return weights, engine
-
-        self._weights, self.engine = self._decode.submit(make).result()
-        self._fingerprint = policy.fingerprint
+    def restart(self) -> Future[None]:
+        """Let the engine of a program decode again, after its requests have failed. Returns the new `failure`."""
+        self.failure = self._decode.attach(self.engine)
+        return self.failure
 
     @property
     def version(self) -> int:
         """Version of the weights that sample now."""
-        return self._weights.version
+        return self._source.version
 
     @property
     def served(self) -> WeightsReady:
         """Version and fingerprint of the weights that sample now."""
-        return WeightsReady(version=self.version, step=self.version, fingerprint=self._fingerprint)
+        source = self._source
+        return WeightsReady(version=source.version, step=source.step, fingerprint=source.fingerprint)
 
     def __enter__(self) -> Self:
         """Return the sampler."""
@@ -211,7 +257,8 @@ class Sampler:
 
         def leave() -> None:
             self.engine.fail_all("the sampler was closed")
-            _engines().engines.remove(self.engine)
+            if self._is_shared:
+                _engines().engines.remove(self.engine)
 
         with suppress(ExecutorStoppedError):
             self._decode.submit(leave).result()
@@ -251,7 +298,7 @@ class Sampler:
             )
             for position, prompt in enumerate(_many(prompts))
         ]
-        return _Call(self.engine, requests).future
+        return _Call(self._decode, self.engine, requests).future
 
     async def stream(
         self, prompt: Sequence[int], sampling: Sampling = DEFAULT, *, seed: int = 0
@@ -263,7 +310,7 @@ class Sampler:
         """
         self._require_open()
         request = SampleRequest(prompt=_tokens(prompt), sampling=sampling, seeds=completion_seeds(seed, 1))
-        events = self.client().stream(request)
+        events = self.new_client().stream(request)
         try:
             async for event in events:
                 yield event
@@ -309,19 +356,32 @@ class Sampler:
         def work() -> list[tuple[float, ...]]:
             found = []
             for prompt, tokens in pairs:
-                scored = self.prompt_logprobs((*prompt, *tokens), distribution=distribution)
+                parameters, version = self._source.served()
+                scored = self.scorer.score(parameters, (*prompt, *tokens), version=version, distribution=distribution)
                 found.append(scored.logprobs[len(prompt) - 1 :])
             return found
 
-        return self._scoring.submit(work)
+        return self.compute.scoring.submit(work)
 
-    def prompt_logprobs(self, tokens: tuple[int, ...], **choices: Any) -> PromptLogprobs:
-        """Score the tokens of one prompt, in the scoring thread. choices: as for `PromptScorer.score`."""
-        if self._scorer is None:
-            turns = TurnBudget(TURN_SECONDS, self._scoring.lane)
-            self._scorer = PromptScorer(self.policy.copy_model(), chunk=self.settings.prefill_chunk, turns=turns)
-        parameters, version = self._weights.served()
-        return self._scorer.score(parameters, tokens, version=version, **choices)
+    async def prompt_logprobs(
+        self,
+        tokens: tuple[int, ...],
+        *,
+        top: int = 0,
+        distribution: SamplingDistribution = MODEL_DISTRIBUTION,
+        weights: str = POLICY,
+    ) -> PromptLogprobs:
+        """Return the log-probabilities of the tokens of a prompt, with `top` alternatives for each.
+
+        weights: as in `SampleRequest`. Raises RequestError for unknown ones, and GenerationError as `sample`.
+        """
+
+        def chosen() -> tuple[RowAdapter | None, tuple[Parameters, int]]:
+            return self.engine.row_weights.admit(weights), self._source.served()
+
+        adapter, (parameters, version) = await finish(self._decode.submit(chosen))
+        score = partial(self.scorer.score, parameters, tokens, version=version, top=top)
+        return await finish(self.compute.scoring.submit(lambda: score(distribution=distribution, adapter=adapter)))
 
     def publish(self, learner: Learner) -> int:
         """Sample with the learner's newest weights from the next token on, and return their version.
@@ -340,12 +400,15 @@ class Sampler:
         self._require_open()
         if learner.policy is not self.policy:
             raise ValueError("this learner trains another policy than the sampler's")
+        assert not isinstance(self._source, BaseModel)
         newest, published = learner.newest, Future[int]()
-
-        def use() -> float:
-            self._weights.use(newest.parameters, newest.version)
-            self._fingerprint = newest.fingerprint
-            return 0.0
+        use = partial(
+            self._source.publish,
+            newest.parameters,
+            version=newest.version,
+            step=newest.version,
+            fingerprint=newest.fingerprint,
+        )
 
         def ended(swap: Future[Any]) -> None:
             with suppress(InvalidStateError):
@@ -362,7 +425,7 @@ class Sampler:
         self._decode.submit(swap).add_done_callback(lambda done: ended(done) if done.cancelled() else None)
         return published
 
-    def client(self) -> EngineSampler:
+    def new_client(self) -> EngineSampler:
         """Return an interface for the requests of one event loop, such as that of a server."""
         return EngineSampler(self._decode.submit, self.engine)
 

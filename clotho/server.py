@@ -13,14 +13,12 @@ import anyio
 from prometheus_client.core import Metric
 
 from clotho.engine_metrics import engine_metrics
-from clotho.lanes.compute_thread import finish
-from clotho.library import DEFAULT, compute, settings
+from clotho.library import DEFAULT, settings
 from clotho.sampler import Sampler
 from clotho.serving.server import ApiServer, base_url, listen
 from clotho.serving.services import HealthReport, ServedModel, ServerContext
 from clotho.settings.server import HttpServer
 from protocols.errors import as_exception
-from protocols.sampling import PromptLogprobs
 
 
 class Server:
@@ -89,11 +87,11 @@ def serve(
     model = ServedModel(id=model_name, root=str(policy.files or model_name), weights=lambda: sampler.served)
     return Server(
         ServerContext(
-            sampler=sampler.client(),
+            sampler=sampler.new_client(),
             tokenizer=policy.tokenizer,
             settings=section,
             sampling=DEFAULT,
-            prompt_logprobs=lambda tokens, top, source: _score(sampler, tokens, top),
+            prompt_logprobs=lambda tokens, top, source: sampler.prompt_logprobs(tokens, top=top, weights=source),
             weights=lambda: sampler.served,
             models=lambda: (model,),
             health=lambda: HealthReport(status="ok"),
@@ -104,10 +102,6 @@ def serve(
     )
 
 
-async def _score(sampler: Sampler, tokens: tuple[int, ...], top: int) -> PromptLogprobs:
-    return await finish(compute().scoring.submit(lambda: sampler.prompt_logprobs(tokens, top=top)))
-
-
 def _metrics(sampler: Sampler, model: str, timed_out: Mapping[str, int]) -> Iterator[Metric]:
-    stats, turns, tokens = sampler.engine.stats(), compute().turn_times(), sampler.settings.kv_cache_tokens
+    stats, turns, tokens = sampler.engine.stats(), sampler.compute.turn_times(), sampler.settings.kv_cache_tokens
     return engine_metrics(stats, turns, kv_cache_tokens=tokens, model=model, timed_out=timed_out)

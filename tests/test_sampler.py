@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 import clotho
+from clotho.lanes.compute_thread import finish
+from clotho.sampler import OwnThreads, Sampler
+from clotho.settings.engine import EngineSection
 from protocols.errors import GenerationError, ProfileError, RequestError
+from protocols.sampling import SampleRequest
+from protocols.step import WeightsReady
+from tests.actors.actor_helpers import compute_thread
 from tests.library_policy import QUESTIONS, SAMPLING, data, policy
 
 
@@ -180,6 +187,58 @@ def test_a_failed_step_fails_its_requests_and_nothing_else(monkeypatch: pytest.M
                 sampler.sample(prompts(), SAMPLING)
             assert tokens(other.sample(prompts(), SAMPLING)) == tokens(expected)
         assert tokens(sampler.sample(prompts(), SAMPLING)) == tokens(expected)
+
+
+def test_the_sampler_of_a_program_serves_what_its_policy_publishes() -> None:
+    """In the threads of the program. A sampler of the library keeps the weights of its own."""
+    served = clotho.load(str(policy().files), method=clotho.LoRA(rank=2))
+
+    async def complete() -> clotho.Completion:
+        ((one,),) = await sampler.client.complete_all(
+            [SampleRequest(prompt=prompts()[0], sampling=SAMPLING, seeds=(1,))]
+        )
+        return one
+
+    async def score(one: clotho.Completion) -> tuple[float, ...]:
+        scored = await sampler.prompt_logprobs((*prompts()[0], *one.tokens))
+        assert scored.version == one.versions[0]
+        return scored.logprobs[len(prompts()[0]) - 1 :]
+
+    with compute_thread() as compute:
+        sampler = Sampler(served, threads=OwnThreads(compute=compute, settings=EngineSection(max_num_seqs=4)))
+        assert sampler.engine.stats().rows_limit == 4
+        assert sampler.served == WeightsReady(version=0, step=0, fingerprint=served.fingerprint)
+        publish = partial(served.publish, served.trainable(), version=7, step=8, fingerprint="f")
+        compute.decode.submit(publish).result()
+        assert sampler.served == WeightsReady(version=7, step=8, fingerprint="f")
+        one = asyncio.run(complete())
+        assert set(one.versions) == {7}
+        assert asyncio.run(score(one)) == pytest.approx(one.logprobs, abs=1e-3)
+        with pytest.raises(RequestError):
+            asyncio.run(sampler.prompt_logprobs(prompts()[0], weights="unknown"))
+
+
+def test_a_failed_step_in_a_program_is_its_failure_until_it_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program decides what happens to its requests."""
+
+    async def fail() -> None:
+        task = asyncio.create_task(sampler.sample_async(prompts(), SAMPLING))
+        with pytest.raises(MemoryError):
+            await finish(sampler.failure)
+        compute.decode.submit(lambda: sampler.engine.fail_all("it failed")).result()
+        with pytest.raises(GenerationError):
+            await task
+
+    def broken() -> int:
+        raise MemoryError("no memory")
+
+    with compute_thread() as compute:
+        sampler = Sampler(policy(), threads=OwnThreads(compute=compute, settings=EngineSection()))
+        with monkeypatch.context() as patched:
+            patched.setattr(sampler.engine, "tick", broken)
+            asyncio.run(fail())
+        assert not sampler.restart().done()
+        assert [len(group) for group in sampler.sample(prompts(), SAMPLING)] == [1, 1, 1]
 
 
 def test_what_is_no_prompt_is_refused() -> None:

@@ -73,7 +73,7 @@ class GroupAccounting:
 
     def run_state(self, update: PolicyUpdated) -> RunState:
         """The part of a checkpoint that is not tensors."""
-        before = self._context.state
+        before, stats = self._context.state, self._context.sampler.engine.stats()
         return RunState(
             step=update.report.step,
             version=update.report.version,
@@ -83,7 +83,7 @@ class GroupAccounting:
             random_state=update.random_state,
             bad_steps=update.bad_steps,
             train_seconds=update.train_seconds,
-            sampled_tokens=self._context.engine.stats().tokens_sampled + (before.sampled_tokens if before else 0),
+            sampled_tokens=stats.tokens_sampled + (before.sampled_tokens if before else 0),
             trained_tokens=update.trained_tokens,
             inputs=self._context.inputs,
             received=self.received,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any
 
 from msgspec import Struct
 
 from clotho.backend import backend
-from clotho.inference.engine import DecodeEngine
-from clotho.lanes.compute_thread import Compute, finish
-from clotho.lanes.sampling_client import EngineSampler
+from clotho.lanes.compute_thread import Compute
 from clotho.models.machine import describe_machine
 from clotho.models.policy import Policy
 from clotho.rewards.registry import expected
-from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.sampler import Sampler
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.bounds import Off
 from clotho.settings.data import RewardSection
@@ -41,13 +38,11 @@ from training_run.records.terminal_text import relative_path
 from training_run.rewards.runner import RewardRunner
 from training_run.supervision.custom_actors import Services
 from training_run.supervision.latest import Latest
-from training_run.supervision.watchdog import EngineGuard
 
 
 class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     """Start-up -> wiring. The references are fixed; some of the objects are state that actors share.
 
-    engine_failure: gets an exception if a decode step raises; never a result.
     inputs: fingerprints of model, tokenizer and dataset.
     state: the checkpoint that the run resumes from. history: evaluations from before the last start.
     history_gaps: records that the checkpoint covers and that the history files lack.
@@ -67,10 +62,8 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
 
     profile: Profile
     directory: RunDirectory
-    compute: Compute
     policy: Policy
-    engine: DecodeEngine
-    engine_failure: Future[None]
+    sampler: Sampler
     policy_learner: PolicyLearner
     prompts: PromptBuilder
     held_out: HeldOut
@@ -86,8 +79,6 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     warnings: tuple[str, ...]
     preflight: tuple[Finding, ...]
     address: str
-    sampler: EngineSampler
-    scorer: PromptScorer
     ledger: Ledger
     progress: LearnerProgress
     weights: Latest[WeightsReady]
@@ -97,6 +88,11 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     swap_times: SwapTimes
     evaluations: list[EvalReport]
     attached: Attached
+
+    @property
+    def compute(self) -> Compute:
+        """The compute threads."""
+        return self.sampler.compute
 
     @property
     def resumed_from(self) -> int | None:
@@ -141,28 +137,14 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     async def recompute_logprobs(self, tokens: tuple[int, ...], temperature: float) -> PromptLogprobs:
         """Log-probabilities of tokens under the run's sampling distribution at a temperature."""
         distribution = SamplingDistribution(temperature, self.profile.sampling.logit_bias)
-        parameters, version = await finish(self.compute.decode.submit(self.policy.served))
-        return await finish(
-            self.compute.scoring.submit(
-                lambda: self.scorer.score(parameters, tokens, version=version, distribution=distribution)
-            )
-        )
-
-    def engine_guard(self) -> EngineGuard:
-        """Return the actor that restarts the decode engine if it fails."""
-        return EngineGuard(
-            self.engine_failure,
-            submit=self.compute.decode.submit,
-            fail_requests=self.engine.fail_all,
-            attach=lambda: self.compute.decode.attach(self.engine),
-        )
+        return await self.sampler.prompt_logprobs(tokens, distribution=distribution)
 
     def services(self) -> Services:
         """What custom actors may use."""
         return Services(
             profile=self.profile,
             directory=self.directory.path,
-            sampler=self.sampler,
+            sampler=self.sampler.client,
             tokenizer=self.policy.tokenizer,
             weights=self.weights,
         )

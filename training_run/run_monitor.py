@@ -55,11 +55,7 @@ class RunMonitor:
         self._began = time.monotonic()
         self._api_requests = 0
         self.serving = ServingState(
-            context.compute,
-            context.engine,
-            served=context.policy.served,
-            scorer=context.scorer,
-            settings=context.profile.engine,
+            context.sampler,
             children=children,
             continues="the server and the training continue",
         )
@@ -71,7 +67,7 @@ class RunMonitor:
     def gauges(self) -> RunGauges:
         """Current metrics for the display and metrics.jsonl."""
         context, swaps = self._context, self._context.swap_times
-        rates, stats = context.compute.rates(), context.engine.stats()
+        rates, stats = context.compute.rates(), context.sampler.engine.stats()
         return RunGauges(
             queues=tuple(
                 QueueGauge(name=queue.name, depth=queue.depth, capacity=queue.capacity) for queue in self._queues
@@ -101,7 +97,7 @@ class RunMonitor:
     def statistics(self) -> dict[str, Any]:
         """Return the waiting times of the queues and the counters of the engine, for the end of the event log."""
         queues = [structs.asdict(queue.stats()) for queue in self._queues]
-        return {"queues": queues, "engine": structs.asdict(self._context.engine.stats())}
+        return {"queues": queues, "engine": structs.asdict(self._context.sampler.engine.stats())}
 
     def metrics(self, model: str, timed_out: Mapping[str, int]) -> Iterator[Metric]:
         """Yield metrics for /metrics. model, timed_out: as `engine_metrics`."""
@@ -133,7 +129,7 @@ class RunMonitor:
             models=lambda: fixed,
             engine=self.serving.engine_access(),
             base_model=path,
-            sampler=context.sampler,
+            sampler=context.sampler.client,
             tokenizer=context.policy.tokenizer,
             settings=settings,
             sampling=profile.sampling,

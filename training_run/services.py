@@ -6,11 +6,9 @@ import socket
 
 from clotho.serving.server import ApiServer
 from clotho.settings.bounds import Off
-from training_run.attachment import engine_watches
 from training_run.run import RunContext
 from training_run.run_monitor import RunMonitor
 from training_run.supervision.supervisor import Child, RestartPolicy, permanent
-from training_run.supervision.watchdog import ENGINE_RESTARTS
 
 SERVER_RESTARTS = RestartPolicy(max_restarts=3)
 
@@ -18,9 +16,7 @@ SERVER_RESTARTS = RestartPolicy(max_restarts=3)
 def wire_services(context: RunContext, monitor: RunMonitor, listener: socket.socket | None) -> list[Child]:
     """The HTTP server, the watchdog of the compute threads, the guard of the engine, and what attachments add."""
     guards = [
-        permanent(monitor.serving.watchdog(context.profile.monitor)),
-        *engine_watches(context.compute, context.engine),
-        permanent(context.engine_guard(), ENGINE_RESTARTS),
+        *monitor.serving.guards(context.profile.monitor),
         *context.attached.services,
     ]
     settings = context.profile.server

@@ -10,18 +10,15 @@ import structlog
 from prometheus_client.core import Metric
 
 from clotho.engine_metrics import engine_metrics
-from clotho.inference.engine import DecodeEngine
-from clotho.lanes.compute_thread import Compute, finish
-from clotho.models.parameters import Parameters
-from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.sampler import Sampler
 from clotho.serving.families import counter
 from clotho.serving.services import EngineAccess, HealthReport
-from clotho.settings.engine import EngineSection
 from protocols.sampling import PromptLogprobs
+from training_run.attachment import engine_watches
 from training_run.profile.schema import MonitorSection
 from training_run.records.terminal_text import relative_path
-from training_run.supervision.supervisor import ChildState, ChildStatus
-from training_run.supervision.watchdog import EngineGuard, Watchdog
+from training_run.supervision.supervisor import Child, ChildState, ChildStatus, permanent
+from training_run.supervision.watchdog import ENGINE_RESTARTS, EngineGuard, Watchdog
 
 log = structlog.get_logger(actor="pipeline")
 
@@ -34,32 +31,36 @@ class ServingState:
 
     def __init__(
         self,
-        compute: Compute,
-        engine: DecodeEngine,
+        sampler: Sampler,
         *,
-        served: Callable[[], tuple[Parameters, int]],
-        scorer: PromptScorer,
-        settings: EngineSection,
         children: Callable[[], dict[str, ChildStatus]],
         continues: str = "the server continues",
     ) -> None:
-        """served: returns parameters and version that the engine samples from. scorer: scores prompts in its thread.
+        """children: status of the supervised actors, by name.
 
-        children: status of the supervised actors, by name. continues: what a failed temporary actor does not end.
+        continues: what a failed temporary actor does not end.
         """
-        self._compute, self._engine, self._served, self._scorer = compute, engine, served, scorer
-        self._settings, self._children, self._continues = settings, children, continues
+        self._sampler, self._children, self._continues = sampler, children, continues
         self._stalled = False
 
-    def watchdog(self, settings: MonitorSection) -> Watchdog:
-        """Return the actor that reports stalls of the compute threads."""
-        return Watchdog(
+    def guards(self, settings: MonitorSection) -> list[Child]:
+        """Return what reports stalls of the compute threads, looks after the engine, and restarts it if it fails."""
+        sampler = self._sampler
+        watchdog = Watchdog(
             "watchdog",
-            lambda: self._compute.busy_since,
+            lambda: sampler.compute.busy_since,
             limit_seconds=settings.watchdog_seconds,
             on_stall=self.on_stall,
             on_recovered=self.on_recovery,
         )
+        guard = EngineGuard(
+            sampler.failure,
+            submit=sampler.compute.decode.submit,
+            fail_requests=sampler.engine.fail_all,
+            attach=sampler.restart,
+        )
+        watches = engine_watches(sampler.compute, sampler.engine)
+        return [permanent(watchdog), *watches, permanent(guard, ENGINE_RESTARTS)]
 
     def on_stall(self, seconds: float) -> None:
         """Record that a compute thread has made no progress for `seconds`."""
@@ -78,7 +79,7 @@ class ServingState:
         """
         children = {name: status.state.value for name, status in self._children().items()}
         failed = sorted(name for name, state in children.items() if state == ChildState.FAILED)
-        busy = max(0.0, time.monotonic() - self._compute.busy_since)
+        busy = max(0.0, time.monotonic() - self._sampler.compute.busy_since)
         if self._stalled:
             detail = f"a compute thread has made no progress for {busy:.0f} seconds"
             return HealthReport(status="stalled", detail=detail, children=children, progress_seconds=busy)
@@ -93,21 +94,16 @@ class ServingState:
 
         source: as `SampleRequest.weights`. Raises RequestError for an unknown adapter.
         """
-        adapter = await finish(self._compute.decode.submit(lambda: self._engine.row_weights.admit(source)))
-        parameters, version = await finish(self._compute.decode.submit(self._served))
-        return await finish(
-            self._compute.scoring.submit(
-                lambda: self._scorer.score(parameters, tokens, version=version, top=top, adapter=adapter)
-            )
-        )
+        return await self._sampler.prompt_logprobs(tokens, top=top, weights=source)
 
     def engine_access(self) -> EngineAccess:
         """Return the engine for attachments that control it."""
-        return EngineAccess(submit=self._compute.decode.submit, engine=self._engine)
+        return EngineAccess(submit=self._sampler.compute.decode.submit, engine=self._sampler.engine)
 
     def metrics(self, model: str, timed_out: Mapping[str, int]) -> Iterator[Metric]:
         """Yield metrics of engine, compute threads and actors, for /metrics. model, timed_out: as `engine_metrics`."""
-        stats, turns, tokens = self._engine.stats(), self._compute.turn_times(), self._settings.kv_cache_tokens
+        sampler = self._sampler
+        stats, turns, tokens = sampler.engine.stats(), sampler.compute.turn_times(), sampler.settings.kv_cache_tokens
         yield from engine_metrics(stats, turns, kv_cache_tokens=tokens, model=model, timed_out=timed_out)
         restarts = {name: status.restarts for name, status in self._children().items()}
         yield counter("clotho_child_restarts", "Restarts of a supervised child.", restarts, by="child")

@@ -21,13 +21,13 @@ from attachments.cluster.messages import (
 )
 from attachments.remote.messages import RolloutAnswer, ServedPolicy
 from attachments.remote.policy_receiver import SwappingReceiver
-from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
-from clotho.lanes.sampling_client import EngineSampler, Refusal
+from clotho.lanes.sampling_client import Refusal
 from clotho.models.loading import find_model
-from clotho.models.machine import compute_slots, core_division
+from clotho.models.machine import compute_slots
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy, load_policy
+from clotho.sampler import OwnThreads, Sampler
 from clotho.weight_swap import ReplaceablePolicy
 from protocols.errors import RequestError
 from protocols.sampling import Completion
@@ -63,24 +63,25 @@ class RolloutEngine:
         self._compute = Compute(decode_share=settings.engine.decode_share, slots=compute_slots())
         self._compute.start()
         try:
-            policy, engine = self._compute.decode.submit(lambda: _load(settings)).result()
+            policy = self._compute.decode.submit(lambda: _load(settings)).result()
+            sampler = Sampler(policy, threads=OwnThreads(compute=self._compute, settings=settings.engine))
         except BaseException:
             self._compute.stop()
             raise
-        self._compute.attach(engine, core_division(policy.description.parameters)).add_done_callback(_end_process)
+        sampler.failure.add_done_callback(_end_process)
         self._policy = policy
         weights = Latest[WeightsReady]("weights")
-        weights.put(WeightsReady(version=0, step=0, fingerprint=policy.fingerprint))
+        weights.put(sampler.served)
         self._receiver = SwappingReceiver(
             ReplaceablePolicy(
                 policy=policy,
-                engine=engine,
+                engine=sampler.engine,
                 compute=self._compute,
                 weights=weights,
                 kv_policy=settings.engine.kv_policy,
             )
         )
-        self._sampler = EngineSampler(self._compute.decode.submit, engine)
+        self._client = sampler.client
         self._turns: dict[int, _Turn] = {}
         self._submitted = 0
 
@@ -131,7 +132,7 @@ class RolloutEngine:
     async def _sample(self, outcomes: Sequence[asyncio.Future[Outcome]], turn: Turn) -> None:
         """Set the outcome of every request. An unexpected error fails the requests that have no outcome."""
         try:
-            async with aclosing(self._sampler.groups([call.request() for call in turn.calls])) as groups:
+            async with aclosing(self._client.groups([call.request() for call in turn.calls])) as groups:
                 async for position, found in groups:
                     if not outcomes[position].done():
                         outcomes[position].set_result(self._outcome(found))
@@ -156,11 +157,10 @@ class RolloutEngine:
             turn.sampling.cancel()
 
 
-def _load(settings: EngineWorkerSettings) -> tuple[Policy, DecodeEngine]:
+def _load(settings: EngineWorkerSettings) -> Policy:
     find_model(settings.model.path)
     limit_memory(serving_memory(settings.model, settings.engine, settings.sampling, None), settings.monitor)
-    policy = load_policy(settings.model, settings.policy, seed=settings.seed, keep_reference=False)
-    return policy, DecodeEngine(policy, settings.engine)
+    return load_policy(settings.model, settings.policy, seed=settings.seed, keep_reference=False)
 
 
 def _end_process(failure: Future[None]) -> None:

@@ -93,7 +93,7 @@ class LocalEngine:
     async def sample(self, request: SampleRequest) -> RolloutAnswer:
         """Return one completion per seed. Raises RequestError if the engine refuses the request."""
         try:
-            completions = await self._run.sampler.complete(request)
+            completions = await self._run.sampler.client.complete(request)
         except GenerationError as error:
             raise RemoteFailure(str(error)) from error
         versions = {version for completion in completions for version in completion.versions}

@@ -96,7 +96,7 @@ class RunObserver:
             swaps=tuple(map(self._age, ended)),
             version=context.weights.value.version,
             step=context.progress.step,
-            rows=context.engine.stats().running_rows,
+            rows=context.sampler.engine.stats().running_rows,
             queues={queue.name: queue.depth for queue in self._queues},
             groups=stages,
             overlap=round(spent.overlap, 6),

@@ -303,7 +303,7 @@ async def _rehearse(found: Diagnosis, context: RunContext, work: Progress) -> No
         _describe_rewards(found, profile, outcomes)
     compared = next((group for group in groups if any(completion.tokens for completion in group.completions)), None)
     if compared is not None and work.reached("comparing the log-probabilities of sampler and learner"):
-        check = partial(check_decoding, compute, context.policy, context.engine, profile, compared)
+        check = partial(check_decoding, compute, context.policy, context.sampler.engine, profile, compared)
         parity = await finish(compute.parity.submit(check))
         dtype = context.policy.description.dtype
         found.add("parity", f"mean KL {parity.mean_kl:.2g} nats", parity_findings(parity, profile, dtype))
@@ -327,7 +327,7 @@ async def _draw(context: RunContext, work: Progress) -> tuple[list[RolloutGroup]
             break
         prompts = [context.prompts.prompt(len(groups) + number) for number in range(count)]
         drawn = await draw(
-            context.sampler,
+            context.sampler.client,
             prompts,
             profile.sampling,
             count=size,
@@ -398,7 +398,7 @@ async def _forecast(found: Diagnosis, context: RunContext, groups: Sequence[Roll
     completions = [completion for group in groups for completion in group.completions]
     length = sum(completion.length for completion in completions) / len(completions)
     prompt = sum(len(group.prompt.tokens) for group in groups) / len(groups)
-    rate = await decode_rate(context.sampler, context.prompts.prompt, profile, clock=time.perf_counter)
+    rate = await decode_rate(context.sampler.client, context.prompts.prompt, profile, clock=time.perf_counter)
     compute.arbiter.take_longest_update_turn()
     positions = profile.learner.batch_size * (profile.sampling.group_size * length + prompt)
     length_limit = context.policy.context_length

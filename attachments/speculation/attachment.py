@@ -40,7 +40,7 @@ class SpeculationRuns(Attachment):
 
             def measure(_: float) -> Mapping[str, Any]:
                 nonlocal before
-                now, earlier = run.engine.stats().speculation, before
+                now, earlier = run.sampler.engine.stats().speculation, before
                 before = now
                 names = (name.removeprefix("speculation/") for name in self.metrics)
                 return {f"speculation/{name}": getattr(now, name) - getattr(earlier, name) for name in names}

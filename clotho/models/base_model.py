@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import mlx.nn as nn
 
 from clotho.backend import backend
+from clotho.models.fingerprints import model_fingerprint
 from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.loading import context_length, describe_model, load_base
 from clotho.models.lora import AdaptedModule
@@ -22,7 +25,7 @@ class BaseModel:
     files: directory or GGUF file of model and tokenizer.
     """
 
-    version, keeps_base = 0, True
+    version, step, keeps_base = 0, 0, True
     adapted: tuple[AdaptedModule, ...] = ()
 
     def __init__(self, section: ModelSection) -> None:
@@ -53,6 +56,11 @@ class BaseModel:
         self.files = files
         self.vocab_size = self.description.vocab_size
         self.context_length = context_length(config)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Fingerprint of its files."""
+        return model_fingerprint(self.files)
 
     def served(self) -> tuple[Parameters, int]:
         """Return an empty tree, because nothing is trained, and the version."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import mlx.nn as nn
 
 from clotho.models.policy import Parameters, Policy
@@ -14,7 +16,7 @@ class PinnedWeights:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy.copy_model()
         self.adapted, self.keeps_base = self._policy.adapted, policy.keeps_base
-        self.version = policy.version
+        self.version, self.step, self.fingerprint = policy.version, policy.step, policy.fingerprint
         self.model: nn.Module = self._policy.model
         self.tokenizer: ChatTokenizer = policy.tokenizer
         self.vocab_size = policy.vocab_size
@@ -25,6 +27,13 @@ class PinnedWeights:
         self._policy.use(parameters)
         self._policy.fold()
         self.version = version
+
+    def publish(self, parameters: Parameters, *, version: int, step: int, fingerprint: str) -> float:
+        """Compute with these parameters, which are evaluated, from now on; return the duration in seconds."""
+        started = time.perf_counter()
+        self.use(parameters, version)
+        self.step, self.fingerprint = step, fingerprint
+        return time.perf_counter() - started
 
     def served(self) -> tuple[Parameters, int]:
         """Return the parameters of the last `use`, and their version. Any thread may call this."""

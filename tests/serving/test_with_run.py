@@ -45,7 +45,7 @@ async def serving(directory: Path) -> AsyncIterator[tuple[RunContext, httpx.Asyn
         async with anyio.create_task_group() as tasks:
             url = await tasks.start(ApiServer(monitor.server_context(HttpServer(port=0, shutdown_seconds=1.0))).run)
             async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-                yield parts, client, parts.sampler
+                yield parts, client, parts.sampler.client
             tasks.cancel_scope.cancel()
 
 
@@ -137,7 +137,7 @@ async def test_a_disconnect_aborts_the_completions_of_the_engine(tmp_path: Path)
     """The next request succeeds."""
     async with serving(tmp_path) as (parts, client, sampler):
         endless = {"prompt": {"prompt_token_ids": PROMPT}, "n": 16, "max_tokens": 100, "ignore_eos": True}
-        held = HeldEngine(parts.engine, rows=16)
+        held = HeldEngine(parts.sampler.engine, rows=16)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: client.post("/generate", json=endless))
             assert await anyio.to_thread.run_sync(held.reached.wait, 60)
@@ -147,7 +147,7 @@ async def test_a_disconnect_aborts_the_completions_of_the_engine(tmp_path: Path)
                 await anyio.lowlevel.checkpoint()
         held.release.set()
         assert (await post(client, "/generate", prompt={"prompt_token_ids": PROMPT}, max_tokens=2))["finish_reasons"]
-        assert parts.engine.stats().finished["abort"] == 16
+        assert parts.sampler.engine.stats().finished["abort"] == 16
 
 
 async def test_a_run_serves_its_policy_and_its_base_model(tmp_path: Path) -> None:

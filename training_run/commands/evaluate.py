@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import structlog
+from anyio.to_thread import run_sync
 from msgspec import Struct
 from msgspec.structs import replace
 from rich.console import Console
@@ -15,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from clotho.inference.engine import DecodeEngine
-from clotho.lanes.compute_thread import Compute, ComputeThread, finish
+from clotho.inference.parts import RowWeights
+from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.base_model import BaseModel
 from clotho.models.loading import find_model
 from clotho.models.machine import compute_slots
-from clotho.models.turns import TurnBudget
-from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.sampler import OwnThreads, Sampler
 from clotho.scoring.reference_loss import reference_losses
 from clotho.serving.struct_types import prepare_struct_types
 from clotho.settings.server import AdaptersSection
@@ -134,16 +135,15 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
         compute.start()
         stack.callback(compute.stop)
         await rewards.start()
-        base, engine = await finish(compute.decode.submit(lambda: load(arguments)))
+        base = await finish(compute.decode.submit(lambda: load(arguments)))
+        sampler = await run_sync(make_sampler, arguments, base, compute)
         rendered, references = problems_of(arguments, base)
         require_graded(rendered, rewards)
         rewards.require_columns(rendered.problems)
         outcomes: dict[str, list[Outcome]] = {}
         for name in (*([BASE_NAME] if flags.base else []), *arguments.adapters):
             log.info("evaluating", policy=name, problems=len(rendered.problems))
-            completions, losses = await completions_of(
-                arguments, name, rendered, references, base, engine, compute.decode
-            )
+            completions, losses = await completions_of(arguments, name, rendered, references, sampler)
             outcomes[name] = await graded(rendered.problems, completions, rewards.grade, losses=losses)
     results = {name: result_of(name, found, outcomes.get(BASE_NAME)) for name, found in outcomes.items()}
     found = Evaluation(
@@ -169,20 +169,31 @@ def new_file(name: str) -> Path:
     return path
 
 
-def load(arguments: EvaluationArguments) -> tuple[BaseModel, DecodeEngine]:
-    """Load the base model and all adapters, in a compute thread. Raises ModelError."""
+def load(arguments: EvaluationArguments) -> BaseModel:
+    """Load the base model, in a compute thread. Raises ModelError."""
     profile = arguments.profile
     find_model(profile.model.path)
     limit_memory(serving_memory(profile.model, profile.engine, profile.sampling), profile.monitor)
-    base = BaseModel(profile.model)
-    engine = DecodeEngine(base, profile.engine, AdaptersSection(max_loaded=max(1, len(arguments.adapters))))
+    return BaseModel(profile.model)
+
+
+def make_sampler(arguments: EvaluationArguments, base: BaseModel, compute: Compute) -> Sampler:
+    """Return a sampler of the base model and all adapters. Raises ModelError."""
+    profile = arguments.profile
+    limits = AdaptersSection(max_loaded=max(1, len(arguments.adapters)))
+    sampler = Sampler(base, threads=OwnThreads(compute=compute, settings=profile.engine, adapters=limits))
+    compute.decode.submit(lambda: load_adapters(arguments, sampler.engine.row_weights)).result()
+    return sampler
+
+
+def load_adapters(arguments: EvaluationArguments, rows: RowWeights) -> None:
+    """Load the adapters, in the thread of the engine. Raises ModelError."""
     for name, path in arguments.adapters.items():
         try:
-            contents = engine.row_weights.read(path, profile.model.path)
-            engine.row_weights.load(name, contents, protected=arguments.adapters)
+            contents = rows.read(path, arguments.profile.model.path)
+            rows.load(name, contents, protected=arguments.adapters)
         except AdapterRequestError as error:
             raise ModelError(f"--adapter {path}: {error}") from error
-    return base, engine
 
 
 def problems_of(arguments: EvaluationArguments, base: BaseModel) -> tuple[Rendered, Sequence[tuple[int, ...]]]:
@@ -219,9 +230,7 @@ async def completions_of(
     name: str,
     rendered: Rendered,
     references: Sequence[tuple[int, ...]],
-    base: BaseModel,
-    engine: DecodeEngine,
-    thread: ComputeThread,
+    sampler: Sampler,
 ) -> tuple[list[list[Completion]], list[ReferenceLoss | None]]:
     """Return the completions of each problem by one policy, and the losses of the reference completions."""
     profile, prompts = arguments.profile, rendered.prompts
@@ -229,29 +238,26 @@ async def completions_of(
     requests = held_out_requests(
         prompts, profile.sampling, samples=arguments.flags.samples, seed=profile.seed, weights=weights
     )
+    thread, engine, base = sampler.compute.decode, sampler.engine, sampler.policy
     rows, pause = profile.engine.max_num_seqs, thread.lane.pause
     decoded = await finish(thread.submit(lambda: _decode(engine, requests, rows, pause)))
     completions = by_problem(decoded, len(prompts))
     if not any(references):
         return completions, []
 
+    adapter = await finish(thread.submit(lambda: engine.row_weights.admit(weights)))
+
     def losses() -> list[ReferenceLoss | None]:
         """Return the loss of every reference completion under the weights."""
-        adapter, parameters = engine.row_weights.admit(weights), base.served()[0]
-        scorer = PromptScorer(
-            base.copy_model(),
-            chunk=profile.engine.prefill_chunk,
-            rows=engine.row_weights,
-            turns=TurnBudget(0.0, thread.lane),
-        )
+        parameters = base.served()[0]
         return reference_losses(
-            lambda tokens: scorer.score(parameters, tokens, version=0, adapter=adapter),
+            lambda tokens: sampler.scorer.score(parameters, tokens, version=0, adapter=adapter),
             prompts,
             references,
             context_length=base.context_length,
         )
 
-    return completions, await finish(thread.submit(losses))
+    return completions, await finish(sampler.compute.scoring.submit(losses))
 
 
 def _decode(

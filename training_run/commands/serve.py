@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 
 import anyio
 import structlog
 from anyio.abc import TaskStatus
+from anyio.to_thread import run_sync
 from msgspec import Struct, structs
 from rich.console import Console
 
 from clotho.backend import backend
-from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
-from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.base_model import BaseModel
-from clotho.models.fingerprints import model_fingerprint
 from clotho.models.loading import find_model
-from clotho.models.machine import compute_slots, core_division, describe_machine
+from clotho.models.machine import compute_slots, describe_machine
 from clotho.models.policy import Policy, load_policy
-from clotho.models.turns import TurnBudget
 from clotho.process import load_blas
-from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.sampler import OwnThreads, Sampler
 from clotho.serving.server import ApiServer, base_url, listen, while_loading
 from clotho.serving.services import ServedModel, ServerContext
 from clotho.weight_swap import ReplaceablePolicy
 from protocols.step import WeightsReady
-from training_run.attachment import engine_watches, weights_are_replaced
+from training_run.attachment import weights_are_replaced
 from training_run.memory.estimate import serving_memory
 from training_run.memory.report import limit_memory
 from training_run.profile.serve_profile import ServeArguments
@@ -42,7 +38,6 @@ from training_run.supervision.latest import Latest
 from training_run.supervision.process_signals import finish_computation
 from training_run.supervision.signals import handle_signals
 from training_run.supervision.supervisor import RestartPolicy, Supervisor, describe_error, permanent, transient
-from training_run.supervision.watchdog import ENGINE_RESTARTS, EngineGuard
 
 log = structlog.get_logger(actor="serve")
 
@@ -50,46 +45,45 @@ SERVER_RESTARTS = RestartPolicy(max_restarts=3)
 
 
 class Serving(Struct, frozen=True, kw_only=True, eq=False):
-    """A loaded model with its engine.
+    """A loaded model with its sampler.
 
-    base: the policy of a training run if the server accepts weights. model: the base as requests name it.
-    weights: the served weights. engine_failure: gets an exception if a decode step raises.
+    sampler: of a base model, or of the policy of a training run if the server accepts weights.
+    model: the base as requests name it. weights: the served weights.
     """
 
     arguments: ServeArguments
-    compute: Compute
-    base: BaseModel | Policy
+    sampler: Sampler
     model: ServedModel
     weights: Latest[WeightsReady]
-    engine: DecodeEngine
-    engine_failure: Future[None]
-    sampler: EngineSampler
 
     def server_context(self, state: ServingState) -> ServerContext:
         """The HTTP server's interface to the engine."""
-        profile = self.arguments.profile
+        profile, base = self.arguments.profile, self.sampler.policy
         return ServerContext(
             models=lambda: (self.model,),
             engine=structs.replace(state.engine_access(), may_pause=True),
             base_model=self.model.id,
-            sampler=self.sampler,
-            tokenizer=self.base.tokenizer,
+            sampler=self.sampler.client,
+            tokenizer=base.tokenizer,
             settings=structs.replace(profile.server, model_name=self.model.id),
             sampling=profile.sampling,
             prompt_logprobs=state.score,
             weights=self.model.weights,
             health=state.health,
-            context_length=self.base.context_length,
-            vocab_size=self.base.vocab_size,
+            context_length=base.context_length,
+            vocab_size=base.vocab_size,
             measure=partial(state.metrics, self.model.id),
             replaceable=self.replaceable(),
         )
 
     def replaceable(self) -> ReplaceablePolicy | None:
         """The policy whose weights training runs of other processes replace, if the server accepts weights."""
-        if not isinstance(self.base, Policy):
+        sampler = self.sampler
+        if not isinstance(sampler.policy, Policy):
             return None
-        return ReplaceablePolicy(policy=self.base, engine=self.engine, compute=self.compute, weights=self.weights)
+        return ReplaceablePolicy(
+            policy=sampler.policy, engine=sampler.engine, compute=sampler.compute, weights=self.weights
+        )
 
 
 class UntilDrained:
@@ -127,46 +121,22 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
         stack.callback(compute.stop)
         watch = startup_watch(profile.monitor.watchdog_seconds)
         with watch.phase("model and tokenizer"):
-            loading = finish(compute.decode.submit(lambda: load(arguments)))
-            base, engine = await while_loading(listener, settings, loading)
-        weights = served_weights(arguments, base)
+            sampler = await while_loading(listener, settings, load(arguments, compute))
+        weights = Latest[WeightsReady]("weights")
+        weights.put(sampler.served)
         supervisor = Supervisor(on_failure=_report_failure, grace_seconds=settings.shutdown_seconds + 5.0)
-        scorer = PromptScorer(
-            base.copy_model(),
-            chunk=profile.engine.prefill_chunk,
-            rows=engine.row_weights,
-            turns=TurnBudget(0.0, compute.scoring.lane),
-        )
-        state = ServingState(
-            compute,
-            engine,
-            served=base.served,
-            scorer=scorer,
-            settings=profile.engine,
-            children=supervisor.status,
-        )
-        model = served_base(arguments, base, weights)
-        serving = Serving(
-            arguments=arguments,
-            compute=compute,
-            base=base,
-            model=model,
-            weights=weights,
-            engine=engine,
-            engine_failure=compute.attach(engine, core_division(base.description.parameters)),
-            sampler=EngineSampler(compute.decode.submit, engine),
-        )
+        state = ServingState(sampler, children=supervisor.status)
+        model = served_base(arguments, sampler.policy, weights)
+        serving = Serving(arguments=arguments, sampler=sampler, model=model, weights=weights)
         server = ApiServer(serving.server_context(state), listener=listener)
-        read = partial(engine.row_weights.read, model=profile.model.path)
+        read = partial(sampler.engine.row_weights.read, model=profile.model.path)
         with watch.phase("adapters"):
             for name, path in arguments.adapters.items():
                 await server.parts.load_chosen(name, path, read)
         address = base_url(listener)
         until_drained = UntilDrained(lambda: show(console, serving, server.parts.context.models(), address))
         children = [
-            permanent(state.watchdog(profile.monitor)),
-            *engine_watches(compute, engine),
-            permanent(_guard(serving), ENGINE_RESTARTS),
+            *state.guards(profile.monitor),
             permanent(server, SERVER_RESTARTS),
             transient(until_drained),
         ]
@@ -181,26 +151,23 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
         return signals.exit_status
 
 
-def load(arguments: ServeArguments) -> tuple[BaseModel | Policy, DecodeEngine]:
-    """Load the model and create its engine, in the decode thread. Raises ModelError or ProfileError."""
+async def load(arguments: ServeArguments, compute: Compute) -> Sampler:
+    """Load the model, in the decode thread, and make its sampler. Raises ModelError or ProfileError."""
+    profile = arguments.profile
+    base = await finish(compute.decode.submit(lambda: load_served(arguments)))
+    threads = OwnThreads(compute=compute, settings=profile.engine, adapters=profile.server.adapters)
+    return await run_sync(lambda: Sampler(base, threads=threads))
+
+
+def load_served(arguments: ServeArguments) -> BaseModel | Policy:
+    """Load what is served: the policy of a training run if clients replace its weights, otherwise the base model."""
     profile = arguments.profile
     find_model(profile.model.path)
     adapters = profile.server.adapters if arguments.adapters or profile.server.adapters.root else None
     limit_memory(serving_memory(profile.model, profile.engine, profile.sampling, adapters), profile.monitor)
     if not weights_are_replaced(profile.server):
-        base = BaseModel(profile.model)
-        return base, DecodeEngine(base, profile.engine, profile.server.adapters)
-    policy = load_policy(profile.model, profile.policy, seed=0, keep_reference=False)
-    return policy, DecodeEngine(policy, profile.engine, profile.server.adapters)
-
-
-def served_weights(arguments: ServeArguments, base: BaseModel | Policy) -> Latest[WeightsReady]:
-    """Return the cell of the served weights; before weights are sent, the fingerprint is that of the base."""
-    weights = Latest[WeightsReady]("weights")
-    files = base.files or find_model(arguments.profile.model.path)
-    fingerprint = base.fingerprint if isinstance(base, Policy) else model_fingerprint(files)
-    weights.put(WeightsReady(version=0, step=0, fingerprint=fingerprint))
-    return weights
+        return BaseModel(profile.model)
+    return load_policy(profile.model, profile.policy, seed=0, keep_reference=False)
 
 
 def served_base(arguments: ServeArguments, base: BaseModel | Policy, weights: Latest[WeightsReady]) -> ServedModel:
@@ -225,7 +192,7 @@ def show(console: Console, serving: Serving, models: Sequence[ServedModel], addr
 
 def screen(serving: Serving, models: Sequence[ServedModel], address: str) -> Iterator[str]:
     """Return the lines of the start-up screen: machine, compute path, model, memory, names, address."""
-    profile, base = serving.arguments.profile, serving.base.description
+    profile, base = serving.arguments.profile, serving.sampler.policy.description
     yield from machine_lines(describe_machine(blas=load_blas()), backend().compute_path(load_blas()))
     bits = f", {base.quantization_bits} bits" if base.quantization_bits else ""
     yield (
@@ -234,15 +201,6 @@ def screen(serving: Serving, models: Sequence[ServedModel], address: str) -> Ite
     )
     yield f"serves   {', '.join(model.id for model in models)}"
     yield f"API      {address}/v1"
-
-
-def _guard(serving: Serving) -> EngineGuard:
-    return EngineGuard(
-        serving.engine_failure,
-        submit=serving.compute.decode.submit,
-        fail_requests=serving.engine.fail_all,
-        attach=lambda: serving.compute.decode.attach(serving.engine),
-    )
 
 
 def _report_failure(name: str, error: Exception) -> None:

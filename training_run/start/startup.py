@@ -9,18 +9,14 @@ import structlog
 from anyio.to_thread import run_sync
 
 from clotho.inference.decoding import LONGEST_PART
-from clotho.inference.engine import DecodeEngine
 from clotho.inference.sampling import validate
 from clotho.lanes.arbiter import Lane
 from clotho.lanes.compute_thread import Compute, finish
-from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.fingerprints import model_fingerprint, tokenizer_fingerprint
 from clotho.models.loading import find_model
-from clotho.models.machine import core_division
 from clotho.models.policy import Policy, load_policy
-from clotho.models.turns import TurnBudget
 from clotho.rewards.registry import expectations
-from clotho.scoring.prompt_logprobs import PromptScorer
+from clotho.sampler import OwnThreads, Sampler
 from clotho.serving.struct_types import prepare_struct_types
 from clotho.settings.bounds import Off
 from clotho.settings.learner import BaseReference
@@ -30,7 +26,6 @@ from protocols.errors import ProfileError, RequestError
 from protocols.evaluation import EvalReport, HeldOut
 from protocols.finding import Finding
 from protocols.sampling import SampleRequest, restricts_support
-from protocols.step import WeightsReady
 from protocols.summary import MemoryEstimate
 from training_run.attachment import Attached, Plan, has_own_groups, prepare_attachments, unknown_parts
 from training_run.directory.best_checkpoint import INITIAL, BestCheckpointKeeper
@@ -115,8 +110,7 @@ async def _build_context(
     with watch.phase("model and tokenizer"):
         ready = await finish(loading)
         policy, policy_learner = ready.policy, ready.learner
-        engine = await finish(compute.decode.submit(lambda: _make_engine(profile, policy, compute.decode.lane)))
-    engine_failure = compute.attach(engine, core_division(policy.description.parameters))
+        sampler = await run_sync(_make_sampler, profile, policy, compute)
     warmup = compute.learner.submit(lambda: run_warmup_step(policy_learner, profile, context=policy.context_length))
     with watch.phase("problems"):
         loaded = await run_sync(lambda: _load_prompts(profile, policy, rewards))
@@ -140,10 +134,8 @@ async def _build_context(
     return RunContext(
         profile=profile,
         directory=directory,
-        compute=compute,
         policy=policy,
-        engine=engine,
-        engine_failure=engine_failure,
+        sampler=sampler,
         policy_learner=policy_learner,
         prompts=prompts,
         held_out=held_out,
@@ -159,11 +151,9 @@ async def _build_context(
         preflight=preflight,
         attached=Attached(ending=plan.ending, parts=CheckpointParts(start.parts)),
         address=address,
-        sampler=EngineSampler(compute.decode.submit, engine),
-        scorer=_make_scorer(profile, policy, engine, compute.scoring.lane),
         ledger=ledger,
         progress=progress,
-        weights=_cell("weights", _served(policy)),
+        weights=_cell("weights", sampler.served),
         replacements=_cell("replacements", ledger.ended - progress.step * profile.learner.batch_size),
         logged=Latest[int]("logged"),
         findings=findings,
@@ -199,10 +189,6 @@ def _best_checkpoint(
         is_evaluated=lambda step: interval > 0 and step % interval == 0,
         named=lambda: findings.named_checkpoints,
     )
-
-
-def _served(policy: Policy) -> WeightsReady:
-    return WeightsReady(version=policy.version, step=policy.step, fingerprint=policy.fingerprint)
 
 
 def _cell(name: str, value: T) -> Latest[T]:
@@ -259,16 +245,18 @@ def _load_policy(plan: Plan, lane: Lane) -> LoadedPolicy:
     return LoadedPolicy(policy, learner, estimate, fork, initial.origin if initial else None)
 
 
-def _make_engine(profile: Profile, policy: Policy, lane: Lane) -> DecodeEngine:
-    turns = TurnBudget(min(profile.learner.max_turn_ms / 1000.0, LONGEST_PART), lane)
-    adapters = None if isinstance(profile.server, Off) else profile.server.adapters
-    return DecodeEngine(policy, profile.engine, adapters, turns=turns)
-
-
-def _make_scorer(profile: Profile, policy: Policy, engine: DecodeEngine, lane: Lane) -> PromptScorer:
-    turns = TurnBudget(profile.learner.max_turn_ms / 1000.0, lane)
-    chunk = profile.engine.prefill_chunk
-    return PromptScorer(policy.copy_model(), chunk=chunk, rows=engine.row_weights, turns=turns)
+def _make_sampler(profile: Profile, policy: Policy, compute: Compute) -> Sampler:
+    turn_seconds = profile.learner.max_turn_ms / 1000.0
+    return Sampler(
+        policy,
+        threads=OwnThreads(
+            compute=compute,
+            settings=profile.engine,
+            adapters=None if isinstance(profile.server, Off) else profile.server.adapters,
+            prefill_seconds=min(turn_seconds, LONGEST_PART),
+            scoring_seconds=turn_seconds,
+        ),
+    )
 
 
 def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> LoadedPrompts:

@@ -14,17 +14,16 @@ from msgspec.structs import replace
 from attachments.adapters.adapters import AdapterRegistry
 from attachments.adapters.tests.adapter_models import write_mlx_adapter
 from clotho.inference.engine import DecodeEngine
-from clotho.lanes.compute_thread import Compute
+from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.serving.server import ApiServer
-from clotho.serving.services import HealthReport, ServedModel, ServerContext
+from clotho.serving.services import EngineAccess, HealthReport, ServedModel, ServerContext
 from clotho.settings.engine import EngineSection
 from clotho.settings.server import AdaptersSection
-from protocols.sampling import SampleRequest, Sampling
+from protocols.sampling import PromptLogprobs, SampleRequest, Sampling
 from protocols.step import WeightsReady
 from tests.serving.running_server import HTTP_SERVER
 from tests.small_models import tiny, tiny_source
-from training_run.serving import ServingState
 
 
 def write_root(directory: Path) -> Path:
@@ -56,15 +55,6 @@ class Served:
         self.source = source
         self.engine = self.compute.decode.submit(lambda: DecodeEngine(source, EngineSection(), limits)).result()
         self.compute.decode.attach(self.engine)
-        unscored: Any = None  # prompts are not scored
-        self.state = ServingState(
-            self.compute,
-            self.engine,
-            served=unscored,
-            scorer=unscored,
-            settings=EngineSection(),
-            children=dict,
-        )
         self.sampler = EngineSampler(self.compute.decode.submit, self.engine)
         self.server = ApiServer(self._context())
         (registry,) = self.server.parts.sources
@@ -77,16 +67,21 @@ class Served:
         request = SampleRequest(prompt=(1, 2, 3), sampling=sampling, seeds=(seed,), weights=weights)
         return (await self.sampler.complete(request))[0].tokens
 
+    async def _score(self, _: tuple[int, ...], __: int, source: str) -> PromptLogprobs:
+        """Refuse an unknown adapter; prompts are not scored."""
+        await finish(self.compute.decode.submit(lambda: self.engine.row_weights.admit(source)))
+        raise NotImplementedError
+
     def _context(self) -> ServerContext:
         return ServerContext(
             models=lambda: (MODEL,),
-            engine=self.state.engine_access(),
+            engine=EngineAccess(submit=self.compute.decode.submit, engine=self.engine),
             base_model=MODEL.id,
             sampler=self.sampler,
             tokenizer=self.source.tokenizer,
             settings=self.settings,
             sampling=Sampling(max_tokens=16),
-            prompt_logprobs=self.state.score,
+            prompt_logprobs=self._score,
             weights=base_weights,
             health=lambda: HealthReport(status="ok"),
             context_length=self.source.context_length,

@@ -233,16 +233,16 @@ connection.getresponse().read()
 async def test_a_killed_environment_aborts_its_completions(tmp_path: Path) -> None:
     """The engine aborts all sixteen completions of a process that is killed."""
     async with serving(tmp_path) as (url, parts, _):
-        held = HeldEngine(parts.engine, rows=16)
+        held = HeldEngine(parts.sampler.engine, rows=16)
         async with await anyio.open_process([sys.executable, "-c", ENDLESS, url]) as process:
             assert await anyio.to_thread.run_sync(held.reached.wait, 60)
             process.kill()
             await process.wait()
         with anyio.fail_after(60):
-            while parts.sampler.running:
+            while parts.sampler.client.running:
                 await anyio.lowlevel.checkpoint()
         held.release.set()
         with anyio.fail_after(60):
-            while await finish(parts.compute.decode.submit(lambda: parts.engine.running)):
+            while await finish(parts.compute.decode.submit(lambda: parts.sampler.engine.running)):
                 await anyio.lowlevel.checkpoint()
-        assert parts.engine.stats().finished["abort"] == 16
+        assert parts.sampler.engine.stats().finished["abort"] == 16

@@ -117,7 +117,7 @@ async def test_a_resumed_run_continues_with_the_success_rates_of_its_checkpoint(
         assert len(curriculum.outcomes.evidence().completions) == 2
         assert run.choose_prompt(5).problem in run.prompts.problems
         custom = CustomActors((), run.services(), lost_groups())
-        rollouts = wire_rollouts(run, custom, custom.channel("scored", 1), run.sampler)
+        rollouts = wire_rollouts(run, custom, custom.channel("scored", 1), run.sampler.client)
         assert isinstance(rollouts.source.actor, Prompter)
         assert rollouts.source.actor._may_start is not None
     (tmp_path / "other.jsonl").write_text("".join(f'{{"prompt": "{i}?", "answer": "1"}}\n' for i in range(9)))

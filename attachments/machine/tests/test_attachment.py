@@ -26,12 +26,12 @@ async def test_memory_pressure_limits_the_engine_of_the_run(tmp_path: Path, monk
     monkeypatch.setattr("attachments.machine.pressure.read_memory", lambda: critical)
     async with open_context(tiny_profile(tmp_path)) as run:
         monitor = RunMonitor(run, queues=[], children=dict)
-        (child,) = ATTACHMENT.watches(run.compute, run.engine)
-        assert (run.engine.stats().rows_limit, monitor.gauges().rows_limit) == (256, 256)
+        (child,) = ATTACHMENT.watches(run.compute, run.sampler.engine)
+        assert (run.sampler.engine.stats().rows_limit, monitor.gauges().rows_limit) == (256, 256)
         assert isinstance(child.actor, PeriodicCheck)
         child.actor.check()
         run.compute.decode.submit(lambda: None).result()
-        assert (run.engine.stats().rows_limit, monitor.gauges().rows_limit) == (128, 128)
+        assert (run.sampler.engine.stats().rows_limit, monitor.gauges().rows_limit) == (128, 128)
     assert len(freed) == 1
 
 

@@ -16,7 +16,7 @@ async def test_speculation_is_counted_since_the_line_before(tmp_path: Path, monk
     """The engine counts since it was created."""
     async with open_context(tiny_profile(tmp_path)) as run:
         measure = next(one for one in run.attached.measures if one(1.0).keys() == ATTACHMENT.metrics.keys())
-        stats = run.engine.stats()
+        stats = run.sampler.engine.stats()
         counts = iter(((4, 10, (3, 1)), (9, 25, (8, 5))))
 
         def counted() -> object:
@@ -24,6 +24,6 @@ async def test_speculation_is_counted_since_the_line_before(tmp_path: Path, monk
             now = SpeculationCounts(passes=passes, draft_tokens=drafted, accepted_by_position=accepted)
             return replace(stats, speculation=now)
 
-        monkeypatch.setattr(run.engine, "stats", counted)
+        monkeypatch.setattr(run.sampler.engine, "stats", counted)
         assert list(measure(1.0).values()) == [4, 10, 4]
         assert list(measure(1.0).values()) == [5, 15, 9]

@@ -46,7 +46,7 @@ async def test_a_start_writes_the_findings_of_attachments_to_the_run_directory(
         assert [finding.name for finding in context.preflight] == ["model_unusable", "few_problems"]
         document = json.loads(context.directory.preflight.read_bytes())
         assert [finding["name"] for finding in document["findings"]] == ["model_unusable", "few_problems"]
-        assert context.engine.stats().tokens_sampled == 0
+        assert context.sampler.engine.stats().tokens_sampled == 0
 
 
 def test_findings_are_logged_with_the_fields_that_they_have() -> None:

@@ -115,7 +115,7 @@ async def test_a_fork_may_change_what_a_resumed_run_may_not(tmp_path: Path) -> N
     profile = tiny_profile(tmp_path, **changed)
     async with open_context(profile, fork=source) as parts:
         custom = CustomActors((), parts.services(), lost_groups())
-        rollouts = wire_rollouts(parts, custom, custom.channel("scored", 1), parts.sampler)
+        rollouts = wire_rollouts(parts, custom, custom.channel("scored", 1), parts.sampler.client)
         assert isinstance(rollouts.source.actor, Prompter)
         assert len(list(rollouts.source.actor._group_ids)) == 7 * 3, "the groups of the 7 other steps"
         assert read_state(parts.directory.checkpoints / "step-000003").inputs == parts.inputs

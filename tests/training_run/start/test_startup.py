@@ -113,7 +113,7 @@ async def test_a_new_run_starts_at_step_zero(tmp_path: Path) -> None:
         assert (parts.progress.step, parts.policy.version, parts.policy_learner.version) == (0, 0, 0)
         assert sorted(parts.inputs) == ["dataset", "model", "tokenizer"]
         assert load_profile(str(parts.directory.profile)) == profile
-        assert parts.compute.decode.submit(lambda: parts.engine.has_work).result() is False
+        assert parts.compute.decode.submit(lambda: parts.sampler.engine.has_work).result() is False
 
 
 async def test_held_out_problems_without_a_correct_reward_are_reported_or_refused(tmp_path: Path) -> None:
