@@ -23,9 +23,9 @@ from clotho.serving.openai_responses import (
     TokenLogprob,
     WeightsVersions,
     chat_logprobs,
+    last_chunk,
     server_sent,
     weights_versions,
-    whole_chunk,
 )
 from clotho.serving.services import Tokenizer
 from protocols.sampling import Completion
@@ -245,7 +245,7 @@ class ResponsesBuilder:
     def whole(self, results: Sequence[Sequence[Completion]]) -> ResponseObject:
         """Return the whole response."""
         ((completion,),) = results
-        self._push(whole_chunk(completion, 0))
+        self._push(last_chunk(completion, 0, completion.text))
         return self._ended(completion)
 
     def streamed(self, chunk: Chunk, *, opening: bool) -> bytes:

@@ -20,8 +20,14 @@ from clotho.serving.bodies import json_object
 from clotho.serving.errors import invalid_field
 from clotho.serving.openai_fields import RequestId
 from clotho.serving.openai_requests import build_request, check_choices
-from clotho.serving.openai_responses import ChatLogprobs, PromptPosition, TokenIdTexts, Usage, chat_logprobs
-from clotho.serving.prompt_scores import prompt_positions
+from clotho.serving.openai_responses import (
+    ChatLogprobs,
+    PromptPosition,
+    TokenIdTexts,
+    Usage,
+    chat_logprobs,
+    prompt_positions,
+)
 from clotho.serving.services import ServerContext, find_served
 from protocols.sampling import MAX_SUPPORT, Completion, TokenId, TopLogprobs, can_record_support, restricts_support
 

@@ -22,17 +22,13 @@ from clotho.serving.loopback import is_loopback
 from clotho.serving.openai_fields import ChatRequest
 from clotho.serving.openai_requests import ValidatedRequest, parse_chat_request
 from clotho.serving.openai_responses import (
-    ChatFormat,
     ChatResponse,
-    CompletionFormat,
     CompletionResponse,
     ModelCard,
     ModelList,
-    ResponseBuilder,
-    ResponseFormat,
 )
 from clotho.serving.parts import Endpoint, ServerParts
-from clotho.serving.prompt_scores import PromptedBuilder
+from clotho.serving.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder
 from clotho.serving.services import Health, ServedModel, Version, find_served
 from clotho.serving.struct_types import prepare_struct_types
 from protocols.step import WeightsReady
@@ -111,25 +107,23 @@ class _Core:
 
     async def chat_completions(self, http: Request) -> Response:
         """Answer a conversation."""
-        build = partial(self._builder, http, ChatFormat())
+        build = partial(self._builder, http, ChatBuilder)
         return await self._parts.answering.answer(http, parse_chat_request, build)
 
     async def completions(self, http: Request) -> Response:
         """Complete prompts."""
-        build = partial(self._builder, http, CompletionFormat())
+        build = partial(self._builder, http, CompletionBuilder)
         return await self._parts.answering.answer(http, parse_completion_request, build)
 
     async def _builder(
-        self, http: Request, response_format: ResponseFormat, request: ValidatedRequest, weights: WeightsReady
+        self, http: Request, kind: type[ResponseBuilder], request: ValidatedRequest, weights: WeightsReady
     ) -> ResponseBuilder:
         """Return the builder of the response. If the response contains scores of prompts, compute them first."""
-        if not request.echo and request.prompt_logprobs is None:
-            return ResponseBuilder(response_format, request, self._context, weights)
-        builder = PromptedBuilder(response_format, request, self._context, weights)
-        if (top := request.scored_alternatives) is not None:
-            scores = self._parts.answering.scores(http, request, top)
-            builder.scored = await until_disconnect(http.receive, scores)
-        return builder
+        top = request.scored_alternatives
+        if top is None:
+            return kind(request, self._context, weights)
+        scored = await until_disconnect(http.receive, self._parts.answering.scores(http, request, top))
+        return kind(request, self._context, weights, scored)
 
     async def models(self, _: Request) -> Response:
         """List the served models."""

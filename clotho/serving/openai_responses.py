@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any, Literal, Protocol
+from itertools import accumulate
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from clotho.serving.chat_extension import CallDelta, MessageParser
-from clotho.serving.errors import ApiError
-from clotho.serving.openai_requests import ValidatedRequest
-from clotho.serving.services import ServerContext, Tokenizer
-from protocols.sampling import Completion
-from protocols.step import WeightsReady
+from clotho.serving.chat_extension import CallDelta
+from clotho.serving.services import Tokenizer
+from protocols.sampling import Completion, PromptLogprobs
 
 Alternatives = tuple[tuple[int, float], ...]
 LOWEST = -9999.0
@@ -84,23 +80,27 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Alternatives], tokenizer: Tokenizer, *, offset: int
+    tokens: Sequence[int],
+    logprobs: Sequence[float | None],
+    top: Sequence[Alternatives],
+    tokenizer: Tokenizer,
+    *,
+    offset: int,
 ) -> CompletionLogprobs:
-    """Return parallel lists; `top_logprobs` always includes the sampled token."""
+    """Return parallel lists; `top_logprobs` always includes the token itself."""
     texts = [tokenizer.token_text(token) for token in tokens]
-    finite = [max(value, LOWEST) for value in logprobs]
-    offsets = [offset]
-    for text in texts:
-        offsets.append(offsets[-1] + len(text))
+    finite = [None if value is None else max(value, LOWEST) for value in logprobs]
     return CompletionLogprobs(
         tokens=texts,
         token_logprobs=finite,
         top_logprobs=[
-            {tokenizer.token_text(other): max(value, LOWEST) for other, value in _alternatives(top, index)}
+            None
+            if own is None
+            else {tokenizer.token_text(other): max(value, LOWEST) for other, value in _alternatives(top, index)}
             | {text: own}
             for index, (text, own) in enumerate(zip(texts, finite, strict=True))
         ],
-        text_offset=offsets[:-1],
+        text_offset=list(accumulate(map(len, texts), initial=offset))[:-1],
     )
 
 
@@ -141,6 +141,25 @@ PromptPosition = dict[int, PromptToken]
 
 PromptPositions = list[PromptPosition | None] | UnsetType
 TokenIds = tuple[int, ...] | UnsetType
+
+
+def prompt_positions(
+    tokens: Sequence[int], scored: PromptLogprobs, tokenizer: Tokenizer, *, top: int
+) -> list[PromptPosition | None]:
+    """Return one entry per token of a prompt, with `top` alternatives; null for the first, which has no context."""
+    positions: list[PromptPosition | None] = [None]
+    for token, logprob, alternatives in zip(tokens[1:], scored.logprobs, scored.top_logprobs, strict=True):
+        ranks = {other: rank for rank, (other, _) in enumerate(alternatives[:top], 1)}
+        values = {token: logprob} | {other: value for other, value in alternatives[:top] if other != token}
+        positions.append(
+            {
+                other: PromptToken(
+                    logprob=max(value, LOWEST), rank=ranks.get(other), decoded_token=tokenizer.token_text(other)
+                )
+                for other, value in values.items()
+            }
+        )
+    return positions
 
 
 class Chunk(Struct, frozen=True, kw_only=True):
@@ -236,122 +255,15 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
 Choice = CompletionChoice | ChatChoice
 
 
-class ResponseFormat(Protocol):
-    """The format of one endpoint's responses.
-
-    id_prefix: prefix of response IDs. whole, streamed: value of the field `object`.
-    """
-
-    id_prefix: str
-    whole: str
-    streamed: str
-
-    def choice(self, chunk: Chunk, request: ValidatedRequest, tokenizer: Tokenizer, *, whole: bool) -> Choice:
-        """Return the choice of a whole response or of a stream."""
-        ...
-
-    def prompt_token_ids(self, request: ValidatedRequest) -> TokenIds:
-        """Return the top-level `prompt_token_ids` of a whole response or of the first streamed chunk."""
-        ...
-
-
-class CompletionFormat:
-    """Format of /v1/completions. `prompt_token_ids` is a field of each choice."""
-
-    id_prefix, whole, streamed = "cmpl", "text_completion", "text_completion"
-
-    def choice(self, chunk: Chunk, request: ValidatedRequest, tokenizer: Tokenizer, *, whole: bool) -> CompletionChoice:
-        """Return the choice; whole and streamed choices have the same format."""
-        logprobs = None
-        if request.top_logprobs is not None:
-            logprobs = completion_logprobs(
-                chunk.tokens, chunk.logprobs, chunk.top_logprobs, tokenizer, offset=chunk.offset
-            )
-        return CompletionChoice(
-            index=chunk.index,
-            text=chunk.text,
-            logprobs=logprobs,
-            finish_reason=chunk.finish_reason,
-            stop_reason=chunk.stop_reason,
-            weights_versions=weights_versions(chunk.versions),
-            token_ids=chunk.tokens if request.return_token_ids else UNSET,
-            prompt_token_ids=self._prompt_of(chunk, request) if request.return_token_ids and chunk.first else UNSET,
-        )
-
-    def prompt_token_ids(self, request: ValidatedRequest) -> TokenIds:
-        """Return UNSET."""
-        return UNSET
-
-    def _prompt_of(self, chunk: Chunk, request: ValidatedRequest) -> tuple[int, ...]:
-        return request.prompts[chunk.index // request.n]
-
-
-class ChatFormat:
-    """Format of /v1/chat/completions, for one request."""
-
-    id_prefix, whole, streamed = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self) -> None:
-        self._parsers: dict[int, MessageParser] = {}
-
-    def choice(self, chunk: Chunk, request: ValidatedRequest, tokenizer: Tokenizer, *, whole: bool) -> ChatChoice:
-        """Return the choice; the first chunk of a choice contains the role."""
-        message = AssistantMessage(
-            role="assistant" if chunk.first else UNSET, content=chunk.text if chunk.text or chunk.first else UNSET
-        )
-        finish_reason = chunk.finish_reason
-        if request.message_parser is not None:
-            parser = self._parsers.setdefault(chunk.index, request.message_parser())
-            message = _parsed_message(chunk, parser, whole=whole)
-            finish_reason = "tool_calls" if finish_reason == "stop" and parser.has_calls else finish_reason
-        logprobs = None
-        if request.top_logprobs is not None:
-            logprobs = chat_logprobs(chunk.tokens, chunk.logprobs, chunk.top_logprobs, tokenizer)
-        return ChatChoice(
-            index=chunk.index,
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            stop_reason=chunk.stop_reason,
-            weights_versions=weights_versions(chunk.versions),
-            message=message if whole else UNSET,
-            delta=UNSET if whole else message,
-            token_ids=chunk.tokens if request.return_token_ids else UNSET,
-        )
-
-    def prompt_token_ids(self, request: ValidatedRequest) -> TokenIds:
-        """Return the token IDs of the prompt if the request has `return_token_ids`."""
-        return request.prompts[0] if request.return_token_ids else UNSET
-
-
-def _parsed_message(chunk: Chunk, parser: MessageParser, *, whole: bool) -> AssistantMessage:
-    """Return the parts of a message that are final with a chunk."""
-    delta = parser.push(chunk.text, last=chunk.finish_reason is not None)
-    content: str | UnsetType | None = delta.content or ("" if chunk.first else UNSET)
-    if whole and not delta.content and (delta.calls or delta.reasoning):
-        content = None
-    return AssistantMessage(
-        role="assistant" if chunk.first else UNSET,
-        content=content,
-        reasoning_content=delta.reasoning or UNSET,
-        tool_calls=call_deltas(delta.calls, whole=whole) if delta.calls else UNSET,
-    )
-
-
-def _is_empty(choice: Choice) -> bool:
-    """Whether a streamed choice contains nothing, because the parser of the message holds its text back."""
-    is_open = choice.finish_reason is None and choice.logprobs is None and not choice.token_ids
-    return is_open and isinstance(choice, ChatChoice) and choice.delta == AssistantMessage()
-
-
-def whole_chunk(completion: Completion, index: int) -> Chunk:
-    """Return a finished completion as one chunk."""
+def last_chunk(completion: Completion, index: int, text: str, *, sent: int = 0) -> Chunk:
+    """Return what is new of a finished completion. text: behind earlier chunks. sent: number of their tokens."""
     return Chunk(
         index=index,
-        text=completion.text,
-        tokens=completion.tokens,
-        logprobs=completion.logprobs,
+        text=text,
+        tokens=completion.tokens[sent:],
+        logprobs=completion.logprobs[sent:],
         versions=completion.versions,
-        top_logprobs=completion.top_logprobs,
+        top_logprobs=completion.top_logprobs[sent:],
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
     )
@@ -419,75 +331,3 @@ class ModelList(Struct, frozen=True, kw_only=True):
 
     data: list[ModelCard]
     object: str = "list"
-
-
-class ResponseBuilder:
-    """Builds the body of one response, or of all chunks of one stream, which share ID, time and model name."""
-
-    def __init__(
-        self,
-        response_format: ResponseFormat,
-        request: ValidatedRequest,
-        context: ServerContext,
-        weights: WeightsReady,
-    ) -> None:
-        """weights: version of the request's model when the request arrived."""
-        self.request = request
-        names = TokenIdTexts(context.tokenizer) if request.return_tokens_as_token_ids else context.tokenizer
-        self.tokenizer: Tokenizer = names
-        self._format, self._weights = response_format, weights
-        self._model = request.model.id
-        self._id = f"{response_format.id_prefix}-{request.request_id}"
-        self._created = int(time.time())
-
-    def whole(self, results: Sequence[Sequence[Completion]]) -> ResponseBody:
-        """Return the whole response; choice `i * n + j` is completion j of prompt i."""
-        chunks = [whole_chunk(completion, index) for index, completion in enumerate(chain.from_iterable(results))]
-        choices = [self._choice(chunk, whole=True) for chunk in chunks]
-        prompt = self._format.prompt_token_ids(self.request)
-        return self._body(self._format.whole, choices, prompt, self._usage(sum(len(chunk.tokens) for chunk in chunks)))
-
-    def streamed(self, chunk: Chunk, *, opening: bool) -> bytes:
-        """Return the event of one chunk; the `opening` event of a stream contains `prompt_token_ids`.
-
-        Returns nothing if the chunk contains nothing that is final.
-        """
-        choice = self._choice(chunk, whole=False)
-        if self.request.message_parser is not None and _is_empty(choice):
-            return b""
-        prompt = self._format.prompt_token_ids(self.request) if opening else UNSET
-        usage = None if self.request.include_usage else UNSET
-        return server_sent(self._body(self._format.streamed, [choice], prompt, usage))
-
-    def ending(self, completions: Sequence[Completion]) -> bytes:
-        """Return the end of a stream, with `include_usage` behind a last chunk without choices."""
-        if not self.request.include_usage:
-            return DONE
-        usage = self._usage(sum(len(completion.tokens) for completion in completions))
-        return server_sent(self._body(self._format.streamed, [], UNSET, usage)) + DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        """Return the end of a stream that failed: the error as an event of its own."""
-        return server_sent(error.body) + DONE
-
-    def _choice(self, chunk: Chunk, *, whole: bool) -> Choice:
-        return self._format.choice(chunk, self.request, self.tokenizer, whole=whole)
-
-    def _body(
-        self, name: str, choices: Sequence[Choice], prompt: TokenIds, usage: Usage | UnsetType | None
-    ) -> ResponseBody:
-        return ResponseBody(
-            id=self._id,
-            object=name,
-            created=self._created,
-            model=self._model,
-            choices=choices,
-            system_fingerprint=self._weights.fingerprint,
-            weights_version=self._weights.version,
-            usage=usage,
-            prompt_token_ids=prompt,
-        )
-
-    def _usage(self, completion_tokens: int) -> Usage:
-        prompt = self.request.prompt_tokens
-        return Usage(prompt_tokens=prompt, completion_tokens=completion_tokens, total_tokens=prompt + completion_tokens)

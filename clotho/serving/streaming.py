@@ -17,7 +17,7 @@ from starlette.types import Send
 
 from clotho.serving.errors import ApiError, to_api_error
 from clotho.serving.openai_requests import ValidatedRequest
-from clotho.serving.openai_responses import Chunk
+from clotho.serving.openai_responses import Chunk, last_chunk
 from clotho.serving.services import Tokenizer
 from protocols.sampling import Completion, CompletionDone, TokenSampled
 
@@ -141,16 +141,5 @@ class _StreamProgress:
         )
 
     def _last_chunk(self, event: CompletionDone, index: int) -> Chunk:
-        completion = event.completion
-        self.completions.append(completion)
-        sent = self._tokens_sent.get(index, 0)
-        return Chunk(
-            index=index,
-            text=event.tail,
-            tokens=completion.tokens[sent:],
-            logprobs=completion.logprobs[sent:],
-            versions=completion.versions,
-            top_logprobs=completion.top_logprobs[sent:],
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-        )
+        self.completions.append(event.completion)
+        return last_chunk(event.completion, index, event.tail, sent=self._tokens_sent.get(index, 0))

@@ -10,7 +10,8 @@ import pytest
 
 from clotho.serving import streaming
 from clotho.serving.completion_requests import parse_completion_request
-from clotho.serving.openai_responses import DONE, CompletionFormat, ResponseBuilder
+from clotho.serving.openai_responses import DONE
+from clotho.serving.response_builder import CompletionBuilder, ResponseBuilder
 from clotho.serving.streaming import Batch, event_stream
 from protocols.sampling import CompletionDone
 from tests.serving.running_server import Served, server_context, serving
@@ -22,7 +23,7 @@ async def builder_and_events(served: Served, **fields: object) -> tuple[Response
     context = server_context(served)
     request = parse_completion_request(body, context)
     events = [event async for batch in served.sampler.stream_all(request.samples) for event in batch]
-    return ResponseBuilder(CompletionFormat(), request, context, served.weights), events
+    return CompletionBuilder(request, context, served.weights), events
 
 
 async def writes(builder: ResponseBuilder, batches: list[Batch]) -> list[bytes]:
