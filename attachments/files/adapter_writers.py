@@ -12,8 +12,19 @@ import numpy as np
 
 from attachments.files.gguf import pair_rotation
 from attachments.files.gguf_names import architecture_of, gguf_names, heads_key
-from clotho.models.adapter_formats import EMBEDDING, MLX, NPZ, PEFT, FormatName, alpha_of, expert_layer, place_of
-from clotho.models.adapters import Adapter, Floats
+from clotho.models.adapter_formats import (
+    EMBEDDING,
+    LABELS,
+    MLX,
+    NPZ,
+    PEFT,
+    FormatName,
+    PeftConfig,
+    alpha_of,
+    expert_layer,
+    place_of,
+)
+from clotho.models.adapters import Adapter, Floats, ranks_by_name
 from clotho.storage.adapters import CONFIG, encode_config, padded
 from clotho.storage.atomic_files import write_file
 from clotho.storage.tensors import StoredTensor, write_stored
@@ -79,7 +90,7 @@ def peft_config(adapter: Adapter) -> dict[str, object]:
     alphas = {module: alpha_of(adapter.scales[module], adapter.ranks[module]) for module in adapter.ranks}
     return {
         "alpha_pattern": _pattern({module: _number(own) for module, own in alphas.items()}, _number(alpha)),
-        "base_model_name_or_path": adapter.base_name or None,
+        PeftConfig.base_key: adapter.base_name or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -92,7 +103,7 @@ def peft_config(adapter: Adapter) -> dict[str, object]:
         "rank_pattern": _pattern(adapter.ranks, rank),
         "target_modules": _target_modules(adapter.ranks),
         "task_type": "CAUSAL_LM",
-        "use_dora": adapter.has_magnitudes,
+        PeftConfig.method_key: adapter.has_magnitudes,
         "use_rslora": False,
     }
 
@@ -104,7 +115,7 @@ def write_gguf(path: Path, adapter: Adapter) -> None:
     are padded with zeros, which does not change A B.
     """
     _refuse_weights("gguf", adapter)
-    _refuse("gguf", "magnitudes of DoRA", adapter.ranks if adapter.has_magnitudes else ())
+    _refuse("gguf", f"magnitudes of {LABELS[adapter.method]}", adapter.ranks if adapter.has_magnitudes else ())
     _refuse_embeddings("gguf", adapter)
     base = adapter.base
     if base is None:
@@ -155,15 +166,7 @@ def _in_mlx_layout(adapter: Adapter, form: FormatName) -> tuple[dict[str, Floats
         raise ArtifactError(
             f"{form}: all layers share one scale, and this adapter has the scales {shown}", reason="inexpressible"
         )
-    ranks: dict[str, int] = {}
-    for module, rank in adapter.ranks.items():
-        name = place_of(module)[1]
-        if ranks.setdefault(name, rank) != rank:
-            raise ArtifactError(
-                f"{form}: layers of one name share a rank, and {name} has the ranks {ranks[name]} and {rank} in "
-                "different blocks",
-                reason="inexpressible",
-            )
+    ranks = ranks_by_name(adapter)
     largest = max(ranks.values())
     config = AdapterConfig(
         fine_tune_type=adapter.method,

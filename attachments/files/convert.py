@@ -92,11 +92,7 @@ def convert(source: Path, destination: Path, to: FormatName, *, model: str = "",
     destination appears complete, and must not exist. Raises ArtifactError, AdapterRequestError or ModelError.
     """
     require_new(destination)
-    if (to == "gguf") != (destination.suffix == ".gguf"):
-        raise ArtifactError(
-            f"{destination}: the format gguf is a file with the suffix .gguf, the others are directories",
-            reason="unwritable",
-        )
+    require_suffix(destination, to)
     adapter = read_adapter_of(source, model)
     named = replace(adapter, base_name=base_name or adapter.base_name or model)
     write_new(destination, lambda path: WRITERS[to](path, named), is_file=to == "gguf")
@@ -136,6 +132,15 @@ def require_new(destination: Path) -> None:
     """Raise ArtifactError if a path exists."""
     if destination.exists() or destination.is_symlink():
         raise ArtifactError(f"{destination} exists: choose a new path", reason="exists")
+
+
+def require_suffix(destination: Path, form: str) -> None:
+    """Raise ArtifactError unless a path has the suffix of the format."""
+    if (form == "gguf") != (destination.suffix == ".gguf"):
+        raise ArtifactError(
+            f"{destination}: the format gguf is a file with the suffix .gguf, the others are directories",
+            reason="unwritable",
+        )
 
 
 def write_new(destination: Path, write: Callable[[Path], object], *, is_file: bool = False) -> None:

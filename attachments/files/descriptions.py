@@ -6,7 +6,6 @@ All files are foreign: they can be damaged, huge, or no regular files. Every fai
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,9 +16,26 @@ from msgspec import Struct
 
 from attachments.files.gguf import SUFFIX
 from attachments.files.gguf_header import read_header as read_gguf_header
+from clotho.models.adapter_formats import (
+    MLX,
+    PEFT,
+    AdapterFormat,
+    MlxLmConfig,
+    PeftConfig,
+    config_type,
+    place_of,
+)
 from clotho.models.loading import PACKAGE, find_model
-from clotho.models.model_files import TensorHeader, read_config, read_model_headers, read_tensor_headers, require_file
+from clotho.models.model_files import (
+    TensorHeader,
+    read_config,
+    read_model_headers,
+    read_object,
+    read_tensor_headers,
+    require_file,
+)
 from clotho.settings.model import FullMethod, QuantizeAtLoad
+from clotho.storage.adapters import CONFIG
 from protocols.checkpoint import RunState
 from protocols.errors import ClothoError, ModelError, RunDirectoryError, visible
 from protocols.evaluation import Estimate
@@ -46,9 +62,7 @@ from training_run.start.starting_point import read_origin
 Description = dict[str, Any]
 """What a path contains: texts, numbers, lists, and nested descriptions, by key."""
 
-CONFIG = "adapter_config.json"
-TENSOR_FILES = ("adapters.safetensors", "adapter_model.safetensors")
-SMALL_FILE = 1 << 20
+TENSOR_FILES = (MLX.tensors, PEFT.tensors)
 WHOLE_HISTORY = 1 << 26
 """Histories up to this size are read completely; of larger ones only the end."""
 
@@ -61,9 +75,6 @@ METRICS = (
     "staleness/mean", "completion_length/mean", "truncated_fraction", "tokens_per_second", "peak_memory_bytes",
 )  # fmt: skip
 """Keys of metrics.jsonl that a description has."""
-
-A_MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<case>[aA])(?:\.default)?(?:\.weight)?")
-BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(?P<layer>\d+)\.(?P<name>.+)")
 
 
 class EvaluationLine(Struct, frozen=True, kw_only=True):
@@ -197,16 +208,17 @@ def describe_checkpoint(path: Path) -> Description:
 
 def describe_adapter(path: Path) -> Description:
     """Describe an adapter directory of mlx-lm or PEFT."""
-    config = _object(path / CONFIG)
+    config = read_object(path / CONFIG)
     file = next((path / name for name in TENSOR_FILES if (path / name).exists()), None)
     if file is None:
         raise ModelError(f"show: {path} has {CONFIG} and neither {' nor '.join(TENSOR_FILES)}")
     tensors = read_tensor_headers(file)
-    is_peft = "peft_type" in config
-    ranks = _ranks(tensors)
+    kind = config_type(config)
+    is_peft = kind is PeftConfig
+    ranks = _ranks(tensors, kind.form)
     parameters = _part(config, "lora_parameters")
-    relative = {found["name"] for name in ranks if (found := BLOCK.search(name))}
-    layers = {int(found["layer"]) for name in ranks if (found := BLOCK.search(name))}
+    places = [(block, name) for block, name in map(place_of, ranks) if block is not None]
+    layers = [block for block, _ in places]
     own = _part(config, "ranks")
     return {
         "kind": "adapter",
@@ -217,10 +229,10 @@ def describe_adapter(path: Path) -> Description:
         "ranks": own or _part(config, "rank_pattern"),
         "scale": _peft_scale(config) if is_peft else parameters.get("scale"),
         "dropout": config.get("lora_dropout") if is_peft else parameters.get("dropout"),
-        "modules": sorted(relative)[:LISTED],
+        "modules": sorted({name for _, name in places})[:LISTED],
         "layers": f"{min(layers)} to {max(layers)}" if layers else None,
         "trained_weights": config.get("trained_weights") or config.get("modules_to_save") or [],
-        "base_model": config.get("base_model_name_or_path" if is_peft else "model"),
+        "base_model": config.get(kind.base_key),
         "base_quantization": _part(config, "base_quantization") or None,
         "run_id": config.get("run_id"),
         "parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
@@ -371,15 +383,6 @@ def _lines(path: Path) -> Iterator[Description]:
                 continue
 
 
-def _object(path: Path) -> Description:
-    """Read a small JSON object. Raises ModelError."""
-    require_file(path, SMALL_FILE)
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not a JSON object: {visible(str(error), 200)}") from error
-
-
 def _part(config: Mapping[str, Any], key: str) -> Description:
     value = config.get(key)
     return value if isinstance(value, dict) else {}
@@ -391,10 +394,9 @@ def _first(config: Mapping[str, Any], text: Mapping[str, Any], *keys: str) -> An
 
 def _method(config: Mapping[str, Any], *, is_peft: bool) -> str:
     if not is_peft:
-        return str(config.get("fine_tune_type", "lora"))
-    kind = str(config["peft_type"]).lower()
-    names = ("dora", config.get("use_dora")), ("rslora", config.get("use_rslora"))
-    return " ".join([kind, *(name for name, used in names if used is True)])
+        return str(config.get(MlxLmConfig.method_key, "lora"))
+    used = [key.removeprefix("use_") for key in (PeftConfig.method_key, "use_rslora") if config.get(key) is True]
+    return " ".join([str(config["peft_type"]).lower(), *used])
 
 
 def _peft_scale(config: Mapping[str, Any]) -> float | None:
@@ -404,14 +406,13 @@ def _peft_scale(config: Mapping[str, Any]) -> float | None:
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") is True else rank))
 
 
-def _ranks(tensors: Mapping[str, TensorHeader]) -> dict[str, int]:
+def _ranks(tensors: Mapping[str, TensorHeader], form: AdapterFormat) -> dict[str, int]:
     """Return the rank of each module, from the shape of its A matrix."""
-    found: dict[str, int] = {}
-    for name, tensor in tensors.items():
-        if (matrix := A_MATRIX.fullmatch(name)) and len(tensor.shape) in (2, 3):
-            is_first = matrix["case"] == "A"
-            found[matrix["module"]] = tensor.shape[0 if is_first else 1]
-    return found
+    return {
+        found.module: tensor.shape[0 if form.transposed else 1]
+        for name, tensor in tensors.items()
+        if (found := form.parse(name)) and found.matrix == "lora_a" and len(tensor.shape) in (2, 3)
+    }
 
 
 def _common_type(tensors: Mapping[str, TensorHeader]) -> str | None:

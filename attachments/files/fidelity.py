@@ -13,14 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-from mlx_lm.tuner.dora import DoRALinear
-from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 from msgspec import Struct, structs
 
 from attachments.files.merging import Change
+from clotho.models.adapter_formats import TENSORS_OF
 from clotho.models.adapters import Adapter
 from clotho.models.loading import find_model, open_base
+from clotho.models.lora import adapter_layer
 from clotho.models.stages import recorded_stages
 from clotho.settings.model import ModelSection
 
@@ -127,15 +126,7 @@ def attached(model: nn.Module, adapter: Adapter) -> nn.Module:
 
 
 def _layer(module: nn.Module, adapter: Adapter, name: str) -> nn.Module:
-    kind: Any = LoRALinear
-    if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
-        kind = LoRASwitchLinear
-    elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
-        kind = LoRAEmbedding
-    elif adapter.has_magnitudes:
-        kind = DoRALinear
-    layer: nn.Module = kind.from_base(module, r=adapter.ranks[name], scale=adapter.scales[name])
-    for key in ("lora_a", "lora_b", "m"):
-        if f"{name}.{key}" in adapter.arrays:
-            layer[key] = mx.array(adapter.arrays[f"{name}.{key}"])
+    arrays = {key: mx.array(adapter.arrays[f"{name}.{key}"]) for key in TENSORS_OF[adapter.method]}
+    layer = adapter_layer(module, adapter.method, rank=adapter.ranks[name], scale=adapter.scales[name])
+    layer.update(arrays)
     return layer

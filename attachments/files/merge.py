@@ -11,7 +11,7 @@ import msgspec
 from msgspec import structs
 from rich.console import Console
 
-from attachments.files.convert import require_new, write_new
+from attachments.files.convert import require_new, require_suffix, write_new
 from attachments.files.fidelity import Fidelity, compare
 from attachments.files.gguf_model import PACKINGS, write_gguf_model, write_gguf_of_directory
 from attachments.files.gguf_names import ARCHITECTURES
@@ -150,11 +150,7 @@ def merge(
         require_new(output)
     elif output.exists() and not report_path(output).is_file():
         raise ArtifactError(f"{output} was not written by merge: delete it yourself", reason="exists")
-    if (settings.format == "gguf") != (output.suffix == ".gguf"):
-        raise ArtifactError(
-            f"{output}: the format gguf is a file with the suffix .gguf, the others are directories",
-            reason="unwritable",
-        )
+    require_suffix(output, settings.format)
     adapter = read_adapter_of(adapter_path, model)
     if adapter.base is None:
         named = f"{adapter.base_name!r} is not on this machine" if adapter.base_name else "the adapter names none"

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCardData
 from msgspec import Struct
 
 from clotho import __version__
+from clotho.models.adapter_formats import LABELS
 from training_run.records.evaluation_history import EvaluationRecord, measures, read_evaluations
 from training_run.records.held_out_rows import rows
 
@@ -42,7 +43,7 @@ def model_card(name: str, facts: RunFacts) -> str:
     """Return the text of README.md, with the metadata that the hub reads."""
     settings, learner = facts.settings, facts.settings["learner"]
     method = settings["policy"]["method"]["type"]
-    what = "Weights" if method == "full" else f"{method.replace('lora', 'LoRA').replace('dora', 'DoRA')} adapter"
+    what = f"{LABELS[method]} adapter" if method in LABELS else "Weights"
     trained = facts.metrics[-1]["step"] if facts.metrics else 0
     parts = [
         card_head(facts.base_model, tags=["grpo", learner["objective"]["type"]]),

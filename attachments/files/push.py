@@ -6,9 +6,8 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
@@ -18,6 +17,9 @@ from rich.text import Text
 
 from attachments.files.model_card import CURVES, card_head, curves, model_card, read_run, usage
 from clotho.data.records import HUB_REPOSITORY
+from clotho.models.adapter_formats import MlxLmConfig, PeftConfig
+from clotho.models.model_files import read_object
+from clotho.storage.adapters import CONFIG
 from protocols.errors import ClothoError, ProfileError, visible
 from training_run.commands.command_line import CommandParser
 from training_run.directory.checkpoints import MANIFEST
@@ -26,6 +28,7 @@ from training_run.records.display import print_line
 from training_run.records.terminal_text import size
 
 CARD, PROFILE = "README.md", "profile.toml"
+BASE_KEYS = (MlxLmConfig.base_key, PeftConfig.base_key)
 SUFFIXES = (".json", ".jsonl", ".safetensors", ".jinja", ".model", ".txt", ".gguf", ".npz", ".md", ".svg")
 TEXT_SUFFIXES = (".json", ".jsonl", ".jinja", ".txt", ".md", ".svg", ".toml")
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|API_?KEY|CREDENTIAL", re.IGNORECASE)
@@ -92,9 +95,9 @@ def uploads_of(path: Path, name: str, base_model: str) -> Iterator[Upload]:
         raise ProfileError(f"{visible(str(path), 200)} is not a directory with a run, an adapter or a model")
     if (path / PROFILE).is_file() and not (path / MANIFEST).is_file():  # a checkpoint is an adapter
         yield from _run_uploads(path, name, base_model)
-    elif (path / "adapter_config.json").is_file():
-        base = base_model or _base_of(path / "adapter_config.json")
-        yield from _artifact(path, "adapter_config.json", base)
+    elif (path / CONFIG).is_file():
+        base = base_model or _base_of(path / CONFIG)
+        yield from _artifact(path, base)
         if not (path / CARD).is_file():
             text = (
                 f"{card_head(base)}\n\n# {name}\n\nAn adapter for `{base}`.\n\n{usage(name, base, is_adapter=True)}\n"
@@ -106,7 +109,7 @@ def uploads_of(path: Path, name: str, base_model: str) -> Iterator[Upload]:
             text = f"{card_head(base_model or name)}\n\n# {name}\n\n{usage(name, name, is_adapter=False)}\n"
             yield Upload(name=CARD, source=text.encode())
     else:
-        raise ProfileError(f"{visible(str(path), 200)} contains no {PROFILE}, adapter_config.json or config.json")
+        raise ProfileError(f"{visible(str(path), 200)} contains no {PROFILE}, {CONFIG} or config.json")
 
 
 def _run_uploads(path: Path, name: str, base_model: str) -> Iterator[Upload]:
@@ -116,7 +119,7 @@ def _run_uploads(path: Path, name: str, base_model: str) -> Iterator[Upload]:
     settings = tomllib.loads(resolved_toml(load_profile(str(path / PROFILE)), mask_secrets=True))
     base = base_model or _public(settings["model"]["path"])
     facts = read_run(path, settings, base)
-    yield from _artifact(adapter, "adapter_config.json", base)
+    yield from _artifact(adapter, base)
     yield Upload(name=CARD, source=model_card(name, facts).encode())
     yield Upload(name=CURVES, source=curves(facts).encode())
     text = resolved_toml(load_profile(str(path / PROFILE)), mask_secrets=True)
@@ -126,17 +129,15 @@ def _run_uploads(path: Path, name: str, base_model: str) -> Iterator[Upload]:
             yield Upload(name=f"training/{history}", source=path / history)
 
 
-def _artifact(path: Path, config: str, base: str) -> Iterator[Upload]:
+def _artifact(path: Path, base: str) -> Iterator[Upload]:
     """The files of an adapter. The path of a base model on this machine becomes the name of the base model."""
     for upload in _files(path):
-        if upload.name != config:
+        if upload.name != CONFIG:
             yield upload
             continue
         values = json.loads(_contents(upload))
-        for key in ("model", "base_model_name_or_path"):
-            if key in values:
-                values[key] = base
-        yield Upload(name=config, source=json.dumps(values, indent=2).encode())
+        values |= dict.fromkeys(values.keys() & BASE_KEYS, base)
+        yield Upload(name=CONFIG, source=json.dumps(values, indent=2).encode())
 
 
 def _files(path: Path) -> Iterator[Upload]:
@@ -146,11 +147,8 @@ def _files(path: Path) -> Iterator[Upload]:
 
 
 def _base_of(config: Path) -> str:
-    try:
-        values: Mapping[str, Any] = json.loads(config.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"{config} cannot be read: {visible(str(error), 200)}") from error
-    found = values.get("model") or values.get("base_model_name_or_path")
+    values = read_object(config)
+    found = next((values[key] for key in BASE_KEYS if values.get(key)), None)
     if not isinstance(found, str):
         raise ProfileError(f"{config} does not name the base model: set --base-model")
     return _public(found)

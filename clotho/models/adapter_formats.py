@@ -174,12 +174,13 @@ class MlxLmConfig(Struct, frozen=True, kw_only=True):
 
     form: ClassVar[AdapterFormat] = MLX
     method_key: ClassVar[str] = "fine_tune_type"
+    base_key: ClassVar[str] = "model"
 
     lora_parameters: _LoRAParameters
     method: AdapterKind = field(default="lora", name="fine_tune_type")
     trained_weights: tuple[str, ...] = ()
     ranks: dict[str, int] = field(default_factory=dict)
-    base: str | None = field(default=None, name="model")
+    base: str | None = field(default=None, name=base_key)
     base_quantization: BaseQuantization | None = None
 
     @property
@@ -197,6 +198,7 @@ class PeftConfig(Struct, frozen=True, kw_only=True):
 
     form: ClassVar[AdapterFormat] = PEFT
     method_key: ClassVar[str] = "use_dora"
+    base_key: ClassVar[str] = "base_model_name_or_path"
     ranks: ClassVar[Mapping[str, int]] = {}
     base_quantization: ClassVar[None] = None
 
@@ -208,7 +210,7 @@ class PeftConfig(Struct, frozen=True, kw_only=True):
     modules_to_save: list[str] | None = None
     alpha_pattern: dict[str, float] | None = None
     dropout: float = field(default=0.0, name="lora_dropout")
-    base: str | None = field(default=None, name="base_model_name_or_path")
+    base: str | None = field(default=None, name=base_key)
     lora_bias: bool = False
     use_qalora: bool = False
     target_parameters: list[str] | None = None
@@ -234,6 +236,12 @@ class PeftConfig(Struct, frozen=True, kw_only=True):
 
 Config = MlxLmConfig | PeftConfig
 
+
+def config_type(fields: Mapping[str, object]) -> type[Config]:
+    """Return the type of a configuration with these keys."""
+    return PeftConfig if "peft_type" in fields else MlxLmConfig
+
+
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations of PEFT that subtract the initial adapter from the base weights, which the adapter's files lack."""
 
@@ -245,7 +253,7 @@ def parse_config(text: bytes, path: object) -> Config:
     """Read an adapter configuration of mlx-lm or PEFT. Raises AdapterRequestError unless it is LoRA or DoRA alone."""
     try:
         fields = msgspec.json.decode(text, type=dict[str, object])
-        if "peft_type" in fields:
+        if config_type(fields) is PeftConfig:
             peft = msgspec.convert(fields, PeftConfig)
             _require_plain_peft(peft, path)
             return peft

@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 from mlx_lm.utils import _get_classes
 from msgspec import Struct
 
@@ -94,6 +95,15 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path} has no model_type")
     return config
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a small file with a JSON object. Raises ModelError."""
+    require_file(path, MAX_CONFIG_BYTES)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not a JSON object: {one_line(error)}") from error
 
 
 def check_model(directory: Path, config: Mapping[str, Any]) -> None:

@@ -5,8 +5,8 @@ if layers share it); the output of every linear layer; a second copy of outputs 
 rotation, because that operation keeps its own result; and a row of attention probabilities per head. For a gated MLP of
 width I, a residual stream of width D, queries of width Q, and keys and values of width K each, that is
 4 D + 5 I + 3 Q + 4 K + heads * sequence numbers. On the CPU backend, whose gradients are in closed form, it is 4 D +
-3 I + 3 Q + 3 K + heads * sequence in float32. With a 16-bit base, each layer with DoRA also keeps a float32 copy of its
-input. DoRA keeps the outputs of its layers once more and computes with whole weights.
+3 I + 3 Q + 3 K + heads * sequence in float32. With a 16-bit base, each layer with magnitudes also keeps a float32 copy
+of its input. Such layers keep their outputs once more and compute with whole weights.
 
 The formula was measured on transformers on the CPU. It is less accurate, in both directions, for blocks that are mostly
 not linear layers (state-space models, convolutions), for mixtures of experts, whose sorted copies of tokens are not
@@ -45,8 +45,8 @@ ONE_PIECE = 5
 PIECES = 10
 """Peak number of arrays of the size of one chunk, if the head computes chunks: MLX allocates buffers in advance."""
 
-DORA_COPIES = 3
-"""Number of float32 arrays of the size of its weight that a DoRA layer computes with."""
+MAGNITUDE_COPIES = 3
+"""Number of float32 arrays of the size of its weight that a layer with magnitudes computes with."""
 
 OVERLAP = 0.25
 """Share of the smaller of the head's and the last block's backward pass that overlaps with the larger one."""
@@ -67,24 +67,24 @@ def kept_per_token(block: nn.Module, *, full: bool, itemsize: int, experts: int)
         if not isinstance(module, LINEAR):
             continue
         outer = name.rpartition(".")[0]
-        adapted, dora = "lora_a" in modules[outer], "m" in modules[outer]
+        adapted, has_magnitudes = "lora_a" in modules[outer], "m" in modules[outer]
         parent, _, last = (outer if adapted else name).rpartition(".")
         copies = experts if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)) else 1
         width_in, width_out = _widths(module)
         returns = last in TO_RESIDUAL
         once = returns or backend().keeps_once(last, itemsize)
         kept += copies * width_out * itemsize * (1 if once else 2)
-        if dora and itemsize < FLOAT32:
+        if has_magnitudes and itemsize < FLOAT32:
             kept += copies * width_in * FLOAT32
         elif adapted or full:
             inputs[parent, width_in, returns] = copies * width_in * itemsize
-        if dora:
+        if has_magnitudes:
             kept += copies * width_out * itemsize
     return kept + sum(inputs.values())
 
 
-def dora_bytes(blocks: Sequence[nn.Module]) -> int:
-    """Return the largest number of bytes of weights that a DoRA layer computes with at once."""
+def magnitude_bytes(blocks: Sequence[nn.Module]) -> int:
+    """Return the largest number of bytes of weights that a layer with magnitudes computes with at once."""
     sizes = [0]
     for block in blocks:
         modules = dict(block.named_modules())
@@ -92,7 +92,7 @@ def dora_bytes(blocks: Sequence[nn.Module]) -> int:
             if isinstance(module, LINEAR) and "m" in modules[name.rpartition(".")[0]]:
                 width_in, width_out = _widths(module)
                 sizes.append(width_in * width_out * FLOAT32)
-    return DORA_COPIES * max(sizes)
+    return MAGNITUDE_COPIES * max(sizes)
 
 
 def experts_per_token(config: dict[str, Any]) -> int:

@@ -47,10 +47,10 @@ from training_run.memory.activations import (
     FLOAT32,
     activation_bytes,
     attention_heads,
-    dora_bytes,
     experts_per_token,
     kept_per_token,
     logits_bytes,
+    magnitude_bytes,
 )
 from training_run.memory.micro_batch import MicroBatchShape, largest_micro_batch, most_groups
 from training_run.memory.need import MemoryNeed, memory_need
@@ -326,7 +326,7 @@ def _activations(
         logits=logits,
         checkpointed=profile.policy.grad_checkpoint,
     )
-    return in_blocks + dora_bytes(blocks)
+    return in_blocks + magnitude_bytes(blocks)
 
 
 def _itemsize(model: nn.Module, config: dict[str, Any]) -> int:

@@ -8,30 +8,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from clotho.models.adapter_formats import is_named, place_of
+from clotho.models.adapter_formats import MlxLmConfig, config_type, is_named, place_of
 from clotho.models.adapter_reading import read_adapter_of
-from clotho.models.adapters import Adapter
+from clotho.models.adapters import Adapter, ranks_by_name
 from clotho.models.loading import is_local
-from clotho.models.model_files import require_file
+from clotho.models.model_files import read_object
 from clotho.settings.keys import shown
 from clotho.settings.layers import ADAPTER, Layer
 from clotho.settings.model import Lora
 from clotho.storage.adapters import CONFIG, read_adapter_config
 from protocols.checkpoint import AdapterConfig
-from protocols.errors import ClothoError, ProfileError, visible
+from protocols.errors import ClothoError, ModelError, ProfileError, visible
 from training_run.directory.checkpoints import MANIFEST
 from training_run.directory.run_paths import find_checkpoint, split_step
 from training_run.profile.load import merge
 
 KEY, METHOD = ADAPTER, "policy.method."
 FILES = (".gguf", ".npz", ".safetensors")
-MAX_CONFIG_BYTES = 1 << 20
 MAX_SHOWN = 3
 """Number of weights that an error message names."""
 
@@ -74,13 +71,12 @@ def own_config(path: Path) -> AdapterConfig | None:
     """
     if not (path / CONFIG).is_file():
         return None
-    require_file(path / CONFIG, MAX_CONFIG_BYTES)
     try:
-        fields = msgspec.json.decode((path / CONFIG).read_bytes(), type=dict[str, Any])
-    except (OSError, ValueError, RecursionError):
+        fields = read_object(path / CONFIG)
+    except ModelError:
         return None  # `read_adapter_of` has the message
     is_own = fields.get("fine_tune_type") == "full" or fields.get("trained_weights")
-    return read_adapter_config(path) if is_own and "peft_type" not in fields else None
+    return read_adapter_config(path) if is_own and config_type(fields) is MlxLmConfig else None
 
 
 def with_adapter(layers: list[Layer]) -> list[Layer]:
@@ -144,23 +140,20 @@ def _values(adapter: Adapter) -> Values:
             f"weights in full beside the matrices ({shown}) are read from runs of Clotho only: merge the adapter, and "
             "start from the merged model"
         )
-    ranks = _by_block(adapter.ranks)
-    for name, of_blocks in ranks.items():
-        if len(set(of_blocks.values())) > 1:
-            (one, first), (other, second) = _two_different(of_blocks)
-            raise ProfileError(
-                f"{name} has rank {first} in block {one} and rank {second} in block {other}: a run has one rank for a "
-                "module in all blocks"
-            )
-    rank_of = {name: next(iter(of_blocks.values())) for name, of_blocks in ranks.items()}
+    if outside := [module for module in adapter.ranks if place_of(module)[0] is None]:
+        raise ProfileError(
+            f"{visible(outside[0], 100)} has matrices and is outside of the transformer blocks: a run adapts modules "
+            "of the blocks only"
+        )
+    rank_of = ranks_by_name(adapter)
     rank = Counter(rank_of.values()).most_common(1)[0][0]
     return {
         f"{METHOD}type": adapter.method,
         f"{METHOD}rank": rank,
         f"{METHOD}ranks": tuple(f"{name}={own}" for name, own in sorted(rank_of.items()) if own != rank),
         f"{METHOD}scale": main_scale(adapter),
-        f"{METHOD}num_layers": _num_layers(adapter, {name: set(of_blocks) for name, of_blocks in ranks.items()}),
-        f"{METHOD}target_modules": tuple(sorted(ranks)),
+        f"{METHOD}num_layers": _num_layers(adapter),
+        f"{METHOD}target_modules": tuple(sorted(rank_of)),
         f"{METHOD}train_embeddings": False,
         f"{METHOD}train_head": False,
     }
@@ -171,30 +164,13 @@ def main_scale(adapter: Adapter) -> float:
     return Counter(adapter.scales.values()).most_common(1)[0][0]
 
 
-def _by_block(ranks: Mapping[str, int]) -> dict[str, dict[int, int]]:
-    """Return ranks by block-relative name and block. Raises ProfileError for modules outside of the blocks."""
-    found: defaultdict[str, dict[int, int]] = defaultdict(dict)
-    for module, rank in ranks.items():
-        block, name = place_of(module)
-        if block is None:
-            raise ProfileError(
-                f"{visible(module, 100)} has matrices and is outside of the transformer blocks: a run adapts modules "
-                "of the blocks only"
-            )
-        found[name][block] = rank
-    return dict(found)
-
-
-def _two_different(ranks: Mapping[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    first = next(iter(sorted(ranks.items())))
-    return first, next(pair for pair in sorted(ranks.items()) if pair[1] != first[1])
-
-
-def _num_layers(adapter: Adapter, blocks: Mapping[str, set[int]]) -> int:
+def _num_layers(adapter: Adapter) -> int:
     """Return the number of adapted blocks, counted from the last; -1 for all. Raises ProfileError for other choices."""
+    blocks = _blocks(adapter.ranks)
     first = min(map(min, blocks.values()))
     last = max(map(max, blocks.values()))
-    existing = _blocks_of_base(adapter) or {name: set(range(first, last + 1)) for name in blocks}
+    base = _blocks(adapter.base.targets) if adapter.base else {}
+    existing = base or {name: set(range(first, last + 1)) for name in blocks}
     count = max(map(max, existing.values())) + 1
     for name, found in sorted(blocks.items()):
         wanted = {block for block in existing.get(name, found) if block >= first}
@@ -206,11 +182,10 @@ def _num_layers(adapter: Adapter, blocks: Mapping[str, set[int]]) -> int:
     return -1 if first == 0 else count - first
 
 
-def _blocks_of_base(adapter: Adapter) -> dict[str, set[int]]:
-    """Return the blocks of the base model that have a module, by block-relative name; empty if it is unknown."""
+def _blocks(modules: Iterable[str]) -> dict[str, set[int]]:
+    """Return the blocks that have a module, by block-relative name."""
     found: defaultdict[str, set[int]] = defaultdict(set)
-    for module in adapter.base.targets if adapter.base else ():
-        block, name = place_of(module)
+    for block, name in map(place_of, modules):
         if block is not None:
             found[name].add(block)
     return dict(found)
