@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 from clotho.extension import Extension
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import mlx.nn as nn
 
+    from attachments.adapters.adapters import AdapterRegistry
     from clotho.inference.parts import EngineParts
-    from clotho.serving.parts import ServerParts
+    from clotho.serving.parts import Endpoint, ServerParts
     from clotho.settings.server import AdaptersSection
 
 
@@ -36,12 +39,30 @@ class Adapters(Extension):
             return
         from attachments.adapters.adapter_weights import EngineAdapters
         from attachments.adapters.adapters import AdapterRegistry
-        from attachments.adapters.routes_adapters import AdapterRoutes
 
         if (adapters := EngineAdapters.of(access.engine)) is not None:
             registry = AdapterRegistry.of_server(parts.offered, access.submit, adapters, adapters.store)
             parts.sources.append(registry)
-            parts.endpoints += AdapterRoutes(registry).endpoints()
+            parts.endpoints += endpoints(registry)
+
+
+def endpoints(registry: AdapterRegistry) -> Iterator[Endpoint]:
+    """Return the routes that load and unload adapters."""
+    from clotho.serving.parts import Endpoint, Handlers
+
+    place = "attachments.adapters.routes_adapters"
+    routes = Handlers(f"{place}:AdapterRoutes", registry)
+
+    def post(path: str, method: str, about: str, request: str, *responses: str) -> Endpoint:
+        kinds = tuple(f"{place}:{response}" for response in responses)
+        return Endpoint("POST", path, routes.method(method), about, (f"{place}:{request}",), kinds, access="own")
+
+    yield post("/v1/load_lora_adapter", "load", "Load an adapter (vLLM)", "LoadAdapter")
+    yield post("/v1/unload_lora_adapter", "unload", "Unload an adapter (vLLM)", "UnloadAdapter")
+    yield post("/lora/load", "load_by_path", "Load an adapter (Atropos)", "LoadByPath", "LoadedByPath")
+    yield post("/lora/unload", "unload_by_name", "Unload an adapter (Atropos)", "UnloadByName", "AdapterStatus")
+    status = (f"{place}:AdapterStatus",)
+    yield Endpoint("GET", "/lora/status", routes.method("status"), "The loaded adapters (Atropos)", responses=status)
 
 
 EXTENSION = Adapters()

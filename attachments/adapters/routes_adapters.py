@@ -16,7 +16,6 @@ from clotho.serving.auth import client_of
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError, invalid_field, overloaded
 from clotho.serving.openai_requests import validation_error
-from clotho.serving.parts import Endpoint
 from protocols.errors import AdapterRefusal, AdapterRequestError
 
 Body = TypeVar("Body", bound=Struct)
@@ -83,41 +82,6 @@ class AdapterRoutes:
     def __init__(self, registry: AdapterRegistry) -> None:
         self._registry = registry
         self._active: dict[str, str] = {}  # owner -> the adapter that /lora/load loaded last
-
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """Return all of them."""
-        return (
-            Endpoint(
-                "POST", "/v1/load_lora_adapter", self.load, "Load an adapter (vLLM)", (LoadAdapter,), access="own"
-            ),
-            Endpoint(
-                "POST",
-                "/v1/unload_lora_adapter",
-                self.unload,
-                "Unload an adapter (vLLM)",
-                (UnloadAdapter,),
-                access="own",
-            ),
-            Endpoint(
-                "POST",
-                "/lora/load",
-                self.load_by_path,
-                "Load an adapter (Atropos)",
-                (LoadByPath,),
-                (LoadedByPath,),
-                access="own",
-            ),
-            Endpoint(
-                "POST",
-                "/lora/unload",
-                self.unload_by_name,
-                "Unload an adapter (Atropos)",
-                (UnloadByName,),
-                (AdapterStatus,),
-                access="own",
-            ),
-            Endpoint("GET", "/lora/status", self.status, "The loaded adapters (Atropos)", responses=(AdapterStatus,)),
-        )
 
     async def load(self, http: Request) -> Response:
         """Serve POST /v1/load_lora_adapter, which responds with text. Raises ApiError."""

@@ -13,8 +13,15 @@ if TYPE_CHECKING:
     from starlette.routing import Route
     from starlette.types import ASGIApp
 
-    from clotho.serving.parts import ServerParts
+    from clotho.serving.parts import Handlers, ServerParts
     from clotho.settings.server import HttpServer
+
+API = "/dashboard/api/runs"
+STATIC = "/dashboard/static/"
+"""The path of all files but the page itself. `clotho.serving.auth` opens it."""
+
+KINDS = ("metrics", "evaluations", "timeline", "groups")
+"""The histories of a run, as the API names them."""
 
 
 class DashboardPages(Extension):
@@ -22,23 +29,55 @@ class DashboardPages(Extension):
 
     def loading_page(self, settings: HttpServer) -> ASGIApp | None:
         """Return the page that is shown while the model is loaded; None without a dashboard."""
-        if not settings.dashboard:
-            return None
-        from attachments.dashboard.page_files import page_app
-
-        return page_app()
+        return page_app() if settings.dashboard else None
 
     def server(self, parts: ServerParts) -> None:
         """Add the routes of the page, for the run of the server."""
         directory = parts.offered.run_directory
         if directory is None or not parts.offered.settings.dashboard:
             return
-        from attachments.dashboard.routes import Dashboard, run_of_server
+        from clotho.serving.parts import Handlers
 
         def pages(stopped: anyio.Event) -> Sequence[Route]:
-            return Dashboard([run_of_server(directory)], stopped).routes()
+            return routes(Handlers("attachments.dashboard.routes:dashboard_of_server", directory, stopped))
 
         parts.pages.append(pages)
+
+
+def page_app() -> ASGIApp:
+    """Return an application that has the page and its files only."""
+    from starlette.applications import Starlette
+
+    from clotho.serving.errors import EXCEPTION_HANDLERS
+
+    return Starlette(routes=page_routes(), exception_handlers=EXCEPTION_HANDLERS)
+
+
+def page_routes() -> list[Route]:
+    """Return the routes of the page and its files."""
+    from starlette.routing import Route
+
+    from clotho.serving.parts import Handlers
+
+    files = Handlers("attachments.dashboard.page_files:PageFiles")
+    return [Route("/", files.method("page")), Route(STATIC + "{name:path}", files.method("static"))]
+
+
+def routes(dashboard: Handlers) -> list[Route]:
+    """Return the routes of the page and of the API. dashboard: answers with the methods of `Dashboard`."""
+    from starlette.routing import Route
+
+    run = API + "/{run}"
+    return [
+        *page_routes(),
+        Route(API, dashboard.method("runs")),
+        Route(f"{run}/overview", dashboard.method("overview")),
+        *(Route(f"{run}/{kind}", dashboard.method("table", kind=kind)) for kind in KINDS),
+        Route(f"{run}/groups/search", dashboard.method("search")),
+        Route(f"{run}/groups/{{group:int}}", dashboard.method("group")),
+        Route(f"{run}/groups/{{group:int}}/tokens", dashboard.method("tokens")),
+        Route(f"{run}/events", dashboard.method("events")),
+    ]
 
 
 EXTENSION = DashboardPages()

@@ -15,18 +15,13 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from anyio import to_thread
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from clotho.serving.errors import EXCEPTION_HANDLERS, ApiError
+from clotho.serving.errors import ApiError
 
 PAGE = Path(__file__).parent / "page"
 INDEX = "index.html"
-STATIC = "/dashboard/static/"
-"""The path of all files but the page itself. `clotho.serving.auth` opens it."""
-
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -63,25 +58,22 @@ def page_text(name: str) -> str:
     return _contents(name, compressed=False).decode()
 
 
-def page_routes() -> list[Route]:
-    """Return the routes of the page and its files."""
-    names = page_names()
+class PageFiles:
+    """Answers requests for the page and its files."""
 
-    async def page(http: Request) -> Response:
+    def __init__(self) -> None:
+        self._names = page_names()
+
+    async def page(self, http: Request) -> Response:
+        """Serve GET /."""
         return await _file(http, INDEX)
 
-    async def static(http: Request) -> Response:
+    async def static(self, http: Request) -> Response:
+        """Serve the other files. Raises ApiError with status 404 for a name of none."""
         name = http.path_params["name"]
-        if name not in names:
+        if name not in self._names:
             raise ApiError(404, "The dashboard has no file of this name.")
         return await _file(http, name)
-
-    return [Route("/", page), Route(STATIC + "{name:path}", static)]
-
-
-def page_app() -> Starlette:
-    """Return an application that has the page and its files only."""
-    return Starlette(routes=page_routes(), exception_handlers=EXCEPTION_HANDLERS)
 
 
 async def _file(http: Request, name: str) -> Response:

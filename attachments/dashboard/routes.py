@@ -16,14 +16,13 @@ import anyio
 from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from attachments.dashboard.events import Cursor, EventReader, Position, event, position
 from attachments.dashboard.histories import Series, decoded
+from attachments.dashboard.library import KINDS
 from attachments.dashboard.overview import constants, overview
-from attachments.dashboard.page_files import page_routes
-from attachments.dashboard.run_files import KINDS, RunFiles, is_live
+from attachments.dashboard.run_files import RunFiles, is_live
 from clotho.serving.errors import ApiError, overloaded
 from clotho.serving.limits import until_disconnect
 from clotho.serving.streaming import EventStream
@@ -32,7 +31,6 @@ from protocols.errors import RunDirectoryError
 
 T = TypeVar("T")
 
-API = "/dashboard/api/runs"
 POLL_SECONDS = 1.0
 HEARTBEAT_SECONDS = 15.0
 MAX_STREAMS = 32
@@ -117,7 +115,7 @@ class FollowedRun:
 
 
 class Dashboard:
-    """The routes of the page and of the API, for a fixed list of runs. streams: number of open streams of events."""
+    """Answers the requests of the API, for a fixed list of runs. streams: number of open streams of events."""
 
     def __init__(self, runs: Sequence[FollowedRun], closing: anyio.Event) -> None:
         """closing: set when the server stops; streams then end at once."""
@@ -125,32 +123,20 @@ class Dashboard:
         self.streams = 0
         self._searches = anyio.Semaphore(MAX_SEARCHES)
 
-    def routes(self) -> list[Route]:
-        """Return all routes."""
-        run = API + "/{run}"
-        tables = [Route(f"{run}/{kind}", partial(self._table, kind=kind)) for kind in KINDS]
-        return [
-            *page_routes(),
-            Route(API, self._list),
-            Route(f"{run}/overview", self._overview),
-            *tables,
-            Route(f"{run}/groups/search", self._search),
-            Route(f"{run}/groups/{{group:int}}", self._group),
-            Route(f"{run}/groups/{{group:int}}/tokens", self._tokens),
-            Route(f"{run}/events", self._events),
-        ]
-
-    async def _list(self, _: Request) -> Response:
+    async def runs(self, _: Request) -> Response:
+        """List the runs."""
         return answer({"runs": [await self._entry(number) for number in range(len(self._runs))], "export": False})
 
     async def _entry(self, number: int) -> dict[str, Any]:
         run = self._runs[number]
         return {"id": str(number), "name": run.name, "path": run.path, "live": await run.is_live()}
 
-    async def _overview(self, http: Request) -> Response:
+    async def overview(self, http: Request) -> Response:
+        """Return the overview of a run."""
         return answer({**await self._run(http).overview(), **constants()})
 
-    async def _table(self, http: Request, *, kind: str) -> Response:
+    async def table(self, http: Request, *, kind: str) -> Response:
+        """Return a history of a run, or the part between `from` and `to` in detail."""
         run, ends = self._run(http), [http.query_params.get(name) for name in ("from", "to")]
         try:
             low, high = (None if end is None else float(end) for end in ends)
@@ -165,14 +151,16 @@ class Dashboard:
 
         return raw(await run.call(read, reading=[kind]))
 
-    async def _group(self, http: Request) -> Response:
+    async def group(self, http: Request) -> Response:
+        """Return the record of a group."""
         group_id = http.path_params["group"]
         line = await self._run(http).call(lambda files: files.groups.record(group_id), reading=["groups"])
         if line is None:
             raise missing_group(group_id)
         return raw(line)
 
-    async def _tokens(self, http: Request) -> Response:
+    async def tokens(self, http: Request) -> Response:
+        """Return the values of the tokens of a group."""
         group_id = http.path_params["group"]
 
         def read(files: RunFiles) -> bytes | None:
@@ -188,7 +176,8 @@ class Dashboard:
             raise missing_group(group_id)
         return raw(found)
 
-    async def _search(self, http: Request) -> Response:
+    async def search(self, http: Request) -> Response:
+        """Return the groups whose texts contain a text."""
         run, text = self._run(http), http.query_params.get("text", "").casefold()
         if not 0 < len(text) <= MAX_SEARCH_CHARACTERS:
             raise ApiError(400, f"text: must have 1 to {MAX_SEARCH_CHARACTERS} characters", param="text")
@@ -208,7 +197,8 @@ class Dashboard:
         finally:
             self._searches.release()
 
-    async def _events(self, http: Request) -> Response:
+    async def events(self, http: Request) -> Response:
+        """Stream what changes in a run."""
         run = self._run(http)
         if self._closing.is_set() or self.streams >= MAX_STREAMS:
             raise overloaded(f"The dashboard has {MAX_STREAMS} streams at most; close another page.")
@@ -256,14 +246,19 @@ class DashboardStream(EventStream):
             self._dashboard.streams -= 1
 
 
-def run_of_server(directory: Path) -> FollowedRun:
-    """Return the run of this process, for the dashboard of its own server."""
-    return FollowedRun(directory, name=directory.name, path=str(directory), live=lambda: True, ends_with_server=True)
+def dashboard_of_server(directory: Path, closing: anyio.Event) -> Dashboard:
+    """Return the dashboard of the run of this process, for its own server."""
+    path = str(directory)
+    run = FollowedRun(directory, name=directory.name, path=path, live=lambda: True, ends_with_server=True)
+    return Dashboard([run], closing)
 
 
-def run_of_path(path: Path) -> FollowedRun:
-    """Return the run in a directory, which may be finished or belong to another process."""
-    return FollowedRun(path, name=path.resolve().name, path=str(path), live=partial(is_live, path))
+def dashboard_of_paths(paths: Sequence[Path], closing: anyio.Event) -> Dashboard:
+    """Return the dashboard of the runs in directories, which may be finished or belong to other processes."""
+    return Dashboard(
+        [FollowedRun(path, name=path.resolve().name, path=str(path), live=partial(is_live, path)) for path in paths],
+        closing,
+    )
 
 
 def answer(body: Any) -> Response:

@@ -10,13 +10,11 @@ import psutil
 
 from attachments.dashboard.growing_file import read_small
 from attachments.dashboard.histories import Evaluations, Groups, History, Metrics, Timeline
+from attachments.dashboard.library import KINDS
 from attachments.dashboard.text_search import TextSearch
 from attachments.dashboard.token_values import read_group
 from protocols.errors import RunDirectoryError
 from training_run.directory.run_directory import LOCK, TIMELINE
-
-KINDS = ("metrics", "evaluations", "timeline", "groups")
-"""The histories of a run, as the API names them."""
 
 CLOCK_ERROR_SECONDS = 2.0
 """Largest difference between the clocks of processes and of the file system."""

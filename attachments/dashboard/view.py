@@ -16,12 +16,13 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from attachments.dashboard.export import DEFAULT_MEGABYTES, export
-from attachments.dashboard.routes import Dashboard, run_of_path
+from attachments.dashboard.library import routes
 from attachments.dashboard.run_files import is_live
 from clotho.serving.auth import ClientMiddleware, Clients, LocalOriginMiddleware
 from clotho.serving.errors import EXCEPTION_HANDLERS
 from clotho.serving.limits import UnreadBodyMiddleware
 from clotho.serving.loopback import is_loopback
+from clotho.serving.parts import Handlers
 from clotho.serving.server import BACKLOG, Connections, base_url, listen
 from clotho.serving.struct_types import prepare_struct_types
 from clotho.settings.server import HttpServer
@@ -146,6 +147,6 @@ def application(runs: Sequence[Path], settings: HttpServer, stopped: anyio.Event
     if is_loopback(settings.host):
         middleware.append(Middleware(LocalOriginMiddleware, host=settings.host))
     middleware.append(Middleware(ClientMiddleware, clients=Clients(settings)))
-    routes = Dashboard([run_of_path(path) for path in runs], stopped).routes()
+    dashboard = Handlers("attachments.dashboard.routes:dashboard_of_paths", runs, stopped)
     prepare_struct_types()
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
+    return Starlette(routes=routes(dashboard), middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)

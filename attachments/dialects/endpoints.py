@@ -1,9 +1,8 @@
-"""The endpoints of the dialects, and the steps from a request to its answer."""
+"""The routes of the dialects that sample or tokenize: the steps from a request to its answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 
 from msgspec import Struct, structs
@@ -11,29 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attachments.dialects.native import GenerationResult, NativeRequest
-from attachments.dialects.responses_format import ResponseObject, ResponsesBuilder
-from attachments.dialects.responses_requests import CreateResponse, ResponsesRequest, parse_responses_request
-from attachments.dialects.routes_generate import (
-    SglangRequest,
-    SglangResponse,
-    VllmRequest,
-    VllmResponse,
-    parse_generate_request,
-)
-from attachments.dialects.routes_tokenize import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeChatRequest,
-    TokenizeRequest,
-    TokenizeResponse,
-    detokenize,
-    tokenize_text,
-)
-from attachments.dialects.routes_tokens import TokensRequest, TokensResponse, parse_tokens_request
-from attachments.dialects.routes_trl import TrlRequest, TrlResponse, parse_trl_request
-from clotho.serving.answering import json_response
+from attachments.dialects.responses_format import ResponsesBuilder
+from attachments.dialects.responses_requests import ResponsesRequest, parse_responses_request
+from attachments.dialects.routes_generate import parse_generate_request
+from attachments.dialects.routes_tokenize import detokenize, tokenize_text
+from attachments.dialects.routes_tokens import parse_tokens_request
+from attachments.dialects.routes_trl import parse_trl_request
 from clotho.serving.limits import until_disconnect
-from clotho.serving.parts import Endpoint, ServerParts
+from clotho.serving.parts import ServerParts, json_response
 from clotho.serving.services import ServerContext
 from protocols.step import WeightsReady
 
@@ -44,61 +28,6 @@ class DialectRoutes:
     def __init__(self, parts: ServerParts) -> None:
         self._parts = parts
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """Return all of them."""
-        return (
-            Endpoint(
-                "POST",
-                "/v1/responses",
-                self.responses,
-                "Answer the items of a conversation",
-                (CreateResponse,),
-                (ResponseObject,),
-                streams=True,
-            ),
-            Endpoint(
-                "POST",
-                "/generate",
-                partial(self.native, parse_generate_request),
-                "Sample completions of one prompt (vLLM, SGLang)",
-                (VllmRequest, SglangRequest),
-                (VllmResponse, SglangResponse),
-            ),
-            Endpoint(
-                "POST",
-                "/v1/generate",
-                partial(self.native, parse_trl_request),
-                "Sample completions of many prompts (TRL)",
-                (TrlRequest,),
-                (TrlResponse,),
-                also=("/v1/generate/",),
-            ),
-            Endpoint(
-                "POST",
-                "/inference/v1/generate",
-                partial(self.native, parse_tokens_request),
-                "Token IDs in, token IDs and log-probabilities out",
-                (TokensRequest,),
-                (TokensResponse,),
-            ),
-            Endpoint(
-                "POST",
-                "/tokenize",
-                partial(self.text, tokenize_text),
-                "Convert text or a conversation to tokens",
-                (TokenizeRequest, TokenizeChatRequest),
-                (TokenizeResponse,),
-            ),
-            Endpoint(
-                "POST",
-                "/detokenize",
-                partial(self.text, detokenize),
-                "Convert tokens to text",
-                (DetokenizeRequest,),
-                (DetokenizeResponse,),
-            ),
-        )
-
     async def responses(self, http: Request) -> Response:
         """Serve POST /v1/responses."""
 
@@ -107,7 +36,27 @@ class DialectRoutes:
 
         return await self._parts.answering.answer(http, parse_responses_request, build)
 
-    async def native(self, parser: Callable[[bytes, ServerContext], NativeRequest], http: Request) -> Response:
+    async def generate(self, http: Request) -> Response:
+        """Serve POST /generate."""
+        return await self._native(parse_generate_request, http)
+
+    async def generate_many(self, http: Request) -> Response:
+        """Serve POST /v1/generate."""
+        return await self._native(parse_trl_request, http)
+
+    async def generate_tokens(self, http: Request) -> Response:
+        """Serve POST /inference/v1/generate."""
+        return await self._native(parse_tokens_request, http)
+
+    async def tokenize(self, http: Request) -> Response:
+        """Serve POST /tokenize."""
+        return await self._text(tokenize_text, http)
+
+    async def detokenize(self, http: Request) -> Response:
+        """Serve POST /detokenize."""
+        return await self._text(detokenize, http)
+
+    async def _native(self, parser: Callable[[bytes, ServerContext], NativeRequest], http: Request) -> Response:
         """Serve an endpoint whose responses are whole."""
         answering = self._parts.answering
         native = await answering.parsed(parser, http)
@@ -131,7 +80,7 @@ class DialectRoutes:
         completions = tuple(chain.from_iterable(results))
         return GenerationResult(model=native.request.model.id, completions=completions, weights=weights, prompt=prompt)
 
-    async def text(self, work: Callable[[bytes, ServerContext], Struct], http: Request) -> Response:
+    async def _text(self, work: Callable[[bytes, ServerContext], Struct], http: Request) -> Response:
         """Serve an endpoint that samples nothing."""
         body = await self._parts.answering.parsed(work, http)
         return json_response(body, self._parts.context.weights().version)

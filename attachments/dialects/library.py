@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from attachments.dialects.sections import ALLOW_PAUSE
 from clotho.extension import Extension
 
 if TYPE_CHECKING:
-    from clotho.serving.parts import ServerParts
+    from clotho.serving.parts import Endpoint, ServerParts
+    from clotho.serving.services import EngineAccess
+
+HERE = "attachments.dialects"
 
 
 class Dialects(Extension):
@@ -16,16 +19,100 @@ class Dialects(Extension):
 
     def server(self, parts: ServerParts) -> None:
         """Add the routes of vLLM, SGLang and TRL, and the control of the engine."""
-        from attachments.dialects.endpoints import DialectRoutes
-
-        parts.endpoints += DialectRoutes(parts).endpoints()
+        parts.endpoints += sampling_endpoints(parts)
         if (access := parts.offered.engine) is not None:
-            from attachments.dialects.control import EngineControl
-            from attachments.dialects.routes_control import ControlHandlers
+            parts.endpoints += control_endpoints(parts, access)
 
-            control = EngineControl(access, may_pause=access.may_pause or ALLOW_PAUSE.of(parts.offered.settings))
-            parts.pauses.append(control.why_paused)
-            parts.endpoints += ControlHandlers(control, parts.bodies).endpoints()
+
+def sampling_endpoints(parts: ServerParts) -> Iterator[Endpoint]:
+    """Return the routes that sample or tokenize."""
+    from clotho.serving.parts import Endpoint, Handlers
+
+    routes = Handlers(f"{HERE}.endpoints:DialectRoutes", parts)
+
+    def post(
+        path: str, method: str, about: str, requests: tuple[str, ...], responses: tuple[str, ...], **more: Any
+    ) -> Endpoint:
+        requests, responses = (tuple(f"{HERE}.{name}" for name in names) for names in (requests, responses))
+        return Endpoint("POST", path, routes.method(method), about, requests, responses, **more)
+
+    yield post(
+        "/v1/responses",
+        "responses",
+        "Answer the items of a conversation",
+        ("responses_requests:CreateResponse",),
+        ("responses_format:ResponseObject",),
+        streams=True,
+    )
+    yield post(
+        "/generate",
+        "generate",
+        "Sample completions of one prompt (vLLM, SGLang)",
+        ("routes_generate:VllmRequest", "routes_generate:SglangRequest"),
+        ("routes_generate:VllmResponse", "routes_generate:SglangResponse"),
+    )
+    yield post(
+        "/v1/generate",
+        "generate_many",
+        "Sample completions of many prompts (TRL)",
+        ("routes_trl:TrlRequest",),
+        ("routes_trl:TrlResponse",),
+        also=("/v1/generate/",),
+    )
+    yield post(
+        "/inference/v1/generate",
+        "generate_tokens",
+        "Token IDs in, token IDs and log-probabilities out",
+        ("routes_tokens:TokensRequest",),
+        ("routes_tokens:TokensResponse",),
+    )
+    yield post(
+        "/tokenize",
+        "tokenize",
+        "Convert text or a conversation to tokens",
+        ("routes_tokenize:TokenizeRequest", "routes_tokenize:TokenizeChatRequest"),
+        ("routes_tokenize:TokenizeResponse",),
+    )
+    yield post(
+        "/detokenize",
+        "detokenize",
+        "Convert tokens to text",
+        ("routes_tokenize:DetokenizeRequest",),
+        ("routes_tokenize:DetokenizeResponse",),
+    )
+
+
+def control_endpoints(parts: ServerParts, access: EngineAccess) -> Iterator[Endpoint]:
+    """Return the routes that control the engine. Requests that are paused do not keep them from being admitted."""
+    from clotho.serving.parts import Endpoint, Handlers
+
+    place = f"{HERE}.routes_control"
+    routes = Handlers(f"{place}:ControlHandlers", parts, access)
+    mode = {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"}
+    pause = {"mode": mode, "clear_cache": {"type": "boolean", "default": True}}
+    level = {"mode": mode, "level": {"type": "integer", "enum": [0, 1], "default": 1}}
+
+    def get(path: str, method: str, about: str, response: str) -> Endpoint:
+        return Endpoint("GET", path, routes.method(method), about, responses=(f"{place}:{response}",))
+
+    def post(path: str, method: str, about: str, *requests: str, **more: Any) -> Endpoint:
+        kinds, status = tuple(f"{place}:{request}" for request in requests), (f"{place}:ControlStatus",)
+        return Endpoint("POST", path, routes.method(method), about, kinds, status, admitted=False, **more)
+
+    def admin(path: str, method: str, about: str, *requests: str, **more: Any) -> Endpoint:
+        return post(path, method, about, *requests, access="admin", **more)
+
+    yield admin("/pause", "pause", "Pause the decode engine (vLLM)", query=pause)
+    yield admin("/resume", "resume", "Continue (vLLM)")
+    yield get("/is_paused", "is_paused", "Whether the engine is paused (vLLM)", "Paused")
+    yield admin("/sleep", "sleep", "Pause and free caches (vLLM)", query=level)
+    yield admin("/wake_up", "wake_up", "Continue after sleep (vLLM)")
+    yield get("/is_sleeping", "is_sleeping", "Whether the engine sleeps (vLLM)", "Sleeping")
+    yield post("/abort_requests", "abort_requests", "Abort requests (vLLM)", "AbortRequests", access="own")
+    yield post("/abort_request", "abort_request", "Abort a request (SGLang)", "AbortRequest", access="own")
+    yield admin("/pause_generation", "pause_generation", "Pause (SGLang)", "PauseGeneration")
+    yield admin("/continue_generation", "resume", "Continue (SGLang)")
+    yield admin("/flush_cache", "flush_cache", "Empty the prefix cache (SGLang)")
 
 
 EXTENSION = Dialects()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 import msgspec
 from msgspec import Struct
@@ -12,19 +12,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attachments.dialects.control import EngineControl, PauseMode
+from attachments.dialects.sections import ALLOW_PAUSE
 from clotho.serving.auth import client_of
-from clotho.serving.bodies import RequestBodies, json_object
+from clotho.serving.bodies import json_object
 from clotho.serving.errors import invalid_field
 from clotho.serving.openai_fields import RequestId
 from clotho.serving.openai_requests import validation_error
-from clotho.serving.parts import Endpoint, Handler
+from clotho.serving.parts import ServerParts
+from clotho.serving.services import EngineAccess
 
 SGLANG_MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "retract": "keep"}
 """SGLang's names of the modes. Requests that are retracted keep their KV cache here."""
-
-MODE = {"type": "string", "enum": [*get_args(PauseMode)], "default": "abort"}
-PAUSE = {"mode": MODE, "clear_cache": {"type": "boolean", "default": True}}
-LEVEL = {"mode": MODE, "level": {"type": "integer", "enum": [0, 1], "default": 1}}
 
 B = TypeVar("B", bound=Struct)
 
@@ -72,24 +70,11 @@ class PauseGeneration(Struct, frozen=True, kw_only=True):
 class ControlHandlers:
     """The handlers of the routes. They are not subject to the concurrency limit, which paused requests can exhaust."""
 
-    def __init__(self, control: EngineControl, bodies: RequestBodies) -> None:
-        self._control, self._bodies = control, bodies
-
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """Return all of them."""
-        return (
-            _admin("/pause", self.pause, "Pause the decode engine (vLLM)", query=PAUSE),
-            _admin("/resume", self.resume, "Continue (vLLM)"),
-            _get("/is_paused", self.is_paused, "Whether the engine is paused (vLLM)", Paused),
-            _admin("/sleep", self.sleep, "Pause and free caches (vLLM)", query=LEVEL),
-            _admin("/wake_up", self.wake_up, "Continue after sleep (vLLM)"),
-            _get("/is_sleeping", self.is_sleeping, "Whether the engine sleeps (vLLM)", Sleeping),
-            _own("/abort_requests", self.abort_requests, "Abort requests (vLLM)", AbortRequests),
-            _own("/abort_request", self.abort_request, "Abort a request (SGLang)", AbortRequest),
-            _admin("/pause_generation", self.pause_generation, "Pause (SGLang)", requests=(PauseGeneration,)),
-            _admin("/continue_generation", self.resume, "Continue (SGLang)"),
-            _admin("/flush_cache", self.flush_cache, "Empty the prefix cache (SGLang)"),
-        )
+    def __init__(self, parts: ServerParts, access: EngineAccess) -> None:
+        self._bodies = parts.bodies
+        may_pause = access.may_pause or ALLOW_PAUSE.of(parts.offered.settings)
+        self._control = EngineControl(access, may_pause=may_pause)
+        parts.pauses.append(self._control.why_paused)
 
     async def pause(self, http: Request) -> Response:
         """Serve vLLM's POST /pause."""
@@ -158,23 +143,6 @@ class ControlHandlers:
                 return msgspec.convert(json_object(body), kind)
             except msgspec.ValidationError as error:
                 raise validation_error(error) from error
-
-
-def _get(path: str, handle: Handler, about: str, response: type) -> Endpoint:
-    return Endpoint("GET", path, handle, about, responses=(response,))
-
-
-def _own(path: str, handle: Handler, about: str, request: type) -> Endpoint:
-    """Return an endpoint for every client, which concerns its own requests."""
-    return _control(path, handle, about, requests=(request,), access="own")
-
-
-def _admin(path: str, handle: Handler, about: str, **fields: Any) -> Endpoint:
-    return _control(path, handle, about, access="admin", **fields)
-
-
-def _control(path: str, handle: Handler, about: str, **fields: Any) -> Endpoint:
-    return Endpoint("POST", path, handle, about, responses=(ControlStatus,), admitted=False, **fields)
 
 
 def _mode(query: QueryParams) -> PauseMode:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attachments.remote.sections import WEIGHTS_ROOT
 from clotho.extension import Extension
 
 if TYPE_CHECKING:
-    from attachments.remote.routes import PolicyReceiver
     from clotho.serving.parts import ServerParts
+
+MESSAGES = "attachments.remote.messages"
 
 
 class RemoteExtension(Extension):
@@ -17,15 +17,35 @@ class RemoteExtension(Extension):
 
     def server(self, parts: ServerParts) -> None:
         """Add the routes through which another process reads and replaces the weights."""
-        from attachments.remote.routes import NullPolicyReceiver, PolicyRoutes
+        from clotho.serving.parts import Endpoint, Handlers
 
-        replaceable = parts.offered.replaceable
-        receiver: PolicyReceiver = NullPolicyReceiver()
-        if replaceable is not None:
-            from attachments.remote.policy_receiver import SwappingReceiver
-
-            receiver = SwappingReceiver(replaceable, root=WEIGHTS_ROOT.of(parts.offered.settings))
-        parts.endpoints += PolicyRoutes(parts, receiver, parts.bodies.seconds).endpoints()
+        routes, policy = Handlers("attachments.remote.routes:routes_of", parts), (f"{MESSAGES}:ServedPolicy",)
+        parts.endpoints += (
+            Endpoint(
+                "POST",
+                "/v1/rollouts",
+                routes.method("rollouts"),
+                "Sample a group of a training run",
+                (f"{MESSAGES}:RolloutCall",),
+                (f"{MESSAGES}:RolloutAnswer",),
+            ),
+            Endpoint(
+                "GET",
+                "/v1/policy",
+                routes.method("get"),
+                "The policy that a training run of another process sends",
+                responses=policy,
+            ),
+            Endpoint(
+                "PUT",
+                "/v1/policy/weights",
+                routes.method("put"),
+                "Replace the weights of the policy",
+                responses=policy,
+                binary=True,
+                access="admin",
+            ),
+        )
 
 
 EXTENSION = RemoteExtension()

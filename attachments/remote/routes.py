@@ -23,12 +23,12 @@ from attachments.remote.messages import (
     RolloutCall,
     ServedPolicy,
 )
-from clotho.serving.answering import json_response
+from attachments.remote.sections import WEIGHTS_ROOT
 from clotho.serving.bodies import declares_more, json_object
 from clotho.serving.errors import ApiError, invalid_field, overloaded
 from clotho.serving.limits import until_disconnect
 from clotho.serving.openai_requests import ValidatedRequest, validation_error
-from clotho.serving.parts import Endpoint, ServerParts
+from clotho.serving.parts import ServerParts, json_response
 from clotho.serving.services import ServerContext
 from protocols.errors import CheckpointError
 from protocols.step import WeightsReady
@@ -117,35 +117,6 @@ class PolicyRoutes:
         self._parts, self.receiver, self._seconds = parts, receiver, seconds
         self._receiving = False
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """Return all of them."""
-        return (
-            Endpoint(
-                "POST",
-                "/v1/rollouts",
-                self.rollouts,
-                "Sample a group of a training run",
-                (RolloutCall,),
-                (RolloutAnswer,),
-            ),
-            Endpoint(
-                "GET",
-                "/v1/policy",
-                self.get,
-                "The policy that a training run of another process sends",
-                responses=(ServedPolicy,),
-            ),
-            Endpoint(
-                "PUT",
-                "/v1/policy/weights",
-                self.put,
-                "Replace the weights of the policy",
-                responses=(ServedPolicy,),
-                binary=True,
-                access="admin",
-            ),
-        )
-
     async def rollouts(self, http: Request) -> Response:
         """Respond with the completions of one group."""
         answering, context = self._parts.answering, self._parts.context
@@ -196,6 +167,16 @@ class PolicyRoutes:
             tensors = await read_bytes(http, receiver.max_bytes, self._seconds)
         served = await receiver.receive(tensors, ready, run_id=run_id)
         return Response(msgspec.json.encode(served), media_type="application/json")
+
+
+def routes_of(parts: ServerParts) -> PolicyRoutes:
+    """Return the routes of a server. They refuse weights if nobody may replace those of its policy."""
+    receiver: PolicyReceiver = NullPolicyReceiver()
+    if (replaceable := parts.offered.replaceable) is not None:
+        from attachments.remote.policy_receiver import SwappingReceiver
+
+        receiver = SwappingReceiver(replaceable, root=WEIGHTS_ROOT.of(parts.offered.settings))
+    return PolicyRoutes(parts, receiver, parts.bodies.seconds)
 
 
 async def read_bytes(http: Request, max_bytes: int, seconds: float) -> bytes:

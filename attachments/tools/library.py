@@ -25,9 +25,7 @@ class Tools(Extension):
 
     def server(self, parts: ServerParts) -> None:
         """Serve the fields of tools, grammars and reasoning."""
-        from attachments.tools.chat import ToolChat
-
-        parts.chat = ToolChat()
+        parts.chat = "attachments.tools.chat:ToolChat"
 
 
 EXTENSION = Tools()

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 import anyio
-import msgspec
 from msgspec import Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +18,7 @@ from clotho.serving.errors import ApiError, invalid_field, overloaded
 from clotho.serving.limits import until_disconnect
 from clotho.serving.metrics import ServerMetrics
 from clotho.serving.openai_requests import ValidatedRequest
+from clotho.serving.parts import VERSION_HEADER, json_response
 from clotho.serving.services import ClientSampler, ServerContext
 from clotho.serving.streaming import EventStream, StreamBuilder, event_stream
 from protocols.sampling import Completion, PromptLogprobs
@@ -26,7 +26,6 @@ from protocols.step import WeightsReady
 
 T = TypeVar("T")
 V = TypeVar("V", bound=ValidatedRequest)
-VERSION_HEADER = "x-clotho-weights-version"
 TOKENIZE_SECONDS = 10.0
 TOKENIZER_THREADS = 4
 NOTHING = Completion(tokens=(), logprobs=(), versions=(), text="", finish_reason="length")
@@ -121,9 +120,3 @@ class Answering:
         first = await until_disconnect(http.receive, anext(batches))
         self._metrics.first_token(time.monotonic() - began)
         return EventStream(event_stream(builder, first, batches, finished), {VERSION_HEADER: str(weights.version)})
-
-
-def json_response(body: Struct | list[Struct], version: int, *, status: int = 200) -> Response:
-    """Return a body as JSON. version: of the weights, for a header."""
-    headers = {VERSION_HEADER: str(version)}
-    return Response(msgspec.json.encode(body), status_code=status, headers=headers, media_type="application/json")

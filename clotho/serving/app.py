@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from functools import cached_property, partial
+from functools import cached_property
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -13,25 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from clotho import __version__
-from clotho.serving.answering import json_response
 from clotho.serving.auth import ClientMiddleware, LocalOriginMiddleware, for_admins
-from clotho.serving.completion_requests import CompletionRequest, parse_completion_request
 from clotho.serving.errors import EXCEPTION_HANDLERS
-from clotho.serving.limits import AdmissionMiddleware, ConcurrencyLimit, UnreadBodyMiddleware, until_disconnect
+from clotho.serving.limits import AdmissionMiddleware, ConcurrencyLimit, UnreadBodyMiddleware
 from clotho.serving.loopback import is_loopback
-from clotho.serving.openai_fields import ChatRequest
-from clotho.serving.openai_requests import ValidatedRequest, parse_chat_request
-from clotho.serving.openai_responses import (
-    ChatResponse,
-    CompletionResponse,
-    ModelCard,
-    ModelList,
-)
-from clotho.serving.parts import Endpoint, ServerParts
-from clotho.serving.response_builder import ChatBuilder, CompletionBuilder, ResponseBuilder
-from clotho.serving.services import Health, ServedModel, Version, find_served
+from clotho.serving.parts import Endpoint, Handlers, ServerParts, json_response
+from clotho.serving.services import Health, Version
 from clotho.serving.struct_types import prepare_struct_types
-from protocols.step import WeightsReady
 
 
 def build_app(parts: ServerParts, limit: ConcurrencyLimit) -> Starlette:
@@ -65,84 +53,55 @@ class _Core:
 
     def __init__(self, parts: ServerParts) -> None:
         self._parts, self._context = parts, parts.context
-        self._started = int(time.time())
 
     @cached_property
     def endpoints(self) -> tuple[Endpoint, ...]:
         """All of them."""
+        openai = Handlers("clotho.serving.openai_routes:OpenaiRoutes", self._parts, int(time.time()))
+        responses, services = "clotho.serving.openai_responses", "clotho.serving.services"
         return (
             Endpoint(
                 "POST",
                 "/v1/chat/completions",
-                self.chat_completions,
+                openai.method("chat_completions"),
                 "Complete a conversation",
-                (ChatRequest,),
-                (ChatResponse,),
+                ("clotho.serving.openai_fields:ChatRequest",),
+                (f"{responses}:ChatResponse",),
                 streams=True,
             ),
             Endpoint(
                 "POST",
                 "/v1/completions",
-                self.completions,
+                openai.method("completions"),
                 "Complete prompts",
-                (CompletionRequest,),
-                (CompletionResponse,),
+                ("clotho.serving.completion_requests:CompletionRequest",),
+                (f"{responses}:CompletionResponse",),
                 streams=True,
             ),
             Endpoint(
-                "GET", "/v1/models", self.models, "List the models that requests can name", responses=(ModelList,)
+                "GET",
+                "/v1/models",
+                openai.method("models"),
+                "List the models that requests can name",
+                responses=(f"{responses}:ModelList",),
             ),
-            Endpoint("GET", "/v1/models/{name:path}", self.model, "One model by its name", responses=(ModelCard,)),
+            Endpoint(
+                "GET",
+                "/v1/models/{name:path}",
+                openai.method("model"),
+                "One model by its name",
+                responses=(f"{responses}:ModelCard",),
+            ),
             Endpoint(
                 "GET",
                 "/health",
                 self.health,
                 "State of the server; status 503 unless it is ok or paused",
-                responses=(Health,),
+                responses=(f"{services}:Health",),
             ),
-            Endpoint("GET", "/version", self.version, "Version of Clotho", responses=(Version,)),
+            Endpoint("GET", "/version", self.version, "Version of Clotho", responses=(f"{services}:Version",)),
             Endpoint("GET", "/metrics", self.metrics, "Metrics in the text format of Prometheus"),
             Endpoint("GET", "/openapi.json", self.openapi),
-        )
-
-    async def chat_completions(self, http: Request) -> Response:
-        """Answer a conversation."""
-        build = partial(self._builder, http, ChatBuilder)
-        return await self._parts.answering.answer(http, parse_chat_request, build)
-
-    async def completions(self, http: Request) -> Response:
-        """Complete prompts."""
-        build = partial(self._builder, http, CompletionBuilder)
-        return await self._parts.answering.answer(http, parse_completion_request, build)
-
-    async def _builder(
-        self, http: Request, kind: type[ResponseBuilder], request: ValidatedRequest, weights: WeightsReady
-    ) -> ResponseBuilder:
-        """Return the builder of the response. If the response contains scores of prompts, compute them first."""
-        top = request.scored_alternatives
-        if top is None:
-            return kind(request, self._context, weights)
-        scored = await until_disconnect(http.receive, self._parts.answering.scores(http, request, top))
-        return kind(request, self._context, weights, scored)
-
-    async def models(self, _: Request) -> Response:
-        """List the served models."""
-        cards = [self._card(model) for model in self._context.models()]
-        return json_response(ModelList(data=cards), self._context.weights().version)
-
-    async def model(self, http: Request) -> Response:
-        """Describe one served model. Raises ApiError if there is none of this name."""
-        card = self._card(find_served(http.path_params["name"], self._context))
-        return json_response(card, card.weights_version)
-
-    def _card(self, model: ServedModel) -> ModelCard:
-        return ModelCard(
-            id=model.id,
-            root=model.root,
-            parent=model.parent,
-            created=self._started,
-            max_model_len=self._context.context_length,
-            weights_version=model.weights().version,
         )
 
     async def health(self, _: Request) -> Response:

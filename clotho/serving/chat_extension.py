@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from msgspec import Struct
 
-from clotho.extension import needs
+from clotho.extension import needs, provided
 from clotho.serving.errors import invalid_field
 from clotho.serving.openai_fields import ChatRequest, ConstraintFields, Message
 from protocols.constraints import Grammar
@@ -97,6 +97,12 @@ class ChatExtension:
         """Return the grammar of a request that has constraints. others: those of further fields. Raises ApiError."""
         set_fields = (name for name in ConstraintFields.__struct_fields__ if getattr(fields, name) is not None)
         _refuse(next((one.param for one in others), None) or next(set_fields))
+
+
+def chat_extension(context: ServerContext) -> ChatExtension:
+    """Return what serves the fields of tools, grammars and reasoning of a server."""
+    found: ChatExtension = provided(context.chat)()
+    return found
 
 
 def _refuse(param: str) -> NoReturn:

@@ -21,7 +21,6 @@ from clotho.lanes.fair_queue import FairQueue
 from clotho.serving.auth import Client, client_of
 from clotho.serving.bodies import RequestBodies
 from clotho.serving.errors import ApiError, overloaded
-from clotho.serving.openai_responses import DONE, server_sent
 
 LINGER_SECONDS = 2.0
 MAX_QUEUED_REQUESTS = 4096
@@ -283,6 +282,8 @@ class AdmissionMiddleware:
             if not started:
                 await SHUTTING_DOWN.response()(scope, receive, send)
             elif Headers(raw=started[0]["headers"]).get("content-type", "").startswith("text/event-stream"):
+                from clotho.serving.openai_responses import DONE, server_sent
+
                 await send({"type": "http.response.body", "body": server_sent(SHUTTING_DOWN.body) + DONE})
 
     async def _run(self, request_scope: anyio.CancelScope, scope: Scope, receive: Receive, send: Send) -> None:

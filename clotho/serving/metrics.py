@@ -7,6 +7,7 @@ Metrics with the meaning of a vLLM metric have vLLM's name, so that vLLM's dashb
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -15,9 +16,11 @@ from prometheus_client.registry import Collector
 from clotho.serving.auth import Quota
 from clotho.serving.families import gauge
 from clotho.serving.limits import ConcurrencyLimit
-from clotho.serving.openai_requests import ValidatedRequest
 from clotho.serving.services import ServerContext
 from protocols.sampling import Completion
+
+if TYPE_CHECKING:
+    from clotho.serving.openai_requests import ValidatedRequest
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from clotho.serving.bodies import json_object
-from clotho.serving.chat_extension import MessageParser
+from clotho.serving.chat_extension import MessageParser, chat_extension
 from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.openai_fields import (
     HINTS,
@@ -142,7 +142,7 @@ def validated_chat(fields: ChatRequest, context: ServerContext) -> ValidatedRequ
     if limit is not None and fields.max_tokens not in (None, limit):
         raise invalid_field("max_tokens", "differs from max_completion_tokens; set only one of the two")
     check_choices(fields.n, 1, "messages", context)
-    chat = context.chat.conversation(fields, context)
+    chat = chat_extension(context).conversation(fields, context)
     messages = text_messages(chat.messages, context)
     prompt = render_prompt(
         messages,
@@ -261,7 +261,7 @@ def render_prompt(
 def _text_message(message: Message, index: int, context: ServerContext) -> dict[str, Any]:
     content = message.content
     special = message.role == "tool" or message.tool_calls or message.tool_call_id or message.reasoning_content
-    extra = context.chat.message_fields(message, index, context.tokenizer.chat_template) if special else {}
+    extra = chat_extension(context).message_fields(message, index, context.tokenizer.chat_template) if special else {}
     if content is None:
         if not message.tool_calls:
             raise invalid_field("messages", f"message {index} has no content")
@@ -302,7 +302,7 @@ def build_request(
     sampling = _sampling(fields, top_logprobs, context)
     grammar = None
     if grammars or any(getattr(fields, name) is not None for name in ConstraintFields.__struct_fields__):
-        grammar = context.chat.grammar(fields, grammars)
+        grammar = chat_extension(context).grammar(fields, grammars)
     if grammar is not None and getattr(fields, "ignore_eos", None) is None:
         sampling = structs.replace(sampling, ignore_eos=False)
     if max_tokens is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from clotho import __version__
+from clotho.extension import provided
 from clotho.serving.errors import ErrorBody
 from clotho.serving.parts import Endpoint
 
@@ -32,8 +33,8 @@ ACCESS = {
 def document(endpoints: Sequence[Endpoint]) -> bytes:
     """Return the document as JSON."""
     described = [one for one in endpoints if one.about]
-    types = {kind for one in described for kind in (*one.requests, *one.responses)} | {ErrorBody}
-    ordered = sorted(types, key=lambda kind: kind.__name__)
+    types = {provided(place) for one in described for place in (*one.requests, *one.responses)} | {ErrorBody}
+    ordered = sorted(types, key=lambda kind: str(kind.__name__))
     paths: dict[str, dict[str, Any]] = {}
     for one in described:
         path = plain_path(one)
@@ -77,7 +78,7 @@ def _operation(path: str, one: Endpoint) -> dict[str, Any]:
         ],
         "responses": {
             "200": {"description": "Success", "content": content},
-            "default": {"description": "Error", "content": {JSON: {"schema": _reference(ErrorBody)}}},
+            "default": {"description": "Error", "content": {JSON: {"schema": _reference(ErrorBody.__name__)}}},
         },
     }
     if one.binary:
@@ -87,12 +88,13 @@ def _operation(path: str, one: Endpoint) -> dict[str, Any]:
     return found
 
 
-def _alternatives(kinds: tuple[type, ...]) -> dict[str, Any]:
-    return _reference(kinds[0]) if len(kinds) == 1 else {"anyOf": [_reference(kind) for kind in kinds]}
+def _alternatives(places: tuple[str, ...]) -> dict[str, Any]:
+    found = [_reference(place.partition(":")[2]) for place in places]
+    return found[0] if len(found) == 1 else {"anyOf": found}
 
 
-def _reference(kind: type) -> dict[str, Any]:
-    return {"$ref": REF.format(name=kind.__name__)}
+def _reference(name: str) -> dict[str, Any]:
+    return {"$ref": REF.format(name=name)}
 
 
 def _with_description(schema: dict[str, Any]) -> dict[str, Any]:

@@ -3,44 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import anyio
-from msgspec import structs
+import msgspec
+from msgspec import Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from clotho import extension
-from clotho.serving.answering import Answering
 from clotho.serving.auth import Clients
 from clotho.serving.bodies import RequestBodies
-from clotho.serving.chat_extension import ChatExtension
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.metrics import ServerMetrics
 from clotho.serving.services import HealthReport, ServedModel, ServerContext
+from clotho.serving.struct_types import prepare_struct_types
 from protocols.errors import ProfileError
 
+if TYPE_CHECKING:
+    from clotho.serving.answering import Answering
+
 Handler = Callable[[Request], Awaitable[Response]]
+VERSION_HEADER = "x-clotho-weights-version"
+
+
+def json_response(body: Struct | list[Struct], version: int, *, status: int = 200) -> Response:
+    """Return a body as JSON. version: of the weights, for a header."""
+    headers = {VERSION_HEADER: str(version)}
+    return Response(msgspec.json.encode(body), status_code=status, headers=headers, media_type="application/json")
+
+
+class Handlers:
+    """The methods of an object that answer requests. Its module is imported at the first request of any of them."""
+
+    def __init__(self, place: str, *parts: Any) -> None:
+        """place: `module:name` of its class. parts: what the class is called with."""
+        self._place, self._parts = place, parts
+
+    @cached_property
+    def loaded(self) -> Any:
+        """The object."""
+        found = extension.provided(self._place)(*self._parts)
+        prepare_struct_types()  # bodies are decoded in several threads
+        return found
+
+    def method(self, name: str, **fixed: Any) -> Handler:
+        """Return what answers by the method of this name, called with the request and `fixed`."""
+        return partial(self._answer, name, **fixed)
+
+    async def _answer(self, name: str, http: Request, **fixed: Any) -> Response:
+        answer: Callable[..., Awaitable[Response]] = getattr(self.loaded, name)
+        return await answer(http, **fixed)
 
 
 class Endpoint(NamedTuple):
     """One method of one path: the route, and what openapi.json says about it.
 
     path, also: as Starlette writes them; openapi.json leaves `also` out. about: a summary; empty: openapi.json leaves
-    the endpoint out. requests, responses: structs of the body, each one alternative; without responses, the response is
-    text. streams: the response can be a stream of server-sent events. query: name of each query parameter -> its JSON
-    schema. binary: the body of the request is bytes. access: which clients it is for; `own`: it concerns what belongs
-    to the client. admitted: a POST request waits for admission, and its body is read before.
+    the endpoint out. requests, responses: structs of the body as `module:name`, each one alternative; without
+    responses, the response is text. streams: the response can be a stream of server-sent events. query: name of each
+    query parameter -> its JSON schema. binary: the body of the request is bytes. access: which clients it is for;
+    `own`: it concerns what belongs to the client. admitted: a POST request waits for admission, and its body is read
+    before.
     """
 
     method: Literal["GET", "POST", "PUT"]
     path: str
     handle: Handler
     about: str = ""
-    requests: tuple[type, ...] = ()
-    responses: tuple[type, ...] = ()
+    requests: tuple[str, ...] = ()
+    responses: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     streams: bool = False
     query: dict[str, Any] = {}  # noqa: RUF012, never changed
@@ -65,12 +100,13 @@ class ServerParts:
     """The parts of one server. Each attachment adds its own when the server is constructed, and keeps its state there.
 
     offered: the interface to the program. endpoints: routes beside those of the library. sources: of further models.
-    pauses: each returns why requests wait; empty: they do not. chat: serves the fields of tools, grammars and
-    reasoning. pages: each returns routes that openapi.json leaves out; its argument is set when the server stops.
-    bodies: reads the bodies of requests that do not wait for admission.
+    pauses: each returns why requests wait; empty: they do not. chat: `module:name` of the
+    `ChatExtension` that serves the fields of tools, grammars and reasoning. pages: each returns routes that
+    openapi.json leaves out; its argument is set when the server stops. bodies: reads the bodies of requests that do not
+    wait for admission.
 
-    When all attachments have added theirs: context: the interface to the program, as requests see it. clients,
-    answering, metrics: shared by all endpoints. limit: of the running server.
+    When all attachments have added theirs: context: the interface to the program, as requests see it. clients, metrics:
+    shared by all endpoints. limit: of the running server.
     """
 
     def __init__(self, offered: ServerContext) -> None:
@@ -81,7 +117,7 @@ class ServerParts:
         self.endpoints: list[Endpoint] = []
         self.sources: list[ModelSource] = []
         self.pauses: list[Callable[[], str]] = []
-        self.chat = ChatExtension()
+        self.chat = offered.chat
         self.pages: list[Callable[[anyio.Event], Sequence[Route]]] = []
         for one in extension.extensions():
             one.server(self)
@@ -89,7 +125,15 @@ class ServerParts:
         self.clients = Clients(settings)
         self.limit = ConcurrencyLimit(settings.max_concurrent)
         self.metrics = ServerMetrics(self.context, lambda: self.limit, self.clients.quotas)
-        self.answering = Answering(self.context, self.metrics)
+
+    @cached_property
+    def answering(self) -> Answering:
+        """The steps that answer a request, shared by all endpoints."""
+        from clotho.serving.answering import Answering
+
+        extension.provided(self.chat)
+        prepare_struct_types()  # bodies are decoded in several threads
+        return Answering(self.context, self.metrics)
 
     def _models(self) -> Sequence[ServedModel]:
         return (*self.offered.models(), *(model for source in self.sources for model in source.models()))

@@ -12,7 +12,6 @@ from msgspec import Struct, structs
 
 from clotho.lanes.sampling_client import Submit
 from clotho.serving.auth import Client
-from clotho.serving.chat_extension import ChatExtension
 from clotho.serving.errors import ApiError
 from clotho.settings.server import HttpServer
 from protocols.constraints import Constraint, Grammar
@@ -203,9 +202,10 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     for /metrics; its argument has the requests that exceeded a limit on time before they were admitted, by limit.
     sample_log: records completions of
     clients. record_supports: request the support of the sampling distribution if top-k limits its size.
-    chat: serves the fields of tools, grammars and reasoning. engine: None: clients do not control it. base_model: id of
-    the base model of adapters. replaceable: the policy whose weights a training run of another process may replace;
-    None: nobody replaces them. run_directory: of the training run that the server shows; None: there is none.
+    chat: `module:name` of the `ChatExtension` that serves the fields of tools, grammars and reasoning. engine: None:
+    clients do not control it. base_model: id of the base model of adapters. replaceable: the policy whose weights a
+    training run of another process may replace; None: nobody replaces them. run_directory: of the training run that the
+    server shows; None: there is none.
     """
 
     sampler: SamplerClient
@@ -221,7 +221,7 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     measure: Callable[[Mapping[str, int]], Iterable[Metric]] = no_metrics
     sample_log: SampleRecorder = NullSampleLog()
     record_supports: bool = False
-    chat: ChatExtension = ChatExtension()
+    chat: str = "clotho.serving.chat_extension:ChatExtension"
     engine: EngineAccess | None = None
     base_model: str = ""
     replaceable: ReplaceablePolicy | None = None

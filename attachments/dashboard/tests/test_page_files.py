@@ -8,7 +8,8 @@ import re
 import pytest
 from starlette.testclient import TestClient
 
-from attachments.dashboard.page_files import INDEX, PAGE, page_app, page_names, page_text
+from attachments.dashboard.library import page_app
+from attachments.dashboard.page_files import INDEX, PAGE, page_names, page_text
 
 MAX_BYTES = 132_000
 """Bytes of all files of the page with its chart library, as they are stored; licences not counted."""

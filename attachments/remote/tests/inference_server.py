@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -26,7 +27,7 @@ from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.serving.app import build_app
 from clotho.serving.limits import ConcurrencyLimit
-from clotho.serving.parts import ServerParts
+from clotho.serving.parts import Handlers, ServerParts
 from clotho.serving.services import HealthReport, ServedModel, ServerContext
 from clotho.settings.engine import SamplingSection
 from clotho.settings.server import HttpServer
@@ -119,8 +120,10 @@ class InferenceServer:
     def receiver(self) -> SwappingReceiver:
         """What replaces the served weights."""
         (put,) = (one.handle for one in self.parts.endpoints if one.method == "PUT")
-        assert isinstance(put, MethodType)
-        routes = put.__self__
+        assert isinstance(put, partial)
+        assert isinstance(put.func, MethodType)
+        assert isinstance(put.func.__self__, Handlers)
+        routes = put.func.__self__.loaded
         assert isinstance(routes, PolicyRoutes)
         receiver = routes.receiver
         assert isinstance(receiver, SwappingReceiver)
