@@ -233,7 +233,7 @@ def wire_training(
         settings=structs.replace(profile.learner, max_staleness=profile.max_staleness),
         ledger=context.ledger,
         progress=context.progress,
-        replacements=context.replacements,
+        replacements=context.progress.replacements,
         logged=context.logged,
         hooks=context.attached.hooks,
         parts=context.attached.parts.collect,
@@ -256,7 +256,7 @@ def wire_training(
         engine_settings=profile.engine,
         temperature=profile.sampling.temperature,
         parity_prompt=context.prompts.prompt(0).tokens,
-        swap_times=context.swap_times,
+        swap_times=context.weights.swap_times,
         learner=profile.learner,
         dropout=0.0 if isinstance(profile.policy.method, FullMethod) else profile.policy.method.dropout,
     )
@@ -302,7 +302,7 @@ def wire_evaluator(
         parameters=trained.parameters,
         final=last is not None and last.step == step,
     )
-    base = None if context.base is None else Pinned(step=0, version=0, parameters=context.base)
+    base = None if context.start.initial is None else Pinned(step=0, version=0, parameters=context.start.initial)
     return custom.actor(
         "evaluator",
         Evaluator,
@@ -319,7 +319,7 @@ def wire_evaluator(
         base=start if step == 0 and context.history.before is None else base,
         start=start,
         steps=profile.steps,
-        reports=context.evaluations,
+        reports=context.history.reports,
     )
 
 
@@ -358,12 +358,12 @@ def wire_rollouts(
         Prompter,
         outbox=prompts.outbox(),
         make=context.prompts.prompt if chooser is None else context.choose_prompt,
-        group_ids=context.ledger.unended(None if limit else context.total_groups + context.replacements.value),
+        group_ids=context.ledger.unended(None if limit else context.total_groups + context.progress.replacements.value),
         batch_size=learner.batch_size,
-        replacements=context.replacements,
+        replacements=context.progress.replacements,
         ended=context.ledger.ended,
         groups=limit,
-        prompted_until=context.state.prompted if context.state else 0,
+        prompted_until=context.start.state.prompted if context.start.state else 0,
         may_start=rule.wait if chooser is not None and chooser.waits else None,
     )
     children = [*rollouts.children, *prompts.children, scorer, generator, prompter]
@@ -374,14 +374,14 @@ def wire_environments(
     context: RunContext, custom: CustomActors, scored: Channel[GroupOutcome], supply: GroupSupply
 ) -> Rollouts:
     """The actor that receives groups from environments."""
-    profile, state = context.profile, context.state
+    profile, state = context.profile, context.start.state
     fetcher = custom.actor(
         "atropos_fetcher",
         AtroposFetcher,
         outbox=scored.outbox(),
         supply=supply,
         weights=context.weights,
-        replacements=context.replacements,
+        replacements=context.progress.replacements,
         first_group=state.prompted if state else 0,
         received=state.received if state else {},
         lost=state.in_flight if state else {},
@@ -425,11 +425,11 @@ async def train(profile: Profile, directory: RunDirectory, console: Console) -> 
         context = await while_loading(listener, server, loading, page=loading_page(server))
         stack.enter_context(no_idle_sleep(enabled=profile.monitor.prevent_sleep))
         events.open(directory.log)
-        for warning in context.warnings:
+        for warning in context.start.warnings:
             log.warning(warning)
-        log_findings(context.preflight)
-        if context.origin is not None:
-            log.info("run_started_from", **to_builtins(context.origin))
+        log_findings(context.start.findings)
+        if context.start.origin is not None:
+            log.info("run_started_from", **to_builtins(context.start.origin))
         elif context.resumed_from is not None:
             log.info("run_resumed", step=context.resumed_from)
         grace = server.shutdown_seconds if isinstance(server, HttpServer) else 0.0

@@ -73,7 +73,7 @@ class GroupAccounting:
 
     def run_state(self, update: PolicyUpdated) -> RunState:
         """The part of a checkpoint that is not tensors."""
-        before, stats = self._context.state, self._context.sampler.engine.stats()
+        before, stats = self._context.start.state, self._context.sampler.engine.stats()
         return RunState(
             step=update.report.step,
             version=update.report.version,
@@ -98,7 +98,7 @@ class CountedSource:
     def __init__(self, context: RunContext, actor: Runnable, queue: Queue[Any]) -> None:
         """queue: the first queue behind the actor."""
         self._name, self._queue = actor.name, queue
-        self._ended_before = context.state.ledger.ended if context.state else 0
+        self._ended_before = context.start.state.ledger.ended if context.start.state else 0
         self.sent_until = context.total_groups
 
     @property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec import Struct
 
 from clotho.backend import backend
@@ -16,18 +14,15 @@ from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.bounds import Off
 from clotho.settings.data import RewardSection
 from clotho.training.update import PolicyLearner
-from protocols.checkpoint import Origin, RunState
-from protocols.evaluation import EvalReport, HeldOut
-from protocols.finding import Finding
+from protocols.evaluation import HeldOut
 from protocols.prompt import Prompt
 from protocols.sampling import PromptLogprobs
-from protocols.step import WeightsReady
-from protocols.summary import HistoryGap, MemoryEstimate
+from protocols.summary import MemoryEstimate
 from training_run.attachment import Attached
 from training_run.directory.best_checkpoint import BestCheckpointKeeper
 from training_run.directory.run_directory import RunDirectory
 from training_run.groups.ledger import Ledger
-from training_run.groups.progress import LearnerProgress, StalenessRule, SwapTimes
+from training_run.groups.progress import LearnerProgress, RunWeights, StalenessRule
 from training_run.groups.prompts import PromptBuilder
 from training_run.profile.schema import Profile
 from training_run.records.display import RunFacts
@@ -36,6 +31,7 @@ from training_run.records.findings import RunFindings
 from training_run.records.forecast import RemainingWork
 from training_run.records.terminal_text import relative_path
 from training_run.rewards.runner import RewardRunner
+from training_run.start.starting_point import StartingPoint
 from training_run.supervision.custom_actors import Services
 from training_run.supervision.latest import Latest
 
@@ -44,20 +40,14 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     """Start-up -> wiring. The references are fixed; some of the objects are state that actors share.
 
     inputs: fingerprints of model, tokenizer and dataset.
-    state: the checkpoint that the run resumes from. history: evaluations from before the last start.
-    history_gaps: records that the checkpoint covers and that the history files lack.
-    origin: what the run started from; None for the base model alone. best: finds the best checkpoint.
-    base: parameters before the first update, if they still need to be evaluated after a resume.
-    estimated_memory: estimated peak, in bytes. warnings: to be logged when the run starts. preflight: findings of the
-    checks at the start.
-    attached: what the attachments of this installation have added.
+    start: where the run starts; `initial` are the parameters before the first update, if they still need to be
+    evaluated after a resume. history: what earlier processes of the run recorded. best: finds the best checkpoint.
+    memory: estimated peak, in bytes. attached: what the attachments of this installation have added.
     address: base URL of the HTTP server; empty without a server.
 
     Shared state, with the actor that writes it:
-    weights: the served weights (broadcaster). replacements: number of groups that are replaced by others (learner).
-    logged: last step in the log files, findings (monitor). progress, ledger: of the learner.
-    swap_times: of the broadcaster.
-    evaluations: reports since the last start (evaluator).
+    weights: the served weights (broadcaster). logged: last step in the log files, findings (monitor). progress, ledger:
+    of the learner. history.reports: evaluations since the last start (evaluator).
     """
 
     profile: Profile
@@ -69,24 +59,16 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     held_out: HeldOut
     rewards: RewardRunner
     inputs: dict[str, str]
-    state: RunState | None
+    start: StartingPoint
     history: RunHistory
-    history_gaps: tuple[HistoryGap, ...]
-    origin: Origin | None
     best: BestCheckpointKeeper
-    base: Any | None
     memory: MemoryEstimate
-    warnings: tuple[str, ...]
-    preflight: tuple[Finding, ...]
     address: str
     ledger: Ledger
     progress: LearnerProgress
-    weights: Latest[WeightsReady]
-    replacements: Latest[int]
+    weights: RunWeights
     logged: Latest[int]
     findings: RunFindings
-    swap_times: SwapTimes
-    evaluations: list[EvalReport]
     attached: Attached
 
     @property
@@ -97,8 +79,8 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
     @property
     def resumed_from(self) -> int | None:
         """Step of the checkpoint that the run resumes from; 0 without a checkpoint; None for a new run."""
-        if self.state is not None:
-            return self.state.step
+        if self.start.state is not None:
+            return self.start.state.step
         return 0 if self.directory.resumed else None
 
     @property
@@ -124,7 +106,7 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
         """How far rollouts may run ahead of the served weights."""
         return StalenessRule(
             weights=self.weights,
-            replacements=self.replacements,
+            replacements=self.progress.replacements,
             batch_size=self.profile.learner.batch_size,
             max_batches_ahead=self.profile.max_batches_ahead,
         )

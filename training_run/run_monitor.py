@@ -66,7 +66,7 @@ class RunMonitor:
 
     def gauges(self) -> RunGauges:
         """Current metrics for the display and metrics.jsonl."""
-        context, swaps = self._context, self._context.swap_times
+        context, swaps = self._context, self._context.weights.swap_times
         rates, stats = context.compute.rates(), context.sampler.engine.stats()
         return RunGauges(
             queues=tuple(
@@ -102,8 +102,8 @@ class RunMonitor:
     def metrics(self, model: str, timed_out: Mapping[str, int]) -> Iterator[Metric]:
         """Yield metrics for /metrics. model, timed_out: as `engine_metrics`."""
         yield from self.serving.metrics(model, timed_out)
-        context = self._context
-        yield from training_metrics(context.ledger.state(), context.progress.last_report, context.swap_times.last)
+        context, swaps = self._context, self._context.weights.swap_times
+        yield from training_metrics(context.ledger.state(), context.progress.last_report, swaps.last)
         yield from queue_metrics([queue.stats() for queue in self._queues])
         yield counter("clotho_log_events_lost", "Events that could not be logged.", {"": self._events_lost()})
         for measure in context.attached.metrics:
@@ -147,9 +147,9 @@ class RunMonitor:
     def summary(self, accounting: GroupAccounting, *, best: BestCheckpoint | None = None, complete: bool) -> RunSummary:
         """The end of the run. best: the best checkpoint. complete: every actor has returned."""
         context, progress = self._context, self._context.progress
-        first = next((report for report in context.evaluations if report.step == 0 and not report.final), None)
-        last = next((report for report in context.evaluations if report.final), None)
-        between = [report for report in context.evaluations if report.step > 0 and not report.final]
+        first = next((report for report in context.history.reports if report.step == 0 and not report.final), None)
+        last = next((report for report in context.history.reports if report.final), None)
+        between = [report for report in context.history.reports if report.step > 0 and not report.final]
         return RunSummary(
             steps=progress.step,
             planned_steps=context.profile.steps,
@@ -162,14 +162,14 @@ class RunMonitor:
             computing=progress.computing,
             cores=usable_cores(),
             evaluation_seconds=sum(report.seconds for report in between),
-            other_evaluation_seconds=sum(report.seconds for report in context.evaluations if report not in between),
+            other_evaluation_seconds=sum(report.seconds for report in context.history.reports if report not in between),
             total_seconds=time.monotonic() - self._began,
             base_model=relative_path(context.profile.model.path),
             adapter=relative_path(context.directory.adapters),
             best=best,
             best_path=relative_path(checkpoint_path(context.directory.checkpoints, best.step)) if best else "",
             resume_command=resume_command(context.directory.profile),
-            history_gaps=context.history_gaps,
+            history_gaps=context.start.gaps,
             findings=context.findings.now,
             files=tuple(context.directory.written()),
             is_adapter=not isinstance(context.profile.policy.method, FullMethod),

@@ -80,11 +80,11 @@ class RunObserver:
         """queues: all queues of the run, those of a channel in the order in which messages pass them."""
         self._context, self._queues, self._groups = context, queues, GroupsInFlight(context, queues)
         self._began = time.monotonic()
-        self._totals, self._swaps = context.compute.arbiter.totals(), context.swap_times.count
+        self._totals, self._swaps = context.compute.arbiter.totals(), context.weights.swap_times.count
 
     def line(self) -> TimelineLine:
         """Return the line for the time since the last call."""
-        context, totals, swaps = self._context, self._context.compute.arbiter.totals(), self._context.swap_times
+        context, totals, swaps = self._context, self._context.compute.arbiter.totals(), self._context.weights.swap_times
         spent, ended = totals.since(self._totals), swaps.ended_after(self._swaps)
         self._totals, self._swaps = totals, swaps.count
         stages = self._groups.stages()

@@ -46,7 +46,7 @@ def resumed(context: RunContext, *, prompted: int) -> RunContext:
         step=2, version=2, fingerprint="", ledger=LEDGER, prompted=prompted, random_state=(), bad_steps=0,
         train_seconds=0.0, sampled_tokens=100, trained_tokens=50, inputs={},
     )  # fmt: skip
-    return structs.replace(context, state=state, ledger=Ledger(LEDGER))
+    return structs.replace(context, start=structs.replace(context.start, state=state), ledger=Ledger(LEDGER))
 
 
 def prompter(context: RunContext) -> Prompter:
@@ -56,9 +56,9 @@ def prompter(context: RunContext) -> Prompter:
         make=context.prompts.prompt,
         group_ids=context.ledger.unended(context.total_groups),
         batch_size=context.profile.learner.batch_size,
-        replacements=context.replacements,
+        replacements=context.progress.replacements,
         ended=context.ledger.ended,
-        prompted_until=context.state.prompted if context.state else 0,
+        prompted_until=context.start.state.prompted if context.start.state else 0,
     )
 
 

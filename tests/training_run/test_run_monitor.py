@@ -87,7 +87,7 @@ async def test_the_summary_compares_the_base_policy_with_the_final_one(context: 
     accounting = GroupAccounting(context, CountedSource(context, MinimalActor(), Queue("prompts", capacity=1)), [])
     empty = monitor.summary(accounting, complete=True)
     assert (empty.before, empty.after, empty.balance.holds) == (None, None, True)
-    context.evaluations.extend([report(0), report(5), report(10, final=True)])
+    context.history.reports.extend([report(0), report(5), report(10, final=True)])
     summary = monitor.summary(accounting, complete=True)
     assert (summary.before, summary.after) == (report(0), report(10, final=True))
     assert (summary.evaluation_seconds, summary.other_evaluation_seconds) == (2.0, 4.0)

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from protocols.step import StepReport, WeightsReady
 from protocols.summary import ComputeTotals
@@ -52,6 +52,14 @@ class SwapTimes:
         return max(self._seconds, default=None)
 
 
+class RunWeights(Latest[WeightsReady]):
+    """The weights that a run serves, and how long it took to swap them."""
+
+    def __init__(self) -> None:
+        super().__init__("weights")
+        self.swap_times = SwapTimes()
+
+
 class LearnerProgress(Struct, kw_only=True):
     """State of the learner that other parts of the run read. A checkpoint keeps the first four fields.
 
@@ -59,7 +67,7 @@ class LearnerProgress(Struct, kw_only=True):
     train_seconds, trained_tokens: totals since the run began.
     last_report: report of the last batch since the last start. began, last_update: monotonic seconds. updating: the
     update of a batch is being computed. computed_before: totals of the compute threads at `began`. computing: what they
-    did from then until `last_update`.
+    did from then until `last_update`. replacements: number of groups that are replaced by others.
     """
 
     step: int = 0
@@ -72,6 +80,7 @@ class LearnerProgress(Struct, kw_only=True):
     updating: bool = False
     computed_before: ComputeTotals = ComputeTotals()
     computing: ComputeTotals = ComputeTotals()
+    replacements: Latest[int] = field(default_factory=lambda: Latest[int]("replacements"))
 
 
 class StalenessRule(Struct, frozen=True, kw_only=True, eq=False):

@@ -102,16 +102,18 @@ def evaluation_record(report: EvalReport, *, run_seconds: float) -> EvaluationRe
 
 
 class RunHistory(Struct, frozen=True, kw_only=True):
-    """What the earlier processes of a run recorded.
+    """What the earlier processes of a run recorded, and the evaluations since.
 
-    seconds: age of the run. evaluations: all evaluations, oldest first. before: evaluation of the base policy; after:
-    the newest evaluation with `final`; None if there is none.
+    seconds: age of the run at the start. evaluations: all evaluations until then, oldest first. before: evaluation of
+    the base policy; after: the newest evaluation with `final`; None if there is none. reports: of the evaluator, since
+    the start.
     """
 
     seconds: float
     evaluations: tuple[EvalReport, ...] = ()
     before: EvalReport | None
     after: EvalReport | None
+    reports: list[EvalReport] = msgspec.field(default_factory=list)
 
 
 class _Age(Struct):

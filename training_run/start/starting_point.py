@@ -25,6 +25,7 @@ from clotho.training.update import PolicyLearner
 from protocols.accounting import LedgerState
 from protocols.checkpoint import AdapterConfig, Origin, Part, RunState
 from protocols.errors import CheckpointError, ClothoError, RunDirectoryError
+from protocols.finding import Finding
 from protocols.summary import HistoryGap
 from training_run.directory.checkpoints import (
     Checkpoint,
@@ -57,6 +58,7 @@ class StartingPoint(Struct, frozen=True, kw_only=True, eq=False):
     state: the checkpoint; None at step 0 of a new run. parts: its parts of attachments, by name.
     initial: parameters at step 0, as far as the process knows them. origin: what the run started from; None if it
     started from the base model alone. gaps: records that the checkpoint covers and the histories lack.
+    warnings: to be logged when the run starts. findings: of the checks at the start.
     """
 
     state: RunState | None
@@ -65,6 +67,7 @@ class StartingPoint(Struct, frozen=True, kw_only=True, eq=False):
     origin: Origin | None = None
     gaps: tuple[HistoryGap, ...] = ()
     warnings: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
 
 class Fork(NamedTuple):

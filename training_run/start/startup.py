@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import structlog
 from anyio.to_thread import run_sync
+from msgspec import structs
 
 from clotho.inference.decoding import LONGEST_PART
 from clotho.inference.sampling import validate
@@ -23,7 +24,7 @@ from clotho.settings.learner import BaseReference
 from clotho.training.update import PolicyLearner
 from protocols.checkpoint import Origin, RunState
 from protocols.errors import ProfileError, RequestError
-from protocols.evaluation import EvalReport, HeldOut
+from protocols.evaluation import HeldOut
 from protocols.finding import Finding
 from protocols.sampling import SampleRequest, restricts_support
 from protocols.summary import MemoryEstimate
@@ -33,7 +34,7 @@ from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.directory.checkpoints import checkpoint_path, checkpoint_steps
 from training_run.directory.run_directory import RunDirectory
 from training_run.groups.ledger import Ledger
-from training_run.groups.progress import LearnerProgress, SwapTimes
+from training_run.groups.progress import LearnerProgress, RunWeights
 from training_run.groups.prompts import MAX_LISTED_TYPES, LoadedPrompts, dataset_warnings, load_prompts
 from training_run.memory.estimate import estimate_memory
 from training_run.memory.report import limit_memory
@@ -51,8 +52,6 @@ from training_run.start.starting_point import Fork, begin, publish_fork, restore
 from training_run.start.warmup_step import run_warmup_step
 from training_run.supervision.latest import Latest
 from training_run.supervision.watchdog import StartupWatch
-
-T = TypeVar("T")
 
 log = structlog.get_logger(actor="pipeline")
 
@@ -125,12 +124,12 @@ async def _build_context(
         start = await begin(
             profile, directory, compute, policy, policy_learner, fork=fork, origin=origin, inputs=inputs
         )
-        state = start.state
         write_profile(profile, directory.profile)
         preflight, findings = _findings(profile, directory, preflight)
         history = read_history(directory.metrics, directory.evaluations)
-    ledger, progress = Ledger(state.ledger if state else None), _progress(state)
-    evaluations: list[EvalReport] = []
+    ledger = Ledger(start.state.ledger if start.state else None)
+    weights = RunWeights()
+    weights.put(sampler.served)
     return RunContext(
         profile=profile,
         directory=directory,
@@ -141,25 +140,22 @@ async def _build_context(
         held_out=held_out,
         rewards=rewards,
         inputs=inputs,
-        state=state,
+        start=structs.replace(
+            start,
+            initial=start.initial if start.state and not history.before else None,
+            warnings=(*dataset_warnings(loaded), *ungraded, *start.warnings, *unknown_parts(start.parts)),
+            findings=preflight,
+        ),
         history=history,
-        base=start.initial if state and not history.before else None,
         memory=ready.estimate,
-        history_gaps=start.gaps,
-        origin=start.origin,
-        warnings=(*dataset_warnings(loaded), *ungraded, *start.warnings, *unknown_parts(start.parts)),
-        preflight=preflight,
         attached=Attached(ending=plan.ending, parts=CheckpointParts(start.parts)),
         address=address,
         ledger=ledger,
-        progress=progress,
-        weights=_cell("weights", sampler.served),
-        replacements=_cell("replacements", ledger.ended - progress.step * profile.learner.batch_size),
+        progress=_progress(start.state, ledger, batch_size=profile.learner.batch_size),
+        weights=weights,
         logged=Latest[int]("logged"),
         findings=findings,
-        swap_times=SwapTimes(),
-        evaluations=evaluations,
-        best=_best_checkpoint(profile, directory, history, evaluations, findings),
+        best=_best_checkpoint(profile, directory, history, findings),
     )
 
 
@@ -178,23 +174,16 @@ def _best_checkpoint(
     profile: Profile,
     directory: RunDirectory,
     history: RunHistory,
-    evaluations: list[EvalReport],
     findings: RunFindings,
 ) -> BestCheckpointKeeper:
     interval = profile.eval.interval if isinstance(profile.eval, HeldOutEvaluation) else 0
     return BestCheckpointKeeper(
         checkpoints=directory.checkpoints,
         marker=directory.best,
-        reports=lambda: [*history.evaluations, *evaluations],
+        reports=lambda: [*history.evaluations, *history.reports],
         is_evaluated=lambda step: interval > 0 and step % interval == 0,
         named=lambda: findings.named_checkpoints,
     )
-
-
-def _cell(name: str, value: T) -> Latest[T]:
-    cell = Latest[T](name)
-    cell.put(value)
-    return cell
 
 
 class LoadedPolicy(NamedTuple):
@@ -333,12 +322,14 @@ def _require_correct_rewards(profile: Profile, held_out: HeldOut, rewards: Rewar
     )
 
 
-def _progress(state: RunState | None) -> LearnerProgress:
-    if state is None:
-        return LearnerProgress()
-    return LearnerProgress(
-        step=state.step,
-        bad_steps=state.bad_steps,
-        train_seconds=state.train_seconds,
-        trained_tokens=state.trained_tokens,
-    )
+def _progress(state: RunState | None, ledger: Ledger, *, batch_size: int) -> LearnerProgress:
+    progress = LearnerProgress()
+    if state is not None:
+        progress = LearnerProgress(
+            step=state.step,
+            bad_steps=state.bad_steps,
+            train_seconds=state.train_seconds,
+            trained_tokens=state.trained_tokens,
+        )
+    progress.replacements.put(ledger.ended - progress.step * batch_size)
+    return progress

@@ -154,7 +154,7 @@ async def test_the_observer_counts_groups_by_place(tmp_path: Path) -> None:
             for _ in range(received):
                 await inbox.receive()
         context.ledger.train(0)
-        context.swap_times.add(0.001)
+        context.weights.swap_times.add(0.001)
         found = observer.line()
         assert found.groups == GroupStages(queued=2, decoding=2, scoring=1, waiting=2)
         assert found.queues["scored.tap1"] == 3

@@ -115,7 +115,7 @@ async def test_a_run_starts_with_the_weights_of_a_checkpoint(tmp_path: Path, kin
     path, weights = await trained(tmp_path, kind)
     async with started(tmp_path, path) as parts:
         assert same_bits(parts.policy_learner.parameters, weights)
-        assert (parts.policy.version, parts.policy.step, parts.base) == (0, 0, None)
+        assert (parts.policy.version, parts.policy.step, parts.start.initial) == (0, 0, None)
         method = parts.profile.policy.method
         assert type(method).__struct_config__.tag == TRAINED[kind]["type"]
         if isinstance(method, AdapterMethod):
@@ -136,8 +136,8 @@ async def test_a_run_starts_with_an_adapter_of_another_format(tmp_path: Path, fo
     other = tmp_path / ("other.gguf" if form == "gguf" else "other")
     convert(path, other, form, model=str(tmp_path / "base"))
     async with started(tmp_path, other) as parts:
-        assert parts.origin is not None
-        assert parts.origin.format == form
+        assert parts.start.origin is not None
+        assert parts.start.origin.format == form
         found, expected = flat(parts.policy_learner.parameters), flat(weights)
         assert found.keys() == expected.keys()
         for name, array in found.items():
@@ -170,8 +170,8 @@ async def test_a_resumed_run_has_the_initial_weights_although_the_adapter_is_gon
         profile = parts.profile
     async with open_context(profile, resume=True) as parts:
         assert same_bits(parts.policy_learner.parameters, weights)
-        assert parts.base is not None
-        assert same_bits(parts.base, weights)
+        assert parts.start.initial is not None
+        assert same_bits(parts.start.initial, weights)
         assert parts.directory.lineage.exists()
 
 
@@ -182,8 +182,8 @@ async def test_a_run_is_named_by_its_directory_and_step(tmp_path: Path) -> None:
         profile = profile_from(tmp_path, name, {"run_dir": str(tmp_path / f"run{number}")})
         async with open_context(profile) as parts:
             assert same_bits(parts.policy_learner.parameters, weights)
-            assert parts.origin is not None
-            assert parts.origin.path == str(path if number else tmp_path / "source" / "adapters")
+            assert parts.start.origin is not None
+            assert parts.start.origin.path == str(path if number else tmp_path / "source" / "adapters")
 
 
 def refusal(directory: Path, adapter: object, flags: dict[str, Any] | None = None) -> str:

@@ -43,7 +43,7 @@ async def test_a_start_writes_the_findings_of_attachments_to_the_run_directory(
     """Errors come first. The decode engine has sampled nothing."""
     monkeypatch.setattr("training_run.start.preflight.installed_attachments", lambda: (Examining(),))
     async with open_context(tiny_profile(tmp_path)) as context:
-        assert [finding.name for finding in context.preflight] == ["model_unusable", "few_problems"]
+        assert [finding.name for finding in context.start.findings] == ["model_unusable", "few_problems"]
         document = json.loads(context.directory.preflight.read_bytes())
         assert [finding["name"] for finding in document["findings"]] == ["model_unusable", "few_problems"]
         assert context.sampler.engine.stats().tokens_sampled == 0

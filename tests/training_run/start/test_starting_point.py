@@ -57,7 +57,7 @@ async def test_a_run_that_was_killed_before_its_first_update_starts_over(tmp_pat
         parts.directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     async with open_context(profile, resume=True) as parts:
         assert (parts.resumed_from, parts.policy.fingerprint) == (0, fingerprint)
-        assert ["5 steps" in warning for warning in parts.warnings] == [True]
+        assert ["5 steps" in warning for warning in parts.start.warnings] == [True]
         assert parts.directory.metrics.read_bytes() == b""
 
 
@@ -83,10 +83,10 @@ async def test_a_fork_has_the_complete_state_of_the_other_run(tmp_path: Path) ->
     other = tiny_profile(tmp_path, run_dir=str(tmp_path / "fork"))
     async with open_context(other, fork=source) as parts:
         fork = learner_state(parts)
-        assert (parts.state, parts.progress.step, list(parts.ledger.unended(9))) == (state, 3, [5, 6, 8])
+        assert (parts.start.state, parts.progress.step, list(parts.ledger.unended(9))) == (state, 3, [5, 6, 8])
         assert [json.loads(line)["step"] for line in parts.directory.metrics.read_text().splitlines()] == [1, 2, 3]
         assert parts.history.before is not None
-        assert (checkpoint_steps(parts.directory.checkpoints), parts.base) == ([3], None)
+        assert (checkpoint_steps(parts.directory.checkpoints), parts.start.initial) == ([3], None)
         assert read_state(parts.directory.checkpoints / "step-000003") == state
     origin = read_origin(tmp_path / "fork" / "lineage.json")
     assert origin is not None
@@ -125,7 +125,7 @@ async def test_a_fork_may_change_what_a_resumed_run_may_not(tmp_path: Path) -> N
         "data.train", "learner.batch_size", "learner.optimizer.learning_rate", "policy.method.dropout",
     ]  # fmt: skip
     assert origin.inputs == ("dataset",)
-    assert ["dataset" in warning for warning in parts.warnings if "inputs" in warning] == [True]
+    assert ["dataset" in warning for warning in parts.start.warnings if "inputs" in warning] == [True]
     async with open_context(profile, resume=True) as parts:
         assert parts.resumed_from == 3
 
@@ -136,7 +136,7 @@ async def test_a_fork_with_another_optimizer_starts_its_state_anew(tmp_path: Pat
     source = tmp_path / "run" / "checkpoints" / "step-000003"
     profile = tiny_profile(tmp_path, run_dir=str(tmp_path / "fork"), learner={"optimizer": "lion"})
     async with open_context(profile, fork=source) as parts:
-        assert ["anew" in warning for warning in parts.warnings if "optimizer" in warning] == [True]
+        assert ["anew" in warning for warning in parts.start.warnings if "optimizer" in warning] == [True]
         assert (parts.policy.step, parts.policy_learner.version) == (3, 2)
         arrays = parts.compute.learner.submit(parts.policy_learner.state).result()
         moments = [array for name, array in arrays.items() if name.startswith("optimizer.") and array.ndim > 1]
@@ -170,7 +170,7 @@ async def test_a_run_resumes_from_a_chosen_step_and_keeps_what_is_later(tmp_path
     token_file(tokens, 3).touch()
     async with open_context(profile, resume=True, resume_step=0) as parts:
         assert (parts.resumed_from, parts.progress.step, parts.history.before is not None) == (0, 0, True)
-        assert ["superseded" in warning and "(3)" in warning for warning in parts.warnings] == [True]
+        assert ["superseded" in warning and "(3)" in warning for warning in parts.start.warnings] == [True]
         assert checkpoint_steps(parts.directory.checkpoints) == [0]
         assert parts.directory.metrics.read_bytes() == b""
     kept = tmp_path / "run" / "superseded" / "001-after-step-000000"
@@ -180,7 +180,7 @@ async def test_a_run_resumes_from_a_chosen_step_and_keeps_what_is_later(tmp_path
     async with open_context(profile, resume=True) as parts:
         assert parts.resumed_from == 0
     async with open_context(profile, resume=True, resume_step=0) as parts:
-        assert parts.warnings == ()
+        assert parts.start.warnings == ()
     assert len(list((tmp_path / "run" / "superseded").iterdir())) == 1
 
 

@@ -108,7 +108,12 @@ async def test_a_new_run_starts_at_step_zero(tmp_path: Path) -> None:
     """The loaded policy, an empty ledger, and a written profile that loads again."""
     profile = tiny_profile(tmp_path)
     async with open_context(profile) as parts:
-        assert (parts.state, parts.base, parts.warnings, parts.history.before) == (None, None, (), None)
+        assert (parts.start.state, parts.start.initial, parts.start.warnings, parts.history.before) == (
+            None,
+            None,
+            (),
+            None,
+        )
         assert list(parts.ledger.unended(3)) == [0, 1, 2]
         assert (parts.progress.step, parts.policy.version, parts.policy_learner.version) == (0, 0, 0)
         assert sorted(parts.inputs) == ["dataset", "model", "tokenizer"]
@@ -127,7 +132,7 @@ async def test_held_out_problems_without_a_correct_reward_are_reported_or_refuse
     rewards = [{"name": "format"}, {"name": "exact", "correct": True, "types": ["echo"]}]
     profile = tiny_profile(tmp_path, rewards=rewards, data={"heldout": str(held_out)})
     async with open_context(profile) as context:
-        assert [("other" in warning, "ungraded" in warning) for warning in context.warnings] == [(True, True)]
+        assert [("other" in warning, "ungraded" in warning) for warning in context.start.warnings] == [(True, True)]
     held_out.write_text(json.dumps(problems[1]))
     other = tiny_profile(tmp_path, rewards=rewards, data={"heldout": str(held_out)}, run_dir=str(tmp_path / "other"))
     assert isinstance(await refusal(other), ProfileError)
@@ -165,7 +170,7 @@ async def test_a_resumed_run_continues_at_its_checkpoint(tmp_path: Path) -> None
     profile = tiny_profile(tmp_path)
     state = await write_step(profile)
     async with open_context(profile, resume=True) as parts:
-        assert parts.state == state
+        assert parts.start.state == state
         assert parts.ledger.state() == LEDGER
         assert list(parts.ledger.unended(9)) == [5, 6, 8]
         progress = parts.progress
@@ -179,7 +184,7 @@ async def test_a_resumed_run_continues_at_its_checkpoint(tmp_path: Path) -> None
         )
         assert [json.loads(line)["step"] for line in parts.directory.metrics.read_text().splitlines()] == [1, 2, 3]
         assert (parts.history.seconds, parts.history.before and parts.history.before.accuracy) == (30.0, 0.25)
-        assert parts.base is None
+        assert parts.start.initial is None
 
 
 def spread(parts: RunContext) -> float:
@@ -200,8 +205,8 @@ async def test_a_base_policy_without_an_evaluation_is_kept(tmp_path: Path) -> No
     profile = tiny_profile(tmp_path)
     await write_step(profile, measured=False)
     async with open_context(profile, resume=True) as parts:
-        assert parts.base is not None
-        assert float(max(module["lora_b"].max().item() for module in lora(parts.base))) == 0.0
+        assert parts.start.initial is not None
+        assert float(max(module["lora_b"].max().item() for module in lora(parts.start.initial))) == 0.0
 
 
 async def test_a_run_without_an_intact_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -223,8 +228,8 @@ async def test_records_that_the_histories_lack_are_part_of_the_context(tmp_path:
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[1:]))
     async with open_context(profile, resume=True) as parts:
-        assert [(gap.file, gap.missing) for gap in parts.history_gaps] == [("metrics.jsonl", 1), ("rollouts.jsonl", 6)]
-        assert len(parts.warnings) == 2
+        assert [(gap.file, gap.missing) for gap in parts.start.gaps] == [("metrics.jsonl", 1), ("rollouts.jsonl", 6)]
+        assert len(parts.start.warnings) == 2
 
 
 async def test_a_resumed_run_requires_the_same_dataset_and_settings(tmp_path: Path) -> None:
