@@ -17,7 +17,7 @@ import mlx.nn as nn
 
 from attachments.adapters.messages import AdapterInfo
 from clotho.models.adapter_reading import read_adapter
-from clotho.models.adapters import Adapter, adapter_targets, as_arrays
+from clotho.models.adapters import Adapter, adapter_targets
 from clotho.models.lora import AdaptedModule
 from clotho.models.parameters import Arrays, Parameters, fingerprint, nested
 from clotho.settings.server import AdaptersSection
@@ -127,7 +127,8 @@ class AdapterStore:
         if name in self._loaded and not replace:
             raise AdapterRequestError(f"the adapter {name} is already loaded; set load_inplace", reason="exists")
         evicted = self._to_evict(name, contents.bytes, in_use, protected)
-        arrays = as_arrays(contents)
+        arrays = {key: mx.array(values) for key, values in contents.arrays.items()}
+        mx.eval(arrays)
         adapter = self._adapter(name, next(self._loads), arrays, contents.scales, contents.rank, str(contents.path))
         for other in evicted:
             self.unload(other)

@@ -24,15 +24,13 @@ from clotho.models.adapter_formats import (
     expert_layer,
     place_of,
 )
+from clotho.models.adapter_reading import listed
 from clotho.models.adapters import Adapter, Floats, ranks_by_name
 from clotho.storage.adapters import CONFIG, encode_config, padded
 from clotho.storage.atomic_files import write_file
 from clotho.storage.tensors import StoredTensor, write_stored
 from protocols.checkpoint import AdapterConfig, LoRAParameters
 from protocols.errors import ArtifactError, visible
-
-MAX_SHOWN = 5
-"""Number of layers that a message names."""
 
 HUGGING_FACE = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
 STORED = {"F32": ("float32", "<f4"), "F16": ("float16", "<f2"), "BF16": ("bfloat16", "<u2")}
@@ -162,7 +160,7 @@ def _in_mlx_layout(adapter: Adapter, form: FormatName) -> tuple[dict[str, Floats
     _refuse_weights(form, adapter)
     scales = set(adapter.scales.values())
     if len(scales) > 1:
-        shown = ", ".join(f"{scale:g}" for scale in sorted(scales)[:MAX_SHOWN])
+        shown = listed([f"{scale:g}" for scale in sorted(scales)])
         raise ArtifactError(
             f"{form}: all layers share one scale, and this adapter has the scales {shown}", reason="inexpressible"
         )
@@ -254,9 +252,7 @@ def _refuse(form: FormatName, what: str, names: Iterable[str]) -> None:
     """Raise ArtifactError if there are any names."""
     found = sorted(names)
     if found:
-        more = f"; and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
-        shown = "; ".join(visible(name, 100) for name in found[:MAX_SHOWN])
-        raise ArtifactError(f"{form} cannot express {what}: {shown}{more}", reason="inexpressible")
+        raise ArtifactError(f"{form} cannot express {what}: {listed(found)}", reason="inexpressible")
 
 
 def _stored(values: Floats, dtype: str) -> StoredTensor:

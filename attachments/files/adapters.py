@@ -16,16 +16,20 @@ from attachments.files.gguf_header import BF16, F16, F32, GgufHeader
 from attachments.files.gguf_header import read_header as read_gguf_header
 from attachments.files.gguf_names import ARCHITECTURES, gguf_names, heads_key
 from clotho.models.adapter_formats import DTYPES, GGUF, NPZ, PEFT, WEIGHTS, Config, PeftConfig, is_named
-from clotho.models.adapter_reading import AdapterSource, adapter_from, as_float32, opened_directory, opened_tensors
+from clotho.models.adapter_reading import (
+    AdapterSource,
+    adapter_from,
+    as_float32,
+    listed,
+    opened_directory,
+    opened_tensors,
+)
 from clotho.models.adapters import Adapter, Base, Floats, recorded_base
 from clotho.models.loading import open_stored
 from clotho.models.model_files import TensorHeader, one_line
 from clotho.models.parameters import flat
 from clotho.settings.model import ModelSection
 from protocols.errors import ArtifactError, visible
-
-MAX_SHOWN = 5
-"""Number of weights that a message names."""
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -78,7 +82,7 @@ def replaced_weights(source: AdapterSource, stored: Mapping[str, str], base: Bas
     PEFT stores `modules_to_save`, and copies of embeddings and heads that have an adapter. Raises ArtifactError for
     weights that the base model lacks, quantizes or shares between embeddings and head.
     """
-    shown = ", ".join(visible(name, 100) for name in sorted(stored)[:MAX_SHOWN])
+    shown = listed(sorted(stored))
     if base is None:
         raise ArtifactError(
             f"{source.path} has weights in full, which only a comparison with the base model explains: {shown}; name "

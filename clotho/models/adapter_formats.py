@@ -206,18 +206,10 @@ class PeftConfig(Struct, frozen=True, kw_only=True):
     lora_alpha: float = 8.0
     use_rslora: bool = False
     use_dora: bool = False
-    bias: str = "none"
     modules_to_save: list[str] | None = None
     alpha_pattern: dict[str, float] | None = None
     dropout: float = field(default=0.0, name="lora_dropout")
     base: str | None = field(default=None, name=base_key)
-    lora_bias: bool = False
-    use_qalora: bool = False
-    target_parameters: list[str] | None = None
-    layer_replication: list[list[int]] | None = None
-    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
-    alora_invocation_tokens: list[int] | None = None
-    init_lora_weights: bool | str | None = True
 
     @property
     def method(self) -> AdapterKind:
@@ -242,6 +234,12 @@ def config_type(fields: Mapping[str, object]) -> type[Config]:
     return PeftConfig if "peft_type" in fields else MlxLmConfig
 
 
+UNSUPPORTED = (
+    "lora_bias", "use_qalora", "target_parameters", "layer_replication", "trainable_token_indices",
+    "alora_invocation_tokens",
+)  # fmt: skip
+"""Keys of PEFT that change what an adapter computes, and that are refused unless they are unset or false."""
+
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations of PEFT that subtract the initial adapter from the base weights, which the adapter's files lack."""
 
@@ -255,7 +253,7 @@ def parse_config(text: bytes, path: object) -> Config:
         fields = msgspec.json.decode(text, type=dict[str, object])
         if config_type(fields) is PeftConfig:
             peft = msgspec.convert(fields, PeftConfig)
-            _require_plain_peft(peft, path)
+            _require_plain_peft(peft, fields, path)
             return peft
         kind, known = fields.get("fine_tune_type", "lora"), list(LABELS)
         if kind not in known:
@@ -274,23 +272,17 @@ def invalid(message: str) -> AdapterRequestError:
     return AdapterRequestError(message, reason="invalid")
 
 
-def _require_plain_peft(config: PeftConfig, path: object) -> None:
+def _require_plain_peft(config: PeftConfig, fields: Mapping[str, object], path: object) -> None:
     if config.peft_type.upper() != "LORA":
         raise invalid(f"{path}: peft_type is {visible(config.peft_type, 40)}; only LORA is supported")
-    initialization = config.init_lora_weights if isinstance(config.init_lora_weights, str) else ""
-    for key, unsupported in (
-        ("bias", config.bias != "none"),
-        ("lora_bias", config.lora_bias),
-        ("use_qalora", config.use_qalora),
-        ("target_parameters", bool(config.target_parameters)),
-        ("layer_replication", bool(config.layer_replication)),
-        ("trainable_token_indices", bool(config.trainable_token_indices)),
-        ("alora_invocation_tokens", bool(config.alora_invocation_tokens)),
-        ("init_lora_weights", initialization.lower().startswith(CHANGED_BASE)),
+    for key, is_refused in (
+        ("bias", fields.get("bias", "none") != "none"),
+        ("init_lora_weights", str(fields.get("init_lora_weights")).lower().startswith(CHANGED_BASE)),
         ("alpha_pattern", not all(map(PATTERN.fullmatch, config.alpha_pattern or {}))),
+        *((key, bool(fields.get(key))) for key in UNSUPPORTED),
     ):
-        if unsupported:
-            raise invalid(f"{path}: {key} is {visible(repr(getattr(config, key)), 40)}, which is not supported")
+        if is_refused:
+            raise invalid(f"{path}: {key} is {visible(repr(fields[key]), 40)}, which is not supported")
 
 
 def quotient(alpha: float, divisor: float) -> float:

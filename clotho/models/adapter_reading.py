@@ -12,7 +12,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -200,7 +200,7 @@ def _named(source: AdapterSource, form: AdapterFormat, config: Config, targets: 
             continue
         tensors.append(_Tensor(name, module, found.matrix, header, expert))
     if unknown:
-        named = f"{source.path}: {_listed(unknown)}"
+        named = f"{source.path}: {listed(unknown)}"
         if any("lora_embedding_" in one for one in unknown):
             raise invalid(f"{named}: embeddings with an adapter are not supported")
         hint = "; it has magnitudes" if any("magnitude" in one or one.endswith(".m") for one in unknown) else ""
@@ -248,7 +248,7 @@ def _ranks(
     pairs = [(layer, matrix) for layer in layers for matrix in TENSORS_OF[config.method]]
     wrong += [f"{layer[0]} has no {matrix}" for layer, matrix in pairs if (layer[0], matrix, layer[1]) not in given]
     if wrong:
-        raise invalid(f"{path} does not fit the model: {_listed(wrong)}")
+        raise invalid(f"{path} does not fit the model: {listed(wrong)}")
     shapes = [targets[module].shape(matrix, rank) for module, rank in ranks.items() for matrix in MATRICES]
     size = FLOAT32_BYTES * sum(map(math.prod, shapes))
     if size > limits.max_bytes:
@@ -314,7 +314,8 @@ def as_float32(data: bytes, header: TensorHeader) -> Floats | None:
     return values.reshape(header.shape)
 
 
-def _listed(items: list[str]) -> str:
+def listed(items: Sequence[str]) -> str:
+    """Return items for a message: the first ones, and the number of the others."""
     shown = "; ".join(visible(item, 200) for item in items[:MAX_SHOWN])
     return shown if len(items) <= MAX_SHOWN else f"{shown}; and {len(items) - MAX_SHOWN} more"
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
@@ -165,10 +164,3 @@ def ranks_by_name(adapter: Adapter) -> dict[str, int]:
                 reason="inexpressible",
             )
     return {name: rank for name, (_, rank) in found.items()}
-
-
-def as_arrays(adapter: Adapter) -> dict[str, mx.array]:
-    """Return the arrays of an adapter in MLX, evaluated; in a compute thread."""
-    arrays = {name: mx.array(values) for name, values in adapter.arrays.items()}
-    mx.eval(arrays)
-    return arrays

@@ -301,6 +301,9 @@ PEFT_SETTINGS: dict[str, dict[str, object]] = {
     "bias": {"bias": "all"},
     "saved modules": {"modules_to_save": ["lm_head"]},
     "another method": {"peft_type": "IA3"},
+    "bias of matrices": {"lora_bias": True},
+    "trained tokens": {"trainable_token_indices": [3]},
+    "changed base weights": {"init_lora_weights": "pissa_niter_4"},
 }
 
 

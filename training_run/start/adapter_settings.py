@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clotho.models.adapter_formats import MlxLmConfig, config_type, is_named, place_of
-from clotho.models.adapter_reading import read_adapter_of
+from clotho.models.adapter_reading import listed, read_adapter_of
 from clotho.models.adapters import Adapter, ranks_by_name
 from clotho.models.loading import is_local
 from clotho.models.model_files import read_object
@@ -29,8 +29,6 @@ from training_run.profile.load import merge
 
 KEY, METHOD = ADAPTER, "policy.method."
 FILES = (".gguf", ".npz", ".safetensors")
-MAX_SHOWN = 3
-"""Number of weights that an error message names."""
 
 Values = dict[str, Any]
 
@@ -135,10 +133,9 @@ def _own_values(config: AdapterConfig) -> Values:
 def _values(adapter: Adapter) -> Values:
     """Return the settings of LoRA or DoRA matrices. Raises ProfileError if one run cannot have all of them."""
     if adapter.weights:
-        shown = ", ".join(visible(name, 100) for name in sorted(adapter.weights)[:MAX_SHOWN])
         raise ProfileError(
-            f"weights in full beside the matrices ({shown}) are read from runs of Clotho only: merge the adapter, and "
-            "start from the merged model"
+            f"weights in full beside the matrices ({listed(sorted(adapter.weights))}) are read from runs of Clotho "
+            "only: merge the adapter, and start from the merged model"
         )
     if outside := [module for module in adapter.ranks if place_of(module)[0] is None]:
         raise ProfileError(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from clotho.models.adapter_formats import TENSOR_FILES
-from clotho.models.adapter_reading import read_adapter_of
+from clotho.models.adapter_reading import listed, read_adapter_of
 from clotho.models.adapters import Adapter, Floats
 from clotho.models.parameters import Arrays, as_parameters, fingerprint, flat, nested
 from clotho.models.policy import Policy
@@ -17,14 +17,11 @@ from clotho.storage.adapters import read_adapter as read_own_adapter
 from clotho.storage.atomic_files import digest_file
 from clotho.storage.tensors import read_tensors
 from protocols.checkpoint import AdapterConfig, Origin
-from protocols.errors import CheckpointError, ClothoError, ModelError, visible
+from protocols.errors import CheckpointError, ClothoError, ModelError
 from training_run.directory.checkpoints import read_state
 from training_run.directory.run_directory import read_run_id
 from training_run.directory.run_paths import run_of
 from training_run.start.adapter_settings import KEY, find_adapter, main_scale, own_config
-
-MAX_SHOWN = 3
-"""Number of parameters that an error message names."""
 
 
 class InitialAdapter(NamedTuple):
@@ -83,9 +80,7 @@ def publish_initial(policy: Policy, initial: InitialAdapter) -> None:
     if initial.own is not None and initial.own.fine_tune_type == "full":
         arrays = {**expected, **arrays}
     if problems := tensor_problems(arrays, expected):
-        more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
-        listed = visible("; ".join(problems[:MAX_SHOWN]), 400)
-        raise ModelError(f"{KEY}: {initial.path} does not fit the policy: {listed}{more}")
+        raise ModelError(f"{KEY}: {initial.path} does not fit the policy: {listed(problems)}")
     tree = nested(arrays)
     policy.publish(tree, version=0, step=0, fingerprint=fingerprint(tree))
 
