@@ -20,8 +20,7 @@ from protocols.errors import ClothoError, DivergenceError
 from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 from protocols.step import FirstBatch, GroupsEnded, LearnerReport, PolicyUpdated, StepReport, TrainedGroup
-from training_run.groups.batch_collector import BatchCollector, discard, discard_unusable
-from training_run.groups.fruitless import FruitlessBatches
+from training_run.groups.batch_collector import BatchCollector, FruitlessBatches, discard, discard_unusable
 from training_run.groups.ledger import Ledger
 from training_run.groups.progress import LearnerProgress
 from training_run.supervision.hooks import UpdateHook, Verdict

@@ -99,10 +99,12 @@ class Atropos(Attachment):
 
     def check(self, profile: Profile) -> None:
         """Raise ProfileError unless environments can fill a batch, and interpreter, scripts and address exist."""
+        source = ATROPOS.of(profile)
+        if not isinstance(source, AtroposSource) and not ENVIRONMENTS.of(profile):
+            return
         from attachments.atropos.commands import require_environments
 
         require_environments(profile)
-        source = ATROPOS.of(profile)
         if isinstance(source, RunningServer):
             from attachments.atropos.client import require_address  # imports an HTTP client
 

@@ -11,8 +11,8 @@ import pytest
 from mlx_lm.models.cache import ConcatenateKVCache
 
 from clotho.models.attention import LayerKeys
-from clotho.models.gradient_checkpoint import checkpointed_blocks
 from clotho.models.parameters import flat
+from clotho.models.policy_model import checkpointed_blocks
 
 
 class Block(nn.Module):

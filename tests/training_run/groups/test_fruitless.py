@@ -10,7 +10,7 @@ from protocols.rollout import Discarded, DiscardReason, GroupOutcome
 from tests.actors.actor_helpers import prompt
 from tests.actors.learner_harness import trainable_group
 from tests.training_run.records.display_examples import completion
-from training_run.groups.fruitless import FruitlessBatches
+from training_run.groups.batch_collector import FruitlessBatches
 
 
 def ended(reason: DiscardReason) -> Discarded:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from protocols.accounting import LedgerState, SourceCounts
 from tests.metric_samples import Values, page, require, samples
 from tests.training_run.records.display_examples import step, trained
-from training_run.records.run_metrics import queue_metrics, training_metrics
+from training_run.run_monitor import queue_metrics, training_metrics
 from training_run.supervision.queues import QueueStats
 
 LEDGER = LedgerState(
