@@ -12,13 +12,12 @@ from typing import Any
 
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from clotho.models.adapter_formats import DTYPES, FormatName, Target, place_of
 from clotho.models.loading import find_model, is_local, open_base
-from clotho.models.lora import AdaptedModule
+from clotho.models.lora import LINEAR, AdaptedModule, widths
 from clotho.settings.model import ModelSection
 from protocols.checkpoint import AdapterKind, BaseQuantization
 from protocols.errors import ArtifactError, ModelError, visible
@@ -38,14 +37,12 @@ def adapter_targets(
     modules = {name: module for name, module in model.named_modules() if not name.startswith(inside)} | bases
     targets = {}
     for name, module in modules.items():
-        if isinstance(module, (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)):
-            *experts, outputs, inputs = module.weight.shape
-            if "scales" in module:
-                inputs = inputs * 32 // module.bits
-            targets[name] = Target(inputs=inputs, outputs=outputs, experts=experts[0] if experts else 0)
+        if isinstance(module, LINEAR):
+            inputs, outputs = widths(module)
+            experts = module.weight.shape[0] if module.weight.ndim == 3 else 0
+            targets[name] = Target(inputs=inputs, outputs=outputs, experts=experts)
         elif embeddings and isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
-            tokens, dims = module.weight.shape
-            dims = dims * 32 // module.bits if "scales" in module else dims
+            dims, tokens = widths(module)
             targets[name] = Target(inputs=tokens, outputs=dims, embedding=True)
     return targets
 

@@ -39,8 +39,13 @@ def linear_modules(blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
 
 def smaller_side(module: nn.Module) -> int:
     """Return the smaller of a linear layer's input and output widths, which is the maximum rank of the weight."""
+    return min(widths(module))
+
+
+def widths(module: nn.Module) -> tuple[int, int]:
+    """Return the input and output widths of a linear layer, quantized or not; of one expert in a mixture."""
     width_out, width_in = module.weight.shape[-2:]
-    return int(min(width_out, width_in * 32 // module.bits if "scales" in module else width_in))
+    return width_in * 32 // module.bits if "scales" in module else width_in, width_out
 
 
 def module_ranks(blocks: Sequence[nn.Module], method: AdapterMethod) -> dict[str, int]:

@@ -23,7 +23,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from clotho.backend import backend
 from clotho.models.loading import setting
-from clotho.models.lora import LINEAR
+from clotho.models.lora import LINEAR, widths
 from clotho.scoring.head_scores import rows_at_once
 from training_run.memory.micro_batch import MicroBatchShape
 
@@ -70,7 +70,7 @@ def kept_per_token(block: nn.Module, *, full: bool, itemsize: int, experts: int)
         adapted, has_magnitudes = "lora_a" in modules[outer], "m" in modules[outer]
         parent, _, last = (outer if adapted else name).rpartition(".")
         copies = experts if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)) else 1
-        width_in, width_out = _widths(module)
+        width_in, width_out = widths(module)
         returns = last in TO_RESIDUAL
         once = returns or backend().keeps_once(last, itemsize)
         kept += copies * width_out * itemsize * (1 if once else 2)
@@ -90,7 +90,7 @@ def magnitude_bytes(blocks: Sequence[nn.Module]) -> int:
         modules = dict(block.named_modules())
         for name, module in modules.items():
             if isinstance(module, LINEAR) and "m" in modules[name.rpartition(".")[0]]:
-                width_in, width_out = _widths(module)
+                width_in, width_out = widths(module)
                 sizes.append(width_in * width_out * FLOAT32)
     return MAGNITUDE_COPIES * max(sizes)
 
@@ -127,10 +127,3 @@ def logits_bytes(micro: MicroBatchShape, vocabulary: int) -> int:
     rows = rows_at_once(vocabulary)
     copies = ONE_PIECE if micro.scored <= rows else min(PIECES, ONE_PIECE * -(-micro.scored // rows))
     return copies * min(micro.scored, rows) * vocabulary * FLOAT32
-
-
-def _widths(module: nn.Module) -> tuple[int, int]:
-    """Return the input and output features of a linear layer, quantized or not; of one expert in a mixture."""
-    if "scales" in module:
-        return module.scales.shape[-1] * module.group_size, module.weight.shape[-2]
-    return module.weight.shape[-1], module.weight.shape[-2]

@@ -195,15 +195,13 @@ def contradictions(stated: Values, found: Values) -> Iterator[tuple[str, str]]:
     """
     for path, value in stated.items():
         key = path.removeprefix(METHOD)
-        agrees = COMPARED[key](value, found, stated) if key in COMPARED else value == found.get(path, value)
-        if key in (*COMPARED, *EQUAL) and not agrees:
+        if not (COMPARED[key](value, found, stated) if key in COMPARED else value == found.get(path, value)):
             yield path, _of_adapter(key, found)
 
 
 def _of_adapter(key: str, found: Values) -> str:
-    if key in ("alpha", "scaling"):
-        rank, scale = found.get(f"{METHOD}rank"), found.get(f"{METHOD}scale")
-        return f"the scale {scale} and the rank {rank}"
+    if key == "alpha":
+        return f"the scale {found.get(f'{METHOD}scale')} and the rank {found.get(f'{METHOD}rank')}"
     return f"{key} = {shown(found.get(f'{METHOD}{key}'))}"
 
 
@@ -240,10 +238,7 @@ def _same_ranks(value: Any, found: Values, _: Values) -> bool:
     return True
 
 
-EQUAL = frozenset({"type", "rank", "num_layers", "train_embeddings", "train_head"})
-"""Settings whose values must be equal."""
-
 COMPARED: dict[str, Callable[[Any, Values, Values], bool]] = {
     "scale": _same_scale, "alpha": _same_alpha, "target_modules": _same_modules, "ranks": _same_ranks,
 }  # fmt: skip
-"""Settings whose values can agree without being equal."""
+"""Settings whose values can agree without being equal. What an adapter does not determine contradicts nothing."""
