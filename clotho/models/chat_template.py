@@ -26,8 +26,8 @@ MAX_TEMPLATE_CHARACTERS = 300_000
 MAX_CHARACTERS = 2_000_000
 """Length of a rendered conversation, and of a value that a template computes, beyond that of its messages."""
 
-MAX_STEPS = 1_000_000
-"""Loop iterations and calls of a rendering, beyond `STEPS_PER_CHARACTER`: about a second."""
+MAX_STEPS = 200_000
+"""Loop iterations and calls of a rendering, beyond `STEPS_PER_CHARACTER`: a second at most."""
 STEPS_PER_CHARACTER = 2
 
 MAX_INTEGER_BITS = 4096

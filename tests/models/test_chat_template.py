@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from clotho.models import chat_template
 from clotho.models.chat_template import ChatTemplate, WorkLimitError
 from protocols.errors import RequestError
 from tests.models.real_templates import TEMPLATES
@@ -99,8 +100,10 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
-def test_a_template_that_does_not_end_or_grows_is_refused(source: str) -> None:
-    """Each would need many minutes or gigabytes. Every rendering has limits of its own."""
+def test_a_template_that_does_not_end_or_grows_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would need many minutes or gigabytes. Every rendering has limits of its own. The test uses lower ones."""
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 10_000)
+    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 300_000)
     template = ChatTemplate("{% if messages[0].content == 'long' %}" + source + "{% endif %}ok")
     for _ in range(2):
         with pytest.raises(WorkLimitError):
