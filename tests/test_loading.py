@@ -50,7 +50,7 @@ def loaded(tmp_path: Path, program: str, *arguments: str) -> list[Path]:
 @pytest.mark.parametrize(
     ("command", "modules", "lines"),
     [
-        (SMALL_RUN, 356, 52_000),
+        (SMALL_RUN, 351, 51_500),
         (("pipeline.py", "--help"), 125, 12_500),
         (("examples/grpo.py", "0"), 220, 30_500),
     ],

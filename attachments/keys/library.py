@@ -18,11 +18,14 @@ class KeysExtension(Extension):
     """API keys of a file."""
 
     def client_keys(self, settings: HttpServer) -> Sequence[ClientKey]:
-        """Read the file of API keys, with their quotas."""
+        """Read the file of API keys, with their quotas; none without a file."""
+        path = API_KEYS_FILE.of(settings)
+        if not path:
+            return ()
         from attachments.keys.api_keys import read_api_keys
         from attachments.keys.quotas import limited
 
-        return [limited(key) for key in read_api_keys(API_KEYS_FILE.of(settings))]
+        return [limited(key) for key in read_api_keys(path)]
 
 
 EXTENSION = KeysExtension()

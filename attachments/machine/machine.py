@@ -6,12 +6,12 @@ import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from msgspec import Struct
 
 from attachments.machine.alarms import power_findings
-from attachments.machine.macos import MacState, read_mac
 from attachments.machine.pressure import read_memory
 from clotho.models.machine import backend_name, physical_memory
 from clotho.process import REFERENCE_BLAS
@@ -19,6 +19,9 @@ from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, Remedy
 from protocols.summary import MemoryEstimate
 from training_run.profile.schema import Profile
 from training_run.records.terminal_text import memory, number
+
+if TYPE_CHECKING:
+    from attachments.machine.macos import MacState
 
 GIB = 2**30
 
@@ -80,7 +83,7 @@ def read_machine(run_dir: Path, *, blas: str, system: str = "") -> MachineState:
         swap_bytes=swap,
         disk_bytes=_free_disk(run_dir),
         blas=blas,
-        mac=read_mac() if system == "Darwin" else None,
+        mac=_read_mac() if system == "Darwin" else None,
     )
 
 
@@ -177,6 +180,12 @@ def _memory(state: MachineState, needs: RunNeeds) -> Iterator[Finding]:
             advice="close other programs, or lower engine.kv_cache_tokens and engine.max_num_seqs",
             remedy=LESS_MEMORY,
         )
+
+
+def _read_mac() -> MacState:
+    from attachments.machine.macos import read_mac
+
+    return read_mac()
 
 
 def _mac(mac: MacState, state: MachineState, needs: RunNeeds) -> Iterator[Finding]:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attachments.ranks.gauges import RANK_METRICS, measured, shown
 from attachments.ranks.sections import DISTRIBUTED
 from training_run.attachment import Attach, Attachment, Plan
 
@@ -16,6 +15,15 @@ if TYPE_CHECKING:
     from attachments.ranks.sections import DistributedSection
     from training_run.memory.need import MemoryNeed
     from training_run.run import RunContext
+
+
+RANK_METRICS = {
+    "positions": "Positions of its micro-batches, padding included.",
+    "seconds": "Seconds between its shares and their results; at rank 0, with the decode steps in this time.",
+    "positions_per_second": "Positions per second; null without a share.",
+    "bytes_sent": "Bytes of weights and shares that rank 0 has sent it.",
+}
+"""Every key of an entry of `learner_ranks`."""
 
 
 class Ranks(Attachment):
@@ -48,7 +56,11 @@ class Ranks(Attachment):
 
     def shown(self, line: Mapping[str, Any]) -> Iterable[str]:
         """Return the speed of each rank."""
-        return shown(line) if line.get("learner_ranks") else ()
+        if not line.get("learner_ranks"):
+            return ()
+        from attachments.ranks.gauges import shown
+
+        return shown(line)
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Join the other ranks. They load the model when this process has loaded it."""
@@ -68,6 +80,7 @@ class Ranks(Attachment):
             memory_bytes = run.memory.minimum
             ranks.resumable(str(run.directory.path))
             await run_sync(lambda: ranks.set_up(run.profile, parameters, model=model, memory_bytes=memory_bytes))
+            from attachments.ranks.gauges import measured
             from attachments.ranks.metrics import rank_metrics
 
             run.attached.measures.append(measured(ranks.gauges))

@@ -33,15 +33,6 @@ class RankGauges(Struct, frozen=True, kw_only=True):
     ranks: tuple[RankGauge, ...] = ()
 
 
-RANK_METRICS = {
-    "positions": "Positions of its micro-batches, padding included.",
-    "seconds": "Seconds between its shares and their results; at rank 0, with the decode steps in this time.",
-    "positions_per_second": "Positions per second; null without a share.",
-    "bytes_sent": "Bytes of weights and shares that rank 0 has sent it.",
-}
-"""Every key of an entry of `learner_ranks`."""
-
-
 def measured(gauges: Callable[[], RankGauges]) -> Callable[[float], Mapping[str, Any]]:
     """Return what measures the work of each rank since the line of metrics.jsonl before."""
     before = RankGauges()

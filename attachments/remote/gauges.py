@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from attachments.remote.attachment import REMOTE_METRICS
 from protocols.summary import Distribution
 from training_run.records.terminal_text import memory, number
 
@@ -46,22 +47,6 @@ class RemoteGauges(Struct, frozen=True, kw_only=True):
     tokens_sampled: int = 0
     requested_again: int = 0
     servers: tuple[RemoteServerGauge, ...] = ()
-
-
-REMOTE_METRICS = {
-    "state": "State: `ready` (gets groups), `updating` (gets weights), or `failed` (at the last attempt to use it).",
-    "version": "Policy version that it serves; null while it gets no groups.",
-    "lag": "Versions that it is behind the run; null while it gets no groups.",
-    "rows": "Completions in flight.",
-    "groups": "Number of groups requested from it.",
-    "tokens_per_second": "Tokens of the groups that it has completed since the line before, per second.",
-    "failures": "Number of failed attempts and groups.",
-    "restarts": "Number of restarts of its process.",
-    "bytes_sent": "Bytes of weights and requests for it.",
-    "bytes_received": "Bytes of its answers.",
-    "push_seconds": "Time until it served the last weights that it got.",
-}
-"""Every key of an entry of `remote_servers`."""
 
 
 def measured(gauges: Callable[[], RemoteGauges]) -> Callable[[float], Mapping[str, Any]]:

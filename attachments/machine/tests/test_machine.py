@@ -89,7 +89,7 @@ def test_the_state_of_this_machine_is_read(tmp_path: Path, monkeypatch: pytest.M
     assert found.mac is None
     assert found.disk_bytes is not None
     assert 0 < found.available_bytes <= found.memory_bytes
-    monkeypatch.setattr(checks, "read_mac", lambda: MacState(power="mains"))
+    monkeypatch.setattr("attachments.machine.macos.read_mac", lambda: MacState(power="mains"))
     assert read_machine(tmp_path, blas="Accelerate", system="Darwin").mac == MacState(power="mains")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from attachments.ranks.gauges import RANK_METRICS, RankGauge, RankGauges, measured, shown
+from attachments.ranks.attachment import RANK_METRICS
+from attachments.ranks.gauges import RankGauge, RankGauges, measured, shown
 
 ONE = RankGauge(name="0", positions=900, seconds=3.0, bytes_sent=0)
 OTHER = RankGauge(name="1", positions=300, seconds=2.0, bytes_sent=70)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from attachments.remote.gauges import REMOTE_METRICS, RemoteGauges, RemoteServerGauge, measured, shown
+from attachments.remote.attachment import REMOTE_METRICS
+from attachments.remote.gauges import RemoteGauges, RemoteServerGauge, measured, shown
 from protocols.summary import Distribution
 
 SERVER = RemoteServerGauge(
