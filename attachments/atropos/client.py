@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from clotho.lanes.daemon_threads import DaemonThreads
-from clotho.serving.auth import is_loopback
+from clotho.serving.loopback import is_loopback
 from protocols.errors import ProfileError
 
 GZIP = 31  # zlib window bits for the gzip format

@@ -18,9 +18,10 @@ from starlette.middleware import Middleware
 from attachments.dashboard.export import DEFAULT_MEGABYTES, export
 from attachments.dashboard.library import routes
 from attachments.dashboard.run_files import is_live
-from clotho.serving.auth import ClientMiddleware, Clients, LocalOriginMiddleware, is_loopback
+from clotho.serving.auth import ClientMiddleware, Clients, LocalOriginMiddleware
 from clotho.serving.errors import EXCEPTION_HANDLERS
 from clotho.serving.limits import UnreadBodyMiddleware
+from clotho.serving.loopback import is_loopback
 from clotho.serving.parts import Handlers
 from clotho.serving.server import BACKLOG, Connections, base_url, listen
 from clotho.serving.struct_types import prepare_struct_types

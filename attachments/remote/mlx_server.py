@@ -25,7 +25,7 @@ from msgspec import Meta, Struct, structs
 from attachments.remote.messages import RolloutAnswer, ServedPolicy
 from attachments.remote.server import CONNECT_SECONDS, STATE_SECONDS, RemoteFailure, Traffic, server_address
 from attachments.remote.weights import Weights
-from clotho.serving.auth import is_loopback
+from clotho.serving.loopback import is_loopback
 from clotho.storage.adapters import write_adapter
 from protocols.checkpoint import AdapterConfig
 from protocols.errors import ProfileError, RequestError, visible

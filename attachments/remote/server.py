@@ -20,7 +20,7 @@ from attachments.remote.messages import (
     ServedPolicy,
 )
 from attachments.remote.weights import Delivery, OverHttp, Weights
-from clotho.serving.auth import is_loopback
+from clotho.serving.loopback import is_loopback
 from protocols.errors import ProfileError, RequestError, visible
 from protocols.sampling import SampleRequest
 

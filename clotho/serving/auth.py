@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -228,12 +227,3 @@ def for_admins(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[R
         return await handler(http)
 
     return guarded
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if `host` is `localhost` (in any case) or a loopback IP address, with or without IPv6 brackets."""
-    name = host.removeprefix("[").removesuffix("]")
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name.lower() == "localhost"

@@ -27,9 +27,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from clotho import extension
 from clotho.serving.app import build_app
-from clotho.serving.auth import client_keys, is_loopback, is_open
+from clotho.serving.auth import client_keys, is_open
 from clotho.serving.errors import ApiError
 from clotho.serving.limits import ConcurrencyLimit, UnreadBodyMiddleware
+from clotho.serving.loopback import is_loopback
 from clotho.serving.parts import ServerParts
 from clotho.serving.services import Health, ServerContext
 from clotho.settings.bounds import Off

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from clotho.serving.auth import is_loopback
+from clotho.serving.loopback import is_loopback
 from protocols.learnability import unlearnable
 from protocols.sampling import PARAMETERS, in_use
 from training_run.attachment import SLOTS, installed_attachments, slot_settings
