@@ -162,7 +162,8 @@ class CompletionBuilder(ResponseBuilder):
         if count is None:
             return None
         if not echoes:
-            return completion_logprobs(tokens, logprobs, top, self.tokenizer, offset=chunk.offset)
+            before = len(self.request.echo[prompt]) if self.request.echo else 0
+            return completion_logprobs(tokens, logprobs, top, self.tokenizer, offset=before + chunk.offset)
         scored = self._scored[prompt]
         return completion_logprobs(
             (*self.request.prompts[prompt], *tokens),

@@ -140,11 +140,12 @@ async def test_log_probabilities_of_completions_are_parallel_lists() -> None:
                 assert len(top) == max(alternatives, 1)
 
 
-async def test_offsets_continue_across_the_chunks_of_a_stream() -> None:
-    """The concatenated lists of all chunks equal those of the whole response."""
+@pytest.mark.parametrize("echo", [False, True])
+async def test_offsets_continue_across_the_chunks_of_a_stream(echo: bool) -> None:
+    """The concatenated lists of all chunks equal those of the whole response, also behind a repeated prompt."""
     async with serving() as served:
         create = served.openai.completions.create
-        fields = {"model": "policy", "prompt": "p", "seed": 3, "max_tokens": 9, "logprobs": 2}
+        fields = {"model": "policy", "prompt": "pq", "seed": 3, "max_tokens": 9, "logprobs": 2, "echo": echo}
         whole = (await create(**fields)).choices[0].logprobs  # type: ignore[call-overload]
         offsets, values = [], []
         async for chunk in await create(**fields, stream=True):  # type: ignore[call-overload]
