@@ -225,17 +225,6 @@ def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
-def read_completion(path: Path, group_id: int, index: int) -> CompletionTokens:
-    """Return one completion from the file of a step.
-
-    Raises RunDirectoryError if the file cannot be read or does not contain the completion.
-    """
-    found = _read(path, group_id).get(index)
-    if found is None:
-        raise RunDirectoryError(f"{path} does not contain completion {index} of group {group_id}")
-    return found
-
-
 def read_group(run: Path, step: int, group_id: int) -> tuple[CompletionTokens | None, ...]:
     """Return the completions of a group that ended with a step; None for a completion that the file does not contain.
 

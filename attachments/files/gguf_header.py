@@ -32,7 +32,6 @@ SCALARS = {
 """NumPy's name of each type of metadata value."""
 
 STRING, ARRAY = 8, 9
-UINT32 = 4
 
 F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
 BLOCKS = {

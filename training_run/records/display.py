@@ -40,9 +40,6 @@ SECONDS_BETWEEN_LINES = 2.0
 REMINDER_SECONDS = 30.0
 """Time without a line after which the plain display writes what the run waits for."""
 
-MAX_SERVERS = 4
-"""Number of remote inference servers that are shown one by one."""
-
 LABEL_WIDTH = 9
 """Width of the labels of the facts."""
 

@@ -18,7 +18,6 @@ from attachments.dashboard import token_values
 from attachments.dashboard.token_values import (
     CompletionTokens,
     TokenValueWriter,
-    read_completion,
     read_group,
     token_file,
     token_files,
@@ -99,7 +98,6 @@ def test_a_completion_that_is_read_has_the_values_that_were_written(tmp_path: Pa
         gradient_share=(0.75, 0.0, 0.25),
     )
     assert read_group(tmp_path, 1, 0)[0] == expected
-    assert read_completion(token_file(tmp_path / "tokens", 1), 0, 0) == expected
     second = read_group(tmp_path, 1, 3)[1]
     assert second is not None
     assert second.learner_logprob == (-5.0, -0.5, -0.5)
@@ -209,9 +207,8 @@ def test_missing_and_damaged_files_are_explained(tmp_path: Path) -> None:
         read_group(tmp_path, 1, 0)
     write(tmp_path, step(1, groups=(group(0),)))
     path = token_file(tmp_path / "tokens", 1)
-    for number, reason in ((2, "no per-token values of step 2"), (1, "does not contain completion 7")):
-        with pytest.raises(RunDirectoryError, match=reason):
-            read_group(tmp_path, number, 0) if number == 2 else read_completion(path, 0, 7)
+    with pytest.raises(RunDirectoryError, match="no per-token values of step 2"):
+        read_group(tmp_path, 2, 0)
     arrays = load_file(path)
     wrong: dict[str, NDArray[Any]] = {
         "completion_start": np.array([0, 1 << 40, 1 << 41]), "text_start": np.array([9, 1, 2]),
