@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
@@ -10,6 +11,8 @@ from bench import visitors
 from bench.visitors import Host, Service, period, rates_of
 from tests.bench.fake_server import fake_server
 from tests.bench.made_measurements import measurement
+
+SERVED = ("client_tokens_per_second", "long_tokens_per_second")
 
 
 def test_only_whole_updates_count() -> None:
@@ -20,16 +23,23 @@ def test_only_whole_updates_count() -> None:
 
 
 def test_every_client_of_a_period_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long requests are streams, the other clients of `serve` are not, and short requests are measured."""
+    """Long requests are streams, the other clients of `serve` are not, and short requests are measured.
+
+    A busy machine gets periods that are longer each time, until every client has been served in one.
+    """
     monkeypatch.setattr(visitors, "PAUSE", 0.0)
+    metrics: dict[str, float] = {}
     with fake_server() as (port, asked):
-        metrics = asyncio.run(period(Service(port, None), 2, Host(0, 1000), seconds=0.5))
+        for seconds in (0.5, 2.0, 8.0, 32.0):
+            with suppress(RuntimeError):
+                metrics = asyncio.run(period(Service(port, None), 2, Host(0, 1000), seconds=seconds))
+            if metrics and min(metrics[name] for name in SERVED) > 0:
+                break
     assert {(body["max_tokens"], bool(body.get("stream"))) for body in asked} == {
         (1000, True), (visitors.CLIENT_TOKENS, False), (4, True)
     }  # fmt: skip
     assert 0 < metrics["first_token_median"] <= metrics["first_token_p95"]
-    assert metrics["client_tokens_per_second"] > 0
-    assert metrics["long_tokens_per_second"] > 0
+    assert all(metrics[name] > 0 for name in SERVED)
 
 
 def test_a_refused_request_ends_the_measurement() -> None:
