@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from attachments.atropos.sections import ATROPOS, ENVIRONMENTS, AtroposSource, RunningServer, StartedServer
+from attachments.atropos.sections import (
+    ATROPOS,
+    DIRECTORY,
+    ENVIRONMENTS,
+    SERVER,
+    AtroposSource,
+    RunningServer,
+    StartedServer,
+)
 from training_run.attachment import Attach, Attachment, Plan
 from training_run.profile.rules import MAX_RATIO, OVERLONG, Rule, custom_flow, has_environments
 from training_run.supervision.supervisor import permanent
@@ -14,14 +22,6 @@ if TYPE_CHECKING:
     from training_run.memory.need import MemoryNeed
     from training_run.profile.schema import Profile
     from training_run.run import RunContext
-
-
-SERVER = "atropos server"
-"""Name of the child that runs the API server."""
-
-
-DIRECTORY = "atropos"
-"""Directory of a run for output, settings and checkpoints of the processes of environments."""
 
 
 class Atropos(Attachment):

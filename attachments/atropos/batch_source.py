@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from attachments.atropos.api import AtroposApi
-from attachments.atropos.attachment import DIRECTORY
 from attachments.atropos.client import Registration
 from attachments.atropos.commands import require_server
 from attachments.atropos.mock import MockAtropos
 from attachments.atropos.reader import GroupReader, PolicyBounds
 from attachments.atropos.sample_log import SampleLog, token_cost
-from attachments.atropos.sections import ATROPOS, AtroposSource, EnvironmentSource, MockSource, RunningServer
+from attachments.atropos.sections import ATROPOS, DIRECTORY, AtroposSource, EnvironmentSource, MockSource, RunningServer
 from attachments.atropos.validation import Bounds
 from protocols.batches import BatchSource, GroupSupply
 from training_run.profile.schema import Profile

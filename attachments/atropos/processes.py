@@ -18,9 +18,8 @@ import structlog
 from anyio.abc import Process, TaskStatus
 from msgspec import Struct, json
 
-from attachments.atropos.attachment import SERVER
 from attachments.atropos.commands import Command, environment_command, server_command
-from attachments.atropos.sections import EnvironmentSection
+from attachments.atropos.sections import SERVER, EnvironmentSection
 from protocols.errors import ActorError, ProfileError, visible
 from training_run.profile.schema import Profile
 from training_run.supervision.backoff import Backoff

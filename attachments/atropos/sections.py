@@ -1,4 +1,4 @@
-"""The settings of Atropos environments in a profile."""
+"""The settings of Atropos environments in a profile, and the names of what they add to a run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from msgspec import Meta, Struct
 
 from clotho.settings.bounds import Off, PositiveFloat, PositiveFraction, Variant, about
 from clotho.settings.mounted import Setting
+
+SERVER = "atropos server"
+"""Name of the child that runs the API server."""
+
+
+DIRECTORY = "atropos"
+"""Directory of a run for output, settings and checkpoints of the processes of environments."""
 
 EnvironmentName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$", title="letters, digits, - and _, at most 32")]
 GroupSize = Annotated[int, Meta(ge=2, le=4096)]
