@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 from msgspec import Struct
 
 from clotho import __version__
@@ -46,7 +46,12 @@ def model_card(name: str, facts: RunFacts) -> str:
     what = f"{LABELS[method]} adapter" if method in LABELS else "Weights"
     trained = facts.metrics[-1]["step"] if facts.metrics else 0
     parts = [
-        card_head(facts.base_model, tags=["grpo", learner["objective"]["type"]]),
+        card_head(
+            facts.base_model,
+            tags=["grpo", learner["objective"]["type"]],
+            name=name,
+            results=_results(facts.evaluations, Path(settings["data"]["heldout"]).name),
+        ),
         f"# {name}\n\n{what} for `{facts.base_model}`, trained with reinforcement learning "
         f"(objective `{learner['objective']['type']}`) in {trained} updates with Clotho {__version__}.",
         usage(name, facts.base_model, is_adapter=method != "full"),
@@ -58,10 +63,12 @@ def model_card(name: str, facts: RunFacts) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def card_head(base_model: str, tags: Sequence[str] = ()) -> str:
-    """Return the metadata block of a card."""
+def card_head(base_model: str, *, tags: Sequence[str] = (), name: str = "", results: Sequence[EvalResult] = ()) -> str:
+    """Return the metadata block of a card. results: measures of the model `name`, which the hub lists on its page."""
     data = ModelCardData(
         base_model=base_model,
+        model_name=name,
+        eval_results=list(results) or None,
         library_name="mlx",
         pipeline_tag="text-generation",
         tags=["mlx", "clotho", "reinforcement-learning", *dict.fromkeys(tags)],
@@ -131,6 +138,27 @@ def _accuracy(records: Sequence[EvaluationRecord]) -> str:
         "completions that are sampled at the temperature of training."
     )
     return "\n".join([note, "", *table])
+
+
+def _results(records: Sequence[EvaluationRecord], dataset: str) -> list[EvalResult]:
+    """Return accuracy, avg@k and pass@k of the last evaluation on held-out problems, as fractions."""
+    if not records:
+        return []
+    last = records[-1]
+    sampled = {f"pass@{k}": estimate.value for k, estimate in last.pass_at.items()}
+    if last.avg_at_k is not None:
+        sampled[f"avg@{last.samples}"] = last.avg_at_k.value
+    measured = sampled if last.accuracy is None else {"accuracy": last.accuracy, **sampled}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=dataset,
+            dataset_name="held-out problems",
+            metric_type=kind,
+            metric_value=round(value, 4),
+        )
+        for kind, value in measured.items()
+    ]
 
 
 def _line(label: str, cells: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub import ModelCard, ModelCardData
 from msgspec.structs import replace
 
 from attachments.files.model_card import RunFacts, curves, model_card
@@ -140,6 +141,23 @@ def test_the_card_has_every_measure_and_shows_missing_values_as_missing(run: Pat
     ):  # fmt: skip
         assert row in card
     assert curves(facts).count("<polyline") == 2
+
+
+def test_the_card_declares_the_measures_of_the_last_evaluation(run: Path) -> None:
+    """In the form of a model index, which the hub lists beside the model. Without an evaluation there is no index."""
+    settings = tomllib.loads((run / "profile.toml").read_text())
+    measured = evaluation_record(replace(evaluation(3, 0.5, final=True), measures=MEASURES), run_seconds=1.0)
+    with_results, without = (
+        ModelCard(model_card("me/name", RunFacts(base_model="b", settings=settings, metrics=(), evaluations=records)))
+        for records in ([measured], [])
+    )
+    assert isinstance(with_results.data, ModelCardData)
+    results = with_results.data.eval_results or []
+    assert {one.metric_type: one.metric_value for one in results} == {
+        "accuracy": 0.5, "pass@2": 0.625, "pass@4": 0.75, "avg@4": 0.5,
+    }  # fmt: skip
+    assert {one.dataset_type for one in results} == {Path(settings["data"]["heldout"]).name}
+    assert "model-index" not in without.data.to_dict()
 
 
 @pytest.mark.parametrize("config", ["adapter_config.json", "config.json"])
