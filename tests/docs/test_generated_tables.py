@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from tests.docs import configuration_reference, memory_reference, message_reference, migration_reference, name_reference
+import sys
+
+import pytest
+
+from tests.docs import (
+    command_reference,
+    configuration_reference,
+    memory_reference,
+    message_reference,
+    migration_reference,
+    name_reference,
+)
 from tests.docs.pages import between
 
 
 def test_the_message_reference_is_up_to_date() -> None:
     """Regenerate it with `python -m tests.docs.message_reference`."""
     assert between(message_reference.PAGE, "messages") == message_reference.reference()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="argparse wraps its texts differently")
+def test_the_help_texts_of_the_commands_are_up_to_date() -> None:
+    """Regenerate them with `python -m tests.docs.command_reference`."""
+    assert between(command_reference.PAGE, "commands") == command_reference.reference()
 
 
 def test_the_table_of_names_is_up_to_date() -> None:
