@@ -1,5 +1,8 @@
 """The objectives of the learner: one struct per objective, whose defaults are the values of its paper.
 
+`grpo`, which a profile without an objective has, departs from its paper: its mean and its clip range are DAPO's, as in
+the current trainers.
+
 The equations are in `clotho.training.objectives`. A new objective is a struct in the union `Objective` here, and a
 function there.
 """
@@ -138,7 +141,7 @@ class ObjectiveSettings(Variant, frozen=True, kw_only=True):
     """The settings that every objective has."""
 
     advantage: Advantage = GroupAdvantage()
-    loss_aggregation: Aggregation = "sequence_mean"
+    loss_aggregation: Aggregation = "token_mean"
     overlong_penalty: OverlongPenalty = Absent()
     mask_truncated: Annotated[bool, about("Ignore completions that were truncated.")] = False
     dynamic_sampling_max_ratio: MaxRatio = 0.0
@@ -165,7 +168,9 @@ class ClippedObjective(RatioObjective, frozen=True, kw_only=True):
 
 
 class Grpo(ClippedObjective, frozen=True, kw_only=True, tag="grpo"):
-    """Group Relative Policy Optimization (arXiv:2402.03300)."""
+    """Group Relative Policy Optimization (arXiv:2402.03300) with the mean over tokens and the clip range of DAPO."""
+
+    clip_high: ClipHigh = 0.28
 
 
 class DrGrpo(ClippedObjective, frozen=True, kw_only=True, tag="dr_grpo"):
@@ -178,13 +183,10 @@ class DrGrpo(ClippedObjective, frozen=True, kw_only=True, tag="dr_grpo"):
 class Bnpo(ClippedObjective, frozen=True, kw_only=True, tag="bnpo"):
     """GRPO normalized by the tokens of the batch (TRL's loss type bnpo)."""
 
-    loss_aggregation: Aggregation = "token_mean"
-
 
 class Dapo(ClippedObjective, frozen=True, kw_only=True, tag="dapo"):
     """Decoupled clip and dynamic sampling (arXiv:2503.14476)."""
 
-    loss_aggregation: Aggregation = "token_mean"
     clip_high: ClipHigh = 0.28
     dynamic_sampling_max_ratio: MaxRatio = 4.0
 
@@ -192,6 +194,7 @@ class Dapo(ClippedObjective, frozen=True, kw_only=True, tag="dapo"):
 class Gspo(ClippedObjective, frozen=True, kw_only=True, tag="gspo"):
     """Group Sequence Policy Optimization: one ratio per completion (arXiv:2507.18071)."""
 
+    loss_aggregation: Aggregation = "sequence_mean"
     clip_low: ClipLow = 3e-4
     clip_high: ClipHigh = 4e-4
 
@@ -199,6 +202,7 @@ class Gspo(ClippedObjective, frozen=True, kw_only=True, tag="gspo"):
 class GspoToken(ClippedObjective, frozen=True, kw_only=True, tag="gspo_token"):
     """GSPO for advantages that differ from token to token (arXiv:2507.18071)."""
 
+    loss_aggregation: Aggregation = "sequence_mean"
     clip_low: ClipLow = 3e-4
     clip_high: ClipHigh = 4e-4
 
@@ -206,7 +210,6 @@ class GspoToken(ClippedObjective, frozen=True, kw_only=True, tag="gspo_token"):
 class Cispo(RatioObjective, frozen=True, kw_only=True, tag="cispo"):
     """Policy gradient with a clipped importance weight (arXiv:2506.13585)."""
 
-    loss_aggregation: Aggregation = "token_mean"
     clip_low: ClipLow = 1.0
     clip_high: ClipHigh = 4.0
 
@@ -214,6 +217,7 @@ class Cispo(RatioObjective, frozen=True, kw_only=True, tag="cispo"):
 class Rloo(ClippedObjective, frozen=True, kw_only=True, tag="rloo"):
     """REINFORCE leave-one-out with one ratio per completion (arXiv:2402.14740)."""
 
+    loss_aggregation: Aggregation = "sequence_mean"
     advantage: Advantage = LeaveOneOutAdvantage()
 
 
@@ -221,7 +225,6 @@ class Reinforce(RatioObjective, frozen=True, kw_only=True, tag="reinforce"):
     """The policy gradient without a clip range (Williams, 1992)."""
 
     advantage: Advantage = MeanAdvantage()
-    loss_aggregation: Aggregation = "token_mean"
     ratio_reference: RatioReference = "batch_start"
     importance_correction: Correction = TruncateCorrection()
 
@@ -230,13 +233,11 @@ class ReinforcePlusPlus(ClippedObjective, frozen=True, kw_only=True, tag="reinfo
     """REINFORCE++ with advantages normalized over the batch (arXiv:2501.03262)."""
 
     advantage: Advantage = BatchCentredAdvantage()
-    loss_aggregation: Aggregation = "token_mean"
 
 
 class PpoDecoupled(ClippedObjective, frozen=True, kw_only=True, tag="ppo_decoupled"):
     """PPO with a clip range around the batch-start policy and an importance weight for staleness (arXiv:2505.24298)."""
 
-    loss_aggregation: Aggregation = "token_mean"
     ratio_reference: RatioReference = "batch_start"
     importance_correction: Correction = MaskCorrection(low=0.0, high=5.0)
 
@@ -245,7 +246,6 @@ class DppoTv(ObjectiveSettings, frozen=True, kw_only=True, tag="dppo_tv"):
     """Divergence PPO: a trust region in probabilities instead of ratios (arXiv:2602.04879)."""
 
     advantage: Advantage = MeanAdvantage()
-    loss_aggregation: Aggregation = "token_mean"
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
     quadratic_kl: Annotated[NonNegativeFloat, about("Coefficient of the squared log-ratio.")] = 1e-3
@@ -254,6 +254,7 @@ class DppoTv(ObjectiveSettings, frozen=True, kw_only=True, tag="dppo_tv"):
 class Sapo(RatioObjective, frozen=True, kw_only=True, tag="sapo"):
     """Soft Adaptive Policy Optimization: a sigmoid instead of a clip range (arXiv:2511.20347)."""
 
+    loss_aggregation: Aggregation = "sequence_mean"
     sapo_tau_pos: Annotated[PositiveFloat, about("Sigmoid temperature for positive advantages.")] = 1.0
     sapo_tau_neg: Annotated[PositiveFloat, about("Sigmoid temperature for other advantages.")] = 1.05
 

@@ -60,8 +60,9 @@ def clipped_surrogate(logp_N: mx.array, tokens: ObjectiveInputs, settings: Clipp
 def grpo(logp_N: mx.array, tokens: ObjectiveInputs, settings: Grpo) -> PolicyLoss:
     """Group Relative Policy Optimization, DeepSeekMath (arXiv:2402.03300), equation 3.
 
-    Settings: rewards centered and scaled by their group, the mean over completions of the mean over tokens. Departures:
-    see the module; an epsilon is added to the standard deviation; the paper's KL penalty (k3, 0.04) is off by default.
+    Settings: rewards centered and scaled by their group. Departures: see the module; the mean is that over the tokens
+    of the batch and the clip range that of DAPO (the paper: mean over completions of the mean over tokens, 0.2); an
+    epsilon is added to the standard deviation; the paper's KL penalty (k3, 0.04) is off by default.
     """
     return clipped_surrogate(logp_N, tokens, settings)
 

@@ -34,7 +34,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "step_scale": ("ess", {}),
     "exponent": (1.0, {"step_scale": "ess"}),
     "base": (0.3, {"step_scale": "ess"}),
-    "loss_aggregation": ("token_mean", {}),
+    "loss_aggregation": ("sequence_mean", {}),
     "clip_low": (0.01, {}),
     "clip_high": (0.01, {}),
     "dual_clip": (1.05, {}),
