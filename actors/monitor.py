@@ -22,6 +22,7 @@ from training_run.records.findings import RunFindings
 from training_run.records.forecast import RunForecast
 from training_run.records.metrics import Measurement, MetricsLine, step_metrics
 from training_run.records.rollout_log import rollout_records
+from training_run.records.solved import Solved, count_solved
 from training_run.supervision.hooks import Measure, ReportObserver
 from training_run.supervision.latest import Latest
 
@@ -90,6 +91,7 @@ class Monitor:
         self._failed_writes: Counter[str] = Counter()
         self._trained, self._discarded = 0, Counter[str]()
         self._discarded_between, self._failures_between = Counter[tuple[str, str]](), Counter[str]()
+        self._solved_between = Counter[Solved]()
         self._rewards: deque[float] = deque(maxlen=MAX_REWARDS)
         self._work, self._all_work = deque[StepWork](maxlen=SPEED_STEPS), StepWork()
         self._known = set[str]()
@@ -145,9 +147,10 @@ class Monitor:
             measured=self._measured(seconds - self._last.seconds),
             discarded_between=self._discarded_between,
             failures_between=self._failures_between,
+            solved_between=self._solved_between,
         )
-        self._discarded_between.clear()
-        self._failures_between.clear()
+        for counts in (self._discarded_between, self._failures_between, self._solved_between):
+            counts.clear()
         self._work.append(StepWork(metrics["completion_length/total"], seconds - self._last.seconds))
         self._all_work = _summed([self._all_work, self._work[-1]])
         self._last, self._step, self._latest = now, report.step, metrics
@@ -185,6 +188,7 @@ class Monitor:
         self._pass_findings(report.step)
         self._failures_between.update(name for group in report.discarded for name in group.failed_rewards)
         self._discarded.update(group.reason for group in report.discarded)
+        self._solved_between.update(count_solved(report.discarded))
         self._discarded_between.update((group.prompt.source, group.reason) for group in report.discarded)
         if self._rollouts_file is not None:
             await self._write(self._rollouts_file, rollout_records(report))

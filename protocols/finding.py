@@ -50,6 +50,8 @@ FindingName = Literal[
     "template_opens_tag",
     "template_rewrites_history",
     "thermal_pressure",
+    "too_easy",
+    "too_hard",
     "too_little_memory",
     "tools_not_shown",
     "truncated",

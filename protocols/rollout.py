@@ -63,7 +63,7 @@ class Discarded(Struct, frozen=True, kw_only=True, tag=True):
       lost: an environment sent the group before a restart, and it had not been trained on; or a custom actor received
         the group and did not send it on.
 
-    rewards, parts: as in `ScoredGroup`, if the group was scored.
+    rewards, parts, correct: as in `ScoredGroup`, if the group was scored.
     failed_rewards: names of the reward functions that failed, with the reason `reward_error`.
     """
 
@@ -73,6 +73,7 @@ class Discarded(Struct, frozen=True, kw_only=True, tag=True):
     completions: tuple[Completion, ...] = ()
     rewards: tuple[float, ...] = ()
     parts: dict[str, tuple[float | None, ...]] = {}
+    correct: tuple[bool | None, ...] = ()
     failed_rewards: tuple[str, ...] = ()
 
 
@@ -90,7 +91,8 @@ class TeacherTokens(Struct, frozen=True, kw_only=True):
 class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
     """Scorer or atropos_fetcher -> learner. `rewards[i]` is the weighted sum of rewards of completion i; finite.
 
-    parts: value of each reward function per completion; None where it does not apply.
+    parts: value of each reward function per completion; None where it does not apply. correct: whether every reward
+    with `correct = true` accepts a completion; None where none applies. Empty from environments.
 
     Only environments set the following fields. Each is empty, or has one entry per completion:
     token_advantages: advantage per token; used in place of advantages from rewards.
@@ -105,6 +107,7 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
     group: RolloutGroup
     rewards: tuple[float, ...]
     parts: dict[str, tuple[float | None, ...]]
+    correct: tuple[bool | None, ...] = ()
     token_advantages: tuple[tuple[float, ...], ...] = ()
     reference_logprobs: tuple[tuple[float, ...], ...] = ()
     temperatures: tuple[float, ...] = ()
@@ -118,6 +121,7 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
         if len(self.rewards) != len(completions):
             raise ValueError(f"{len(self.rewards)} rewards for {len(completions)} completions")
         for name, entries in (
+            ("correct", self.correct),
             ("temperatures", self.temperatures),
             ("zero_advantage", self.zero_advantage),
             ("teacher", self.teacher),

@@ -116,6 +116,12 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
             "completions, averaged over the optimizer steps."
         ),
     ] = 1.0
+    clip_fraction_low: Annotated[
+        float, Meta(description="Fraction of tokens that were clipped at a negative advantage (`clip_low`).")
+    ] = 0.0
+    clip_fraction_high: Annotated[
+        float, Meta(description="Fraction of tokens that were clipped at a positive advantage (`clip_high`).")
+    ] = 0.0
     step_scale: Annotated[
         float,
         Meta(

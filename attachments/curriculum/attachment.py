@@ -62,7 +62,6 @@ class CurriculumAttachment(Attachment):
                 [problem.type for problem in problems],
                 run.prompts.order,
                 settings,
-                rewards=run.profile.rewards,
                 seed=run.profile.seed,
                 dataset=problems_fingerprint(problems),
                 saved=saved.value if saved else None,

@@ -14,9 +14,7 @@ from attachments.curriculum.group_outcomes import INTERVALS, Floats, GroupOutcom
 from attachments.curriculum.sections import SuccessRateCurriculum
 from attachments.curriculum.state import CountedGroup, CurriculumState, CurriculumUpdate, SavedCurriculum
 from clotho.data.order import ProblemOrder
-from clotho.settings.data import RewardSection
 from protocols.errors import CheckpointError
-from protocols.prompt import Problem
 from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, bounded
 from protocols.sampling import derive
 
@@ -70,7 +68,6 @@ class Curriculum:
         order: ProblemOrder,
         settings: SuccessRateCurriculum,
         *,
-        rewards: Sequence[RewardSection],
         seed: int,
         dataset: str,
         saved: SavedCurriculum | None = None,
@@ -80,7 +77,6 @@ class Curriculum:
         Raises CheckpointError if the evidence is damaged.
         """
         self._order, self._settings = order, settings
-        self._correct = [section for section in rewards if section.correct]
         self._seed, self._dataset = seed, dataset
         self._candidates = min(settings.candidates, order.epoch_length)
         self.outcomes = GroupOutcomes(types)
@@ -113,7 +109,7 @@ class Curriculum:
             prompt = outcome.prompt if isinstance(outcome, Discarded) else outcome.group.prompt
             self._ended.append(prompt.group_id)
             if prompt.group_id in self._chosen and outcome.rewards and bounded(outcome.rewards):
-                correct = self._judge(prompt.problem, outcome.parts, len(outcome.rewards))
+                correct = outcome.correct or (None,) * len(outcome.rewards)
                 self._scored.append(Scored(prompt.group_id, outcome.rewards, correct))
 
     def end_step(self) -> CurriculumReport:
@@ -151,14 +147,6 @@ class Curriculum:
         except ValueError as error:
             raise CheckpointError(f"the curriculum of the checkpoint cannot be used: {error}") from error
         self._lowest, self._highest = saved.state.lowest, saved.state.highest
-
-    def _judge(
-        self, problem: Problem, parts: dict[str, tuple[float | None, ...]], count: int
-    ) -> tuple[bool | None, ...]:
-        names = [one.name for one in self._correct if not one.types or problem.type in one.types]
-        rows = [parts[name] for name in names if name in parts]
-        judged = [[row[i] for row in rows if row[i] is not None] for i in range(count)]
-        return tuple(all(value == 1.0 for value in values) if values else None for values in judged)
 
     def _succeeds(self, reward: float, correct: bool | None) -> bool:
         if correct is not None or self._lowest is None or self._highest is None:

@@ -342,6 +342,7 @@ async def test_groups_discarded_between_two_batches_are_counted_once(tmp_path: P
     await observe(tmp_path, between, step(1), step(2))
     first, second = lines(tmp_path / "metrics.jsonl")
     assert first["groups/discarded"] == second["groups/discarded"] + 2
+    assert (first["groups/mixed"], first["groups/solved_none"]) == (1.0, 0.0)
     rollouts = [line["group_id"] for line in lines(tmp_path / "rollouts.jsonl") if line["step"] == 1]
     assert rollouts[:2] == [50, 51]
 

@@ -135,6 +135,7 @@ def discard(scored: ScoredGroup, reason: DiscardReason, detail: str) -> Discarde
         completions=scored.group.completions,
         rewards=scored.rewards,
         parts=scored.parts,
+        correct=scored.correct,
     )
 
 

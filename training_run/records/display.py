@@ -18,7 +18,7 @@ from protocols.step import StepReport
 from protocols.summary import Gauges, MachineDescription, PolicyDescription
 from training_run.attachment import shown_by_attachments
 from training_run.records.held_out_rows import accuracy_text, rows
-from training_run.records.metrics import MetricsLine
+from training_run.records.metrics import SOLVED_METRICS, MetricsLine
 from training_run.records.terminal_text import (
     duration,
     in_lines,
@@ -225,6 +225,7 @@ class PlainDisplay:
         yield f"{duration(view.seconds_left)} left"
         if latest["groups/discarded"]:
             yield f"discarded {latest['groups/discarded']}"
+        yield from solved_pieces(latest)
         yield from shown_by_attachments(latest)
 
     def _position(self, step: int) -> str:
@@ -246,6 +247,13 @@ def evaluation_pieces(report: EvalReport) -> Iterator[str]:
         yield f"{name} {percent(accuracy)}"
     for row in rows(report.measures, functions=False):
         yield f"{row.label} {row.text}"
+
+
+def solved_pieces(latest: MetricsLine) -> Iterator[str]:
+    """Yield the shares of the groups of a step of which all, none or some completions solved the problem."""
+    shares = {solved: latest[name] for solved, name in SOLVED_METRICS.items()}
+    if shares["all"] is not None:
+        yield "solved by " + ", ".join(f"{solved} {share(value)}" for solved, value in shares.items())
 
 
 def reward_pieces(latest: MetricsLine) -> Iterator[str]:

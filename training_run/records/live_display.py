@@ -28,6 +28,7 @@ from training_run.records.display import (
     known,
     print_facts,
     reward_pieces,
+    solved_pieces,
 )
 from training_run.records.held_out_rows import rows
 from training_run.records.terminal_text import (
@@ -196,7 +197,8 @@ class Screen:
         yield from known("loss", latest["loss"], ".4f")
         yield from known("kl", latest["kl"], ".4f")
         yield from known("entropy", latest["entropy"])
-        yield from known("clip fraction", latest["clip_fraction"])
+        if latest["clip_fraction"]:
+            yield f"clipped low {number(latest['clip_fraction_low'])}, high {number(latest['clip_fraction_high'])}"
         yield from known("grad norm", latest["grad_norm"])
         yield from known("mismatch kl", latest["mismatch_kl"], ".1e")
         yield from known("staleness", latest["staleness/mean"], ".1f")
@@ -209,6 +211,7 @@ class Screen:
         yield f"{discarded} ({reasons})" if reasons else discarded
         if latest is None:
             return
+        yield from solved_pieces(latest)
         if latest["truncated_fraction"] is not None:
             yield f"{share(latest['truncated_fraction'])} of the completions truncated"
         yield from shown_by_attachments(latest)

@@ -20,6 +20,7 @@ from protocols.sampling import Completion
 from protocols.step import StepReport, UpdateMetrics
 from protocols.summary import RunGauges
 from training_run.attachment import attached_metrics
+from training_run.records.solved import Solved, count_solved
 
 MetricsLine = dict[str, Any]
 """One line of metrics.jsonl: values by metric name."""
@@ -31,6 +32,9 @@ def _described(fields: type[Struct]) -> dict[str, str]:
         for name, annotation in get_type_hints(fields, include_extras=True).items()
     }
 
+
+SOLVED_METRICS: dict[Solved, str] = {"all": "groups/solved_all", "none": "groups/solved_none", "mixed": "groups/mixed"}
+"""The metric of groups of which all, none or some completions solved the problem."""
 
 UPDATE_METRICS = _described(UpdateMetrics)
 """Metrics of the update by name. All are null for a batch without an update."""
@@ -50,11 +54,18 @@ METRICS = {
     "groups/discarded": "Number of groups that were discarded since the line before.",
     "groups/discarded_by_reason": "Number of discarded groups by reason.",
     "groups/replaced": "Number of zero-variance groups that dynamic sampling replaced by another group.",
+    "groups/solved_all": "Share of the scored groups whose completions all solve the problem: those that the rewards "
+    "with `correct = true` accept, or without such a reward those whose rewards are all at least 1.",
+    "groups/solved_none": "Share of the scored groups of which no completion solves the problem, or without such a "
+    "reward of which no reward is above 0.",
+    "groups/mixed": "Share of the other scored groups.",
     "staleness/mean": "Mean staleness of the trained groups: policy version of the learner minus the oldest version "
     "that sampled the group.",
     "staleness/max": "Largest staleness of a trained group.",
     "staleness/histogram": "Number of trained groups by staleness.",
     "completion_length/mean": "Mean number of tokens per completion.",
+    "completion_length/terminated": "Mean number of tokens of the completions that ended with a stop token or a stop "
+    "string.",
     "completion_length/total": "Total number of completion tokens of the step.",
     "truncated_fraction": "Fraction of completions that reached `sampling.max_tokens` or the context length.",
     "tokens_per_second": "Completion tokens of the step per second of wall-clock time since the line before, whenever "
@@ -108,12 +119,13 @@ def step_metrics(
     measured: Mapping[str, Any] = {},
     discarded_between: Mapping[tuple[str, str], int] = {},
     failures_between: Mapping[str, int] = {},
+    solved_between: Mapping[Solved, int] = {},
 ) -> MetricsLine:
     """Return the line of metrics.jsonl for a report, with the change of the gauges since the line before.
 
     measured: metrics of attachments. discarded_between: number of groups that were discarded while the batch was
     collected, by (environment, reason). failures_between: number of these groups for which a reward function
-    failed, by function.
+    failed, by function. solved_between: number of these groups by which of their completions solved the problem.
     """
     discarded = Counter(discarded_between)
     discarded.update((group.prompt.source, group.reason) for group in report.discarded)
@@ -129,6 +141,7 @@ def step_metrics(
         **dict.fromkeys(UPDATE_METRICS),
         **_update_metrics(report),
         **_group_metrics(report, discarded),
+        **_solved_metrics(report, solved_between),
         **dict.fromkeys(attached_metrics()),
         **report.metrics,
         **measured,
@@ -248,6 +261,13 @@ def _group_metrics(report: StepReport, discarded: Counter[tuple[str, str]]) -> M
     }
 
 
+def _solved_metrics(report: StepReport, between: Mapping[Solved, int]) -> MetricsLine:
+    counts = count_solved([*(group.scored for group in report.trained), *report.discarded])
+    counts.update(between)
+    total = counts.total()
+    return {name: counts[solved] / total if total else None for solved, name in SOLVED_METRICS.items()}
+
+
 def _completion_metrics(report: StepReport) -> MetricsLine:
     completions = _trained_completions(report)
     for discarded in report.discarded:
@@ -255,6 +275,7 @@ def _completion_metrics(report: StepReport) -> MetricsLine:
     lengths = [completion.length for completion in completions]
     return {
         "completion_length/mean": _mean(lengths),
+        "completion_length/terminated": _mean([one.length for one in completions if one.finish_reason == "stop"]),
         "completion_length/total": sum(lengths),
         "truncated_fraction": _mean([completion.finish_reason == "length" for completion in completions]),
     }

@@ -6,16 +6,19 @@ every actor works. The checks look at the latest groups, and name the cause and 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import msgspec
 from msgspec import Struct
 
+from clotho.rewards.overlong import OVERLONG
 from protocols.errors import visible
-from protocols.finding import CHECK, Change, Finding, Remedy
-from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, ScoredGroup, bounded
+from protocols.finding import CHECK, Change, Finding, FindingName, Remedy
+from protocols.rollout import ZERO_VARIANCE_THRESHOLD, GroupOutcome, ScoredGroup, bounded
 from protocols.sampling import Completion
 from protocols.step import GroupsEnded, StepReport
+from training_run.records.solved import Solved, count_solved, solved_by
 
 FEWEST_GROUPS = 4
 """Fewer scored groups are not assessed."""
@@ -32,9 +35,6 @@ MOSTLY, OFTEN = 0.9, 0.5
 FEWEST_BATCHES, FEWEST_BATCH_GROUPS = 3, 24
 """Batches in a row without a signal, and groups in these batches, after which the batches are a finding."""
 
-PENALTY = "overlong"
-"""Name of the reward component that is 0 at best."""
-
 LONGER = (
     "raise sampling.max_tokens, ask for shorter answers in data.system, or check that the model samples its end token"
 )
@@ -42,28 +42,38 @@ LONGER = (
 
 LONGER_LIMIT = Change(key="sampling.max_tokens", factor=2.0)
 
+HARDER, EASIER = "choose harder problems", "choose easier problems"
+
+CURRICULUM = 'set data.curriculum = "success_rate", which prefers problems that are solved sometimes'
+
+DIFFICULTIES: tuple[tuple[Solved, FindingName, str, str], ...] = (
+    ("all", "too_easy", "by all completions", f"{HARDER}, {CURRICULUM}, or end the run"),
+    ("none", "too_hard", "by no completion", f"{EASIER}, {CURRICULUM}, or raise sampling.group_size"),
+)
+"""Groups that make problems too easy or too hard, the finding, its fact and its advice."""
+
 MAX_SHOWN = 300
 """Characters of a completion or an error that a finding shows."""
 
 
 class Observed(Struct, frozen=True, kw_only=True):
-    """The part of a scored group that the checks read. prompt: text of the problem."""
+    """The part of a scored group that the checks read. prompt: text of the problem. solved: by which completions."""
 
     prompt: str
     completions: tuple[Completion, ...]
     rewards: tuple[float, ...]
     parts: dict[str, tuple[float | None, ...]]
+    solved: Solved | None
 
 
 class _Silence(Struct):
     """Batches in a row that had no group to train on because of equal rewards.
 
-    correct, wrong: number of their groups by what all completions of the group were. seconds: duration of the batches.
+    groups: number of their groups by which completions solved the problem. seconds: duration of the batches.
     """
 
     batches: int = 0
-    correct: int = 0
-    wrong: int = 0
+    groups: Counter[Solved] = msgspec.field(default_factory=Counter)
     seconds: float = 0.0
 
 
@@ -92,11 +102,11 @@ class TrainingSignal:
         """Take groups into account, as the checks of rewards and truncation need them."""
         for group in groups:
             if isinstance(group, ScoredGroup):
-                self._add(group.group.prompt.problem.prompt, group.group.completions, group.rewards, group.parts)
+                self._add(group.group.prompt.problem.prompt, group.group.completions, group)
             elif group.reason == "reward_error":
                 self._failed, self._error = self._failed + 1, self._error or group.detail
             elif group.reason != "stale":
-                self._add(group.prompt.problem.prompt, group.completions, group.rewards, group.parts)
+                self._add(group.prompt.problem.prompt, group.completions, group)
 
     def findings(self) -> Iterator[Finding]:
         """Yield the findings that apply now."""
@@ -113,22 +123,24 @@ class TrainingSignal:
         if len(self._groups) < FEWEST_GROUPS:
             return
         rewards = [reward for group in self._groups for reward in group.rewards]
-        if max(rewards) - min(rewards) <= ZERO_VARIANCE_THRESHOLD:
+        if _are_equal(rewards):
             yield self._constant(rewards)
             return
-        yield from self._silent()
+        yield from self._silent() or self._difficulty()
         yield from self._constant_parts()
         yield from self._truncated()
 
-    def _add(
-        self,
-        prompt: str,
-        completions: tuple[Completion, ...],
-        rewards: tuple[float, ...],
-        parts: dict[str, tuple[float | None, ...]],
-    ) -> None:
+    def _add(self, prompt: str, completions: tuple[Completion, ...], group: GroupOutcome) -> None:
+        rewards = group.rewards
         if completions and len(rewards) == len(completions) and bounded(rewards):
-            self._groups.append(Observed(prompt=prompt, completions=completions, rewards=rewards, parts=parts))
+            seen = Observed(
+                prompt=prompt,
+                completions=completions,
+                rewards=rewards,
+                parts=group.parts,
+                solved=solved_by(group) if _are_equal(rewards) else None,
+            )
+            self._groups.append(seen)
             self._failed, self._error = 0, ""
 
     def _count(self, report: StepReport | GroupsEnded) -> None:
@@ -136,43 +148,56 @@ class TrainingSignal:
         if isinstance(report, StepReport) and report.trained:
             self._silence = _Silence()
             return
-        equal = [group for group in report.discarded if group.reason == "zero_variance"]
-        correct = sum(map(_is_correct, equal))
-        self._silence.correct += correct
-        self._silence.wrong += len(equal) - correct
-        if isinstance(report, StepReport) and self._silence.correct + self._silence.wrong:
+        self._silence.groups += count_solved(group for group in report.discarded if group.reason == "zero_variance")
+        if isinstance(report, StepReport) and self._silence.groups:
             self._silence.batches += 1
             self._silence.seconds += report.wait_seconds + report.train_seconds
 
-    def _silent(self) -> Iterator[Finding]:
+    def _silent(self) -> list[Finding]:
         found = self._silence
-        if found.batches < FEWEST_BATCHES or found.correct + found.wrong < FEWEST_BATCH_GROUPS:
-            return
-        harder, easier = "choose harder problems", "choose easier problems"
-        advice = f"{harder} and {easier}" if found.correct and found.wrong else harder if found.correct else easier
-        yield Finding(
+        solved, failed = found.groups["all"], found.groups["none"]
+        if found.batches < FEWEST_BATCHES or found.groups.total() < FEWEST_BATCH_GROUPS:
+            return []
+        advice = f"{HARDER} and {EASIER}" if solved and failed else HARDER if solved else EASIER
+        finding = Finding(
             name="no_signal",
             severity="error",
-            fact=f"none of the last {found.batches} batches had a group with different rewards: in {found.correct} "
-            f"groups all completions were correct, in {found.wrong} all were wrong",
+            fact=f"none of the last {found.batches} batches had a group with different rewards: in {solved} groups "
+            f"all completions were correct, in {failed} all were wrong",
             consequence=f"these batches took {found.seconds:.0f} s and did not change the policy",
             advice=f"{advice}, raise sampling.group_size or sampling.temperature, or use learner.objective dapo, which "
             "replaces such groups",
             remedy=Remedy(action="fork", changes=(Change(key="sampling.group_size", factor=2.0),)),
         )
+        return [finding]
+
+    def _difficulty(self) -> Iterator[Finding]:
+        """Yield a finding if most of the latest problems are solved by all completions of their groups, or by none."""
+        counts = Counter(group.solved for group in self._groups)
+        total = len(self._groups)
+        for solved, name, fact, advice in DIFFICULTIES:
+            if total >= FEWEST_BATCH_GROUPS and counts[solved] >= MOSTLY * total:
+                yield Finding(
+                    name=name,
+                    severity="warning",
+                    fact=f"{counts[solved]} of the last {total} problems are solved {fact} of their groups",
+                    consequence="groups with equal rewards have no gradient, so most of the sampling is wasted",
+                    advice=advice,
+                    remedy=Remedy(action="fork", changes=(Change(key="data.curriculum", value="success_rate"),)),
+                )
 
     def _constant(self, rewards: list[float]) -> Finding:
         parts = {name: values[0] for name, values in self._part_values().items() if values}
         described = f" ({', '.join(f'{name} {value:g}' for name, value in parts.items())})" if parts else ""
         fact = f"all {len(rewards)} completions of the last {len(self._groups)} groups have the reward {rewards[0]:g}"
         cost = f", at a cost of {self._silence.seconds:.0f} s so far" if self._silence.seconds >= 1.0 else ""
-        if min((value for name, value in parts.items() if name != PENALTY), default=0.0) > 0:
+        if min((value for name, value in parts.items() if name != OVERLONG), default=0.0) > 0:
             return Finding(
                 name="always_rewarded",
                 severity="error",
                 fact=f"{fact}{described}",
                 consequence=f"nothing can be learned from problems that are always solved{cost}",
-                advice="choose harder problems",
+                advice=HARDER,
                 remedy=CHECK,
             )
         expected = "; ".join(f"{name} expects {self._expected[name]}" for name in parts if name in self._expected)
@@ -203,7 +228,7 @@ class TrainingSignal:
 
     def _constant_parts(self) -> Iterator[Finding]:
         for name, values in self._part_values().items():
-            if len(values) < FEWEST_COMPLETIONS or max(values) - min(values) > ZERO_VARIANCE_THRESHOLD or values[0] > 0:
+            if len(values) < FEWEST_COMPLETIONS or not _are_equal(values) or values[0] > 0:
                 continue
             expected = f"; it expects {self._expected[name]}" if name in self._expected else ""
             yield Finding(
@@ -258,8 +283,5 @@ class TrainingSignal:
         return {name: values for name, values in found.items() if values}
 
 
-def _is_correct(group: Discarded) -> bool:
-    """Whether the completions of a group with equal rewards earned every reward; without parts, any reward."""
-    rows = [row for name, row in group.parts.items() if name != PENALTY]
-    values = [value for row in rows for value in row if value is not None]
-    return min(values or group.rewards, default=0.0) > 0
+def _are_equal(rewards: Sequence[float]) -> bool:
+    return max(rewards) - min(rewards) <= ZERO_VARIANCE_THRESHOLD

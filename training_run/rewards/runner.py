@@ -148,9 +148,10 @@ class RewardRunner:
         completion always has equal rewards.
         """
         problem = group.prompt.problem
+        components = self._applicable(problem)
         try:
             with self._groups:
-                parts = await self._values(self._applicable(problem), _seen(problem, group.completions))
+                parts = await self._values(components, _seen(problem, group.completions))
             rewards = self._weighted_sums(problem, parts, len(group.completions))
         except RewardError as error:
             self._log_first(error)
@@ -161,6 +162,9 @@ class RewardRunner:
                 completions=group.completions,
                 failed_rewards=error.rewards,
             )
+        correct = tuple(
+            _accepted(components, {name: row[i] for name, row in parts.items()}) for i in range(len(rewards))
+        )
         if self._overlong is not None:
             penalties = tuple(map(self._overlong, group.completions))
             parts[OVERLONG] = penalties
@@ -174,8 +178,9 @@ class RewardRunner:
                 completions=group.completions,
                 rewards=rewards,
                 parts=parts,
+                correct=correct,
             )
-        return ScoredGroup(group=group, rewards=rewards, parts=parts)
+        return ScoredGroup(group=group, rewards=rewards, parts=parts, correct=correct)
 
     async def grade(self, problem: Problem, completions: Sequence[Completion]) -> list[Grade]:
         """Grade completions of a held-out problem, which are one group for rewards over groups.
@@ -210,7 +215,6 @@ class RewardRunner:
         values = {name: row[i] for name, row in parts.items() if row is not None}
         found = {name: value for name, value in values.items() if value is not None}
         judges = {component.name for component in components if component.section.correct}
-        correct = [found[name] == 1.0 for name in judges & found.keys()]
         terms = [
             component.section.weight * found[component.name] for component in components if component.name in found
         ]
@@ -219,7 +223,7 @@ class RewardRunner:
             terms += [found[OVERLONG]] if terms else []
         reward = None if failed or not terms or too_large(sum(terms)) else sum(terms)
         return Grade(
-            correct=False if judges - values.keys() else all(correct) if correct else None,
+            correct=False if judges - values.keys() else _accepted(components, found),
             reward=reward,
             parts=found,
             failed=tuple(failed),
@@ -364,6 +368,13 @@ class _Occupancy:
         self._before = self.full_seconds
         self._since = time.monotonic()
         self._count -= 1
+
+
+def _accepted(components: Sequence[_Component], values: Mapping[str, float | None]) -> bool | None:
+    """Whether every reward with `correct = true` accepts a completion; None if none has a value for it."""
+    found = [values.get(component.name) for component in components if component.section.correct]
+    judged = [value == 1.0 for value in found if value is not None]
+    return all(judged) if judged else None
 
 
 def rewards_of(profile: Profile, *, workers: Mapping[str, NewWorker] = MappingProxyType({})) -> RewardRunner:

@@ -15,7 +15,6 @@ from attachments.curriculum.curriculum import Curriculum, CurriculumReport
 from attachments.curriculum.sections import SuccessRateCurriculum
 from attachments.curriculum.state import CountedGroup, SavedCurriculum
 from clotho.data.order import ProblemOrder
-from clotho.settings.data import RewardSection
 from protocols.prompt import Problem
 from protocols.rollout import Discarded, GroupOutcome
 from tests.actors.actor_helpers import prompt
@@ -25,7 +24,6 @@ TYPES = ["solved"] * 50 + ["hard"] * 50 + ["useful"] * 100
 """Half of the problems are useless."""
 
 RATES = {"solved": 1.0, "hard": 0.0, "useful": 0.5}
-CORRECT = (RewardSection(name="exact", correct=True), RewardSection(name="format", weight=0.2))
 
 
 def checkpoint(subject: Curriculum) -> SavedCurriculum:
@@ -38,32 +36,31 @@ def curriculum(
     *,
     after: SavedCurriculum | None = None,
     weights: Mapping[str, float] | None = None,
-    rewards: Sequence[RewardSection] = CORRECT,
     dataset: str = "d",
     **settings: Any,
 ) -> Curriculum:
     """Return a curriculum of problems of these types."""
     order = ProblemOrder(types, weights=weights or {}, seed=3, shuffle=True)
     chosen = SuccessRateCurriculum(**settings)
-    return Curriculum(types, order, chosen, rewards=rewards, seed=3, dataset=dataset, saved=after)
+    return Curriculum(types, order, chosen, seed=3, dataset=dataset, saved=after)
 
 
-def outcome(group_id: int, correct: Sequence[float | None], rewards: Sequence[float], kind: str = "t") -> GroupOutcome:
-    """Return a scored group with these values of the reward with `correct = true`."""
+def outcome(group_id: int, correct: Sequence[bool | None], rewards: Sequence[float], kind: str = "t") -> GroupOutcome:
+    """Return a scored group. correct: whether the rewards with `correct = true` accept each completion."""
     problem = Problem(prompt="q", answer="a", type=kind)
     return Discarded(
         prompt=structs.replace(prompt(group_id), problem=problem),
         reason="stale",
         detail="",
         rewards=tuple(rewards),
-        parts={"exact": tuple(correct)},
+        correct=tuple(correct),
     )
 
 
 def sampled(group_id: int, rate: float) -> GroupOutcome:
     """Return a group whose completions succeed with this probability, as a function of the group id."""
-    values = (np.random.default_rng(group_id).random(GROUP_SIZE) < rate).astype(float).tolist()
-    return outcome(group_id, values, values)
+    values = (np.random.default_rng(group_id).random(GROUP_SIZE) < rate).tolist()
+    return outcome(group_id, values, list(map(float, values)))
 
 
 def train(
@@ -104,7 +101,7 @@ def test_of_problems_with_equal_gradients_the_one_with_more_failures_is_preferre
         counts.update(types[index] for index in indices)
         for group_id, index in enumerate(indices, start=4 * step):
             values = [float(i == 0) if types[index] == "seldom" else float(i > 0) for i in range(GROUP_SIZE)]
-            subject.record([outcome(group_id, values, values)])
+            subject.record([outcome(group_id, [value == 1.0 for value in values], values)])
         subject.end_step()
     assert counts["seldom"] / counts["often"] == pytest.approx(8 / 2, rel=0.3)
 
@@ -187,19 +184,18 @@ def test_a_state_of_other_problems_is_not_used() -> None:
 @pytest.mark.parametrize(
     ("correct", "rewards", "successes"),
     [
-        ([1.0, 0.0, 0.5], [0.2, 1.2, 0.7], 1),
+        ([True, False, False], [0.2, 1.2, 0.7], 1),
         ([None, None, None], [0.1, 0.3, 0.4], 2),
         ([None, None, None], [0.7, 0.7, 0.7], 0),
-        ([1.0, None, None], [0.0, 0.0, 5.0], 2),
+        ([True, None, None], [0.0, 0.0, 5.0], 2),
     ],
     ids=["a reward with correct = true decides", "above the middle", "equal", "each completion for itself"],
 )
 def test_success_is_a_correct_answer_or_a_reward_above_the_middle(
-    correct: list[float | None], rewards: list[float], successes: int
+    correct: list[bool | None], rewards: list[float], successes: int
 ) -> None:
-    """The middle of the lowest and the highest reward of the run; rewards that apply to other types do not count."""
-    sections = (*CORRECT, RewardSection(name="other", types=("u",), correct=True))
-    subject = curriculum(["t"], rewards=sections)
+    """The middle of the lowest and the highest reward of the run."""
+    subject = curriculum(["t"])
     subject.choose(0)
     subject.record([outcome(0, correct, rewards)])
     subject.end_step()
@@ -212,7 +208,7 @@ def test_groups_without_rewards_only_end() -> None:
     """So do groups that the curriculum has not chosen. The problem may then be chosen again."""
     subject = curriculum(["t"])
     subject.choose(0)
-    subject.record([outcome(0, [], []), outcome(1, [1.0], [1.0])])
+    subject.record([outcome(0, [], []), outcome(1, [True], [1.0])])
     report = subject.end_step()
     assert (report.zero_variance_expected, report.zero_variance_observed) == (None, None)
     assert (report.success_rate, report.problems["0.4-0.6"]) == (0.5, 1)

@@ -41,7 +41,7 @@ def attach(attached: Attached) -> None:
     settings = SuccessRateCurriculum()
     take_part(
         attached,
-        Curriculum(kinds, order, settings, rewards=(), seed=1, dataset="", saved=saved.value if saved else None),
+        Curriculum(kinds, order, settings, seed=1, dataset="", saved=saved.value if saved else None),
     )
 
 

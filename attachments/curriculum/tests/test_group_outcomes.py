@@ -202,9 +202,7 @@ def test_a_step_reads_only_the_problems_of_its_groups() -> None:
     """Among 500,000 problems, a step of the curriculum needs no array over all of them."""
     problems = 500_000
     order = ProblemOrder(["a", "b"] * (problems // 2), weights={}, seed=0, shuffle=True)
-    subject = Curriculum(
-        ["a", "b"] * (problems // 2), order, SuccessRateCurriculum(), rewards=(), seed=0, dataset="problems"
-    )
+    subject = Curriculum(["a", "b"] * (problems // 2), order, SuccessRateCurriculum(), seed=0, dataset="problems")
     order.index(0)
     tracemalloc.start()
     for group_id in range(8):

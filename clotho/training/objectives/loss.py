@@ -102,6 +102,8 @@ def policy_loss(
         "kl": (kl_N, mask_N),
         "entropy": (entropy_N, mask_N),
         "clip_fraction": (token_loss.clipped_N, mask_N),
+        "clip_fraction_low": (mx.where(inputs.advantage_N < 0, token_loss.clipped_N, 0), mask_N),
+        "clip_fraction_high": (mx.where(inputs.advantage_N > 0, token_loss.clipped_N, 0), mask_N),
         "ratio_mean": (ratio_N, mask_N),
         "ratio_squared_mean": (mx.square(ratio_N), mask_N),
         "rejected_fraction": (correction.weight_N == 0, mask_N),

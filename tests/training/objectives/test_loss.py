@@ -72,6 +72,16 @@ def test_the_ratio_to_the_sampler_is_clipped() -> None:
     assert sums["clip_fraction"][0].item() == 1.0
 
 
+def test_clipped_tokens_are_counted_by_the_sign_of_their_advantage() -> None:
+    """Ratios 2 and 2 with A = 1 and -1 and 1/2 with A = -1, range [0.8, 1.2]: one of three at each end."""
+    _, _, _, sums = differentiate(logp_at_ratio([2.0, 2.0, 0.5]), inputs([1.0, -1.0, -1.0]))
+    assert {name: sums[f"clip_fraction{name}"].tolist() for name in ("", "_low", "_high")} == {
+        "": [2.0, 3.0],
+        "_low": [1.0, 3.0],
+        "_high": [1.0, 3.0],
+    }
+
+
 def test_without_an_old_policy_only_the_correction_applies() -> None:
     """Old policy = current policy: u = 1. w = 3 and 1/2, truncated at 2: loss -(2 + 0.5), gradient -w A."""
     value, gradient_N, _, sums = differentiate(
@@ -203,6 +213,8 @@ def test_sums_are_over_trained_tokens() -> None:
         "kl": [sum(math.exp(d) - 1 - d for d in (1.0, 1.0 - math.log(2), 1.0 + math.log(2))), 3],
         "entropy": [1.0, 3],
         "clip_fraction": [1.0, 3],
+        "clip_fraction_low": [0.0, 3],
+        "clip_fraction_high": [1.0, 3],
         "ratio_mean": [3.5, 3],
         "ratio_squared_mean": [5.25, 3],
         "rejected_fraction": [0.0, 3],

@@ -96,6 +96,8 @@ def test_a_frame_fits_every_width_and_neutralizes_untrusted_text(width: int, enc
             "2 API requests",
             "600 trained  32 discarded",
             "50 % of the completions truncated",
+            "solved by all 0 %, none 0 %, mixed 100 %",
+            "clipped low 0.000, high 0.000",
             "no_reward: [b]every reward is 0; state the format",
             "64 completions that are being decoded",
             "format 0.500 sd 0.500",
@@ -245,7 +247,14 @@ def test_plain_lines_are_limited_and_aligned() -> None:
     assert "held-out accuracy 60.0 % of 500  in 0:02" in starts[0]
     assert len({line.index("tokens/s") for line in starts[1:]}) == 1
     written = screen.getvalue()
-    for expected in ("loss -0.0100", "truncated  50 %", "discarded 1", "format 0.500 sd 0.500", "alarm no_reward"):
+    for expected in (
+        "loss -0.0100",
+        "truncated  50 %",
+        "discarded 1",
+        "mixed 100 %",
+        "format 0.500 sd 0.500",
+        "alarm no_reward",
+    ):
         assert expected in written
     assert "\x1b" not in written
 

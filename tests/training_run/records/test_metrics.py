@@ -20,7 +20,7 @@ from protocols.summary import (
     RunGauges,
 )
 from tests.training.policies_and_groups import scored_group
-from tests.training_run.records.display_examples import MEASURES, evaluation, ungraded_evaluation
+from tests.training_run.records.display_examples import MEASURES, completion, discarded, evaluation, ungraded_evaluation
 from training_run.attachment import attached_metrics
 from training_run.records.evaluation_history import EVALUATION_METRICS, evaluation_record, read_history
 from training_run.records.metrics import (
@@ -59,6 +59,24 @@ def test_the_histogram_counts_trained_groups_by_staleness() -> None:
     assert list(found["staleness/histogram"].items()) == [("0", 2), ("2", 2), ("11", 1)]
     assert (found["staleness/mean"], found["staleness/max"]) == (3.0, 11)
     assert line()["staleness/histogram"] == {}
+
+
+def test_a_line_has_the_shares_of_groups_that_all_none_or_some_completions_solve() -> None:
+    """Of all scored groups: trained on, discarded, and discarded between two steps. Null without one."""
+    names = ["groups/solved_all", "groups/solved_none", "groups/mixed"]
+    group = TrainedGroup(scored=scored_group([[1], [2]], [0.0, 1.0]), advantages=(-1.0, 1.0))
+    moment = Measurement(seconds=1.0, gauges=RunGauges())
+    report = replace(EMPTY, trained=(group,), discarded=(replace(discarded(), rewards=(1.0, 1.0)),))
+    found = step_metrics(report, now=moment, before=moment, solved_between={"none": 2})
+    assert [found[name] for name in names] == [0.25, 0.5, 0.25]
+    assert [line()[name] for name in names] == [None] * 3
+
+
+def test_the_length_of_completions_that_ended_is_a_metric() -> None:
+    """Those that reached a limit do not count."""
+    ended, cut = completion(tokens=5), completion(tokens=9, finish="length")
+    found = line(discarded=(replace(discarded(), completions=(ended, cut, cut)),))
+    assert (found["completion_length/terminated"], found["truncated_fraction"]) == (5.0, 2 / 3)
 
 
 def test_the_metrics_of_attachments_are_in_every_line() -> None:

@@ -121,6 +121,8 @@ def of_the_rewards() -> Iterator[Finding]:
     yield from signals.findings(signals.groups(32, (1.0, 2.0), parts={"format": (0.0, 0.0), "b": (0.0, 1.0)}))
     dropped = (signals.group((1.0, 1.0)),) * 8 + (signals.group((0.0, 0.0)),) * 8
     yield from signals.findings(*(step(1, groups=(), discarded=dropped, update=None),) * 3)
+    for reward in (1.0, 0.0):
+        yield from signals.findings(signals.groups(29, (reward, reward)), signals.groups(3, (0.0, 1.0)))
     some = TrainingSignal({})
     some.observe(signals.groups(4, (0.0, 0.1), finish="length"))
     some.observe(signals.groups(4, (0.5, 1.0)))

@@ -111,13 +111,23 @@ def test_several_batches_without_a_signal_are_a_finding_with_their_cost(
     """It counts the groups that were all correct and all wrong. A batch with an update ends it."""
     dropped = (group((1.0, 1.0)),) * solved + (group((0.0, 0.0)),) * unsolved
     silent = step(1, groups=(), discarded=dropped, update=None)
-    assert names(silent, silent) == set()
+    assert "no_signal" not in names(silent, silent)
     (finding,) = findings(silent, silent, silent)
     assert (finding.name, finding.severity) == ("no_signal", "error")
     assert f"in {3 * solved} groups all completions were correct, in {3 * unsolved} all were wrong" in finding.fact
     assert "took 1 s" in finding.consequence  # three batches of 0.3 s
     assert advice in finding.advice
-    assert names(silent, silent, silent, step(2, groups=(trained(),))) == set()
+    assert "no_signal" not in names(silent, silent, silent, step(2, groups=(trained(),)))
+
+
+@pytest.mark.parametrize(("reward", "expected"), [(1.0, "too_easy"), (0.0, "too_hard")])
+def test_problems_that_all_or_no_completions_solve_are_too_easy_or_too_hard(reward: float, expected: str) -> None:
+    """Nine tenths of the latest groups, of which there are at least 24; other equal rewards do not count."""
+    some = groups(3, (0.0, 1.0))
+    assert names(groups(29, (reward, reward)), some) == {expected}
+    assert names(groups(20, (reward, reward)), groups(2, (0.0, 1.0))) == set()
+    assert names(groups(28, (reward, reward)), groups(4, (0.0, 1.0))) == set()
+    assert names(groups(29, (0.5, 0.5)), some) == set()
 
 
 def test_a_part_that_is_always_one_is_no_finding() -> None:

@@ -56,6 +56,18 @@ async def test_a_reward_is_the_weighted_sum_of_its_components() -> None:
     assert scored.parts == {"format": (1.0, 1.0, 0.0, 0.0), "math_eval": (1.0, 0.0, 1.0, 0.0)}
 
 
+async def test_a_group_says_which_completions_are_correct() -> None:
+    """Every reward with `correct = true` that has a value must be 1; None where none has. Also if rewards are equal."""
+    judges = [RewardSection(name=name, correct=True) for name in ("format", "math_eval")]
+    with runner(*judges) as rewards:
+        scored = await rewards.score(group(answered("42"), answered("41"), "<answer>42</answer>"))
+        equal = await rewards.score(group(answered("42")))
+    with runner(sample("length")) as rewards:
+        unknown = await rewards.score(group("a", "bb"))
+    assert isinstance(equal, Discarded)
+    assert (scored.correct, equal.correct, unknown.correct) == ((True, False, False), (True,), (None, None))
+
+
 async def test_components_that_do_not_apply_are_skipped() -> None:
     """A type that is not listed, or a function that returns None. The value in `parts` is None."""
     sections = (
