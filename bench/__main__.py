@@ -31,6 +31,7 @@ BENCHMARKS = {
 }
 STUDIES = {
     "methods": "Held-out accuracy by objective, correction, rank of the adapter and bad setting, for several seeds.",
+    "rounding": "Share of the gradient that rounding cuts in 16 bits, by objective and correction.",
     "curriculum": "Rollouts to a held-out accuracy if half of the problems are too hard or already solved.",
     "gym": "Learning of a real language model on datasets of Reasoning Gym.",
     "environments": "Training with Atropos environments: single-turn, multi-turn, two of different weight.",

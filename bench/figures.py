@@ -25,6 +25,7 @@ TABLES = "docs/benchmark-tables.md"
 PAGES = {
     "learning": "README.md",
     "methods": "docs/numerics-internals.md",
+    "rounding": "docs/numerics.md",
     "environments": "docs/atropos.md",
     "curriculum": "docs/datasets.md",
     "soak": "docs/reliability.md",

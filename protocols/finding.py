@@ -11,6 +11,7 @@ FindingName = Literal[
     "always_rewarded",
     "answers_without_reward",
     "constant_reward_part",
+    "cut_without_moving",
     "dataset_unparsable",
     "dataset_unusable",
     "disk_space_low",

@@ -129,6 +129,13 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
             "steps; 1 without it."
         ),
     ] = 1.0
+    unmoved_cut_fraction: Annotated[
+        float,
+        Meta(
+            description="Fraction of the tokens that the policy before the update sampled whose gradient a clip range "
+            "or an importance correction limits before the policy moves, because of rounding; null without such tokens."
+        ),
+    ] = 0.0
     distillation_loss: Annotated[
         float,
         Meta(

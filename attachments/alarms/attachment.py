@@ -51,11 +51,12 @@ class Alarms(Attachment):
             plan.measured_updates = max(plan.measured_updates, settings.patience)
 
         async def attach(run: RunContext) -> None:
-            from attachments.alarms.checks import CollapseCheck, ThroughputCheck
+            from attachments.alarms.checks import CollapseCheck, CutCheck, ThroughputCheck
             from attachments.alarms.hooks import detect_collapses, keep_state
             from clotho.lanes.compute_thread import finish
 
             run.findings.add_check(CollapseCheck())
+            run.findings.add_check(CutCheck(plan.profile.learner.objective))
             run.findings.add_check(ThroughputCheck())
             if isinstance(settings, CollapseChecks):
                 await finish(run.compute.learner.submit(lambda: detect_collapses(run, settings)))

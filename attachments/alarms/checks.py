@@ -1,4 +1,4 @@
-"""Signs that a run loses what it has learned, or slows down: a collapse, lower rewards, and slow decoding."""
+"""Signs that a run learns from noise, loses what it has learned, or slows down."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from statistics import fmean, median, stdev
 
 from msgspec.structs import replace
 
-from protocols.finding import CHECK, LOWER_RATE, Finding
+from clotho.settings.objectives import ObjectiveSettings, RatioObjective
+from protocols.finding import CHECK, LOWER_RATE, Change, Finding, Remedy
 from protocols.rollout import bounded
 from protocols.step import StepReport
 from protocols.summary import RunGauges
@@ -32,6 +33,9 @@ SLOW = 0.5
 
 FEWEST_DECODE_STEPS, FEWEST_DECODE_SECONDS = 16, 0.05
 """Less decoding between two reports is not assessed."""
+
+CUT_SHARE, CUT_REPORTS = 0.05, 3
+"""Share of the tokens that rounding cuts, and reports in a row with it, that are a finding."""
 
 RATES, SLOW_REPORTS, SLOW_SECONDS = 3, 5, 60.0
 """Rates whose median is compared; reports in a row, and their duration, after which low rates are a finding."""
@@ -114,6 +118,38 @@ def _group_rewards(report: StepReport) -> Iterator[tuple[float, ...]]:
     for source, values in rewards:
         if not source and values and bounded(values):
             yield values
+
+
+class CutCheck(Check):
+    """Observes how much of the gradient is cut although the policy has not moved since it sampled the completions."""
+
+    def __init__(self, objective: ObjectiveSettings) -> None:
+        self._name, self._key, self._change = str(objective.__struct_config__.tag), "clip_low and clip_high", ""
+        if isinstance(objective, RatioObjective):
+            in_ratio = objective.ratio_reference == "sampler"
+            self._key = "ratio_reference" if in_ratio else "importance_correction"
+            self._change = "batch_start" if in_ratio else "truncate"
+        self._shares: deque[float] = deque(maxlen=CUT_REPORTS)
+
+    def observe(self, report: StepReport, gauges: RunGauges) -> None:
+        """Take an update into account, if it has groups that the policy before it sampled."""
+        if report.update is not None and 0 in report.staleness:
+            self._shares.append(report.update.unmoved_cut_fraction)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the finding if it applies now."""
+        if len(self._shares) < CUT_REPORTS or min(self._shares) < CUT_SHARE:
+            return
+        key, change = f"learner.objective.{self._key}", self._change
+        yield Finding(
+            name="cut_without_moving",
+            severity="warning",
+            fact=f"{self._name} cuts {fmean(self._shares):.0%} of the tokens although the policy has not moved since "
+            "it sampled them",
+            consequence="rounding decides what the policy learns from",
+            advice=f'set {key} = "{change}"' if change else f"raise {key}",
+            remedy=Remedy(action="fork", changes=(Change(key=key, value=change),)) if change else CHECK,
+        )
 
 
 class ThroughputCheck(Check):

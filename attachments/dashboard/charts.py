@@ -147,6 +147,7 @@ CHARTS = (
         "Clip fraction",
         _line("clipped", "clip_fraction"),
         _line("rejected", "rejected_fraction"),
+        _line("before the policy moved", "unmoved_cut_fraction"),
         format="percent",
     ),
     _chart("Update", "Gradient norm", _line("norm", "grad_norm")),

@@ -284,7 +284,7 @@ def describe_model(model: nn.Module, config: dict[str, Any]) -> PolicyDescriptio
         trainable_parameters=trainable,
         bytes=sum(array.nbytes for array in flat(model.parameters()).values()),
         quantization_bits=bits,
-        dtype=_computing_dtype(model),
+        dtype=computing_dtype(model),
         layers=len(model.layers),
         hidden_size=setting(config, HIDDEN_KEYS) or 0,
         vocab_size=vocab_size,
@@ -319,7 +319,7 @@ def _parameters(model: nn.Module) -> tuple[int, int | None]:
     return total, bits.most_common(1)[0][0] if bits else None
 
 
-def _computing_dtype(model: nn.Module) -> str:
+def computing_dtype(model: nn.Module) -> str:
     """Return the most common floating type of the base model's weights."""
     sizes: Counter[str] = Counter()
     adapter = _adapter_arrays(model).keys()

@@ -87,36 +87,36 @@ class BoundedCorrection(Variant, frozen=True, kw_only=True):
     high: WeightHigh = 2.0
 
 
-class TruncateCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="truncate"):
-    """The importance weight of each token is clipped to its bounds (TIS)."""
-
-
-class MaskCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="mask"):
-    """Tokens whose importance weight is out of bounds are ignored; the others keep it (IcePop)."""
-
-    low: WeightLow = 0.5
-    high: WeightHigh = 5.0
-
-
 class TruncateSequenceCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="truncate_sequence"):
-    """The importance weight of each completion is clipped to its bounds."""
-
-
-class RejectSequenceCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="reject_sequence"):
-    """Completions whose importance weight is out of bounds are ignored."""
+    """For stale rollouts too: the importance weight of each completion is clipped to its bounds."""
 
 
 class RejectGeometricCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="reject_geometric"):
-    """Completions are ignored if the geometric mean of their importance weights is out of bounds."""
+    """Small mismatch only: completions are ignored if the geometric mean of their weights is out of bounds."""
 
     low: WeightLow = 0.99
     high: WeightHigh = 1.01
 
 
-TokenCorrection = TruncateCorrection | MaskCorrection
-SequenceCorrection = TruncateSequenceCorrection | RejectSequenceCorrection | RejectGeometricCorrection
+class TruncateCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="truncate"):
+    """Small mismatch only, at a lag of 32 the policy is lost: the weight of each token is clipped (TIS)."""
+
+
+class MaskCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="mask"):
+    """Small mismatch only, at a lag of 32 the policy is lost: tokens out of bounds are ignored (IcePop)."""
+
+    low: WeightLow = 0.5
+    high: WeightHigh = 5.0
+
+
+class RejectSequenceCorrection(BoundedCorrection, frozen=True, kw_only=True, tag="reject_sequence"):
+    """Small mismatch only, at a lag of 32 the policy is lost: completions out of bounds are ignored."""
+
+
+SequenceCorrection = TruncateSequenceCorrection | RejectGeometricCorrection
 Correction = Annotated[
-    Absent | TokenCorrection | SequenceCorrection, about("Correction of the mismatch with the rollout policy.")
+    Absent | SequenceCorrection | TruncateCorrection | MaskCorrection | RejectSequenceCorrection,
+    about("Correction of the mismatch with the rollout policy; stale rollouts: truncate_sequence."),
 ]
 
 
@@ -167,6 +167,13 @@ class ClippedObjective(RatioObjective, frozen=True, kw_only=True):
     dual_clip: Annotated[NonNegativeFloat, about("Limit of the loss, x |A|, at a negative advantage A; 0: none.")] = 0.0
 
 
+class SequenceObjective(ClippedObjective, frozen=True, kw_only=True):
+    """An objective with one ratio per completion, in which the rounding of all tokens adds up."""
+
+    ratio_reference: RatioReference = "batch_start"
+    importance_correction: Correction = TruncateCorrection()
+
+
 class Grpo(ClippedObjective, frozen=True, kw_only=True, tag="grpo"):
     """Group Relative Policy Optimization (arXiv:2402.03300) with the mean over tokens and the clip range of DAPO."""
 
@@ -191,7 +198,7 @@ class Dapo(ClippedObjective, frozen=True, kw_only=True, tag="dapo"):
     dynamic_sampling_max_ratio: MaxRatio = 4.0
 
 
-class Gspo(ClippedObjective, frozen=True, kw_only=True, tag="gspo"):
+class Gspo(SequenceObjective, frozen=True, kw_only=True, tag="gspo"):
     """Group Sequence Policy Optimization: one ratio per completion (arXiv:2507.18071)."""
 
     loss_aggregation: Aggregation = "sequence_mean"
@@ -199,7 +206,7 @@ class Gspo(ClippedObjective, frozen=True, kw_only=True, tag="gspo"):
     clip_high: ClipHigh = 4e-4
 
 
-class GspoToken(ClippedObjective, frozen=True, kw_only=True, tag="gspo_token"):
+class GspoToken(SequenceObjective, frozen=True, kw_only=True, tag="gspo_token"):
     """GSPO for advantages that differ from token to token (arXiv:2507.18071)."""
 
     loss_aggregation: Aggregation = "sequence_mean"
@@ -214,7 +221,7 @@ class Cispo(RatioObjective, frozen=True, kw_only=True, tag="cispo"):
     clip_high: ClipHigh = 4.0
 
 
-class Rloo(ClippedObjective, frozen=True, kw_only=True, tag="rloo"):
+class Rloo(SequenceObjective, frozen=True, kw_only=True, tag="rloo"):
     """REINFORCE leave-one-out with one ratio per completion (arXiv:2402.14740)."""
 
     loss_aggregation: Aggregation = "sequence_mean"

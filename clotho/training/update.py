@@ -45,6 +45,7 @@ import mlx.core as mx
 from msgspec import Struct
 from msgspec.structs import replace
 
+from clotho.models.loading import computing_dtype
 from clotho.models.machine import random_state, restore_random_state
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat
 from clotho.models.policy import TrainablePolicy
@@ -57,6 +58,7 @@ from clotho.training.gradient import LossConfig, OtherRanks
 from clotho.training.learner_state import LearnerSnapshot, LearnerState, state_arrays, state_from_arrays, with_prefix
 from clotho.training.objectives.controllers import initial_loss_coefficients, next_loss_coefficients
 from clotho.training.objectives.registry import objective
+from clotho.training.objectives.sequence_level import require_exact_ratio
 from clotho.training.optimizer_steps import MetricTotals, OptimizerProgress, TokenRecord, take_optimizer_steps
 from clotho.training.optimizers import initial_state, learning_rate
 from clotho.training.reference_policy import ReferencePolicy
@@ -131,8 +133,8 @@ class PolicyLearner:
         token_values: return the values of tokens (`Update.tokens`).
         ranks: the other ranks of a data-parallel learner; updates use them, rehearsals do not.
         lane: between turns, others compute.
-        Raises ProfileError if the learner cannot evaluate the sampling distribution or cannot load the objective, and
-        ModelError if the model does not support the layout.
+        Raises ProfileError if the learner cannot evaluate the sampling distribution, cannot load the objective or
+        rounds too much for its ratio, and ModelError if the model does not support the layout.
         """
         require_learnable(sampling)
         self._policy, self._settings, self._steps, self._seed = policy, learner, steps, seed
@@ -141,6 +143,7 @@ class PolicyLearner:
         self._distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
         self._objective = objective(learner.objective)
         self.model = policy.copy_model()
+        require_exact_ratio(learner.objective, computing_dtype(self.model.model))
         self._forcing = TeacherForcing(self.model.model, self.model.vocab_size, layout=learner.layout)
         self.turns = TurnBudget(learner.max_turn_ms / 1000.0, lane)
         self._reference = ReferencePolicy(policy, learner)

@@ -131,10 +131,14 @@ def test_per_token_values_of_an_asynchronous_run_equal_a_recomputation(finished:
 @pytest.mark.parametrize(
     ("flags", "kinds"),
     [
-        (("gspo",), {0, 1}),
+        (("gspo", "--learner.objective.importance-correction.high", "1.02"), {0, 2}),
         (("dr_grpo",), {0}),
         (("dapo", "--learner.objective.dynamic-sampling-max-ratio", "0"), {0}),
-        (("rloo", "--learner.objective.clip-low", "0.05", "--learner.objective.clip-high", "0.05"), {0, 1}),
+        (
+            ("rloo", "--learner.objective.clip-low", "0.05", "--learner.objective.clip-high", "0.05",
+             "--learner.objective.ratio-reference", "sampler", "--learner.objective.importance-correction", "none"),
+            {0, 1},
+        ),
         (("cispo", "--learner.objective.clip-high", "0.02"), {0, 1}),
         (("sapo",), {0}),
         (("dppo_tv", "--learner.objective.clip-low", "0.01", "--learner.objective.clip-high", "0.01"), {0, 1}),

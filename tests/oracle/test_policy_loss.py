@@ -17,14 +17,16 @@ from tests.learner_settings import OBJECTIVES, learner_settings
 from tests.oracle.policy_loss import TOKEN_LOSSES, Example, Rows, loss, slopes
 
 MAX_TOKENS = 9
+TO_SAMPLER = {"ratio_reference": "sampler", "correction": "none"}
 PENALTIES = {"kl_beta": 0.3, "entropy_weight": 0.2}
 
 CASES: dict[str, dict[str, Any]] = {
     **{f"{name}, its recipe": {"objective": name} for name in TOKEN_LOSSES},
     **{
-        f"{name}, wide ratios": {"objective": name, "clip_low": 0.1, "clip_high": 0.1}
-        for name in ("gspo", "gspo_token", "rloo", "dppo_tv")
+        f"{name}, ratio to the sampler": {"objective": name, "clip_low": 0.1, "clip_high": 0.1, **TO_SAMPLER}
+        for name in ("gspo", "gspo_token", "rloo")
     },
+    "dppo_tv, narrow": {"objective": "dppo_tv", "clip_low": 0.1, "clip_high": 0.1},
     **{
         f"aggregation {kind}": {"objective": "grpo", "loss_aggregation": kind}
         for kind in ("token_mean", "sequence_mean", "token_sum", "group_mean")

@@ -99,7 +99,7 @@ CONTRADICTIONS = (
     Rule("policy.method.dropout", lambda v, x: x > 0 and v["policy.grad_checkpoint"],
          "= {} and policy.grad_checkpoint exclude each other: a recomputed block would sample another dropout mask"),
     Rule("learner.objective.importance_correction.type", lambda v, x: x != "none" and v[RATIO] == "sampler",
-         f'= "{{}}" corrects the mismatch with the sampler a second time: set {RATIO} = "batch_start"'),
+         f'= "{{}}" corrects the mismatch with the sampler a second time: set "none", or {RATIO} = "batch_start"'),
     Rule(RATIO, lambda v, x: x == "batch_start_interpolated" and one_step(v),
          '= "{}" has no effect with one optimizer step per batch: use "batch_start"'),
     Rule("learner.objective.outlier_high learner.objective.dual_clip", lambda v, x: 0 < x <= 1,

@@ -222,6 +222,7 @@ def _update_metrics(report: StepReport) -> MetricsLine:
     return msgspec.structs.asdict(update) | {
         "kl": update.kl if update.kl_beta > 0 else None,
         "mismatch_kl": update.mismatch_kl if on_policy or report.rolled_back else None,
+        "unmoved_cut_fraction": update.unmoved_cut_fraction if on_policy or report.rolled_back else None,
         "distillation_loss": update.distillation_loss if has_teacher else None,
     }
 

@@ -7,9 +7,10 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from attachments.alarms.checks import CALM_UPDATES, CollapseCheck, ThroughputCheck
+from attachments.alarms.checks import CALM_UPDATES, CUT_REPORTS, CollapseCheck, CutCheck, ThroughputCheck
 from attachments.alarms.tests.collapse_reports import completion, scored
-from protocols.finding import LOWER_RATE, Finding
+from clotho.settings.objectives import DppoTv, Grpo, Gspo, ObjectiveSettings, RejectSequenceCorrection
+from protocols.finding import LOWER_RATE, Change, Finding
 from protocols.step import StepReport, TrainedGroup
 from tests.training_run.records.display_examples import UPDATE, step, trained
 from tests.training_run.records.observed_run import ObservedRun, groups
@@ -123,3 +124,29 @@ def test_a_rollback_ends_the_signs_of_collapse() -> None:
     run.step(collapsed())
     assert run.step(replace(collapsed(), rolled_back=True)) == {"update_too_large"}
     assert run.step(collapsed(findings=())) == set()
+
+
+@pytest.mark.parametrize(
+    ("objective", "key", "value"),
+    [
+        (Grpo(clip_low=1e-3), "ratio_reference", "batch_start"),
+        (Gspo(importance_correction=RejectSequenceCorrection()), "importance_correction", "truncate"),
+        (DppoTv(clip_low=1e-3), "clip_low and clip_high", ""),
+    ],
+)
+def test_tokens_that_are_cut_without_a_move_of_the_policy_are_a_finding_with_the_key(
+    objective: ObjectiveSettings, key: str, value: str
+) -> None:
+    """Three updates in a row cut 5 % of their on-policy tokens; stale updates say nothing about rounding."""
+    run = ObservedRun(lambda clock: CutCheck(objective))
+    cut = step(1, groups=groups(1.0), update=replace(UPDATE, unmoved_cut_fraction=0.06))
+    for _ in range(CUT_REPORTS):
+        assert run.names == set()
+        run.step(replace(cut, staleness=(0, 1)))
+        run.step(replace(step(1, groups=groups(1.0)), staleness=(1, 1)))
+    (finding,) = run.findings.now
+    assert finding.name == "cut_without_moving"
+    assert str(objective.__struct_config__.tag) in finding.fact
+    assert f"learner.objective.{key}" in finding.advice
+    assert finding.remedy.changes == ((Change(key=f"learner.objective.{key}", value=value),) if value else ())
+    assert run.step(replace(cut, update=UPDATE, staleness=(0,))) == set()

@@ -71,11 +71,11 @@ def reject_geometric(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float,
 
 CORRECTIONS: Mapping[type[BoundedCorrection], Correction] = MappingProxyType(
     {
+        TruncateSequenceCorrection: truncate_sequence,
+        RejectGeometricCorrection: reject_geometric,
         TruncateCorrection: truncate,
         MaskCorrection: mask,
-        TruncateSequenceCorrection: truncate_sequence,
         RejectSequenceCorrection: reject_sequence,
-        RejectGeometricCorrection: reject_geometric,
     }
 )
 """Struct of the correction -> correction(log w, tokens, low, high), (N,) -> (N,)."""

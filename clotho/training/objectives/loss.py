@@ -98,6 +98,8 @@ def policy_loss(
     loss = mx.sum(inputs.loss_weight_N * inputs.loss_mask_N * loss_N)
     ratio_N = mx.exp(bounded_log_ratio(logp_N, inputs.rollout_logp_N))
     mask_N = inputs.loss_mask_N
+    cut_N = _cut(mask_N, correction, token_loss.clipped_N)
+    on_policy_N = inputs.on_policy_mask_N * mask_N
     means = {
         "kl": (kl_N, mask_N),
         "entropy": (entropy_N, mask_N),
@@ -107,12 +109,13 @@ def policy_loss(
         "ratio_mean": (ratio_N, mask_N),
         "ratio_squared_mean": (mx.square(ratio_N), mask_N),
         "rejected_fraction": (correction.weight_N == 0, mask_N),
-        "mismatch_kl": (k3(inputs.rollout_logp_N, logp_N), inputs.on_policy_mask_N * mask_N),
+        "mismatch_kl": (k3(inputs.rollout_logp_N, logp_N), on_policy_N),
+        "unmoved_cut_fraction": ((cut_N == Cut.CLIP) | (cut_N == Cut.CORRECTION), on_policy_N),
     }
     if cross_entropy_N is not None and inputs.teacher_mask_N is not None:
         means["distillation_loss"] = (cross_entropy_N, inputs.teacher_mask_N * mask_N)
     sums = {name: _sum_and_count(value_N, mask_N) for name, (value_N, mask_N) in means.items()}
-    return loss, sums, _cut(inputs.loss_mask_N, correction, token_loss.clipped_N)
+    return loss, sums, cut_N
 
 
 def _cut(loss_mask_N: mx.array, correction: CorrectionWeights, clipped_N: mx.array) -> mx.array:

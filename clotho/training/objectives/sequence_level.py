@@ -1,5 +1,9 @@
 """Objectives whose importance ratio is that of the whole completion. The departures in `token_level` apply.
 
+The rounding of all tokens adds up in such a ratio. By default it is therefore against the policy at the start of the
+batch, and each token has an importance correction for the mismatch with the sampler (TIS). With one optimizer step per
+batch the ratio is exactly 1: the log-probabilities of the gradient's own pass, without another forward pass.
+
 Use these objectives with `loss_aggregation = "sequence_mean"`: each token then carries its share of one loss per
 completion.
 """
@@ -8,13 +12,28 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from clotho.settings.objectives import Gspo, GspoToken, ObjectiveSettings, Rloo
+from clotho.settings.objectives import Gspo, GspoToken, ObjectiveSettings, Rloo, SequenceObjective
 from clotho.training.objectives.contract import Objective, ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.kl import MAX_LOG_RATIO
 from clotho.training.objectives.token_level import clipped
+from protocols.errors import ProfileError
 
 MAX_TOKEN_LOG_RATIO = 10.0
 """Upper bound of the log-ratio of `gspo_token` in nats, as in verl."""
+
+
+def require_exact_ratio(settings: ObjectiveSettings, dtype: str) -> None:
+    """Refuse the sampler's log-probabilities in the ratio of a completion if the model computes in 16 bits.
+
+    dtype: of the model's weights. Sampler and learner round differently, by more than the clip range allows a whole
+    completion (docs/numerics.md has the shares). Raises ProfileError.
+    """
+    if isinstance(settings, SequenceObjective) and settings.ratio_reference != "batch_start" and "float16" in dtype:
+        raise ProfileError(
+            f'learner.objective.ratio_reference = "{settings.ratio_reference}" of '
+            f"{settings.__struct_config__.tag} clips completions for their rounding in {dtype}: set "
+            'learner.objective.ratio_reference = "batch_start" or model.dtype = "float32"'
+        )
 
 
 def gspo(logp_N: mx.array, tokens: ObjectiveInputs, settings: Gspo) -> PolicyLoss:

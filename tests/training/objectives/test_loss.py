@@ -219,6 +219,7 @@ def test_sums_are_over_trained_tokens() -> None:
         "ratio_squared_mean": [5.25, 3],
         "rejected_fraction": [0.0, 3],
         "mismatch_kl": [1.0 - math.log(2), 2],
+        "unmoved_cut_fraction": [1.0, 2],
     }
     assert value == pytest.approx(-2.78 / 4, rel=1e-5)
     assert sums.keys() == expected.keys()

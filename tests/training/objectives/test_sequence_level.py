@@ -9,7 +9,8 @@ import pytest
 
 from clotho.training.objectives.aggregation import loss_weights
 from clotho.training.objectives.contract import Objective
-from clotho.training.objectives.sequence_level import gspo, gspo_token, rloo
+from clotho.training.objectives.sequence_level import gspo, gspo_token, require_exact_ratio, rloo
+from protocols.errors import ProfileError
 from tests.learner_settings import learner_settings
 from tests.training.objectives.objective_inputs import at_ratio, evaluate_objective, float_array, random_tokens, tokens
 
@@ -98,3 +99,18 @@ def test_untrained_tokens_are_not_in_the_ratio(objective: Objective) -> None:
     )
     np.testing.assert_allclose(beside.loss_N[:2], alone.loss_N, rtol=1e-6)
     np.testing.assert_allclose(beside.gradient_N, [*alone.gradient_N, 0.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "rloo"])
+def test_a_ratio_of_completions_to_the_sampler_needs_float32(name: str) -> None:
+    """An interpolated reference contains the sampler too. The message is one line with both remedies."""
+    default, sampler, interpolated = (
+        learner_settings(objective=name, **keys).objective
+        for keys in ({}, {"ratio_reference": "sampler"}, {"ratio_reference": "batch_start_interpolated"})
+    )
+    for chosen in (sampler, interpolated):
+        require_exact_ratio(chosen, "float32")
+        for dtype in ("float16", "bfloat16"):
+            require_exact_ratio(default, dtype)
+            with pytest.raises(ProfileError, match=r'ratio_reference = "batch_start" or model.dtype = "float32"'):
+                require_exact_ratio(chosen, dtype)
