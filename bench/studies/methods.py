@@ -4,8 +4,8 @@ Measures the accuracy that objectives, corrections, ranks and deliberately bad s
 
     python -m bench methods [--arms NAME ...] [--seeds 0 1 2 3 4] [--parallel 2] [--list] [--quick]
 
-bench/studies/methods.toml defines the methods as flags of pipeline.py. Every run is `python pipeline.py --profile
-learn-m3 FLAGS --seed S`; all of them take days. `python -m bench figures` writes the tables into the documentation.
+bench/studies/methods.toml defines the methods as flags of pipeline.py. Every run is `python pipeline.py FLAGS --seed
+S`; all of them take days. `python -m bench figures` writes the tables into the documentation.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ STUDY = Study(
         column("peak memory", "peak_bytes", "bytes"),
     ),
     note=(
-        "Held-out greedy accuracy (0.273 before training): means over the seeds, with lowest and highest; all other "
-        "columns: medians. Averaged over the run: the area under the learning curve, divided by the number of updates. "
+        "Held-out greedy accuracy (0.273 before training unless a title says otherwise): means over the seeds, with "
+        "lowest and highest; all other columns: medians. Averaged over the run: the area under the learning curve, divided by the number of updates. "
         "Updates and completions to an accuracy: the first evaluation that reaches it. Peak memory: of MLX arrays. "
         "Differences are those of means, with the distances from the lowest to the highest seed; those in bold are "
         "larger than both."
