@@ -8,15 +8,20 @@ which tokens attend to which, at which positions, and how attention is computed.
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm import models
 from mlx_lm.models import base
 from mlx_lm.models.cache import create_attention_mask
 
 from clotho.backend import backend
+from clotho.models.blocked_attention import MOST_KEYS, VisibleKeys, blocked_attention, causal
 
 NAME = "scaled_dot_product_attention"
 original = base.scaled_dot_product_attention
@@ -34,15 +39,34 @@ def attention(
     """Let the cache compute attention if it has a method `attend`. Name and arguments are mlx-lm's.
 
     `attend(queries, keys, values, scale=, mask=)` returns (B, heads, queries, size), or None if mlx-lm should compute
-    attention.
+    attention. Whole sequences, which have `LayerKeys` or no cache, are computed in blocks if they are long.
     """
-    own = getattr(cache, "attend", None) if sinks is None else None
-    if own is not None:
-        attended: mx.array | None = own(queries, keys, values, scale=scale, mask=mask)
-        if attended is not None:
-            return attended
-    usual: mx.array = original(queries, keys, values, cache, scale, mask, sinks)
-    return usual
+    given = () if sinks is None else (sinks,)
+    if cache is None or isinstance(cache, LayerKeys):
+        Q, S = queries.shape[2], keys.shape[2]
+        if S > MOST_KEYS and _is_divisible(mask, Q, S):
+            seen = causal(Q, S) if isinstance(mask, str) else mask
+            attend = partial(_attention, LayerKeys(), scale)
+            return blocked_attention(attend, queries, keys, values, *given, mask=seen)
+    return _attention(cache, scale, queries, keys, values, *given, mask=mask)
+
+
+def _is_divisible(mask: Any, Q: int, S: int) -> bool:
+    """Whether the mask has no gradient, and a row for each query."""
+    if isinstance(mask, mx.array):
+        return mask.dtype == mx.bool_ and mask.shape[-2:] == (Q, S)
+    return isinstance(mask, VisibleKeys) or mask == "causal"
+
+
+def _attention(
+    cache: Any, scale: float, queries: mx.array, keys: mx.array, values: mx.array, *sinks: mx.array, mask: Any
+) -> mx.array:
+    mask = mask.whole if isinstance(mask, VisibleKeys) else mask
+    own = None if sinks else getattr(cache, "attend", None)
+    attended: mx.array | None = None if own is None else own(queries, keys, values, scale=scale, mask=mask)
+    if attended is None:
+        attended = original(queries, keys, values, cache, scale, mask, *sinks)
+    return attended
 
 
 def install_cache_attention() -> None:
@@ -60,6 +84,12 @@ def model_modules() -> list[ModuleType]:
     return [module for module in list(vars(models).values()) if isinstance(module, ModuleType)]
 
 
+def calls_attention(blocks: Sequence[nn.Module]) -> bool:
+    """Whether the modules of the blocks call mlx-lm's function; others compute scores themselves (Gemma 2)."""
+    files = {type(module).__module__ for block in blocks for module in block.modules()}
+    return any(NAME in vars(sys.modules[name]) for name in files)
+
+
 KeysAndValues = tuple[mx.array, ...]
 
 
@@ -74,6 +104,10 @@ class LayerKeys:
     offset: int | mx.array = 0
     held: KeysAndValues = ()
 
+    def __init__(self, layers: AttentionLayers | None = None) -> None:
+        """layers: how the blocks take masks; by default arrays with 4 axes."""
+        self._layers = AttentionLayers(1, 4) if layers is None else layers
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysAndValues:
         """Store the keys and values of this pass; return those that its tokens attend to."""
         self.held = (keys, values)
@@ -85,9 +119,11 @@ class LayerKeys:
 
     def make_mask(
         self, tokens: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
-        """Return which keys each query attends to: (..., queries, keys) booleans, or "causal"."""
+    ) -> mx.array | VisibleKeys | str | None:
+        """Return which keys each query attends to: (..., queries, keys) booleans, `VisibleKeys`, or "causal"."""
         mask: mx.array | str | None = create_attention_mask(tokens, 0, return_array, window_size)
+        if isinstance(mask, mx.array) and self._layers.mask_axes is None:
+            return causal(tokens, tokens, window_size)
         return mask
 
     def attend(
@@ -103,22 +139,19 @@ class LayerKeys:
         return other
 
 
-def visible(distance_Q_K: mx.array, window_size: int | None) -> mx.array:
-    """Whether a query attends to a key `distance` tokens before it: not in the future, and inside the window."""
-    seen = distance_Q_K >= 0
-    return seen if window_size is None else seen & (distance_Q_K < window_size)
-
-
 class AttentionLayers(NamedTuple):
     """How the blocks of a model take keys and masks. caches: number of caches.
 
-    mask_axes: 4 for (B, heads, queries, keys); 5 for models that compute scores with heads split into groups.
+    mask_axes: None if the blocks pass masks to `attention` as they are; otherwise the number of axes of an array: 4 for
+    (B, heads, queries, keys); 5 for models that compute scores with heads split into groups.
     """
 
     caches: int
-    mask_axes: int
+    mask_axes: int | None
 
-    def mask(self, mask_B_Q_K: mx.array) -> mx.array:
-        """Reshape a mask per row to the axes of the model's attention scores."""
-        B, Q, K = mask_B_Q_K.shape
-        return mask_B_Q_K.reshape(B, *[1] * (self.mask_axes - 3), Q, K)
+    def mask(self, visible: VisibleKeys) -> VisibleKeys | mx.array:
+        """Return the mask as the blocks take it."""
+        if self.mask_axes is None:
+            return visible
+        B, _, Q, S = visible.whole.shape
+        return visible.whole.reshape(B, *[1] * (self.mask_axes - 3), Q, S)

@@ -21,6 +21,7 @@ from clotho.models.attention import KeysAndValues, LayerKeys
 from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.lora import AdaptedModule
 from clotho.models.parameters import Parameters, ParameterSlots, locate
+from clotho.models.stages import backward_of, current_block
 
 
 class WeightedModel(Protocol):
@@ -227,6 +228,7 @@ def _checkpointed_class(cls: type[Any]) -> type[Any]:
         if any(isinstance(arg, _BaseCache) for arg in given):
             return forward(block, *args, **kwargs)
         keys = next((arg for arg in given if isinstance(arg, LayerKeys)), LayerKeys())
+        number = current_block()
 
         def inner(parameters: Any, held: KeysAndValues, *args: Any, **kwargs: Any) -> tuple[Any, KeysAndValues]:
             """Compute the block with its parameters, and with keys and values of other blocks, as inputs."""
@@ -236,7 +238,8 @@ def _checkpointed_class(cls: type[Any]) -> type[Any]:
             def mine(arg: Any) -> Any:
                 return own if arg is keys else arg
 
-            output = forward(block, *map(mine, args), **{name: mine(arg) for name, arg in kwargs.items()})
+            with backward_of(number):  # without effect in the forward pass
+                output = forward(block, *map(mine, args), **{name: mine(arg) for name, arg in kwargs.items()})
             # New nodes, because returning the same array twice would lose a gradient if a block also returns its keys.
             return output, tuple(mx.contiguous(array) for array in own.held)
 

@@ -8,7 +8,7 @@ therefore change neither results nor memory; they divide the time of an evaluati
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, cast
 
@@ -16,14 +16,24 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-Kind = Literal["block", "prefill", "head", "head gradient", "block gradient", "other gradients", "optimizer"]
+Kind = Literal[
+    "attention",
+    "block",
+    "prefill",
+    "head",
+    "head gradient",
+    "attention gradient",
+    "block gradient",
+    "other gradients",
+    "optimizer",
+]
 
 
 class Stage(NamedTuple):
     """Arrays that are evaluated together.
 
-    work: size of the computation, in a unit that depends on the kind only: positions, rows or parameters. Two stages of
-    a kind take times in proportion to their work.
+    work: size of the computation, in a unit that depends on the kind only: positions, rows, parameters, or pairs of
+    query and key. Two stages of a kind take times in proportion to their work.
     """
 
     kind: Kind
@@ -32,10 +42,16 @@ class Stage(NamedTuple):
 
 
 class Stages:
-    """The stages of one graph, in the order of the computation: blocks, then chunks of the head, then gradients."""
+    """The stages of one graph, in the order of the computation: blocks, then chunks of the head, then gradients.
+
+    block: number of the block whose pass is being built; None outside the blocks.
+    """
+
+    block: int | None = None
 
     def __init__(self) -> None:
         self._forward: list[Stage] = []
+        self._backward: dict[int, list[Stage]] = {}
         self._positions: dict[int, int] = {}
         self._cotangents: dict[int, list[mx.array]] = {}
 
@@ -48,7 +64,20 @@ class Stages:
         """Record the next stage."""
         self._forward.append(stage)
 
-    def block(self, index: int, x: Any, output: Any) -> None:
+    @contextmanager
+    def backward_of(self, block: int) -> Iterator[None]:
+        """Record what is marked inside before the gradients of a block, unless a pass is being built already."""
+        if self.block is not None:
+            yield
+            return
+        forward, self._forward = self._forward, self._backward.setdefault(block, [])
+        self.block = block
+        try:
+            yield
+        finally:
+            self._forward, self.block = forward, None
+
+    def computed(self, index: int, x: Any, output: Any) -> None:
         """Record the output of block number `index` for the input `x`, (B, S, D)."""
         arrays = [array for _, array in cast(list[Any], tree_flatten(output)) if isinstance(array, mx.array)]
         positions = x.size // x.shape[-1] if isinstance(x, mx.array) else 1
@@ -75,14 +104,16 @@ class Stages:
         A stage of the backward pass contains the gradients of one block and the cotangents of its inputs, because the
         next stage would otherwise hold the activations of two blocks. The arrays now belong to the caller.
         """
-        forward, positions, cotangents = self._forward, self._positions, self._cotangents
-        self._forward, self._positions, self._cotangents = [], {}, {}
+        forward, inside, positions, cotangents = self._forward, self._backward, self._positions, self._cotangents
+        self._forward, self._backward, self._positions, self._cotangents = [], {}, {}, {}
         by_block: dict[int, list[mx.array]] = {index: cotangents.get(index, []) for index in positions}
         others: list[mx.array] = []
         for name, array in (gradients or {}).items():
             by_block.get(block_of(name), others).append(array)
         backward = [
-            Stage("block gradient", by_block[index], positions[index]) for index in sorted(by_block, reverse=True)
+            stage
+            for index in sorted(by_block, reverse=True)
+            for stage in (*inside.get(index, ()), Stage("block gradient", by_block[index], positions[index]))
         ]
         rest = Stage("other gradients", others, sum(array.size for array in others))
         return [stage for stage in (*forward, *backward, rest) if stage.arrays]
@@ -101,6 +132,23 @@ def mark(kind: Kind, arrays: Sequence[mx.array], *, work: int) -> None:
     stages = _current.get()
     if stages is not None:
         stages.mark(Stage(kind, arrays, work))
+
+
+def current_block() -> int | None:
+    """Return the number of the block whose pass is being built; None outside the blocks, or if nothing is recorded."""
+    stages = _current.get()
+    return None if stages is None else stages.block
+
+
+def backward_of(block: int | None) -> AbstractContextManager[None]:
+    """Record what is marked inside as part of the backward pass of a block, which `current_block` returned."""
+    stages = _current.get()
+    return nullcontext() if stages is None or block is None else stages.backward_of(block)
+
+
+def after(done: Sequence[mx.array], array: mx.array) -> mx.array:
+    """Return the array with a dependency on `done`, which is therefore computed first."""
+    return mx.depends([array], list(done))[0] if done else array
 
 
 @contextmanager
@@ -129,8 +177,12 @@ def _recording_class(cls: type[Any], index: int, stages: Stages, *, gradients: b
         x = args[0] if args else None
         if gradients and isinstance(x, mx.array):
             args = (stages.watched(index, x), *args[1:])
-        output = forward(block, *args, **kwargs)
-        stages.block(index, x, output)
+        stages.block = index
+        try:
+            output = forward(block, *args, **kwargs)
+        finally:
+            stages.block = None
+        stages.computed(index, x, output)
         return output
 
     return type(cls.__name__, (cls,), {"__call__": call})

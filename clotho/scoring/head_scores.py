@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from clotho.backend import backend
 from clotho.models.head import SplitModel
-from clotho.models.stages import mark
+from clotho.models.stages import after, mark
 from clotho.scoring.token_scores import (
     SampledTokens,
     SamplingDistribution,
@@ -67,7 +67,7 @@ class HeadScores:
             """Return log-probability, entropy, and their gradient to the hidden states."""
             chunks: list[tuple[mx.array, mx.array, mx.array]] = []
             for rows in self._chunks(hidden_N_D):
-                hidden_n_D = _depends_on(chunks[-1] if chunks else (), hidden_N_D[rows])
+                hidden_n_D = after(chunks[-1] if chunks else (), hidden_N_D[rows])
                 totals, slope_n_V = slopes(self._split.head(hidden_n_D), sampled.at(rows))
                 _, (gradient_n_D,) = mx.vjp(self._split.head, [hidden_n_D], [slope_n_V])
                 chunks.append((totals.logp_N, totals.entropy_N, gradient_n_D))
@@ -100,7 +100,7 @@ class HeadScores:
     def _forward(self, hidden_N_D: mx.array, sampled: SampledTokens) -> Totals:
         chunks: list[Totals] = []
         for rows in self._chunks(hidden_N_D):
-            hidden_n_D = _depends_on(chunks[-1] if chunks else (), hidden_N_D[rows])
+            hidden_n_D = after(chunks[-1] if chunks else (), hidden_N_D[rows])
             chunks.append(Totals(*scoring(sampled.at(rows))(self._split.head(hidden_n_D))))
             mark("head", chunks[-1], work=hidden_n_D.shape[0])
         return Totals(*(mx.concatenate(list(parts)) for parts in zip(*chunks, strict=True)))
@@ -117,7 +117,7 @@ class HeadScores:
                 with self._split.using(dict(zip(weights, arrays, strict=True))):
                     return scoring(sampled.at(rows), totals.at(rows))(self._split.head(hidden_n_D))
 
-            hidden_n_D = _depends_on([chunks[-1], *sums] if chunks else cotangents, hidden_N_D[rows])
+            hidden_n_D = after([chunks[-1], *sums] if chunks else cotangents, hidden_N_D[rows])
             _, gradients = mx.vjp(chunk, [hidden_n_D, *weights.values()], list(cotangents.at(rows)))
             chunks.append(gradients[0])
             sums = [total + gradient for total, gradient in zip(sums, gradients[1:], strict=True)]
@@ -127,8 +127,3 @@ class HeadScores:
 
     def _chunks(self, hidden_N_D: mx.array) -> list[slice]:
         return [slice(start, start + self._rows) for start in range(0, hidden_N_D.shape[0], self._rows)]
-
-
-def _depends_on(done: Sequence[mx.array], array: mx.array) -> mx.array:
-    """Return the array with a dependency on `done`."""
-    return mx.depends([array], list(done))[0] if done else array

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from clotho.models.attention import AttentionLayers
+from clotho.models.attention import AttentionLayers, install_cache_attention
 from clotho.models.head import split_model
 from clotho.scoring.head_scores import HeadScores
 from clotho.scoring.layouts.forward import check_layout, hidden_states
@@ -35,6 +35,7 @@ class TeacherForcing:
         batch, and becomes "padded" if the model cannot share prompts. Raises ModelError if the model does not support
         "packed" or "shared".
         """
+        install_cache_attention()
         self._model = model
         self._split = split_model(model, vocab_size)
         self._head = HeadScores(self._split, vocab_size) if self._split else None

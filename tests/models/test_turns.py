@@ -14,12 +14,14 @@ from structlog.testing import capture_logs
 from clotho.models.machine import random_state
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy, TrainablePolicy
-from clotho.models.stages import Stage
+from clotho.models.policy_model import checkpointed_blocks
+from clotho.models.stages import Stage, recorded_stages
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.training.update import Update
 from protocols.rollout import ScoredGroup
 from tests import model_lanes
 from tests.learner_settings import policy_settings
+from tests.models.test_blocked_attention import in_blocks
 from tests.recorded_turns import RecordedTurns
 from tests.small_models import ATTENTION, tiny
 from tests.training.policies_and_groups import (
@@ -98,6 +100,23 @@ def test_turns_change_no_bit_of_the_gradient(family: str, layout: str, grad_chec
     for one, other in zip(whole, divided, strict=True):
         assert same_bits(one.arrays, other.arrays)
         assert float(one.loss) == float(other.loss)
+
+
+BLOCKED = [
+    ("qwen3", "shared", True),
+    ("llama", "packed", False),
+    ("gemma3_text", "padded", True),
+    ("lfm2", "padded", False),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "grad_checkpoint"), BLOCKED)
+def test_turns_between_blocks_of_queries_change_no_bit_of_the_gradient(
+    monkeypatch: pytest.MonkeyPatch, family: str, layout: str, grad_checkpoint: bool
+) -> None:
+    """Long sequences, whose attention has stages of its own in both passes."""
+    in_blocks(monkeypatch)
+    test_turns_change_no_bit_of_the_gradient(family, layout, grad_checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +212,30 @@ def matrix_products(results: Any, path: Path) -> int:
     """Number of matrix products in the graph that are not computed yet."""
     mx.export_to_dot(str(path), results)
     return len(re.findall(r'label ?= ?"(?:Matmul|AddMM|GatherMM|QuantizedMatmul)', path.read_text()))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_turn_of_a_long_sequence_computes_one_block_of_queries(
+    monkeypatch: pytest.MonkeyPatch, checkpointed: bool
+) -> None:
+    """In both passes of every block of the model; the backward pass of a block ends with its gradients."""
+    in_blocks(monkeypatch, queries=10)
+    model = tiny("llama")
+
+    def loss(parameters: Any) -> mx.array:
+        model.update(parameters)
+        return cast(mx.array, model(mx.arange(24)[None] % 7).square().mean())
+
+    with (
+        checkpointed_blocks(model.layers if checkpointed else []),
+        recorded_stages(model.layers, gradients=True) as recorded,
+    ):
+        tree = mx.grad(loss)(model.trainable_parameters())
+    found = recorded.take(flat(tree))
+    forward, recomputed = ["attention"] * 3, ["attention"] * 3 * checkpointed
+    backward = [*recomputed, "block gradient", *["attention gradient"] * 3, "block gradient"]
+    assert [stage.kind for stage in found] == [*[*forward, "block"] * 2, *backward * 2, "other gradients"]
+    assert {stage.work for stage in found if stage.kind == "attention gradient"} == {10 * 10, 10 * 20, 4 * 24}
 
 
 @pytest.mark.needs_float32  # quantized layers have no gradients of weights, so their blocks have fewer products

@@ -34,7 +34,8 @@ def hidden_states(split: SplitModel, layers: AttentionLayers | None, inputs: Nam
     raise ValueError(f"this model cannot compute hidden states of {type(inputs).__name__}")
 
 
-MASK_AXES = (4, 5)
+MASK_AXES = (None, 4, 5)
+"""Values of `AttentionLayers.mask_axes`, in the order in which they are tried."""
 
 TEST_LENGTHS = ((3, (4, 2, 1)), (1, (3,)), (2, (4, 1, 2)))
 """Lengths of test prompts and their completions: unequal, so that confused rows or heads change the result."""
@@ -58,18 +59,18 @@ def check_layout(model: nn.Module, split: SplitModel | None, vocab_size: int, *,
     rows), or models whose blocks and head cannot be separated.
     """
     install_cache_attention()
-    reasons = []
+    reasons: dict[int | None, str] = {}
     for mask_axes in MASK_AXES:
         try:
             layers = AttentionLayers(_caches(model), mask_axes)
             difference = _difference(split, layers, vocab_size, layout)
         except UNSUPPORTED as error:
-            reasons.append(str(error))
+            reasons[mask_axes] = str(error)
             continue
         if difference is None:
             return layers
-        reasons.append(difference)
-    raise ModelError(f'learner.layout = "{layout}" does not suit this model: {reasons[0]}; choose "padded" or "auto"')
+        reasons[mask_axes] = difference
+    raise ModelError(f'learner.layout = "{layout}" does not suit this model: {reasons[4]}; choose "padded" or "auto"')
 
 
 def _caches(model: nn.Module) -> int:

@@ -14,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.models.attention import AttentionLayers, LayerKeys, visible
+from clotho.models.attention import AttentionLayers, LayerKeys
+from clotho.models.blocked_attention import VisibleKeys
 from clotho.models.head import SplitModel
 from clotho.scoring.sequences import TrainingSequence
 
@@ -80,7 +81,7 @@ def padded_states(split: SplitModel, layers: AttentionLayers | None, inputs: Pad
 
     layers: if given, `LayerKeys` replace the caches, as in the other layouts.
     """
-    keys = None if layers is None else [LayerKeys() for _ in range(layers.caches)]
+    keys = None if layers is None else [LayerKeys(layers) for _ in range(layers.caches)]
     hidden_B_S_D = split.blocks(mx.array(inputs.tokens_B_S), keys)
     return hidden_B_S_D.reshape(-1, hidden_B_S_D.shape[-1])
 
@@ -149,21 +150,23 @@ def _placed_packed(sequences: Sequence[TrainingSequence], rows: Sequence[Sequenc
 class PackedKeys(LayerKeys):
     """Keys of a packed row: a query attends to those of its own sequence."""
 
-    def __init__(self, start_R_S: mx.array, layers: AttentionLayers, offset: int) -> None:
+    def __init__(self, start_R_S: NDArray[np.int32], layers: AttentionLayers, offset: int) -> None:
+        super().__init__(layers)
         self.offset = offset
         self._start_R_S = start_R_S
-        self._layers = layers
 
-    def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+    def make_mask(
+        self, tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | VisibleKeys:
         """Return the block-diagonal causal mask; a window applies inside the blocks."""
-        column_S = mx.arange(tokens)
-        mask_R_S_S = visible(column_S[:, None] - column_S, window_size) & (column_S >= self._start_R_S[..., None])
-        return self._layers.mask(mask_R_S_S)
+        column_R_S = np.broadcast_to(np.arange(tokens, dtype=np.int32), self._start_R_S.shape)
+        return self._layers.mask(
+            VisibleKeys(column_R_S, column_R_S, first_B_Q=self._start_R_S, window_size=window_size)
+        )
 
 
 def packed_states(split: SplitModel, layers: AttentionLayers, inputs: PackedInputs, offset: int = 0) -> mx.array:
     """Compute the hidden states of all positions, (R * S, D). offset: position of the first token of each row."""
-    start_R_S = mx.array(inputs.start_R_S)
-    keys = [PackedKeys(start_R_S, layers, offset) for _ in range(layers.caches)]
+    keys = [PackedKeys(inputs.start_R_S, layers, offset) for _ in range(layers.caches)]
     hidden_R_S_D = split.blocks(mx.array(inputs.tokens_R_S), keys)
     return hidden_R_S_D.reshape(-1, hidden_R_S_D.shape[-1])

@@ -17,7 +17,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.models.attention import AttentionLayers, KeysAndValues, LayerKeys, visible
+from clotho.models.attention import AttentionLayers, KeysAndValues, LayerKeys
+from clotho.models.blocked_attention import VisibleKeys
 from clotho.models.head import SplitModel
 from clotho.scoring.layouts.rows import Placement, bucket
 from clotho.scoring.sequences import TrainingSequence
@@ -80,15 +81,20 @@ class SharedInputs(NamedTuple):
         )
 
 
+PADDING = np.int32(2**31 - 1)
+"""Position of keys that nothing attends to."""
+
+
 class CompletionKeys(LayerKeys):
     """Keys of completions: a query attends to its prompt, and to its own completion up to itself."""
 
     def __init__(self, prompts: LayerKeys, inputs: SharedInputs, layers: AttentionLayers) -> None:
+        super().__init__(layers)
         self.held = prompts.held
-        self.offset = mx.array(inputs.length_F[inputs.prompt_B])
+        self._length_B = inputs.length_F[inputs.prompt_B]
+        self.offset = mx.array(self._length_B)
         self._prompt_B = inputs.prompt_B
         self._padded_prompt = inputs.tokens_F_P.shape[1]
-        self._layers = layers
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysAndValues:
         """Return keys and values of prompt and completion, (B, heads, P + C, size)."""
@@ -96,19 +102,21 @@ class CompletionKeys(LayerKeys):
         self.held = tuple(mx.concatenate([old, new], axis=2) for old, new in zip(held, (keys, values), strict=True))
         return self.held
 
-    def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+    def make_mask(
+        self, tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | VisibleKeys:
         """Return which keys each token attends to: not the padding of the prompt, and only inside the window."""
-        length_B_1_1 = mx.array(self.offset)[:, None, None]
-        column_P, column_C = mx.arange(self._padded_prompt), mx.arange(tokens)
-        prompt_B_C_P = visible(length_B_1_1 + column_C[:, None] - column_P, window_size) & (column_P < length_B_1_1)
-        own_C_C = visible(column_C[:, None] - column_C, window_size)
-        own_B_C_C = mx.broadcast_to(own_C_C, (len(self._prompt_B), tokens, tokens))
-        return self._layers.mask(mx.concatenate([prompt_B_C_P, own_B_C_C], axis=-1))
+        length_B_1 = self._length_B[:, None]
+        column_P, column_C = (np.arange(columns, dtype=np.int32) for columns in (self._padded_prompt, tokens))
+        prompt_B_P = np.where(column_P < length_B_1, column_P, PADDING)
+        own_B_C = length_B_1 + column_C
+        keys_B_S = np.concatenate([prompt_B_P, own_B_C], axis=1)
+        return self._layers.mask(VisibleKeys(own_B_C, keys_B_S, window_size=window_size))
 
 
 def shared_states(split: SplitModel, layers: AttentionLayers, inputs: SharedInputs) -> mx.array:
     """Compute the hidden states of the prompts, then of the completions, (F * P + B * C, D)."""
-    prompts = [LayerKeys() for _ in range(layers.caches)]
+    prompts = [LayerKeys(layers) for _ in range(layers.caches)]
     hidden_F_P_D = split.blocks(mx.array(inputs.tokens_F_P), prompts)
     D = hidden_F_P_D.shape[-1]
     if not inputs.tokens_B_C.size:

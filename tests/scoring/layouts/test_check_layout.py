@@ -24,9 +24,9 @@ def prove(model: nn.Module, layout: str) -> AttentionLayers:
 @pytest.mark.parametrize("layout", ["packed", "shared"])
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - STATEFUL))
 def test_attention_takes_any_layout(architecture: str, layout: str) -> None:
-    """Dense or of experts, with windows or without; one of them keeps its scores with heads split into groups."""
+    """Dense or of experts, with windows or without; one model computes scores itself, in groups of heads."""
     model = tiny(architecture)
-    assert prove(model, layout) == (len(model.layers), 5 if architecture == "gemma2" else 4)
+    assert prove(model, layout) == (len(model.layers), 5 if architecture == "gemma2" else None)
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared"])

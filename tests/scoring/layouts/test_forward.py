@@ -13,6 +13,7 @@ from clotho.scoring.layouts.forward import check_layout, hidden_states
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.teacher_forcing import TeacherForcing
 from tests import model_lanes
+from tests.models.test_blocked_attention import in_blocks
 from tests.scoring.layouts.reference_scores import (
     LAW,
     VOCAB,
@@ -68,6 +69,19 @@ def test_log_probabilities_loss_and_gradients_are_those_of_the_plain_way(
         tolerance = ROUNDED_GEMMA
     found = the_way_of(layout, policy(architecture, kind, grad_checkpoint), random_sequences(RAGGED), budget=150)
     assert largest_error(plain(architecture, kind, RAGGED), found) < tolerance
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gemma3_text"])
+def test_blocks_of_queries_give_the_same(monkeypatch: pytest.MonkeyPatch, architecture: str, layout: str) -> None:
+    """Attention of long sequences, also through windows; a model that computes scores itself keeps them."""
+    tolerance = (
+        ROUNDED_GEMMA if model_lanes.current().bits and architecture == "gemma3_text" else model_lanes.rtol(3e-5)
+    )
+    expected = plain(architecture, "lora", RAGGED)
+    in_blocks(monkeypatch)
+    found = the_way_of(layout, policy(architecture, "lora", True), random_sequences(RAGGED), budget=150)
+    assert largest_error(expected, found) < tolerance
 
 
 @pytest.mark.parametrize("shapes", [EVEN, ((6, (1, 1, 1)),), ((1, (7,)),), ((30, (2, 2)), (2, (25, 1)))])

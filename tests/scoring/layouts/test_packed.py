@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
 import numpy as np
 
 from clotho.models.attention import AttentionLayers
@@ -29,7 +28,7 @@ def test_a_row_that_does_not_fit_the_budget_goes_to_the_next_micro_batch_with_it
 
 def test_a_query_sees_its_own_sequence_up_to_itself_and_the_window() -> None:
     """Two sequences, of two and three tokens, in a row of six; with a window of two tokens."""
-    start_1_S = mx.array([[0, 0, 2, 2, 2, 5]])
+    start_1_S = np.array([[0, 0, 2, 2, 2, 5]], dtype=np.int32)
     keys = PackedKeys(start_1_S, AttentionLayers(caches=1, mask_axes=4), offset=0)
     plain = ["100000", "110000", "001000", "001100", "001110", "000001"]
     window = ["100000", "110000", "001000", "001100", "000110", "000001"]
