@@ -105,7 +105,8 @@ STUDY = Study(
     ),
     note=(
         "Held-out greedy accuracy (0.273 before training unless a title says otherwise): means over the seeds, with "
-        "lowest and highest; all other columns: medians. Averaged over the run: the area under the learning curve, divided by the number of updates. "
+        "lowest and highest; all other columns: medians. Averaged over the run: the area under the learning curve, "
+        "divided by the number of updates. "
         "Updates and completions to an accuracy: the first evaluation that reaches it. Peak memory: of MLX arrays. "
         "Differences are those of means, with the distances from the lowest to the highest seed; those in bold are "
         "larger than both."
