@@ -1,4 +1,4 @@
-"""The command `import-profile`: a TOML file of an earlier system as a profile."""
+"""The command `import-profile`: a file of another trainer as a profile."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from training_run.records.display import print_line
 
 def parser() -> CommandParser:
     """Return the parser of the command line."""
-    found = CommandParser("import-profile", "Convert a TOML file of an earlier system to a profile.")
-    found.add_argument("old", metavar="OLD.toml", help="file of the earlier system")
+    found = CommandParser("import-profile", "Convert a file of an earlier system or of mlx_lm.lora to a profile.")
+    found.add_argument("old", metavar="OLD", help="file *.toml of the earlier system, or *.yaml of mlx_lm.lora")
     found.add_argument("new", metavar="NEW.toml", nargs="?", default="", help="profile to write; default: print it")
     return found
 

@@ -1,4 +1,4 @@
-"""Generates the tables of docs/migrating.md from the table of other trainers and the documented command lines.
+"""Generates the tables of docs/migrating.md and of mlx-lm in docs/coming-from.md, from the table of other trainers.
 
 python -m tests.docs.migration_reference
 """
@@ -6,19 +6,20 @@ python -m tests.docs.migration_reference
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from tests.docs.pages import DOCS, replace_between
 from tests.training_run.profile.earlier_command_lines import LINES, Documented
 from training_run.profile.other_trainers import EARLIER, SYSTEMS, Program, Row, table
 from training_run.profile.translation import Given
 
-PAGE = DOCS / "migrating.md"
+PAGE, COMING = DOCS / "migrating.md", DOCS / "coming-from.md"
 
 
-def tables() -> str:
-    """One table per earlier system: its programs, flags and keys."""
+def tables(systems: Sequence[str] = EARLIER) -> str:
+    """One table per system: its programs, flags and keys."""
     parts = []
-    for system in EARLIER:
+    for system in systems:
         lines = [f"### {SYSTEMS[system]}", "", "| there | here | note |", "|---|---|---|"]
         lines += [_program(one) for one in table().program if one.system == system]
         lines += [_line(row, name, system) for row in table().row for name in row.names(system)]
@@ -26,9 +27,9 @@ def tables() -> str:
     return "\n\n".join(parts)
 
 
-def command_lines() -> str:
-    """One row per command line of the documents."""
-    rows = [f"| `{_cell(' '.join(line.words))}` | {_outcome(line)} |" for line in LINES]
+def command_lines(system: str = "") -> str:
+    """One row per command line of the documents of a system; empty: of the earlier systems."""
+    rows = [f"| `{_cell(' '.join(line.words))}` | {_outcome(line)} |" for line in LINES if line.system == system]
     return "\n".join(["| command line | here |", "|---|---|", *dict.fromkeys(rows)])
 
 
@@ -64,3 +65,5 @@ def _cell(text: str) -> str:
 if __name__ == "__main__":
     replace_between(PAGE, "systems", tables())
     replace_between(PAGE, "lines", command_lines())
+    replace_between(COMING, "lines", command_lines("mlx_lm"))
+    replace_between(COMING, "keys", tables(["mlx_lm"]))

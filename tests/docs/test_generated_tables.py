@@ -37,6 +37,8 @@ def test_the_tables_of_earlier_systems_are_up_to_date() -> None:
     """Regenerate them with `python -m tests.docs.migration_reference`."""
     assert between(migration_reference.PAGE, "systems") == migration_reference.tables()
     assert between(migration_reference.PAGE, "lines") == migration_reference.command_lines()
+    assert between(migration_reference.COMING, "lines") == migration_reference.command_lines("mlx_lm")
+    assert between(migration_reference.COMING, "keys") == migration_reference.tables(["mlx_lm"])
 
 
 def test_the_configuration_page_is_up_to_date() -> None:

@@ -21,7 +21,7 @@ from clotho.settings.layers import COMMAND_LINE, Layer, Merged, decode_merged, f
 from clotho.settings.mounted import PathKind
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, did_you_mean, visible
-from training_run.profile.earlier_profiles import EARLIER, import_profile
+from training_run.profile.earlier_profiles import EARLIER, YAML, import_profile
 from training_run.profile.keys import CHOICES, PROFILE_KEYS, SECTIONS, SETTABLE
 from training_run.profile.mounted import SETTINGS, with_attachments
 from training_run.profile.program import announce
@@ -79,12 +79,12 @@ def load_profile(
 
 
 def profile_path(name: str, extending: Path | None = None) -> Path:
-    """The file of a profile: a path if the name ends in .toml or contains a separator, otherwise a shipped profile.
+    """The file of a profile: a path if the name ends as that of a file or contains a separator, else a shipped profile.
 
     extending: the file whose `extends` contains the name. Paths are relative to it, and files beside it come first.
     """
     directory = extending.parent if extending else Path()
-    if name.endswith(".toml") or os.sep in name:
+    if name.endswith((".toml", *YAML)) or os.sep in name:
         return directory / os.path.expanduser(name)
     beside, shipped = directory / f"{name}.toml", PROFILES / f"{name}.toml"
     if extending and extending != beside and os.path.isfile(beside):
@@ -113,9 +113,9 @@ def file_layers(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
 
 
 def read_toml(path: Path, label: str) -> dict[str, Any]:
-    """Read a TOML file; that of an earlier system is converted. Raises ProfileError if it cannot be read or parsed."""
+    """Read a TOML file; that of another trainer is converted. Raises ProfileError if it cannot be read or parsed."""
     text = read_text(path, label)
-    if EARLIER.search(text):
+    if path.suffix in YAML or EARLIER.search(text):
         found = import_profile(text, label)
         announce(*(f"{label}: not carried over: {sentence}" for sentence in found.left))
         return {"extends": found.extends, **found.settings}

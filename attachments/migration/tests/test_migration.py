@@ -1,4 +1,4 @@
-"""The command `import-profile`: TOML files of an earlier system become profiles."""
+"""The command `import-profile`: files of an earlier system and of mlx_lm.lora become profiles."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from protocols.errors import ProfileError
 from training_run.__main__ import main
 from training_run.profile.earlier_profiles import import_profile
 from training_run.profile.load import load_profile
+from training_run.profile.other_trainers import by_name
 
 ATROPOS_RUN = """
 [server]
@@ -64,6 +66,44 @@ target_modules = ["self_attn.q_proj", "self_attn.v_proj"]
 """
 
 
+LORA_CONFIG = """
+model: mistralai/Mistral-7B-v0.1
+train: true
+fine_tune_type: dora
+optimizer: adamw
+optimizer_config:
+  adam: {}
+  adamw:
+    betas: [0.9, 0.98]
+    weight_decay: 0.05
+    bias_correction: true
+data: /path/to/training/data
+seed: 3
+num_layers: 2
+batch_size: 4
+iters: 1000
+val_batches: 25
+learning_rate: 1e-5
+steps_per_report: 10
+steps_per_eval: 200
+resume_adapter_file: null
+adapter_path: adapters
+save_every: 100
+test: false
+mask_prompt: false
+grad_checkpoint: true
+lora_parameters:
+  keys: ["self_attn.q_proj", "self_attn.v_proj"]
+  rank: 16
+  scale: 20.0
+  dropout: 0.0
+lr_schedule:
+  name: cosine_decay
+  warmup: 100
+  arguments: [2e-5, 1000, 1e-7]
+"""
+
+
 @pytest.mark.parametrize("text", [ATROPOS_RUN, LOCAL_RUN], ids=["environments", "own data"])
 def test_an_imported_profile_passes_a_dry_run(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -97,6 +137,41 @@ def test_an_imported_profile_has_the_settings_of_the_old_file() -> None:
     local = import_profile(LOCAL_RUN, "old.toml")
     assert (local.extends, local.settings["checkpoint.interval"], local.left) == ("local-m3", 1, ())
     assert local.settings["learner.entropy_bonus.type"] == "none"
+
+
+def test_a_configuration_of_mlx_lm_becomes_a_profile(tmp_path: Path) -> None:
+    """Every key of mlx_lm.lora that means the same; the others are named. The file itself is a profile too."""
+    found = import_profile(LORA_CONFIG, "lora_config.yaml")
+    assert (found.extends, [sentence.split()[0] for sentence in found.left]) == ("qwen3-m3", ["val_batches"])
+    assert found.settings == {
+        "model.path": "mistralai/Mistral-7B-v0.1", "policy.method.type": "dora", "learner.optimizer.type": "adamw",
+        "learner.optimizer.beta1": 0.9, "learner.optimizer.beta2": 0.98, "learner.optimizer.weight_decay": 0.05,
+        "data.train": "/path/to/training/data", "seed": 3, "policy.method.num_layers": 2, "learner.batch_size": 4,
+        "steps": 1000, "learner.optimizer.learning_rate": 2e-5, "eval.interval": 200, "checkpoint.interval": 100,
+        "checkpoint.adapter_path": "adapters", "policy.grad_checkpoint": True, "policy.method.rank": 16,
+        "policy.method.target_modules": ("self_attn.q_proj", "self_attn.v_proj"), "policy.method.scale": 20.0,
+        "policy.method.dropout": 0.0, "learner.schedule.type": "cosine", "learner.schedule.warmup_steps": 100,
+        "learner.schedule.min_learning_rate": 1e-7,
+    }  # fmt: skip
+    (tmp_path / "lora.yaml").write_text(LORA_CONFIG)
+    profile = load_profile(str(tmp_path / "lora.yaml"))
+    assert (profile.steps, profile.policy.method.__struct_config__.tag) == (1000, "dora")
+
+
+def test_every_key_of_mlx_lm_is_in_the_table() -> None:
+    """The defaults of the installed version, and the keys of its documentation."""
+    from mlx_lm.lora import CONFIG_DEFAULTS
+
+    tables = {"optimizer_config", "lora_parameters", "lr_schedule"}
+    assert CONFIG_DEFAULTS.keys() - tables <= by_name().keys()
+    assert {f"lora_parameters.{key}" for key in ("keys", "rank", "scale", "dropout")} <= by_name().keys()
+
+
+@pytest.mark.parametrize("text", ["a: &x [1]\nb: *x", "a: [1", "text", "1: 2", "- a", "[" * 9999])
+def test_yaml_that_is_no_configuration_is_refused(text: str) -> None:
+    """Aliases too, which can stand for far more than the file has."""
+    with pytest.raises(ProfileError, match=r"^lora\.yaml: "):
+        import_profile(text, "lora.yaml")
 
 
 def test_paths_of_an_old_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

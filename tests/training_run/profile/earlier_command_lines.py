@@ -1,4 +1,4 @@
-"""The command lines in the documents of the earlier systems, read from `earlier_command_lines.toml`."""
+"""The command lines in the documents of mlx-lm and of the earlier systems, read from `earlier_command_lines.toml`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class Documented(Struct, frozen=True, kw_only=True):
     """A command line of a document; the TOML file describes the fields."""
 
     text: str
+    system: str = ""
     part: bool = False
     refused: tuple[str, ...] = ()
 
