@@ -85,6 +85,9 @@ class Extension:
         """Name of the folder."""
         return type(self).__module__.split(".")[1]
 
+    def install_layers(self) -> None:
+        """Replace functions of mlx-lm's model modules by equivalent ones; called after each model is built."""
+
     def engine(self, parts: EngineParts) -> None:
         """Replace parts of a decode engine; called once per engine, in its thread. Raises ModelError."""
 

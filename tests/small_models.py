@@ -87,6 +87,39 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+DELTA: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "partial_rotary_factor": 0.5,
+}
+"""One layer of the gated delta rule for each layer of attention."""
+
+NEWER: dict[str, dict[str, Any]] = {
+    "qwen3_5": DELTA,
+    "qwen3_next": {**DELTA, **ARCHITECTURES["qwen3_moe"], "shared_expert_intermediate_size": 16},
+    "kimi_linear": {
+        "linear_attn_config": {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "kda_layers": [1]},
+        "num_key_value_heads": 4,
+        "model_max_length": 512,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+}
+"""Architectures that only the tests of whole runs and of their own layers use."""
+
+
 LANE_SIZES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 64.0},
     "gemma3_text": {"query_pre_attn_scalar": 64},
@@ -97,12 +130,17 @@ LANE_SIZES: dict[str, dict[str, Any]] = {
 
 
 def tiny(architecture: str, *, vocab_size: int = 64, seed: int = 0, **overrides: Any) -> nn.Module:
-    """Build one of `ARCHITECTURES` with evaluated random weights, wide enough that its choices differ.
+    """Build one of `ARCHITECTURES` or `NEWER` with evaluated random weights, wide enough that its choices differ.
 
     The sizes and the precision are those of the lane (tests/model_lanes.py).
     """
     module = importlib.import_module(f"mlx_lm.models.{architecture}")
-    settings = {**ATTENTION, **model_lanes.sizes(), **ARCHITECTURES[architecture], "vocab_size": vocab_size}
+    settings = {
+        **ATTENTION,
+        **model_lanes.sizes(),
+        **{**ARCHITECTURES, **NEWER}[architecture],
+        "vocab_size": vocab_size,
+    }
     settings |= (LANE_SIZES.get(architecture, {}) if model_lanes.current().on_device else {}) | overrides
     mx.random.seed(seed)
     model: nn.Module = module.Model(module.ModelArgs.from_dict({"model_type": architecture, **settings}))

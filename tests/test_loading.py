@@ -50,9 +50,9 @@ def loaded(tmp_path: Path, program: str, *arguments: str) -> list[Path]:
 @pytest.mark.parametrize(
     ("command", "modules", "lines"),
     [
-        (SMALL_RUN, 351, 51_500),
+        (SMALL_RUN, 353, 51_500),
         (("pipeline.py", "--help"), 125, 12_500),
-        (("examples/grpo.py", "0"), 220, 30_500),
+        (("examples/grpo.py", "0"), 222, 30_500),
     ],
     ids=["run", "help", "example"],
 )

@@ -18,7 +18,7 @@ import mlx.nn as nn
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model
 
-from clotho.extension import OWNERS, ModelFormat, absence, model_formats, provided
+from clotho.extension import OWNERS, ModelFormat, absence, extensions, model_formats, provided
 from clotho.models.model_files import check_model, one_line, read_config
 from clotho.models.parameters import flat
 from clotho.models.quantization import quantize_base
@@ -70,6 +70,8 @@ def open_base(files: Path, section: ModelSection, *, read_weights: bool = True) 
     `read_weights` is false; they must then not be evaluated. Raises `ModelError`.
     """
     model, config = open_stored(files, section, read_weights=read_weights)
+    for one in extensions():
+        one.install_layers()
     convert(model, section, config)
     return model, config
 
