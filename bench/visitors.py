@@ -148,8 +148,8 @@ async def visit(service: Service, number: int, max_tokens: int, tally: Tally) ->
 async def ask_again_and_again(service: Service, number: int, tally: Tally) -> None:
     """Ask for one response after the other, as a client of `serve`."""
     while True:
-        body = question(number, CLIENT_TOKENS)
-        tally.client_tokens += await answered_tokens(service.port, body, f"client-{number}")
+        tokens = await answered_tokens(service.port, question(number, CLIENT_TOKENS), f"client-{number}")
+        tally.client_tokens += tokens  # after the wait, in which other clients add theirs
 
 
 async def ask_shortly(service: Service, tally: Tally) -> None:
