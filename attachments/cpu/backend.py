@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from attachments.cpu import layers
 from attachments.cpu.kv_cache import HostKVCache
+from attachments.cpu.prompts import HostPrompts
 from attachments.cpu.sampling import can_sample, sample_on_host
 from attachments.cpu.supported import make_host_decoder
 from clotho.backend import Backend
@@ -46,7 +47,9 @@ class CpuBackend(Backend):
     def row_decoder(self, model: nn.Module) -> RowDecoder | None:
         """Decode a model of supported layers in NumPy."""
         decoder = make_host_decoder(model)
-        return None if decoder is None else RowDecoder(decoder.computing, partial(HostKVCache, decoder))
+        if decoder is None:
+            return None
+        return RowDecoder(decoder.computing, partial(HostKVCache, decoder), partial(HostPrompts, decoder))
 
     def row_sampler(self, parameters: RowParameters) -> RowSampler | None:
         """Sample in NumPy, except with a repetition penalty or alternatives."""

@@ -40,6 +40,9 @@ MIN_SAVED_SCORES = 2048
 MIN_FULL = 0.25
 """Buffers of which the rows need a smaller share are replaced by smaller ones when slots are removed."""
 
+ROWS_AHEAD = 8
+"""Buffers that become larger have room for this fraction more rows (1/8), which often join one by one."""
+
 NOT_SHARED = -1
 
 
@@ -80,8 +83,8 @@ class HostKVCache:
     ) -> None:
         """Move columns so that the prompts fit to the left of the current one. Live rows have `positions_B` tokens."""
         needed, longest = _columns_needed(prompts), int(self._held(positions_B).max(initial=0, where=live_B))
-        if needed > self.column or not self.capacity:
-            self._move_columns(longest, max(needed, longest))
+        if needed > self.column or not self.capacity or self._columns[0][0].shape[1] < self.rows:
+            self._move_columns(longest, max(needed, self.column))
 
     def enter(self, slots: Sequence[int], prompt: PrefilledPrompt) -> None:
         """Store a prompt for slots: one shared copy if that saves enough memory, otherwise one copy per slot."""
@@ -90,7 +93,8 @@ class HostKVCache:
         self._drop_unused_prompts()
         if prompt.state is None:
             return
-        layers = [(as_numpy(keys)[0], as_numpy(values)[0]) for keys, values in prompt.state]
+        tokens = slice(prompt.tokens)
+        layers = [(as_numpy(keys)[0][:, tokens], as_numpy(values)[0][:, tokens]) for keys, values in prompt.state]
         if _is_shared(prompt):
             key = 1 + max(self._prompts, default=NOT_SHARED)
             self._prompts[key] = [(_copied(keys), _copied(values)) for keys, values in layers]
@@ -146,14 +150,13 @@ class HostKVCache:
         return wasted(self._held(positions_B) + 1, live_B, MIN_SAVED_SCORES)
 
     def grow(self, rows: int) -> None:
-        """Append empty slots."""
+        """Append empty slots; `make_room` then replaces buffers without room for them."""
         self.prompt_B = np.append(self.prompt_B, np.full(rows, NOT_SHARED))
         self._lag_B = np.append(self._lag_B, np.zeros(rows, dtype=np.int64))
         first, self.rows = self.rows, self.rows + rows
         self._shared = None
         if self.rows > self._room:
-            self._room = self.rows
-            self._columns = [(self._grown(keys), self._grown(values)) for keys, values in self._columns]
+            self._room = max(self.rows, min(self.rows + self.rows // ROWS_AHEAD, self.limit // max(1, self.capacity)))
             return
         for keys, values in self._columns:  # other rows were here, see `clear`
             keys[:, first : self.rows] = values[:, first : self.rows] = 0.0
@@ -298,12 +301,13 @@ class HostKVCache:
         start, stop = self.column - kept, self.column
         self.capacity = column + spare_columns(column)
         self._room = max(self.rows, min(self._room, tokens // self.capacity))
-        rows, lag_B = slice(self.rows) if slots is None else slots, self._lag_B if self.is_lagging else None
+        held_rows = min(self.rows, self._columns[0][0].shape[1])
+        rows, lag_B = slice(held_rows) if slots is None else slots, self._lag_B if self.is_lagging else None
 
         def moved_columns(held: Floats) -> Floats:
             """Return keys or values in a buffer of the new capacity, in the new order of rows and columns."""
             moved = _zeros(self._decoder, self._room, self.capacity)
-            target = moved[:, : self.rows, column - kept : column]
+            target = moved[:, : held_rows if slots is None else len(slots), column - kept : column]
             if lag_B is None:
                 target[:] = held[:, rows, start:stop]
             else:
@@ -313,11 +317,6 @@ class HostKVCache:
 
         self._columns = [(moved_columns(keys), moved_columns(values)) for keys, values in self._columns]
         self.column, self._lag_B = column, np.zeros(self.rows, dtype=np.int64)
-
-    def _grown(self, held: Floats) -> Floats:
-        grown = _zeros(self._decoder, self._room, held.shape[2])
-        grown[:, : held.shape[1]] = held
-        return grown
 
 
 def _within(groups: Sequence[SharedPrompt], rows: slice) -> Iterator[SharedPrompt]:
@@ -349,10 +348,8 @@ def _zeros(decoder: HostDecoder, rows: int, columns: int) -> Floats:
 
 
 def _allocated(shape: tuple[int, ...]) -> Floats:
-    """Return zeros that MLX allocates, so that they count as MLX memory."""
-    buffer = mx.zeros(shape)
-    mx.eval(buffer)
-    return as_numpy(buffer)
+    """Return zeros that MLX allocates, so that they count as MLX memory; a copy, which waits for no other operation."""
+    return as_numpy(mx.array(np.zeros(shape, np.float32)))
 
 
 def _copied(x: Floats) -> Floats:

@@ -198,8 +198,7 @@ class SpeculativeBatch(Batch):
     ) -> Step:
         """Sample after every token of the drafts, and keep the tokens up to the first that differs from its draft."""
         table = self.table
-        newest_B = np.array(self._inputs()).astype(np.int32)
-        tokens = DraftedTokens.of(newest_B, drafts)
+        tokens = DraftedTokens.of(table.newest.copy(), drafts)
         with self._computing_tokens(cache, tokens):
             logits_N_V = cache.verify(tokens, table.positions, due)
         sampled = self._sample_tokens(cache, logits_N_V, tokens, due)
@@ -208,7 +207,6 @@ class SpeculativeBatch(Batch):
         cache.keep(kept_B)
         table.launched += kept_B
         table.positions += kept_B.astype(table.positions.dtype)
-        self._input = mx.array(np.where(due, token_N[first_B + np.maximum(kept_B, 1) - 1], newest_B).astype(np.int32))
         self._count(tokens, kept_B)
         parts = []
         for index in range(int(kept_B.max())):

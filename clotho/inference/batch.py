@@ -42,8 +42,9 @@ class SlotTable:
     """What the host knows of the slots of a batch, as arrays by slot. A slot without a row has serial 0.
 
     positions: tokens in the row's KV cache after all launched steps. launched, sampled: tokens launched, and read.
-    limit: maximum length. stops_at_eos: whether the model's end tokens end the row. needs_processing: see `Row`.
-    adapter: version of the row's adapter, -1: base model, 0: policy. most: maximum tokens of prompt and completion.
+    newest: the newest token that has been read, or the last of the prompt. limit: maximum length. stops_at_eos: whether
+    the model's end tokens end the row. needs_processing: see `Row`. adapter: version of the row's adapter, -1: base
+    model, 0: policy. most: maximum tokens of prompt and completion.
     admitted: tokens that were reserved on admission. client: whether a row of a client is in the slot.
     """
 
@@ -57,6 +58,7 @@ class SlotTable:
         self.positions = np.zeros(0, dtype=np.int32)
         self.launched = np.zeros(0, dtype=np.int64)
         self.sampled = np.zeros(0, dtype=np.int64)
+        self.newest = np.zeros(0, dtype=np.int32)
         self.limit = np.zeros(0, dtype=np.int64)
         self.stops_at_eos = np.zeros(0, dtype=np.bool_)
         self.needs_processing = np.zeros(0, dtype=np.bool_)
@@ -123,18 +125,18 @@ class SlotTable:
 
     def _arrays(self) -> tuple[str, ...]:
         names = ("serial", "seed", "positions", "launched", "sampled", "limit", "stops_at_eos", "needs_processing")
-        return (*names, "most", "admitted", "client", "adapter", "_token", "_logprob", "_version")
+        return (*names, "newest", "most", "admitted", "client", "adapter", "_token", "_logprob", "_version")
 
-    def enter(self, slot: int, row: Row, tokens: int, reserved: int) -> None:
+    def enter(self, slot: int, row: Row, tokens: int, newest: int, reserved: int) -> None:
         """Put a row with `tokens` tokens in its KV cache into a free slot; it keeps tokens sampled before.
 
-        reserved: tokens that are reserved for it.
+        newest: the token after these. reserved: tokens that are reserved for it.
         """
         request, before = row.active.request, len(row.tokens)
         self.rows[slot], self._rows_changed = row, True
         self.serial[slot], self.seed[slot] = row.serial, request.seeds[row.index]
         self.positions[slot], self.most[slot], self.admitted[slot] = tokens, row.active.reserved, reserved
-        self.client[slot] = not request.background
+        self.client[slot], self.newest[slot] = not request.background, newest
         self.launched[slot] = self.sampled[slot] = before
         self.limit[slot], self.stops_at_eos[slot] = row.active.limit, not request.sampling.ignore_eos
         self.needs_processing[slot], self.adapter[slot] = row.needs_processing, row.active.weights_version
@@ -194,7 +196,7 @@ class SlotTable:
         at_N = self.sampled[slots]
         self._reserve_columns(int(at_N.max()) + 1)
         self._token[slots, at_N], self._logprob[slots, at_N], self._version[slots, at_N] = token_N, logp_N, version_N
-        self.sampled[slots] = at_N + 1
+        self.sampled[slots], self.newest[slots] = at_N + 1, token_N
         ended_N: NDArray[np.bool_] = self.is_end(slots, token_N) | (at_N + 1 >= self.limit[slots])
         return ended_N
 
@@ -296,7 +298,6 @@ class Batch:
         self._end_tokens = end_tokens
         self._cache: RowCaches | None = None
         self._input: mx.array | None = None
-        self._first_input: dict[int, int] = {}  # slot -> first input of a row that just joined
         self._parameters: RowParameters | None = None
         self._seen: mx.array | None = None
         self._counts: mx.array | None = None
@@ -346,8 +347,7 @@ class Batch:
         assert self._cache is not None
         self._cache.enter(slots, prompt)
         for slot, row in zip(slots, job.rows, strict=False):
-            self.table.enter(slot, row, len(job.tokens) - 1, job.reserved)
-            self._first_input[slot] = job.tokens[-1]
+            self.table.enter(slot, row, len(job.tokens) - 1, job.tokens[-1], job.reserved)
 
     def _vacate(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -360,7 +360,7 @@ class Batch:
         self.inflight = None
         self.table = SlotTable(self._end_tokens, self.vocabulary)
         self.table.grow(rows)
-        self._cache, self._input, self._first_input, self._seen = self._make_caches(rows), None, {}, None
+        self._cache, self._input, self._seen = self._make_caches(rows), None, None
         self._cache.limit = self._limit
         self._parameters, self._counts, self._masked = None, None, None
         self._waste = 0.0
@@ -371,14 +371,12 @@ class Batch:
         assert self._cache is not None
         self._cache.grow(rows)
         self.table.grow(rows)
-        if self._input is not None:
+        if self.inflight is not None and self._input is not None:
             self._input = mx.concatenate([self._input, mx.zeros((rows,), self._input.dtype)])
 
     def leave(self, slot: int) -> Row:
         """Free a slot and return its row with the tokens it has sampled."""
-        row = self.table.leave(slot)
-        self._first_input.pop(slot, None)
-        return row
+        return self.table.leave(slot)
 
     def limit_cache(self, tokens: int) -> None:
         """Set the number of tokens of all rows that the buffers may have room for."""
@@ -421,10 +419,9 @@ class Batch:
         self._cache.take(keep.tolist(), self.table.positions)
         moved = np.full(slots, -1, dtype=np.int64)
         moved[keep] = np.arange(running)
-        self._first_input = {int(moved[slot]): token for slot, token in self._first_input.items()}
-        if self._input is not None:
-            self._input = self._input[mx.array(keep.astype(np.int32))]
         if self.inflight is not None:
+            if self._input is not None:
+                self._input = self._input[mx.array(keep.astype(np.int32))]
             slot_N = self.inflight.slot_N
             self.inflight.slot_N = np.where(slot_N >= 0, moved[slot_N], -1)
         self._parameters, self._waste = None, 0.0
@@ -512,15 +509,14 @@ class Batch:
         return sampled
 
     def _inputs(self) -> mx.array:
-        """Return each row's newest token: the one just sampled, or the last prompt token of a row that just joined."""
-        if not self._first_input and self._input is not None:
+        """Return each row's newest token: as it has been read, or of the step in flight."""
+        table = self.table
+        if self.inflight is None or self._input is None:
+            return mx.array(table.newest)
+        is_read_B = table.live & (table.launched == table.sampled)
+        if not is_read_B.any():
             return self._input
-        given = np.zeros(self.slots, dtype=np.int32)
-        chosen = np.zeros(self.slots, dtype=np.bool_)
-        for slot, token in self._first_input.items():
-            given[slot], chosen[slot] = token, True
-        self._first_input = {}
-        return mx.array(given) if self._input is None else mx.where(mx.array(chosen), mx.array(given), self._input)
+        return mx.where(mx.array(is_read_B), mx.array(table.newest), self._input)
 
     def _row_parameters(self) -> RowParameters:
         """Return the parameters of the present rows, rebuilt when rows have joined or moved."""

@@ -132,10 +132,10 @@ class CacheLayout:
                     c._idx = c.keys.shape[2]
         return cache
 
-    def trimmed(self, state: PromptState, tokens: int) -> PromptState | None:
-        """Return the state after the first `tokens` tokens; None if the layout has states that cannot be truncated."""
+    def trimmed(self, state: PromptState, tokens: int) -> PromptState:
+        """Return the state after the first `tokens` tokens of a state; if it cannot be truncated, it has no more."""
         if self.right_padding_limit is not None:
-            return None
+            return state
         return tuple(tuple(a[:, :, :tokens] for a in arrays) for arrays in state)
 
 
@@ -314,15 +314,39 @@ def pass_context(computing: Computing, adapter_B: Sequence[RowAdapter | None]) -
     return nullcontext() if all(adapter is None for adapter in adapter_B) else computing(adapter_B)
 
 
+class PromptCaches(Protocol):
+    """KV caches of prompts that are prefilled together without a graph of MLX."""
+
+    def restore(self, row: int, state: PromptState, tokens: int) -> None:
+        """Begin a prompt with the first `tokens` tokens of a state."""
+        ...
+
+    def most(self, end: int) -> int:
+        """Return how many tokens of every prompt are computed at once at most, if they end before column `end`."""
+        ...
+
+    def parts(self, token_B_T: NDArray[np.int32], start: int) -> Generator[None, None, None]:
+        """Append T tokens to the first `start` of every prompt.
+
+        Yields when the adapters in use are known, one per token, and after every block.
+        """
+        ...
+
+    def state(self, row: int, tokens: int) -> PromptState:
+        """Return the evaluated KV cache of the first `tokens` tokens of a prompt, as no view. No other call follows."""
+        ...
+
+
 class RowDecoder(NamedTuple):
-    """Decodes the rows of one model instead of the model itself.
+    """Decodes the rows of one model, and prefills prompts of clients, instead of the model itself.
 
     computing: selects the adapter of every row, None for the policy, inside the context. caches: makes KV caches for a
-    number of rows.
+    number of rows. prompts: makes those of a number of prompts with up to so many tokens.
     """
 
     computing: Computing
     caches: Callable[[int], VerifyingCaches]
+    prompts: Callable[[int, int], PromptCaches]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ step whatever the number of parts, and results are the same bit for bit.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence, Set
 from statistics import median
 from time import perf_counter
@@ -39,7 +39,8 @@ LONG_STEP = 2 * LONGEST_PART
 """
 
 RECENT_STEPS = 3
-"""A step is expected to be long if most of so many steps before it were: a single slow one is an accident."""
+"""A step is expected to be long if most of the last so many steps of about as many rows were: one can be an accident.
+"""
 
 FIRST_SHARE = 0.05
 """Largest fraction of the time for first tokens of clients in steps of their own."""
@@ -114,7 +115,7 @@ class Decoding:
         self._outputs = OutputProcessor(batch, sender)
         self._parts: Generator[None, None, Step | None] | None = None
         self._seconds = 0.0  # of the step in progress
-        self._recent = deque[float](maxlen=RECENT_STEPS)
+        self._recent = defaultdict[int, deque[float]](lambda: deque(maxlen=RECENT_STEPS))  # by logarithm of the rows
 
     @property
     def running(self) -> int:
@@ -138,10 +139,10 @@ class Decoding:
         """Whether a step has begun and is not complete: its rows cannot change."""
         return self._parts is not None
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether a step takes long, by the steps so far."""
-        return len(self._recent) == RECENT_STEPS and median(self._recent) >= LONG_STEP
+    def is_slow(self, *, joining: int = 0) -> bool:
+        """Whether a step takes long, by the steps so far. joining: number of rows that join before it."""
+        recent = self._recent[(self.running + joining).bit_length()]
+        return len(recent) == RECENT_STEPS and median(recent) >= LONG_STEP
 
     def step(self, version: int, *, waits: bool = False) -> int:
         """Start to sample one token for every row, and report the tokens that are known; return their number.
@@ -151,8 +152,8 @@ class Decoding:
 
         version: of the policy, if a step begins. waits: wait for the tokens of this step.
         """
-        began, sampled = self._clock(), 0
-        divided = self.is_slow
+        began, sampled, rows = self._clock(), 0, self.running
+        divided = self.is_slow()
         try:
             if self._parts is None:
                 sampled += self._begin(version, divided=divided, waits=waits)
@@ -161,7 +162,7 @@ class Decoding:
                 sampled += self._end(step, waits=waits)
             self._seconds += self._clock() - began
             if is_complete:
-                self._recent.append(self._seconds)
+                self._recent[rows.bit_length()].append(self._seconds)
         except Exception as error:
             log.exception("decode_step_failed")
             self._fail(f"a decode step failed: {error}")

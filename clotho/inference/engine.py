@@ -98,7 +98,7 @@ class DecodeEngine:
         tokens, share = settings.kv_cache_tokens, settings.rollout_share
         self._budget = KVBudget(tokens, share, settings.max_num_seqs, short=short)
         self._scheduler = Scheduler(settings.max_num_seqs, self._budget, share)
-        self._prefill = Prefill(layout, settings, self.row_weights.computing, turns)
+        self._prefill = Prefill(layout, settings, self.row_weights.computing, turns, decoder)
         self._sender = EventSender(source.tokenizer, self._scheduler.refund)
         self._sender.completed = self._batches.finished
         *batches, first = self._make_batches(decoder)
@@ -233,16 +233,13 @@ class DecodeEngine:
         begun, self._begun = self._begun, []
         self._join(begun)
         if self._admits:
-            self._fill(loads)
+            if first := self._fill(loads):
+                return first
             clients = any(one.batch.table.client.any() for one in self._decodings)
-            awaited = self._is_slow and self._prefill.client_is_interrupted
+            awaited = self._prefill.client_is_interrupted and any(one.is_slow() for one in self._decodings)
             if awaited or (self._prefill.is_interrupted and not clients):
                 return 0
         return self._decode()
-
-    @property
-    def _is_slow(self) -> bool:
-        return any(decoding.is_slow for decoding in self._decodings)
 
     @property
     def _in_progress(self) -> bool:
@@ -358,15 +355,23 @@ class DecodeEngine:
             decoding.batch.limit_cache(limit)
         return loads
 
-    def _fill(self, loads: Loads) -> None:
+    def _fill(self, loads: Loads) -> int:
+        """Prefill a chunk, and let the rows join that are ready; return the number of first tokens sampled instead.
+
+        Listeners hear of first tokens when the call of `tick` ends, which rows that join would delay.
+        """
         admitted = self._scheduler.admit(loads)
         self._prefill.add(admitted, self._source.version)
         ready = self._prefill.advance(self._source.version, idle=not self.running, fail=self._sender.fail)
-        if self._is_slow:
+        joining = sum(job.admitted for job in ready if not job.is_long)
+        if self._long.is_slow() or self._short.is_slow(joining=joining):
+            first = self._first.tokens
             ready = self._sample_first(ready)
-            begun, self._begun = self._begun, []
-            ready += begun
+            if self._first.tokens > first:
+                self._prefill.hold(ready)
+                return self._first.tokens - first
         self._join(ready)
+        return 0
 
     def _join(self, ready: list[PrefillJob]) -> None:
         """Let prefilled prompts join the batch. A prompt that cannot join fails alone.

@@ -17,10 +17,10 @@ import numpy as np
 import structlog
 from msgspec import Struct
 
-from clotho.inference.cache_layout import CacheLayout, Computing, evaluation_mode, pass_context
+from clotho.inference.cache_layout import CacheLayout, Computing, RowDecoder, evaluation_mode, pass_context
 from clotho.inference.rows import PromptState
 from clotho.inference.scheduler import ActiveRequest, PrefillJob
-from clotho.models.turns import TurnBudget
+from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.settings.engine import EngineSection
 
 log = structlog.get_logger(__name__)
@@ -48,8 +48,11 @@ class PrefillBatch:
     """Prompts that are prefilled together: all but the last token of each.
 
     jobs: of similar (padded) or equal length. They continue from the number of tokens that every job has computed.
-    keys: the weights of every job. swapped: kinds of weights that changed since the start.
+    keys: the weights of every job. swapped: kinds of weights that changed since the start. on_host: whether chunks are
+    computed when `advance` returns, and states are copies.
     """
+
+    on_host = False
 
     def __init__(
         self,
@@ -67,12 +70,22 @@ class PrefillBatch:
         self._layout = layout
         self._done = min(job.state_tokens for job in jobs)
         self._length = max(len(job.tokens) - 1 for job in jobs)
-        self._cache = layout.restore(_common_state(layout, jobs), self._done) if self._done else layout.fresh()
-        token_B_T = np.zeros((len(jobs), self._length), dtype=np.int32)
+        self._token_B_T = np.zeros((len(jobs), self._length), dtype=np.int32)
         for b, job in enumerate(jobs):
-            token_B_T[b, : len(job.tokens) - 1] = job.tokens[:-1]
-        self._token_B_T = token_B_T
+            self._token_B_T[b, : len(job.tokens) - 1] = job.tokens[:-1]
         self._parts: Generator[None, None, None] | None = None
+        self._restore()
+
+    def _restore(self) -> None:
+        """Begin with what all jobs have computed."""
+        layout, done = self._layout, self._done
+        if not done:
+            self._cache = layout.fresh()
+            return
+        states = [layout.trimmed(job.state, done) for job in self.jobs if job.state is not None]
+        by_leaf = zip(*states, strict=True)
+        common = tuple(tuple(mx.concatenate(list(rows)) for rows in zip(*leaf, strict=True)) for leaf in by_leaf)
+        self._cache = layout.restore(common, done)
 
     @property
     def remaining(self) -> int:
@@ -97,13 +110,21 @@ class PrefillBatch:
         """
         count = 0
         if self._parts is None:
-            count = min(max(1, budget // len(self.jobs)), self._length - self._done)
+            count = min(self._most(budget), self._length - self._done)
             if count <= 0:
                 return 0
             self._start(count)
         if self._parts is not None and next(self._parts, self) is self:
             self._parts = None
         return count * len(self.jobs)
+
+    def _most(self, budget: int) -> int:
+        """Return how many tokens of each prompt the next chunk has at most."""
+        return max(1, budget // len(self.jobs))
+
+    def weights_changed(self, kinds: Collection[int]) -> None:
+        """Record a swap of these kinds of weights. A chunk in progress keeps the weights of its graph."""
+        self.swapped |= set(kinds)
 
     def _start(self, count: int) -> None:
         chunk = mx.array(self._token_B_T[:, self._done : self._done + count])
@@ -131,14 +152,53 @@ class PrefillBatch:
         mx.eval([job.state for job in self.jobs])
 
 
-def _common_state(layout: CacheLayout, jobs: Sequence[PrefillJob]) -> PromptState:
-    """Return the states of all jobs, truncated to the common number of tokens, as one batch."""
-    done = min(job.state_tokens for job in jobs)
-    states = [
-        job.state if job.state_tokens == done or job.state is None else layout.trimmed(job.state, done) for job in jobs
-    ]
-    by_leaf = zip(*(state for state in states if state is not None), strict=True)
-    return tuple(tuple(mx.concatenate(list(rows)) for rows in zip(*leaf, strict=True)) for leaf in by_leaf)
+class HostPrefillBatch(PrefillBatch):
+    """Prompts of clients that a `RowDecoder` prefills, which waits for no operation of a learner."""
+
+    on_host = True
+
+    def __init__(
+        self,
+        decoder: RowDecoder,
+        layout: CacheLayout,
+        jobs: Sequence[PrefillJob],
+        turns: TurnBudget | None,
+        *,
+        version: int,
+    ) -> None:
+        self._decoder, self._count = decoder, 0
+        super().__init__(layout, jobs, decoder.computing, turns, version=version)
+
+    def _restore(self) -> None:
+        """Begin with what all jobs have computed."""
+        self._caches = self._decoder.prompts(len(self.jobs), self._length)
+        for row, job in enumerate(self.jobs):
+            if self._done and job.state is not None:
+                self._caches.restore(row, job.state, self._done)
+
+    def _most(self, budget: int) -> int:
+        """Return how many tokens of each prompt the next chunk has at most."""
+        return min(super()._most(budget), self._caches.most(self._length))
+
+    def weights_changed(self, kinds: Collection[int]) -> None:
+        """Record a swap of these kinds of weights. A chunk in progress begins again, so that it has those of one."""
+        super().weights_changed(kinds)
+        if self._parts is not None and any(key[0] in kinds for key in self.keys):
+            self._parts = None
+            self._done -= self._count
+
+    def _start(self, count: int) -> None:
+        parts = self._caches.parts(self._token_B_T[:, self._done : self._done + count], self._done)
+        with pass_context(self._computing, [job.active.adapter for job in self.jobs for _ in range(count)]):
+            next(parts)
+        self._done += count
+        self._count, self._parts = count, (self._turns or UNDIVIDED).limited(parts)
+
+    def finish(self) -> None:
+        """Set the state of each job."""
+        for row, job in enumerate(self.jobs):
+            tokens = len(job.tokens) - 1
+            job.computed, job.state_tokens, job.state = True, tokens, self._caches.state(row, tokens)
 
 
 def select(waiting: deque[PrefillJob], layout: CacheLayout, budget: int) -> list[PrefillJob]:
@@ -179,10 +239,18 @@ class Prefill:
     """
 
     def __init__(
-        self, layout: CacheLayout, settings: EngineSection, computing: Computing, turns: TurnBudget | None = None
+        self,
+        layout: CacheLayout,
+        settings: EngineSection,
+        computing: Computing,
+        turns: TurnBudget | None = None,
+        decoder: RowDecoder | None = None,
     ) -> None:
-        """computing: selects the adapters of the rows of a forward pass. turns: limits turns; None: no limit."""
-        self._computing, self._turns = computing, turns
+        """computing: selects the adapters of the rows of a forward pass. turns: limits turns; None: no limit.
+
+        decoder: prefills prompts of clients, and decodes; None: the model does.
+        """
+        self._computing, self._turns, self._decoder = computing, turns, decoder
         self.prefixes = PrefixCache(layout, settings.prefix_cache_tokens)
         self.computed_tokens = self.hits = self.misses = 0
         self.is_interrupted = False
@@ -219,6 +287,8 @@ class Prefill:
             return
         self.hits += 1
         job.state, job.state_tokens = hit.state, hit.tokens
+        if self._decoder is None:  # otherwise it reads the tokens that it needs, without a graph
+            job.state = self._layout.trimmed(hit.state, hit.tokens)
         job.computed = hit.tokens == len(job.tokens) - 1
 
     @property
@@ -236,8 +306,9 @@ class Prefill:
         """Start or continue at most one chunk; return the jobs that are ready to join. clients_only: none of rollouts.
 
         The next call waits for a started chunk. This call does if `idle`, because nothing else can run meanwhile, and
-        for prompts of clients beside a learner, whose turn would come before the next call, or with `clients_only`. An
-        exception fails the requests concerned, and their jobs are returned without rows.
+        for prompts of clients beside a learner, whose turn would come before the next call, or with `clients_only`; no
+        call waits for a chunk of a decoder. An exception fails the requests concerned, and their jobs are returned
+        without rows.
         """
         self._collect(fail)
         batch = self._next_batch(version, fail, clients_only=clients_only)
@@ -245,7 +316,8 @@ class Prefill:
             self._run(self._advance, batch, fail)
             self._end_turn(batch)
         self.is_interrupted = batch is not None and batch.is_interrupted
-        awaited = batch is not None and not batch.background and (clients_only or self._turns is not None)
+        is_awaited = clients_only or self._turns is not None
+        awaited = batch is not None and not batch.background and (is_awaited or batch.on_host)
         if awaited or (idle and not self._ready):
             self._collect(fail)
         ready, self._ready = self._ready, []
@@ -275,7 +347,10 @@ class Prefill:
 
     def _begin(self, jobs: list[PrefillJob], version: int, fail: Callable[[ActiveRequest, str], None]) -> None:
         try:
-            batch = PrefillBatch(self._layout, jobs, self._computing, self._turns, version=version)
+            if self._decoder is not None and not jobs[0].active.request.background:
+                batch: PrefillBatch = HostPrefillBatch(self._decoder, self._layout, jobs, self._turns, version=version)
+            else:
+                batch = PrefillBatch(self._layout, jobs, self._computing, self._turns, version=version)
         except Exception as error:
             self._failed(jobs, error, fail)
         else:
@@ -295,7 +370,7 @@ class Prefill:
         self._batches.remove(batch)
         for job, key in zip(batch.jobs, batch.keys, strict=True):
             if job.active.request.reuse_prefix and job.state is not None and key[0] not in batch.swapped:
-                self.prefixes.store(key, job.tokens[:-1], job.state)
+                self.prefixes.store(key, job.tokens[:-1], job.state, is_copy=batch.on_host)
         self._ready.extend(batch.jobs)
 
     def _run(
@@ -322,7 +397,7 @@ class Prefill:
         """Remove prefixes of these kinds of weights. Their prompts in progress will not be stored."""
         self.prefixes.remove(lambda key: key[0] in kinds)
         for batch in self._batches:
-            batch.swapped |= set(kinds)
+            batch.weights_changed(kinds)
 
     def restart_all(self) -> None:
         """Drop all jobs, which will be admitted again."""
@@ -349,7 +424,7 @@ Key = tuple[WeightsKey, tuple[int, ...]]
 
 
 class PrefixHit(Struct, frozen=True, kw_only=True):
-    """A state that covers the first `tokens` tokens of the requested prompt."""
+    """A state whose first `tokens` tokens are those of the requested prompt."""
 
     state: PromptState
     tokens: int
@@ -366,15 +441,13 @@ class PrefixCache:
         self._sorted: list[Key] = []
 
     def find(self, weights: WeightsKey, tokens: tuple[int, ...]) -> PrefixHit | None:
-        """Return the state that covers most of `tokens`: a whole entry, or the common prefix of one."""
+        """Return the state that covers most of `tokens`: of an entry, or of the common prefix with one."""
         found = [(common_prefix(key[1], tokens), key) for key in self._candidates(weights, tokens)]
         common, key = max(found, default=(0, (weights, ())))
         if not common:
             return None
-        state = self._entries[key] if common == len(key[1]) else self._layout.trimmed(self._entries[key], common)
-        assert state is not None
         self._entries.move_to_end(key)
-        return PrefixHit(state=state, tokens=common)
+        return PrefixHit(state=self._entries[key], tokens=common)
 
     def _candidates(self, weights: WeightsKey, tokens: tuple[int, ...]) -> Iterator[Key]:
         """Return the entries that may cover most of `tokens`: its neighbours in lexicographic order.
@@ -393,14 +466,15 @@ class PrefixCache:
                 return
             tokens = tokens[:common]
 
-    def store(self, weights: WeightsKey, tokens: tuple[int, ...], state: PromptState) -> None:
-        """Store a copy of the state after `tokens`."""
+    def store(self, weights: WeightsKey, tokens: tuple[int, ...], state: PromptState, *, is_copy: bool = False) -> None:
+        """Store a copy of the state after `tokens`. is_copy: it is one, and no view of a larger array."""
         key = (weights, tokens)
         if not tokens or len(tokens) > self._capacity or key in self._entries:
             return
-        copied = tuple(tuple(mx.contiguous(array) for array in arrays) for arrays in state)
-        mx.eval(copied)
-        self._entries[key] = copied
+        if not is_copy:
+            state = tuple(tuple(mx.contiguous(array) for array in arrays) for arrays in state)
+            mx.eval(state)
+        self._entries[key] = state
         insort(self._sorted, key)
         self.tokens += len(tokens)
         while self.tokens > self._capacity or len(self._entries) > MAX_ENTRIES:

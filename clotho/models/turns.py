@@ -7,7 +7,7 @@ turns (`clotho.lanes.arbiter`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -130,6 +130,14 @@ class TurnBudget:
                 mx.eval(part.pop(0).arrays)
             self._measure(work, self._clock() - before)
         mx.eval(results)
+
+    def limited(self, parts: Iterable[None]) -> Generator[None, None, None]:
+        """Compute all parts; yields where a turn ends, and the caller then begins the next one."""
+        self.begin()
+        for _ in parts:
+            if self._seconds and self._clock() - self._began > self._seconds:
+                yield
+                self.begin()
 
     def _next_part(self, stages: list[Stage], *, fresh: bool) -> list[Stage]:
         """Remove and return the next stages that fit into the rest of the turn: one at least if the turn is fresh."""

@@ -107,12 +107,17 @@ def check_order(long_prompt: int) -> None:
     def all_run() -> bool:
         return engine.running == len(answers)
 
+    def is_ordered() -> bool:
+        return positions(engine) == sorted(positions(engine), reverse=True)
+
+    ordered = []
     for i in range(12):
         prompt = make_prompt(long_prompt if i % 3 == 2 else 7, i)
         answers[prompt] = submit_request(engine, prompt, sampling)
         tick_until(engine, all_run)
-    assert positions(engine) != sorted(positions(engine), reverse=True)
-    tick_until(engine, lambda: positions(engine) == sorted(positions(engine), reverse=True))
+        ordered.append(is_ordered())
+    assert not all(ordered)
+    tick_until(engine, is_ordered)
     assert engine.running == 12
     run(engine)
     for prompt, answer in answers.items():

@@ -82,7 +82,7 @@ def test_a_failed_prefill_fails_only_its_own_request(monkeypatch: pytest.MonkeyP
         return result
 
     monkeypatch.setattr(model_class, "__call__", refuse_long)
-    bad = submit_request(engine, make_prompt(60), seeds=(1, 2))
+    bad = submit_request(engine, make_prompt(60), seeds=(1, 2), background=True)
     good = submit_request(engine, make_prompt(5))
     run(engine)
     assert len(bad.failures) == 1

@@ -36,7 +36,7 @@ def test_the_adapters_of_the_slots_change_only_if_a_row_needs_it() -> None:
     table = SlotTable(frozenset(), 4)
     table.grow(4)
     for slot, used in enumerate((one, other, one, None)):
-        table.enter(slot, row(used, slot + 1), 0, 8)
+        table.enter(slot, row(used, slot + 1), 0, 0, 8)
     before = table.adapters()
     assert before == [one, other, one, None]
     assert table.adapters() is before
@@ -44,7 +44,7 @@ def test_the_adapters_of_the_slots_change_only_if_a_row_needs_it() -> None:
     assert table.adapters() is before
     table.leave(2)
     assert table.adapters() == [other, other, other, None]
-    table.enter(0, row(one, 5), 0, 8)
+    table.enter(0, row(one, 5), 0, 0, 8)
     assert table.adapters() == [one, other, other, None]
     table.take([3, 0])
     assert table.adapters() == [None, one]

@@ -137,8 +137,42 @@ def test_a_single_slow_step_is_no_long_step(monkeypatch: pytest.MonkeyPatch) -> 
     slow_after = []
     while engine._short.steps < 5:
         engine.tick()
-        slow_after.append(engine._short.is_slow)
+        slow_after.append(engine._short.is_slow())
     assert slow_after == [False, False, False, True, True]
+
+
+def test_steps_of_more_rows_are_expected_to_take_as_long_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after steps of few rows, with which a batch of rollouts ends."""
+    monkeypatch.setattr("clotho.inference.decoding.LONG_STEP", 10.0)
+    engine = make_engine()
+    decoding, now = engine._short, [0.0]
+    decoding._clock = lambda: now[0]
+    launch = decoding.batch.launch
+
+    def by_rows(version: int, *, divided: bool = False):  # type: ignore[no-untyped-def]
+        now[0] += decoding.running
+        return (yield from launch(version, divided=divided))
+
+    monkeypatch.setattr(decoding.batch, "launch", by_rows)
+    rollouts(engine)
+    run(engine)
+    submit_request(engine, make_prompt(6), ROLLOUT, background=True)
+    tick_until(engine, lambda: decoding.running == 1)
+    assert (decoding.is_slow(), decoding.is_slow(joining=ROWS - 1)) == (False, True)
+
+
+def test_a_visitor_hears_its_first_token_before_rollouts_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they are ready at the same time, because making room for many rows takes long."""
+    every_step_is_long(monkeypatch)
+    engine = make_engine()
+    rollouts(engine)
+    run(engine)
+    group = submit_request(engine, make_prompt(1), ROLLOUT, tuple(range(ROWS)), background=True)
+    visitor = submit_request(engine, make_prompt(1, 5), VISITOR, stream=True)
+    engine.tick()
+    assert (len(visitor.streamed()), engine._short.running) == (1, 0)
+    run(engine)
+    assert (len(visitor.streamed()), len(group.completions)) == (4, ROWS)
 
 
 def test_first_tokens_keep_to_their_share_beside_visitors_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

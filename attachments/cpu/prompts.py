@@ -1,0 +1,82 @@
+"""Prefill on the host: the KV caches of prompts, computed with the decoder of the rows.
+
+MLX limits the operations that all threads together have queued, so a prompt that MLX prefills waits for the operations
+of a learner. This prefill uses no MLX graph: it waits for nothing but the cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from itertools import islice
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from attachments.cpu.decoder import HostDecoder, LayerCaches, VerifyAttention
+from attachments.cpu.decoder_layers import as_numpy
+from attachments.cpu.layers import MASKED_SCORE
+from clotho.inference.rows import DraftedTokens, PromptState
+
+MAX_SCORES = 2**24
+"""Maximum number of scores of a layer in one pass, as 64 MiB."""
+
+
+class HostPrompts:
+    """KV caches of prompts that are prefilled together. Each begins in the first column.
+
+    Axes: B prompts, K key heads, C columns, D size, T tokens of a pass.
+    """
+
+    def __init__(self, decoder: HostDecoder, rows: int, tokens: int) -> None:
+        """tokens: maximum number of tokens of a prompt."""
+        heads, size = decoder.key_shape
+        self._decoder, self._rows, self._tokens = decoder, rows, tokens
+        zeros = np.zeros((rows, heads, tokens, size), np.float32)
+        self._arrays = tuple((mx.array(zeros), mx.array(zeros)) for _ in range(decoder.depth))
+        self._layers = [(as_numpy(keys), as_numpy(values)) for keys, values in self._arrays]
+
+    def restore(self, row: int, state: PromptState, tokens: int) -> None:
+        """Begin a prompt with the first `tokens` tokens of a state."""
+        for layer, arrays in zip(self._layers, state, strict=True):
+            for held_B_K_C_D, array in zip(layer, arrays, strict=True):
+                held_B_K_C_D[row, :, :tokens] = as_numpy(array)[0, :, :tokens]
+
+    def most(self, end: int) -> int:
+        """Return how many tokens of every prompt a pass that ends before column `end` computes at most."""
+        _, rows, repeats, _ = self._decoder.query_shape(self._rows)
+        return max(1, MAX_SCORES // (self._decoder.key_shape[0] * rows * repeats * end))
+
+    def parts(self, token_B_T: NDArray[np.int32], start: int) -> Generator[None, None, None]:
+        """Append T tokens to the first `start` of every prompt.
+
+        Yields when the adapters in use are known, one per token, and after every block.
+        """
+        (B, T), decoder = token_B_T.shape, self._decoder
+        stop = start + T
+        index_T = np.arange(T)
+        tokens = DraftedTokens(token_B_T.ravel(), np.repeat(np.arange(B), T), np.tile(index_T, B), np.full(B, T))
+        mask_T_C = np.where(np.arange(stop) > start + index_T[:, None], np.float32(MASKED_SCORE), np.float32(0.0))
+        attention = VerifyAttention(
+            decoder.query_shape(B),
+            tokens,
+            shared=[],
+            columns=stop,
+            start_B=np.full(B, start),
+            mask_B_T_S=mask_T_C[None],
+        )
+        views = [
+            (keys[:, :, :stop].swapaxes(0, 1), values[:, :, :stop].swapaxes(0, 1)) for keys, values in self._layers
+        ]
+        layers = LayerCaches(attention, views, [{} for _ in views])
+        position_N = (start + tokens.index_N).astype(np.int32)
+        yield from islice(decoder.parts(tokens.token_N, position_N, layers), 1 + decoder.depth)  # without the head
+
+    def state(self, row: int, tokens: int) -> PromptState:
+        """Return the KV cache of the first `tokens` tokens of a prompt: a copy, unless that is all there is."""
+        if (self._rows, self._tokens) == (1, tokens):
+            return self._arrays
+        return tuple(
+            tuple(mx.array(np.ascontiguousarray(held[row : row + 1, :, :tokens])) for held in layer)
+            for layer in self._layers
+        )
