@@ -290,12 +290,12 @@ def prepare(
         references = _scored(minis, policy, forcing, loss_config, reference, turns, ranks)
     in_reward = references is not None and isinstance(settings.kl_penalty, RewardKLPenalty)
     penalties = _penalties(groups, minis, references, loss_config) if in_reward and references else ()
-    several, advantage = _proximal_needed(settings, len(minis)), settings.objective.advantage
-    at_start: Scores = []
-    if several or isinstance(advantage, OptimalBaselineAdvantage):
-        at_start = _scored(minis, policy, forcing, loss_config, parameters, turns, ranks)
-    log_weights = Weights()
+    advantage, at_start, log_weights = settings.objective.advantage, Scores(), Weights()
+    if _proximal_needed(settings, len(minis)) and not isinstance(advantage, OptimalBaselineAdvantage):
+        known = int(settings.update_epochs == 1)  # the first optimizer step has those of its own pass
+        at_start = [[]] * known + _scored(minis[known:], policy, forcing, loss_config, parameters, turns, ranks)
     if isinstance(advantage, OptimalBaselineAdvantage):
+        at_start = _scored(minis, policy, forcing, loss_config, parameters, turns, ranks)
         log_weights = log_variance_weights(groups, minis, at_start, gradient_norm=advantage.gradient_norm)
         if advantage.gradient_norm == "exact":
             log_norms = _exact_norms(
@@ -305,10 +305,11 @@ def prepare(
     token_advantages = compute_advantages(groups, penalties, settings, log_weights)
     if in_reward or log_weights:
         minis = divided(token_advantages)
-    proximals = at_start if several else None
     fixed_logprobs = tuple(
         tuple(
-            FixedLogprobs(references[m][k] if references else None, proximals[m][k] if proximals else None)
+            FixedLogprobs(
+                references[m][k] if references else None, at_start[m][k] if any(at_start[m : m + 1]) else None
+            )
             for k in range(len(mini.micro_batches))
         )
         for m, mini in enumerate(minis)

@@ -41,7 +41,8 @@ class LossConfig(NamedTuple):
 class FixedLogprobs(NamedTuple):
     """Log-probabilities of a micro-batch's tokens under fixed policies, (N,) float32; None if not needed.
 
-    reference_N: under the reference policy. proximal_N: under the policy at the start of the batch.
+    reference_N: under the reference policy. proximal_N: under the policy at the start of the batch; the first optimizer
+    step takes those of its own pass, so that the rounding of another one is in no ratio.
     """
 
     reference_N: mx.array | None
@@ -304,7 +305,7 @@ def _inputs(micro: MicroBatch, fixed_logprobs: FixedLogprobs, position: StepPosi
     on_policy_mask_N = (table.version_N == position.version) & (position.progress == 0)
     return TokenLossInputs(
         rollout_logp_N=mx.array(table.rollout_logp_N),
-        proximal_N=fixed_logprobs.proximal_N,
+        proximal_N=fixed_logprobs.proximal_N if position.progress else None,
         reference_N=fixed_logprobs.reference_N,
         advantage_N=mx.array(table.advantage_N),
         loss_mask_N=mx.array(table.loss_mask_N),

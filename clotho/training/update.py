@@ -13,7 +13,7 @@ An update passes through these modules, in this order:
    loss weight, so that the loss of the update is the sum over tokens of loss weight times token loss, for any split.
    `scoring.layouts` cuts each minibatch into micro-batches of at most `learner.micro_batch_tokens` positions.
    If there are several optimizer steps and the ratio is against the policy at the start of the batch, `batch` scores
-   all tokens under that policy now, because its weights are about to change.
+   the tokens of all steps but the first under that policy now, because its weights are about to change.
 5. `optimizer_steps` takes one optimizer step per minibatch and epoch. For each micro-batch, `gradient` runs the
    model on prompts and completions (`scoring.teacher_forcing`), which gives log-probability and entropy of every
    sampled token under the current weights, and differentiates `objectives.loss`:

@@ -1,8 +1,8 @@
 """Objectives whose importance ratio is that of each token: clipped surrogates, policy gradients and soft trust regions.
 
 Departures from the papers, for all objectives in this package:
-1. By default the ratio is against the sampler, which may be some versions old (asynchrony). With `ratio_reference =
-   "batch_start"` it is against the policy at the start of the batch (`ppo_decoupled`).
+1. By default the ratio of a token is against the sampler, which may be some versions old (asynchrony). With
+   `ratio_reference = "batch_start"` it is against the policy at the start of the batch (`ppo_decoupled`).
 2. Log-ratios are clamped to plus or minus 20 nats; beyond, their gradient is zero.
 3. An objective is the loss of tokens. The papers' choices of advantage, aggregation and KL penalty are the defaults of
    the objective's settings (`clotho.settings.objectives`).
