@@ -16,7 +16,7 @@ SECRET = "s3cret-api-key-of-these-tests"
 """The API key of the asynchronous run."""
 
 EVALUATED = ("--eval.samples", "2")
-"""Settings of the synchronous run that are not settings of the weights."""
+"""Settings of both runs that are not settings of the weights."""
 
 
 class CompletedRun(Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class CompletedRun(Struct, frozen=True, kw_only=True):
 def finished(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
     """Return the default asynchronous run of 6 updates."""
     run_dir = tmp_path_factory.mktemp("asynchronous") / "run"
-    flags = ("--checkpoint.interval", "2", "--eval.samples", "2", "--server.api-key", SECRET)
+    flags = ("--checkpoint.interval", "2", *EVALUATED, "--server.api-key", SECRET)
     small = (*SMALL[:-1], str(HELD_OUT))
     result = run(run_dir, "--profile", "local-m3", "--steps", "6", *flags, small=small)
     assert result.status == 0, result

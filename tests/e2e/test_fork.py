@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from attachments.files.convert import convert
-from tests.e2e.conftest import CompletedRun
-from tests.e2e.pipeline_process import REPOSITORY, lines, run
+from tests.e2e.conftest import EVALUATED, HELD_OUT, CompletedRun
+from tests.e2e.pipeline_process import REPOSITORY, SMALL, lines, run
 
 
 @pytest.mark.slow
@@ -37,12 +37,13 @@ def test_a_synchronous_fork_repeats_the_updates_of_the_other_run(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_accuracy_at_step_0_is_that_of_the_adapter(tmp_path: Path, finished: CompletedRun) -> None:
-    """From the final adapter of a run, and from the same adapter in the format of PEFT."""
+    """From the final adapter of a run, and from the same adapter in the format of PEFT, on the same problems."""
     peft = tmp_path / "peft"
     convert(finished.run_dir / "adapters", peft, "peft", model=str(REPOSITORY / "profiles" / "embedded"))
     final = lines(finished.run_dir / "evaluations.jsonl")[-1]
     for name, adapter in (("mlx", finished.run_dir), ("peft", peft)):
-        result = run(tmp_path / f"from-{name}", "--steps", "1", "--policy.adapter", str(adapter))
+        flags = ("--steps", "1", "--policy.adapter", str(adapter), *EVALUATED)
+        result = run(tmp_path / f"from-{name}", *flags, small=(*SMALL[:-1], str(HELD_OUT)))
         assert result.status == 0, result
         first = lines(tmp_path / f"from-{name}" / "evaluations.jsonl")[0]
         assert (first["step"], first["accuracy"], first["accuracy_by_type"]) == (
