@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,7 +54,10 @@ def private_names_of(package: str) -> set[str]:
     return {name for path in files for name in defined(ast.parse(path.read_text(encoding="utf-8")))}
 
 
-THEIRS = private_names_of("mlx") | private_names_of("mlx_lm")
+@cache
+def theirs() -> set[str]:
+    """Private names of mlx and mlx-lm."""
+    return private_names_of("mlx") | private_names_of("mlx_lm")
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -80,7 +84,7 @@ def used(tree: ast.Module) -> Iterator[str]:
         value = ast.unparse(node.value)
         if value in modules:
             yield model_or_name(f"{modules[value]}.{node.attr}")
-        elif node.attr in THEIRS and (value == "super()" or (value not in ("self", "cls") and node.attr not in own)):
+        elif node.attr in theirs() and (value == "super()" or (value not in ("self", "cls") and node.attr not in own)):
             yield f".{node.attr}"
 
 
