@@ -31,6 +31,9 @@ SMALL = (
     "--server.port", "0", *FEW_PROBLEMS, "--learner.batch-size", str(BATCH), "--sampling.group-size", "4",
     "--learner.micro-batch-tokens", "1024", "--eval.problems", "16",
 )  # fmt: skip
+UNEVALUATED = (*SMALL[:-2], "--eval", "off")
+"""For runs whose evaluations nobody reads: they are a fourth of a run of one step."""
+
 PRINTED_STEPS = """
 [[actors]]
 name = "telling"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import custom_objective
-from tests.e2e.pipeline_process import BATCH, Run, assert_recorded, lines, metrics, run
+from tests.e2e.pipeline_process import BATCH, UNEVALUATED, Run, assert_recorded, lines, metrics, run
 
 EVERYTHING = """
 extends = "local-m3"
@@ -111,15 +111,15 @@ def test_the_complete_learner_state_survives_a_kill(tmp_path: Path) -> None:
 
 def test_dynamic_sampling_fills_every_batch(tmp_path: Path) -> None:
     """Zero-variance groups are replaced, so every update has batch_size groups."""
-    result = run(tmp_path / "run", "--steps", "4", "--learner.objective", "dapo")
+    result = run(tmp_path / "run", "--steps", "3", "--learner.objective", "dapo", small=UNEVALUATED)
     assert result.status == 0, result
-    assert result.accounting.trained == 4 * BATCH
+    assert result.accounting.trained == 3 * BATCH
     assert result.accounting.carried_over == 0
     assert all(line["groups/trained"] == BATCH for line in metrics(tmp_path / "run"))
 
 
 LAGGED = (
-    "--async", "false", "--rollouts.lag", "3", "--steps", "7", "--eval.interval", "0",
+    "--async", "false", "--rollouts.lag", "3", "--steps", "6",
     "--learner.objective", "reinforce", "--learner.objective.importance-correction", "truncate_sequence",
     "--learner.objective.advantage", "optimal_baseline", "--learner.step-scale", "ess",
 )  # fmt: skip
@@ -129,12 +129,12 @@ def test_with_a_lag_every_group_is_as_old_as_the_lag(tmp_path: Path) -> None:
     """Its age in versions is the number of updates in as many batches. No group is lost at the end of the run, and the
     learning rate follows the effective sample size.
     """
-    result = run(tmp_path / "run", *LAGGED)
+    result = run(tmp_path / "run", *LAGGED, small=UNEVALUATED)
     assert result.status == 0, result
-    assert (result.accounting.prompted, result.accounting.carried_over) == (7 * BATCH, 0)
+    assert (result.accounting.prompted, result.accounting.carried_over) == (6 * BATCH, 0)
     recorded = metrics(tmp_path / "run")
     versions = [0, *(line["policy_version"] for line in recorded)]
-    ages = [versions[step] - versions[max(0, step - 3)] for step in range(7)]
+    ages = [versions[step] - versions[max(0, step - 3)] for step in range(6)]
     assert max(ages) == 3
     for age, line in zip(ages, recorded, strict=True):
         trained = line["groups/trained"]
@@ -148,7 +148,7 @@ def test_with_a_lag_every_group_is_as_old_as_the_lag(tmp_path: Path) -> None:
 def test_a_run_with_a_lag_is_reproducible_bit_for_bit(tmp_path: Path) -> None:
     """Neither the batches of the engine nor the order of updates depend on timing."""
     for name in ("first", "second"):
-        assert run(tmp_path / name, *LAGGED).status == 0
+        assert run(tmp_path / name, *LAGGED, small=UNEVALUATED).status == 0
     adapters = [tmp_path / name / "adapters" / "adapters.safetensors" for name in ("first", "second")]
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
@@ -157,7 +157,7 @@ def test_a_filtered_sampling_distribution_is_trained_on_correctly(tmp_path: Path
     """With top-k, top-p and min-p, sampler and learner agree on the on-policy tokens."""
     profile = tmp_path / "truncated.toml"
     profile.write_text(TRUNCATED)
-    result = run(tmp_path / "run", "--profile", str(profile), "--steps", "3")
+    result = run(tmp_path / "run", "--profile", str(profile), "--steps", "2", small=UNEVALUATED)
     assert result.status == 0, result
     recorded = metrics(tmp_path / "run")
     assert recorded[0]["mismatch_kl"] < 1e-5
@@ -170,10 +170,10 @@ def test_non_finite_updates_end_the_run_with_its_last_good_checkpoint(tmp_path: 
     before them, and the run can be resumed from it.
     """
     run_dir = tmp_path / "run"
-    objective = "tests.e2e.custom_objective:nan_after_eight_calls"
+    objective = "tests.e2e.custom_objective:nan_after_two_calls"
     flags = ("--learner.objective", objective, "--learner.max-bad-steps", "2", "--checkpoint.interval", "1")
     custom_objective.CALLS = itertools.count(1)
-    result = run(run_dir, *flags, "--steps", "12")
+    result = run(run_dir, *flags, "--steps", "12", small=UNEVALUATED)
     assert result.status == 1, result
     recorded = metrics(run_dir)
     good, bad = recorded[:-2], recorded[-2:]
@@ -184,9 +184,9 @@ def test_non_finite_updates_end_the_run_with_its_last_good_checkpoint(tmp_path: 
     newest = max((run_dir / "checkpoints").glob("step-*"))
     assert json.loads((newest / "state.json").read_text())["fingerprint"] == good[-1]["weights_hash"]
     custom_objective.CALLS = itertools.count(1)
-    again = run(run_dir, *flags, "--resume", "--steps", str(len(recorded) + 2))
+    again = run(run_dir, *flags, "--resume", "--steps", str(len(recorded)), small=UNEVALUATED)
     assert again.status == 0, again
-    assert_recorded(run_dir, again.accounting, steps=len(recorded) + 2)
+    assert_recorded(run_dir, again.accounting, steps=len(recorded))
 
 
 def test_a_collapsed_policy_is_rolled_back(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_collapsed_policy_is_rolled_back(tmp_path: Path) -> None:
         "--collapse-detection.rollback-rate",
         "0.001",
     )
-    result = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12", "--async", "false")
+    result = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "8", "--async", "false")
     assert result.status == 0, result
     recorded = metrics(tmp_path / "run")
     assert any(line["findings"] for line in recorded)
@@ -212,7 +212,7 @@ def test_a_collapsed_policy_is_rolled_back(tmp_path: Path) -> None:
 def test_a_run_stops_at_the_first_collapse(tmp_path: Path) -> None:
     """One line has the sign, the exit status is 1, and the last batch is in the logs."""
     flags = ("--collapse-detection", "stop", "--collapse-detection.window", "2")
-    result = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12")
+    result = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "12", small=UNEVALUATED)
     assert result.status == 1, result
     assert "collapse_detection" in result.err
     recorded = metrics(tmp_path / "run")
