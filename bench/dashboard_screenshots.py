@@ -85,7 +85,7 @@ def wait_for_half(address: str) -> None:
     """Wait until the run has done half of its steps."""
     limit = time.monotonic() + SECONDS
     while time.monotonic() < limit:
-        state = answer(address, "overview")
+        state = answer(address, "rows")["state"]
         if 2 * state["step"] >= state["planned_steps"]:
             return
         time.sleep(0.2)
@@ -93,7 +93,7 @@ def wait_for_half(address: str) -> None:
 
 def mixed_group(address: str) -> int:
     """Return the id of the trained group whose rewards differ most, and whose mean reward is in the middle."""
-    columns = answer(address, "groups")["columns"]
+    columns = answer(address, "rows?groups=")["groups"]["columns"]
     rows = [row for row, outcome in enumerate(columns["outcome"]) if outcome == "trained"]
     widest = max(columns["reward_spread"][row] for row in rows)
     best = min(

@@ -15,7 +15,7 @@ from typing import Any
 
 from attachments.dashboard.histories import decoded
 from attachments.dashboard.library import API
-from attachments.dashboard.overview import constants, overview
+from attachments.dashboard.overview import about, state
 from attachments.dashboard.page_files import INDEX, page_names, page_text
 from attachments.dashboard.run_files import RunFiles
 from clotho.storage.atomic_files import replace_file
@@ -67,7 +67,7 @@ def export(runs: Sequence[Path], path: Path, *, limit_bytes: int) -> list[tuple[
                 "total_groups": counts[-1][1],
             }
         )
-    data = encode({"runs": listed, "export": True, "responses": {}})
+    data = encode({"runs": listed, "responses": {}})
     body = b",".join(encode(address) + b":" + response for address, response in responses.items())
     data = data.removesuffix(b"{}}") + b"{" + body + b"}}"
     replace_file(path, [html(data).encode()])
@@ -76,10 +76,12 @@ def export(runs: Sequence[Path], path: Path, *, limit_bytes: int) -> list[tuple[
 
 def run_responses(files: RunFiles, number: int) -> dict[str, bytes]:
     """Return the responses of a run's API by address, without groups. Paths lose the user's home directory."""
-    prefix = f"{API}/{number}"
-    found = {f"{prefix}/{kind}": encode(history.body()) for kind, history in files.histories.items()}
-    shown = overview(files, files.directory.resolve().name, is_live=False)
-    return {**found, f"{prefix}/overview": encode({**without_home(shown), **constants()})}
+    rows = {kind: history.after("") for kind, history in files.histories.items()}
+    settings = without_home(about(files))
+    return {
+        f"{API}/{number}/rows": encode({"state": without_home(state(files, is_live=False)), **rows}),
+        f"{API}/{number}/about": encode(settings),
+    }
 
 
 def without_home(value: Any, home: str = "") -> Any:

@@ -7,6 +7,7 @@ events are counted over all lines.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -40,6 +41,9 @@ MAX_MARKS, MAX_MARKS_OF_LINE = 20_000, 1000
 
 MAX_FINDINGS = 50
 """Number of findings whose texts are kept after they have ended."""
+
+CURSOR_LINES = re.compile(r"[0-9]{1,15}", re.ASCII)
+"""The number of lines in a cursor."""
 
 PLACES = ("offset", "size")
 """Columns of the index of groups with the places of the records."""
@@ -95,6 +99,20 @@ class History(ABC):
         """Return the API response with the rows after the line number `start`, up to the line number `end`."""
         rows = self._part(start, self.end if end is None else end)
         return {**rows, "damaged": self.damaged + self.file.skipped}
+
+    def after(self, cursor: str) -> dict[str, Any]:
+        """Return the API response for a client that has the rows up to a cursor: `IDENTITY:LINES`.
+
+        `whole` says that the response has all rows, because the cursor is empty or of other contents of the file.
+        """
+        identity, _, digits = cursor.rpartition(":")
+        start = int(digits) if identity == self.identity and CURSOR_LINES.fullmatch(digits) else -1
+        is_known = 0 <= start <= self.end
+        return {
+            **self.body(start if is_known else 0),
+            "cursor": f"{self.identity}:{self.end}",
+            "whole": not is_known,
+        }
 
     @abstractmethod
     def _add(self, line: FileLine) -> bool:
@@ -154,7 +172,7 @@ class Series(History):
             record = decoded(line)
             if record is not None and (row := self._row(record)) is not None:
                 table.append(row, self._texts(record), 0)
-        return {**table.part(0, len(table.ends) and table.ends[-1]), "damaged": 0}
+        return table.part(0, len(table.ends) and table.ends[-1])
 
     def _add(self, line: FileLine) -> bool:
         record = decoded(line.data)
@@ -257,7 +275,7 @@ class Evaluations(Series):
         row, interval = dict(flat(record)), record.get("accuracy_interval")
         if isinstance(interval, list):
             ends = zip(("low", "high"), interval, strict=False)
-            row |= {f"accuracy_interval/{end}": number(value) for end, value in ends if isinstance(value, int | float)}
+            row |= {f"accuracy/{end}": number(value) for end, value in ends if isinstance(value, int | float)}
         return row
 
     def _observe(self, record: dict[str, Any]) -> list[Any]:

@@ -21,7 +21,7 @@ STATIC = "/dashboard/static/"
 """The path of all files but the page itself. `clotho.serving.auth` opens it."""
 
 KINDS = ("metrics", "evaluations", "timeline", "groups")
-"""The histories of a run, as the API names them."""
+"""The histories of a run, as the API names them. All but the last are numbers over an axis."""
 
 
 class DashboardPages(Extension):
@@ -71,12 +71,12 @@ def routes(dashboard: Handlers) -> list[Route]:
     return [
         *page_routes(),
         Route(API, dashboard.method("runs")),
-        Route(f"{run}/overview", dashboard.method("overview")),
-        *(Route(f"{run}/{kind}", dashboard.method("table", kind=kind)) for kind in KINDS),
+        Route(f"{run}/about", dashboard.method("about")),
+        Route(f"{run}/rows", dashboard.method("rows")),
+        *(Route(f"{run}/{kind}", dashboard.method("detail", kind=kind)) for kind in KINDS[:-1]),
         Route(f"{run}/groups/search", dashboard.method("search")),
         Route(f"{run}/groups/{{group:int}}", dashboard.method("group")),
         Route(f"{run}/groups/{{group:int}}/tokens", dashboard.method("tokens")),
-        Route(f"{run}/events", dashboard.method("events")),
     ]
 
 

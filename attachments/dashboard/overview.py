@@ -1,4 +1,4 @@
-"""The overview of a run: progress, what the run waits for, settings, findings, and where every group is."""
+"""What the page says about a run: progress, what it waits for, findings, where every group is, and its settings."""
 
 from __future__ import annotations
 
@@ -66,25 +66,19 @@ class Settings(NamedTuple):
     changes: dict[str, Any] = {}  # noqa: RUF012, never changed
 
 
-def overview(files: RunFiles, name: str, *, is_live: bool) -> dict[str, Any]:
-    """Return the state of a run. name: of the run. is_live: whether a process continues the run."""
-    settings = read_settings(files.directory)
+def state(files: RunFiles, *, is_live: bool) -> dict[str, Any]:
+    """Return what changes while a run goes on. is_live: whether a process continues the run."""
+    profile = read_settings(files.directory).profile
     latest, now = files.metrics.latest, files.timeline.latest
-    planned = _integer(settings.profile.get("steps"))
     seconds = max(_seconds(now.get("t")), _seconds(latest.get("time/run")))
     return {
-        "name": name,
         "live": is_live,
         "step": _integer(latest.get("step")) or 0,
-        "planned_steps": planned,
+        "planned_steps": _integer(profile.get("steps")),
         "seconds": seconds,
-        "seconds_left": _seconds_left(files, settings.profile, seconds) if is_live else None,
+        "seconds_left": _seconds_left(files, profile, seconds) if is_live else None,
         "waiting_for": str(now.get("waiting", ""))[:MAX_TEXT] if is_live else "",
         "policy_version": _integer(latest.get("policy_version")) or 0,
-        "profile": settings.profile or None,
-        "profile_changes": settings.changes,
-        "facts": _object(files.directory / FACTS),
-        "preflight": _object(files.directory / PREFLIGHT),
         "findings": latest.get("findings", []),
         "ended_findings": files.metrics.ended_findings(),
         "outcomes": _outcomes(files),
@@ -92,9 +86,18 @@ def overview(files: RunFiles, name: str, *, is_live: bool) -> dict[str, Any]:
     }
 
 
-def constants() -> dict[str, Any]:
-    """Return the keys of the response that are the same for every run. Events do not have them."""
-    return {"descriptions": DESCRIPTIONS, "charts": chart_catalogue(), "hidden_columns": HIDDEN}
+def about(files: RunFiles) -> dict[str, Any]:
+    """Return what a run is: its settings, machine, and findings of the start; and what the page shows of every run."""
+    settings = read_settings(files.directory)
+    return {
+        "profile": settings.profile or None,
+        "profile_changes": settings.changes,
+        "facts": _object(files.directory / FACTS),
+        "preflight": _object(files.directory / PREFLIGHT),
+        "descriptions": DESCRIPTIONS,
+        "charts": chart_catalogue(),
+        "hidden_columns": HIDDEN,
+    }
 
 
 def _outcomes(files: RunFiles) -> dict[str, int]:

@@ -1,7 +1,5 @@
 """The page of the dashboard: static files, with headers that restrict what a browser executes.
 
-The chart library is stored compressed, as browsers receive it.
-
 The files contain no secrets, so that browsers load them without an API key. The page sends the key with its requests
 for data.
 """
@@ -11,7 +9,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import re
-from functools import lru_cache, partial
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from anyio import to_thread
@@ -31,9 +30,6 @@ TYPES = {
 }
 """The media type of a file by the end of its name. Other files are not served."""
 
-STORED_COMPRESSED = ".gz"
-"""End of the name of a file that is stored compressed. Clients and callers use the name without it."""
-
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -45,17 +41,28 @@ HEADERS = {
 GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(?:\.0*)?\s*(?:,|$))")
 """An `Accept-Encoding` that accepts gzip."""
 
+MIN_BYTES, LEVEL = 1000, 3
+"""Size from which a response is compressed, and how much time that may take: a third of gzip's default."""
+
 
 def page_names() -> frozenset[str]:
     """Return the names of the files of the page, relative to its directory."""
-    paths = (path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*") if path.is_file())
-    names = (path.removesuffix(STORED_COMPRESSED) for path in paths)
-    return frozenset(name for name in names if Path(name).suffix in TYPES)
+    paths = (path.relative_to(PAGE) for path in PAGE.rglob("*") if path.is_file() and path.suffix in TYPES)
+    return frozenset(path.as_posix() for path in paths)
 
 
 def page_text(name: str) -> str:
     """Return the text of a file of the page. Raises OSError."""
-    return _contents(name, compressed=False).decode()
+    return (PAGE / name).read_text(encoding="utf-8")
+
+
+async def compressed(http: Request, data: bytes, headers: Mapping[str, str], media_type: str) -> Response:
+    """Return a response that is compressed, in a worker thread, if the client accepts gzip and it is worth the time."""
+    headers = {**headers, "vary": "accept-encoding"}
+    if len(data) >= MIN_BYTES and GZIP.search(http.headers.get("accept-encoding", "")):
+        data = await to_thread.run_sync(partial(gzip.compress, data, LEVEL, mtime=0))
+        headers["content-encoding"] = "gzip"
+    return Response(data, headers=headers, media_type=media_type)
 
 
 class PageFiles:
@@ -77,27 +84,11 @@ class PageFiles:
 
 
 async def _file(http: Request, name: str) -> Response:
-    """Return a file, compressed if the client accepts gzip, or status 304 if the client has it."""
-    compressed = bool(GZIP.search(http.headers.get("accept-encoding", "")))
-    data = await to_thread.run_sync(partial(_contents, name, compressed=compressed))
-    headers = HEADERS | {"vary": "accept-encoding"} | ({"content-encoding": "gzip"} if compressed else {})
+    """Return a file, or status 304 if the client has it."""
+    data = await to_thread.run_sync((PAGE / name).read_bytes)
     tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
-    headers["etag"] = tag
+    headers = HEADERS | {"etag": tag}
     known = {one.strip().removeprefix("W/") for one in http.headers.get("if-none-match", "").split(",")}
     if known & {tag, "*"}:
         return Response(status_code=304, headers=headers)
-    return Response(data, headers=headers, media_type=TYPES[Path(name).suffix])
-
-
-def _contents(name: str, *, compressed: bool) -> bytes:
-    path = PAGE / name
-    if path.exists():
-        data = path.read_bytes()
-        return _gzip(data) if compressed else data
-    data = path.with_name(path.name + STORED_COMPRESSED).read_bytes()
-    return data if compressed else gzip.decompress(data)
-
-
-@lru_cache(maxsize=64)
-def _gzip(data: bytes) -> bytes:
-    return gzip.compress(data, mtime=0)
+    return await compressed(http, data, headers, TYPES[Path(name).suffix])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_ROWS = 4000
+MAX_ROWS = 2000
 """Number of rows of a table; a chart has fewer pixels."""
 
 MAX_COLUMNS = 1000
@@ -21,8 +21,8 @@ MAX_COLUMNS = 1000
 NEWEST_SHARE = 4
 """One row of this number, the newest ones, is not merged."""
 
-DIGITS = 6
-"""Significant digits of a merged number, so that a response is small."""
+DIGITS = 5
+"""Significant digits of a number that is not whole, so that a response is small. The axes have all digits."""
 
 LINES = "lines"
 """Column with the number of lines that each row stands for; without a merged row, it is missing."""
@@ -87,7 +87,9 @@ class ThinnedTable:
         columns = {name: np.array(column[first:stop]) for name, column in self._columns.items()}
         is_whole = first == 0 and stop == len(self.ends)
         found: dict[str, Any] = {
-            name: _listed(column) for name, column in columns.items() if is_whole or not np.isnan(column).all()
+            name: _listed(column if name in self._latest else _rounded(column))
+            for name, column in columns.items()
+            if is_whole or not np.isnan(column).all()
         }
         found |= {name: texts[first:stop] for name, texts in self._texts.items()}
         lines = np.diff(self.ends, prepend=0)[first:stop]
@@ -98,7 +100,7 @@ class ThinnedTable:
         for name in self._minima:
             low, high = self._minima[name][first:stop], self._maxima[name][first:stop]
             if not np.array_equal(low, high, equal_nan=True):
-                minima[name], maxima[name] = _listed(low) + unmerged, _listed(high) + unmerged
+                minima[name], maxima[name] = (_listed(_rounded(ends)) + unmerged for ends in (low, high))
         return {"columns": found, "minima": minima, "maxima": maxima}
 
     def _merge(self) -> None:
@@ -137,19 +139,20 @@ class ThinnedTable:
         known = np.add.reduceat(weights, starts)
         with np.errstate(all="ignore"):
             if name in self._sums:
-                return _rounded(np.where(known, sums, np.nan))
+                return np.where(known, sums, np.nan)
             for extremes, choose in ((self._minima, np.fmin), (self._maxima, np.fmax)):
                 earlier = np.full(len(numbers), np.nan)
                 earlier[: self._merged] = extremes.get(name, np.nan)
-                extremes[name] = _rounded(choose.reduceat(np.where(np.isnan(earlier), numbers, earlier), starts))
-            return _rounded(sums / known)
+                extremes[name] = choose.reduceat(np.where(np.isnan(earlier), numbers, earlier), starts)
+            return sums / known
 
 
 def _rounded(numbers: Numbers) -> Numbers:
-    """Return numbers with `DIGITS` significant digits."""
-    scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(np.abs(numbers))))
-    rounded = np.round(numbers * scale) / scale
-    return np.where(np.isfinite(rounded), rounded, numbers)
+    """Return numbers with `DIGITS` significant digits; whole ones keep all, because they are counts."""
+    with np.errstate(all="ignore"):
+        scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(np.abs(numbers))))
+        rounded = np.round(numbers * scale) / scale
+    return np.where(np.isfinite(rounded) & (numbers != np.floor(numbers)), rounded, numbers)
 
 
 def _listed(numbers: Numbers) -> list[float | None]:

@@ -1,60 +1,55 @@
 // The shell: pages by location.hash, choice of the run, state of the connection, keys and help.
+import { Compare } from "./compare.js";
 import { fill, h, problem, rowHead } from "./element.js";
 import { duration, number } from "./format.js";
-import { Columns, exported, get, loadRuns, runs, subscribe, takeKey, useKey } from "./source.js";
-import { show as showCompare } from "./compare.js";
-import { show as showGroup } from "./group.js";
-import { show as showGroups } from "./groups.js";
-import { show as showOverview } from "./overview.js";
-import { show as showSettings } from "./settings.js";
-import { show as showTimeline } from "./timeline.js";
+import { Group } from "./group.js";
+import { Groups } from "./groups.js";
+import { Overview } from "./overview.js";
+import { Settings } from "./settings.js";
+import { exported, get, Run, takeKey, useKey } from "./source.js";
+import { Timeline } from "./timeline.js";
 
-const PAGES = {
-	__proto__: null, // names come from the address
-	"": { title: "Overview", key: "o", show: showOverview },
-	timeline: { title: "Timeline", key: "t", show: showTimeline },
-	groups: { title: "Groups", key: "g", show: showGroups },
-	"groups/": { title: "Group", show: showGroup },
-	compare: { title: "Compare", key: "c", show: showCompare },
-	settings: { title: "Settings", key: "s", show: showSettings },
-};
+/** @type {Record<string, {title: string, key?: string, Page: PageClass}>} */
+const PAGES = Object.assign(Object.create(null), { // names come from the address
+	"": { title: "Overview", key: "o", Page: Overview },
+	timeline: { title: "Timeline", key: "t", Page: Timeline },
+	groups: { title: "Groups", key: "g", Page: Groups },
+	"groups/": { title: "Group", Page: Group },
+	compare: { title: "Compare", key: "c", Page: Compare },
+	settings: { title: "Settings", key: "s", Page: Settings },
+});
+const DELAYS = [500, 15000]; // ms between two attempts to reach the server, at first and at most
 
 const main = h("main", { id: "main", tabindex: "-1" });
 const connection = h("span.chip", { role: "status" });
 const navigation = h("nav", { "aria-label": "Pages" });
-const chooser = h("select", { "aria-label": "Run", onchange: () => navigate(`#/${path()[0] ?? ""}`, { run: chooser.value }) });
-const help = h("dialog.help", { "aria-label": "Keys", onclick: (event) => event.target === help && help.close() });
+const choose = () => navigate(`#/${path()[0] ?? ""}`, { run: chooser.value });
+const chooser = h("select", { "aria-label": "Run", onchange: choose });
+const help = h("dialog.help", { "aria-label": "Keys", onclick: ({ target }) => target === help && help.close() });
 
+/** @type {Run[]} */
+const runs = [];
+/** @type {Page | null} */
 let page = null;
 let shown = "";
-let stream = null;
-let overview = null;
 let chord = false;
+/** @type {Set<Run>} The runs whose news the page loads. */
+const followed = new Set();
 
-const context = {
-	get runId() { return runId(); },
-	get run() { return runs.find((run) => run.id === runId()); },
-	get overview() { return overview; },
-	source: { get, exported, Columns }, runs, navigate, link,
-};
-
-// The hash with the chosen run, which only the first run leaves out.
-function link(hash, { run = runId() } = {}) {
+/** The hash with the chosen run, which only the first run leaves out.
+ * @param {string} hash */
+function link(hash, id = chosen().id) {
 	const [address, text] = hash.split("?");
 	const query = new URLSearchParams(text);
-	if (run === runs[0]?.id) query.delete("run");
-	else query.set("run", run);
+	if (id === runs[0]?.id) query.delete("run");
+	else query.set("run", id);
 	return `${address}${query.size ? `?${query}` : ""}`;
 }
 
-function navigate(hash, { replace = false, run } = {}) {
-	const target = link(hash, { run: run ?? runId() });
-	if (target === location.hash) return;
-	if (!replace) location.hash = target;
-	else {
-		history.replaceState(null, "", target);
-		route();
-	}
+/** @param {string} hash */
+function navigate(hash, { run = chosen().id } = {}) {
+	const target = link(hash, run);
+	if (target !== location.hash) location.hash = target;
 }
 
 function path() {
@@ -65,73 +60,83 @@ function query() {
 	return new URLSearchParams(location.hash.split("?")[1]);
 }
 
-function runId() {
-	const wanted = query().get("run");
-	return runs.some((run) => run.id === wanted) ? wanted : runs[0].id;
+function chosen() {
+	return runs.find(({ id }) => id === query().get("run")) ?? runs[0];
 }
 
 function route() {
-	const parameters = { path: path(), query: query() };
-	const [name, ...rest] = parameters.path;
-	const found = PAGES[rest.length ? `${name}/` : name ?? ""] ?? PAGES[name] ?? PAGES[""];
-	const run = runId();
+	const place = { path: path(), query: query() };
+	const [name, ...rest] = place.path;
+	const { title, Page } = PAGES[rest.length ? `${name}/` : name ?? ""] ?? PAGES[name] ?? PAGES[""];
+	const run = chosen();
 	for (const entry of navigation.children) {
 		entry.href = link(entry.dataset.hash);
 		entry.setAttribute("aria-current", entry.dataset.hash === `#/${name ?? ""}` ? "page" : "false");
 	}
-	const same = shown === `${run} ${found.title}`;
-	if (!shown.startsWith(`${run} `)) follow(run);
-	if (same && page?.route?.(parameters)) return;
+	const [before, now] = [shown, `${run.id} ${title}`];
+	if (before === now && page?.route?.(place)) return;
 	page?.close();
 	main.replaceChildren();
-	shown = `${run} ${found.title}`;
-	chooser.value = run;
-	document.title = `${found.title} · ${context.run.name} · Clotho`;
-	page = found.show(main, parameters, context);
-	if (!same) scrollTo(0, 0);
+	shown = now;
+	chooser.value = run.id;
+	document.title = `${title} · ${run.name} · Clotho`;
+	main.setAttribute("aria-label", title);
+	page = new Page(main, place, { run, runs, navigate, link });
+	connected(run);
+	for (const one of followed) if (one !== run && !page.followed?.has(one)) followed.delete(one);
+	for (const one of [run, ...page.followed ?? []]) follow(one);
+	if (before === now) return;
+	scrollTo(0, 0);
+	if (before) main.focus({ preventScroll: true });
 }
 
-// Load the overview of the run and follow the run while it is live.
-function follow(run) {
-	stream?.close();
-	overview = null;
-	const current = () => run === runId();
-	const pass = (kind) => (data) => page?.update?.(kind, data);
-	const updated = (data) => {
-		overview = { ...overview, ...data };
-		pass("overview")(data);
-	};
-	if (context.run.live) {
-		const kinds = ["metrics", "evaluations", "timeline", "groups"].map((kind) => [kind, pass(kind)]);
-		stream = subscribe(run, { ...Object.fromEntries(kinds), overview: updated, reset: again, state });
-	} else state(exported ? "exported" : "finished");
-	get(`runs/${run}/overview`).then((data) => current() && updated(data), (error) => current() && failed(error));
+/** Load what is new in a run while it is live and the page is visible.
+ * @param {Run} run */
+async function follow(run) {
+	if (followed.has(run)) return;
+	followed.add(run);
+	for (let delay = DELAYS[0]; run.live && followed.has(run);) {
+		try {
+			const changed = await run.advance(undefined, true);
+			await visible();
+			connected(run);
+			delay = DELAYS[0];
+			if (followed.has(run)) page?.update?.(run, changed);
+		} catch (error) {
+			if (error.status === 401) {
+				askForKey();
+				return;
+			}
+			connected(run, delay);
+			await new Promise((resolve) => { setTimeout(resolve, delay * (0.8 + 0.4 * Math.random())); });
+			delay = Math.min(2 * delay, DELAYS[1]);
+		}
+	}
+	followed.delete(run);
 }
 
-function again() {
-	shown = "";
-	route();
+// A page that nobody sees neither loads nor draws.
+async function visible() {
+	while (document.hidden) {
+		await new Promise((resolve) => { document.addEventListener("visibilitychange", resolve, { once: true }); });
+	}
 }
 
-function state(name, seconds) {
-	const run = context.run;
+/** @param {Run} run @param {number} [delay] of the next attempt to reach the server, in ms */
+function connected(run, delay) {
+	if (run !== chosen()) return;
+	const { total_groups: total, included_groups: included } = run.entry;
+	const state = exported ? "exported" : delay ? "lost" : run.live ? "live" : "finished";
 	const texts = {
 		live: "live",
 		finished: "finished",
-		lost: `no connection, next attempt in ${duration(seconds)}`,
-		unauthorized: "key needed",
-		exported: run.total_groups > run.included_groups
-			? `file with ${number(run.included_groups)} of ${number(run.total_groups)} groups` : "file",
+		lost: `no connection, next attempt in ${duration(Math.ceil(delay / 1000))}`,
+		exported: total > included ? `file with ${number(included)} of ${number(total)} groups` : "file",
 	};
-	connection.dataset.state = name;
-	connection.textContent = texts[name];
-	connection.title = name === "lost" ? "The run has ended or its server cannot be reached. After its end: clotho view RUN" : "";
-	if (name === "unauthorized") askForKey();
-}
-
-function failed(error) {
-	if (error.status === 401) askForKey();
-	else fill(main, problem(`The data cannot be loaded: ${error.message}`));
+	if (connection.textContent === texts[state]) return;
+	connection.dataset.state = state;
+	connection.textContent = texts[state];
+	connection.title = delay ? "The run has ended or its server cannot be reached. After its end: clotho view RUN" : "";
 }
 
 function askForKey() {
@@ -157,12 +162,12 @@ const KEYS = [
 ];
 
 function showHelp() {
-	const rows = (pairs) => pairs.map(([keys, text]) => h("tr", rowHead(h("kbd", keys)), h("td", text)));
-	fill(help, h("h2", "Keys"), h("table", rows([...(page?.help ?? []), ...KEYS])),
-		h("button.button", { onclick: () => help.close() }, "Close"));
+	const rows = [...(page?.help ?? []), ...KEYS].map(([keys, text]) => h("tr", rowHead(h("kbd", keys)), h("td", text)));
+	fill(help, h("h2", "Keys"), h("table", rows), h("button.button", { onclick: () => help.close() }, "Close"));
 	help.showModal();
 }
 
+/** @param {any} event */
 function pressed(event) {
 	const typing = event.target.closest?.("input, textarea, select, [contenteditable]");
 	if (event.ctrlKey || event.metaKey || event.altKey || help.open) return;
@@ -185,15 +190,20 @@ function takeRun() {
 	const run = url.searchParams.get("run");
 	if (exported || run === null) return;
 	url.searchParams.delete("run");
-	url.hash = link(location.hash || "#/", { run });
+	url.hash = link(location.hash || "#/", run);
 	history.replaceState(null, "", url);
 }
 
 async function start() {
 	try {
-		await loadRuns();
+		const found = exported ?? await get("runs");
+		runs.splice(0, runs.length, ...found.runs.map((entry) => new Run(entry)));
 	} catch (error) {
-		failed(error);
+		if (error.status === 401) askForKey();
+		else {
+			fill(main, problem(`The data cannot be loaded: ${error.message}`));
+			setTimeout(start, 2000);
+		}
 		return;
 	}
 	takeRun();
@@ -209,6 +219,6 @@ document.body.append(
 	h("header.top", h("a.brand", { href: "#/" }, "Clotho"), chooser, navigation, connection,
 		h("button.button.small", { "aria-label": "Keys", title: "Keys (?)", onclick: showHelp }, "?")),
 	main, help);
-addEventListener("hashchange", route);
+addEventListener("hashchange", () => runs.length && route());
 addEventListener("keydown", pressed);
 start();

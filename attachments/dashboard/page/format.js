@@ -2,11 +2,13 @@
 
 export const MISSING = "–";
 
+/** @param {any} value */
 export function missing(value) {
 	return value === null || value === undefined || Number.isNaN(value);
 }
 
-// 12,345 · 0.0362 · 7.6e-14
+/** 12,345 · 0.0362 · 7.6e-14
+ * @param {any} value */
 export function number(value, digits = 3) {
 	if (missing(value)) return MISSING;
 	if (typeof value !== "number") return String(value);
@@ -17,17 +19,20 @@ export function number(value, digits = 3) {
 	return String(Number(value.toPrecision(digits)));
 }
 
+/** @param {any} value */
 export function percent(value) {
 	return missing(value) ? MISSING : `${number(100 * value)}\u00a0%`;
 }
 
-// 0.18 s · 52 s · 2 min 10 s · 1 h 5 min · 2 d 3 h
+/** 0.18 s · 52 s · 2 min 10 s · 1 h 5 min · 2 d 3 h
+ * @param {any} seconds */
 export function duration(seconds) {
 	if (missing(seconds)) return MISSING;
 	if (seconds < 1e-3) return seconds ? `${number(seconds * 1e6)}\u00a0µs` : "0 s";
 	if (seconds < 1) return `${number(seconds * 1e3)}\u00a0ms`;
 	if (seconds < 9.95) return `${number(seconds, 2)}\u00a0s`;
 	const whole = Math.round(seconds);
+	/** @type {[number, string, number, string][]} */
 	const units = [[86400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]];
 	for (const [large, name, small, rest] of units) {
 		if (whole < large) continue;
@@ -37,7 +42,8 @@ export function duration(seconds) {
 	return `${whole}\u00a0s`;
 }
 
-// 126 MiB, as in the terminal
+/** 126 MiB, as in the terminal
+ * @param {any} value */
 export function bytes(value) {
 	if (missing(value)) return MISSING;
 	let unit = 0;

@@ -1,6 +1,6 @@
 // One group: its prompt and outcome, its completions with the values of every token, and the diff of two completions.
 import { compare, diffView, LEVELS } from "./diff.js";
-import { fill, h, problem } from "./element.js";
+import { fill, h, problem, update } from "./element.js";
 import { active, GroupIndex } from "./filters.js";
 import { MISSING, missing, number } from "./format.js";
 import { hidden, state, versions, visible } from "./text.js";
@@ -8,256 +8,354 @@ import { elements, legend, OVERLAYS, scaleOf, tokenTable } from "./tokens.js";
 
 const TOKENS = 4000; // tokens on one page of a completion
 const CHARACTERS = 40000; // characters on one page of a text without tokens
+const SCALES = [["", "fixed"], ["rank", "rank in the group"]];
 const ALL = 20000; // characters of a group whose completions are all open
 
-export function show(container, parameters, context) {
-	const index = new GroupIndex(context);
-	let [id, completion, token, query, record, values, reason, pages, unfolded, compared] = [];
-	const links = h("div.toolbar.links");
-	const page = h("div");
-	const panel = h("aside.card.panel", { hidden: true, "aria-live": "polite", "aria-label": "Token" });
-	fill(container, links, h("div.group", page, panel));
+export class Group {
+	/** @type {number | null} */
+	id = null;
+	/** @type {number | null} */
+	completion = null;
+	/** @type {number | null} */
+	token = null;
+	query = new URLSearchParams();
+	/** @type {GroupRecord | null} */
+	record = null;
+	/** @type {(TokenValues | null)[]} */
+	values = [];
+	reason = "";
+	/** @type {Map<number, number>} The page of each completion. */
+	pages = new Map();
+	/** @type {Set<number>} */
+	unfolded = new Set();
+	/** @type {any} */
+	compared = {};
+	links = h("div.toolbar.links");
+	page = h("div");
+	panel = h("aside.card.panel", { hidden: true, "aria-live": "polite", "aria-label": "Token" });
+	help = [
+		["j / k", "next / previous group"], ["[ / ]", "previous / next completion"], ["arrows", "next token, in a text"],
+	];
 
-	function address(...path) {
-		return context.link(`#/${["groups", ...path].filter((step) => !missing(step)).join("/")}?${query}`);
+	/** @param {HTMLElement} container @param {Place} place @param {Context} context */
+	constructor(container, place, context) {
+		this.context = context;
+		this.run = context.run;
+		this.index = new GroupIndex(this.run);
+		const follow = (rel) => () => this.links.querySelector(`[rel=${rel}]`)?.click();
+		const back = () => {
+			if (this.token === null || !this.record) context.navigate(this.address());
+			else this.choose(this.completion, null);
+		};
+		this.keys = {
+			"j": follow("next"), "k": follow("prev"), "[": () => this.step(-1), "]": () => this.step(1), "Escape": back,
+		};
+		fill(container, this.links, h("div.group", this.page, this.panel));
+		this.route(place);
 	}
 
-	function set(key, value) {
-		if (value) query.set(key, value);
-		else query.delete(key);
-		go(completion, token);
+	/** @param {(number | null | undefined)[]} path */
+	address(...path) {
+		const steps = ["groups", ...path].filter((step) => !missing(step));
+		return this.context.link(`#/${steps.join("/")}?${this.query}`);
 	}
 
-	function go(i, at, render = draw) {
-		[completion, token] = [i, at];
-		history.replaceState(null, "", address(id, completion, token));
-		render();
+	/** @param {Place} place */
+	route({ path, query }) {
+		const [, group, completion = null, token = null] = path.map((text) => (/^\d+$/.test(text) ? Number(text) : null));
+		Object.assign(this, { query, completion, token });
+		if (group !== this.id) this.load(group);
+		else if (this.record) this.draw();
+		return true;
 	}
 
-	async function load() {
-		const wanted = id;
-		const current = () => id === wanted;
-		[record, values, reason, pages, unfolded, compared] = [null, [], "The values of the tokens are loading.", new Map(), new Set(), {}];
-		panel.hidden = true;
-		neighbours();
+	/** @param {number} id */
+	async load(id) {
+		const reason = "The values of the tokens are loading.";
+		Object.assign(this, { id, record: null, values: [], reason, compared: {} });
+		this.pages.clear();
+		this.unfolded.clear();
+		this.panel.hidden = true;
+		this.neighbours();
 		const failed = (error) => ({ error: error.message });
-		const loading = index.api(`/${id}/tokens`).catch(failed);
-		const found = await index.api(`/${id}`).catch(failed);
-		if (!current()) return;
+		const loading = this.run.get(`groups/${id}/tokens`).catch(failed);
+		const found = await this.run.get(`groups/${id}`).catch(failed);
+		if (this.id !== id) return;
 		if (found.error) {
-			fill(page, problem(found.error));
+			fill(this.page, problem(found.error));
 			return;
 		}
-		record = found;
-		draw();
+		this.record = found;
+		this.draw();
 		const { completions = [], error = "", reason: absent = error } = await loading;
-		if (!current()) return;
-		[values, reason] = [completions, absent];
-		draw();
-		if (completion !== null) (page.querySelector(".selected") ?? page.querySelector(".chosen"))?.scrollIntoView({ block: "center" });
+		if (this.id !== id) return;
+		Object.assign(this, { values: completions, reason: absent });
+		this.draw();
+		if (this.completion !== null) {
+			(this.page.querySelector(".selected") ?? this.page.querySelector(".chosen"))?.scrollIntoView({ block: "center" });
+		}
 	}
 
 	// Links to the groups before and after this one in the filtered list.
-	async function neighbours() {
-		const { rows } = await index.select(query).catch(() => ({ rows: [] }));
-		const ids = rows.map((row) => index.groups.columns.group_id[row]);
-		const at = ids.indexOf(id);
-		const link = (rel, to, label) => to !== undefined && h("a", { rel, href: address(to) }, `${label} ${to}`);
-		fill(links, h("a", { href: address() }, "all groups"), at >= 0 && [link("prev", ids[at - 1], "↑ group"), link("next", ids[at + 1], "↓ group"),
-			h("span.muted", `${number(at + 1)} of ${number(ids.length)} ${active(query).length ? "groups that pass the filters" : "groups"}`)]);
+	async neighbours() {
+		const { rows } = await this.index.select(this.query).catch(() => ({ rows: [] }));
+		const { group_id } = this.index.columns;
+		const ids = rows.map((row) => group_id[row]);
+		const at = ids.indexOf(this.id);
+		const link = (rel, to, label) => to !== undefined && h("a", { rel, href: this.address(to) }, `${label} ${to}`);
+		const which = active(this.query).length ? "groups that pass the filters" : "groups";
+		update(this.links, h("a", { href: this.address() }, "all groups"), at >= 0 && [
+			link("prev", ids[at - 1], "↑ group"), link("next", ids[at + 1], "↓ group"),
+			h("span.muted", `${number(at + 1)} of ${number(ids.length)} ${which}`)]);
+	}
+
+	/** @param {string} key @param {string | false} value */
+	set(key, value) {
+		if (value) this.query.set(key, value);
+		else this.query.delete(key);
+		this.go(this.completion, this.token);
+	}
+
+	/** @param {number} completion @param {number | null} token */
+	go(completion, token, render = () => this.draw()) {
+		Object.assign(this, { completion, token });
+		history.replaceState(null, "", this.address(this.id, completion, token));
+		render();
 	}
 
 	// Positions of the completions, from the highest to the lowest reward.
-	function ranking() {
-		const reward = (i) => record.completions[i].reward ?? -Infinity;
-		return record.completions.map((_, i) => i).sort((a, b) => reward(b) - reward(a) || a - b);
+	ranking() {
+		const { completions } = this.record;
+		const reward = (i) => completions[i].reward ?? -Infinity;
+		return completions.map((_, i) => i).sort((a, b) => reward(b) - reward(a) || a - b);
 	}
 
 	// Positions of the completions in the order of their rewards, those of the same text together.
-	function byText() {
+	byText() {
+		/** @type {Map<string, number[]>} */
 		const found = new Map();
-		for (const i of ranking()) found.set(record.completions[i].text, [...(found.get(record.completions[i].text) ?? []), i]);
+		for (const i of this.ranking()) {
+			const { text } = this.record.completions[i];
+			found.set(text, [...(found.get(text) ?? []), i]);
+		}
 		return [...found.values()];
 	}
 
 	// The compared completions: those of the address, else the best one and the worst one of another text.
-	function pair() {
-		const texts = byText();
-		const ends = texts.length > 1 ? [texts[0][0], texts.flat().findLast((i) => !texts[0].includes(i))] : [];
-		return query.has("diff") ? query.get("diff").split("-").filter((i) => i in record.completions).map(Number) : ends;
+	pair() {
+		const [texts, wanted] = [this.byText(), this.query.get("diff")];
+		if (wanted !== null) return wanted.split("-").filter((i) => i in this.record.completions).map(Number);
+		return texts.length > 1 ? [texts[0][0], texts.flat().findLast((i) => !texts[0].includes(i))] : [];
 	}
 
-	const isShown = (name) => query.get(name) === "yes";
-	const shown = (text) => (isShown("symbols") ? visible(text) : text);
-	const chosen = () => completion ?? ranking()[0];
-	const name = () => (Object.hasOwn(OVERLAYS, query.get("overlay")) ? query.get("overlay") : "sampled_logprob");
-
-	function draw() {
-		const order = ranking();
-		const focused = document.activeElement.dataset.key;
-		const scale = scaleOf(name(), values, query.get("scale") === "rank");
-		const open = (i) => all || i === chosen();
-		const all = record.completions.reduce((sum, { text }) => sum + text.length, 0) <= ALL;
-		fill(page, heading(), order.length > 1 && difference(order), order.length > 0 && [summary(order), controls(scale)],
-			byText().map(([first, ...same]) => [card(first, open(first), scale), same.length > 0 && h("details.same", {
-				open: unfolded.has(first) || same.includes(completion), ontoggle: ({ target }) => unfolded[target.open ? "add" : "delete"](first),
-			}, h("summary", `${same.length} × the same text: `, same.map((i) => ` #${i}`)), same.map((i) => card(i, open(i), scale)))]));
-		page.querySelector(`[data-key="${focused}"]`)?.focus({ preventScroll: true });
-		pick();
+	/** @param {string} name */
+	isShown(name) {
+		return this.query.get(name) === "yes";
 	}
 
-	function heading() {
-		const { prompt, answer, step, type, environment, detail, outcome, reason: discarded } = record;
+	/** @param {string} text */
+	shown(text) {
+		return this.isShown("symbols") ? visible(text) : text;
+	}
+
+	get chosen() {
+		return this.completion ?? this.ranking()[0];
+	}
+
+	get overlay() {
+		const name = this.query.get("overlay");
+		return Object.hasOwn(OVERLAYS, name) ? name : "sampled_logprob";
+	}
+
+	draw() {
+		const [order, { completions }] = [this.ranking(), this.record];
+		const focused = /** @type {HTMLElement} */ (document.activeElement).dataset.key;
+		const scale = scaleOf(this.overlay, this.values, this.query.get("scale") === "rank");
+		const all = completions.reduce((sum, { text }) => sum + text.length, 0) <= ALL;
+		const card = (i) => this.card(i, all || i === this.chosen, scale);
+		const others = (first, same) => {
+			const fold = h("details.same", {
+				open: this.unfolded.has(first) || same.includes(this.completion),
+				ontoggle: () => { this.unfolded[fold.open ? "add" : "delete"](first); },
+			}, h("summary", `${same.length} × the same text: `, same.map((i) => ` #${i}`)), same.map(card));
+			return fold;
+		};
+		fill(this.page, this.heading(), order.length > 1 && this.difference(order),
+			order.length > 0 && [this.summary(order), this.controls(scale)],
+			this.byText().map(([first, ...same]) => [card(first), same.length > 0 && others(first, same)]));
+		this.page.querySelector(`[data-key="${focused}"]`)?.focus({ preventScroll: true });
+		this.pick();
+	}
+
+	heading() {
+		const { prompt, answer, step, type, environment, detail, outcome, reason } = this.record;
+		const text = (name, value) => h("pre.text", { class: `text ${name}`, tabindex: "0", "aria-label": name }, value);
 		return [
-			h("h1", `Group ${id}`),
-			h("p.toolbar", state(discarded ?? outcome), `step ${step}`, h("span", type), environment && `environment ${environment}`),
+			h("h1", `Group ${this.id}`),
+			h("h2.sr", "Prompt and completions"),
+			h("p.toolbar", state(reason ?? outcome), `step ${step}`, h("span", type),
+				environment && `environment ${environment}`),
 			detail && h("p.error", detail),
-			h("section.card", h("h3", "Prompt"), h("pre.text.prompt", shown(prompt.slice(0, CHARACTERS)),
-				prompt.length > CHARACTERS && `… ${number(prompt.length - CHARACTERS)} more characters`),
-			h("h3", "Expected answer"), h("pre.text.answer", shown(answer.slice(0, CHARACTERS)) || MISSING)),
+			h("section.card", h("h3", "Prompt"), text("prompt", this.shown(prompt.slice(0, CHARACTERS))),
+				prompt.length > CHARACTERS && `… ${number(prompt.length - CHARACTERS)} more characters`,
+				h("h3", "Expected answer"), text("answer", this.shown(answer.slice(0, CHARACTERS)) || MISSING)),
 		];
 	}
 
-	function summary(order) {
-		const applied = ({ parts: own }) => Object.keys(own).filter((part) => !missing(own[part]));
-		const parts = [...new Set(record.completions.flatMap(applied))];
+	/** @param {number[]} order */
+	summary(order) {
+		const { completions } = this.record;
+		const applied = ({ parts }) => Object.keys(parts).filter((part) => !missing(parts[part]));
+		const names = [...new Set(completions.flatMap(applied))];
 		const cells = (tag, scope, texts) => texts.map((text) => h(tag, { scope }, text));
 		const row = (i) => {
-			const { reward, parts: own, advantage, finish_reason, tokens, first_version, last_version } = record.completions[i];
-			return h("tr", { "aria-current": i === chosen() && "true" }, cells("td", null, [
-				h("a", { href: address(id, i) }, `#${i}`), ...[reward, ...parts.map((part) => own[part]), advantage].map((value) => number(value, 4)),
-				finish_reason === "length" ? state("length: truncated") : finish_reason, number(tokens), versions(first_version, last_version)]));
+			const { reward, parts, advantage, finish_reason: stop, tokens, ...seen } = completions[i];
+			const values = [reward, ...names.map((name) => parts[name]), advantage].map((value) => number(value, 4));
+			return h("tr", { "aria-current": i === this.chosen && "true" }, cells("td", null, [
+				h("a", { href: this.address(this.id, i) }, `#${i}`), ...values,
+				stop === "length" ? state("length: truncated") : stop, number(tokens),
+				versions(seen.first_version, seen.last_version)]));
 		};
-		return h("div", { class: "table-wrap card" }, h("table.completions", h("thead", h("tr",
-			cells("th", "col", ["completion", "reward", ...parts, "advantage", "stop", "tokens", "versions"]))), h("tbody", order.map(row))));
+		const titles = ["completion", "reward", ...names, "advantage", "stop", "tokens", "versions"];
+		return h("div", { class: "table-wrap card", tabindex: "0", role: "region", "aria-label": "Completions" },
+			h("table.completions", h("thead", h("tr", cells("th", "col", titles))), h("tbody", order.map(row))));
 	}
 
-	function menu(label, value, options, act) {
-		const field = h("select", { "data-key": label, onchange: () => act(field.value) }, options.map(([key, text]) => h("option", { value: key }, text)));
-		field.value = value;
-		return h("label", label, field);
-	}
-
-	function controls(scale) {
-		const symbols = h("input", { type: "checkbox", "data-key": "symbols", checked: isShown("symbols"), onchange: () => set("symbols", symbols.checked && "yes") });
-		const note = reason || (!scale && name() !== "none" && "No token of this group has this value.");
+	/** @param {any} scale */
+	controls(scale) {
+		const [name, { query }] = [this.overlay, this];
+		const symbols = h("input", { type: "checkbox", "data-key": "symbols", checked: this.isShown("symbols"),
+			onchange: () => this.set("symbols", symbols.checked && "yes") });
+		const note = this.reason || (!scale && name !== "none" && "No token of this group has this value.");
 		return h("section.card", h("div.toolbar",
-			menu("Colour tokens by", name(), Object.entries(OVERLAYS), (value) => set("overlay", value)),
-			name().endsWith("logprob") && menu("Scale", query.get("scale") ?? "", [["", "fixed"], ["rank", "rank in the group"]], (value) => set("scale", value)),
+			menu("Colour tokens by", name, Object.entries(OVERLAYS), (value) => this.set("overlay", value)),
+			name.endsWith("logprob") && menu("Scale", query.get("scale") ?? "", SCALES, (value) => this.set("scale", value)),
 			h("label", symbols, "show control characters and spaces")),
-		scale && legend(name(), scale), note && h("p.muted", note));
+		scale && legend(name, scale), note && h("p.muted", note));
 	}
 
-	// The choice of two completions, and what differs between them.
-	function difference(order) {
-		const [a, b] = pair();
-		const level = query.get("level") ?? LEVELS[0];
-		const names = order.map((i) => [i, `#${i} (reward ${number(record.completions[i].reward, 4)})`]);
+	/** The choice of two completions, and what differs between them.
+	 * @param {number[]} order */
+	difference(order) {
+		const [[a, b], { completions }, { values }] = [this.pair(), this.record, this];
+		const level = this.query.get("level") ?? LEVELS[0];
+		const names = order.map((i) => [i, `#${i} (reward ${number(completions[i].reward, 4)})`]);
 		const other = (value) => b ?? order.findLast((i) => i !== Number(value));
-		const menus = h("div.toolbar", menu("Compare", a ?? "none", [["none", "nothing"], ...names], (value) => set("diff", value === "none" ? value : `${value}-${other(value)}`)),
-			!missing(b) && [menu("with", b, names, (value) => set("diff", `${a}-${value}`)), menu("by", level, LEVELS.map((one) => [one, one]), (value) => set("level", value))]);
-		if (missing(b)) return byText().length > 1 && h("section.card", menus);
+		const first = menu("Compare", a ?? "none", [["none", "nothing"], ...names], (value) =>
+			this.set("diff", value === "none" ? value : `${value}-${other(value)}`));
+		if (missing(b)) return this.byText().length > 1 && h("section.card", h("div.toolbar", first));
+		const menus = h("div.toolbar", first, menu("with", b, names, (value) => this.set("diff", `${a}-${value}`)),
+			menu("by", level, LEVELS.map((one) => [one, one]), (value) => this.set("level", value)));
 		const key = [a, b, level, Boolean(values[a] && values[b])].join();
-		if (compared.key !== key) {
-			const [left, right] = [a, b].map((i) => ({ text: record.completions[i].text, tokens: values[i]?.text }));
-			compared = { key, ...compare(left, right, level) };
+		if (this.compared.key !== key) {
+			const [left, right] = [a, b].map((i) => ({ text: completions[i].text, tokens: values[i]?.text }));
+			this.compared = { key, ...compare(left, right, level) };
 		}
-		return h("section.card", { "aria-label": "Difference" }, menus, h("p", h("del", `only in #${a}`), " ", h("ins", `only in #${b}`),
-			h("span.muted", compared.runs.some(([kind]) => kind) ? ` compared by ${compared.level}` : " equal texts")), diffView(compared, isShown("symbols")));
+		const what = this.compared.runs.some(([kind]) => kind) ? ` compared by ${this.compared.level}` : " equal texts";
+		return h("section.card", { "aria-label": "Difference" }, menus,
+			h("p", h("del", `only in #${a}`), " ", h("ins", `only in #${b}`), h("span.muted", what)),
+			diffView(this.compared, this.isShown("symbols")));
 	}
 
-	// The text of a completion, one page at a time: tokens if their values exist, else plain text. A closed card shows the begin.
-	function card(i, isOpen, scale) {
-		const { text, reward } = record.completions[i];
+	/** The text of a completion, one page at a time: tokens if their values exist, else plain text. A closed card shows
+	 * the beginning.
+	 * @param {number} i @param {boolean} isOpen @param {any} scale */
+	card(i, isOpen, scale) {
+		const { text, reward } = this.record.completions[i];
 		const odd = hidden(text);
-		const tokens = isOpen && values[i];
-		const [size, total, unit] = tokens ? [TOKENS, tokens.text.length, "tokens"] : [isOpen ? CHARACTERS : 400, text.length, "characters"];
-		const at = pages.get(i) ?? (tokens && i === completion ? Math.floor(token / size) : 0);
-		const turn = (to, label) => h("button.button.small", { disabled: to < 0 || to * size >= total, onclick: () => draw(pages.set(i, to)) }, label);
-		return h("article", { class: i === chosen() ? "card chosen" : "card" },
-			h("h3.toolbar", h("a", { href: address(id, i) }, `Completion #${i}`), h("span.muted", `reward ${number(reward, 4)}`),
+		const tokens = isOpen && this.values[i];
+		const [size, total, unit] = tokens ? [TOKENS, tokens.text.length, "tokens"]
+			: [isOpen ? CHARACTERS : 400, text.length, "characters"];
+		const at = this.pages.get(i) ?? (tokens && i === this.completion ? Math.floor(this.token / size) : 0);
+		const [start, stop] = [at * size, Math.min(total, (at + 1) * size)];
+		const turn = (to, label) => h("button.button.small", { disabled: to < 0 || to * size >= total, onclick: () => {
+			this.pages.set(i, to);
+			this.draw();
+		} }, label);
+		const how = { name: this.overlay, scale, symbols: this.isShown("symbols") };
+		return h("article", { class: i === this.chosen ? "card chosen" : "card" },
+			h("h3.toolbar", h("a", { href: this.address(this.id, i) }, `Completion #${i}`),
+				h("span.muted", `reward ${number(reward, 4)}`),
 				odd && h("span.chip", { title: "Characters without a glyph" }, odd)),
-			h("pre.text", { tabindex: "0", "data-key": `text ${i}`, "data-completion": i, "aria-label": `Completion ${i}`, onclick: picked, onkeydown: moved },
-				tokens ? elements(tokens, at * size, (at + 1) * size, { name: name(), scale, symbols: isShown("symbols") }) : shown(text.slice(at * size, (at + 1) * size))),
+			h("pre.text", { tabindex: "0", "data-key": `text ${i}`, "aria-label": `Completion ${i}`, role: "group",
+				onclick: ({ target }) => target.at !== undefined && this.choose(i, target.at),
+				onkeydown: (event) => this.moved(event, i) },
+			tokens ? elements(tokens, start, stop, how) : this.shown(text.slice(start, stop))),
 			total > size && h("p.toolbar", isOpen && [turn(at - 1, "before"), turn(at + 1, "after")],
-				`${number(at * size + 1)} to ${number(Math.min(total, (at + 1) * size))} of ${number(total)} ${unit}`));
+				`${number(start + 1)} to ${number(stop)} of ${number(total)} ${unit}`));
 	}
 
-	function element(i, at) {
-		return [...page.querySelector(`[data-key="text ${i}"]`).children].find((child) => child.at === at);
+	/** @param {number} i @param {number | null} at */
+	element(i, at) {
+		return [...this.page.querySelector(`[data-key="text ${i}"]`).children].find((child) => child.at === at);
 	}
 
 	// Mark the chosen token, and show its values.
-	function pick() {
+	pick() {
+		const { page, panel, completion, token } = this;
+		const tokens = this.values[completion];
 		page.querySelector(".selected")?.classList.remove("selected");
-		const tokens = values[completion];
 		panel.hidden = token === null || !(token < tokens?.text.length);
 		if (panel.hidden) return;
-		element(completion, token)?.classList.add("selected");
-		element(completion, token)?.scrollIntoView({ block: "nearest" });
-		fill(panel, h("h3.toolbar", `Token ${token} of completion #${completion}`,
-			h("button.button.small", { "aria-label": "Close", onclick: () => choose(completion, null) }, "×")),
-		tokenTable(tokens, token), h("a", { href: address(id, completion, token) }, "Link to this token"));
+		this.element(completion, token)?.classList.add("selected");
+		this.element(completion, token)?.scrollIntoView({ block: "nearest" });
+		const unpick = () => this.choose(completion, null);
+		const close = h("button.button.small", { "aria-label": "Close", onclick: unpick }, "×");
+		fill(panel, h("h3.toolbar", `Token ${token} of completion #${completion}`, close), tokenTable(tokens, token),
+			h("a", { href: this.address(this.id, completion, token) }, "Link to this token"));
 	}
 
-	// Another completion, or another page of the same one, needs new elements.
-	function choose(i, at) {
-		const isDrawn = i === completion && (at === null || element(i, at));
-		if (!isDrawn) pages.delete(i);
-		go(i, at, isDrawn ? pick : draw);
+	/** Another completion, or another page of the same one, needs new elements.
+	 * @param {number} i @param {number | null} at */
+	choose(i, at) {
+		const isDrawn = i === this.completion && (at === null || this.element(i, at));
+		if (!isDrawn) this.pages.delete(i);
+		this.go(i, at, () => (isDrawn ? this.pick() : this.draw()));
 	}
 
-	function picked({ target, currentTarget }) {
-		if (target.at !== undefined) choose(Number(currentTarget.dataset.completion), target.at);
-	}
-
-	function moved(event) {
-		const i = Number(event.currentTarget.dataset.completion);
-		const last = values[i]?.text.length - 1;
-		const from = i === completion ? token ?? -1 : -1;
+	/** @param {any} event @param {number} i */
+	moved(event, i) {
+		const last = this.values[i]?.text.length - 1;
+		const from = i === this.completion ? this.token ?? -1 : -1;
 		// The token at the same place of the next line or the line before.
 		const line = (by) => {
-			const { left, top, height } = (element(i, from) ?? event.currentTarget).getBoundingClientRect();
-			return document.elementFromPoint(left + 2, top + height / 2 + by * parseFloat(getComputedStyle(event.currentTarget).lineHeight))?.at ?? from + by;
+			const { left, top, height } = (this.element(i, from) ?? event.currentTarget).getBoundingClientRect();
+			const y = top + height / 2 + by * parseFloat(getComputedStyle(event.currentTarget).lineHeight);
+			const found = /** @type {any} */ (document.elementFromPoint(left + 2, y));
+			return found?.at ?? from + by;
 		};
-		const moves = { ArrowLeft: () => from - 1, ArrowRight: () => from + 1, ArrowUp: () => line(-1), ArrowDown: () => line(1), Home: () => 0, End: () => last };
+		const moves = {
+			ArrowLeft: () => from - 1, ArrowRight: () => from + 1, ArrowUp: () => line(-1), ArrowDown: () => line(1),
+			Home: () => 0, End: () => last,
+		};
 		if (!(last >= 0) || !moves[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
 		event.preventDefault();
-		choose(i, Math.max(0, Math.min(last, moves[event.key]())));
+		this.choose(i, Math.max(0, Math.min(last, moves[event.key]())));
 	}
 
-	function step(by) {
-		const next = record && ranking()[ranking().indexOf(chosen()) + by];
+	/** @param {number} by */
+	step(by) {
+		const order = this.record && this.ranking();
+		const next = order?.[order.indexOf(this.chosen) + by];
 		if (missing(next)) return;
-		go(next, null);
-		page.querySelector(".chosen").scrollIntoView({ block: "nearest" });
+		this.go(next, null);
+		this.page.querySelector(".chosen").scrollIntoView({ block: "nearest" });
 	}
 
-	function route(next) {
-		const [, group, ...place] = next.path.map((text) => (/^\d+$/.test(text) ? Number(text) : null));
-		query = next.query;
-		[completion = null, token = null] = place;
-		if (group !== id) load((id = group));
-		else if (record) draw();
-		return true;
+	/** @param {Run} run @param {Kind[]} changed */
+	update(run, changed) {
+		if (run === this.run && changed.includes("groups")) this.neighbours();
 	}
 
-	const follow = (rel) => () => links.querySelector(`[rel=${rel}]`)?.click();
-	route(parameters);
-	return {
-		update(kind, data) {
-			if (kind !== "groups") return;
-			index.groups.add(data);
-			neighbours();
-		},
-		route,
-		close() {
-			id = null;
-		},
-		keys: {
-			"j": follow("next"), "k": follow("prev"), "[": () => step(-1), "]": () => step(1),
-			"Escape": () => (token === null || !record ? context.navigate(address()) : choose(completion, null)),
-		},
-		help: [["j / k", "next / previous group"], ["[ / ]", "previous / next completion"], ["arrows", "next token, in a text"]],
-	};
+	close() {
+		this.id = null;
+	}
+}
+
+/** @param {string} label @param {any} value @param {any[][]} options @param {(value: string) => void} act */
+function menu(label, value, options, act) {
+	const field = h("select", { "data-key": label, onchange: () => act(field.value) },
+		options.map(([key, text]) => h("option", { value: key }, text)));
+	field.value = value;
+	return h("label", label, field);
 }

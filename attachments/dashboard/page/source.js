@@ -1,12 +1,12 @@
-// Data of the runs: requests, the stream of new lines, and the data inside an exported page.
+// Data of the runs: requests, the histories that the tab keeps, and the data inside an exported page.
 
 const element = document.getElementById("export");
-export const exported = element ? JSON.parse(element.textContent) : null;
-export const runs = [];
+/** @type {Exported | null} */
+export const exported = element && JSON.parse(element.textContent);
 const KEY = "clotho-key";
-const SILENCE = 40000; // ms; the server sends a comment every 15 s
 
 export class SourceError extends Error {
+	/** @param {number} status @param {string} message */
 	constructor(status, message) {
 		super(message);
 		this.status = status;
@@ -18,199 +18,167 @@ export function takeKey() {
 	const url = new URL(location.href);
 	const key = url.searchParams.get("key");
 	if (exported || !key) return;
-	sessionStorage.setItem(KEY, key);
+	useKey(key);
 	url.searchParams.delete("key");
 	history.replaceState(null, "", url);
 }
 
+/** @param {string} key */
 export function useKey(key) {
 	sessionStorage.setItem(KEY, key);
 }
 
-export async function loadRuns() {
-	runs.splice(0, runs.length, ...(exported ?? (await get("runs"))).runs);
-	return runs;
-}
-
-// get("runs/0/metrics") returns the JSON of the response. Raises SourceError with the message of the server.
-export async function get(path) {
-	const address = `dashboard/api/${path.replace(/^\/?(dashboard\/api\/)?/, "")}`;
-	if (exported) return fromExport(`/${address}`);
-	const response = await request(address, {});
-	return response.json();
-}
-
-async function request(address, headers, signal) {
+/** get("runs/0/about") returns the JSON of the response. Raises SourceError with the message of the server.
+ * @param {string} path @param {AbortSignal} [signal] */
+export async function get(path, signal) {
+	if (exported) return fromExport(exported.responses, `/dashboard/api/${path}`);
 	const key = sessionStorage.getItem(KEY);
-	const all = key ? { ...headers, Authorization: `Bearer ${key}` } : headers;
-	const response = await fetch(address, { headers: all, signal, cache: "no-store" }).catch((error) => {
+	const headers = key ? { Authorization: `Bearer ${key}` } : {};
+	const response = await fetch(`dashboard/api/${path}`, { headers, signal, cache: "no-store" }).catch((error) => {
 		throw new SourceError(0, `${error.message}. If the run has ended, show it with: clotho view RUN`);
 	});
-	if (response.ok) return response;
+	if (response.ok) return response.json();
 	const body = await response.json().catch(() => ({}));
 	throw new SourceError(response.status, body.error?.message ?? `The server answered with status ${response.status}.`);
 }
 
-function fromExport(address) {
-	const found = exported.responses[address];
-	if (found?.error) throw new SourceError(404, found.error.message);
-	if (found) return found;
-	const search = address.match(/^(.*\/groups)\/search\?text=(.*)$/);
-	if (!search) throw new SourceError(404, "This file does not contain these data. See the run itself with: clotho view RUN");
-	const text = decodeURIComponent(search[2].replaceAll("+", " ")).toLowerCase();
-	const group_ids = [];
-	for (const [key, record] of Object.entries(exported.responses)) {
-		if (!key.startsWith(`${search[1]}/`) || !record.completions || record.group_id === undefined) continue;
-		const texts = [record.prompt, record.answer, ...record.completions.map((completion) => completion.text)];
-		if (texts.some((value) => value?.toLowerCase().includes(text))) group_ids.push(record.group_id);
+/** @param {Record<string, any>} responses @param {string} address */
+function fromExport(responses, address) {
+	const [path, text] = address.split("?");
+	if (responses[path]?.error) throw new SourceError(404, responses[path].error.message);
+	if (responses[path]) return responses[path];
+	if (!path.endsWith("/groups/search")) {
+		throw new SourceError(404, "This file does not contain these data. See the run itself with: clotho view RUN");
 	}
-	return { group_ids };
+	const wanted = new URLSearchParams(text).get("text").toLowerCase();
+	const keys = Object.keys(responses).filter((key) => key.startsWith(path.replace("search", "")));
+	const records = keys.map((key) => responses[key]);
+	const contains = ({ group_id, prompt, answer, completions }) => group_id !== undefined
+		&& [prompt, answer, ...completions.map(({ text: one }) => one)].some((one) => one?.toLowerCase().includes(wanted));
+	return { group_ids: records.filter(contains).map(({ group_id }) => group_id) };
 }
 
-// Follow a live run. handlers: {metrics(data), evaluations(data), timeline(data), groups(data), overview(data), reset(),
-// state(name, seconds)} with the states "live", "lost" (next attempt in `seconds`) and "finished".
-export function subscribe(runId, handlers) {
-	let cursor = null;
-	let delay = 500;
-	let controller = null;
-	let timer = null;
-	let closed = Boolean(exported);
-
-	function dispatch(event, data, id) {
-		if (id) cursor = id;
-		handlers[event]?.(data);
-		if (event !== "overview" || data.live) return;
-		close();
-		handlers.state?.("finished");
-	}
-
-	async function follow() {
-		controller = new AbortController();
-		const mine = controller;
-		let watchdog = setTimeout(() => mine.abort(), SILENCE);
-		try {
-			const headers = { Accept: "text/event-stream", ...(cursor && { "Last-Event-ID": cursor }) };
-			const response = await request(`dashboard/api/runs/${runId}/events`, headers, mine.signal);
-			handlers.state?.("live");
-			await events(response.body, dispatch, () => {
-				delay = 500;
-				clearTimeout(watchdog);
-				watchdog = setTimeout(() => mine.abort(), SILENCE);
-			});
-		} catch (error) {
-			if (error.status === 401) return handlers.state?.("unauthorized");
-		} finally {
-			clearTimeout(watchdog);
-		}
-		if (closed) return undefined;
-		handlers.state?.("lost", Math.ceil(delay / 1000));
-		timer = setTimeout(follow, delay * (0.8 + 0.4 * Math.random()));
-		delay = Math.min(2 * delay, 15000);
-		return undefined;
-	}
-
-	function close() {
-		closed = true;
-		clearTimeout(timer);
-		controller?.abort();
-	}
-
-	if (!closed) follow();
-	return { close };
-}
-
-// Parse a text/event-stream; `alive` is called for everything that arrives, comments included.
-async function events(body, dispatch, alive) {
-	const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-	let rest = "";
-	for (;;) {
-		const { value, done } = await reader.read();
-		if (done) return;
-		alive();
-		const blocks = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
-		rest = blocks.pop();
-		for (const block of blocks) {
-			const fields = { data: [] };
-			for (const line of block.split("\n")) {
-				const [, name, text] = line.match(/^([^:]*):? ?(.*)$/);
-				if (name === "data") fields.data.push(text);
-				else fields[name] = text;
-			}
-			if (fields.data.length) dispatch(fields.event ?? "message", JSON.parse(fields.data.join("\n")), fields.id);
-		}
-	}
-}
-
+/** @type {("columns" | "minima" | "maxima")[]} */
 const PARTS = ["columns", "minima", "maxima"]; // numbers, and of merged rows the least and the largest ones
 
-// Rows as columns; new rows whose key is known are dropped. Rows that arrive before `load` are kept until then. Names
-// come from the files of a run, so that the columns inherit nothing. The column `lines` has the number of lines of the
-// file that a row stands for; without it, every row is one line.
+// The rows of a history as columns. Names come from the files of a run, so that the columns inherit nothing. The column
+// `lines` has the number of lines of the file that a row stands for; without it, every row is one line.
 export class Columns {
-	constructor(...key) {
-		this.key = key;
-		this.early = [];
-		this.loaded = false;
+	cursor = "";
+
+	constructor() {
 		this.clear();
 	}
 
 	clear() {
-		for (const part of PARTS) this[part] = Object.create(null);
+		this.empty();
+		/** @type {any[]} */
+		this.marks = [];
+		this.lost = this.damaged = 0;
+	}
+
+	empty() {
+		/** @type {Record<string, any[]>} */
+		this.columns = Object.create(null);
+		this.minima = Object.create(null);
+		this.maxima = Object.create(null);
 		this.length = 0;
-		this.known = new Set();
 	}
 
-	// found: a response with columns.
-	load(found) {
-		this.clear();
-		this.loaded = true;
-		this.append(found);
-		this.early.splice(0).forEach((early) => this.append(early));
-	}
-
+	/** Add the rows of a response. Returns whether something has changed.
+	 * @param {Rows} found */
 	add(found) {
-		if (this.loaded) return this.append(found);
-		this.early.push(found);
-		return 0;
+		if (found.whole) this.clear();
+		this.cursor = found.cursor;
+		this.damaged = found.damaged;
+		this.lost = found.lost_marks ?? found.dropped;
+		for (const mark of found.marks ?? []) this.marks.push(mark);
+		return this.append(found) || found.whole;
 	}
 
-	// Put the rows of a response in the place of those of their range.
-	replace(found) {
-		const [axis, own] = [found.columns[this.key[0]] ?? [], this.get(this.key[0])];
+	/** @param {Part} found */
+	append(found) {
+		const [before, count] = [this.length, Object.values(found.columns)[0]?.length ?? 0];
+		this.length += count;
+		for (const part of PARTS) {
+			for (const name of Object.keys(found[part] ?? {})) this[part][name] ??= Array(before).fill(null);
+			for (const [name, values] of Object.entries(this[part])) {
+				const added = found[part]?.[name];
+				for (let row = 0; row < count; row += 1) values.push(added?.[row] ?? null);
+			}
+		}
+		return count > 0;
+	}
+
+	/** Put the rows of a response in the place of those of their range. axis: an ascending column.
+	 * @param {Part} found @param {string} axis */
+	replace(found, axis) {
+		const [inner, own] = [found.columns[axis] ?? [], this.get(axis)];
 		const cut = (start, stop) => Object.fromEntries(PARTS.map((part) =>
-			[part, Object.fromEntries(Object.entries(this[part]).map(([name, values]) => [name, values.slice(start, stop)]))]));
-		const parts = [cut(0, own.filter((x) => x < axis[0]).length), found, cut(own.filter((x) => x <= axis.at(-1)).length)];
-		this.clear();
-		parts.forEach((part) => this.append(part));
+			[part, Object.fromEntries(Object.entries(this[part]).map(([name, all]) => [name, all.slice(start, stop)]))]));
+		const parts = [cut(0, own.filter((x) => x < inner[0]).length), found,
+			cut(own.filter((x) => x <= inner.at(-1)).length, own.length)];
+		this.empty();
+		for (const part of parts) this.append(/** @type {Part} */ (part));
 	}
 
-	// The largest number of lines of a row.
+	/** The largest number of lines of a row.
+	 * @param {number} [start] @param {number} [stop] */
 	thinning(start, stop) {
 		return this.get("lines").slice(start, stop).reduce((most, lines) => Math.max(most, lines ?? 1), 1);
 	}
 
-	// Returns the number of new rows.
-	append(found) {
-		const before = this.length;
-		const { columns } = found;
-		const names = Object.keys(columns);
-		const count = names.length ? columns[names[0]].length : 0;
-		const targets = PARTS.flatMap((part) => {
-			for (const name of Object.keys(found[part] ?? {})) this[part][name] ??= Array(before).fill(null);
-			return Object.entries(this[part]).map(([name, values]) => [values, found[part]?.[name]]);
-		});
-		for (let row = 0; row < count; row += 1) {
-			const key = this.key.map((name) => columns[name]?.[row]).join("/");
-			if (this.known.has(key)) continue;
-			this.known.add(key);
-			this.length += 1;
-			for (const [values, added] of targets) values.push(added?.[row] ?? null);
-		}
-		return this.length - before;
-	}
-
-	// The values of a column; null in every row if there is no such column.
+	/** The values of a column; null in every row if there is no such column.
+	 * @param {string} name @returns {any[]} */
 	get(name) {
 		return this.columns[name] ?? Array(this.length).fill(null);
+	}
+}
+
+// A run, with its histories as far as the tab has loaded them: a later visit of a page loads what is new.
+export class Run {
+	/** @type {State} */
+	state = null;
+	/** @type {About} */
+	about = null;
+	/** @type {Set<Kind>} */
+	loaded = new Set();
+	/** @type {Record<Kind, Columns>} */
+	tables = { metrics: new Columns(), evaluations: new Columns(), timeline: new Columns(), groups: new Columns() };
+
+	/** @param {RunEntry} entry */
+	constructor(entry) {
+		this.id = entry.id;
+		this.name = entry.name;
+		this.live = entry.live;
+		this.entry = entry;
+	}
+
+	/** @param {string} path @param {AbortSignal} [signal] */
+	get(path, signal) {
+		return get(`runs/${this.id}/${path}`, signal);
+	}
+
+	// Load what the run is.
+	async describe() {
+		this.about = await this.get("about");
+	}
+
+	/** Load some histories up to now.
+	 * @param {Kind[]} kinds */
+	async load(...kinds) {
+		if (this.live || kinds.some((kind) => !this.loaded.has(kind))) await this.advance(kinds);
+		for (const kind of kinds) this.loaded.add(kind);
+	}
+
+	/** Load what is new in some histories. wait: give the run time for news. Returns the histories that have changed.
+	 * @param {Kind[]} [kinds] @param {boolean} [wait] */
+	async advance(kinds = [...this.loaded], wait = false) {
+		const sent = new Map(kinds.map((kind) => [kind, this.tables[kind].cursor]));
+		const found = await this.get(`rows?${new URLSearchParams([...sent, ...(wait ? [["wait", "1"]] : [])])}`);
+		this.state = found.state;
+		this.live = found.state.live;
+		// A response that was requested later can have been earlier: the rows of this one are then known.
+		return kinds.filter((kind) => this.tables[kind].cursor === sent.get(kind) && this.tables[kind].add(found[kind]));
 	}
 }

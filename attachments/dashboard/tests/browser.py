@@ -100,7 +100,7 @@ def visit(
 ) -> Iterator[Visit]:
     """Open an empty page, and check at the end that nothing went wrong in it."""
     session = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
-    session.set_default_timeout(20_000)
+    session.set_default_timeout(60_000)
     try:
         visited = Visit(session.new_page(), address)
         yield visited

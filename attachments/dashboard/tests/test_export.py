@@ -70,13 +70,13 @@ def test_the_data_are_the_responses_of_the_api(exported: tuple[Elements, dict[st
     assert data["runs"][0] | {"path": ""} == {
         "id": "0", "name": "run", "path": "", "live": False, "included_groups": 36, "total_groups": 36,
     }  # fmt: skip
-    assert data["responses"][f"{run}/groups"]["columns"]["group_id"] == list(range(36))
+    assert data["responses"][f"{run}/rows"]["groups"]["columns"]["group_id"] == list(range(36))
     records = msgspec.json.decode(msgspec.json.encode(list(made_groups(SHAPE))))
     assert data["responses"][f"{run}/groups/1"] == records[1]
     assert records[1]["completions"][1]["text"] == MARKUP
     assert data["responses"][f"{run}/groups/35/tokens"]["completions"]
     assert data["responses"][f"{run}/groups/1/tokens"]["reason"]
-    assert data["responses"][f"{run}/overview"]["step"] == 4
+    assert data["responses"][f"{run}/rows"]["state"]["step"] == 4
     assert not [text for attributes, text in elements.scripts if "executed" in text and not attributes.get("id")]
 
 
@@ -118,7 +118,7 @@ def test_the_best_the_worst_and_the_newest_groups_are_included_first(tmp_path: P
     prefix = "/dashboard/api/runs/0/groups/"
     ids = {int(found[1]) for address in data["responses"] if (found := re.fullmatch(prefix + r"(\d+)", address))}
     assert len(ids) == included
-    columns = data["responses"]["/dashboard/api/runs/0/groups"]["columns"]
+    columns = data["responses"]["/dashboard/api/runs/0/rows"]["groups"]["columns"]
     for kind in set(columns["type"]):
         scored = [
             (reward, group)

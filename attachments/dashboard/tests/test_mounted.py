@@ -8,9 +8,11 @@ import anyio
 import httpx
 import pytest
 from msgspec import structs
+from starlette.requests import Request
+from starlette.responses import Response
 
+from attachments.dashboard import routes
 from attachments.dashboard.tests.synthetic_run import RunShape, write_run
-from attachments.dashboard.tests.viewed_runs import following, read_until
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.serving.parts import ServerParts
 from clotho.serving.server import ApiServer, base_url, listen, loading_page, while_loading
@@ -22,29 +24,40 @@ from tests.training_run.built_context import open_context, tiny_profile
 from training_run.run_monitor import RunMonitor
 
 
-async def test_a_run_in_progress_is_live_until_its_server_ends(tmp_path: Path) -> None:
-    """The newest line of the timeline says where the groups are. Open streams end with the server."""
+async def test_a_run_in_progress_is_live_until_its_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest line of the timeline says where the groups are. A request that waits is answered at the end."""
     run = write_run(tmp_path / "run", RunShape(groups=8, steps=2, token_steps=0))
     engine = FakeEngine()
     context = structs.replace(
         server_context(Served(engine, EngineSampler(engine.submit_call, engine)), shutdown_seconds=60.0),
         run_directory=run,
     )
+    waiting = anyio.Event()
+    original = routes.Dashboard.rows
+
+    async def rows(dashboard: routes.Dashboard, http: Request) -> Response:
+        waiting.set()
+        return await original(dashboard, http)
+
+    async def end() -> None:
+        await waiting.wait()
+        tasks.cancel_scope.cancel()
+
     async with anyio.create_task_group() as tasks:
         url = await tasks.start(ApiServer(context).run)
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
             assert (await http.get("/")).headers["content-type"] == "text/html; charset=utf-8"
             assert (await http.get("/v1/models")).status_code == 200
-            overview = (await http.get("/dashboard/api/runs/0/overview")).json()
-            assert overview["live"]
-            assert overview["in_flight"] == {"queued": 2, "decoding": 6, "scoring": 1, "waiting": 5}
-            assert overview["seconds_left"] == pytest.approx(32.49)  # ten steps, and the last evaluation
-            async with following(http) as stream:
-                await read_until(stream, "overview")
-                tasks.cancel_scope.cancel()
-                with anyio.CancelScope(shield=True):
-                    found = await read_until(stream, "end")
-    assert [(one.name, one.data) for one in found] == [("overview", {"live": False}), ("end", {})]
+            state = (await http.get("/dashboard/api/runs/0/rows")).json()["state"]
+            assert state["live"]
+            assert state["in_flight"] == {"queued": 2, "decoding": 6, "scoring": 1, "waiting": 5}
+            assert state["seconds_left"] == pytest.approx(32.49)  # ten steps, and the last evaluation
+            monkeypatch.setattr(routes, "POLL_SECONDS", 1000.0)
+            monkeypatch.setattr(routes.Dashboard, "rows", rows)
+            tasks.start_soon(end)
+            with anyio.CancelScope(shield=True):
+                answer = await http.get("/dashboard/api/runs/0/rows?wait=1")
+    assert not answer.json()["state"]["live"]
     engine.close()
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attachments.dashboard import run_files
 from attachments.dashboard.histories import Groups, Metrics
-from attachments.dashboard.overview import OUTCOMES, overview
+from attachments.dashboard.overview import OUTCOMES, state
 from attachments.dashboard.run_files import RunFiles
 from attachments.dashboard.tests.synthetic_run import RunShape, made_groups, made_metrics, write_run
 from attachments.dashboard.tests.test_histories import JSON_VALUES
@@ -31,11 +31,11 @@ RECORDS = st.lists(st.dictionaries(KEYS, NUMBERS | JSON_VALUES, max_size=8), max
 
 
 def read(directory: Path, *, is_live: bool = True) -> dict[str, Any]:
-    """Return the overview of a run as JSON."""
+    """Return the state of a run as JSON."""
     files = RunFiles(directory)
     for history in files.histories.values():
         history.read_all()
-    found: dict[str, Any] = msgspec.json.decode(encode(overview(files, "run", is_live=is_live)))
+    found: dict[str, Any] = msgspec.json.decode(encode(state(files, is_live=is_live)))
     return found
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from attachments.dashboard.charts import CHARTS
+from attachments.dashboard.charts import charts
 from attachments.dashboard.page_files import PAGE
 from attachments.dashboard.tests.browser import Visit, visit
 from attachments.dashboard.tests.synthetic_run import RunShape, write_run
@@ -24,6 +24,7 @@ from bench.chromium import viewing
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+CHARTS = charts()
 MISSING = "\N{EN DASH}"
 LINES = 7
 """Number of lines of a chart with colours of their own."""
@@ -32,6 +33,9 @@ SHAPE = RunShape(groups=64, steps=8, planned_steps=12)
 OTHER = RunShape(groups=64, steps=6, planned_steps=12, seed=1)
 NAMES = ("constructor", "toString", "__proto__", "hasOwnProperty")
 """Names that objects of JavaScript inherit."""
+
+TALL = (1280, 9000)
+"""A screen on which all charts of a page are near, and so drawn."""
 
 PAGES = ("#/", "#/timeline", "#/compare", "#/settings")
 
@@ -60,7 +64,7 @@ def address(runs: tuple[Path, Path]) -> Iterator[str]:
 
 def until(visited: Visit, script: str, argument: Any = None) -> None:
     """Wait until a JavaScript expression is true. The page's policy forbids waits that evaluate text in the page."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not visited.evaluate(script, argument):
         assert time.monotonic() < end, script
         visited.page.wait_for_timeout(20)
@@ -85,17 +89,20 @@ def legend(visited: Visit, chart: str) -> dict[str, str]:
 @pytest.mark.slow
 def test_every_chart_of_a_finished_run_has_a_canvas_and_values(browser: Browser, address: str) -> None:
     """Every chart of the catalogue whose columns the run has shows its latest values."""
-    with visit(browser, address) as visited:
+    with visit(browser, address, size=TALL) as visited:
         opened(visited)
         until(visited, "(count) => document.querySelectorAll('[data-chart]').length >= count", len(CHARTS))
         if (folded := visited.page.get_by_role("button", name="Show", exact=True)).count():
             folded.click()
-        columns = visited.evaluate("fetch('dashboard/api/runs/0/metrics').then((r) => r.json()).then((r) => r.columns)")
+        rows = visited.evaluate("fetch('dashboard/api/runs/0/rows?metrics=').then((answer) => answer.json())")
+        columns = rows["metrics"]["columns"]
         known = {name for name, values in columns.items() if any(value is not None for value in values)}
         for chart in CHARTS:
             figure = f"[data-chart='{chart.id}']"
             has_values = chart.table == "evaluations" or any(
-                re.fullmatch(line.column.replace("*", ".+"), name) for line in chart.series for name in known
+                re.fullmatch(column.replace("*", ".+") + "(/.+)?", name)
+                for column in chart.series.values()
+                for name in known
             )
             assert visited.find(f"{figure} canvas").count() == has_values, chart.id
             assert all(value != MISSING for value in legend(visited, chart.id).values()), chart.id
@@ -107,7 +114,7 @@ def test_the_legend_shows_the_latest_value_or_the_value_at_the_cursor(
 ) -> None:
     """Without a cursor, the value is that of the last line; an arrow key moves the cursor to another line."""
     lines = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
-    with visit(browser, address) as visited:
+    with visit(browser, address, size=TALL) as visited:
         opened(visited)
         assert float(legend(visited, "entropy")["entropy"]) == pytest.approx(lines[-1]["entropy"], rel=5e-3)
         visited.find("[data-chart='entropy']").focus()
@@ -120,7 +127,7 @@ def test_the_legend_shows_the_latest_value_or_the_value_at_the_cursor(
 @pytest.mark.slow
 def test_a_zoom_applies_to_all_charts_and_is_undone_by_a_key(browser: Browser, address: str) -> None:
     """The button that resets the zoom is visible only during a zoom."""
-    with visit(browser, address) as visited:
+    with visit(browser, address, size=TALL) as visited:
         opened(visited)
         visited.find("[data-chart='loss']").focus()
         visited.page.keyboard.press("+")
@@ -131,12 +138,12 @@ def test_a_zoom_applies_to_all_charts_and_is_undone_by_a_key(browser: Browser, a
 
 @pytest.mark.slow
 def test_a_live_run_adds_lines_to_the_charts(browser: Browser, tmp_path: Path) -> None:
-    """A line that a run appends reaches the legend through the stream of events, without a reload."""
+    """A line that a run appends reaches the legend without a reload."""
     run = write_run(tmp_path / "live", SHAPE)
     metrics = run / "metrics.jsonl"
     last = json.loads(metrics.read_text().splitlines()[-1])
     (run / ".lock").write_text(str(os.getpid()))
-    with viewing(run) as found, visit(browser, found) as visited:
+    with viewing(run) as found, visit(browser, found, size=TALL) as visited:
         opened(visited)
         until(visited, "document.querySelector('header [data-state]').dataset.state === 'live'")
         for step in range(1, 4):
@@ -160,7 +167,7 @@ def test_no_page_scrolls_sideways_at_390_pixels(browser: Browser, address: str, 
 @pytest.mark.slow
 def test_keys_open_pages_and_the_help(browser: Browser, address: str) -> None:
     """`g` and a letter open a page, `j` focuses the next chart, `?` shows all keys, Escape returns."""
-    with visit(browser, address) as visited:
+    with visit(browser, address, size=TALL) as visited:
         opened(visited)
         keyboard = visited.page.keyboard
         for keys, place in (("gt", "#/timeline"), ("gc", "#/compare"), ("gs", "#/settings"), ("go", "#/")):
@@ -180,7 +187,7 @@ def test_keys_open_pages_and_the_help(browser: Browser, address: str) -> None:
 @pytest.mark.slow
 def test_the_comparison_shows_every_run_and_the_settings_that_differ(browser: Browser, address: str, runs: Any) -> None:
     """Each chart has one line per run; runs can be left out. The settings are folded, below the charts."""
-    with visit(browser, address) as visited:
+    with visit(browser, address, size=TALL) as visited:
         opened(visited, "#/compare")
         until(visited, "document.querySelector('[data-chart=\"reward/mean\"] canvas') !== null")
         assert set(legend(visited, "reward/mean")) == {run.name for run in runs}
@@ -200,7 +207,7 @@ def test_the_comparison_shows_every_run_and_the_settings_that_differ(browser: Br
 @pytest.mark.slow
 def test_the_timeline_shows_lanes_queues_and_waits(browser: Browser, address: str) -> None:
     """The lanes of the compute thread, and a line per queue."""
-    with visit(browser, address) as visited:
+    with visit(browser, address, size=TALL) as visited:
         opened(visited, "#/timeline")
         until(visited, "document.querySelector('[data-chart=lanes] canvas') !== null")
         assert set(legend(visited, "lanes")) == {"decode", "learn", "other", "two at once", "none"}
@@ -210,7 +217,7 @@ def test_the_timeline_shows_lanes_queues_and_waits(browser: Browser, address: st
 @pytest.mark.slow
 def test_settings_show_the_profile_and_mark_changes(browser: Browser, address: str) -> None:
     """The filter leaves the keys that contain its text."""
-    with visit(browser, address) as visited:
+    with visit(browser, address, size=TALL) as visited:
         opened(visited, "#/settings")
         assert visited.find("div.changed").count() > 0
         visited.page.keyboard.press("/")
@@ -226,7 +233,7 @@ def test_a_page_of_ten_thousand_steps_is_drawn(browser: Browser, tmp_path: Path)
     run = write_run(
         tmp_path / "long", RunShape(groups=10_000, steps=10_000, planned_steps=10_000, token_steps=0, group_size=2)
     )
-    with viewing(run) as found, visit(browser, found) as visited:
+    with viewing(run) as found, visit(browser, found, size=TALL) as visited:
         opened(visited)
         until(visited, "(count) => document.querySelectorAll('[data-chart] canvas').length >= count", len(CHARTS) // 2)
 
@@ -235,15 +242,15 @@ def test_a_page_of_ten_thousand_steps_is_drawn(browser: Browser, tmp_path: Path)
 def test_a_zoom_into_a_long_run_shows_every_step(browser: Browser, tmp_path: Path) -> None:
     """The page says how many steps a point of the whole run stands for."""
     run = write_run(tmp_path / "long", RunShape(groups=90, steps=9000, planned_steps=9000, token_steps=0, group_size=2))
-    with viewing(run) as found, visit(browser, found) as visited:
+    with viewing(run) as found, visit(browser, found, size=TALL) as visited:
         opened(visited)
-        until(visited, "document.querySelector('.thinned').textContent.includes('up to 4 lines')")
+        until(visited, "document.querySelector('.thinned').textContent.includes('up to 16 lines')")
         visited.find("[data-chart='entropy']").focus()
         pressed(visited, "Home", "ArrowRight")
-        assert "step 8 " in visited.texts("[aria-live='polite']")[0]
+        assert "step 32" in visited.texts("[aria-live='polite']")[0]
         pressed(visited, "Home", *"++++")
-        end = time.monotonic() + 20
-        while "step 5 " not in visited.texts("[aria-live='polite']")[0]:
+        end = time.monotonic() + 60
+        while "step 16" not in visited.texts("[aria-live='polite']")[0]:
             assert time.monotonic() < end
             pressed(visited, "Home", "ArrowRight")
 
@@ -273,7 +280,7 @@ def test_names_that_objects_inherit_are_ordinary_names(browser: Browser, tmp_pat
         return line | dict.fromkeys(NAMES, 1.0 + line["step"]) | groups | {"findings": found}
 
     both = [rewritten(write_run(tmp_path / name, SHAPE), hostile) for name in ("first", "second")]
-    with viewing(*both) as found, visit(browser, found) as visited:
+    with viewing(*both) as found, visit(browser, found, size=TALL) as visited:
         opened(visited)
         visited.page.locator("summary", has_text="Other metrics").click()
         until(visited, "document.querySelectorAll('[data-chart=\"__proto__\"] canvas').length === 1")
@@ -289,7 +296,7 @@ def test_a_chart_without_any_change_from_its_neutral_value_is_folded(browser: Br
     quiet = {"truncated_fraction": 0.0, "step_scale": 1.0, "staleness/mean": 0.0, "staleness/max": 0}
     absent = dict.fromkeys(("ess", "completion_ess", "mismatch_kl", "ratio_mean"))
     run = rewritten(write_run(tmp_path / "quiet", SHAPE), lambda line: line | quiet | absent)
-    with viewing(run) as found, visit(browser, found) as visited:
+    with viewing(run) as found, visit(browser, found, size=TALL) as visited:
         opened(visited)
         until(visited, "document.querySelector('[data-chart=loss] canvas') !== null")
         charts = ("truncation", "step-scale", "staleness")
@@ -309,7 +316,7 @@ def test_the_overview_begins_with_large_charts_of_reward_and_accuracy(browser: B
     """They are above the fold, directly below the tiles."""
     with visit(browser, address, size=(1400, 900)) as visited:
         opened(visited)
-        until(visited, "document.querySelector('[data-chart=loss] canvas') !== null")
+        until(visited, "document.querySelector('[data-chart=reward] canvas') !== null")
         reward, accuracy, loss = (box(visited, name) for name in ("reward", "held-out-accuracy", "loss"))
         assert reward["y"] == accuracy["y"] < loss["y"]
         assert reward["y"] + reward["height"] < 900
@@ -330,7 +337,7 @@ def test_the_speed_is_the_mean_of_the_run_once_it_has_ended(browser: Browser, tm
     last = {"completion_length/total": 10, "tokens_per_second": 10_000.0}
     run = write_run(tmp_path / "run", RunShape(groups=64, steps=16, planned_steps=16))
     rewritten(run, lambda line: line | (last if line["step"] == 16 else speeds))
-    with viewing(run) as found, visit(browser, found) as visited:
+    with viewing(run) as found, visit(browser, found, size=TALL) as visited:
         opened(visited)
         until(visited, "document.querySelector('[data-chart=loss] canvas') !== null")
         tiles = dict(zip(visited.texts(".tiles dt"), visited.texts(".tiles dt + dd"), strict=True))
@@ -344,7 +351,7 @@ def test_a_finding_that_has_ended_keeps_its_text(browser: Browser, tmp_path: Pat
     run = rewritten(
         write_run(tmp_path / "run", SHAPE), lambda line: line | {"findings": [finding] if line["step"] < 4 else []}
     )
-    with viewing(run) as found, visit(browser, found) as visited:
+    with viewing(run) as found, visit(browser, found, size=TALL) as visited:
         opened(visited)
         text = visited.page.get_by_text("the fact", exact=True)
         assert not text.is_visible()
@@ -366,7 +373,7 @@ def test_the_command_of_a_finding_can_be_copied(browser: Browser, tmp_path: Path
         "command": command,
     }
     run = rewritten(write_run(tmp_path / "run", SHAPE), lambda line: line | {"findings": [finding]})
-    with viewing(run) as found, visit(browser, found) as visited:
+    with viewing(run) as found, visit(browser, found, size=TALL) as visited:
         opened(visited)
         visited.page.get_by_role("button", name="Copy", exact=True).click()
         assert visited.texts(".finding code") == [command]
@@ -376,7 +383,7 @@ def test_the_command_of_a_finding_can_be_copied(browser: Browser, tmp_path: Path
 @pytest.mark.slow
 def test_the_run_can_be_named_before_the_hash(browser: Browser, address: str) -> None:
     """The address is then the one that the page itself uses."""
-    with visit(browser, address) as visited:
+    with visit(browser, address, size=TALL) as visited:
         visited.open("?run=1#/settings")
         until(visited, "location.hash === '#/settings?run=1' && location.search === ''")
         until(visited, "document.querySelector('header select').value === '1'")
@@ -385,7 +392,7 @@ def test_the_run_can_be_named_before_the_hash(browser: Browser, address: str) ->
 @pytest.mark.slow
 def test_facts_are_readable(browser: Browser, address: str) -> None:
     """The start is a date, and large numbers have separators."""
-    with visit(browser, address) as visited:
+    with visit(browser, address, size=TALL) as visited:
         opened(visited, "#/settings")
         shown = dict(zip(visited.texts("main dt"), visited.texts("main dd"), strict=True))
         assert shown["parameters"] == "492,608"
@@ -428,7 +435,7 @@ def test_lines_of_a_chart_can_be_told_apart(scheme: int) -> None:
     block = re.findall(r":root \{(.*?)\}", style, re.DOTALL)[scheme]
     colours = re.findall(r"--s\d: (#[0-9a-f]{6})", block)
     assert len(colours) == LINES
-    assert f"const COLOURS = {LINES};" in (PAGE / "charts.js").read_text()
+    assert f"const COLOURS = {LINES};" in (PAGE / "chart.js").read_text()
     assert min(math.dist(cielab(one), cielab(other)) for one, other in combinations(colours, 2)) > 25
 
 

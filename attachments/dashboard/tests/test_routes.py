@@ -22,34 +22,33 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("routes") / "first", SHAPE)
 
 
-async def test_the_overview_combines_all_files(run: Path) -> None:
+async def test_state_and_settings_combine_all_files(run: Path) -> None:
     """Progress, settings that differ from the defaults, findings, and the outcomes of groups."""
     async with viewing(run) as viewed:
         assert (await viewed.http.get(API)).json() == {
             "runs": [{"id": "0", "name": "first", "path": str(run), "live": False}],
-            "export": False,
         }
-        overview = await viewed.get("overview")
-        assert (overview["step"], overview["planned_steps"], overview["policy_version"]) == (4, 6, 4)
-        assert overview["seconds"] == 12.01
-        assert overview["profile"]["learner"]["batch_size"] == 8
-        assert overview["profile_changes"]["learner.batch_size"] == 8
-        assert overview["profile_changes"]["policy.method.rank"] == 16
-        assert "seed" not in overview["profile_changes"]
-        assert overview["profile_changes"]["rewards"][1] == {"name": "math_eval", "correct": True}
-        assert overview["findings"] == [FINDING]
-        assert overview["preflight"]["findings"] == [FINDING]
-        assert overview["outcomes"]["trained"] == 18
-        assert sum(overview["outcomes"].values()) == 36
-        assert (overview["seconds_left"], overview["in_flight"], overview["waiting_for"]) == (None, None, "")
-        assert "clip_fraction" in overview["descriptions"]
+        state, about = (await viewed.get("rows"))["state"], await viewed.get("about")
+        assert (state["step"], state["planned_steps"], state["policy_version"]) == (4, 6, 4)
+        assert state["seconds"] == 12.01
+        assert state["findings"] == [FINDING]
+        assert state["outcomes"]["trained"] == 18
+        assert sum(state["outcomes"].values()) == 36
+        assert (state["seconds_left"], state["in_flight"], state["waiting_for"]) == (None, None, "")
+        assert about["profile"]["learner"]["batch_size"] == 8
+        assert about["profile_changes"]["learner.batch_size"] == 8
+        assert about["profile_changes"]["policy.method.rank"] == 16
+        assert "seed" not in about["profile_changes"]
+        assert about["profile_changes"]["rewards"][1] == {"name": "math_eval", "correct": True}
+        assert about["preflight"]["findings"] == [FINDING]
+        assert "clip_fraction" in about["descriptions"]
 
 
 async def test_groups_are_listed_searched_and_returned(run: Path) -> None:
     """The record is the line of rollouts.jsonl."""
     records = list(made_groups(SHAPE))
     async with viewing(run) as viewed:
-        assert (await viewed.get("groups"))["columns"]["group_id"] == list(range(36))
+        assert (await viewed.get("rows?groups="))["groups"]["columns"]["group_id"] == list(range(36))
         answer = await viewed.http.get(f"{API}/0/groups/17")
         assert answer.content == encode(records[17])
         assert (await viewed.get("groups/search?text=ONERROR="))["group_ids"] == [1]
@@ -70,12 +69,13 @@ async def test_the_tokens_of_a_group_are_returned_by_completion(run: Path) -> No
 async def test_metrics_evaluations_and_timeline_are_columns(run: Path) -> None:
     """A step without an update has null values."""
     async with viewing(run) as viewed:
-        metrics = (await viewed.get("metrics"))["columns"]
+        found = await viewed.get("rows?metrics=&evaluations=&timeline=")
+        metrics = found["metrics"]["columns"]
         assert metrics["step"] == [1, 2, 3, 4]
         assert metrics["loss"][2] is None
         assert metrics["rewards/format/mean"][3] == 1.0
-        assert (await viewed.get("evaluations"))["columns"]["step"] == [0, 2, 4]
-        assert len((await viewed.get("timeline"))["columns"]["t"]) == 12
+        assert found["evaluations"]["columns"]["step"] == [0, 2, 4]
+        assert len(found["timeline"]["columns"]["t"]) == 12
 
 
 async def test_a_range_of_the_metrics_or_the_timeline_can_be_requested(run: Path) -> None:
@@ -83,13 +83,14 @@ async def test_a_range_of_the_metrics_or_the_timeline_can_be_requested(run: Path
     async with viewing(run) as viewed:
         assert (await viewed.get("metrics?from=2&to=3"))["columns"]["step"] == [2, 3]
         assert len((await viewed.get("timeline?from=3&to=7.5"))["columns"]["t"]) == 6
-        assert (await viewed.http.get(f"{API}/0/metrics?from=x&to=3")).status_code == 400
+        for query in ("?from=x&to=3", "?from=2", ""):
+            assert (await viewed.http.get(f"{API}/0/metrics{query}")).status_code == 400
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        f"{API}/1/overview", f"{API}/-1/overview", f"{API}/x/metrics", f"{API}/٣/metrics", f"{API}/0/groups/99",
+        f"{API}/1/about", f"{API}/-1/rows", f"{API}/x/rows", f"{API}/٣/rows", f"{API}/0/groups/99",
         f"{API}/0/groups/{10**30}", f"{API}/0/groups/-1", f"{API}/0/nothing", "/dashboard/static/../__init__.py",
         "/dashboard/static/%2e%2e/routes.py", "/dashboard/static/", "/dashboard/static//etc/passwd", "/nowhere",
     ],
@@ -114,10 +115,10 @@ async def test_the_page_needs_no_key_and_the_data_do(run: Path) -> None:
     async with viewing(run, api_key="secret") as viewed:
         for path in ("/", "/dashboard/static/app.js"):
             assert (await viewed.http.get(path)).status_code == 200
-        for path in (API, f"{API}/0/overview", f"{API}/0/groups/1", f"{API}/0/events"):
+        for path in (API, f"{API}/0/about", f"{API}/0/rows", f"{API}/0/groups/1"):
             assert (await viewed.http.get(path)).status_code == 401
             assert (await viewed.http.get(f"{path}?key=secret")).status_code == 401
-        allowed = await viewed.http.get(f"{API}/0/overview", headers={"authorization": "Bearer secret"})
+        allowed = await viewed.http.get(f"{API}/0/about", headers={"authorization": "Bearer secret"})
         assert allowed.status_code == 200
 
 
@@ -135,7 +136,7 @@ async def test_other_web_sites_are_refused(run: Path) -> None:
 async def test_data_are_not_stored_and_not_interpreted(run: Path) -> None:
     """The record of a group can contain markup."""
     async with viewing(run) as viewed:
-        for path in ("overview", "groups", "groups/1", "metrics"):
+        for path in ("about", "rows?groups=", "groups/1", "metrics?from=0&to=9"):
             headers = (await viewed.http.get(f"{API}/0/{path}")).headers
             assert headers["content-type"] == "application/json"
             assert headers["cache-control"] == "no-store"
@@ -149,14 +150,14 @@ async def test_secrets_are_hidden(run: Path, tmp_path: Path) -> None:
     profile = (copy / "profile.toml").read_text()
     (copy / "profile.toml").write_text(profile.replace('api_key = ""', 'api_key = "hunter2"'))
     async with viewing(copy) as viewed:
-        answer = await viewed.http.get(f"{API}/0/overview")
+        answer = await viewed.http.get(f"{API}/0/about")
         assert "hunter2" not in answer.text
         assert answer.json()["profile_changes"]["server.api_key"] == MASK
         (copy / "profile.toml").write_text('[other]\nauth_token = "hunter2"\nmax_tokens = 5\n')
     async with viewing(copy) as viewed:
-        overview = await viewed.get("overview")
-        assert overview["profile"] == {"other": {"auth_token": MASK, "max_tokens": 5}}
-        assert overview["profile_changes"] == {}
+        about = await viewed.get("about")
+        assert about["profile"] == {"other": {"auth_token": MASK, "max_tokens": 5}}
+        assert about["profile_changes"] == {}
 
 
 def linked(run: Path, directory: Path) -> Path:
@@ -171,9 +172,9 @@ async def test_links_in_a_run_directory_are_not_followed(run: Path, tmp_path: Pa
     """A run directory can come from outside."""
     hostile = linked(run, tmp_path / "hostile")
     async with viewing(hostile) as viewed:
-        assert (await viewed.get("metrics"))["columns"] == {}
-        overview = await viewed.get("overview")
-        assert (overview["profile"], overview["preflight"], overview["outcomes"]) == (None, None, {})
+        found, about = await viewed.get("rows?metrics="), await viewed.get("about")
+        assert found["metrics"]["columns"] == {}
+        assert (about["profile"], about["preflight"], found["state"]["outcomes"]) == (None, None, {})
         (hostile / "rollouts.jsonl").unlink()
         shutil.copy(run / "rollouts.jsonl", hostile)
     async with viewing(hostile) as viewed:
@@ -199,5 +200,5 @@ async def test_several_runs_are_served_side_by_side(run: Path, tmp_path: Path) -
     other = write_run(tmp_path / "other", RunShape(groups=4, steps=2, token_steps=0))
     async with viewing(run, other) as viewed:
         assert [one["name"] for one in (await viewed.http.get(API)).json()["runs"]] == ["first", "other"]
-        assert (await viewed.get("overview", 1))["step"] == 2
-        assert (await viewed.get("overview", 0))["step"] == 4
+        assert (await viewed.get("rows", 1))["state"]["step"] == 2
+        assert (await viewed.get("rows", 0))["state"]["step"] == 4
