@@ -56,6 +56,9 @@ CORE: dict[str, dict[str, dict[str, str]]] = {
         "Reward": {"mean": "reward/mean"},
         "Held-out accuracy": {"accuracy": "evaluations/accuracy", "*": "evaluations/accuracy_by_type/*"},
         "Reward by part": {"*": "rewards/*/mean"},
+        "Solved by the completions of a group": {
+            "all": "groups/solved_all", "none": "groups/solved_none", "some": "groups/mixed",
+        },
         "Sampled accuracy": {"avg@k": "evaluations/avg_at_k/value", "pass@*": "evaluations/pass_at/*/value"},
         "Held-out reward": {"greedy": "evaluations/reward/value", "sampled": "evaluations/sampled_reward/value"},
         "Held-out reward by part": {"*": "evaluations/rewards/*/value"},
@@ -70,7 +73,11 @@ CORE: dict[str, dict[str, dict[str, str]]] = {
         "KL": {"to the reference policy": "kl", "of the update": "update_kl"},
         "Entropy": {"entropy": "entropy"},
         "Clip fraction": {
-            "clipped": "clip_fraction", "rejected": "rejected_fraction", "before the policy moved": "unmoved_cut_fraction",
+            "clipped": "clip_fraction",
+            "below the range": "clip_fraction_low",
+            "above the range": "clip_fraction_high",
+            "rejected": "rejected_fraction",
+            "before the policy moved": "unmoved_cut_fraction",
         },
         "Gradient norm": {"norm": "grad_norm"},
         "Learning rate": {"rate": "learning_rate"},
@@ -83,7 +90,7 @@ CORE: dict[str, dict[str, dict[str, str]]] = {
         "Importance ratio": {"mean": "ratio_mean"},
     },
     "Completions": {
-        "Completion length": {"mean": "completion_length/mean"},
+        "Completion length": {"mean": "completion_length/mean", "terminated": "completion_length/terminated"},
         "Truncation": {"truncated": "truncated_fraction"},
         "Held-out length": {"mean": "evaluations/completion_length/mean"},
         "Held-out truncation": {"truncated": "evaluations/truncated_fraction"},
@@ -109,7 +116,10 @@ CORE: dict[str, dict[str, dict[str, str]]] = {
 
 UNITS: tuple[tuple[Format, re.Pattern[str]], ...] = (
     ("bytes", re.compile(r"bytes")),
-    ("percent", re.compile(r"fraction|share|accuracy|success_rate|zero_variance_|(^|/|_)ess$|avg_at_k|pass_at")),
+    (
+        "percent",
+        re.compile(r"fraction|share|accuracy|success_rate|groups/solved|zero_variance_|(^|/|_)ess$|avg_at_k|pass_at"),
+    ),
     ("seconds", re.compile(r"(^|/)time/|(^|_|/)(?<!per_)seconds$")),
 )
 """The unit of a column by its name; others are numbers."""
