@@ -101,15 +101,17 @@ class Learner:
         """Begin with the weights of `load`, as version 0.
 
         objective, optimizer: a name or a table as in `[learner.objective]` and `[learner.optimizer]`, or a struct such
-        as `GRPO(clip_high=0.28)`. learning_rate: the highest, in place of the optimizer's. sampling: how completions
-        are sampled, because the learner evaluates the same distribution (temperature, logit bias); `max_tokens` matters
-        for the loss aggregation `token_sum`. steps: length of a `schedule` that decays; without one, the rate is
-        constant. seed: of dropout, and of the assignment of groups to minibatches. others: further keys of `[learner]`,
-        such as kl_penalty, micro_batch_tokens, max_grad_norm, update_epochs, schedule.
+        as `GRPO(clip_high=0.28)`. learning_rate: the highest, in place of the optimizer's; without both, 1e-4 for an
+        adapter and 1e-6 for all weights. sampling: how completions are sampled, because the learner evaluates the same
+        distribution (temperature, logit bias); `max_tokens` matters for the loss aggregation `token_sum`. steps: length
+        of a `schedule` that decays; the default schedule is constant after five updates. seed: of dropout, and of the
+        assignment of groups to minibatches. others: further keys of `[learner]`, such as kl_penalty,
+        micro_batch_tokens, max_grad_norm, update_epochs, schedule.
         Raises ProfileError for a setting that is not valid, or a sampling that the learner cannot evaluate.
         """
-        values = {"schedule": ConstantSchedule(), "objective": objective, "optimizer": optimizer} | others
+        values = {"objective": objective, "optimizer": optimizer} | others
         section = settings("learner", LearnerSection, values, {"learner.optimizer.learning_rate": learning_rate})
+        section = section.with_rate(in_full=not policy.adapted)
         if steps is None and not isinstance(section.schedule, ConstantSchedule):
             raise ProfileError("Learner: a schedule that decays needs steps, the number of updates until its end")
         self.policy, self._thread = policy, compute().learner

@@ -17,7 +17,7 @@ from clotho.models.policy import Policy, load_policy
 from clotho.process import configure_malloc
 from clotho.settings.keys import Keys
 from clotho.settings.layers import Layer, decode_merged, flatten_table, merge_layers
-from clotho.settings.model import Dtype, Method, ModelSection, PolicySection, QuantizeAtLoad
+from clotho.settings.model import Dtype, GradCheckpoint, Method, ModelSection, PolicySection, QuantizeAtLoad
 from protocols.errors import ProfileError
 from protocols.sampling import Sampling
 
@@ -25,7 +25,7 @@ S = TypeVar("S", bound=Struct)
 T = TypeVar("T")
 
 DEFAULT = Sampling()
-"""At most 256 tokens from the model's own distribution."""
+"""At most 512 tokens from the model's own distribution."""
 
 _sizes: list[int] = []
 """Parameters of the models that were loaded; the largest decides how the cores are divided."""
@@ -95,7 +95,7 @@ def load(
     dequantize: bool = False,
     quantize: QuantizeAtLoad | Mapping[str, Any] | None = None,
     chat_template: str = "",
-    grad_checkpoint: bool = False,
+    grad_checkpoint: GradCheckpoint = "auto",
     trust_remote_code: bool = False,
     seed: int = 0,
 ) -> Policy:
@@ -107,7 +107,8 @@ def load(
     "auto": float32 on a CPU, that of the files on a GPU. dequantize: expand a quantized model, which is faster on a
     CPU. quantize: pack the weights of a full-precision model, such as `{"type": "at_load", "bits": 4}`: with LoRA this
     is QLoRA. chat_template: file of another template than the model's. grad_checkpoint: less memory and more time for
-    gradients. trust_remote_code: run the Python code of the repository. seed: of a new adapter.
+    gradients; "auto": for models of 100 million parameters or more. trust_remote_code: run the Python code of the
+    repository. seed: of a new adapter.
 
     Raises ModelError if the model cannot be found, read or trained in this way, and ProfileError for a setting that is
     not valid; both are ClothoErrors.

@@ -166,7 +166,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _row(
             "Maximum number of tokens of a completion, its stop token included.", neutral=None, affects="length", ge=1
         ),
-    ] = 256
+    ] = 512
     min_tokens: Annotated[
         int,
         _row(

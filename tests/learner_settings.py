@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import convert, to_builtins
 
 from clotho.settings.learner import LearnerSection
-from clotho.settings.model import AdapterMethod, PolicySection
+from clotho.settings.model import AdapterMethod, GradCheckpoint, PolicySection
 from clotho.settings.objectives import Advantage
 from training_run.profile.keys import CHOICES, KEYS, PROFILE_KEYS
 
@@ -67,7 +67,7 @@ def learner_settings(**fields: Any) -> LearnerSection:
     return convert(tree, LearnerSection)
 
 
-def policy_settings(kind: str = "lora", *, grad_checkpoint: bool = False, **fields: Any) -> PolicySection:
+def policy_settings(kind: str = "lora", *, grad_checkpoint: GradCheckpoint = False, **fields: Any) -> PolicySection:
     """Settings of a training method, from its field names; those of an adapter do not count for `full`."""
     tree = {
         "method": {"type": kind, **({} if kind == "full" else to_builtins(fields))},

@@ -205,7 +205,7 @@ def test_the_adapter_loads_in_mlx_lm(tmp_path: Path) -> None:
 
 def test_a_step_takes_the_rate_that_it_is_given() -> None:
     """Or that of the schedule."""
-    one = learner(schedule={"type": "linear"}, steps=4)
+    one = learner(schedule={"type": "linear", "warmup_steps": 0}, steps=4)
     one.forward_backward(data())
     assert one.optim_step(learning_rate=0.5).metrics.learning_rate == 0.5
     one.forward_backward(data())

@@ -20,20 +20,18 @@ def setting_findings(profile: Profile) -> Iterator[Finding]:
     scale, (low, high) = method.effective_scale, SCALES
     if low <= scale <= high:
         return
-    keys = "policy.method.scale" if method.alpha is None else "policy.method.alpha and policy.method.rank"
+    keys = "policy.method.alpha and policy.method.rank" if method.scale is None else "policy.method.scale"
     result = (
         "one update changes the policy so much that it collapses"
         if scale > high
         else "updates hardly change the policy, so nothing is learned"
     )
-    usual = Change(key="policy.method.scale", value="10")
-    if method.alpha is not None:
-        usual = Change(key="policy.method.alpha", of="policy.method.rank", factor=2.0)
+    usual = Change(key="policy.method.alpha", of="policy.method.rank", factor=2.0)
     yield Finding(
         name="lora_scale_unusual",
         severity="warning",
         fact=f"the adapter has the scale {scale:g} ({keys}); usual scales are {low:g} to {high:g}",
         consequence=result,
-        advice="set policy.method.scale to 10, or policy.method.alpha to twice the rank",
+        advice="set policy.method.alpha to twice the rank, without policy.method.scale",
         remedy=Remedy(action="start", changes=(usual,)),
     )

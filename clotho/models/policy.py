@@ -126,7 +126,7 @@ class Policy:
             adapted=adapted,
             initial={i: arrays[i] for i in in_full} if keep_reference else {},
             in_full=in_full,
-            grad_checkpoint=section.grad_checkpoint,
+            grad_checkpoint=section.recomputes(self.description.parameters),
             folded=FoldedAdapter(model),
         )
         self._served.fold()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from clotho.settings.bounds import (
     Absent,
@@ -31,15 +32,25 @@ Momentum = Annotated[FractionBelowOne, about("Share of the accumulated gradient 
 class OptimizerSettings(Variant, frozen=True, kw_only=True):
     """The settings that every optimizer has."""
 
-    learning_rate: Annotated[PositiveFloat, about("Highest learning rate; Lion needs a tenth of AdamW's.")] = 1e-5
+    usual_rates: ClassVar[tuple[float, float]] = (1e-4, 1e-6)
+    """Learning rates of an adapter and of all weights."""
+
+    learning_rate: Annotated[
+        PositiveFloat | None, about("Highest learning rate; none: 1e-4 with an adapter, 1e-6 without; lion: a tenth.")
+    ] = None
     weight_decay: Annotated[NonNegativeFloat, about("Decoupled weight decay per unit of step size.")] = 0.0
+
+    @property
+    def highest_rate(self) -> float:
+        """The learning rate of an adapter, if none is given."""
+        return self.usual_rates[0] if self.learning_rate is None else self.learning_rate
 
 
 class AdamW(OptimizerSettings, frozen=True, kw_only=True, tag="adamw"):
     """AdamW with bias correction (arXiv:1711.05101)."""
 
     beta1: Beta1 = 0.9
-    beta2: Beta2 = 0.99
+    beta2: Beta2 = 0.999
     epsilon: Epsilon = 1e-8
 
 
@@ -50,6 +61,8 @@ class Adafactor(OptimizerSettings, frozen=True, kw_only=True, tag="adafactor"):
 class Lion(OptimizerSettings, frozen=True, kw_only=True, tag="lion"):
     """Lion, which steps by the sign of an average of gradients (arXiv:2302.06675)."""
 
+    usual_rates: ClassVar[tuple[float, float]] = (1e-5, 1e-7)
+
     beta1: Beta1 = 0.9
     beta2: Beta2 = 0.99
 
@@ -59,7 +72,7 @@ class Muon(OptimizerSettings, frozen=True, kw_only=True, tag="muon"):
 
     momentum: Momentum = 0.9
     beta1: Beta1 = 0.9
-    beta2: Beta2 = 0.99
+    beta2: Beta2 = 0.999
     epsilon: Epsilon = 1e-8
 
 
@@ -75,7 +88,7 @@ Optimizer = AdamW | Adafactor | Lion | Muon | Sgd
 class ScheduleSettings(Variant, frozen=True, kw_only=True):
     """The settings that every schedule has."""
 
-    warmup_steps: Annotated[NonNegative, about("Steps of the linear rise of the learning rate.")] = 0
+    warmup_steps: Annotated[NonNegative, about("Steps of the linear rise of the learning rate.")] = 5
 
 
 class ConstantSchedule(ScheduleSettings, frozen=True, kw_only=True, tag="constant"):
@@ -191,7 +204,7 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     objective: Annotated[Objective, about("Objective of the learner: the loss that it minimizes.")] = Grpo()
     optimizer: Annotated[Optimizer, about("Optimizer that turns gradients into steps.")] = AdamW()
-    schedule: Annotated[Schedule, about("Learning rate after the warm-up.")] = CosineSchedule()
+    schedule: Annotated[Schedule, about("Learning rate after the warm-up.")] = ConstantSchedule()
     step_scale: Annotated[StepScale, about("Scale of the learning rate for stale rollouts.")] = Absent()
     kl_penalty: Annotated[AnyKLPenalty, about("Penalty for the divergence from a reference.")] = Absent()
     entropy_bonus: Annotated[EntropyBonus, about("Bonus for the policy's entropy.")] = Absent()
@@ -220,3 +233,10 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def reference(self) -> Reference | None:
         """The reference policy of the KL penalty; None without a penalty."""
         return None if isinstance(self.kl_penalty, Absent) else self.kl_penalty.reference
+
+    def with_rate(self, *, in_full: bool) -> LearnerSection:
+        """Return the settings with the learning rate that `none` stands for. in_full: all weights are trained."""
+        if self.optimizer.learning_rate is not None:
+            return self
+        rate = self.optimizer.usual_rates[in_full]
+        return replace(self, optimizer=replace(self.optimizer, learning_rate=rate))

@@ -268,7 +268,7 @@ def learning_rate(step: int, *, steps: int, settings: LearnerSection) -> float:
     as in Transformers' `get_cosine_schedule_with_warmup`: the first update after the warmup has the full rate, and the
     minimum is reached one step after the last update. Beyond `steps` (a run resumed with fewer steps) it stays there.
     """
-    schedule, highest = settings.schedule, settings.optimizer.learning_rate
+    schedule, highest = settings.schedule, settings.optimizer.highest_rate
     lowest = 0.0 if isinstance(schedule, ConstantSchedule) else schedule.min_learning_rate
     warmup = schedule.warmup_steps
     if step < warmup:

@@ -139,7 +139,7 @@ def learner(
     **keys: Any,
 ) -> PolicyLearner:
     """A learner with a rate of 1e-2 that stays, and all else by default."""
-    settings = learner_settings(**{"learning_rate": 1e-2, "schedule": "constant", **keys})
+    settings = learner_settings(**{"learning_rate": 1e-2, "schedule": "constant", "warmup_steps": 0, **keys})
     return PolicyLearner(
         policy,
         settings,

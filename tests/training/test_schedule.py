@@ -12,7 +12,7 @@ from tests.learner_settings import learner_settings
 
 def rates(steps: int, **keys: object) -> list[float]:
     """Learning rates of all steps, with a full rate of 8."""
-    settings = learner_settings(**{"learning_rate": 8.0, **keys})
+    settings = learner_settings(**{"learning_rate": 8.0, "warmup_steps": 0, **keys})
     return [learning_rate(step, steps=steps, settings=settings) for step in range(steps)]
 
 
@@ -47,5 +47,5 @@ def test_every_update_has_a_positive_rate_without_a_minimum(schedule: str) -> No
 
 def test_the_minimum_stays_beyond_the_last_step() -> None:
     """A run may be resumed with fewer steps than it has taken."""
-    settings = learner_settings(learning_rate=8.0, min_learning_rate=1.0)
+    settings = learner_settings(learning_rate=8.0, schedule="cosine", min_learning_rate=1.0)
     assert learning_rate(99, steps=10, settings=settings) == 1.0

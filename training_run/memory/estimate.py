@@ -324,7 +324,7 @@ def _activations(
         residual=(setting(config, HIDDEN_KEYS) or 0) * itemsize,
         scores=scores,
         logits=logits,
-        checkpointed=profile.policy.grad_checkpoint,
+        checkpointed=profile.policy.recomputes(describe_model(model, config).parameters),
     )
     return in_blocks + magnitude_bytes(blocks)
 

@@ -1,4 +1,4 @@
-"""Files of other trainers as profiles: TOML of mlx_parallm, and YAML of mlx_lm.lora."""
+"""Files of other trainers as profiles, TOML of mlx_parallm and YAML of mlx_lm.lora, and profiles of version 0.2.0."""
 
 from __future__ import annotations
 
@@ -89,6 +89,16 @@ def _read_yaml(text: str, label: str) -> dict[str, Any]:
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table):
         raise ProfileError(f"{label}: must have keys of mlx_lm.lora, such as `model: PATH`")
     return {name: value for name, value in _flat(table) if value is not None}
+
+
+def with_recorded_scale(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file with the adapter's scale of 10, if version 0.2.0 recorded them without one.
+
+    A run records every key that has a value. In 0.2.0 neither scale nor alpha had one by default.
+    """
+    recorded = {"policy.method.scaling", "queues.reports"} <= values.keys()
+    stated = {"policy.method.scale", "policy.method.alpha"} & values.keys()
+    return {"policy.method.scale": 10.0, **values} if recorded and not stated else values
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -18,10 +18,11 @@ from clotho.data.records import is_hub_dataset
 from clotho.generators import prefix_of, rewards_of
 from clotho.settings.keys import array_items, is_default, shown
 from clotho.settings.layers import COMMAND_LINE, Layer, Merged, decode_merged, flatten_table, merge_layers
+from clotho.settings.model import FullMethod
 from clotho.settings.mounted import PathKind
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, did_you_mean, visible
-from training_run.profile.earlier_profiles import EARLIER, YAML, import_profile
+from training_run.profile.earlier_profiles import EARLIER, YAML, import_profile, with_recorded_scale
 from training_run.profile.keys import CHOICES, PROFILE_KEYS, SECTIONS, SETTABLE
 from training_run.profile.mounted import SETTINGS, with_attachments
 from training_run.profile.program import announce
@@ -106,7 +107,8 @@ def file_layers(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
         raise ProfileError(f"{label}: more than {MAX_FILES} profiles extend each other")
     table = read_toml(path, label)
     base = table.pop("extends", "")
-    layer = Layer(label=label, values=located(flatten(table, label), path.parent, label))
+    values = with_recorded_scale(flatten(table, label))
+    layer = Layer(label=label, values=located(values, path.parent, label))
     if not isinstance(base, str):
         raise ProfileError(f"{label}: extends must be a profile's name or path, not {shown(base)}")
     return [*file_layers(profile_path(base, path), (*above, path)), layer] if base else [layer]
@@ -211,7 +213,9 @@ def merge(layers: Sequence[Layer]) -> Merged:
 
 def decode(merged: Merged) -> Profile:
     """Build the profile. Raises ProfileError for a setting that is missing, unavailable or not allowed."""
-    return decode_tables(merged, Profile)
+    profile = decode_tables(merged, Profile)
+    learner = profile.learner.with_rate(in_full=isinstance(profile.policy.method, FullMethod))
+    return msgspec.structs.replace(profile, learner=learner)
 
 
 def decode_tables(merged: Merged, kind: type[P]) -> P:

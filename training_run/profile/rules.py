@@ -65,8 +65,8 @@ def has_environments(v: Values) -> bool:
 NO_EFFECT = (
     Rule("learner.distillation_weight", lambda v, _: not has_environments(v),
          "only environments (atropos) send a teacher's alternatives", "atropos.type"),
-    Rule("policy.method.scaling", lambda v, _: v["policy.method.alpha"] is None,
-         "it defines policy.method.alpha, which is not set", "policy.method.alpha policy.method.scale"),
+    Rule("policy.method.alpha policy.method.scaling", lambda v, _: v["policy.method.scale"] is not None,
+         "policy.method.scale is the factor", "policy.method.scale"),
     Rule("learner.lora_plus", lambda v, _: v["policy.method.type"] == "full",
          'policy.method = "full" trains no adapter', "policy.method.type"),
     Rule("rollouts.max_batches_ahead learner.max_staleness", lambda v, _: not v["async"],
@@ -93,10 +93,8 @@ NO_EFFECT = (
 """Settings that are refused unless they have their default. Ordered: a row precedes rows that depend on its keys."""
 
 CONTRADICTIONS = (
-    Rule("policy.method.alpha", lambda v, x: None not in (x, v["policy.method.scale"]),
-         "and policy.method.scale exclude each other"),
     Rule("policy.method.num_layers", lambda v, x: x == 0, "must be -1 (all blocks) or positive, not 0"),
-    Rule("policy.method.dropout", lambda v, x: x > 0 and v["policy.grad_checkpoint"],
+    Rule("policy.method.dropout", lambda v, x: x > 0 and v["policy.grad_checkpoint"] is True,
          "= {} and policy.grad_checkpoint exclude each other: a recomputed block would sample another dropout mask"),
     Rule("learner.objective.importance_correction.type", lambda v, x: x != "none" and v[RATIO] == "sampler",
          f'= "{{}}" corrects the mismatch with the sampler a second time: set "none", or {RATIO} = "batch_start"'),

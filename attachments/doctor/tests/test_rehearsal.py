@@ -43,10 +43,10 @@ def test_dynamic_sampling_makes_a_run_longer_than_the_forecast(tmp_path: Path) -
 
 def test_the_first_step_and_the_first_at_the_full_learning_rate_are_rehearsed(tmp_path: Path) -> None:
     """As far as the run has them."""
-    schedule = {"schedule": {"type": "constant", "warmup_steps": 5}}
-    assert rehearsed_steps(tiny_profile(tmp_path, learner=schedule)) == (0, 5)
-    assert rehearsed_steps(tiny_profile(tmp_path, learner={"schedule": {"type": "constant"}})) == (0, 1)
-    assert rehearsed_steps(tiny_profile(tmp_path, steps=4, learner=schedule)) == (0,)
+    at_once = {"schedule": {"type": "constant", "warmup_steps": 0}}
+    assert rehearsed_steps(tiny_profile(tmp_path)) == (0, 5)
+    assert rehearsed_steps(tiny_profile(tmp_path, learner=at_once)) == (0, 1)
+    assert rehearsed_steps(tiny_profile(tmp_path, steps=4)) == (0,)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_every_key_is_a_flag() -> None:
         assert dashed.keys() == {path}
         assert parse_arguments([f"--{path}={text}"]).overrides == dashed
         default = key.variants[0].default
-        if default not in (REQUIRED, None, "all"):  # all: instead of a number
+        if default not in (REQUIRED, None, "all", "auto"):  # all, auto: instead of a number or a boolean
             assert type(PROFILE_KEYS.converted(key, dashed[path], "", text=True)) is type(default), path
 
 
@@ -219,7 +219,7 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("--steps ten", '--steps must be an integer >= 1, not "ten"'),
         ("--steps 1.5", '--steps must be an integer >= 1, not "1.5"'),
         ("--steps 0", "--steps must be an integer >= 1, not \"0\""),
-        ("--lr -1", '--learner.optimizer.learning-rate must be a number > 0, not "-1"'),
+        ("--lr -1", '--learner.optimizer.learning-rate must be a number > 0 or none, not "-1"'),
         ("--lr inf", '--learner.optimizer.learning-rate must be finite, not "inf"'),
         ("--async maybe", '--async must be true or false, not "maybe"'),
         ("--resume --clean", "--resume continues a run and --clean deletes it: choose one"),

@@ -9,7 +9,8 @@ import pytest
 
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
-from clotho.settings.model import AdapterMethod
+from clotho.settings.model import LARGE_MODEL, AdapterMethod, PolicySection
+from tests.learner_settings import policy_settings
 from tests.training.policies_and_groups import learner, model_with, random_groups, tiny_policy
 
 EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -47,6 +48,23 @@ def test_every_key_of_the_policy_changes_what_comes_of_training(key: str) -> Non
 def test_no_key_of_the_policy_was_forgotten() -> None:
     """grad_checkpoint decides how gradients are computed, never what they are: its own test is below."""
     assert {"kind", *AdapterMethod.__struct_fields__} == EFFECTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("section", "parameters", "recomputed"),
+    [
+        (policy_settings("full", grad_checkpoint="auto"), LARGE_MODEL, True),
+        (policy_settings(grad_checkpoint="auto"), LARGE_MODEL - 1, False),
+        (policy_settings(grad_checkpoint="auto", dropout=0.1), LARGE_MODEL, False),
+        (policy_settings(grad_checkpoint=True), 1, True),
+        (policy_settings(grad_checkpoint=False), LARGE_MODEL, False),
+    ],
+)
+def test_large_models_recompute_their_blocks_unless_a_profile_says_otherwise(
+    section: PolicySection, parameters: int, recomputed: bool
+) -> None:
+    """Dropout excludes it: a recomputed block would draw another mask."""
+    assert section.recomputes(parameters) is recomputed
 
 
 def test_checkpointed_blocks_are_computed_again_for_the_gradient() -> None:

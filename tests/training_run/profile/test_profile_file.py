@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,16 @@ from clotho.settings.objectives import (
     RejectSequenceCorrection,
 )
 from protocols.errors import ProfileError
-from training_run.profile.load import PROFILES, changed_toml, load_profile, resolved_toml, write_profile
+from training_run.profile.load import (
+    PROFILES,
+    changed_toml,
+    decode,
+    file_layers,
+    load_profile,
+    merge,
+    resolved_toml,
+    write_profile,
+)
 
 SHIPPED = sorted(PROFILES.glob("*.toml"))
 
@@ -47,6 +57,17 @@ def written(directory: Path, text: str, name: str = "x.toml") -> str:
     """A profile file, as it is given on the command line."""
     (directory / name).write_text(text, encoding="utf-8")
     return f"./{name}"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_profile_states_nothing_that_holds_without_it(path: Path) -> None:
+    """Each setting differs from the default and from the profile below; a type may repeat what other keys imply."""
+    *below, top = file_layers(path)
+    whole = decode(merge([*below, top]))
+    for key in top.values:
+        rest = top._replace(values={other: value for other, value in top.values.items() if other != key})
+        with suppress(ProfileError):  # a required key, or one that another key needs
+            assert key.endswith(".type") or decode(merge([*below, rest])) != whole, key
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -138,7 +159,8 @@ def test_naming_a_scale_or_a_dataset_takes_back_what_lower_layers_said_of_its_tw
 def test_a_layer_that_changes_a_type_keeps_the_settings_with_the_same_default(here: Path) -> None:
     """A setting passes to the new type if both types have it with the same default; other settings are dropped."""
     text = MINIMAL + (
-        "[learner.schedule]\nwarmup_steps = 7\nmin_learning_rate = 1e-7\n[policy.method]\nrank = 4\ndropout = 0.1\n"
+        '[learner.schedule]\ntype = "cosine"\nwarmup_steps = 7\nmin_learning_rate = 1e-7\n'
+        "[policy.method]\nrank = 4\ndropout = 0.1\n"
         '[learner.kl_penalty]\ntype = "loss"\ncoef = 0.2\nimportance_weighted = true\nreference = "average"\n'
         '[learner.objective.importance_correction]\ntype = "truncate"\nlow = 0.1\nhigh = 3.0\n'
         '[learner.objective]\nratio_reference = "batch_start"\nclip_low = 0.1\n[learner]\nnum_minibatches = 2\n'
@@ -171,14 +193,44 @@ def test_no_setting_of_an_objective_passes_to_another_objective(here: Path) -> N
     assert same.objective == Grpo(clip_low=0.1, advantage=MeanAdvantage(), mask_truncated=True)
     assert same.optimizer == AdamW(beta1=0.5, beta2=0.9, learning_rate=1e-3, weight_decay=0.1)
     other = load_profile(path, {"learner.objective": "dr_grpo", "learner.optimizer": "lion"}).learner
-    assert (other.objective, other.optimizer) == (DrGrpo(), Lion(beta1=0.5, weight_decay=0.1))
+    assert (other.objective, other.optimizer) == (DrGrpo(), Lion(learning_rate=1e-5, beta1=0.5, weight_decay=0.1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "rate"),
+    [
+        ({}, 1e-4),
+        ({"policy.method": "dora"}, 1e-4),
+        ({"policy.method": "full"}, 1e-6),
+        ({"policy.method": "full", "learner.optimizer": "lion"}, 1e-7),
+        ({"policy.method": "full", "learner.optimizer.learning_rate": 1e-3}, 1e-3),
+    ],
+)
+def test_a_learning_rate_that_is_not_given_follows_from_method_and_optimizer(
+    settings: dict[str, Any], rate: float, here: Path
+) -> None:
+    """The run records it."""
+    assert load_profile(written(here, MINIMAL), settings).learner.optimizer.learning_rate == rate
+
+
+@pytest.mark.parametrize(
+    ("stated", "scale"),
+    [("", 10.0), ("alpha = 64.0\n", 4.0), ("scale = 3.0\n", 3.0)],
+    ids=["neither", "alpha", "scale"],
+)
+def test_a_run_of_an_earlier_version_keeps_the_scale_of_its_adapter(stated: str, scale: float, here: Path) -> None:
+    """0.2.0 recorded every key that has a value, and neither scale nor alpha had one by default."""
+    text = resolved_toml(load_profile(written(here, MINIMAL))).replace("alpha = 32.0\n", stated)
+    method = load_profile(written(here, text)).policy.method
+    assert isinstance(method, Lora)
+    assert method.effective_scale == scale
 
 
 def test_one_word_chooses_a_type(here: Path) -> None:
     """In a file and as an override; `module:function` is a custom objective."""
     path = written(here, MINIMAL + '[learner]\noptimizer = "muon"\nobjective = "a.b:c"\n')
     learner = load_profile(path).learner
-    assert (learner.optimizer, learner.objective) == (Muon(), Custom(function="a.b:c"))
+    assert (learner.optimizer, learner.objective) == (Muon(learning_rate=1e-4), Custom(function="a.b:c"))
     assert load_profile(path, {"learner.objective.type": "d:e"}).learner.objective == Custom(function="d:e")
 
 
@@ -257,7 +309,7 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
         ("steps = 0\n", "steps must be an integer >= 1, not 0"),
         ('steps = "ten"\n', 'steps must be an integer >= 1, not "ten"'),
         ("steps = true\n", "steps must be an integer >= 1, not true"),
-        ("[learner.optimizer]\nlearning_rate = -1\n", "learner.optimizer.learning_rate must be a number > 0, not -1"),
+        ("[learner.optimizer]\nepsilon = -1\n", "learner.optimizer.epsilon must be a number > 0, not -1"),
         ("[learner.optimizer]\nbeta1 = 1\n", "learner.optimizer.beta1 must be a number >= 0 and < 1, not 1"),
         ("[learner.optimizer]\nlearning_rate = inf\n", "learner.optimizer.learning_rate must be finite, not Infinity"),
         ("[learner.optimizer]\nlearning_rate = nan\n", "learner.optimizer.learning_rate must be finite, not NaN"),

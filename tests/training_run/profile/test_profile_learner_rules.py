@@ -26,7 +26,7 @@ TRUNCATE = {"type": "truncate", "high": 3.0}
         ({"objective": {**BATCH_START, "type": "sapo", "sapo_tau_pos": 2.0}}, "objective.sapo_tau_pos"),
         ({"objective": {"ratio_reference": "batch_start_interpolated"}}, "objective.ratio_reference"),
         ({"objective": {"advantage": "environment"}}, "objective.advantage"),
-        ({"objective": {"overlong_penalty": {"type": "linear", "buffer": 256}}}, "objective.overlong_penalty.buffer"),
+        ({"objective": {"overlong_penalty": {"type": "linear", "buffer": 512}}}, "objective.overlong_penalty.buffer"),
         ({"objective": {"dynamic_sampling_max_ratio": 1.1}, "batch_size": 4}, "objective.dynamic_sampling_max_ratio"),
         ({"kl_penalty": {"type": "loss", "reference": "environment"}}, "kl_penalty.reference"),
         (
@@ -35,7 +35,7 @@ TRUNCATE = {"type": "truncate", "high": 3.0}
         ),
         ({"distillation_weight": 0.1}, "distillation_weight"),
         ({"num_minibatches": 17}, "num_minibatches"),
-        ({"schedule": {"min_learning_rate": 1.0}}, "schedule.min_learning_rate"),
+        ({"schedule": {"type": "cosine", "min_learning_rate": 1.0}}, "schedule.min_learning_rate"),
     ],
 )
 def test_a_setting_that_has_no_effect_or_contradicts_another_is_refused(learner: dict[str, Any], key: str) -> None:

@@ -25,7 +25,7 @@ REPLACE_EVALUATOR = TAP | {"mode": "replace", "at": "evaluator"}
         ({"generator": RESTARTED | {"api_key": "k"}}, "generator.api_key"),
         ({"server": {"weights_root": "shared"}}, "server.weights_root"),
         ({"policy": {"method": {"dropout": 0.1}, "grad_checkpoint": True}}, "policy.method.dropout"),
-        ({"policy": {"method": {"scaling": "rank_stabilized"}}}, "policy.method.scaling"),
+        ({"policy": {"method": {"scale": 1.0, "scaling": "rank_stabilized"}}}, "policy.method.scaling"),
         ({"replay": {"type": "buffer", "capacity": 4, "groups": 5}}, "replay.groups"),
         ({"steps": 20, "learner": {"kl_penalty": {"reference": {"type": "snapshot", "interval": 20}}}},
          "learner.kl_penalty.reference.interval"),

@@ -33,7 +33,7 @@ def test_the_schema_covers_every_field_of_every_section() -> None:
 
 def test_types_defaults_and_bounds_are_read_from_the_annotations() -> None:
     """The words of an error message are the struct's own bounds."""
-    assert KEYS["learner.optimizer.learning_rate"].allowed == "a number > 0"
+    assert KEYS["learner.optimizer.epsilon"].allowed == "a number > 0"
     assert KEYS["policy.method.scale"].allowed == "a number > 0 or none"
     assert KEYS["seed"].allowed == "an integer >= 0 and < 4294967296"
     assert KEYS["engine.kv_policy"].allowed == "one of drain, keep, recompute"
@@ -46,7 +46,7 @@ def test_types_defaults_and_bounds_are_read_from_the_annotations() -> None:
 def test_the_key_of_a_union_has_its_types() -> None:
     """The first type of the union is the default unless the field says otherwise."""
     assert CHOICES["learner.schedule.type"] == ("constant", "linear", "cosine")
-    assert KEYS["learner.schedule.type"].variants[0].default == "cosine"
+    assert KEYS["learner.schedule.type"].variants[0].default == "constant"
 
 
 def test_a_key_of_a_union_names_the_types_that_have_it_and_their_defaults() -> None:

@@ -16,7 +16,7 @@ def test_settings_come_from_defaults_and_flags() -> None:
     found = load_serving(["--model", "org/name", "--server.port", "0", "--sampling.temperature=0.5"])
     assert found.profile.model.path == "org/name"
     assert (found.profile.server.port, found.profile.server.host) == (0, "127.0.0.1")
-    assert (found.profile.sampling.temperature, found.profile.sampling.max_tokens) == (0.5, 256)
+    assert (found.profile.sampling.temperature, found.profile.sampling.max_tokens) == (0.5, 512)
     assert found.adapters == {}
 
 

@@ -68,7 +68,7 @@ def test_a_resumed_run_may_not_change_the_source_of_its_groups(kind: str) -> Non
     [
         ({"seed": 3}, "seed: 0 -> 3"),
         ({"model": {"path": "other"}}, "model.path: m -> other"),
-        ({"policy": {"method": {"type": "lora", "rank": 16, "scale": 2.0}}}, "policy.method.rank: 8 -> 16; "),
+        ({"policy": {"method": {"type": "lora", "rank": 8, "scale": 2.0}}}, "policy.method.rank: 16 -> 8; "),
         ({"sampling": {"group_size": 4}}, "sampling.group_size: 8 -> 4"),
         ({"learner": {"batch_size": 2}}, "learner.batch_size: 16 -> 2"),
         ({"replay": {"type": "buffer", "capacity": 8}}, "replay.capacity: None -> 8"),
