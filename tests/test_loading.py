@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 SMALL_RUN = (
     "pipeline.py", "--profile", "local-m3", "--steps", "1", "--learner.batch-size", "2", "--sampling.group-size", "4",
@@ -47,25 +45,36 @@ def loaded(tmp_path: Path, program: str, *arguments: str) -> list[Path]:
     return sorted(path.relative_to(ROOT) for path in files if path.is_relative_to(ROOT))
 
 
-@pytest.mark.parametrize(
-    ("command", "modules", "lines"),
-    [
-        (SMALL_RUN, 353, 51_500),
-        (("pipeline.py", "--help"), 125, 12_500),
-        (("examples/grpo.py", "0"), 222, 30_500),
-    ],
-    ids=["run", "help", "example"],
-)
-def test_a_start_loads_few_modules(tmp_path: Path, command: tuple[str, ...], modules: int, lines: int) -> None:
+def assert_few(files: list[Path], *, modules: int, lines: int) -> None:
     """A bound that rises has a reason; one that falls is written down."""
-    files = loaded(tmp_path, *command)
     assert len(files) <= modules
     assert sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files) <= lines
 
 
-def test_a_run_imports_handlers_when_they_are_requested(tmp_path: Path) -> None:
-    """The server of a run that no client asks has their names only."""
-    files = {str(file) for file in loaded(tmp_path, *SMALL_RUN)}
+def test_the_help_loads_few_modules(tmp_path: Path) -> None:
+    """It reads the configuration, and computes nothing."""
+    assert_few(loaded(tmp_path, "pipeline.py", "--help"), modules=125, lines=12_500)
+
+
+def test_the_first_example_loads_few_modules(tmp_path: Path) -> None:
+    """The library without what a supervised run adds. It reads few problems here."""
+    data, example = tmp_path / "profiles" / "embedded", tmp_path / "examples" / "grpo.py"
+    data.mkdir(parents=True)
+    example.parent.mkdir()
+    example.write_bytes((ROOT / "examples" / "grpo.py").read_bytes())
+    for file in (ROOT / "profiles" / "embedded").iterdir():
+        if file.suffix == ".jsonl":
+            (data / file.name).write_text("\n".join(file.read_text(encoding="utf-8").splitlines()[:4]), "utf-8")
+        else:
+            (data / file.name).symlink_to(file)
+    assert_few(loaded(tmp_path, str(example), "0"), modules=221, lines=30_500)
+
+
+def test_a_run_loads_few_modules_and_handlers_when_they_are_requested(tmp_path: Path) -> None:
+    """The server of a run that no client asks has the names of handlers only."""
+    loaded_files = loaded(tmp_path, *SMALL_RUN)
+    assert_few(loaded_files, modules=353, lines=51_500)
+    files = {str(file) for file in loaded_files}
     handlers = {
         "attachments/adapters/routes_adapters.py",
         "attachments/dashboard/routes.py",

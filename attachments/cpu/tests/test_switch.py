@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from attachments.cpu.backend import CpuBackend
 from attachments.cpu.kv_cache import HostKVCache
 from attachments.cpu.library import EXTENSION
-from clotho.backend import SWITCH
+from clotho.backend import SWITCH, backend_of
 from clotho.inference.kv_cache import BatchKVCache
 from protocols.sampling import Completion, Sampling
 from tests import model_lanes
@@ -43,19 +40,17 @@ def test_log_probabilities_agree_with_and_without_the_cpu_kernels() -> None:
 
 
 @pytest.mark.parametrize(("value", "enabled"), [("0", False), ("1", True), (None, True)])
-def test_the_environment_variable_turns_the_backend_off(value: str | None, enabled: bool) -> None:
+def test_the_environment_variable_turns_the_backend_off(
+    value: str | None, enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only 0 does, and the description of the compute path says so."""
-    code = (
-        "import mlx.core as mx; mx.set_default_device(mx.cpu);"
-        "from clotho.backend import backend; print(type(backend()).__name__, backend().compute_path('blas'))"
-    )
-    variables = {name: text for name, text in os.environ.items() if name != SWITCH}
+    monkeypatch.delenv(SWITCH, raising=False)
     if value is not None:
-        variables[SWITCH] = value
-    run_code = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
-    name = "CpuBackend" if enabled else "Backend"
+        monkeypatch.setenv(SWITCH, value)
+    found = backend_of.__wrapped__(mx.cpu)
+    assert (type(found) is CpuBackend) == enabled
     path = "host: NumPy/BLAS decode, blas" if enabled else "host: MLX kernels (CLOTHO_CPU_KERNELS=0), blas"
-    assert run_code.stdout == f"{name} {path}\n"
+    assert mx.default_device() != mx.Device(mx.cpu) or found.compute_path("blas") == path
 
 
 def test_on_a_gpu_mlx_computes() -> None:
