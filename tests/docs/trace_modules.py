@@ -14,6 +14,7 @@ import asyncio
 import http.client
 import importlib
 import json
+import math
 import os
 import re
 import socket
@@ -233,8 +234,10 @@ def write_modules(**traces: ModuleTrace) -> None:
 
 def server_modules() -> None:
     """Print the modules from the ASGI application to the response of one chat request to the embedded policy."""
+    from clotho.inference import decoding
     from tests.docs.run_server import serve
 
+    decoding.LONG_STEP = math.inf  # a step of a busy machine can take long, and is then divided
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     trace = ModuleTrace()
