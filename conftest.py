@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TextIO
@@ -53,6 +55,9 @@ LIMIT_SECONDS = 600.0
 
 STANDARD_ERROR = pytest.StashKey[TextIO]()
 """Standard error of the process, which pytest replaces while a test runs."""
+
+WATCHED = pytest.StashKey[float]()
+"""When `LIMIT_SECONDS` began, on the clock of `time.monotonic`."""
 
 
 @pytest.fixture
@@ -98,7 +103,7 @@ def signals_are_not_ignored() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Enter the lane of `--lane`, also for fixtures that several tests share."""
-    config.stash[STANDARD_ERROR] = os.fdopen(os.dup(2), "w")
+    config.stash[STANDARD_ERROR], config.stash[WATCHED] = os.fdopen(os.dup(2), "w"), -math.inf
     if name := config.getoption("--lane"):
         model_lanes.choose(model_lanes.LANES[name])
 
@@ -111,15 +116,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("lane", names, indirect=True)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """End the process of a fast test that takes longer than its limit, with the stacks of all threads."""
-    if item.get_closest_marker("slow") is None:
-        faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=item.config.stash[STANDARD_ERROR])
-    try:
-        return (yield)
-    finally:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """End the process of a fast test that takes longer than its limit, with the stacks of all threads.
+
+    The limit is set anew once a minute: to set it starts a thread, which takes as long as a small test.
+    """
+    stash = item.config.stash
+    if item.get_closest_marker("slow") is not None:
         faulthandler.cancel_dump_traceback_later()
+        stash[WATCHED] = -math.inf
+    elif time.monotonic() > stash[WATCHED] + 60.0:
+        faulthandler.dump_traceback_later(LIMIT_SECONDS + 60.0, exit=True, file=stash[STANDARD_ERROR])
+        stash[WATCHED] = time.monotonic()
+
+
+def pytest_sessionfinish() -> None:
+    """Let reports take as long as they need."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(wrapper=True)
