@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -19,10 +20,9 @@ SHARED = {
 def test_a_class_has_a_name_of_its_own() -> None:
     """Two public classes of one name are confused in a search, a traceback and a review."""
     names = Counter(
-        node.name
+        name
         for path in files(*PROGRAM)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        for name in re.findall(r"^ *class ([A-Za-z]\w*)[(\[:]", path.read_text(encoding="utf-8"), re.MULTILINE)
     )
     assert {name for name, number in names.items() if number > 1} - SHARED == set()
 

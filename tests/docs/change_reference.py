@@ -70,10 +70,11 @@ def sources() -> Mapping[str, Source]:
 
 def read(tree: ast.Module) -> Source:
     """Return what a module mentions."""
-    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    nodes = list(ast.walk(tree))
+    documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     names, dotted, defined = set[str](), set[str](), set[str]()
     rows: list[tuple[str, Files]] = []
-    for node in ast.walk(tree):
+    for node in nodes:
         names |= identifiers(node)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
             names |= {node.value} if node.value.isidentifier() else set()

@@ -24,9 +24,14 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def defined(tree: ast.Module) -> Iterator[str]:
+def nodes_of(source: str) -> list[ast.AST]:
+    """All nodes of the syntax tree of a module."""
+    return list(ast.walk(ast.parse(source)))
+
+
+def defined(nodes: list[ast.AST]) -> Iterator[str]:
     """Private functions, classes, and attributes of `self` that a module defines."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 names = [name]
@@ -39,6 +44,7 @@ def defined(tree: ast.Module) -> Iterator[str]:
         yield from filter(is_private, names)
 
 
+@cache
 def place_of(package: str) -> Path:
     """The directory of an installed package."""
     spec = find_spec(package)
@@ -51,7 +57,7 @@ def private_names_of(package: str) -> set[str]:
     """Private names that the modules of an installed package define."""
     files = list(place_of(package).rglob("*.py"))
     assert files
-    return {name for path in files for name in defined(ast.parse(path.read_text(encoding="utf-8")))}
+    return {name for path in files for name in defined(nodes_of(path.read_text(encoding="utf-8")))}
 
 
 @cache
@@ -60,32 +66,34 @@ def theirs() -> set[str]:
     return private_names_of("mlx") | private_names_of("mlx_lm")
 
 
-def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
+def imported(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
     """Yield the name in this module, and the full name, of everything that is imported from mlx-lm."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "mlx_lm":
             yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Import):
             assert not any(alias.name.startswith("mlx_lm.") for alias in node.names), "import the name from its module"
 
 
-def used(tree: ast.Module) -> Iterator[str]:
+def used(source: str) -> Iterator[str]:
     """Names of the table that a module uses.
 
     A private attribute counts if mlx or mlx-lm defines it, and this module does not, unless it calls the method that
     it overrides.
     """
-    own, names = set(defined(tree)), dict(imported(tree))
+    nodes = nodes_of(source)
+    own, names = set(defined(nodes)), dict(imported(nodes))
     modules = {name: full for name, full in names.items() if is_module(full)}
     yield from (model_or_name(full) for full in names.values() if not is_module(full) and full.count(".") > 1)
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Attribute):
             continue
-        value = ast.unparse(node.value)
-        if value in modules:
-            yield model_or_name(f"{modules[value]}.{node.attr}")
-        elif node.attr in theirs() and (value == "super()" or (value not in ("self", "cls") and node.attr not in own)):
-            yield f".{node.attr}"
+        if isinstance(node.value, ast.Name) and node.value.id in modules:
+            yield model_or_name(f"{modules[node.value.id]}.{node.attr}")
+        elif node.attr in theirs():
+            value = ast.unparse(node.value)
+            if value == "super()" or (value not in ("self", "cls") and node.attr not in own):
+                yield f".{node.attr}"
 
 
 def is_module(name: str) -> bool:
@@ -114,18 +122,13 @@ def model_or_name(full: str) -> str:
 )
 def test_names_are_found_in_a_source(source: str, names: set[str]) -> None:
     """However they are imported; what a module defines itself is its own."""
-    assert set(used(ast.parse(source))) == names
+    assert set(used(source)) == names
 
 
 def test_the_page_lists_the_names_that_the_sources_use() -> None:
     """A new name needs a row; the row of a name that is no longer used, or that mlx has removed, goes."""
     sources = [ROOT / "pipeline.py", *(path for place in PLACES for path in (ROOT / place).rglob("*.py"))]
-    found = {
-        name
-        for path in sources
-        if "tests" not in path.parts
-        for name in used(ast.parse(path.read_text(encoding="utf-8")))
-    }
+    found = {name for path in sources if "tests" not in path.parts for name in used(path.read_text(encoding="utf-8"))}
     assert found == LISTED
 
 
