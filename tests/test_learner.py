@@ -24,8 +24,10 @@ def learner(**settings: Any) -> clotho.Learner:
     return clotho.Learner(policy(), **chosen)
 
 
-@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "token_sum", "group_mean"])
-@pytest.mark.parametrize("micro_batch_tokens", [64, 4096])
+@pytest.mark.parametrize(
+    ("aggregation", "micro_batch_tokens"),
+    [("sequence_mean", 64), ("token_mean", 64), ("token_mean", 4096), ("token_sum", 64), ("group_mean", 64)],
+)
 def test_an_update_and_the_same_data_in_two_calls_give_the_same_weights(
     aggregation: str, micro_batch_tokens: int
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.pipeline_process import BATCH, Run, assert_recorded, lines, metrics, run
+from tests.e2e.pipeline_process import BATCH, UNEVALUATED, Run, assert_recorded, lines, metrics, run
 
 SETTINGS = ("--checkpoint.interval", "1", "--learner.schedule.warmup-steps", "0")
 ENDLESS = (*SETTINGS, "--steps", "5000")
@@ -74,7 +74,8 @@ def test_a_crash_of_native_code_prints_the_stacks_of_all_threads(tmp_path: Path)
     """The fault and the files of all threads are on standard error, and the run can be resumed."""
     run_dir, request = tmp_path / "run", tmp_path / "crash"
     flags = (*SETTINGS, "--learner.objective", "tests.e2e.crashing_code:objective")
-    with Run(run_dir, *flags, "--steps", "5000", environment={"CLOTHO_TEST_CRASH": str(request)}) as running:
+    environment = {"CLOTHO_TEST_CRASH": str(request)}
+    with Run(run_dir, *flags, "--steps", "5000", environment=environment, small=UNEVALUATED) as running:
         running.wait_for("tokens/s")
         request.touch()
         result = running.finish()
@@ -82,7 +83,7 @@ def test_a_crash_of_native_code_prints_the_stacks_of_all_threads(tmp_path: Path)
     assert "Fatal Python error: Segmentation fault" in result.err
     files = ("tests/e2e/crashing_code.py", "clotho/lanes/compute_thread.py", "training_run/main.py")
     assert all(name in result.err for name in files)
-    resumed = run(run_dir, *flags, "--steps", str(checkpointed(run_dir) + 2), "--resume")
+    resumed = run(run_dir, *flags, "--steps", str(checkpointed(run_dir) + 1), "--resume", small=UNEVALUATED)
     assert resumed.status == 0, resumed
 
 
@@ -104,7 +105,7 @@ def versions_of_responses(address: str, run_dir: Path) -> list[int]:
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_the_second_signal_stops_at_once_and_the_run_resumes(tmp_path: Path, number: signal.Signals) -> None:
     """Exit status 130 or 143. Groups in flight are carried over and prompted again."""
-    with Run(tmp_path / "run", *ENDLESS) as running:
+    with Run(tmp_path / "run", *ENDLESS, small=UNEVALUATED) as running:
         running.wait_for("tokens/s")
         running.send(number)
         running.wait_for("draining")
@@ -114,7 +115,7 @@ def test_the_second_signal_stops_at_once_and_the_run_resumes(tmp_path: Path, num
     assert result.err == ""
     assert result.accounting.carried_over > 0
     steps = -(-result.accounting.prompted // BATCH)
-    resumed = run(tmp_path / "run", *SETTINGS, "--steps", str(steps), "--resume")
+    resumed = run(tmp_path / "run", *SETTINGS, "--steps", str(steps), "--resume", small=UNEVALUATED)
     assert resumed.status == 0, resumed
     assert resumed.accounting.prompted == steps * BATCH
     assert_recorded(tmp_path / "run", resumed.accounting, steps=steps)

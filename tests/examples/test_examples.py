@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 ARGUMENTS = {
     "grpo.py": ("2",),
     "async_grpo.py": ("2", "0"),
-    "custom_loss.py": ("3",),
+    "custom_loss.py": ("2",),
     "serve_while_training.py": ("2", "0"),
 }
 
@@ -46,7 +46,7 @@ def test_an_example_runs(
     read = clotho.problems
 
     def few(path: str) -> list[Problem]:
-        return read(path)[:48]
+        return read(path)[:32]
 
     monkeypatch.setattr(clotho, "problems", few)
     run(name, ARGUMENTS[name], monkeypatch, tmp_path)

@@ -72,7 +72,7 @@ def assert_like_the_loops(groups: list[ScoredGroup], settings: LearnerSection) -
 @pytest.mark.parametrize("case", CASES)
 def test_several_turns_learn_what_the_loops_say(case: str) -> None:
     """Masks, zero-advantage completions, temperatures, supports, teachers and references at once, per objective."""
-    assert_like_the_loops(environment_groups(5, seed=1), settings_of(case))
+    assert_like_the_loops(environment_groups(5, groups=3, seed=1), settings_of(case))
 
 
 @pytest.mark.parametrize("budget", [1, 24])
@@ -80,5 +80,6 @@ def test_several_turns_learn_what_the_loops_say(case: str) -> None:
 def test_any_split_learns_the_same(budget: int, layout: str) -> None:
     """One completion at a time, or a few."""
     assert_like_the_loops(
-        environment_groups(5, seed=1), settings_of("grpo, its recipe", micro_batch_tokens=budget, layout=layout)
+        environment_groups(5, groups=3, seed=1),
+        settings_of("grpo, its recipe", micro_batch_tokens=budget, layout=layout),
     )

@@ -55,11 +55,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def batch(seed: int) -> tuple[list[Example], Rows]:
-    """Seven completions of three groups, one to eight tokens, some of which do not count; and log-probabilities."""
+    """Five completions of two groups, one to six tokens, some of which do not count; and log-probabilities."""
     rng = np.random.default_rng(seed)
     examples, rows = [], []
-    for group in (0, 0, 0, 1, 1, 2, 2):
-        T = int(rng.integers(1, 9))
+    for group in (0, 0, 0, 1, 1):
+        T = int(rng.integers(1, 7))
         logp = rng.uniform(-3.0, -0.1, T)
         learned = rng.random(T) < 0.8
         learned[0] = True

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from clotho.serving.struct_types import prepare_struct_types
-from tests.e2e.pipeline_process import SMALL
+from tests.e2e.pipeline_process import UNEVALUATED
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +93,7 @@ def test_a_type_that_cannot_be_decoded_is_left_out() -> None:
 
 def test_a_run_prepares_all_types_before_its_threads_decode(tmp_path: Path) -> None:
     """No module with types is imported after the server has started, also with a curriculum."""
-    command = ["--run-dir", str(tmp_path / "run"), "--steps", "1", *SMALL, "--data.curriculum", "success_rate"]
+    command = ["--run-dir", str(tmp_path / "run"), "--steps", "1", *UNEVALUATED, "--data.curriculum", "success_rate"]
     finished = subprocess.run(
         [sys.executable, "-c", AFTER_A_RUN, *command], cwd=ROOT, capture_output=True, text=True, check=True
     )

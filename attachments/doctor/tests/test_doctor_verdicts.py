@@ -71,7 +71,7 @@ def check_without_finding(flags: Mapping[str, str]) -> None:
     assert "not reached" not in document["checks"]
 
 
-@pytest.mark.parametrize("profile", ["local-m3", "learn-m3"])
+@pytest.mark.parametrize("profile", ["local-m3", pytest.param("learn-m3", marks=pytest.mark.slow)])
 def test_a_profile_that_learns_has_no_finding(profile: str) -> None:
     """With the batch, the schedule and the rewards of the profile, on the machine's own path."""
     check_without_finding({"--profile": profile, "--server.port": "0"})
