@@ -23,7 +23,8 @@ from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.sampling import Completion, SampleRequest, Sampling
 from protocols.step import PolicyUpdated
 from training_run.evaluation.accuracy import Outcome, accuracy, graded, measures
-from training_run.evaluation.held_out import PinnedSampler, by_problem, held_out_requests
+from training_run.evaluation.held_out import PinnedSampler, by_problem, held_out_episodes, held_out_requests
+from training_run.groups.rollout_source import Episodes
 from training_run.profile.schema import HeldOutEvaluation
 from training_run.supervision.queues import Queue
 
@@ -54,6 +55,7 @@ class Evaluator:
         thread: ComputeThread,
         policy: Policy,
         held_out: HeldOut,
+        episodes: Episodes | None,
         sampling: Sampling,
         seed: int,
         settings: HeldOutEvaluation,
@@ -66,6 +68,8 @@ class Evaluator:
     ) -> None:
         """base: the policy before its first update; None if it was evaluated before a resume.
 
+        episodes: as in `Attached`.
+
         sampling: of training; greedy completions have temperature 0 and no filters. seed: of sampled completions.
         thread: computes, with a model and an engine of its own. turn_seconds: limits the duration of prefill, and of
         the loss of reference completions, in one turn.
@@ -74,6 +78,7 @@ class Evaluator:
         """
         self._inbox, self._outbox = inbox, outbox
         self._thread, self._policy, self._held_out = thread, policy, held_out
+        self._episodes = episodes
         self._sampling, self._seed, self._settings, self._engine = sampling, seed, settings, engine
         self._turns = TurnBudget(turn_seconds, thread.lane)
         self._sampler: PinnedSampler | None = None
@@ -143,13 +148,22 @@ class Evaluator:
     async def _outcomes(self, pinned: Pinned, count: int) -> list[Outcome]:
         """Sample, score and grade the first `count` problems."""
         held_out, prompts = self._held_out, self._held_out.prompts[:count]
-        requests = held_out_requests(prompts, self._sampling, samples=self._settings.samples, seed=self._seed)
-        completions = await finish(self._thread.submit(lambda: self._complete(pinned, requests)))
+        problems, samples = held_out.problems[:count], self._settings.samples
+
+        async def complete(requests: Sequence[SampleRequest]) -> list[list[Completion]]:
+            return await finish(self._thread.submit(lambda: self._complete(pinned, requests)))
+
+        if self._episodes is None:
+            requests = held_out_requests(prompts, self._sampling, samples=samples, seed=self._seed)
+            found = by_problem(await complete(requests), count)
+        else:
+            found = await held_out_episodes(
+                self._episodes, problems, self._sampling, complete, samples=samples, seed=self._seed
+            )
         losses: list[ReferenceLoss | None] = []
         if any(references := held_out.references[:count]):
             losses = await finish(self._thread.submit(lambda: self._losses(pinned, prompts, references)))
-        found = by_problem(completions, count)
-        return await graded(held_out.problems[:count], found, held_out.grade, losses=losses)
+        return await graded(problems, found, held_out.grade, losses=losses)
 
     def _complete(self, pinned: Pinned, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
         """Decode, in the thread of evaluations."""

@@ -1,4 +1,4 @@
-"""Generator -> scorer: samples a group of completions for each prompt."""
+"""Generator -> scorer: makes a group of rollouts for each prompt."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from contextlib import aclosing, suppress
 
 import anyio
 
-from clotho.lanes.sampling_client import GenerationError, GroupSampler
-from protocols.errors import RequestError
 from protocols.prompt import Prompt
 from protocols.queues import EndOfStream, Inbox, Outbox
 from protocols.rollout import Discarded, RolloutGroup
-from protocols.sampling import Completion, SampleRequest, Sampling, completion_seeds
 from training_run.groups.progress import StalenessRule
+from training_run.groups.rollout_source import RolloutSource
 
 
 class Generator:
@@ -31,9 +29,7 @@ class Generator:
         inbox: Inbox[Prompt | Discarded],
         outbox: Outbox[RolloutGroup | Discarded],
         rule: StalenessRule,
-        sampler: GroupSampler,
-        sampling: Sampling,
-        group_size: int,
+        source: RolloutSource,
         ended: int = 0,
         groups: int | None = None,
         one_by_one: bool = False,
@@ -46,8 +42,7 @@ class Generator:
         working_on: number of groups that are being sampled or sent.
         """
         self._inbox, self._outbox = inbox, outbox
-        self._rule, self._sampler = rule, sampler
-        self._sampling, self._group_size = sampling, group_size
+        self._rule, self._source = rule, source
         self._started, self._groups, self._one_by_one = ended, groups, one_by_one
         self.working_on = 0
 
@@ -83,25 +78,9 @@ class Generator:
     async def _sample(
         self, batch: list[Prompt], *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        requests = [
-            SampleRequest(
-                prompt=prompt.tokens,
-                sampling=self._sampling,
-                seeds=completion_seeds(prompt.seed, self._group_size),
-                record_support=True,  # the learner evaluates the sampling distribution
-                background=True,
-            )
-            for prompt in batch
-        ]
         self.working_on += len(batch)
         task_status.started()
-        async with aclosing(self._sampler.groups(requests)) as outcomes:  # cancellation aborts the requests
-            async for index, outcome in outcomes:
-                await self._outbox.send(_group(batch[index], outcome))
+        async with aclosing(self._source.groups(batch)) as groups:  # cancellation aborts the rollouts
+            async for group in groups:
+                await self._outbox.send(group)
                 self.working_on -= 1
-
-
-def _group(prompt: Prompt, outcome: list[Completion] | GenerationError | RequestError) -> RolloutGroup | Discarded:
-    if isinstance(outcome, Exception):
-        return Discarded(prompt=prompt, reason="generation_error", detail=str(outcome))
-    return RolloutGroup(prompt=prompt, completions=tuple(outcome))

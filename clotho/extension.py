@@ -32,6 +32,26 @@ if TYPE_CHECKING:
 Entry = TypeVar("Entry")
 
 
+class SampledCall(Struct, frozen=True, kw_only=True):
+    """A call of a tool in a message. arguments: JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class SampledMessage(Struct, frozen=True, kw_only=True):
+    """The parts of a message that a model wrote."""
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[SampledCall, ...] = ()
+
+
+ReadMessage = Callable[[str, str], SampledMessage]
+"""Reads the end of a prompt and the text of a completion, special tokens included, as a message."""
+
+
 class ModelFormat(Struct, frozen=True, kw_only=True):
     """A format of model files; the key is their suffix, such as `.gguf`.
 
@@ -61,6 +81,7 @@ OWNERS: Mapping[str, str] = {
     "gguf": "files",
     "npz": "files",
     "peft": "files",
+    "environment": "agents",
     "judge": "graders",
     "math_verify": "graders",
     "reasoning_gym": "reasoning_gym",
@@ -120,6 +141,14 @@ class Extension:
         """Return what compiles grammars for a tokenizer of transformers and logits of this width; None: nothing does.
 
         Raises ValueError if the tokenizer permits no constrained decoding. Compilation raises RequestError.
+        """
+        return None
+
+    def message_reader(self, template: str, tools: Sequence[Mapping[str, Any]]) -> ReadMessage | None:
+        """Return what reads the messages of a model whose calls of tools are in the form of its chat template.
+
+        tools: definitions in the format of the OpenAI API. None: messages are texts. Raises ValueError if the form is
+        unknown.
         """
         return None
 

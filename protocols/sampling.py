@@ -375,6 +375,7 @@ class Completion(Struct, frozen=True, kw_only=True):
         they were not requested or the support is the whole vocabulary.
     weights: what sampled: `POLICY`, `BASE` or the name of an adapter; `versions` are then those of the adapter.
     fingerprint: of the adapter that sampled; empty for the policy, whose version names its weights.
+    reward: of the environment that the completion acted in; None if there was none, or it gave none.
     """
 
     tokens: tuple[int, ...]
@@ -388,6 +389,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     sampled: tuple[bool, ...] = ()
     weights: str = POLICY
     fingerprint: str = ""
+    reward: float | None = None
 
     @property
     def length(self) -> int:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from protocols.summary import MemoryEstimate
     from training_run.directory.checkpoint_parts import CheckpointParts
     from training_run.directory.run_directory import RunDirectory
+    from training_run.groups.rollout_source import Episodes
     from training_run.memory.need import MemoryNeed
     from training_run.profile.rules import Complaint, Rule
     from training_run.profile.schema import Profile
@@ -83,7 +84,8 @@ class Attached(Struct, kw_only=True, eq=False):
     learner. observers: told by the monitor. updates: queues to those that receive every update, by name.
 
     Slots: chooser: of problems; None: the order of the dataset. sampler: samples the rollouts; None: the run's own
-    engine. groups: come in the place of those that the run makes from its dataset; None: it makes them.
+    engine. groups: come in the place of those that the run makes from its dataset; None: it makes them. episodes: come in
+    the place of completions; None: a group has completions of its prompt.
 
     Children: services: beside the flow of groups. receivers: start before those that make groups. senders: start last.
     recorders: return children that record the flow.
@@ -105,6 +107,7 @@ class Attached(Struct, kw_only=True, eq=False):
     updates: dict[str, Queue[PolicyUpdated]] = field(default_factory=dict)
     sampler: GroupSampler | None = None
     groups: GroupSupply | None = None
+    episodes: Episodes | None = None
     samples: SampleRecorder | None = None
     measures: list[Measure] = field(default_factory=list)
     metrics: list[Callable[[], Iterable[Metric]]] = field(default_factory=list)
@@ -120,6 +123,7 @@ class Attached(Struct, kw_only=True, eq=False):
 
 SLOTS = {
     "sampler": "where rollouts are sampled",
+    "episodes": "whether the policy completes a prompt or acts in an environment",
     "groups": "where groups come from",
     "chooser": "of which problems groups are",
 }

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from clotho.backend import backend
 from clotho.lanes.compute_thread import Compute
+from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.machine import describe_machine
 from clotho.models.policy import Policy
 from clotho.rewards.registry import expected
@@ -24,6 +25,7 @@ from training_run.directory.run_directory import RunDirectory
 from training_run.groups.ledger import Ledger
 from training_run.groups.progress import LearnerProgress, RunWeights, StalenessRule
 from training_run.groups.prompts import PromptBuilder
+from training_run.groups.rollout_source import RolloutSource, SingleTurn
 from training_run.profile.schema import Profile
 from training_run.records.display import RunFacts
 from training_run.records.evaluation_history import RunHistory
@@ -115,6 +117,12 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
         """The prompt of a group, with the problem that an attachment chooses if one does."""
         chooser = self.attached.chooser
         return self.prompts.prompt(group_id, None if chooser is None else chooser.choose(group_id))
+
+    def rollouts(self, sampler: GroupSampler, *, group_size: int) -> RolloutSource:
+        """Return what makes groups: completions of prompts, or the episodes of an attachment."""
+        if self.attached.episodes is not None:
+            return self.attached.episodes.source(sampler, group_size)
+        return SingleTurn(sampler, sampling=self.profile.sampling, group_size=group_size)
 
     async def recompute_logprobs(self, tokens: tuple[int, ...], temperature: float) -> PromptLogprobs:
         """Log-probabilities of tokens under the run's sampling distribution at a temperature."""

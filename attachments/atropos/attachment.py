@@ -91,7 +91,7 @@ class Atropos(Attachment):
         if not isinstance(source, AtroposSource):
             return {}
         setting = f'atropos = "{source.__struct_config__.tag}"'
-        return dict.fromkeys(("groups", "sampler", "chooser"), setting)
+        return dict.fromkeys(("groups", "sampler", "episodes", "chooser"), setting)
 
     def children(self, profile: Profile) -> Sequence[str]:
         """The API server and the environments."""

@@ -14,12 +14,13 @@ from typing import Literal
 from anyio import move_on_after
 from msgspec.structs import replace
 
-from clotho.lanes.sampling_client import GroupSampler
+from clotho.lanes.sampling_client import GenerationError
 from protocols.errors import visible
 from protocols.finding import Change, Finding, Remedy
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
-from protocols.sampling import Completion, SampleRequest, Sampling, completion_seeds
+from protocols.sampling import Completion
+from training_run.groups.rollout_source import RolloutSource
 from training_run.profile.schema import Profile
 from training_run.records.training_signal import MOSTLY, TrainingSignal
 
@@ -76,38 +77,26 @@ def _group(outcome: GroupOutcome) -> RolloutGroup | Discarded:
 
 
 async def draw(
-    sampler: GroupSampler,
+    source: RolloutSource,
     prompts: Sequence[Prompt],
-    sampling: Sampling,
     *,
-    count: int = COMPLETIONS,
     seconds: float = inf,
     progress: Callable[[int], None] = lambda drawn: None,
 ) -> list[RolloutGroup]:
-    """Draw `count` completions of each prompt, with the sampling distribution of the rollouts.
+    """Draw the group of each prompt, as in a run.
 
     seconds: time after which unfinished groups are given up; the result has only finished groups.
-    progress: is called with the number of completions after each group. Raises RequestError or GenerationError.
+    progress: is called with the number of completions after each group. Raises GenerationError.
     """
-    requests = [
-        SampleRequest(
-            prompt=prompt.tokens,
-            sampling=sampling,
-            seeds=completion_seeds(prompt.seed, count),
-            record_support=True,
-            background=True,
-        )
-        for prompt in prompts
-    ]
-    found: dict[int, RolloutGroup] = {}
+    found: list[RolloutGroup] = []
     with move_on_after(seconds):
-        async with aclosing(sampler.groups(requests)) as outcomes:
-            async for position, outcome in outcomes:
-                if isinstance(outcome, Exception):
-                    raise outcome
-                found[position] = RolloutGroup(prompt=prompts[position], completions=tuple(outcome))
-                progress(count * len(found))
-    return [found[position] for position in sorted(found)]
+        async with aclosing(source.groups(prompts)) as groups:
+            async for group in groups:
+                if isinstance(group, Discarded):
+                    raise GenerationError(group.detail)
+                found.append(group)
+                progress(sum(len(one.completions) for one in found))
+    return sorted(found, key=lambda group: group.prompt.group_id)
 
 
 def completion_findings(outcomes: Sequence[GroupOutcome], expected: Mapping[str, str]) -> Iterator[Finding]:

@@ -327,10 +327,8 @@ async def _draw(context: RunContext, work: Progress) -> tuple[list[RolloutGroup]
             break
         prompts = [context.prompts.prompt(len(groups) + number) for number in range(count)]
         drawn = await draw(
-            context.sampler.client,
+            context.rollouts(context.sampler.client, group_size=size),
             prompts,
-            profile.sampling,
-            count=size,
             seconds=work.left,
             progress=lambda finished: work.note(f"{finished} are finished"),
         )

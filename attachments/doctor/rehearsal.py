@@ -23,6 +23,7 @@ from protocols.rollout import RolloutGroup
 from protocols.sampling import Sampling
 from protocols.step import UpdateMetrics
 from training_run.attachment import installed_attachments
+from training_run.groups.rollout_source import SingleTurn
 from training_run.profile.schema import HeldOutEvaluation, Profile
 from training_run.start.warmup_step import dummy_batch_size, dummy_groups
 
@@ -55,7 +56,8 @@ async def decode_rate(
         profile.sampling, max_tokens=min(RATE_TOKENS, profile.sampling.max_tokens), ignore_eos=True, stop=()
     )
     began = clock()
-    groups = await draw(sampler, [prompts(i) for i in range(-(-rows // size))], sampling, count=min(size, rows))
+    source = SingleTurn(sampler, sampling=sampling, group_size=min(size, rows))
+    groups = await draw(source, [prompts(i) for i in range(-(-rows // size))])
     return sum(completion.length for group in groups for completion in group.completions) / (clock() - began)
 
 

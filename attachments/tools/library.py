@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from clotho.extension import Extension
+from clotho.extension import Extension, ReadMessage
 
 if TYPE_CHECKING:
     from clotho.serving.parts import ServerParts
@@ -22,6 +22,12 @@ class Tools(Extension):
         from attachments.tools.constraints import GrammarCompiler  # takes 50 ms to import and 1 s to construct
 
         return GrammarCompiler(tokenizer, end_tokens, vocabulary).compile
+
+    def message_reader(self, template: str, tools: Sequence[Mapping[str, Any]]) -> ReadMessage:
+        """Return what reads reasoning and calls of tools."""
+        from attachments.tools.message_reader import message_reader
+
+        return message_reader(template, tools)
 
     def server(self, parts: ServerParts) -> None:
         """Serve the fields of tools, grammars and reasoning."""

@@ -31,6 +31,9 @@ SAMPLE_CONVERSATION = (
 )
 
 
+ANSWER_MARK, NEXT_MARK = "\U0010fffe", "\U0010ffff"
+"""Characters that stand for an answer and that begin what follows it: the last two, which encode no text."""
+
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -176,6 +179,43 @@ class ChatTokenizer:
         """
         with self._lock, _template_errors():
             return self._encoded([self._written(chat, True, NO_VARIABLES, False) for chat in chats])
+
+    def continue_chat(
+        self,
+        answer: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[int, ...]:
+        """Return the tokens that follow the end token of an answer: further messages and the next generation prompt.
+
+        A conversation can thus be extended without tokenizing what has been sampled. What the template writes about
+        earlier messages has no influence: it is rendered behind a short question. answer: the message that the model
+        sampled, with its calls. messages: of users and tools, at least one.
+
+        Raises RequestError as `render_chat`, and if no end token separates an answer from what follows it.
+        """
+        first, *others = messages
+        marked = [
+            {"role": "user", "content": "a"},
+            {**answer, "content": ANSWER_MARK},
+            {**first, "content": f"{NEXT_MARK}{first['content']}"},
+            *others,
+        ]
+        with self._lock, _template_errors():
+            written = self._written(Chat(marked, tools), True, NO_VARIABLES, False)
+            before, mark, after = written.text.partition(NEXT_MARK)
+            ends = [
+                before.rfind(text) + len(text) for token in self.eos_ids if (text := self.token_text(token)) in before
+            ]
+            suffix = before[max(ends, default=0) :]
+            if not mark or not ends or ANSWER_MARK in suffix:
+                raise RequestError(
+                    "the chat template of this model ends no answer with an end token, so that a conversation cannot "
+                    "be continued after one",
+                    param="messages",
+                )
+            return self._encoded([Written(suffix + after, written.originals)])[0]
 
     def _written(
         self, chat: Chat, add_generation_prompt: bool, variables: Mapping[str, Any], continue_final_message: bool

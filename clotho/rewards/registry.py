@@ -74,7 +74,7 @@ def built_in() -> Mapping[str, BuiltIn]:
     return {**CORE, **extension_rewards()}
 
 
-LISTS = frozenset({"prompts", "completions", "completion_ids"})
+LISTS = frozenset({"prompts", "completions", "completion_ids", "environment_rewards"})
 """Parameters by which a function of a group is recognized."""
 
 ARGUMENTS = LISTS | {"trainer_state"}
@@ -115,11 +115,17 @@ def load_reward(name: str, options: RewardOptions | None = None, *, file: str = 
     found = built_in().get(name)
     if found is None:
         module_name, attribute = split_name(name)
-        return _function(name, _module(name, file or module_name), attribute)
+        return _function(name, _attribute(name, "rewards.name", file or module_name, attribute))
     if found.function is None:
         function: RewardFunction = provided(found.load)(options)
         return function
     return partial(found.function, answer_in=options.answer_in) if found.reads_answer else found.function
+
+
+def load_named(name: str, key: str) -> Any:
+    """Return what `module:name` or `path/to/file.py:name` names. key: of the profile. Raises ProfileError."""
+    module_name, _, attribute = name.rpartition(":")
+    return _attribute(name, key, module_name, attribute)
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -191,13 +197,18 @@ def group_parameters(function: RewardFunction) -> GroupParameters | None:
     return GroupParameters(names=names, required=required, takes_all=takes_all)
 
 
-def _module(name: str, module_name: str) -> ModuleType:
+def _attribute(name: str, key: str, module_name: str, attribute: str) -> Any:
+    """Import a module of the user and return what it has under this name."""
     try:
-        return _import_file(Path(module_name)) if module_name.endswith(".py") else import_user_module(module_name)
+        module = _import_file(Path(module_name)) if module_name.endswith(".py") else import_user_module(module_name)
     except (Exception, SystemExit) as error:
+        raise ProfileError(f"{key} {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
+    if not hasattr(module, attribute):
+        functions = [word for word, value in vars(module).items() if callable(value)]
         raise ProfileError(
-            f"rewards.name {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}"
-        ) from error
+            f"{key} {name!r}: module {module.__name__!r} has no {attribute!r}{did_you_mean(attribute, functions)}"
+        )
+    return getattr(module, attribute)
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -219,14 +230,7 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _function(name: str, module: ModuleType, attribute: str) -> RewardFunction:
-    if not hasattr(module, attribute):
-        functions = [key for key, value in vars(module).items() if callable(value)]
-        raise ProfileError(
-            f"rewards.name {name!r}: module {module.__name__!r} has no {attribute!r}"
-            f"{did_you_mean(attribute, functions)}"
-        )
-    function = getattr(module, attribute)
+def _function(name: str, function: Any) -> RewardFunction:
     if not callable(function):
         raise ProfileError(f"rewards.name {name!r} is not a function but a value of type {type(function).__name__}")
     loaded: RewardFunction = function

@@ -46,13 +46,15 @@ class Completions(Struct, frozen=True, kw_only=True):
     """The completions of one group, as reward functions receive them.
 
     tokens: token ids of each completion; empty if they are unknown or the function does not read them. version: the
-    newest policy version that sampled a token.
+    newest policy version that sampled a token. environment: reward of the environment of each completion; None if it
+    gave none. Empty if there was no environment.
     """
 
     problem: Problem
     texts: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...] = ()
     version: int = 0
+    environment: Values = ()
 
 
 class TrainerState(Struct, frozen=True, kw_only=True):
@@ -183,6 +185,8 @@ def _arguments(reward: Reward, completions: Completions) -> Iterator[dict[str, A
     arguments: dict[str, Any] = {name: [value] * count for name, value in columns.items()}
     if completions.tokens:
         arguments["completion_ids"] = [list(tokens) for tokens in completions.tokens]
+    if completions.environment:
+        arguments["environment_rewards"] = list(completions.environment)
     arguments["trainer_state"] = TrainerState(global_step=completions.version, max_steps=reward.max_steps)
     for messages in (True,) if problem.messages else (False, True):
         conversation = list(problem.messages) or [{"role": "user", "content": problem.prompt}]

@@ -20,9 +20,10 @@ from clotho.settings.bounds import Absent, Off
 P = TypeVar("P", bound=Struct)
 T = TypeVar("T")
 
-PathKind = Literal["input", "model", "caller"]
+PathKind = Literal["input", "model", "code", "caller"]
 """What a path is relative to: the profile, if it is there, or else the working directory; the same, or else it is the
-name of a repository; always the working directory."""
+name of a repository; the profile, if it begins with `./` or `../`, or else it is a name of Python; always the working
+directory."""
 
 NONE: Mapping[str, PathKind] = {}
 

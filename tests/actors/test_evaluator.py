@@ -83,6 +83,7 @@ class EvaluatorHarness:
                 references=REFERENCES,
                 grade=self.grade,
             ),
+            episodes=None,
             sampling=SAMPLING,
             seed=5,
             settings=HeldOutEvaluation(**settings),

@@ -19,6 +19,7 @@ from protocols.step import WeightsReady
 from tests.actors.actor_helpers import filled_queue, prompt, receive_all, run_and_receive
 from tests.fakes import FakeEngine, fake_token
 from training_run.groups.progress import StalenessRule
+from training_run.groups.rollout_source import SingleTurn
 from training_run.supervision.latest import Latest
 from training_run.supervision.queues import Queue
 
@@ -85,9 +86,7 @@ class GeneratorHarness:
                 batch_size=batch_size,
                 max_batches_ahead=ahead,
             ),
-            sampler=self.sampler,
-            sampling=SAMPLING,
-            group_size=3,
+            source=SingleTurn(self.sampler, sampling=SAMPLING, group_size=3),
             ended=before,
             groups=groups,
             one_by_one=one_by_one,

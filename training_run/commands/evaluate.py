@@ -219,7 +219,12 @@ def problems_of(arguments: EvaluationArguments, base: BaseModel) -> tuple[Render
 
 
 def require_graded(rendered: Rendered, rewards: RewardRunner) -> None:
-    """Raise ProfileError if no reward with `correct = true` applies to any problem."""
+    """Raise ProfileError if no reward with `correct = true` applies to any problem, or one needs an environment."""
+    if names := rewards.from_environments:
+        raise ProfileError(
+            f"eval samples one completion of a problem, and the reward {names[0]!r} is that of an environment (agent): "
+            "a run evaluates it, before and after training and at eval.interval"
+        )
     types = {problem.type for problem in rendered.problems}
     if set(rewards.types_without_correct(types)) == types:
         raise ProfileError("rewards: no reward with correct = true applies to the problems")

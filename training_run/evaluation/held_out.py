@@ -14,6 +14,7 @@ from clotho.models.policy import Parameters, Policy
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.settings.engine import EngineSection
 from clotho.settings.mounted import without_settings
+from protocols.prompt import Problem
 from protocols.sampling import (
     PARAMETERS,
     POLICY,
@@ -25,6 +26,7 @@ from protocols.sampling import (
     Sampling,
     derive,
 )
+from training_run.groups.rollout_source import Complete, Episodes
 
 NEUTRAL_FILTERS: dict[str, Any] = {
     name: parameter.neutral for name, parameter in PARAMETERS.items() if parameter.learner == "replays support"
@@ -53,6 +55,24 @@ def held_out_requests(
             seeds = tuple(derive(seed, "eval", index, sample) for sample in range(samples))
             requests.append(SampleRequest(prompt=prompt, sampling=sampled, seeds=seeds, weights=weights))
     return requests
+
+
+async def held_out_episodes(
+    episodes: Episodes,
+    problems: Sequence[Problem],
+    sampling: Sampling,
+    complete: Complete,
+    *,
+    samples: int,
+    seed: int,
+) -> list[list[Completion]]:
+    """Return a greedy episode of each problem, then `samples` sampled ones, with the seeds of `held_out_requests`."""
+    found = await episodes.held_out(problems, greedy(sampling), [(0,)] * len(problems), complete)
+    if not samples:
+        return found
+    seeds = [tuple(derive(seed, "eval", index, sample) for sample in range(samples)) for index in range(len(problems))]
+    further = await episodes.held_out(problems, replace(sampling, top_logprobs=0), seeds, complete)
+    return [[*first, *others] for first, others in zip(found, further, strict=True)]
 
 
 def complete_all(

@@ -189,6 +189,8 @@ def _located(key: str, written: Any, kind: PathKind, directory: Path, label: str
         return written
     if f"{written}/".startswith(("./", "../")) or os.path.isabs(found) or os.path.exists(here):
         return here
+    if kind == "code":
+        return written
     if key == "model.chat_template" and (shipped := PROFILES / "templates" / f"{written}.jinja").is_file():
         return str(shipped)
     in_hub = kind == "model" or (key.startswith("data.") and is_hub_dataset(written))

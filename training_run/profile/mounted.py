@@ -13,6 +13,7 @@ from training_run.profile.schema import Profile
 P = TypeVar("P", bound=Struct)
 
 ATTACHED = {
+    "agent": "agents",
     "atropos": "atropos",
     "cluster": "cluster",
     "collapse_detection": "alarms",

@@ -229,6 +229,12 @@ class RewardRunner:
             failed=tuple(failed),
         )
 
+    @property
+    def from_environments(self) -> tuple[str, ...]:
+        """Names of the functions that read the reward of an environment."""
+        groups = ((component.name, component.group) for component in self._components)
+        return tuple(name for name, group in groups if group is not None and "environment_rewards" in group.names)
+
     def types_without_correct(self, types: Iterable[str]) -> tuple[str, ...]:
         """Return the types of problem, sorted, for which no reward with `correct = true` is listed."""
         correct = [component for component in self._components if component.section.correct]
@@ -280,8 +286,7 @@ class RewardRunner:
             return _Component(section=section, caller=pool)
         loaded = load_reward(section.name, options)
         is_built_in = section.name in built_in()
-        group = None if is_built_in else group_parameters(loaded)
-        reward = Reward(name=section.name, function=loaded, group=group, max_steps=self._max_steps)
+        reward = Reward(name=section.name, function=loaded, group=group_parameters(loaded), max_steps=self._max_steps)
         if is_built_in:
             return _Component(section=section, caller=None, reward=reward)
         return _Component(section=section, caller=self._caller(reward, section.timeout_seconds), reward=reward)
@@ -394,11 +399,13 @@ def rewards_of(profile: Profile, *, workers: Mapping[str, NewWorker] = MappingPr
 
 def _seen(problem: Problem, completions: Sequence[Completion]) -> Completions:
     """Return what reward functions receive of completions."""
+    given = tuple(completion.reward for completion in completions)
     return Completions(
         problem=problem,
         texts=tuple(completion.text for completion in completions),
         tokens=tuple(completion.tokens for completion in completions),
         version=max((completion.versions[-1] for completion in completions if completion.versions), default=0),
+        environment=given if any(reward is not None for reward in given) else (),
     )
 
 

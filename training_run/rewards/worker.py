@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct, msgpack
@@ -51,19 +52,27 @@ PR_SET_CHILD_SUBREAPER = 36
 """Option of `prctl`: Linux makes this process the parent of descendants whose parent has ended."""
 
 
-class WorkerSettings(Struct, frozen=True, kw_only=True):
-    """Parent -> worker, in the command line.
+Request = TypeVar("Request")
 
-    name: of the function. options: what it is loaded with. path: `sys.path`. parent: process id. descriptor: of the
-    socket. memory_bytes: limit of the private memory; enforced by Linux, ignored by macOS. file: as of `load_reward`.
+
+class ProcessSettings(Struct, frozen=True, kw_only=True):
+    """Parent -> process that runs code of the user, in the command line.
+
+    path: `sys.path`. parent: process id. memory_bytes: limit of the private memory; Linux enforces it, macOS does not.
+    descriptor: of the socket.
     """
+
+    path: list[str]
+    parent: int
+    memory_bytes: int
+    descriptor: int = -1
+
+
+class WorkerSettings(ProcessSettings, frozen=True, kw_only=True):
+    """Parent -> worker. name: of the function. options: what it is loaded with. file: as of `load_reward`."""
 
     name: str
     options: RewardOptions
-    path: list[str]
-    parent: int
-    descriptor: int
-    memory_bytes: int
     file: str = ""
 
 
@@ -119,7 +128,7 @@ class WorkerChannel:
         os.close(descriptor)
         self._identity = self._stat()
 
-    def send(self, message: WorkerMessage) -> None:
+    def send(self, message: Struct) -> None:
         """Send one message."""
         content = memoryview(frame(message))
         try:
@@ -130,12 +139,12 @@ class WorkerChannel:
         except OSError:
             os._exit(CONNECTION_LOST)
 
-    def receive(self) -> CallRequest | None:
-        """Wait for the next call; None if the parent closed the socket."""
+    def receive(self, kind: type[Request]) -> Request | None:
+        """Wait for the next request; None if the parent closed the socket."""
         header = self._read(LENGTH_BYTES)
         if len(header) < LENGTH_BYTES:
             return None
-        return msgpack.decode(self._read(int.from_bytes(header, "little")), type=CallRequest)
+        return msgpack.decode(self._read(int.from_bytes(header, "little")), type=kind)
 
     def _read(self, size: int) -> bytes:
         content = bytearray()
@@ -159,7 +168,7 @@ def main(settings_json: str) -> None:
     """Serve calls until the parent closes the socket."""
     settings = msgspec.json.decode(settings_json, type=WorkerSettings)
     process = os.getpid()
-    _limit(settings)
+    guard(settings)
     channel = WorkerChannel(settings.descriptor)
     try:
         function = load_reward(settings.name, settings.options, file=settings.file)
@@ -178,7 +187,7 @@ def main(settings_json: str) -> None:
     end_descendants(process)
 
 
-def _limit(settings: WorkerSettings) -> None:
+def guard(settings: ProcessSettings) -> None:
     """Limit the memory, and arrange for the end of this process when its parent ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":  # unlike the address space, the data do not include reservations and files of libraries
@@ -221,7 +230,7 @@ def _exit_if_forked(process: int) -> None:
 
 def _serve(channel: WorkerChannel, reward: Reward, timeout_seconds: float) -> None:
     with open(os.devnull, "w") as nowhere:
-        while (call := channel.receive()) is not None:
+        while (call := channel.receive(CallRequest)) is not None:
             # Ends a process that holds the GIL forever and has lost its parent; it needs no GIL itself.
             faulthandler.dump_traceback_later(timeout_seconds + ORPHAN_SECONDS, exit=True, file=nowhere)
             channel.send(_answer(reward, call))
@@ -244,7 +253,7 @@ async def _serve_asynchronous(channel: WorkerChannel, reward: Reward, timeout_se
         loop.add_reader(channel.descriptor, arrived.set)
         await arrived.wait()
         loop.remove_reader(channel.descriptor)
-        if (call := channel.receive()) is None:
+        if (call := channel.receive(CallRequest)) is None:
             return
         channel.send(await _answer_asynchronous(reward, call, timeout_seconds))
 

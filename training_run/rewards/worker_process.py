@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct, msgpack
@@ -31,6 +31,7 @@ from training_run.rewards.worker import (
     Answer,
     CallRequest,
     Failure,
+    ProcessSettings,
     Ready,
     Refused,
     WorkerMessage,
@@ -38,6 +39,9 @@ from training_run.rewards.worker import (
     end_descendants,
     frame,
 )
+
+Message = TypeVar("Message")
+MESSAGES: Any = WorkerMessage
 
 IMPORT_SECONDS = 300.0
 """Time limit for the start of a worker, which imports the user's module."""
@@ -119,32 +123,28 @@ def new_process(function: ProcessFunction, *, on_output: Callable[[bytes], None]
     return WorkerProcess(function, on_output=on_output)
 
 
-class WorkerProcess:
-    """One worker process on this machine. asynchronous: whether the function is, once the process is ready."""
+class GuardedProcess:
+    """A process that runs code of the user: its start, its answers within limits, its output, and its end."""
 
-    def __init__(self, function: ProcessFunction, *, on_output: Callable[[bytes], None]) -> None:
-        """Start the process. Needs a running event loop. Raises OSError if the system refuses."""
-        self._function, self._on_output = function, on_output
+    def __init__(
+        self, name: str, boot: str, settings: ProcessSettings, *, limit_key: str, on_output: Callable[[bytes], None]
+    ) -> None:
+        """Start the process. Needs a running event loop. Raises OSError if the system refuses.
+
+        name: in errors, such as `reward length`. boot: program, whose argument are the settings with the descriptor of
+        its socket. limit_key: setting of the memory limit.
+        """
+        self._name, self._limit_key, self._on_output = name, limit_key, on_output
+        self._memory_bytes = settings.memory_bytes
         self._loop = asyncio.get_running_loop()
-        self._number = 0
-        self.asynchronous = False
-        self.group: GroupParameters | None = None
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         self._output, their_output = os.pipe()
         os.set_blocking(self._output, False)
-        settings = WorkerSettings(
-            name=function.name,
-            options=function.options,
-            path=sys.path,
-            parent=os.getpid(),
-            descriptor=theirs.fileno(),
-            memory_bytes=function.memory_bytes,
-            file=function.file,
-        )
+        argument = msgspec.json.encode(replace(settings, descriptor=theirs.fileno())).decode()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, msgspec.json.encode(settings).decode()],
+                [sys.executable, "-c", boot, argument],
                 stdin=subprocess.DEVNULL,
                 stdout=their_output,
                 stderr=their_output,
@@ -159,41 +159,6 @@ class WorkerProcess:
             theirs.close()
             os.close(their_output)
         self._loop.add_reader(self._output, self._read_output)
-
-    async def ready(self) -> None:
-        """Wait until the function is imported. Raises ProfileError if it cannot be used, and WorkerEnded."""
-        message = await self._answer(b"", IMPORT_SECONDS)
-        if isinstance(message, Refused):
-            self.kill()
-            raise ProfileError(message.message)
-        if not isinstance(message, Ready):
-            raise self._end("sent an invalid answer")
-        self.asynchronous, self.group = message.asynchronous, message.group
-
-    async def call(self, completions: Completions) -> Values:
-        """Return the values of the function. Raises RewardError, and WorkerEnded if the process cannot be used again.
-
-        A cancelled call kills the process.
-        """
-        self._number += 1
-        if self.group is None or not self.group.accepts("completion_ids"):
-            completions = replace(completions, tokens=())
-        request = frame(CallRequest(number=self._number, completions=completions))
-        limit = self._function.options.timeout_seconds
-        try:
-            message = await self._answer(request, limit, grace_seconds=GRACE_SECONDS if self.asynchronous else 0.0)
-        except asyncio.CancelledError:
-            self.kill()
-            raise
-        if isinstance(message, Failure) and message.number == self._number:
-            raise RewardError(message.message, traceback=message.traceback)
-        if not isinstance(message, Answer) or message.number != self._number:
-            raise self._end("sent an invalid answer")
-        if len(message.values) != len(completions.texts):
-            raise self._end("sent an invalid answer")
-        if any(value is not None and too_large(value) for value in message.values):
-            raise self._end("sent an invalid answer")
-        return message.values
 
     @property
     def alive(self) -> bool:
@@ -220,18 +185,23 @@ class WorkerProcess:
             os.close(self._output)
             self._output = -1
         if self._process.poll() is None:  # freeing gigabytes takes a while
-            threading.Thread(target=self._process.wait, name="reward-reaper", daemon=True).start()
+            threading.Thread(target=self._process.wait, name="process-reaper", daemon=True).start()
 
-    def _end(self, reason: str) -> WorkerEnded:
+    def end(self, reason: str) -> WorkerEnded:
         """Kill the process, and return the error."""
         self._read_output()
         self.kill()
-        return WorkerEnded(f"reward {self._function.name} {reason}")
+        return WorkerEnded(f"{self._name} {reason}")
 
-    async def _answer(self, request: bytes, limit_seconds: float, *, grace_seconds: float = 0.0) -> WorkerMessage:
-        """Send the request and wait for a message, within the time and memory limits. Raises WorkerEnded."""
+    async def answer(
+        self, request: bytes, kind: type[Message], limit_seconds: float, *, grace_seconds: float = 0.0
+    ) -> Message:
+        """Send the request and wait for a message of this kind, within the time and memory limits. Raises WorkerEnded.
+
+        A cancelled wait kills the process.
+        """
         deadline = self._loop.time() + limit_seconds + grace_seconds
-        receiving = asyncio.ensure_future(self._exchange(request))
+        receiving = asyncio.ensure_future(self._exchange(request, kind))
         try:
             while True:
                 left = deadline - self._loop.time()
@@ -239,29 +209,31 @@ class WorkerProcess:
                 if receiving.done():
                     return receiving.result()
                 if left <= 0:
-                    raise self._end(f"took longer than {limit_seconds:g} s")
+                    raise self.end(f"took longer than {limit_seconds:g} s")
                 if not self.alive:
                     await asyncio.wait({receiving}, timeout=POLL_SECONDS)  # an answer may have arrived before the end
                     if not receiving.done():
-                        raise self._end(self._how_it_ended())
-                if self._resident_bytes() > self._function.memory_bytes:
-                    limit = self._function.memory_bytes // 2**20
-                    raise self._end(f"used more than {limit} MB of memory (rewards.memory_limit_mb)")
+                        raise self.end(self._how_it_ended())
+                if self._resident_bytes() > self._memory_bytes:
+                    limit = self._memory_bytes // 2**20
+                    raise self.end(f"used more than {limit} MB of memory ({self._limit_key})")
+        except asyncio.CancelledError:
+            self.kill()
+            raise
         except (EOFError, OSError):
             await self._wait_for_exit()
-            raise self._end(self._how_it_ended()) from None
+            raise self.end(self._how_it_ended()) from None
         except ValueError:
-            raise self._end("sent an invalid answer") from None
+            raise self.end("sent an invalid answer") from None
         finally:
             receiving.cancel()
 
-    async def _exchange(self, request: bytes) -> WorkerMessage:
+    async def _exchange(self, request: bytes, kind: type[Message]) -> Message:
         await self._loop.sock_sendall(self._socket, request)
         size = int.from_bytes(await self._receive(LENGTH_BYTES), "little")
         if size > MAX_ANSWER_BYTES:
             raise msgspec.ValidationError("the answer is too long")
-        message: WorkerMessage = msgpack.decode(await self._receive(size), type=WorkerMessage)
-        return message
+        return msgpack.decode(await self._receive(size), type=kind)
 
     async def _receive(self, size: int) -> bytes:
         content = bytearray()
@@ -308,6 +280,66 @@ class WorkerProcess:
     def _read_on(self) -> None:
         if self._output >= 0:
             self._loop.add_reader(self._output, self._read_output)
+
+
+class WorkerProcess:
+    """One worker process of a reward function on this machine. asynchronous: whether the function is, once ready."""
+
+    def __init__(self, function: ProcessFunction, *, on_output: Callable[[bytes], None]) -> None:
+        """Start the process. Needs a running event loop. Raises OSError if the system refuses."""
+        self._function = function
+        self._number = 0
+        self.asynchronous = False
+        self.group: GroupParameters | None = None
+        settings = WorkerSettings(
+            name=function.name,
+            options=function.options,
+            path=sys.path,
+            parent=os.getpid(),
+            memory_bytes=function.memory_bytes,
+            file=function.file,
+        )
+        self._process = GuardedProcess(
+            f"reward {function.name}", BOOT, settings, limit_key="rewards.memory_limit_mb", on_output=on_output
+        )
+        self.leave, self.kill = self._process.leave, self._process.kill
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.alive
+
+    async def ready(self) -> None:
+        """Wait until the function is imported. Raises ProfileError if it cannot be used, and WorkerEnded."""
+        message = await self._process.answer(b"", MESSAGES, IMPORT_SECONDS)
+        if isinstance(message, Refused):
+            self.kill()
+            raise ProfileError(message.message)
+        if not isinstance(message, Ready):
+            raise self._process.end("sent an invalid answer")
+        self.asynchronous, self.group = message.asynchronous, message.group
+
+    async def call(self, completions: Completions) -> Values:
+        """Return the values of the function. Raises RewardError, and WorkerEnded if the process cannot be used again.
+
+        A cancelled call kills the process.
+        """
+        self._number += 1
+        if self.group is None or not self.group.accepts("completion_ids"):
+            completions = replace(completions, tokens=())
+        request = frame(CallRequest(number=self._number, completions=completions))
+        limit = self._function.options.timeout_seconds
+        grace = GRACE_SECONDS if self.asynchronous else 0.0
+        message = await self._process.answer(request, MESSAGES, limit, grace_seconds=grace)
+        if isinstance(message, Failure) and message.number == self._number:
+            raise RewardError(message.message, traceback=message.traceback)
+        if not isinstance(message, Answer) or message.number != self._number:
+            raise self._process.end("sent an invalid answer")
+        if len(message.values) != len(completions.texts):
+            raise self._process.end("sent an invalid answer")
+        if any(value is not None and too_large(value) for value in message.values):
+            raise self._process.end("sent an invalid answer")
+        return message.values
 
 
 def _signal_name(number: int) -> str:

@@ -175,7 +175,7 @@ async def test_the_resident_memory_is_checked_where_the_system_ignores_its_limit
 ) -> None:
     """As on macOS. The check is simulated: a small limit for the check only."""
     async with runner("misbehaves") as rewards:
-        monkeypatch.setattr(worker_process.WorkerProcess, "_resident_bytes", lambda self: 2**50)
+        monkeypatch.setattr(worker_process.GuardedProcess, "_resident_bytes", lambda self: 2**50)
         outcome = await rewards.score(group("hangs 1", "hangs 22"))
     assert isinstance(outcome, Discarded)
     assert "used more than 4096 MB of memory" in outcome.detail

@@ -1,0 +1,36 @@
+"""The message in a whole text that a model has sampled, for conversations that no HTTP client leads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attachments.tools.reasoning import END_THINK, MessageParts
+from attachments.tools.tool_calls import NO_TOOLS, ToolUse
+from attachments.tools.tool_grammars import tool_format
+from clotho.extension import ReadMessage, SampledCall, SampledMessage
+from clotho.serving.errors import ApiError
+
+
+def message_reader(template: str, tools: Sequence[Mapping[str, Any]]) -> ReadMessage:
+    """Return what reads the messages of a model with this chat template. Raises ValueError for an unknown form."""
+    use = NO_TOOLS
+    if tools:
+        try:
+            found = tool_format(template, "auto")
+        except ApiError as error:
+            raise ValueError(str(error)) from error
+        functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+        properties = {name: one.get("parameters", {}).get("properties", {}) for name, one in functions.items()}
+        use = ToolUse(rendered=[], format=found, parameters=properties)
+
+    def read(prompt_end: str, text: str) -> SampledMessage:
+        """Return the parts of a whole text."""
+        parts = MessageParts(use, [prompt_end], reasons=END_THINK in template, separate=True)
+        delta = parts.parser().push(text, last=True)
+        calls = tuple(
+            SampledCall(id=call.id or "", name=call.name or "", arguments=call.arguments) for call in delta.calls
+        )
+        return SampledMessage(content=delta.content, reasoning=delta.reasoning, calls=calls)
+
+    return read
