@@ -84,8 +84,8 @@ class Attached(Struct, kw_only=True, eq=False):
     learner. observers: told by the monitor. updates: queues to those that receive every update, by name.
 
     Slots: chooser: of problems; None: the order of the dataset. sampler: samples the rollouts; None: the run's own
-    engine. groups: come in the place of those that the run makes from its dataset; None: it makes them. episodes: come in
-    the place of completions; None: a group has completions of its prompt.
+    engine. groups: come in the place of those that the run makes from its dataset; None: it makes them. episodes: come
+    in the place of completions; None: a group has completions of its prompt.
 
     Children: services: beside the flow of groups. receivers: start before those that make groups. senders: start last.
     recorders: return children that record the flow.

@@ -1,4 +1,4 @@
-"""The guessing game: secrets, questions, hints and scores. Uses only the standard library.
+"""The guessing game: secrets, questions, hints, scores, and an environment. Uses only the standard library.
 
 A question is "Ann has many coins. How many coins now?". Its words occur in the problems that are part of Clotho, so
 that Clotho's small policy can play. After a wrong guess, a hint says whether the secret is larger or smaller. The
@@ -8,6 +8,7 @@ question contains no information about the secret: the policy can only learn to 
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 
 NAMES = ("Ann", "Ben", "Eva", "Max", "Tom", "Zoe")
@@ -57,3 +58,23 @@ def score_guess(story: Story, turn: int, guess: int | None) -> tuple[float, str]
         return 1.0 - TURN_PENALTY * turn, ""
     distance = min(abs(guess - story.secret) / story.largest, 1.0)
     return WRONG_GUESS_SCORE * (1.0 - distance), story.hint(guess)
+
+
+class Guessing:
+    """The environment of one game, for `agent.environment`: 1 for a game that was won, less than 0.3 for the others."""
+
+    turns = 3
+
+    def reset(self, name: str, things: str, secret: int) -> None:
+        """Begin a game. The prompt is the question."""
+        self._story = Story(name=name, things=things, secret=secret, largest=7)
+        self._turn, self.reward = 0, 0.0
+
+    def step(self, text: str) -> str | None:
+        """Score a guess; return the hint, or None when the game is over."""
+        found = re.search(r"<answer>\s*(\d{1,9})\s*</answer>", text)
+        guess = int(found[1]) if found else None
+        score, hint = score_guess(self._story, self._turn, guess)
+        self.reward = 1.0 if guess == self._story.secret else score
+        self._turn += 1
+        return hint if self._turn < self.turns and hint else None

@@ -30,6 +30,7 @@ from training_run.attachment import Attached
 from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.groups.ledger import Ledger
 from training_run.groups.progress import LearnerProgress, StalenessRule
+from training_run.groups.rollout_source import SingleTurn
 from training_run.supervision.latest import Latest
 from training_run.supervision.queues import Queue
 
@@ -161,9 +162,7 @@ class SimulatedRun:
             inbox=self._prompts.inbox(),
             outbox=self._rollouts.outbox(),
             rule=rule,
-            sampler=self.sampler,
-            sampling=Sampling(max_tokens=4),
-            group_size=2,
+            source=SingleTurn(self.sampler, sampling=Sampling(max_tokens=4), group_size=2),
             ended=self.ledger.ended,
             groups=groups if simulation.dynamic else None,
         )

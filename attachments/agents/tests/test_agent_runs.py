@@ -1,0 +1,65 @@
+"""Runs whose episodes have several turns: the guessing game that the project ships."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.pipeline_process import Run, lines, metrics, run
+from training_run.__main__ import main
+
+GAME = (
+    "--profile", "guessing", "--server.port", "0", "--learner.batch-size", "4", "--sampling.group-size", "4",
+    "--async", "false", "--checkpoint.interval", "1",
+)  # fmt: skip
+
+
+def test_the_policy_learns_from_conversations_with_an_environment(tmp_path: Path) -> None:
+    """In training and in evaluations. What the sampler recorded of several turns equals what the learner computes."""
+    result = run(tmp_path / "run", *GAME, "--steps", "2", "--eval.problems", "4", small=())
+    assert result.status == 0, result.err
+    assert result.accounting.prompted == 8
+    for line in metrics(tmp_path / "run"):
+        assert 1 < line["agent/turns"] <= 3
+        assert line["agent/failed"] == 0
+        assert line["mismatch_kl"] < 1e-9
+    groups = lines(tmp_path / "run" / "rollouts.jsonl")
+    assert any(" now?" in one["text"] for group in groups for one in group["completions"]), "hints are recorded"
+    first, last = lines(tmp_path / "run" / "evaluations.jsonl")
+    assert first["problems"] == last["problems"] == 4
+    assert 0 <= first["rewards"]["environment"]["value"] <= 1
+
+
+@pytest.mark.slow  # three runs
+def test_a_synchronous_run_that_is_killed_and_resumed_ends_with_equal_weights(tmp_path: Path) -> None:
+    """Bit by bit: what an episode samples does not depend on how fast its environment is."""
+    flags = (*GAME, "--steps", "4", "--eval", "off")
+    assert run(tmp_path / "whole", *flags, small=()).status == 0
+    with Run(tmp_path / "run", *flags, small=()) as running:
+        running.wait_until(lambda: (tmp_path / "run" / "checkpoints" / "step-000002").is_dir())
+        running.kill(after_seconds=0.0)
+    assert run(tmp_path / "run", *flags, "--resume", small=()).status == 0
+    adapters = [(tmp_path / name / "adapters/adapters.safetensors").read_bytes() for name in ("whole", "run")]
+    assert adapters[0] == adapters[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (("--agent.environment", "nowhere.py:Game"), "agent.environment"),
+        (("--sampling.stop", '["x"]'), "sampling.stop"),
+        (("--agent", "off"), "rewards.name"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(flags: tuple[str, ...], key: str, tmp_path: Path) -> None:
+    """With the key, before anything is trained."""
+    result = run(tmp_path / "run", *GAME, *flags, small=())
+    assert result.status == 2
+    assert key in result.err
+
+
+def test_the_command_eval_names_what_evaluates_an_environment(capfd: pytest.CaptureFixture[str]) -> None:
+    """It samples one completion for each problem, which an environment cannot reward."""
+    assert main(["eval", "--profile", "guessing", "--limit", "1"]) == 2
+    assert "eval.interval" in capfd.readouterr().err

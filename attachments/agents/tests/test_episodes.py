@@ -1,0 +1,308 @@
+"""Episodes of several turns: tokens, masks, limits, groups, and environments that fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from attachments.agents.episodes import PythonEpisodes
+from attachments.agents.sections import PythonAgent
+from attachments.agents.workers import Workers
+from clotho.lanes.sampling_client import Refusal
+from protocols.errors import ProfileError, RequestError
+from protocols.prompt import Problem, Prompt
+from protocols.rollout import Discarded, RolloutGroup
+from protocols.sampling import Completion, SampleRequest, Sampling
+from tests.small_models import byte_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+END = 256
+HERE = "attachments.agents.tests.environments_under_test"
+Answers = Callable[[str, int], str]
+"""The text that the policy writes behind a prompt, for a seed."""
+
+
+class ScriptedSampler:
+    """Samples given texts. requests: all requests, by call."""
+
+    def __init__(self, answers: Answers, *, ends: bool = True) -> None:
+        self._answers, self._ends = answers, ends
+        self.requests: list[list[SampleRequest]] = []
+
+    async def groups(
+        self, requests: Sequence[SampleRequest]
+    ) -> AsyncGenerator[tuple[int, list[Completion] | Refusal], None]:
+        """Yield the completions of each request."""
+        self.requests.append(list(requests))
+        for index, request in enumerate(requests):
+            prompt = byte_tokenizer().decode(request.prompt, skip_special_tokens=False)
+            yield index, [self._completion(request, self._answers(prompt, seed)) for seed in request.seeds]
+
+    def _completion(self, request: SampleRequest, text: str) -> Completion:
+        tokens = (*byte_tokenizer().encode(text), *([END] if self._ends else []))[: request.sampling.max_tokens]
+        complete = tokens[-1] == END
+        return Completion(
+            tokens=tokens,
+            logprobs=(-1.0,) * len(tokens),
+            versions=(len(self.requests),) * len(tokens),
+            text=text,
+            finish_reason="stop" if complete else "length",
+        )
+
+
+def call(name: str, **arguments: Any) -> str:
+    """Return a call as the policy writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@asynccontextmanager
+async def episodes(environment: str, *, in_rounds: bool = True, **settings: Any) -> AsyncIterator[PythonEpisodes]:
+    """Episodes with an environment of the tests, two in a group."""
+    agent = PythonAgent(environment=f"{HERE}:{environment}", **{"max_workers": 2, **settings})
+    workers = Workers(agent)
+    try:
+        yield PythonEpisodes(
+            agent,
+            workers,
+            byte_tokenizer(chat_template=TEMPLATE),
+            tools=await workers.tools(),
+            sampling=Sampling(max_tokens=200),
+            system="",
+            context_length=4096,
+            in_rounds=in_rounds,
+        )
+    finally:
+        workers.close()
+
+
+def prompts(*columns: dict[str, Any]) -> list[Prompt]:
+    """Return one prompt for each problem with these columns."""
+    return [
+        Prompt(group_id=n, problem=Problem(prompt="go", answer="", type="t", extra=extra), tokens=(1,), seed=n)
+        for n, extra in enumerate(columns)
+    ]
+
+
+async def groups(
+    made: PythonEpisodes, sampler: ScriptedSampler, *columns: dict[str, Any]
+) -> list[RolloutGroup | Discarded]:
+    """Return the groups of problems with these columns."""
+    return [group async for group in made.source(sampler, 2).groups(prompts(*columns))]
+
+
+def script(*texts: str) -> Answers:
+    """Return a policy that writes these texts, one for each of its turns; then the last one."""
+    return lambda prompt, _: texts[min(prompt.count("assistant: ") - 1, len(texts) - 1)]
+
+
+async def test_a_episode_is_the_conversation_as_the_template_renders_it() -> None:
+    """Token for token, with the calls that the policy has written, so that nothing was tokenized twice or otherwise."""
+    async with episodes("Calculator") as made:
+        calls = (call("add", a=2, b=3), call("submit", value=5))
+        (group,) = await groups(made, ScriptedSampler(script(*calls)), {"target": 5})
+        assert isinstance(group, RolloutGroup)
+        rendered = byte_tokenizer(chat_template=TEMPLATE).render_chat(
+            [
+                {"role": "user", "content": "go"},
+                {"role": "assistant", "content": calls[0]},
+                {"role": "tool", "content": "5"},
+                {"role": "assistant", "content": calls[1]},
+            ],
+            tools=await made.workers.tools(),
+            add_generation_prompt=False,
+        )
+        for episode in group.completions:
+            assert (*group.prompt.tokens, *episode.tokens) == rendered[:-1], "without the newline behind the end token"
+            assert episode.reward == 1.0
+
+
+async def test_only_what_the_policy_sampled_is_trained_on() -> None:
+    """What the environment inserts has log-probability 0 and the version of the token before it."""
+    async with episodes("Talk", max_turns=2) as made:
+        (group,) = await groups(made, ScriptedSampler(script("a", "b")), {"does": "says"})
+        assert isinstance(group, RolloutGroup)
+        (one, _) = group.completions
+        inserted = byte_tokenizer().encode("\nuser: says 1: a<|end|>\nassistant: ")
+        assert one.tokens == (ord("a"), END, *inserted, ord("b"), END)
+        assert one.sampled == (True, True, *[False] * len(inserted), True, True)
+        assert one.versions == (1, 1, *[1] * len(inserted), 2, 2)
+        assert one.logprobs == (-1.0, -1.0, *[0.0] * len(inserted), -1.0, -1.0)
+        assert (one.length, one.reward) == (4, 2.0)
+
+
+async def test_a_prompt_is_computed_once_for_its_group_and_turns_continue_it() -> None:
+    """The first messages of a group are one request. Later prompts begin with the earlier ones: the prefix cache."""
+    async with episodes("Talk", max_turns=2) as made:
+        sampler = ScriptedSampler(lambda prompt, seed: str(seed))
+        await groups(made, sampler, {"does": "x"}, {"does": "y"})
+        first, second = sampler.requests
+        assert [len(request.seeds) for request in first] == [4], "the prompts of both problems are equal"
+        assert [len(request.seeds) for request in second] == [1] * 4
+        assert all(request.prompt[: len(first[0].prompt)] == first[0].prompt for request in second)
+        assert all(request.reuse_prefix for request in (*first, *second))
+
+
+async def test_episodes_that_are_not_in_rounds_do_not_wait_for_each_other() -> None:
+    """Only their first messages are sampled together."""
+    async with episodes("Talk", max_turns=2, in_rounds=False) as made:
+        sampler = ScriptedSampler(lambda prompt, seed: str(seed))
+        await groups(made, sampler, {"does": "x"})
+        assert [len(requests) for requests in sampler.requests] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("limits", "turns"), [({"max_turns": 3}, 3), ({"max_tokens": 80}, 2)], ids=["turns", "tokens"])
+async def test_a_episode_ends_at_its_limits_and_is_rewarded(limits: dict[str, Any], turns: int) -> None:
+    """The environment acts on the last message; tokens count with the prompt and those of the environment."""
+    async with episodes("Talk", **limits) as made:
+        (group,) = await groups(made, ScriptedSampler(script("abc")), {})
+        assert isinstance(group, RolloutGroup)
+        assert [one.reward for one in group.completions] == [turns, turns]
+        assert all(one.sampled[-1] for one in group.completions), "nothing is inserted behind the last message"
+
+
+async def test_a_message_that_the_limit_on_tokens_cuts_ends_its_episode() -> None:
+    """The environment does not act on it, and the episode is rewarded as it is."""
+    async with episodes("Talk") as made:
+        (group,) = await groups(made, ScriptedSampler(script("abc"), ends=False), {})
+        assert isinstance(group, RolloutGroup)
+        assert [(one.finish_reason, one.reward) for one in group.completions] == [("length", 0.0)] * 2
+
+
+async def test_a_call_that_fails_is_a_result_that_the_policy_reads() -> None:
+    """An unknown tool, wrong arguments, and arguments that are no JSON; each is counted."""
+    async with episodes("Calculator") as made:
+        wrong = (call("fly"), call("add", a=1), call("submit", value=7))
+        (group,) = await groups(made, ScriptedSampler(script(*wrong)), {"target": 7})
+        assert isinstance(group, RolloutGroup)
+        text = group.completions[0].text
+        assert "there is no tool 'fly'" in text
+        assert "missing 1 required positional argument" in text
+        assert group.completions[0].reward == 1.0
+        counts = made.take_counts()
+        assert (counts.tool_calls, counts.tool_errors, counts.turns) == (6, 4, 6)
+
+
+async def test_what_an_environment_adds_to_the_prompt_is_part_of_it() -> None:
+    """Where it differs within a group, it is context of the episodes, and the prompt is what they share."""
+    async with episodes("Calculator") as made:
+        sampler = ScriptedSampler(script("done"))
+        (group,) = await groups(made, sampler, {"greeting": "hello"})
+        assert isinstance(group, RolloutGroup)
+        assert byte_tokenizer().decode(group.prompt.tokens).endswith("user: go\n\nhello\nassistant: ")
+
+
+async def test_a_list_of_functions_is_tools_without_a_reward() -> None:
+    """The episode ends with the first message without a call."""
+    async with episodes("TOOLS") as made:
+        sampler = ScriptedSampler(script(call("double", value=4), "8"))
+        (group,) = await groups(made, sampler, {})
+        assert isinstance(group, RolloutGroup)
+        assert [one.reward for one in group.completions] == [None, None]
+        assert "tool: 8" in group.completions[0].text
+
+
+async def test_a_function_leads_the_conversation_itself() -> None:
+    """Its first question is added to the prompt."""
+    async with episodes("twice") as made:
+        (group,) = await groups(made, ScriptedSampler(script("abc", "de")), {})
+        assert isinstance(group, RolloutGroup)
+        assert [one.reward for one in group.completions] == [3.2, 3.2]
+        assert byte_tokenizer().decode(group.prompt.tokens).endswith("go\n\none?\nassistant: ")
+
+
+@pytest.mark.parametrize("does", ["raises", "hangs", "exits", "nan"])
+async def test_an_environment_that_fails_costs_its_own_episodes(does: str) -> None:
+    """The others go on, also those whose worker has ended: they are begun again and are the same."""
+    async with episodes("Talk", max_turns=2, max_workers=1, step_seconds=1.0) as made:
+        found = await groups(made, ScriptedSampler(script("a")), {"does": "says"}, {"does": does}, {"does": "says"})
+        assert isinstance(found[1], Discarded)
+        assert found[1].reason == "generation_error"
+        for group in (found[0], found[2]):
+            assert isinstance(group, RolloutGroup)
+            assert [one.reward for one in group.completions] == [2.0, 2.0]
+        assert made.take_counts().failed == 2
+
+
+@pytest.mark.parametrize("does", ["forks", "floods"])
+async def test_copies_and_output_of_an_environment_do_no_harm(does: str) -> None:
+    """A copy that it forks cannot answer, and output waits."""
+    async with episodes("Talk", max_turns=2) as made:
+        (group,) = await groups(made, ScriptedSampler(script("a")), {"does": does})
+        assert isinstance(group, RolloutGroup)
+        assert "from the copy" not in group.completions[0].text
+
+
+async def test_an_environment_that_does_not_repeat_itself_is_not_continued_elsewhere() -> None:
+    """An episode whose worker ended because of another one has failed if its beginning would be another."""
+    async with episodes("Drifting", max_turns=3, max_workers=1, step_seconds=5.0) as made:
+        found = await groups(made, ScriptedSampler(lambda prompt, _: "a"), {"does": ""}, {"does": "exits"})
+        assert all(isinstance(group, Discarded) for group in found)
+
+
+async def test_a_function_that_ignores_the_end_of_its_episode_fails() -> None:
+    """It would otherwise run for ever."""
+    async with episodes("endless", max_turns=2) as made:
+        (group,) = await groups(made, ScriptedSampler(script("a")), {})
+        assert isinstance(group, Discarded)
+
+
+async def test_a_request_that_the_engine_refuses_costs_one_episode() -> None:
+    """As if the environment had failed."""
+
+    class Refusing(ScriptedSampler):
+        async def groups(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, Any], None]:
+            for index, _ in enumerate(requests):
+                yield index, RequestError("no", param="prompt")
+
+    async with episodes("Talk") as made:
+        (group,) = await groups(made, Refusing(script("a")), {})
+        assert isinstance(group, Discarded)
+
+
+async def test_held_out_episodes_have_the_order_of_problems_and_seeds() -> None:
+    """One that failed has no tokens."""
+    async with episodes("Talk", max_turns=1) as made:
+        sampler = ScriptedSampler(lambda prompt, seed: str(seed))
+
+        async def complete(requests: Sequence[SampleRequest]) -> list[list[Completion] | Refusal]:
+            found = {index: outcome async for index, outcome in sampler.groups(requests)}
+            return [found[index] for index in range(len(requests))]
+
+        problems = [prompt.problem for prompt in prompts({}, {"does": "raises"})]
+        found = await made.held_out(problems, Sampling(), [(7, 8), (9,)], complete)
+        assert [[one.text for one in group] for group in found] == [["7", "8"], [""]]
+        assert found[1][0].tokens == ()
+
+
+NO_END = "{# tools <tool_call> #}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("Undescribed", "no description"), ("Missing", "'Missing'"), ("TOOLS", "end token")]
+)
+async def test_what_cannot_work_is_refused_at_the_start(name: str, reason: str) -> None:
+    """Tools without a description, a name that does not exist, a template that ends no answer with an end token."""
+    agent = PythonAgent(environment=f"{HERE}:{name}")
+    workers = Workers(agent)
+    try:
+        with pytest.raises(ProfileError, match=reason):
+            PythonEpisodes(
+                agent,
+                workers,
+                byte_tokenizer(chat_template=NO_END),
+                tools=await workers.tools(),
+                sampling=Sampling(),
+                system="",
+                context_length=512,
+                in_rounds=True,
+            )
+    finally:
+        workers.close()
