@@ -106,7 +106,7 @@ class LayerKeys:
 
     def __init__(self, layers: AttentionLayers | None = None) -> None:
         """layers: how the blocks take masks; by default arrays with 4 axes."""
-        self._layers = AttentionLayers(1, 4) if layers is None else layers
+        self._layers = AttentionLayers((0,), 4) if layers is None else layers
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysAndValues:
         """Store the keys and values of this pass; return those that its tokens attend to."""
@@ -140,13 +140,14 @@ class LayerKeys:
 
 
 class AttentionLayers(NamedTuple):
-    """How the blocks of a model take keys and masks. caches: number of caches.
+    """How the blocks of a model take keys and masks.
 
+    caches: number of arrays of the state of each recurrent layer (`LayerState`), and 0 for each layer with keys.
     mask_axes: None if the blocks pass masks to `attention` as they are; otherwise the number of axes of an array: 4 for
     (B, heads, queries, keys); 5 for models that compute scores with heads split into groups.
     """
 
-    caches: int
+    caches: tuple[int, ...]
     mask_axes: int | None
 
     def mask(self, visible: VisibleKeys) -> VisibleKeys | mx.array:
@@ -155,3 +156,41 @@ class AttentionLayers(NamedTuple):
             return visible
         B, _, Q, S = visible.whole.shape
         return visible.whole.reshape(B, *[1] * (self.mask_axes - 3), Q, S)
+
+
+class LayerState(LayerKeys):
+    """State of a recurrent layer after a pass over the blocks, in place of mlx-lm's `ArraysCache`.
+
+    held: the arrays of the state, (B, ...) each; none before the first token of the sequences. lengths: numbers of
+    tokens that belong to the sequences, (B,); what follows is padding and does not change the state. None: all tokens.
+    """
+
+    lengths: mx.array | None = None
+
+    def __init__(self, arrays: int, length_B: mx.array | None = None) -> None:
+        """arrays: how many arrays the state has."""
+        super().__init__()
+        self._arrays = arrays
+        self.lengths = length_B
+
+    def __getitem__(self, index: int) -> mx.array | None:
+        if index >= self._arrays:
+            raise IndexError(index)  # ends an iteration
+        return self.held[index] if self.held else None
+
+    def __setitem__(self, index: int, array: mx.array) -> None:
+        held: list[Any] = list(self.held) or [None] * self._arrays
+        held[index] = array
+        self.held = tuple(held)
+
+    def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
+        """Return which tokens change the state, (B, S) booleans; None if all do."""
+        return None if self.lengths is None else mx.arange(tokens) < self.lengths[:, None]
+
+    def advance(self, tokens: int) -> None:
+        """Do nothing: a pass computes all tokens of its sequences."""
+
+
+def layer_caches(layers: AttentionLayers, length_B: mx.array | None = None) -> list[LayerKeys]:
+    """Return what replaces the caches of the blocks in a pass over new sequences. length_B: see `LayerState`."""
+    return [LayerState(arrays, length_B) if arrays else LayerKeys(layers) for arrays in layers.caches]

@@ -66,8 +66,8 @@ def test_the_support_of_a_token_limits_its_distribution(whole: bool) -> None:
     )
 
 
-@pytest.mark.parametrize(("architecture", "layout"), [("qwen3", "auto"), ("mamba2", "padded"), ("lfm2", "padded")])
-def test_auto_is_padded_for_layers_with_other_state_than_attention(architecture: str, layout: str) -> None:
+@pytest.mark.parametrize(("architecture", "layout"), [("qwen3", "auto"), ("mamba2", "auto"), ("falcon_h1", "padded")])
+def test_auto_is_padded_for_layers_with_attention_beside_a_state(architecture: str, layout: str) -> None:
     """The resolved layout is the one to build micro-batches with."""
     assert TeacherForcing(tiny(architecture), 64, layout="auto").layout == layout
 
@@ -76,7 +76,7 @@ def test_auto_is_padded_for_layers_with_other_state_than_attention(architecture:
 def test_an_unsupported_layout_is_refused(layout: str) -> None:
     """If it is requested by name. The message names an alternative."""
     with pytest.raises(ModelError, match=rf'learner.layout = "{layout}".*choose "padded" or "auto"'):
-        TeacherForcing(tiny("mamba2"), 64, layout=layout)
+        TeacherForcing(tiny("falcon_h1"), 64, layout=layout)
 
 
 def test_an_unsplittable_model_runs_whole_on_padded_rows() -> None:

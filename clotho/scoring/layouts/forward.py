@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from clotho.models.attention import AttentionLayers, install_cache_attention
 from clotho.models.head import SplitModel
@@ -55,14 +55,14 @@ UNSUPPORTED = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 def check_layout(model: nn.Module, split: SplitModel | None, vocab_size: int, *, layout: str) -> AttentionLayers:
     """Check that the logits of a layout equal those of padded rows; return how the blocks take keys and masks.
 
-    Raises ModelError if they differ: for layers with a state other than keys and values, absolute positions (in packed
-    rows), or models whose blocks and head cannot be separated.
+    Raises ModelError if they differ: for absolute positions or recurrent layers in packed rows, for recurrent layers
+    that do not stop at the padding of a shared prompt, or for models whose blocks and head cannot be separated.
     """
     install_cache_attention()
     reasons: dict[int | None, str] = {}
     for mask_axes in MASK_AXES:
         try:
-            layers = AttentionLayers(_caches(model), mask_axes)
+            layers = AttentionLayers(_caches(model, layout), mask_axes)
             difference = _difference(split, layers, vocab_size, layout)
         except UNSUPPORTED as error:
             reasons[mask_axes] = str(error)
@@ -73,13 +73,13 @@ def check_layout(model: nn.Module, split: SplitModel | None, vocab_size: int, *,
     raise ModelError(f'learner.layout = "{layout}" does not suit this model: {reasons[4]}; choose "padded" or "auto"')
 
 
-def _caches(model: nn.Module) -> int:
-    """Return the number of caches of the model. Raises ValueError if one holds more than keys and values."""
+def _caches(model: nn.Module, layout: str) -> tuple[int, ...]:
+    """Return the `caches` of `AttentionLayers`. Raises ValueError if a layer has a state that the layout mixes up."""
     caches = make_prompt_cache(model)
     for cache in caches:
-        if type(cache) not in (KVCache, RotatingKVCache):
+        if type(cache) not in (KVCache, RotatingKVCache) and (layout, type(cache)) != ("shared", ArraysCache):
             raise ValueError(f"a layer has a state other than keys and values ({type(cache).__name__})")
-    return len(caches)
+    return tuple(len(cache.cache) if isinstance(cache, ArraysCache) else 0 for cache in caches)
 
 
 def _difference(split: SplitModel | None, layers: AttentionLayers, vocab_size: int, layout: str) -> str | None:

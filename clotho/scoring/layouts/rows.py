@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.models.attention import AttentionLayers, LayerKeys
+from clotho.models.attention import AttentionLayers, LayerKeys, layer_caches
 from clotho.models.blocked_attention import VisibleKeys
 from clotho.models.head import SplitModel
 from clotho.scoring.sequences import TrainingSequence
@@ -79,9 +79,9 @@ def _placed_padded(sequences: Sequence[TrainingSequence], members: tuple[int, ..
 def padded_states(split: SplitModel, layers: AttentionLayers | None, inputs: PaddedInputs) -> mx.array:
     """Compute the hidden states of all positions, (B * S, D). Causal attention ignores padding on the right.
 
-    layers: if given, `LayerKeys` replace the caches, as in the other layouts.
+    layers: if given, `layer_caches` replace the caches, as in the other layouts.
     """
-    keys = None if layers is None else [LayerKeys(layers) for _ in range(layers.caches)]
+    keys = None if layers is None else layer_caches(layers)
     hidden_B_S_D = split.blocks(mx.array(inputs.tokens_B_S), keys)
     return hidden_B_S_D.reshape(-1, hidden_B_S_D.shape[-1])
 
@@ -167,6 +167,6 @@ class PackedKeys(LayerKeys):
 
 def packed_states(split: SplitModel, layers: AttentionLayers, inputs: PackedInputs, offset: int = 0) -> mx.array:
     """Compute the hidden states of all positions, (R * S, D). offset: position of the first token of each row."""
-    keys = [PackedKeys(inputs.start_R_S, layers, offset) for _ in range(layers.caches)]
+    keys = [PackedKeys(inputs.start_R_S, layers, offset) for _ in layers.caches]
     hidden_R_S_D = split.blocks(mx.array(inputs.tokens_R_S), keys)
     return hidden_R_S_D.reshape(-1, hidden_R_S_D.shape[-1])

@@ -1,9 +1,9 @@
 """Shared prefix layout: the prompt of several completions goes through the blocks once.
 
-Pass 1 computes the prompts; their keys and values stay nodes of the graph. Pass 2 computes the completions, each of
-which attends to the keys and values of its prompt. Gradients flow through them into pass 1, where those of all
-completions of a prompt add up. The gradients equal those of padded rows, for P + G * C instead of G * (P + C) tokens
-(prompt P, G completions of length C).
+Pass 1 computes the prompts; their keys and values, and the states of recurrent layers, stay nodes of the graph. Pass 2
+computes the completions, each of which attends to the keys and values of its prompt. Gradients flow through them into
+pass 1, where those of all completions of a prompt add up. The gradients equal those of padded rows, for P + G * C
+instead of G * (P + C) tokens (prompt P, G completions of length C).
 
 Completions of similar length share a pass over the blocks. Other lengths have separate passes, which saves padding.
 """
@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.models.attention import AttentionLayers, KeysAndValues, LayerKeys
+from clotho.models.attention import AttentionLayers, KeysAndValues, LayerKeys, LayerState, layer_caches
 from clotho.models.blocked_attention import VisibleKeys
 from clotho.models.head import SplitModel
 from clotho.scoring.layouts.rows import Placement, bucket
@@ -116,7 +116,7 @@ class CompletionKeys(LayerKeys):
 
 def shared_states(split: SplitModel, layers: AttentionLayers, inputs: SharedInputs) -> mx.array:
     """Compute the hidden states of the prompts, then of the completions, (F * P + B * C, D)."""
-    prompts = [LayerKeys(layers) for _ in range(layers.caches)]
+    prompts = layer_caches(layers, mx.array(inputs.length_F))
     hidden_F_P_D = split.blocks(mx.array(inputs.tokens_F_P), prompts)
     D = hidden_F_P_D.shape[-1]
     if not inputs.tokens_B_C.size:
@@ -134,12 +134,19 @@ def _completion_states(
     parts = []
     for segment in segments_found:
         own = inputs.segment(segment)
-        hidden = split.blocks(mx.array(own.tokens_B_C), [CompletionKeys(keys, own, layers) for keys in prompts])
+        hidden = split.blocks(mx.array(own.tokens_B_C), [_continued(keys, own, layers) for keys in prompts])
         parts.append(mx.pad(hidden, [(0, 0), (0, C - segment.columns), (0, 0)]))
     if len(parts) == 1:
         return parts[0]
     place_B = np.argsort(np.concatenate([segment.rows for segment in segments_found]))
     return mx.concatenate(parts)[mx.array(place_B.astype(np.int32))]
+
+
+def _continued(prompts: LayerKeys, inputs: SharedInputs, layers: AttentionLayers) -> LayerKeys:
+    """Return what replaces the cache of a layer while completions go through it, after their prompts."""
+    if not isinstance(prompts, LayerState):
+        return CompletionKeys(prompts, inputs, layers)
+    return LayerState(len(prompts.held)).holding(tuple(_spread(array, inputs.prompt_B) for array in prompts.held))
 
 
 def _spread(array_F: mx.array, prompt_B: NDArray[np.int32]) -> mx.array:

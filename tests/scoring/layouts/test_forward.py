@@ -71,6 +71,16 @@ def test_log_probabilities_loss_and_gradients_are_those_of_the_plain_way(
     assert largest_error(plain(architecture, kind, RAGGED), found) < tolerance
 
 
+@pytest.mark.parametrize(("grad_checkpoint", "layout"), [(True, "padded"), (False, "shared"), (True, "shared")])
+@pytest.mark.parametrize("architecture", ["mamba2", "lfm2", "qwen3_5", "kimi_linear"])
+def test_gradients_flow_through_states_of_recurrent_layers(
+    architecture: str, grad_checkpoint: bool, layout: str
+) -> None:
+    """Also from completions into a shared prompt, and through blocks that are computed again."""
+    found = the_way_of(layout, policy(architecture, "lora", grad_checkpoint), random_sequences(RAGGED), budget=150)
+    assert largest_error(plain(architecture, "lora", RAGGED), found) < model_lanes.rtol(3e-5)
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gemma3_text"])
 def test_blocks_of_queries_give_the_same(monkeypatch: pytest.MonkeyPatch, architecture: str, layout: str) -> None:

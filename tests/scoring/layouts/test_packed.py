@@ -29,7 +29,7 @@ def test_a_row_that_does_not_fit_the_budget_goes_to_the_next_micro_batch_with_it
 def test_a_query_sees_its_own_sequence_up_to_itself_and_the_window() -> None:
     """Two sequences, of two and three tokens, in a row of six; with a window of two tokens."""
     start_1_S = np.array([[0, 0, 2, 2, 2, 5]], dtype=np.int32)
-    keys = PackedKeys(start_1_S, AttentionLayers(caches=1, mask_axes=4), offset=0)
+    keys = PackedKeys(start_1_S, AttentionLayers(caches=(0,), mask_axes=4), offset=0)
     plain = ["100000", "110000", "001000", "001100", "001110", "000001"]
     window = ["100000", "110000", "001000", "001100", "000110", "000001"]
     for expected, size in ((plain, None), (window, 2)):
