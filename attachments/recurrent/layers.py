@@ -1,12 +1,13 @@
-"""The recurrent layers of mlx-lm, computed in chunks where it computes token by token."""
+"""The recurrent layers of mlx-lm, computed in chunks that the backward pass computes again."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gated_delta
+from mlx_lm.models import gated_delta, ssm
 
-from attachments.recurrent.delta_rule import delta_rule
+from attachments.recurrent.delta_rule import CHUNK, delta_rule
+from attachments.recurrent.scan import recomputed_scan
 from clotho.models.attention import model_modules
 
 SHORTEST = 16
@@ -15,12 +16,57 @@ SHORTEST = 16
 loop = gated_delta.gated_delta_update
 """The function of mlx-lm, a loop over tokens or a kernel of Metal without gradients."""
 
+whole = ssm.ssm_update
+"""The function of mlx-lm, whose chunks of 256 tokens are all kept for the backward pass."""
+
 
 def install() -> None:
-    """Replace mlx-lm's function in all of its model modules that are loaded, for good, because threads share them."""
-    for module in model_modules():
-        if vars(module).get("gated_delta_update") is loop:
-            vars(module)["gated_delta_update"] = gated_delta_update
+    """Replace mlx-lm's functions in all of its model modules that are loaded, for good, because threads share them."""
+    for module in map(vars, model_modules()):
+        for function, own in ((loop, gated_delta_update), (whole, ssm_update)):
+            if module.get(own.__name__) is function:
+                module[own.__name__] = own
+
+
+def ssm_update(
+    hidden_states: mx.array,
+    A_log: mx.array,
+    B: mx.array,
+    C: mx.array,
+    D: mx.array,
+    dt: mx.array,
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    time_step_limit: tuple[float, float] = (0.001, 100.0),
+    mask: mx.array | None = None,
+    lengths: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Compute the outputs (rows, S, heads, size) of a state-space layer, and its last state, as mlx-lm's function does.
+
+    The backward pass computes chunks again. A pass that fits into a chunk is left to mlx-lm.
+    """
+    rows, S, heads, size = hidden_states.shape
+    if S <= CHUNK:
+        own: tuple[mx.array, mx.array] = whole(
+            hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask=mask, lengths=lengths
+        )
+        return own
+    if state is None:
+        state = mx.zeros((rows, heads, size, B.shape[-1]), dtype=mx.float32)
+
+    def step(start: int, *arrays: mx.array) -> tuple[mx.array, mx.array]:
+        x, B, C, dt, state, A_log, D, dt_bias = arrays
+        found: tuple[mx.array, mx.array] = ssm.ssm_attn(
+            x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, step=CHUNK,
+            mask=None if mask is None else mask[..., start : start + CHUNK],
+            lengths=None if lengths is None else lengths - start,
+        )  # fmt: skip
+        return found
+
+    output, (last,) = recomputed_scan(
+        step, (hidden_states, B, C, dt), (state,), (A_log, D, dt_bias), axis=1, size=CHUNK
+    )
+    return output, last
 
 
 def gated_delta_update(

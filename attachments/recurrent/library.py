@@ -12,7 +12,7 @@ class RecurrentExtension(Extension):
 
     def install_layers(self) -> None:
         """Replace functions of mlx-lm's model modules that are loaded."""
-        if "mlx_lm.models.gated_delta" in sys.modules:
+        if sys.modules.keys() & {"mlx_lm.models.gated_delta", "mlx_lm.models.ssm"}:
             from attachments.recurrent.layers import install
 
             install()

@@ -7,9 +7,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models import gated_delta
+from mlx_lm.models import gated_delta, ssm
 
 from attachments.recurrent import layers
+from attachments.recurrent.delta_rule import CHUNK
 from clotho.models.attention import model_modules
 from clotho.models.parameters import flat
 from tests.small_models import tiny
@@ -31,25 +32,40 @@ def logits_and_gradients(model: nn.Module) -> dict[str, mx.array]:
     return {"logits": logits, **flat(gradients)}
 
 
-def with_function(function: Any) -> None:
-    """Let all models of mlx-lm use a function for the gated delta rule."""
+def with_functions(*functions: Any) -> None:
+    """Let all models of mlx-lm use these functions."""
     for module in model_modules():
-        if "gated_delta_update" in vars(module):
-            vars(module)["gated_delta_update"] = function
+        for function in functions:
+            if function.__name__ in vars(module):
+                vars(module)[function.__name__] = function
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_next", "kimi_linear"])
-def test_models_compute_the_same_in_chunks(architecture: str) -> None:
-    """Logits and the gradients of all parameters are equal within 1e-5 of the largest one."""
+@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_next", "kimi_linear", "mamba2", "falcon_h1"])
+def test_models_compute_the_same_in_chunks(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits and the gradients of all parameters are equal within 1e-5 of the largest one, with two chunks and more."""
+    monkeypatch.setattr(layers, "CHUNK", 16)
     model = tiny(architecture)
     try:
-        with_function(layers.loop)
+        with_functions(layers.loop, layers.whole)
         expected = logits_and_gradients(model)
     finally:
-        with_function(layers.gated_delta_update)
+        with_functions(layers.gated_delta_update, layers.ssm_update)
     found = logits_and_gradients(model)
     for name, array in expected.items():
         assert mx.max(mx.abs(found[name] - array)) <= 1e-5 * mx.maximum(1e-2, mx.max(mx.abs(array))), name
+
+
+def test_state_space_layers_stop_at_padding() -> None:
+    """Lengths, a mask and a state in the chunks: outputs of real tokens and the last state are those of mlx-lm."""
+    mx.random.seed(0)
+    S = 2 * CHUNK + 9
+    lengths = mx.array([S - 3, CHUNK - 2])
+    shown = mx.arange(S) < lengths[:, None]
+    x, B, C = mx.random.normal((2, S, 4, 3)), mx.random.normal((2, S, 2, 5)), mx.random.normal((2, S, 2, 5))
+    arrays = x, mx.zeros(4), B, C, mx.ones(4), mx.random.normal((2, S, 4)), mx.zeros(4), mx.random.normal((2, 4, 3, 5))
+    own, expected = (f(*arrays, mask=shown, lengths=lengths) for f in (layers.ssm_update, layers.whole))
+    assert mx.allclose(mx.where(shown[..., None, None], own[0] - expected[0], 0.0), mx.zeros_like(x), atol=1e-5)
+    assert mx.allclose(own[1], expected[1], atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"lower_bound": -5.0}, {"allow_neg_eigval": True}, {"mask": True}])
@@ -75,8 +91,9 @@ def test_a_decode_step_is_left_to_mlx_lm() -> None:
 
 
 def test_every_loaded_model_is_replaced() -> None:
-    """Also the module that later models import the function from."""
-    tiny("qwen3_5")
+    """Also the modules that later models import the functions from."""
+    tiny("qwen3_5"), tiny("mamba2")
     layers.install()
-    assert not [module for module in model_modules() if vars(module).get("gated_delta_update") is layers.loop]
-    assert gated_delta.gated_delta_update is layers.gated_delta_update
+    functions = [function for module in model_modules() for function in vars(module).values()]
+    assert not {id(layers.loop), id(layers.whole)} & set(map(id, functions))
+    assert (gated_delta.gated_delta_update, ssm.ssm_update) == (layers.gated_delta_update, layers.ssm_update)
