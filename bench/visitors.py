@@ -4,13 +4,15 @@ Measures what long requests of HTTP clients cost everybody else: a training run,
 
     python -m bench visitors [--only run] [--repeats 2] [--quick] [--out bench/results/visitors.jsonl]
 
-A run of local-m3 trains without end. In each repeat it is measured alone, then beside 1, 8 and 64 long requests, each
-of another client: streams of up to 29,200 tokens beside groups of 8 completions, or of up to 8,192 tokens beside groups
-of 32. `serve` has four other clients, which ask for 64 tokens again and again. Beside all of them, one client sends at
-most ten short requests per second; the time to its first token is given as median and 95th percentile of a period.
+A run of local-m3 trains without end. In each repeat it is measured beside 1, 8 and 64 long requests, and alone before
+and after each; every long request is of another client: streams of up to 29,200 tokens beside groups of 8 completions,
+or of up to 8,192 tokens beside groups of 32. `serve` has four other clients, which ask for 64 tokens again and again.
+Beside all of them, one client sends at most ten short requests per second; the time to its first token is given as
+median and 95th percentile of a period.
 
-A ratio is a rate beside long requests, divided by the rate alone of the same process and repeat. So other work on the
-machine, whose load average stands beside the rates, matters less than for the rates themselves. The model is the policy
+A ratio is a rate beside long requests, divided by the mean of the rates alone before and after, in the same process. So
+other work on the machine, whose load average stands beside the rates, matters less than for the rates themselves, and
+so does the policy, whose completions change while it learns. The model is the policy
 of local-m3 with its context extended to 32,768 tokens; the text of a long request is meaningless, its cost is not. Each
 event of its stream counts as a token.
 """
@@ -30,6 +32,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,9 +48,12 @@ NAME = "visitors"
 
 CONTEXT = 32_768
 VISITORS = (1, 8, 64)
-SECONDS, QUICK_SECONDS = 8.0, 4.0
-SETTLE = 0.3
+SECONDS, QUICK_SECONDS = 6.0, 4.0
+SETTLE = 0.4
 """Part of a period before its measurement, in which long requests are prefilled and earlier ones end."""
+
+FIRST_UPDATES = 20
+"""Updates before the first period: completions change most at the beginning."""
 
 PAUSE = 0.1
 """Seconds between two short requests, which would be a load of their own otherwise."""
@@ -114,7 +120,7 @@ def serving(host: Host) -> Iterator[Service]:
         try:
             wait_until_ready(process, port)
             service = Service(port, run if host.group_size else None)
-            while host.group_size and len(service.steps()) < 3:
+            while host.group_size and len(service.steps()) < FIRST_UPDATES:
                 if process.poll() is not None:
                     raise RuntimeError(f"the run ended with status {process.returncode}")
                 time.sleep(0.1)
@@ -212,9 +218,9 @@ def measure(name: str, repeats: int, quick: bool) -> list[Measurement]:
     found: dict[int, list[dict[str, float]]] = {visitors: [] for visitors in (0, *VISITORS)}
     with serving(host) as service:
         for _ in range(repeats):
-            for visitors, periods in found.items():
-                periods.append(asyncio.run(period(service, visitors, host, seconds)))
-                sys.stderr.write(f"bench: {name}, {visitors} long requests: {periods[-1]}\n")
+            for visitors in (0, *chain.from_iterable((visitors, 0) for visitors in VISITORS)):
+                found[visitors].append(asyncio.run(period(service, visitors, host, seconds)))
+                sys.stderr.write(f"bench: {name}, {visitors} long requests: {found[visitors][-1]}\n")
     here = fingerprint()
     case: Case = {"service": name, "group_size": host.group_size, "max_tokens": host.max_tokens, "seconds": seconds}
     return [
@@ -250,7 +256,9 @@ def _cell(mine: dict[tuple[str, str], Measurement], visitors: str, metric: Metri
     one, alone = mine[visitors, metric.name], mine["0", metric.name]
     if visitors == "0" or metric.name not in RATES:
         return spread(one.values, one.unit)
-    ratios = [beside / by_itself for beside, by_itself in zip(one.values, alone.values, strict=True)]
+    first = range(VISITORS.index(int(visitors)), len(alone.values), len(VISITORS) + 1)
+    pairs = [alone.values[at : at + 2] for at in first]
+    ratios = [beside / statistics.fmean(pair) for beside, pair in zip(one.values, pairs, strict=True)]
     return f"{spread(one.values, one.unit)} [{spread(ratios, '')}]"
 
 

@@ -233,14 +233,16 @@ class Scheduler:
     the KV cache, the row that was submitted last returns to the queue, keeps its tokens, and reserves twice as many
     when it continues. Every admission of a row therefore either completes it or doubles it, and every row ends.
 
+    Each of the two batches has at most max_num_seqs rows: if long rows took those of rollouts, which have full batches,
+    rollouts would join a few at a time, and their prompts would take twice as long.
     When a batch is full, rows are admitted in waves: as soon as an eighth of max_num_seqs is free, because each
     admission costs a prefill pass. The job that is next in order is not overtaken by jobs of the same batch.
 
     Order between clients: a `ClientLine` for each batch, in turn. When a request ends, the tokens that it did not use
     are refunded.
     Order between clients and rollouts (background jobs): requests of clients are admitted before waiting rollouts.
-    Beside rollouts, clients may use `client_rows` more rows than max_num_seqs, so that they need not wait until a
-    rollout ends. While rollouts wait, no further request of a client is admitted once clients hold the rows, or the
+    Beside rollouts, clients may use `client_rows` more short rows than max_num_seqs, so that they need not wait until
+    a rollout ends. While rollouts wait, no further request of a client is admitted once clients hold the rows, or the
     part of the KV cache, that `rollout_share` leaves them. Long rows hold no more than this part, and are decoded less
     often (`clotho.inference.decoding`): requests of clients cannot stop a training run.
     Jobs that were admitted before, in part or until an interruption, continue before other jobs of their kind.
@@ -328,17 +330,18 @@ class Scheduler:
     def admit(self, loads: Loads, *, clients_only: bool = False) -> list[PrefillJob]:
         """Admit jobs whose rows fit beside the running rows; set their `admitted`. clients_only: no rollouts."""
         loads, admitted, wave = self._with_entering(loads), list[PrefillJob](), max(1, self.max_num_seqs // 8)
-        blocked, self._blocked = set[bool](), 0
+        blocked, self._blocked, self.waits_for_cache = set[bool](), 0, False
         while (job := self._next(loads, blocked)) is not None and not (clients_only and job.active.request.background):
             free, fitting = self._free_rows(job, loads), self._fitting_rows(job, loads)
             room, load = min(free, fitting), loads.of(is_long=job.is_long)
             if room < min(len(job.rows), wave) and (load.rows or room < 1):
-                if free < min(len(job.rows), wave):
-                    break
-                if self._becomes_long(job, load):
+                lacks_cache = free >= min(len(job.rows), wave)
+                if lacks_cache and self._becomes_long(job, load):
                     continue
                 blocked.add(job.is_long)
-                self._blocked = self._blocked if job.is_long else job.reserved
+                self.waits_for_cache |= lacks_cache
+                if lacks_cache and not job.is_long:
+                    self._blocked = job.reserved
                 continue
             self._take(job)
             job.admitted = min(len(job.rows), room)
@@ -346,7 +349,6 @@ class Scheduler:
             self.entering.append(job)
             admitted.append(job)
             loads = _with_job(loads, job)
-        self.waits_for_cache = bool(blocked)
         return admitted
 
     def _with_entering(self, loads: Loads) -> Loads:
@@ -354,10 +356,11 @@ class Scheduler:
         return reduce(_with_job, self.entering, loads)
 
     def _free_rows(self, job: PrefillJob, loads: Loads) -> int:
-        """Return how many rows of a job the limits on rows allow."""
-        background = loads.short.background
-        more = 0 if job.active.request.background else min(background, client_rows(self.max_num_seqs))
-        return self.max_num_seqs + more - sum(load.rows for load in loads)
+        """Return how many rows of a job the limit on the rows of its batch allows."""
+        if job.is_long:
+            return self.max_num_seqs - loads.long.rows
+        more = 0 if job.active.request.background else min(loads.short.background, client_rows(self.max_num_seqs))
+        return self.max_num_seqs + more - loads.short.rows
 
     def _fitting_rows(self, job: PrefillJob, loads: Loads) -> int:
         """Return how many rows of a job the KV cache has room for."""
@@ -415,9 +418,10 @@ class Scheduler:
         return "long" if self._budget.long_must_leave(loads, self._first_waiting()) else None
 
     def has_room_for_long(self, reserved: int, loads: Loads) -> bool:
-        """Whether a row can join the long rows at once: none waits, and the KV cache has room for `reserved` tokens."""
+        """Whether a row can join the long rows at once: none waits, and there is room for it and `reserved` tokens."""
         loads, waiting = self._with_entering(loads), self._first_waiting()
-        return not len(self._long) and self._budget.room(reserved, loads, waiting, is_long=True) >= 1
+        has_place = not len(self._long) and loads.long.rows < self.max_num_seqs
+        return has_place and self._budget.room(reserved, loads, waiting, is_long=True) >= 1
 
     def continues(self, job: PrefillJob, *, is_long: bool) -> None:
         """Let a row that has left a batch join the short rows, or the long rows, at once."""

@@ -1,4 +1,4 @@
-"""`visitors`: rates of a period, and their ratios to those of the same repeat without long requests."""
+"""`visitors`: rates of a period, and their ratios to those of the neighbouring periods without long requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from bench import visitors
-from bench.visitors import Host, Service, period, rates_of
+from bench.visitors import Host, Service, Tally, ask_again_and_again, period, rates_of
 from tests.bench.fake_server import fake_server
 from tests.bench.made_measurements import measurement
 
@@ -48,10 +48,29 @@ def test_a_refused_request_ends_the_measurement() -> None:
         asyncio.run(period(Service(port, None), 1, Host(0, 1000), seconds=5.0))
 
 
-def test_ratios_are_taken_within_a_repeat() -> None:
-    """Each rate beside long requests is divided by the rate alone of the same repeat."""
+def test_all_tokens_of_clients_that_wait_at_the_same_time_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrives while a client waits for its own answer is not lost."""
+    left = list(range(12))
+
+    async def answered(*_: object) -> float:
+        left.pop()
+        await asyncio.sleep(0)
+        return 5.0
+
+    async def ask(tally: Tally) -> None:
+        asking = (ask_again_and_again(Service(0, None), number, tally) for number in range(4))
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    monkeypatch.setattr(visitors, "answered_tokens", answered)
+    tally = Tally()
+    asyncio.run(ask(tally))
+    assert tally.client_tokens == 5.0 * 12
+
+
+def test_ratios_are_taken_to_the_periods_before_and_after() -> None:
+    """Each rate beside 8 long requests is divided by the mean of the second and third rate alone of its repeat."""
     results = [
         measurement(values, contender=who, metric="updates_per_second", service="run", group_size=8, max_tokens=1000)
-        for who, values in (("0", [1.0, 4.0, 2.0]), ("8", [0.5, 1.0, 1.6]))
+        for who, values in (("0", [9.0, 0.5, 1.5, 9.0, 9.0, 4.0, 4.0, 9.0]), ("8", [0.5, 1.0]))
     ]
-    assert "[0.500 (0.250 to 0.800)]" in visitors.table(results)
+    assert "[0.375 (0.250 to 0.500)]" in visitors.table(results)

@@ -345,6 +345,32 @@ def test_a_drain_waits_for_long_rows() -> None:
     assert engine._long.steps > 0
 
 
+def test_the_buffers_of_long_rows_end_with_the_last_row() -> None:
+    """Also if its request is aborted, after which no step follows."""
+    engine = make_engine()
+    long_request(engine, 100)
+    tick_until(engine, lambda: engine._long.running == 1)
+    engine.abort_clients(None)
+    engine.tick()
+    assert engine.stats().cache_tokens == 0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_long_rows_are_charged_for_what_they_stream(*, streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the event loop takes as long for a token as a decode step does, streams get half as many steps."""
+    monkeypatch.setattr("clotho.inference.decoding.STREAMED_TOKEN", 1.0)
+    engine = make_engine(kv_cache_tokens=2000)
+    count_steps_as_time(engine)
+    long_request(engine, 400, stream=streamed)
+    tick_until(engine, lambda: engine._long.steps > 20)
+    rollouts = Rollouts(engine, group=2, groups=2)
+    short, before = engine._short.steps, engine._long.steps
+    for _ in range(160):
+        rollouts.tick()
+    share = (engine._long.steps - before) / (engine._short.steps - short + engine._long.steps - before)
+    assert share == pytest.approx(LONG_SHARE / 2 if streamed else LONG_SHARE, rel=0.1)
+
+
 def test_long_rows_have_an_eighth_of_the_time() -> None:
     """Beside short rows; alone, they take every step."""
     engine = make_engine(kv_cache_tokens=2000)

@@ -135,6 +135,21 @@ def test_waiting_rollouts_keep_their_share_of_the_rows_from_clients() -> None:
     assert admitted(scheduler, running=7, longest=10) == [20, 30]
 
 
+def test_long_rows_take_no_rows_of_others() -> None:
+    """They have as many of their own, and who waits for one of these lets others pass."""
+    scheduler = make_scheduler(max_num_seqs=8)
+    long = job(1, 1, tokens=400)
+    long.further = 300
+    scheduler.add(long)
+    scheduler.add(job(2, 1))
+    scheduler.add(job(3, 4, background=True))
+    loads = Loads(Load(4, 10), Load(8, 300, most=300))
+    assert [one.active.request_id for one in scheduler.admit(loads)] == [3, 2]
+    assert not scheduler.waits_for_cache
+    loads = Loads(Load(4, 10), Load(7, 300, most=300))
+    assert [one.active.request_id for one in scheduler.admit(loads)] == [1]
+
+
 def test_a_share_of_0_prefers_clients_always() -> None:
     """A share of 1 leaves clients one row."""
     for share, expected in ((0.0, [1, 2, 3, 4]), (1.0, [1, 9, 2, 3])):
