@@ -21,7 +21,7 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import create_attention_mask
 
 from clotho.backend import backend
-from clotho.models.blocked_attention import MOST_KEYS, VisibleKeys, blocked_attention, causal
+from clotho.models.blocked_attention import VisibleKeys, blocked_attention, causal, queries_at_once
 
 NAME = "scaled_dot_product_attention"
 original = base.scaled_dot_product_attention
@@ -44,7 +44,7 @@ def attention(
     given = () if sinks is None else (sinks,)
     if cache is None or isinstance(cache, LayerKeys):
         Q, S = queries.shape[2], keys.shape[2]
-        if S > MOST_KEYS and _is_divisible(mask, Q, S):
+        if queries_at_once(Q, S) < Q and _is_divisible(mask, Q, S):
             seen = causal(Q, S) if isinstance(mask, str) else mask
             attend = partial(_attention, LayerKeys(), scale)
             return blocked_attention(attend, queries, keys, values, *given, mask=seen)

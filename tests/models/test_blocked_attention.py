@@ -22,7 +22,7 @@ B, HEADS, KEY_HEADS, Q, P, SIZE = 2, 4, 2, 37, 12, 8
 def in_blocks(monkeypatch: pytest.MonkeyPatch, queries: int = 8) -> None:
     """Compute all attention in blocks of some queries."""
     install_cache_attention()
-    monkeypatch.setattr(whole_sequences, "MOST_KEYS", 0)
+    monkeypatch.setattr(blocks, "MOST_KEYS", 0)
     monkeypatch.setattr(blocks, "QUERIES", queries)
 
 

@@ -2,7 +2,8 @@
 
 Per padded token, a block keeps these arrays until its own backward pass: the input of every trained linear layer (once
 if layers share it); the output of every linear layer; a second copy of outputs that feed an activation, gate, norm or
-rotation, because that operation keeps its own result; and a row of attention probabilities per head. For a gated MLP of
+rotation, because that operation keeps its own result; and a row of attention probabilities per head, unless attention
+is computed in blocks of queries (`clotho.models.blocked_attention`), one of which exists at a time. For a gated MLP of
 width I, a residual stream of width D, queries of width Q, and keys and values of width K each, that is
 4 D + 5 I + 3 Q + 4 K + heads * sequence numbers. On the CPU backend, whose gradients are in closed form, it is 4 D +
 3 I + 3 Q + 3 K + heads * sequence in float32. With a 16-bit base, each layer with magnitudes also keeps a float32 copy
@@ -38,6 +39,9 @@ BACKWARD = 1.5
 
 RECOMPUTED = 3.0
 """The same with gradient checkpointing: the recomputed arrays are held too, and part of the next block's."""
+
+BLOCK_COPIES = 8
+"""Peak number of arrays of the size of the scores of a block of queries."""
 
 ONE_PIECE = 5
 """Peak number of float32 arrays of the size of the logits, if the output head computes all rows at once."""
@@ -106,19 +110,28 @@ def attention_heads(config: dict[str, Any]) -> int:
 
 
 def activation_bytes(
-    kept: Sequence[int], micro: MicroBatchShape, *, residual: int, scores: int, logits: int, checkpointed: bool
+    kept: Sequence[int],
+    micro: MicroBatchShape,
+    *,
+    residual: int,
+    scores: int,
+    logits: int,
+    checkpointed: bool,
+    divides: bool,
 ) -> int:
     """Return the peak bytes of a backward pass without `logits`: what all blocks keep and the work in one block.
 
     kept: `kept_per_token` of each block with a gradient. residual: bytes of a block's input per token. scores: bytes
-    of a block's attention probabilities per pair of query and key. logits: result of `logits_bytes`.
+    of a block's attention probabilities per pair of query and key. logits: result of `logits_bytes`. divides: whether
+    the model lets attention of long rows be divided.
     """
-    probabilities = micro.pairs * scores
+    pairs = micro.pairs(divides=divides)
+    probabilities = pairs.whole * scores
     largest = micro.positions * max(kept) + probabilities
     held = micro.positions * (residual * len(kept) if checkpointed else sum(kept))
     if not checkpointed:
         held += probabilities * len(kept)
-    work = (RECOMPUTED if checkpointed else BACKWARD) * largest
+    work = (RECOMPUTED if checkpointed else BACKWARD) * largest + BLOCK_COPIES * pairs.divided * scores
     return int(held + max(work, logits) + OVERLAP * min(work, logits)) - logits
 
 

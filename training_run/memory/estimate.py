@@ -18,6 +18,7 @@ from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
 from clotho.inference.prefill import MAX_ENTRIES
 from clotho.inference.rows import spare_columns
 from clotho.inference.scheduler import client_rows
+from clotho.models.attention import calls_attention
 from clotho.models.folded_lora import converted_bytes
 from clotho.models.loading import (
     DTYPES,
@@ -325,6 +326,7 @@ def _activations(
         scores=scores,
         logits=logits,
         checkpointed=profile.policy.recomputes(describe_model(model, config).parameters),
+        divides=calls_attention(blocks),
     )
     return in_blocks + magnitude_bytes(blocks)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from msgspec import Struct
 
+from clotho.models.blocked_attention import queries_at_once
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.layouts.rows import PackedInputs, PaddedInputs
 from clotho.scoring.layouts.shared_prefix import SharedInputs
@@ -19,6 +22,17 @@ class BlockPass(Struct, frozen=True, kw_only=True):
     rows: int
     queries: int
     keys: int
+
+
+class AttendedPairs(NamedTuple):
+    """Pairs of query and key whose scores exist at once in a block of the model.
+
+    whole: in all passes whose attention is computed in one piece, whose probabilities the backward pass needs. divided:
+    in one block of queries of the largest other pass.
+    """
+
+    whole: int
+    divided: int
 
 
 class MicroBatchShape(Struct, frozen=True, kw_only=True):
@@ -36,10 +50,14 @@ class MicroBatchShape(Struct, frozen=True, kw_only=True):
         """Number of positions that the blocks compute, padding included."""
         return sum(one.rows * one.queries for one in self.passes)
 
-    @property
-    def pairs(self) -> int:
-        """Number of pairs of query and key."""
-        return sum(one.rows * one.queries * one.keys for one in self.passes)
+    def pairs(self, *, divides: bool) -> AttendedPairs:
+        """Return the pairs of query and key. divides: whether the model lets attention of long rows be divided."""
+        whole = divided = 0
+        for one in self.passes:
+            queries = queries_at_once(one.queries, one.keys) if divides else one.queries
+            pairs = one.rows * queries * one.keys
+            whole, divided = (whole + pairs, divided) if queries == one.queries else (whole, max(divided, pairs))
+        return AttendedPairs(whole, divided)
 
 
 def most_groups(profile: Profile) -> int:

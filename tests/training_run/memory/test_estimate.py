@@ -24,6 +24,7 @@ from clotho.training.update import PolicyLearner
 from protocols.errors import ModelError
 from protocols.sampling import SampleRequest, Sampling
 from tests.learner_settings import learner_settings, policy_settings
+from tests.models.test_blocked_attention import in_blocks
 from tests.saved_models import CONFIG, save
 from tests.training.policies_and_groups import scored_group
 from training_run.evaluation.held_out import PinnedSampler
@@ -129,6 +130,21 @@ def test_the_estimate_is_never_below_the_peak_and_at_most_1_5_times_it(tmp_path:
     estimate = estimate_memory(profile.model, profile, prompt_tokens=PROMPT)
     measured = peak_of_a_run(profile)
     assert measured <= estimate.total <= MOST_ABOVE_PEAK * measured
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared"])
+@pytest.mark.parametrize("grad_checkpoint", [False, True])
+def test_attention_in_blocks_of_queries_is_estimated_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, grad_checkpoint: bool
+) -> None:
+    """Long rows, whose scores exist for one block at a time: less than in one piece."""
+    profile = profile_of(saved(tmp_path), policy_settings(rank=8, grad_checkpoint=grad_checkpoint), layout=layout)
+    in_one_piece = estimate_memory(profile.model, profile, prompt_tokens=PROMPT)
+    in_blocks(monkeypatch, queries=16)
+    estimate = estimate_memory(profile.model, profile, prompt_tokens=PROMPT)
+    measured = peak_of_a_run(profile)
+    assert measured <= estimate.total <= MOST_ABOVE_PEAK * measured
+    assert estimate.activations < in_one_piece.activations
 
 
 def test_the_minimum_counts_the_cache_of_one_sequence(tmp_path: Path) -> None:

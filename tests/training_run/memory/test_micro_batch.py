@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from clotho.models import blocked_attention
 from clotho.settings.data import DataSection, RewardSection
 from clotho.settings.engine import SamplingSection
 from clotho.settings.model import ModelSection
@@ -28,7 +31,7 @@ def test_padded_rows_hold_prompt_and_completion_without_its_last_token() -> None
     """24 + 40 tokens: eight rows of 64 fill 512; 8 x 41 scored tokens are rounded up to 384."""
     padded = shape()
     assert padded.passes == (BlockPass(rows=8, queries=64, keys=64),)
-    assert (padded.positions, padded.pairs, padded.scored, padded.several) == (512, 8 * 64 * 64, 384, True)
+    assert (padded.positions, padded.scored, padded.several) == (512, 384, True)
 
 
 def test_a_shared_prompt_counts_once_and_is_attended_to_by_every_completion() -> None:
@@ -37,6 +40,16 @@ def test_a_shared_prompt_counts_once_and_is_attended_to_by_every_completion() ->
     assert shared.passes == (BlockPass(rows=1, queries=24, keys=24), BlockPass(rows=8, queries=40, keys=64))
     assert shared.positions == 24 + 8 * 40
     assert not shared.several
+
+
+def test_pairs_of_query_and_key_exist_at_once_in_one_block_of_a_long_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 64 and blocks of 16 queries; a model that cannot divide attention has all pairs."""
+    shared = shape(layout="shared", batch_size=1)
+    assert shared.pairs(divides=True) == shared.pairs(divides=False) == (24 * 24 + 8 * 40 * 64, 0)
+    monkeypatch.setattr(blocked_attention, "MOST_KEYS", 24)
+    monkeypatch.setattr(blocked_attention, "QUERIES", 16)
+    assert shared.pairs(divides=True) == (24 * 24, 8 * 16 * 64)
+    assert shared.pairs(divides=False) == (24 * 24 + 8 * 40 * 64, 0)
 
 
 def test_mini_batches_are_cut_apart_before_micro_batches_are() -> None:
