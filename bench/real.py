@@ -78,7 +78,6 @@ LEARNED = (
     Metric(name="accuracy", unit="share", better="higher"),
     SECONDS,
 )
-LONGEST_TURN = Metric(name="longest_turn_seconds", unit="seconds", better="lower")
 UNDIVIDED = replace(update.OURS, name="clotho, undivided", environment={MAX_TURN_MS: "0"})
 RECOMPUTED = replace(update.OURS, name="clotho, grad_checkpoint", environment={GRAD_CHECKPOINT: "1"})
 UPDATES = (update.OURS, RECOMPUTED, update.MLX_LM_LORA)
@@ -90,7 +89,7 @@ MLX_LM_LORA = Contender(name="mlx-lm-lora", module="bench.contenders.mlx_lm_lora
 SHOWN: Mapping[str, Sequence[Metric]] = {
     "rollouts": (decode.RATE,),
     "update": (SPEED, PEAK),
-    "turns": (SPEED, LONGEST_TURN),
+    "turns": (SPEED, update.LONGEST_TURN),
     "equal work": (SECONDS,),
     "learning": LEARNED,
 }
@@ -112,7 +111,7 @@ def measure_update(repeats: int, *, quick: bool) -> list[Measurement]:
 def measure_turns(repeats: int, *, quick: bool) -> list[Measurement]:
     """Clotho with and without a limit on turns."""
     case = TURNS | FEW | {"completion_tokens": 4} if quick else TURNS
-    return _interleaved((update.OURS, UNDIVIDED), case, [SPEED, LONGEST_TURN], repeats)
+    return _interleaved((update.OURS, UNDIVIDED), case, [SPEED, update.LONGEST_TURN], repeats)
 
 
 def measure_equal_work(repeats: int, *, quick: bool) -> list[Measurement]:

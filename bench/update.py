@@ -2,7 +2,7 @@
 
 Measures time and peak memory of one policy update, beside the GRPO trainers of mlx-lm-lora and TRL.
 
-    python -m bench update [--repeats 5] [--out bench/results/update.jsonl]
+    python -m bench update [--repeats 5] [--only long] [--out bench/results/update.jsonl]
 
 All contenders train on the same rollouts: random tokens, 2,048 completion tokens per update, every second completion
 rewarded. The first case has 4 prompts of 128 tokens with 8 completions of 64 tokens each. The other cases vary the
@@ -18,6 +18,9 @@ the entropy; mlx-lm-lora does not. mlx-lm-lora processes as many completions at 
 prompts. Processing all completions at once, its other setting, took 3.5 to 7 times the memory; at a vocabulary of 4,096
 it took the same time, at larger vocabularies longer. The `checkpointed` contender recomputes activations
 (`grad_checkpoint`), the memory-saving setting of mlx-lm-lora.
+
+`--only long` measures Clotho alone, with the embedded policy, on two completions of 1,024 to 16,384 tokens: memory, and
+the longest turn, whose limit is `learner.max_turn_ms`.
 
 peak_bytes is the peak memory during the update minus the memory before it: MLX arrays (`mx.get_peak_memory`) for MLX,
 the resident set for PyTorch. Each contender is a separate process with one thread for matrix products, and contenders
@@ -68,6 +71,8 @@ def case(model: str, vocabulary: int, *, prompts: int = 4, group: int = 8, compl
 
 
 FIRST = case("6m", 32_768)
+LENGTHS = (1024, 2048, 4096, 8192, 16_384)
+LONGEST_TURN = Metric(name="longest_turn_seconds", unit="seconds", better="lower")
 LARGER: tuple[Case, ...] = (
     case("6m", 151_936),
     case("25m", 8192),
@@ -92,13 +97,21 @@ def measure_quickly() -> list[Measurement]:
     return _interleaved([OURS, MLX_LM_LORA], [case("embedded", 384, prompts=1, completion_tokens=16)], 1)
 
 
+def measure_long(repeats: int, quick: bool) -> list[Measurement]:
+    """Measure long completions; quick: the shortest of them once."""
+    lengths, repeats = (LENGTHS[:1], 1) if quick else (LENGTHS, repeats)
+    cases = [case("embedded", 384, prompts=1, group=2, completion_tokens=tokens) for tokens in lengths]
+    return measure_interleaved(NAME, [OURS], cases, [*METRICS, LONGEST_TURN], repeats=repeats)
+
+
 def _interleaved(contenders: Sequence[Contender], cases: Sequence[Case], repeats: int) -> list[Measurement]:
     return measure_interleaved(NAME, contenders, cases, METRICS, repeats=repeats)
 
 
 def table(results: Sequence[Measurement]) -> str:
-    """Speed and memory, one row per case."""
-    return report(results, ["tokens_per_second", "peak_bytes"])
+    """Speed and memory, one row per case; the longest turn, where it was measured."""
+    turns = [LONGEST_TURN.name] if any(one.metric == LONGEST_TURN.name for one in results) else []
+    return report(results, ["tokens_per_second", "peak_bytes", *turns])
 
 
 def draw(results: Sequence[Measurement], target: Path) -> None:
@@ -115,5 +128,6 @@ BENCHMARK = Benchmark(
     quick="measure the smallest case once",
     measure=lambda repeats, quick: measure_quickly() if quick else measure(repeats),
     table=table,
+    parts={"long": measure_long},
 )
 read, main = BENCHMARK.read, BENCHMARK.main
