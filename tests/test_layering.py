@@ -91,11 +91,19 @@ class Contents(NamedTuple):
     functions: list[tuple[str, int, int]]
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements within a node, without their expressions, which are most of a syntax tree."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield child
+            yield from statements(child)
+
+
 @cache
 def contents(path: Path) -> Contents:
     """Parse a file. Of `from a import b`, the module is `a.b` if that is a module, and `a` otherwise."""
     found = Contents([], [])
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found.imports.extend((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

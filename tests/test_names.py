@@ -39,7 +39,8 @@ def undocumented(node: ast.AST, path: tuple[str, ...] = (), *, inside: bool = Fa
     overrides = isinstance(node, ast.ClassDef) and node.name.startswith("_") and bool(node.bases)
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield from undocumented(child, path, inside=inside)
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+                yield from undocumented(child, path, inside=inside)
             continue
         here = (*path, child.name)
         lines = (child.end_lineno or child.lineno) - child.lineno + 1

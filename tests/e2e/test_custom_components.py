@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.child_processes import descendants, wait_until_ended
 from tests.e2e.custom_components import reward_behavior
-from tests.e2e.pipeline_process import BATCH, Run, RunResult, assert_recorded, lines, run
+from tests.e2e.pipeline_process import BATCH, UNEVALUATED, Run, RunResult, assert_recorded, lines, run
 from training_run.supervision.watchdog import ENGINE_RESTARTS
 
 MISBEHAVING_REWARD = """
@@ -55,7 +55,8 @@ def test_a_failing_reward_discards_only_its_own_groups(tmp_path: Path) -> None:
     """A reward raises, hangs or returns NaN. The run ends with status 0, and each such group has its reason."""
     (tmp_path / "misbehaving.toml").write_text(MISBEHAVING_REWARD)
     steps = 6
-    result = run(tmp_path / "run", "--profile", str(tmp_path / "misbehaving.toml"), "--steps", str(steps))
+    flags = ("--profile", str(tmp_path / "misbehaving.toml"), "--steps", str(steps))
+    result = run(tmp_path / "run", *flags, small=UNEVALUATED)
     assert result.status == 0, result
     accounting = result.accounting
     assert (accounting.prompted, accounting.carried_over) == (steps * BATCH, 0)
@@ -85,7 +86,7 @@ def assert_failed_by_name(run_dir: Path, result: RunResult) -> None:
 def test_a_failing_inserted_actor_ends_the_run_with_its_name(tmp_path: Path) -> None:
     """Exit status 1, and one line with its name instead of those of its neighbours. The log has its traceback."""
     (tmp_path / "failing.toml").write_text(FAILING_STAGE.format(queue="scored"))
-    result = run(tmp_path / "run", "--profile", str(tmp_path / "failing.toml"), "--steps", "4")
+    result = run(tmp_path / "run", "--profile", str(tmp_path / "failing.toml"), "--steps", "4", small=UNEVALUATED)
     assert_failed_by_name(tmp_path / "run", result)
 
 
@@ -119,10 +120,10 @@ def test_groups_of_a_failed_generation_are_sampled_once_more(tmp_path: Path) -> 
     the groups that had not ended, and every group ends exactly once.
     """
     (tmp_path / "failing.toml").write_text(FAILING_STAGE.format(queue="rollouts"))
-    failed = run(tmp_path / "run", "--profile", str(tmp_path / "failing.toml"), "--steps", "2")
+    failed = run(tmp_path / "run", "--profile", str(tmp_path / "failing.toml"), "--steps", "2", small=UNEVALUATED)
     assert_failed_by_name(tmp_path / "run", failed)
     assert lines(tmp_path / "run" / "metrics.jsonl") == []
-    result = run(tmp_path / "run", "--steps", "2", "--resume")
+    result = run(tmp_path / "run", "--steps", "2", "--resume", small=UNEVALUATED)
     assert result.status == 0, result
     assert (result.accounting.prompted, result.accounting.carried_over) == (2 * BATCH, 0)
     assert_recorded(tmp_path / "run", result.accounting, steps=2)

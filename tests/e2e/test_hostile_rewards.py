@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.pipeline_process import BATCH, SMALL, Run, RunResult, assert_recorded, lines, run
+from tests.e2e.pipeline_process import BATCH, UNEVALUATED, Run, RunResult, assert_recorded, lines, run
 from tests.e2e.test_kill import check_result
 from tests.rewards.hostile_rewards import BEHAVIORS, behavior
 
 HOSTILE = "tests.rewards.hostile_rewards:"
-WITHOUT_EVALUATION = (*SMALL[:-2], "--eval", "off")
 HARMLESS = ("forks_and_returns", "forks_a_child_that_stays", "closes_output", "works")
 
 
 def finished(run_dir: Path, *flags: str) -> RunResult:
     """Return the result of a run without evaluation."""
-    with Run(run_dir, *flags, small=WITHOUT_EVALUATION) as running:
+    with Run(run_dir, *flags, small=UNEVALUATED) as running:
         return running.finish()
 
 
@@ -45,7 +44,7 @@ def test_a_hostile_reward_costs_only_its_groups(tmp_path: Path) -> None:
 def test_a_run_whose_reward_holds_the_gil_obeys_signals(tmp_path: Path) -> None:
     """The second SIGTERM stops the run although a call would take an hour."""
     rewards = f'[{{name = "{HOSTILE}regex_without_end", timeout_seconds = 3600.0, correct = true}}]'
-    with Run(tmp_path / "run", "--rewards", rewards, "--steps", "4", small=WITHOUT_EVALUATION) as running:
+    with Run(tmp_path / "run", "--rewards", rewards, "--steps", "4", small=UNEVALUATED) as running:
         running.wait_for("policy")
         running.send(signal.SIGTERM)
         running.wait_for("draining")
