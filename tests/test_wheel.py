@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("actors", "attachments", "clotho", "profiles", "protocols", "training_run")
 FILES = ("pipeline.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
-UNBUILT = shutil.ignore_patterns("__pycache__", "*.egg-info")
+UNBUILT = shutil.ignore_patterns("__pycache__", "*.egg-info", "node_modules")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 FOREIGN = 'raise RuntimeError("not of this project")\n'
 REWARD = "def reward(problem, completion):\n    return 1.0\n"

@@ -4,44 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attachments.dashboard.sections import TOKEN_VALUES_MB
 from clotho.storage.atomic_files import copy_file
-from protocols.step import GroupsEnded, StepReport
 from training_run.attachment import Attach, Attachment, Plan
-from training_run.supervision.hooks import ReportObserver
 from training_run.supervision.supervisor import temporary
 
 if TYPE_CHECKING:
-    from attachments.dashboard.token_values import TokenValueWriter
     from training_run.directory.run_directory import RunDirectory
     from training_run.run import RunContext
-
-
-class WrittenTokenValues(ReportObserver):
-    """Passes the groups of reports to a writer. A step writes those that ended before it too."""
-
-    def __init__(self, writer: TokenValueWriter) -> None:
-        self.name = writer.path.name
-        self._writer = writer
-        self._reports: list[StepReport | GroupsEnded] = []
-
-    def step(self, report: StepReport, line: Mapping[str, Any]) -> None:
-        """Take the groups of a step into account."""
-        self._reports.append(report)
-
-    def groups(self, report: GroupsEnded) -> None:
-        """Take groups into account that ended between two steps."""
-        self._reports.append(report)
-
-    def write(self) -> None:
-        """Write the file of the step. Raises OSError if the disk refuses; its values are lost."""
-        reports, self._reports = self._reports, []
-        for report in reports:
-            self._writer.add(report)
-        if self._writer.pending:
-            self._writer.write()
 
 
 TOKENS = "tokens"
@@ -83,18 +55,15 @@ class DashboardPage(Attachment):
 
             run.attached.recorders.append(lambda wired: temporary(timeline_recorder(run, wired.facts, wired.queues)))
             if limit:
-                run.attached.observers.append(_written_token_values(run, limit << 20))
+                from attachments.dashboard.token_texts import TokenTexts
+                from attachments.dashboard.token_values import TokenValueWriter
+
+                tokenizer = run.policy.tokenizer
+                texts = TokenTexts(tokenizer, tokenizer.encode("a", add_special_tokens=False)[-1])
+                values = TokenValueWriter(run.directory.path / TOKENS, limit_bytes=limit << 20, texts=texts)
+                run.attached.observers.append(values)
 
         return attach
-
-
-def _written_token_values(run: RunContext, limit_bytes: int) -> WrittenTokenValues:
-    from attachments.dashboard.token_texts import TokenTexts
-    from attachments.dashboard.token_values import TokenValueWriter
-
-    tokenizer = run.policy.tokenizer
-    texts = TokenTexts(tokenizer, tokenizer.encode("a", add_special_tokens=False)[-1])
-    return WrittenTokenValues(TokenValueWriter(run.directory.path / TOKENS, limit_bytes=limit_bytes, texts=texts))
 
 
 ATTACHMENT = DashboardPage()

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
 from msgspec import Struct
 
 from training_run.attachment import Attachment, installed_attachments
@@ -128,12 +127,6 @@ UNITS: tuple[tuple[Format, re.Pattern[str]], ...] = (
 def unit(column: str) -> Format:
     """Return how the values of a column are written."""
     return next((found for found, name in UNITS if name.search(column)), "number")
-
-
-def chart_catalogue() -> list[dict[str, Any]]:
-    """Return the charts as JSON objects."""
-    found: list[dict[str, Any]] = msgspec.to_builtins(charts())
-    return found
 
 
 def charts() -> list[Chart]:

@@ -24,16 +24,12 @@ from protocols.errors import RunDirectoryError
 
 DEFAULT_MEGABYTES = 20
 
-STATIC = "dashboard/static/"
-STYLE = re.compile(rf'<link rel="stylesheet" href="{STATIC}([\w./-]+)">')
-CLASSIC = re.compile(rf'<script src="{STATIC}([\w./-]+)"(?: defer)?></script>')
-MODULE = re.compile(rf'<script type="module" src="{STATIC}([\w./-]+)"></script>')
+FILES = re.compile(r'<link rel="stylesheet".*</script>', re.DOTALL)
+"""The elements of the page that load its files."""
+
+LIBRARY = "vendor/uPlot.iife.min.js"
 SPECIFIER = re.compile(r"""(\bfrom\s*|\bimport\s*)(["'])\./([\w./-]+)\2""")
 """The specifier of a static import. Modules of the page import each other by relative names."""
-
-END_OF_SCRIPT = re.compile(r"</(script)", re.IGNORECASE)
-CHARSET = '<meta charset="utf-8">'
-"""The policy of the file follows this element, which browsers expect within the first kilobyte."""
 
 PREFIX = "dashboard/"
 """Begins the names of modules in the import map."""
@@ -132,42 +128,22 @@ def ordered_groups(files: RunFiles) -> list[int]:
 
 def html(data: bytes) -> str:
     """Return the page with everything inline. data: the JSON of the export."""
-    page = page_text(INDEX)
-    hashes = list[str]()
-    styles = list[str]()
-
-    def style(match: re.Match[str]) -> str:
-        text = page_text(match[1])
-        styles.append(source_hash(text))
-        return f"<style>{text}</style>"
-
-    def script(text: str, kind: str = "text/javascript") -> str:
-        text = END_OF_SCRIPT.sub(r"<\\/\1", text)
-        hashes.append(source_hash(text))
-        return f'<script type="{kind}">{text}</script>'
-
-    def module(match: re.Match[str]) -> str:
-        imports = encode({"imports": {PREFIX + name: data_address(name) for name in modules()}}).decode()
-        start = script(f'import "{PREFIX}{match[1]}";', "module")
-        embedded = f'<script type="application/json" id="export">{inert(data)}</script>'
-        return f"{embedded}\n{script(imports, 'importmap')}\n{start}"
-
-    page = STYLE.sub(style, page)
-    page = CLASSIC.sub(lambda match: script(page_text(match[1])), page)
-    page = MODULE.sub(module, page)
+    style, modules = page_text("style.css"), [name for name in page_names() if name.endswith(".js") and name != LIBRARY]
+    imports = encode({"imports": {PREFIX + name: data_address(name) for name in sorted(modules)}}).decode()
+    start = f'import "{PREFIX}app.js";'
+    scripts = {"text/javascript": page_text(LIBRARY), "importmap": imports, "module": start}
     policy = (
-        f"default-src 'none'; script-src {' '.join(hashes)} data:; style-src {' '.join(styles)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {' '.join(map(source_hash, scripts.values()))} data:; "
+        f"style-src {source_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'"
     )
-    meta = (
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<meta name="referrer" content="no-referrer">'
-    )
-    return page.replace(CHARSET, f"{CHARSET}\n{meta}", 1)
-
-
-def modules() -> list[str]:
-    """Return the names of the modules of the page."""
-    return sorted(name for name in page_names() if name.endswith(".js") and not name.startswith("vendor/"))
+    elements = [
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="referrer" content="no-referrer">',
+        f"<style>{style}</style>",
+        f'<script type="application/json" id="export">{inert(data)}</script>',
+        *(f'<script type="{kind}">{text}</script>' for kind, text in scripts.items()),
+    ]
+    return FILES.sub(lambda _: "\n".join(elements), page_text(INDEX))
 
 
 def data_address(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from attachments.dashboard.charts import HIDDEN, chart_catalogue
+from attachments.dashboard.charts import HIDDEN, charts
 from attachments.dashboard.growing_file import read_small
 from attachments.dashboard.histories import decoded, number
 from attachments.dashboard.run_files import RunFiles
@@ -95,7 +95,7 @@ def about(files: RunFiles) -> dict[str, Any]:
         "facts": _object(files.directory / FACTS),
         "preflight": _object(files.directory / PREFLIGHT),
         "descriptions": DESCRIPTIONS,
-        "charts": chart_catalogue(),
+        "charts": charts(),
         "hidden_columns": HIDDEN,
     }
 

@@ -24,7 +24,7 @@ that no gradient used; `sampled_logprob` of tokens that the policy did not sampl
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import isnan
 from pathlib import Path
@@ -40,6 +40,7 @@ from clotho.storage.atomic_files import make_directory, replace_file
 from protocols.errors import RunDirectoryError
 from protocols.sampling import Completion
 from protocols.step import Cut, GroupsEnded, StepReport, TokenValues
+from training_run.supervision.hooks import ReportObserver
 
 FORMAT = "1"
 MAX_LOG_RATIO = 20.0
@@ -107,35 +108,34 @@ COMPLETION_BYTES = 8 + 4 + 8
 HEADER_BYTES = 2048
 
 
-class TokenValueWriter:
+class TokenValueWriter(ReportObserver):
     """Writes the values of the groups that end with a step, and deletes the oldest files above a limit.
 
-    If the groups of one step exceed the limit, the first ones are dropped. Methods block.
+    A step writes the groups that ended before it too. If they exceed the limit, the first ones are dropped.
     """
 
     def __init__(self, directory: Path, *, limit_bytes: int, texts: TokenTexts) -> None:
         """directory: created with the first file. limit_bytes: limit on the sum of all files."""
-        self.path = directory
+        self.path, self.name = directory, directory.name
         self._limit, self._texts = limit_bytes, texts
-        self._pending: list[_Rows] = []
-        self._pending_step = 0
+        self._reports: list[StepReport | GroupsEnded] = []
         self._sizes: dict[Path, int] | None = None  # oldest first; read once, because a long run has many files
 
-    @property
-    def pending(self) -> int:
-        """Number of completions that are not in a file yet."""
-        return len(self._pending)
+    def step(self, report: StepReport, line: Mapping[str, Any]) -> None:
+        """Take the groups of a step into account."""
+        self._reports.append(report)
 
-    def add(self, report: StepReport | GroupsEnded) -> None:
-        """Add the groups of a report. Groups that ended between two batches have the step of the next batch."""
-        self._pending += _rows(report, self._texts)
-        self._pending_step = report.step
-        self._drop_first()
+    def groups(self, report: GroupsEnded) -> None:
+        """Take groups into account that ended between two batches; they have the step of the next batch."""
+        self._reports.append(report)
 
     def write(self) -> None:
-        """Write the pending groups to the file of their step. Raises OSError if the disk refuses; they are lost."""
-        rows, self._pending = self._pending, []
-        content, path = _encoded(rows, self._pending_step), token_file(self.path, self._pending_step)
+        """Write the file of the step. Raises OSError if the disk refuses; its values are lost."""
+        reports, self._reports = self._reports, []
+        rows = self._last([row for report in reports for row in _rows(report, self._texts)])
+        if not rows:
+            return
+        content, path = _encoded(rows, reports[-1].step), token_file(self.path, reports[-1].step)
         make_directory(self.path)
         if self._sizes is None:
             self._sizes = {file: file.stat().st_size for file in token_files(self.path).values()}
@@ -148,16 +148,14 @@ class TokenValueWriter:
             oldest.unlink(missing_ok=True)
             self._total -= self._sizes.pop(oldest)
 
-    def _drop_first(self) -> None:
-        """Drop the first groups until the others fit into the limit."""
-        room = self._limit - HEADER_BYTES
-        kept = len(self._pending)
-        while kept and self._pending[kept - 1].size <= room:
-            kept -= 1
-            room -= self._pending[kept].size
-        if kept:
-            incomplete = self._pending[kept - 1].group
-            self._pending = [rows for rows in self._pending[kept:] if rows.group != incomplete]
+    def _last(self, rows: Sequence[_Rows]) -> Sequence[_Rows]:
+        """Return the last groups that fit into the limit."""
+        room, first = self._limit - HEADER_BYTES, len(rows)
+        while first and rows[first - 1].size <= room:
+            first -= 1
+            room -= rows[first].size
+        incomplete = rows[first - 1].group if first else None
+        return [row for row in rows[first:] if row.group != incomplete]
 
 
 def _rows(report: StepReport | GroupsEnded, texts: TokenTexts) -> Iterator[_Rows]:

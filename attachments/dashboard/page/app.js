@@ -27,17 +27,14 @@ const choose = () => navigate(`#/${path()[0] ?? ""}`, { run: chooser.value });
 const chooser = h("select", { "aria-label": "Run", onchange: choose });
 const help = h("dialog.help", { "aria-label": "Keys", onclick: ({ target }) => target === help && help.close() });
 
-/** @type {Run[]} */
-const runs = [];
-/** @type {Page | null} */
-let page = null;
+const runs = /** @type {Run[]} */ ([]);
+let page = /** @type {Page | null} */ (null);
 let shown = "";
 let chord = false;
 /** @type {Set<Run>} The runs whose news the page loads. */
 const followed = new Set();
 
-/** The hash with the chosen run, which only the first run leaves out.
- * @param {string} hash */
+/** The hash with the chosen run, which only the first run leaves out. @param {string} hash */
 function link(hash, id = chosen().id) {
 	const [address, text] = hash.split("?");
 	const query = new URLSearchParams(text);
@@ -90,8 +87,7 @@ function route() {
 	if (before) main.focus({ preventScroll: true });
 }
 
-/** Load what is new in a run while it is live and the page is visible.
- * @param {Run} run */
+/** Load what is new in a run while it is live and the page is visible. @param {Run} run */
 async function follow(run) {
 	if (followed.has(run)) return;
 	followed.add(run);

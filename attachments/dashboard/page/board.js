@@ -17,14 +17,10 @@ export class Board {
 	smoothing = 0;
 	marked = true;
 	folds = true;
-	/** @type {[number, number] | null} */
-	range = null;
-	/** @type {[number, number]} */
-	extent = [0, 1];
-	/** @type {Chart[]} */
-	charts = [];
-	/** @type {Mark[]} */
-	found = [];
+	range = /** @type {[number, number] | null} */ (null);
+	extent = /** @type {[number, number]} */ ([0, 1]);
+	charts = /** @type {Chart[]} */ ([]);
+	found = /** @type {Mark[]} */ ([]);
 	sync = `${Math.random()}`;
 	asked = new Map();
 	zoomed = () => {};
@@ -36,8 +32,10 @@ export class Board {
 	dark = matchMedia("(prefers-color-scheme: dark)");
 	keys = { j: () => this.move(1), k: () => this.move(-1) };
 
-	/** @param {"step" | "time"} axis @param {(axis: string) => Mark[]} marks */
-	constructor(axis, marks = () => []) {
+	/** columns: of each axis, and the one that orders rows.
+	 * @param {"step" | "time"} axis @param {(axis: string) => Mark[]} marks */
+	constructor(axis, marks = () => [], columns = { key: "step", step: "step", time: "time/run" }) {
+		this.columns = columns;
 		this.axis = axis;
 		this.marks = marks;
 		this.dark.onchange = () => this.charts.forEach((chart) => { chart.draw(true); });
@@ -110,12 +108,17 @@ export class Board {
 		this.zoomed();
 	}
 
-	/** The lines of the zoomed range take the place of its merged rows. along(table): the values of the horizontal axis.
-	 * @param {Run} run @param {Kind} kind @param {string} key @param {(table: Columns) => number[]} along */
-	async sharpen(run, kind, key, along) {
+	/** The values of the horizontal axis. @param {Columns} table */
+	along(table) {
+		return table.get(this.columns[this.axis]);
+	}
+
+	/** The lines of the zoomed range take the place of its merged rows. @param {Run} run @param {Kind} kind */
+	async sharpen(run, kind) {
+		const key = this.columns.key;
 		const table = run.tables[kind];
 		if (exported || !this.range || !table.length) return;
-		const [x, axis, [low, high]] = [along(table), table.get(key), this.range];
+		const [x, axis, [low, high]] = [this.along(table), table.get(key), this.range];
 		const first = Math.max(0, x.findIndex((at) => at >= low));
 		const end = x.findIndex((at) => at >= high);
 		const stop = end < 0 ? x.length - 1 : end;
@@ -132,8 +135,7 @@ export class Board {
 		}
 	}
 
-	/** Say what the charts do not show.
-	 * @param {Columns[]} tables */
+	/** Say what the charts do not show. @param {Columns[]} tables */
 	explain(...tables) {
 		const lines = Math.max(...tables.map((table) => table.thinning()));
 		const [lost, damaged] = [tables[0].lost, tables.reduce((sum, table) => sum + table.damaged, 0)];

@@ -87,18 +87,12 @@ export function lines(series, table) {
 }
 
 export class Chart {
-	/** @type {number[]} */
-	x = [];
-	/** @type {Line[]} */
-	series = [];
-	/** @type {{button: HTMLElement, value: HTMLElement}[]} */
-	entries = [];
-	/** @type {Set<string>} */
-	hidden = new Set();
-	/** @type {any} */
-	plot = null;
-	/** @type {number | undefined} */
-	row = undefined;
+	x = /** @type {number[]} */ ([]);
+	series = /** @type {Line[]} */ ([]);
+	entries = /** @type {{button: HTMLElement, value: HTMLElement}[]} */ ([]);
+	hidden = /** @type {Set<string>} */ (new Set());
+	plot = /** @type {any} */ (null);
+	row = /** @type {number | undefined} */ (undefined);
 	form = "";
 	isNear = false;
 	isStale = false;
@@ -213,8 +207,7 @@ export class Chart {
 		};
 	}
 
-	/** The four series of uPlot for a line, as `rows` has them.
-	 * @param {Line} line @param {number} at */
+	/** The four series of uPlot for a line, as `rows` has them. @param {Line} line @param {number} at */
 	strokes({ label, base }, at) {
 		const { span } = this.definition;
 		const show = !this.hidden.has(label);
@@ -256,8 +249,7 @@ export class Chart {
 		this.board.zoom([this.plot.posToVal(left, "x"), this.plot.posToVal(left + width, "x")]);
 	}
 
-	/** The values of a row, or the latest values, in the legend.
-	 * @param {number | null} [row] */
+	/** The values of a row, or the latest values, in the legend. @param {number | null} [row] */
 	write(row) {
 		const [write, { span }] = [writer(this.definition.format), this.definition];
 		this.series.forEach(({ values, base }, at) => {

@@ -26,7 +26,7 @@ export class Compare {
 		this.runs = runs;
 		this.followed = new Set(runs.slice(0, FIRST));
 		this.board.zoomed = () => {
-			for (const run of this.shown()) this.board.sharpen(run, "metrics", "step", (table) => this.along(table));
+			for (const run of this.shown()) this.board.sharpen(run, "metrics");
 		};
 		const boxes = runs.map((run) => {
 			const box = h("input", { type: "checkbox", checked: this.followed.has(run), onchange: () => {
@@ -52,16 +52,10 @@ export class Compare {
 		return this.runs.filter((run) => this.followed.has(run) && run.about && run.loaded.has("metrics"));
 	}
 
-	/** @param {Columns} table */
-	along(table) {
-		return table.get(this.board.axis === "step" ? "step" : "time/run");
-	}
-
-	/** The lines of all runs on one axis, with null where a run has no value.
-	 * @param {Metric} metric */
+	/** The lines of all runs on one axis, with null where a run has no value. @param {Metric} metric */
 	data({ table = "metrics", column }) {
 		const found = this.shown().map((run) =>
-			({ x: this.along(run.tables[table]), values: run.tables[table].get(column), label: run.name }));
+			({ x: this.board.along(run.tables[table]), values: run.tables[table].get(column), label: run.name }));
 		const x = [...new Set(found.flatMap((run) => run.x))].filter((at) => !missing(at)).sort((a, b) => a - b);
 		const series = found.map((run) => {
 			const at = new Map(run.x.map((value, row) => [value, run.values[row]]));
@@ -109,7 +103,6 @@ export class Compare {
 			: h("p.muted", "None"));
 	}
 
-	/** @param {Run} run @param {Kind[]} changed */
 	update(run, changed) {
 		if (changed.length && this.shown().includes(run)) this.refresh();
 	}

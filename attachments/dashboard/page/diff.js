@@ -26,8 +26,7 @@ function edits(a, b) {
 			common[at(i, j)] = a[i] === b[j] ? common[at(i + 1, j + 1)] + 1 : longer;
 		}
 	}
-	/** @type {[number, string][]} */
-	const runs = [[0, a.slice(0, start).join("")]];
+	const runs = /** @type {[number, string][]} */ ([[0, a.slice(0, start).join("")]]);
 	const add = (kind, text) => {
 		if (runs.at(-1)[0] === kind) runs.at(-1)[1] += text;
 		else runs.push([kind, text]);

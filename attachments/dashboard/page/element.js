@@ -2,9 +2,8 @@
 
 const PROPERTIES = ["value", "checked", "disabled", "selected", "open", "tabIndex"];
 
-/** h("p.muted", {onclick: f, style: {width: "4px"}}, "text", [more], null): attributes are optional; null, false and ""
- * are skipped.
- * @param {string} tag @param {any} [attributes] @param {any[]} children @returns {any} */
+/** h("p.muted", {onclick: f, style: {width: "4px"}}, "text", [more], null): attributes are optional; null, false and
+ * "" are skipped. @param {string} tag @param {any} [attributes] @param {any[]} children @returns {any} */
 export function h(tag, attributes, ...children) {
 	const [type, ...classes] = tag.split(".");
 	const element = document.createElement(type);
@@ -24,8 +23,7 @@ export function h(tag, attributes, ...children) {
 /** @param {string} message */
 export const problem = (message) => h("p.error", { role: "alert" }, message);
 
-/** A command with a button that copies it, or selects it where the browser does not copy.
- * @param {string} text */
+/** A command with a button that copies it, or selects it where the browser does not copy. @param {string} text */
 export function command(text) {
 	const code = h("code", text);
 	const button = h("button.button.small", { onclick: async () => {
@@ -38,16 +36,14 @@ export function command(text) {
 /** @param {any[]} children */
 export const rowHead = (...children) => h("th", { scope: "row" }, children);
 
-/** A field whose text filters what `name` names.
- * @param {string} name @param {() => void} oninput */
+/** A field whose text filters what `name` names. @param {string} name @param {() => void} oninput */
 export const filterField = (name, oninput) =>
 	h("input", { type: "search", placeholder: `filter the ${name}`, "aria-label": `Filter of the ${name}`, oninput });
 
 /** A function that calls `act` once after `ms`, however often it is called until then; `cancel` prevents this.
  * @param {number} ms @param {() => void} act */
 export function later(ms, act) {
-	/** @type {number | null} */
-	let timer = null;
+	let timer = /** @type {number | null} */ (null);
 	const run = () => {
 		timer = null;
 		act();
@@ -55,16 +51,14 @@ export function later(ms, act) {
 	return Object.assign(() => { timer ??= setTimeout(run, ms); }, { cancel: () => clearTimeout(timer) });
 }
 
-/** Replace the children of an element.
- * @param {Element} element @param {any[]} children */
+/** Replace the children of an element. @param {Element} element @param {any[]} children */
 export function fill(element, ...children) {
 	element.replaceChildren(...nodes(children));
 	return element;
 }
 
-/** Give an element these children, and keep those that do not differ: selection, focus and tooltips stay. Listeners of
- * children must not depend on what changes.
- * @param {Element} element @param {any[]} children */
+/** Give an element these children, and keep those that do not differ: selection, focus and tooltips stay. Listeners
+ * of children must not depend on what changes. @param {Element} element @param {any[]} children */
 export function update(element, ...children) {
 	const wanted = nodes(children).map((child) => (child instanceof Node ? child : new Text(child)));
 	wanted.forEach((next, at) => {
@@ -74,8 +68,7 @@ export function update(element, ...children) {
 	while (element.childNodes.length > wanted.length) element.lastChild.remove();
 }
 
-/** Make a node equal to another one.
- * @param {any} old @param {any} next */
+/** Make a node equal to another one. @param {any} old @param {any} next */
 export function patch(old, next) {
 	if (old.isEqualNode(next)) return;
 	if (old.nodeName !== next.nodeName || old.dataset?.key !== next.dataset?.key) old.replaceWith(next);

@@ -6,19 +6,16 @@ export const COLUMNS = {
 	version_min: "versions", truncated: "truncated", prompt: "prompt",
 };
 /** @typedef {Record<keyof typeof COLUMNS | "version_max", any[]>} GroupColumns */
-/** @type {("outcome" | "type" | "environment")[]} */
-export const CHOICES = ["outcome", "type", "environment"];
+export const CHOICES = /** @type {("outcome" | "type" | "environment")[]} */ (["outcome", "type", "environment"]);
 /** The columns of the lower and the upper end of a range. A group passes if its range overlaps that of the filter.
  * @type {Record<string, [keyof GroupColumns, keyof GroupColumns]>} */
 export const RANGES = Object.assign(Object.create(null), { // names come from the address
 	step: ["step", "step"], reward: ["reward_mean", "reward_mean"], spread: ["reward_spread", "reward_spread"],
 	length: ["length_mean", "length_mean"], version: ["version_min", "version_max"],
 });
-/** @type {Record<string, string>} */
-const SIGNS = Object.assign(Object.create(null), { min: "≥", max: "≤" });
+const SIGNS = /** @type {Record<string, string>} */ (Object.assign(Object.create(null), { min: "≥", max: "≤" }));
 
-/** [key, value, description] of each active filter.
- * @param {URLSearchParams} query */
+/** [key, value, description] of each active filter. @param {URLSearchParams} query */
 export function active(query) {
 	const ends = [...query].map(([key, value]) => [key, value, ...key.split("_")]);
 	const isFilter = (/** @type {string[]} */ [key, value, end, name]) =>
@@ -67,8 +64,7 @@ function comparison(columns, sort) {
 
 // The groups of a run, searched through the API.
 export class GroupIndex {
-	/** @type {Set<number> | null} */
-	matches = null;
+	matches = /** @type {Set<number> | null} */ (null);
 	text = "";
 
 	/** @param {Run} run */

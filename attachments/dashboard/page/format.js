@@ -7,8 +7,7 @@ export function missing(value) {
 	return value === null || value === undefined || Number.isNaN(value);
 }
 
-/** 12,345 · 0.0362 · 7.6e-14
- * @param {any} value */
+/** 12,345 · 0.0362 · 7.6e-14 @param {any} value */
 export function number(value, digits = 3) {
 	if (missing(value)) return MISSING;
 	if (typeof value !== "number") return String(value);
@@ -24,8 +23,7 @@ export function percent(value) {
 	return missing(value) ? MISSING : `${number(100 * value)}\u00a0%`;
 }
 
-/** 0.18 s · 52 s · 2 min 10 s · 1 h 5 min · 2 d 3 h
- * @param {any} seconds */
+/** 0.18 s · 52 s · 2 min 10 s · 1 h 5 min · 2 d 3 h @param {any} seconds */
 export function duration(seconds) {
 	if (missing(seconds)) return MISSING;
 	if (seconds < 1e-3) return seconds ? `${number(seconds * 1e6)}\u00a0µs` : "0 s";
@@ -42,8 +40,7 @@ export function duration(seconds) {
 	return `${whole}\u00a0s`;
 }
 
-/** 126 MiB, as in the terminal
- * @param {any} value */
+/** 126 MiB, as in the terminal @param {any} value */
 export function bytes(value) {
 	if (missing(value)) return MISSING;
 	let unit = 0;

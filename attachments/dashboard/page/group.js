@@ -12,24 +12,17 @@ const SCALES = [["", "fixed"], ["rank", "rank in the group"]];
 const ALL = 20000; // characters of a group whose completions are all open
 
 export class Group {
-	/** @type {number | null} */
-	id = null;
-	/** @type {number | null} */
-	completion = null;
-	/** @type {number | null} */
-	token = null;
+	id = /** @type {number | null} */ (null);
+	completion = /** @type {number | null} */ (null);
+	token = /** @type {number | null} */ (null);
 	query = new URLSearchParams();
-	/** @type {GroupRecord | null} */
-	record = null;
-	/** @type {(TokenValues | null)[]} */
-	values = [];
+	record = /** @type {GroupRecord | null} */ (null);
+	values = /** @type {(TokenValues | null)[]} */ ([]);
 	reason = "";
 	/** @type {Map<number, number>} The page of each completion. */
 	pages = new Map();
-	/** @type {Set<number>} */
-	unfolded = new Set();
-	/** @type {any} */
-	compared = {};
+	unfolded = /** @type {Set<number>} */ (new Set());
+	compared = /** @type {any} */ ({});
 	links = h("div.toolbar.links");
 	page = h("div");
 	panel = h("aside.card.panel", { hidden: true, "aria-live": "polite", "aria-label": "Token" });
@@ -132,8 +125,7 @@ export class Group {
 
 	// Positions of the completions in the order of their rewards, those of the same text together.
 	byText() {
-		/** @type {Map<string, number[]>} */
-		const found = new Map();
+		const found = /** @type {Map<string, number[]>} */ (new Map());
 		for (const i of this.ranking()) {
 			const { text } = this.record.completions[i];
 			found.set(text, [...(found.get(text) ?? []), i]);
@@ -234,8 +226,7 @@ export class Group {
 		scale && legend(name, scale), note && h("p.muted", note));
 	}
 
-	/** The choice of two completions, and what differs between them.
-	 * @param {number[]} order */
+	/** The choice of two completions, and what differs between them. @param {number[]} order */
 	difference(order) {
 		const [[a, b], { completions }, { values }] = [this.pair(), this.record, this];
 		const level = this.query.get("level") ?? LEVELS[0];
@@ -258,8 +249,7 @@ export class Group {
 	}
 
 	/** The text of a completion, one page at a time: tokens if their values exist, else plain text. A closed card shows
-	 * the beginning.
-	 * @param {number} i @param {boolean} isOpen @param {any} scale */
+	 * the beginning. @param {number} i @param {boolean} isOpen @param {any} scale */
 	card(i, isOpen, scale) {
 		const { text, reward } = this.record.completions[i];
 		const odd = hidden(text);
@@ -342,7 +332,6 @@ export class Group {
 		this.page.querySelector(".chosen").scrollIntoView({ block: "nearest" });
 	}
 
-	/** @param {Run} run @param {Kind[]} changed */
 	update(run, changed) {
 		if (run === this.run && changed.includes("groups")) this.neighbours();
 	}

@@ -126,8 +126,7 @@ export class Groups {
 /** @param {any[]} values @returns {[number, number]} */
 const extent = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [0, 0]);
 
-/** A bar from 0 to a number, and the number.
- * @param {number} value @param {[number, number]} range */
+/** A bar from 0 to a number, and the number. @param {number} value @param {[number, number]} range */
 function bar(value, [low, high]) {
 	const at = (end) => (100 * (end - low)) / (high - low || 1);
 	const style = { left: `${at(Math.min(0, value))}%`, width: `${Math.abs(at(value ?? 0) - at(0))}%` };
@@ -137,12 +136,9 @@ function bar(value, [low, high]) {
 // The table of groups. link(id): address of a group. sort(column): sort by a column.
 class Table {
 	body = h("div.rows", { role: "rowgroup" });
-	/** @type {Map<number, HTMLElement>} */
-	shown = new Map();
-	/** @type {import("./filters.js").GroupColumns} */
-	columns = null;
-	/** @type {number[]} */
-	rows = [];
+	shown = /** @type {Map<number, HTMLElement>} */ (new Map());
+	columns = /** @type {import("./filters.js").GroupColumns} */ (null);
+	rows = /** @type {number[]} */ ([]);
 	bars = {};
 	current = -1;
 	none = h("p.empty", { hidden: true });
@@ -185,8 +181,7 @@ class Table {
 		return h("div.row", attributes, Object.keys(COLUMNS).map(cell));
 	}
 
-	/** again: rows that are shown can differ.
-	 * @param {boolean} [again] */
+	/** again: rows that are shown can differ. @param {boolean} [again] */
 	draw(again) {
 		const { body, rows, shown, height } = this;
 		const { top } = body.getBoundingClientRect();

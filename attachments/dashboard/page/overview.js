@@ -19,8 +19,7 @@ export class Overview {
 	none = h("p.muted");
 	filter = filterField("other metrics", () => this.others());
 	more = h("details", { ontoggle: () => this.others() }, h("summary", this.heading), this.filter, this.rest);
-	/** @type {Map<string, HTMLElement>} */
-	drawn = new Map();
+	drawn = /** @type {Map<string, HTMLElement>} */ (new Map());
 	changed = later(250, () => this.draw());
 
 	/** @param {HTMLElement} container @param {Place} _place @param {Context} context */
@@ -28,9 +27,8 @@ export class Overview {
 		this.run = run;
 		this.link = link;
 		this.board = new Board("step", () => this.marks());
-		const along = (table) => this.along(table);
 		this.board.zoomed = () => {
-			for (const kind of KINDS) this.board.sharpen(run, kind, "step", along);
+			for (const kind of KINDS) this.board.sharpen(run, kind);
 		};
 		this.keys = { ...this.board.keys, "/": () => { this.more.open = true; this.filter.focus(); } };
 		fill(container, this.head, this.board.toolbar({}), this.leads, this.where, this.sections, this.board.quiet,
@@ -39,20 +37,15 @@ export class Overview {
 		Promise.all([run.describe(), run.load(...KINDS)]).then(() => this.build(), failed);
 	}
 
-	/** @param {Columns} table */
-	along(table) {
-		return table.get(this.board.axis === "step" ? "step" : "time/run");
-	}
-
 	marks() {
 		const { metrics, evaluations } = this.run.tables;
-		const [steps, versions, x] = [metrics.get("step"), metrics.get("policy_version"), this.along(metrics)];
+		const [steps, versions, x] = [metrics.get("step"), metrics.get("policy_version"), this.board.along(metrics)];
 		const accuracy = evaluations.get("accuracy");
 		const at = (step) => (this.board.axis === "step" ? step : x[steps.findIndex((one) => one >= step)]);
 		return [
 			...x.flatMap((where, row) => (row && versions[row] !== versions[row - 1]
 				? [{ x: where, kind: "swap", text: `weight swap to version ${versions[row]}` }] : [])),
-			...this.along(evaluations).map((where, row) =>
+			...this.board.along(evaluations).map((where, row) =>
 				({ x: where, kind: "evaluation", text: `evaluation ${percent(accuracy[row])}` })),
 			...metrics.marks.map((mark) => ({ ...mark, x: at(mark.step), text: `${mark.kind} ${mark.name}` })),
 		];
@@ -72,7 +65,7 @@ export class Overview {
 	/** @param {CatalogueChart} chart @param {Element} host */
 	add(chart, host) {
 		const table = this.run.tables[chart.table ?? "metrics"];
-		const data = () => ({ x: this.along(table), series: lines(chart.series, table) });
+		const data = () => ({ x: this.board.along(table), series: lines(chart.series, table) });
 		host.append(this.board.add({ ...chart, hide: true, data }));
 	}
 
@@ -165,8 +158,7 @@ export class Overview {
 			all ? h("table", rows.map(row)) : h("p.muted", "No group has ended yet.")];
 	}
 
-	/** Tokens per second of the last steps.
-	 * @param {number} steps */
+	/** Tokens per second of the last steps. @param {number} steps */
 	speed(steps) {
 		const columns = ["completion_length/total", "tokens_per_second", "lines", "time/run"];
 		const [tokens, rates, counts, ages] = columns.map((name) => this.run.tables.metrics.get(name).slice(-steps));
@@ -175,7 +167,6 @@ export class Overview {
 		return sum(tokens.map((count, row) => count * (counts[row] ?? 1))) / sum(seconds);
 	}
 
-	/** @param {Run} run @param {Kind[]} changed */
 	update(run, changed) {
 		if (run !== this.run || !this.leads.firstChild) return;
 		if (changed.some((kind) => kind === "metrics" || kind === "evaluations")) this.changed();
@@ -188,8 +179,7 @@ export class Overview {
 	}
 }
 
-/** @type {("metrics" | "evaluations")[]} */
-const KINDS = ["metrics", "evaluations"];
+const KINDS = /** @type {("metrics" | "evaluations")[]} */ (["metrics", "evaluations"]);
 
 /** @param {number[]} values */
 const sum = (values) => values.reduce((so_far, value) => so_far + value, 0);

@@ -14,8 +14,7 @@ export function flat(value, prefix = "") {
 /** @param {any} value */
 const text = (value) => (missing(value) || value === "" ? MISSING : String(value));
 
-/** A fact in words: a date, or a number with separators.
- * @param {string} key @param {any} value */
+/** A fact in words: a date, or a number with separators. @param {string} key @param {any} value */
 function fact(key, value) {
 	if (key !== "started" || typeof value !== "number") return typeof value === "number" ? number(value) : value;
 	return new Date(1000 * value).toLocaleString("en-GB", { dateStyle: "long", timeStyle: "short" });
@@ -46,8 +45,7 @@ export class Settings {
 		if (!this.run.about) return;
 		const { profile, profile_changes: changes, facts, preflight } = this.run.about;
 		const changed = new Map(flat(changes));
-		/** @type {Map<string, [string, any][]>} */
-		const sections = new Map();
+		const sections = /** @type {Map<string, [string, any][]>} */ (new Map());
 		for (const [key, value] of flat(profile ?? {})) {
 			const name = key.includes(".") ? key.split(".")[0] : "run";
 			sections.set(name, [...(sections.get(name) ?? []), [key, value]]);

@@ -1,8 +1,7 @@
 // Data of the runs: requests, the histories that the tab keeps, and the data inside an exported page.
 
 const element = document.getElementById("export");
-/** @type {Exported | null} */
-export const exported = element && JSON.parse(element.textContent);
+export const exported = /** @type {Exported | null} */ (element && JSON.parse(element.textContent));
 const KEY = "clotho-key";
 
 export class SourceError extends Error {
@@ -72,21 +71,18 @@ export class Columns {
 
 	clear() {
 		this.empty();
-		/** @type {any[]} */
-		this.marks = [];
+		this.marks = /** @type {any[]} */ ([]);
 		this.lost = this.damaged = 0;
 	}
 
 	empty() {
-		/** @type {Record<string, any[]>} */
-		this.columns = Object.create(null);
+		this.columns = /** @type {Record<string, any[]>} */ (Object.create(null));
 		this.minima = Object.create(null);
 		this.maxima = Object.create(null);
 		this.length = 0;
 	}
 
-	/** Add the rows of a response. Returns whether something has changed.
-	 * @param {Rows} found */
+	/** Add the rows of a response. Returns whether something has changed. @param {Rows} found */
 	add(found) {
 		if (found.whole) this.clear();
 		this.cursor = found.cursor;
@@ -122,14 +118,12 @@ export class Columns {
 		for (const part of parts) this.append(/** @type {Part} */ (part));
 	}
 
-	/** The largest number of lines of a row.
-	 * @param {number} [start] @param {number} [stop] */
+	/** The largest number of lines of a row. @param {number} [start] @param {number} [stop] */
 	thinning(start, stop) {
 		return this.get("lines").slice(start, stop).reduce((most, lines) => Math.max(most, lines ?? 1), 1);
 	}
 
-	/** The values of a column; null in every row if there is no such column.
-	 * @param {string} name @returns {any[]} */
+	/** The values of a column; null in every row if there is no such column. @param {string} name @returns {any[]} */
 	get(name) {
 		return this.columns[name] ?? Array(this.length).fill(null);
 	}
@@ -137,12 +131,9 @@ export class Columns {
 
 // A run, with its histories as far as the tab has loaded them: a later visit of a page loads what is new.
 export class Run {
-	/** @type {State} */
-	state = null;
-	/** @type {About} */
-	about = null;
-	/** @type {Set<Kind>} */
-	loaded = new Set();
+	state = /** @type {State} */ (null);
+	about = /** @type {About} */ (null);
+	loaded = /** @type {Set<Kind>} */ (new Set());
 	/** @type {Record<Kind, Columns>} */
 	tables = { metrics: new Columns(), evaluations: new Columns(), timeline: new Columns(), groups: new Columns() };
 
@@ -164,8 +155,7 @@ export class Run {
 		this.about = await this.get("about");
 	}
 
-	/** Load some histories up to now.
-	 * @param {Kind[]} kinds */
+	/** Load some histories up to now. @param {Kind[]} kinds */
 	async load(...kinds) {
 		if (this.live || kinds.some((kind) => !this.loaded.has(kind))) await this.advance(kinds);
 		for (const kind of kinds) this.loaded.add(kind);

@@ -12,8 +12,7 @@ function code(character) {
 	return `U+${character.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
-/** The text with a symbol for each control character and each space.
- * @param {string} text */
+/** The text with a symbol for each control character and each space. @param {string} text */
 export function visible(text) {
 	return text.replace(HIDDEN, (character) => SYMBOLS[character] ?? `⟨${code(character)}⟩`);
 }
@@ -21,16 +20,14 @@ export function visible(text) {
 /** How often a text contains each invisible character except space, tab and newline: "U+202E × 2".
  * @param {string} text */
 export function hidden(text) {
-	/** @type {Map<string, number>} */
-	const counts = new Map();
+	const counts = /** @type {Map<string, number>} */ (new Map());
 	for (const [character] of text.matchAll(HIDDEN)) {
 		if (!(character in SYMBOLS)) counts.set(code(character), (counts.get(code(character)) ?? 0) + 1);
 	}
 	return [...counts].map(([name, count]) => `${name} × ${count}`).join(", ");
 }
 
-/** A float32 value with as many digits as identify it.
- * @param {number | null} value */
+/** A float32 value with as many digits as identify it. @param {number | null} value */
 export function exact(value) {
 	if (missing(value)) return MISSING;
 	const isExact = (digits) => Math.fround(Number(value.toPrecision(digits))) === Math.fround(value);

@@ -17,7 +17,8 @@ const TEXTS = {
 export class Timeline {
 	help = CHART_HELP;
 	waits = h("section.card.where");
-	board = new Board("time", () => this.table.marks.map((x) => ({ x, kind: "swap", text: "weight swap" })));
+	board = new Board("time", () => this.table.marks.map((x) => ({ x, kind: "swap", text: "weight swap" })),
+		{ key: "t", step: "t", time: "t" });
 	keys = this.board.keys;
 	changed = later(250, () => {
 		this.board.refresh();
@@ -30,7 +31,7 @@ export class Timeline {
 		this.table = run.tables.timeline;
 		this.board.zoomed = () => {
 			this.waiting();
-			this.board.sharpen(run, "timeline", "t", (table) => table.get("t"));
+			this.board.sharpen(run, "timeline");
 		};
 		fill(container, h("h1", "Timeline"), this.board.toolbar({ axis: false, smoothing: false }),
 			this.chart("lanes", "Compute threads", {},
@@ -49,8 +50,7 @@ export class Timeline {
 		return this.board.add({ id, title, series, description: TEXTS[id], empty, data, ...other });
 	}
 
-	/** Seconds of each line in which nothing was computed.
-	 * @param {number[]} x */
+	/** Seconds of each line in which nothing was computed. @param {number[]} x */
 	idle(x) {
 		const [decode, learn, other, overlap] = ["decode", "learn", "other", "overlap"].map((name) => this.table.get(name));
 		const busy = (row) => decode[row] + learn[row] + other[row] - (overlap[row] ?? 0);
@@ -82,7 +82,6 @@ export class Timeline {
 			: h("p.muted", "It did not wait."));
 	}
 
-	/** @param {Run} run @param {Kind[]} changed */
 	update(run, changed) {
 		if (run === this.run && changed.includes("timeline")) this.changed();
 	}

@@ -78,9 +78,8 @@ export function legend(name, scale) {
 		name !== "cut" && [h("li.muted", "no gradient:"), [1, 2, 3, 4].map((cut) => h("li", swatch(cut), CUTS[cut]))]);
 }
 
-/** The elements of the tokens from `start` to `end`, each with its position as `at`.
- * @param {TokenValues} values @param {number} start @param {number} end
- * @param {{name: string, scale: Scale | null, symbols: boolean}} how */
+/** The elements of the tokens from `start` to `end`, each with its position as `at`. @param {TokenValues} values
+ * @param {number} start @param {number} end @param {{name: string, scale: Scale | null, symbols: boolean}} how */
 export function elements(values, start, end, { name, scale, symbols }) {
 	return values.text.slice(start, end).map((text, i) => {
 		const at = start + i;
@@ -92,8 +91,7 @@ export function elements(values, start, end, { name, scale, symbols }) {
 	});
 }
 
-/** All values of one token, as numbers.
- * @param {TokenValues} values @param {number} at */
+/** All values of one token, as numbers. @param {TokenValues} values @param {number} at */
 export function tokenTable(values, at) {
 	const row = (title, name, text, note = "") =>
 		h("tr", rowHead(title), h("td", h("span", { "data-value": name }, text), h("span.muted", note)));

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from attachments.dashboard.export import export, modules, source_hash
+from attachments.dashboard.export import LIBRARY, export, source_hash
+from attachments.dashboard.page_files import page_names
 from attachments.dashboard.tests.synthetic_run import MARKUP, RunShape, made_groups, write_run
 
 SHAPE = RunShape(groups=36, steps=4, token_steps=1)
@@ -98,7 +99,7 @@ def test_every_module_is_in_the_import_map(exported: tuple[Elements, dict[str, A
     elements, _ = exported
     text = next(text for attributes, text in elements.scripts if attributes.get("type") == "importmap")
     imports = msgspec.json.decode(text)["imports"]
-    assert set(imports) == {f"dashboard/{name}" for name in modules()}
+    assert set(imports) == {f"dashboard/{name}" for name in page_names() if name.endswith(".js") and name != LIBRARY}
     for address in imports.values():
         source = base64.b64decode(address.partition(",")[2]).decode()
         used = re.findall(r"""^import .*["'](.+)["'];?$""", source, re.MULTILINE)

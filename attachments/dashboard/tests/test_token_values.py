@@ -59,7 +59,7 @@ def writer(run: Path, *, limit_bytes: int = 1 << 20) -> TokenValueWriter:
 def write(run: Path, report: StepReport) -> None:
     """Write the file of a step."""
     one = writer(run)
-    one.add(report)
+    one.step(report, {})
     one.write()
 
 
@@ -141,18 +141,31 @@ def test_ratios_are_finite(tmp_path: Path) -> None:
 def test_groups_that_end_between_two_batches_are_in_the_file_of_the_next_step(tmp_path: Path) -> None:
     """Those that end after the last batch have a file of their own; a step without completions has none."""
     one = writer(tmp_path)
-    one.add(GroupsEnded(step=2, discarded=(discarded(1),)))
+    one.groups(GroupsEnded(step=2, discarded=(discarded(1),)))
     assert token_files(tmp_path / "tokens") == {}
-    one.add(step(2, groups=(group(0),)))
+    one.step(step(2, groups=(group(0),)), {})
     one.write()
     assert len(read_group(tmp_path, 2, 1)) == 2
-    one.add(step(3))
-    assert one.pending == 0
-    one.add(GroupsEnded(step=4, discarded=(discarded(5),)))
-    assert one.pending == 2
+    one.step(step(3), {})
+    one.write()
+    one.groups(GroupsEnded(step=4, discarded=(discarded(5),)))
     one.write()
     assert list(token_files(tmp_path / "tokens")) == [2, 4]
     assert len(read_group(tmp_path, 4, 5)) == 2
+
+
+def test_values_that_cannot_be_written_are_lost_and_later_ones_are_not(tmp_path: Path) -> None:
+    """The monitor reports the error under the name of the directory."""
+    (tmp_path / "tokens").touch()
+    one = writer(tmp_path)
+    one.step(step(1, discarded=(discarded(1),)), {})
+    with pytest.raises(OSError, match="tokens"):
+        one.write()
+    (tmp_path / "tokens").unlink()
+    one.step(step(2, discarded=(discarded(2),)), {})
+    one.write()
+    assert one.name == "tokens"
+    assert list(token_files(tmp_path / "tokens")) == [2]
 
 
 def test_the_oldest_files_are_deleted_above_the_limit(tmp_path: Path) -> None:
@@ -161,7 +174,7 @@ def test_the_oldest_files_are_deleted_above_the_limit(tmp_path: Path) -> None:
     size = token_file(tmp_path / "sizes" / "tokens", 1).stat().st_size
     one = writer(tmp_path, limit_bytes=3 * size + size // 2)
     for number in range(1, 6):
-        one.add(step(number, groups=(group(number),)))
+        one.step(step(number, groups=(group(number),)), {})
         one.write()
     assert list(token_files(tmp_path / "tokens")) == [3, 4, 5]
     with pytest.raises(RunDirectoryError, match="deleted"):
@@ -180,7 +193,7 @@ def test_a_step_does_not_read_the_directory_again(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(token_values, "token_files", counted)
     for number in (2, 3, 3, 4, 5):
-        one.add(step(number, groups=(group(number),)))
+        one.step(step(number, groups=(group(number),)), {})
         one.write()
     assert read == [tmp_path / "tokens"]
     assert list(token_files(tmp_path / "tokens")) == [3, 4, 5]
@@ -190,7 +203,7 @@ def test_a_step_that_exceeds_the_limit_keeps_its_last_groups(tmp_path: Path) -> 
     """No group is kept in part."""
     limit = token_values.HEADER_BYTES + 4000
     one = writer(tmp_path, limit_bytes=limit)
-    one.add(step(1, groups=tuple(map(group, range(20)))))
+    one.step(step(1, groups=tuple(map(group, range(20)))), {})
     one.write()
     path = token_file(tmp_path / "tokens", 1)
     assert path.stat().st_size <= limit
