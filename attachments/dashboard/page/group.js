@@ -184,10 +184,10 @@ export class Group {
 		const text = (name, value) => h("pre.text", { class: `text ${name}`, tabindex: "0", "aria-label": name }, value);
 		return [
 			h("h1", `Group ${this.id}`),
-			h("h2.sr", "Prompt and completions"),
 			h("p.toolbar", state(reason ?? outcome), `step ${step}`, h("span", type),
 				environment && `environment ${environment}`),
 			detail && h("p.error", detail),
+			h("h2.sr", "Prompt and completions"),
 			h("section.card", h("h3", "Prompt"), text("prompt", this.shown(prompt.slice(0, CHARACTERS))),
 				prompt.length > CHARACTERS && `… ${number(prompt.length - CHARACTERS)} more characters`,
 				h("h3", "Expected answer"), text("answer", this.shown(answer.slice(0, CHARACTERS)) || MISSING)),
