@@ -151,6 +151,13 @@ def tiny(architecture: str, *, vocab_size: int = 64, seed: int = 0, **overrides:
     return model_lanes.converted(model)
 
 
+def configuration(architecture: str, vocab_size: int) -> dict[str, Any]:
+    """Return the `config.json` of a tiny model."""
+    own = (ARCHITECTURES | NEWER)[architecture]
+    settings = {**ATTENTION, **model_lanes.sizes(), **own, "vocab_size": vocab_size, "model_type": architecture}
+    return settings | (LANE_SIZES.get(architecture, {}) if model_lanes.current().on_device else {})
+
+
 def _spread(name: str, array: mx.array) -> mx.array:
     """Matrices at twice their usual scale: logits of a fresh model are too flat to tell good from bad."""
     return array * 2.0 if array.ndim == 2 and "weight" in name else array
