@@ -45,14 +45,15 @@ def task_from(
 ) -> TrainingTask:
     """A task with the problems, the system message, the token limit and the adapter of a profile."""
     profile = read_profile(name)
+    adapter = {"rank": 16, "alpha": 32.0} | profile.get("policy", {}).get("method", {})
     return TrainingTask(
         model=model,
         directory=directory,
         problems=(PROFILES / profile["data"]["train"]).resolve().parent,
         system=profile["data"].get("system", ""),
         max_tokens=profile["sampling"]["max_tokens"],
-        rank=profile["policy"]["method"]["rank"],
-        scale=profile["policy"]["method"]["scale"],
+        rank=adapter["rank"],
+        scale=adapter.get("scale", adapter["alpha"] / adapter["rank"]),
         rewards=rewards,
         correct=correct,
     )

@@ -92,7 +92,7 @@ def test_a_quantized_base_accepts_only_adapters() -> None:
     with pytest.raises(ModelError, match=r"cannot be trained in full: use policy\.method = lora"):
         open_all_weights(model)
     install_adapter(model, Lora(), seed=0)
-    assert trainable(model)["model.layers.0.self_attn.q_proj.lora_a"].shape == (64, 8)
+    assert trainable(model)["model.layers.0.self_attn.q_proj.lora_a"].shape == (64, 16)
     assert {name.rsplit(".", 1)[1] for name in trainable(model)} == {"lora_a", "lora_b"}
 
 
@@ -195,7 +195,7 @@ def test_modules_of_several_ranks_share_one_scale() -> None:
     block = model.layers[1]
     layers = (block.self_attn.q_proj, block.self_attn.v_proj, block.mlp.up_proj)
     assert [layer.lora_b.shape[0] for layer in layers] == [6, 4, 2]
-    assert {layer.scale for layer in layers} == {10.0}
+    assert {layer.scale for layer in layers} == {32 / 4}
 
 
 def test_a_quantized_base_refuses_trainable_embeddings() -> None:
@@ -219,8 +219,8 @@ def test_linear_modules_are_named_relative_to_their_block() -> None:
 def test_a_short_name_selects_the_modules_that_end_in_it() -> None:
     """PEFT's `q_proj` is mlx-lm's `self_attn.q_proj`, in `ranks` and in `target_modules`."""
     targets = ("q_proj", "mlp.up_proj")
-    assert ranks(target_modules=targets) == {"mlp.up_proj": 8, "self_attn.q_proj": 8}
-    assert ranks(target_modules=targets, ranks=("up_proj=3",)) == {"mlp.up_proj": 3, "self_attn.q_proj": 8}
+    assert ranks(target_modules=targets) == {"mlp.up_proj": 16, "self_attn.q_proj": 16}
+    assert ranks(target_modules=targets, ranks=("up_proj=3",)) == {"mlp.up_proj": 3, "self_attn.q_proj": 16}
 
 
 @pytest.mark.parametrize("misspelt", ["self_atn.q_proj", "qproj"])
