@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from training_run.profile.aliases import COMMANDS
 from training_run.supervision.process_signals import process_signals
 
 if TYPE_CHECKING:
@@ -74,6 +75,11 @@ def _run(argv: Sequence[str], load_train: LoadTrain) -> tuple[int, bool]:
     is_training = False
     try:
         known = commands() if argv and not argv[0].startswith("-") else {}
+        if known and (own := COMMANDS.get(argv[0])):
+            from training_run.profile.program import announce
+
+            announce(f"in the words of Clotho: {own}")
+            argv = [own, *argv[1:]]
         if known and argv[0] not in known:
             from training_run.profile.flags import problem_of
             from training_run.profile.translation import replaced_program
@@ -98,7 +104,7 @@ def _run(argv: Sequence[str], load_train: LoadTrain) -> tuple[int, bool]:
 
 def _run_launched(argv: Sequence[str]) -> int | None:
     """Run what `mlx.launch` has started beside the run; None for the process of the run, and for other commands."""
-    if argv and argv[0] in commands():
+    if argv and COMMANDS.get(argv[0], argv[0]) in commands():
         return None
     from training_run.attachment import installed_attachments
 

@@ -61,13 +61,13 @@ def run(argv: Sequence[str], console: Console) -> int:
         convert_model(str(source), arguments.destination.expanduser())
         print_line(console, f"wrote    {arguments.destination} (mlx), a model")
         return 0
-    adapter = convert(
-        source,
-        arguments.destination.expanduser(),
-        arguments.to,
-        model=arguments.model,
-        base_name=arguments.base_name,
-    )
+    destination = arguments.destination.expanduser()
+    try:
+        adapter = convert(source, destination, arguments.to, model=arguments.model, base_name=arguments.base_name)
+    except ArtifactError as error:
+        if error.reason == "unreadable":
+            raise ArtifactError(f"{error}; mlx_lm.convert converts models", reason=error.reason) from error
+        raise
     for line in summary(adapter, arguments.destination, arguments.to):
         print_line(console, line)
     return 0

@@ -15,6 +15,7 @@ import pytest
 
 from training_run.__main__ import main
 from training_run.main import _import_mlx_lm
+from training_run.profile.aliases import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"mlx_lm", "transformers", "starlette", "training_run.start.startup"}
@@ -73,6 +74,17 @@ def test_environments_that_cannot_fill_a_batch_are_refused_before_the_run(
     assert output.err.startswith("clotho: environments: ")
     assert "group_size" in output.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("word", "own"), COMMANDS.items())
+def test_a_command_of_mlx_lm_has_the_name_that_it_has_there(
+    word: str, own: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One line on standard error has the own name."""
+    assert main([own, "--help"]) == 0
+    help_text, _ = capfd.readouterr()
+    assert main([word, "--help"]) == 0
+    assert capfd.readouterr() == (help_text, f"clotho: in the words of Clotho: {own}\n")
 
 
 def test_the_installed_command_is_the_same_program() -> None:

@@ -22,6 +22,7 @@ from clotho.settings.model import FullMethod
 from clotho.settings.mounted import PathKind
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, did_you_mean, visible
+from training_run.profile.aliases import PROFILE_NAMES
 from training_run.profile.earlier_profiles import EARLIER, YAML, import_profile, with_recorded_scale
 from training_run.profile.keys import CHOICES, PROFILE_KEYS, SECTIONS, SETTABLE
 from training_run.profile.mounted import SETTINGS, with_attachments
@@ -63,7 +64,7 @@ def load_profile(
 
     adjust: changes the layers, lowest first, before they are combined.
     If the settings of a higher layer leave a setting of a lower layer without effect, the lower setting returns to its
-    default: `--async false` works on top of any profile. `{profile}` in run_dir becomes the stem of the file.
+    default: `--async false` works on top of any profile. `{profile}` in run_dir becomes the name, or the file's stem.
     """
     path = profile_path(name_or_path)
     flags = located(flatten(dict(overrides or {}), COMMAND_LINE), Path.cwd(), COMMAND_LINE)
@@ -76,7 +77,8 @@ def load_profile(
         merged.values.pop(complaint.key, None)
         merged.origin[complaint.key] = cause  # the layer whose settings reset the key
         profile = decode(merged)
-    return msgspec.structs.replace(profile, run_dir=profile.run_dir.replace("{profile}", path.stem))
+    name = name_or_path if name_or_path in PROFILE_NAMES else path.stem
+    return msgspec.structs.replace(profile, run_dir=profile.run_dir.replace("{profile}", name))
 
 
 def profile_path(name: str, extending: Path | None = None) -> Path:
@@ -87,11 +89,11 @@ def profile_path(name: str, extending: Path | None = None) -> Path:
     directory = extending.parent if extending else Path()
     if name.endswith((".toml", *YAML)) or os.sep in name:
         return directory / os.path.expanduser(name)
-    beside, shipped = directory / f"{name}.toml", PROFILES / f"{name}.toml"
+    beside, shipped = directory / f"{name}.toml", PROFILES / f"{PROFILE_NAMES.get(name, name)}.toml"
     if extending and extending != beside and os.path.isfile(beside):
         return beside
     if not os.path.isfile(shipped):
-        there = sorted(found.stem for found in PROFILES.glob("*.toml"))
+        there = sorted([*PROFILE_NAMES, *(found.stem for found in PROFILES.glob("*.toml"))])
         hint = did_you_mean(name, there)
         raise ProfileError(f"no profile {visible(name, 60)!r}: there are {', '.join(there)}{hint}")
     return shipped

@@ -358,6 +358,12 @@ def test_mlx_lm_computes_with_the_directory_of_a_gguf_file(tmp_path: Path, quant
     assert render([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
 
 
+def test_a_model_that_is_no_gguf_file_is_a_matter_of_mlx_lm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its command of the same name converts models."""
+    assert main(["convert", str(tmp_path), str(tmp_path / "new"), "--to", "mlx"]) == 2
+    assert "mlx_lm.convert converts models" in capsys.readouterr().err
+
+
 def test_a_model_becomes_a_new_directory_of_mlx_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit status 2 and one line for an existing directory, another format, flags of adapters, and a missing file."""
     file = write(tmp_path / "m.gguf", build(), tokenizer=byte_level("smollm"))

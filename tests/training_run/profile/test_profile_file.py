@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from attachments.reasoning_gym.sections import TABLES, GymSection
 from clotho.settings.learner import AdamW, AverageReference, ConstantSchedule, Lion, Muon, RewardKLPenalty
@@ -22,6 +23,7 @@ from clotho.settings.objectives import (
     RejectSequenceCorrection,
 )
 from protocols.errors import ProfileError
+from training_run.profile.aliases import PROFILE_NAMES
 from training_run.profile.load import (
     PROFILES,
     changed_toml,
@@ -376,6 +378,15 @@ def test_an_unknown_profile_lists_those_there_are(here: Path) -> None:
     """With the nearest."""
     with pytest.raises(ProfileError, match=r"no profile 'local-m4': there are .*local-m3, .*; did you mean local-m3\?"):
         load_profile("local-m4")
+
+
+def test_a_shipped_profile_has_names_without_a_machine(here: Path) -> None:
+    """The run directory has the name that was used; a profile of the user can extend either."""
+    (here / "mine.toml").write_text('extends = "times-table"\n')
+    assert PROFILE_NAMES == {"quickstart": "local-m3", "times-table": "learn-m3", "qwen3-0.6b": "qwen3-m3"}
+    for name, file in PROFILE_NAMES.items():
+        assert load_profile(name) == replace(load_profile(file), run_dir=f"runs/{name}")
+    assert load_profile("mine.toml").steps == load_profile("learn-m3").steps
 
 
 def test_a_mistake_on_the_command_line_is_called_that(here: Path) -> None:

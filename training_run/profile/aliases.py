@@ -1,0 +1,9 @@
+"""Other names of commands, shipped profiles and keys, which are accepted wherever their own names are."""
+
+from __future__ import annotations
+
+COMMANDS = {"fuse": "merge", "evaluate": "eval", "upload": "push"}
+"""Words of mlx-lm for commands, with their names here."""
+
+PROFILE_NAMES = {"quickstart": "local-m3", "times-table": "learn-m3", "qwen3-0.6b": "qwen3-m3"}
+"""Names of shipped profiles that say what they train, with the names of their files."""
