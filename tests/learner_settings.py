@@ -94,13 +94,13 @@ def advantage(kind: str, *, deviation: str, epsilon: float) -> Advantage:
 def short_names(settings: LearnerSection) -> SimpleNamespace:
     """The settings under the short names that test cases use, with neutral values for what the types do not have."""
     names: dict[str, Any] = dict.fromkeys(("kl_beta", "entropy_weight", "quadratic_kl", "dual_clip"), 0.0)
-    names |= {"correction": "none", "ratio_reference": "sampler", "kl_estimator": "k3", "kl_in": "loss"}
+    names |= {"correction": "off", "ratio_reference": "sampler", "kl_estimator": "k3", "kl_in": "loss"}
     names |= {"kl_unbiased": False, "correction_low": 0.0, "correction_high": 2.0}
     names |= {"advantage_deviation": "population", "advantage_epsilon": 1e-4}
     paths = {path: name for name, path in SHORT.items()}
     for path, value in _leaves(to_builtins(settings)).items():
         names[paths.get(path, path.rpartition(".")[2])] = value
-    if names["kl_in"] == "none":
+    if names["kl_in"] == "off":
         names["kl_in"] = "loss"
     return SimpleNamespace(**names)
 

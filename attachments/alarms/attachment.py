@@ -25,8 +25,8 @@ class Alarms(Attachment):
     no_effect = (
         Rule(
             "collapse_detection.kl_high",
-            lambda v, _: v["learner.kl_penalty.type"] == "none",
-            'learner.kl_penalty = "none" means that no divergence is computed',
+            lambda v, _: v["learner.kl_penalty.type"] == "off",
+            'learner.kl_penalty = "off" means that no divergence is computed',
             "learner.kl_penalty.type",
         ),
         Rule(

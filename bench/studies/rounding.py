@@ -69,8 +69,8 @@ def cut_shares(name: str, table: dict[str, Any]) -> Row:
 def read() -> list[Row]:
     """The shares of the built-in objectives, of corrections, and of a ratio to the sampler where it is no default."""
     names = [name for name in CHOICES["learner.objective.type"] if name != "custom"]
-    corrections = [name for name in CHOICES["learner.objective.importance_correction.type"] if name != "none"]
-    to_sampler = {"ratio_reference": "sampler", "importance_correction": {"type": "none"}}
+    corrections = [name for name in CHOICES["learner.objective.importance_correction.type"] if name != "off"]
+    to_sampler = {"ratio_reference": "sampler", "importance_correction": {"type": "off"}}
     return [
         *(cut_shares(f"`{name}`", {"type": name}) for name in names),
         *(cut_shares(f"`{name}`, ratio to the sampler", {"type": name, **to_sampler}) for name in SEQUENCE_LEVEL),

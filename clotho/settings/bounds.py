@@ -29,7 +29,3 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
 
 class Off(Variant, frozen=True, kw_only=True, tag="off"):
     """Disabled."""
-
-
-class Absent(Variant, frozen=True, kw_only=True, tag="none"):
-    """Not used."""

@@ -26,6 +26,11 @@ REQUIRED, TYPE = msgspec.NODEFAULT, "type"
 HANDICAP, MAX_DEPTH, MAX_INTEGER = 0.15, 32, 2**53
 """Additional similarity that a suggestion of another table needs, and limits of values: levels and size of integers."""
 
+OFF = frozenset({"off", "none"})
+"""Words for what is not used. A union has the type `off`."""
+
+ZERO_IS_OFF = re.compile(r"\b0(: | means )(none|no limit)|\b0 disables")
+"""What the description of a number says that is 0 if it is not used."""
 
 Advice = Callable[[str, Callable[[str], str]], str | None]
 """Says which key replaces a name of another program; None for a name that no other program has. The function that it
@@ -252,11 +257,23 @@ class Keys:
         there = [f"{spelled(c)}{types[c]}" for c in beside if c != table]
         return f"there are: {', '.join(there)}" if there and (table or spelled is str) else "see --help"
 
+    def with_own_word(self, key: Key, value: Any) -> Any:
+        """Return a value in which `off` and `none` are what the key has for what is not used: a word, None, or 0."""
+        if not isinstance(value, str) or value not in OFF:
+            return value
+        kinds = members_of(key.shape)
+        words = {word for one in kinds if isinstance(one, inspect.LiteralType) for word in one.values}
+        numbers = any(isinstance(one, inspect.IntType | inspect.FloatType) for one in kinds)
+        if numbers and inspect.NoneType() in kinds:
+            return None
+        return 0 if numbers and ZERO_IS_OFF.search(key.help) else next(iter(words & OFF - {value}), value)
+
     def converted(self, key: Key, value: Any, where: str, *, text: bool = False) -> Any:
         """Return the value as the type of its key. where: the key in the error. text: numbers may be texts.
 
         Raises ProfileError with the allowed values and the value found.
         """
+        value = self.with_own_word(key, value)
         flaw, found = _flaw(value), value
         try:
             found = flaw or msgspec.convert(value, key.annotation, strict=not text)

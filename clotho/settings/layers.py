@@ -63,7 +63,8 @@ def flatten_table(keys: Keys, table: Mapping[str, Any], label: str, prefix: str 
         if section is None:
             keys.require_known(path, label)
             custom = path == "learner.objective.type" and isinstance(value, str) and ":" in value
-            flat |= {path: "custom", "learner.objective.function": value} if custom else {path: value}
+            named = {path: keys.with_own_word(keys.all[path], value)}
+            flat |= {path: "custom", "learner.objective.function": value} if custom else named
         elif section.repeated:
             if not isinstance(value, list | tuple) or not all(isinstance(entry, dict) for entry in value):
                 raise ProfileError(f"{label}: {path} must be a list of tables: [[{path}]], then one key per line")
@@ -81,7 +82,7 @@ def flatten_table(keys: Keys, table: Mapping[str, Any], label: str, prefix: str 
 def merge_layers(keys: Keys, layers: Sequence[Layer]) -> Merged:
     """Combine layers key by key; later layers win. Lists are replaced as a whole.
 
-    A layer that sets a key of a union whose type is `none` or `off` chooses the first type that has the key. A layer
+    A layer that sets a key of a union whose type is `off` chooses the first type that has the key. A layer
     that changes the type of a union keeps the settings that `_stale` does not name.
     """
     merged = Merged(labels=tuple(layer.label for layer in layers), values={}, origin={})
@@ -102,7 +103,7 @@ def _implied(keys: Keys, values: Mapping[str, Any], given: Mapping[str, Any]) ->
     """The types that the settings of a layer imply, by choice."""
     chosen = keys.chosen_types({**values, **given})
     for choice in keys.choices:
-        if choice not in given and chosen.get(choice) in ("none", "off"):
+        if choice not in given and chosen.get(choice) == "off":
             below = [path for path in given if path.startswith(choice.removesuffix(TYPE)) and path in keys.all]
             yield from ((choice, keys.types_of(keys.all[path], choice)[0]) for path in below[:1])
 

@@ -8,10 +8,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from clotho.settings.bounds import (
-    Absent,
     FractionBelowOne,
     NonNegative,
     NonNegativeFloat,
+    Off,
     Positive,
     PositiveFloat,
     PositiveFraction,
@@ -121,7 +121,7 @@ class EssStepScale(Variant, frozen=True, kw_only=True, tag="ess"):
     )
 
 
-StepScale = Absent | EssStepScale
+StepScale = Off | EssStepScale
 
 
 class BaseReference(Variant, frozen=True, kw_only=True, tag="base"):
@@ -195,8 +195,8 @@ class AdaptiveEntropyBonus(Variant, frozen=True, kw_only=True, tag="adaptive"):
     step: Annotated[PositiveFloat, about("Change of the entropy coefficient per update.")] = 1e-4
 
 
-AnyKLPenalty = Absent | LossKLPenalty | RewardKLPenalty
-EntropyBonus = Absent | FixedEntropyBonus | AdaptiveEntropyBonus
+AnyKLPenalty = Off | LossKLPenalty | RewardKLPenalty
+EntropyBonus = Off | FixedEntropyBonus | AdaptiveEntropyBonus
 
 
 class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -205,9 +205,9 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     objective: Annotated[Objective, about("Objective of the learner: the loss that it minimizes.")] = Grpo()
     optimizer: Annotated[Optimizer, about("Optimizer that turns gradients into steps.")] = AdamW()
     schedule: Annotated[Schedule, about("Learning rate after the warm-up.")] = ConstantSchedule()
-    step_scale: Annotated[StepScale, about("Scale of the learning rate for stale rollouts.")] = Absent()
-    kl_penalty: Annotated[AnyKLPenalty, about("Penalty for the divergence from a reference.")] = Absent()
-    entropy_bonus: Annotated[EntropyBonus, about("Bonus for the policy's entropy.")] = Absent()
+    step_scale: Annotated[StepScale, about("Scale of the learning rate for stale rollouts.")] = Off()
+    kl_penalty: Annotated[AnyKLPenalty, about("Penalty for the divergence from a reference.")] = Off()
+    entropy_bonus: Annotated[EntropyBonus, about("Bonus for the policy's entropy.")] = Off()
     distillation_weight: Annotated[NonNegativeFloat, about("Coefficient of the cross-entropy with a teacher.")] = 0.0
     batch_size: Annotated[Positive, about("Number of prompts (groups) per update.")] = 16
     update_epochs: Annotated[Positive, about("Number of passes over each batch.")] = 1
@@ -232,7 +232,7 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def reference(self) -> Reference | None:
         """The reference policy of the KL penalty; None without a penalty."""
-        return None if isinstance(self.kl_penalty, Absent) else self.kl_penalty.reference
+        return None if isinstance(self.kl_penalty, Off) else self.kl_penalty.reference
 
     def with_rate(self, *, in_full: bool) -> LearnerSection:
         """Return the settings with the learning rate that `none` stands for. in_full: all weights are trained."""

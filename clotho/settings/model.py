@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from clotho.settings.bounds import Absent, FractionBelowOne, Positive, PositiveFloat, Variant, about
+from clotho.settings.bounds import FractionBelowOne, Off, Positive, PositiveFloat, Variant, about
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
@@ -48,7 +48,7 @@ class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     chat_template: Annotated[str, about("File of a chat template, or tools-hermes; empty: that of the model.")] = ""
     chat_template_kwargs: Annotated[dict[str, Any], about("Variables of the chat template, in every prompt.")] = {}
     dequantize: Annotated[bool, about("Expand a quantized model: faster on the CPU, more memory.")] = False
-    quantize: Annotated[Absent | QuantizeAtLoad, about("Quantization of a full-precision model.")] = Absent()
+    quantize: Annotated[Off | QuantizeAtLoad, about("Quantization of a full-precision model.")] = Off()
     trust_remote_code: Annotated[bool, about("Run the Python code in the model's repository.")] = False
 
 

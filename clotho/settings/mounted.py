@@ -15,7 +15,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_a
 import msgspec
 from msgspec import Struct
 
-from clotho.settings.bounds import Absent, Off
+from clotho.settings.bounds import Off
 
 P = TypeVar("P", bound=Struct)
 T = TypeVar("T")
@@ -78,7 +78,7 @@ def mount(kind: type[P], settings: Iterable[Setting[Any]], table: str = "") -> t
     """Return the struct with these settings in its tables: a subclass, whose tables are subclasses too.
 
     table: the path of the table that the struct describes; empty: it holds tables. Settings of tables that the struct
-    lacks are left out. Of a union, each type but `off` and `none` gets them.
+    lacks are left out. Of a union, each type but `off` gets them.
     """
     return cast("type[P]", _mounted(kind, f"{table}.".lstrip("."), tuple(settings)))
 
@@ -96,7 +96,7 @@ def _mounted(kind: type[Struct], prefix: str, settings: tuple[Setting[Any], ...]
         if any(setting.path.startswith(path) for setting in settings):
             tables = partial(_mounted, prefix=path, settings=settings)
             annotation, default = _replaced(field.type, tables), field.default
-            if isinstance(default, Struct) and not isinstance(default, Off | Absent):
+            if isinstance(default, Struct) and not isinstance(default, Off):
                 default = msgspec.convert(msgspec.to_builtins(default), tables(type(default)))
             fields.append((field.name, annotation, msgspec.field(default=default, name=field.encode_name)))
     own = [one for one in settings if one.table == prefix.removesuffix(".")]
@@ -127,6 +127,6 @@ def _replaced(annotation: Any, tables: Callable[[type[Struct]], type[Struct]]) -
         return Annotated[(_replaced(arguments[0], tables), *annotation.__metadata__)]
     if origin in (Union, UnionType):
         return reduce(or_, [_replaced(one, tables) for one in arguments])
-    if isinstance(annotation, type) and issubclass(annotation, Struct) and not issubclass(annotation, Off | Absent):
+    if isinstance(annotation, type) and issubclass(annotation, Struct) and not issubclass(annotation, Off):
         return tables(annotation)
     return annotation

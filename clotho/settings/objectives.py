@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 from msgspec import field
 
 from clotho.settings.bounds import (
-    Absent,
     Fraction,
     FractionBelowOne,
     ModuleName,
     NonNegativeFloat,
+    Off,
     Positive,
     PositiveFloat,
     PositiveFraction,
@@ -115,7 +115,7 @@ class RejectSequenceCorrection(BoundedCorrection, frozen=True, kw_only=True, tag
 
 SequenceCorrection = TruncateSequenceCorrection | RejectGeometricCorrection
 Correction = Annotated[
-    Absent | SequenceCorrection | TruncateCorrection | MaskCorrection | RejectSequenceCorrection,
+    Off | SequenceCorrection | TruncateCorrection | MaskCorrection | RejectSequenceCorrection,
     about("Correction of the mismatch with the rollout policy; stale rollouts: truncate_sequence."),
 ]
 
@@ -127,7 +127,7 @@ class LinearOverlongPenalty(Variant, frozen=True, kw_only=True, tag="linear"):
     max_penalty: Annotated[PositiveFloat, about("Penalty at the length sampling.max_tokens.")] = 1.0
 
 
-OverlongPenalty = Annotated[Absent | LinearOverlongPenalty, about("Penalty near sampling.max_tokens.")]
+OverlongPenalty = Annotated[Off | LinearOverlongPenalty, about("Penalty near sampling.max_tokens.")]
 AnyMean = Literal["token_mean", "sequence_mean", "token_sum", "group_mean"]
 Aggregation = Annotated[AnyMean, about("Mean of token losses by token, sequence, sampling.max_tokens or group.")]
 Denominator = Literal["sampler", "batch_start", "batch_start_interpolated"]
@@ -142,7 +142,7 @@ class ObjectiveSettings(Variant, frozen=True, kw_only=True):
 
     advantage: Advantage = GroupAdvantage()
     loss_aggregation: Aggregation = "token_mean"
-    overlong_penalty: OverlongPenalty = Absent()
+    overlong_penalty: OverlongPenalty = Off()
     mask_truncated: Annotated[bool, about("Ignore completions that were truncated.")] = False
     dynamic_sampling_max_ratio: MaxRatio = 0.0
     outlier_low: Annotated[FractionBelowOne, about("Lowest learner-to-sampler ratio of completions; 0: none.")] = 0.0
@@ -156,7 +156,7 @@ class RatioObjective(ObjectiveSettings, frozen=True, kw_only=True):
     """An objective with a choice of what its importance ratio is measured against."""
 
     ratio_reference: RatioReference = "sampler"
-    importance_correction: Correction = Absent()
+    importance_correction: Correction = Off()
 
 
 class ClippedObjective(RatioObjective, frozen=True, kw_only=True):

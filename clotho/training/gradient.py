@@ -16,7 +16,7 @@ from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution, TokenScores
-from clotho.settings.bounds import Absent
+from clotho.settings.bounds import Off
 from clotho.settings.learner import LearnerSection
 from clotho.settings.objectives import RatioObjective, Reinforce
 from clotho.training.objectives.contract import Objective, ObjectiveInputs, PolicyLoss
@@ -235,7 +235,7 @@ def score_norm_squared(
     turns: TurnBudget,
 ) -> float:
     """Return |grad sum_t log pi_t|^2 over the tokens of a micro-batch, with respect to the trainable parameters."""
-    plain = replace(loss_config.settings, objective=Reinforce(importance_correction=Absent()), kl_penalty=Absent())
+    plain = replace(loss_config.settings, objective=Reinforce(importance_correction=Off()), kl_penalty=Off())
     table = micro.table._replace(loss_weight_N=micro.table.loss_mask_N, teacher=None)
     gradient = micro_batch_gradient(
         policy,

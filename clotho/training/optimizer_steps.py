@@ -112,7 +112,7 @@ def step_scale(sample_size: float, settings: LearnerSection) -> float:
 
     sample_size: effective sample size of the importance weights of whole completions, as a fraction of the completions.
     With exponent 1/2, the learning rate of an adaptive optimizer changes with the effective number of completions as
-    the square-root rule asks for the batch size. 1 if `learner.step_scale` is "none"; NaN for NaN.
+    the square-root rule asks for the batch size. 1 if `learner.step_scale` is "off"; NaN for NaN.
     """
     chosen = settings.step_scale
     return min(sample_size / chosen.base, 1.0) ** chosen.exponent if isinstance(chosen, EssStepScale) else 1.0

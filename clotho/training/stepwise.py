@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from clotho.models.parameters import Arrays, flat, nested
 from clotho.scoring.sequences import sampled_mask_T
-from clotho.settings.bounds import Absent
+from clotho.settings.bounds import Off
 from clotho.settings.learner import LearnerSection
 from clotho.settings.objectives import Reinforce
 from clotho.training import gradient as micro
@@ -191,9 +191,9 @@ class StepwiseLearner(PolicyLearner):
 
     def _plain_config(self) -> LossConfig:
         """Return the configuration of a loss that is linear in the log-probabilities, without penalties."""
-        chosen = Reinforce(loss_aggregation=self._settings.objective.loss_aggregation, importance_correction=Absent())
+        chosen = Reinforce(loss_aggregation=self._settings.objective.loss_aggregation, importance_correction=Off())
         settings = replace(
-            self._settings, objective=chosen, kl_penalty=Absent(), distillation_weight=0.0, num_minibatches=1
+            self._settings, objective=chosen, kl_penalty=Off(), distillation_weight=0.0, num_minibatches=1
         )
         return LossConfig(settings, _negative_log_likelihood, self._distribution, LossCoefficients(0.0, 0.0))
 

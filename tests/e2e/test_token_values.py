@@ -136,7 +136,7 @@ def test_per_token_values_of_an_asynchronous_run_equal_a_recomputation(finished:
         (("dapo", "--learner.objective.dynamic-sampling-max-ratio", "0"), {0}),
         (
             ("rloo", "--learner.objective.clip-low", "0.05", "--learner.objective.clip-high", "0.05",
-             "--learner.objective.ratio-reference", "sampler", "--learner.objective.importance-correction", "none"),
+             "--learner.objective.ratio-reference", "sampler", "--learner.objective.importance-correction", "off"),
             {0, 1},
         ),
         (("cispo", "--learner.objective.clip-high", "0.02"), {0, 1}),

@@ -12,7 +12,7 @@ from mlx_lm import convert
 from clotho.models.loading import load_base
 from clotho.models.parameters import flat
 from clotho.models.policy import load_policy
-from clotho.settings.bounds import Absent
+from clotho.settings.bounds import Off
 from clotho.settings.model import ModelSection, QuantizeAtLoad
 from protocols.checkpoint import BaseQuantization
 from protocols.errors import ModelError
@@ -30,7 +30,7 @@ def stored(directory: Path, config: dict[str, Any] = CONFIG) -> Path:
     return directory
 
 
-def weights(path: Path, quantize: Absent | QuantizeAtLoad = Absent()) -> dict[str, mx.array]:  # noqa: B008
+def weights(path: Path, quantize: Off | QuantizeAtLoad = Off()) -> dict[str, mx.array]:  # noqa: B008
     """Return the loaded weights of a model."""
     model, _, _ = load_base(ModelSection(path=str(path), quantize=quantize))
     return flat(model.parameters())

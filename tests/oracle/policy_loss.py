@@ -125,7 +125,7 @@ def weights(e: Example, anchor: list[float], s: Any) -> list[float]:
     each = [math.exp(x) for x in logs]
     whole, geometric = math.exp(total), math.exp(mean)
     return {
-        "none": [1.0] * len(logs),
+        "off": [1.0] * len(logs),
         "truncate": [clip(w, low, high) for w in each],
         "mask": [w if low <= w <= high else 0.0 for w in each],
         "truncate_sequence": [clip(whole, low, high)] * len(logs),

@@ -17,7 +17,7 @@ from tests.learner_settings import OBJECTIVES, learner_settings
 from tests.oracle.policy_loss import TOKEN_LOSSES, Example, Rows, loss, slopes
 
 MAX_TOKENS = 9
-TO_SAMPLER = {"ratio_reference": "sampler", "correction": "none"}
+TO_SAMPLER = {"ratio_reference": "sampler", "correction": "off"}
 PENALTIES = {"kl_beta": 0.3, "entropy_weight": 0.2}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{
         f"correction {kind}": {"objective": "grpo", "ratio_reference": "batch_start", "correction": kind, **bounds}
         for kind, bounds in (
-            ("none", {}),
+            ("off", {}),
             ("truncate", {"correction_low": 0.7, "correction_high": 1.3}),
             ("mask", {"correction_low": 0.7, "correction_high": 1.3}),
             ("truncate_sequence", {"correction_low": 0.5, "correction_high": 1.5}),

@@ -23,7 +23,7 @@ from tests.oracle.policy_loss import TOKEN_LOSSES, Example, cuts, gradient_share
 from tests.training.policies_and_groups import Bigram, BigramPolicy, same_bits, scored_group
 
 WIDE = {"clip_low": 0.1, "clip_high": 0.1}
-TO_SAMPLER: dict[str, Any] = {"ratio_reference": "sampler", "correction": "none"}
+TO_SAMPLER: dict[str, Any] = {"ratio_reference": "sampler", "correction": "off"}
 BATCH_START = {"objective": "grpo", "ratio_reference": "batch_start"}
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"objective": name} for name in TOKEN_LOSSES},
@@ -224,6 +224,6 @@ def test_the_first_optimizer_step_takes_the_policy_at_the_start_of_the_batch_fro
         return compute_logprobs(policy, forcing, micro, *rest, **named) + 0.01
 
     monkeypatch.setattr(batch, "compute_logprobs", rounded)
-    metrics = learner(BigramPolicy(), objective="gspo", correction="none", **keys).update(groups()).metrics
+    metrics = learner(BigramPolicy(), objective="gspo", correction="off", **keys).update(groups()).metrics
     assert sum(passes) == scored
     assert metrics.unmoved_cut_fraction == 0.0

@@ -102,7 +102,7 @@ def split(groups: list[ScoredGroup], **keys: Any) -> tuple[Minibatch, ...]:
     return minibatches(groups, advantages, settings=settings, max_tokens=9, layout="padded", seed=(0,))
 
 
-@pytest.mark.parametrize("scale", ["none", "ess"])
+@pytest.mark.parametrize("scale", ["off", "ess"])
 def test_the_learning_rate_of_a_step_is_scaled_by_the_completions_that_count(scale: str) -> None:
     """Weights 3 1 in two groups: 64 / (4 x 20) = 0.8. A first step of SGD is the square root of it as long."""
     groups = sampled_with([[3.0, 1.0], [1.0, 3.0]], [[1.0, 0.0], [0.0, 1.0]])

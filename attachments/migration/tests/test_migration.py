@@ -136,7 +136,7 @@ def test_an_imported_profile_has_the_settings_of_the_old_file() -> None:
     assert left == {"rollout_batch_size", "lock_timeout_ms"}
     local = import_profile(LOCAL_RUN, "old.toml")
     assert (local.extends, local.settings["checkpoint.interval"], local.left) == ("local-m3", 1, ())
-    assert local.settings["learner.entropy_bonus.type"] == "none"
+    assert local.settings["learner.entropy_bonus.type"] == "off"
 
 
 def test_a_configuration_of_mlx_lm_becomes_a_profile(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from clotho.settings.bounds import Absent
+from clotho.settings.bounds import Off
 from clotho.settings.learner import (
     AdaptiveCoefficient,
     AdaptiveEntropyBonus,
@@ -23,7 +23,7 @@ def initial_loss_coefficients(settings: LearnerSection) -> LossCoefficients:
     penalty, bonus = settings.kl_penalty, settings.entropy_bonus
     return LossCoefficients(
         penalty.coef if isinstance(penalty, KLPenalty) else 0.0,
-        0.0 if isinstance(bonus, Absent) else bonus.coef,
+        0.0 if isinstance(bonus, Off) else bonus.coef,
     )
 
 

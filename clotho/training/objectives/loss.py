@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from clotho.settings.bounds import Absent
+from clotho.settings.bounds import Off
 from clotho.settings.learner import KLPenalty, LearnerSection, LossKLPenalty
 from clotho.settings.objectives import ObjectiveSettings, RatioObjective
 from clotho.training.objectives.contract import Objective, ObjectiveInputs
@@ -81,7 +81,7 @@ def policy_loss(
     if (
         isinstance(chosen, RatioObjective)
         and chosen.ratio_reference == "sampler"
-        and not isinstance(chosen.importance_correction, Absent)
+        and not isinstance(chosen.importance_correction, Off)
     ):
         raise ValueError("an importance correction needs ratio_reference = 'batch_start': it would count twice")
     tokens = _tokens(logp_N, inputs, chosen)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from clotho.settings.keys import REQUIRED, Key
@@ -9,8 +11,8 @@ from clotho.settings.learner import LossKLPenalty
 from clotho.settings.objectives import Custom, Grpo, PpoDecoupled, TruncateCorrection
 from protocols.errors import ProfileError
 from training_run.profile.flags import Arguments, parse_arguments
-from training_run.profile.keys import PROFILE_KEYS, SETTABLE, flag_of
-from training_run.profile.load import load_profile
+from training_run.profile.keys import CHOICES, PROFILE_KEYS, SETTABLE, flag_of
+from training_run.profile.load import flatten, load_profile
 from training_run.profile.other_trainers import by_name
 
 TABLES = (
@@ -48,6 +50,53 @@ def accepts(key: Key, text: str) -> bool:
     except ProfileError:
         return False
     return True
+
+
+def nested(path: str, value: object) -> dict[str, Any]:
+    """Return the tables of a file with one key."""
+    first, _, rest = path.partition(".")
+    return {first: nested(rest, value) if rest else value}
+
+
+UNIONS = [choice for choice, types in CHOICES.items() if "off" in types]
+
+
+@pytest.mark.parametrize("choice", UNIONS)
+def test_a_union_is_turned_off_by_off_and_by_none(choice: str) -> None:
+    """`none` was the word of some, and the settings of earlier runs have it; `off` is the type of every union."""
+    union = choice.removesuffix(".type")
+    flag = f"--{union.replace('_', '-')}"
+    assert "none" not in CHOICES[choice]
+    assert parse_arguments([flag, "none"]) == parse_arguments([flag, "off"])
+    for value in ("none", {"type": "none"}):
+        assert flatten(nested(union, value), "profile.toml") == {choice: "off"}
+
+
+@pytest.mark.parametrize("word", ["off", "none"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("monitor.display", "none"),
+        ("rollouts.scoring", None),
+        ("learner.max_grad_norm", 0),
+        ("learner.max_equal_batches", 0),
+        ("server.max_queue_seconds", 0),
+        ("learner.objective.dual_clip", 0),
+        ("learner.objective.dynamic_sampling_max_ratio", 0),
+        ("monitor.token_values_mb", 0),
+    ],
+)
+def test_off_and_none_turn_a_number_and_a_choice_off(word: str, key: str, value: object) -> None:
+    """As a flag and in a file; 0 is read as before."""
+    assert parse_arguments([flag_of(key), word]).overrides == {key: value}
+    assert flatten(nested(key, word), "profile.toml") == {key: value}
+
+
+@pytest.mark.parametrize("key", ["eval.problems", "sampling.temperature", "learner.batch_size", "server.port"])
+def test_a_number_whose_zero_is_not_off_refuses_the_words(key: str) -> None:
+    """`eval.problems = 0` means all problems."""
+    with pytest.raises(ProfileError, match="must be"):
+        parse_arguments([flag_of(key), "off"])
 
 
 def test_every_key_is_a_flag() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from clotho.settings.bounds import Absent, Off, Variant, about
+from clotho.settings.bounds import Off, Variant, about
 from clotho.settings.keys import Keys
 from clotho.settings.layers import Layer, decode_merged, flatten_table, merge_layers
 from clotho.settings.mounted import Setting, mount
@@ -44,7 +44,7 @@ class Root(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 LIMITS = Setting[Limits](path="server.limits", kind=Limits, default=Limits(), attachment="limits", after="port")
-SPEED = Setting[Absent | Served](path="speed", kind=Absent | Served, default=Absent(), attachment="speed")
+SPEED = Setting[Off | Served](path="speed", kind=Off | Served, default=Off(), attachment="speed")
 
 
 def decoded(table: dict[str, Any], *settings: Setting[Any], absent: dict[str, str] | None = None) -> Root:
@@ -87,7 +87,7 @@ def test_a_mounted_setting_can_be_put_into_any_struct_of_its_table() -> None:
         ({"server": {"limits": {"most": 0}}}, "server.limits.most"),
         ({"server": {"limits": {"least": 1}}}, "server.limits.least"),
         ({"server": {"type": "off", "limits": {"most": 1}}}, "server.limits.most"),
-        ({"speed": {"type": "none", "port": 3}}, "speed.port"),
+        ({"speed": {"type": "off", "port": 3}}, "speed.port"),
     ],
 )
 def test_a_mounted_setting_is_checked_like_any_other(table: dict[str, Any], key: str) -> None:

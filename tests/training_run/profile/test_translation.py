@@ -151,7 +151,7 @@ def test_a_name_has_one_row_for_a_value(system: str) -> None:
     ("line", "here"),
     [
         ("--beta 0.04", "--learner.kl-penalty.coef 0.04"),
-        ("--beta 0", "--learner.kl-penalty none"),
+        ("--beta 0", "--learner.kl-penalty off"),
         ("--epsilon 0.1", "--learner.objective.clip-low 0.1 --learner.objective.clip-high 0.1"),
         ("--disable-async", "--async false"),
         ("--save-every-step true", "--checkpoint.interval 1"),
