@@ -11,7 +11,7 @@ from clotho.settings.engine import EngineSection, SamplingSection
 from clotho.settings.model import ModelSection, PolicySection
 from protocols.step import WeightsReady
 from training_run.profile.mounted import with_attachments
-from training_run.profile.schema import MonitorSection
+from training_run.profile.schema import MemorySection
 from training_run.rewards.worker import Answer, Failure, Ready, Refused
 
 RESOURCE = "mlx"
@@ -25,7 +25,7 @@ class EngineWorkerSettings(Struct, frozen=True, kw_only=True):
     policy: PolicySection
     sampling: SamplingSection
     engine: EngineSection
-    monitor: MonitorSection
+    memory: MemorySection
     seed: int
 
 

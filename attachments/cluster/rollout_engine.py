@@ -159,7 +159,7 @@ class RolloutEngine:
 
 def _load(settings: EngineWorkerSettings) -> Policy:
     find_model(settings.model.path)
-    limit_memory(serving_memory(settings.model, settings.engine, settings.sampling, None), settings.monitor)
+    limit_memory(serving_memory(settings.model, settings.engine, settings.sampling, None), settings.memory)
     return load_policy(settings.model, settings.policy, seed=settings.seed, keep_reference=False)
 
 

@@ -33,7 +33,7 @@ class RayWorkers:
             policy=profile.policy,
             sampling=profile.sampling,
             engine=profile.engine,
-            monitor=profile.monitor,
+            memory=profile.memory,
             seed=profile.seed,
         )
         start = Weights(ready=run.weights.value, parameters=run.policy_learner.parameters)

@@ -182,7 +182,7 @@ class LearnerRanks:
             model_fingerprint=model,
             memory_bytes=memory_bytes,
             prevent_sleep=profile.monitor.prevent_sleep,
-            cache_limit_mb=profile.monitor.cache_limit_mb,
+            cache_limit_mib=profile.memory.cache_limit_mib,
         )
         for rank in self._others:
             self._group.send(rank, encode(setup))

@@ -30,7 +30,7 @@ class Setup(Struct, frozen=True, kw_only=True, tag="setup"):
     """Rank 0 -> other rank, once: the sections of the profile of rank 0 that apply to every rank.
 
     model_fingerprint: of the model files of rank 0. memory_bytes: what the run needs at least. prevent_sleep,
-    cache_limit_mb: of `monitor`.
+    cache_limit_mib: of `memory`.
     """
 
     model: ModelSection
@@ -42,7 +42,7 @@ class Setup(Struct, frozen=True, kw_only=True, tag="setup"):
     model_fingerprint: str
     memory_bytes: int
     prevent_sleep: bool
-    cache_limit_mb: int
+    cache_limit_mib: int
 
 
 class RankWeights(Struct, frozen=True, kw_only=True, tag="weights"):

@@ -125,7 +125,7 @@ def load(setup: Setup) -> Policy:
     """Load the model of the run. Raises ModelError if this machine cannot load it, or has other files."""
     if model_fingerprint(find_model(setup.model.path)) != setup.model_fingerprint:
         raise ModelError(f"{setup.model.path} is not the model of rank 0: copy the files of rank 0 to this machine")
-    limit_mlx_memory(memory_limit(), held=setup.memory_bytes, cache=setup.cache_limit_mb * 2**20)
+    limit_mlx_memory(memory_limit(), held=setup.memory_bytes, cache=setup.cache_limit_mib * 2**20)
     keep_reference = isinstance(setup.learner.reference, BaseReference)
     return load_policy(setup.model, setup.policy, seed=setup.seed, keep_reference=keep_reference)
 

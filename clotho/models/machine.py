@@ -152,7 +152,7 @@ def wire_memory(limit_mb: int) -> None:
     try:
         mx.set_wired_limit(limit_mb * 2**20)
     except (ValueError, RuntimeError) as error:
-        raise ProfileError(f"monitor.wired_limit_mb = {limit_mb}: {' '.join(str(error).split())}") from error
+        raise ProfileError(f"memory.wired_limit_mib = {limit_mb}: {' '.join(str(error).split())}") from error
 
 
 def peak_memory() -> int:

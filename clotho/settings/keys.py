@@ -174,8 +174,12 @@ class Keys:
         absent: Mapping[str, str] = NONE,
         advice: Advice = lambda *_: None,
         planned: Planned = lambda *_: "",
+        other_names: Mapping[str, str] = NONE,
     ) -> None:
-        """mounted: the settings of attachments in the struct. absent: attachments that are not there, by their keys."""
+        """mounted: the settings of attachments in the struct. absent: attachments that are not there, by their keys.
+
+        other_names: paths of keys, by other paths that are accepted.
+        """
         self.mounted = {setting.path: setting for setting in mounted}
         self.sections = read_sections(root, self.mounted)
         self.all = {path: key for section in self.sections.values() for path, key in section.keys.items()}
@@ -186,9 +190,11 @@ class Keys:
             f"{name}.{TYPE}": tuple(section.types) for name, section in self.sections.items() if section.types
         }
         self._absent, self._advice, self._planned = absent, advice, planned
+        self.other_names = other_names
 
     def named(self, name: str) -> Key | None:
         """Return the settable key of a name: its path, or the path of a union for its type."""
+        name = self.other_names.get(name, name)
         return self.settable.get(name) or self.settable.get(f"{name}.{TYPE}")
 
     def changed_rows(self, path: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

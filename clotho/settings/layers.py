@@ -58,7 +58,7 @@ def flatten_table(keys: Keys, table: Mapping[str, Any], label: str, prefix: str 
     """
     flat: dict[str, Any] = {}
     for name, value in table.items():
-        path = prefix + name
+        path = keys.other_names.get(prefix + name, prefix + name)
         section = keys.sections.get(path)
         if section is None:
             keys.require_known(path, label)

@@ -160,6 +160,6 @@ def test_a_wired_limit_that_macos_refuses_is_an_error_of_its_key(monkeypatch: py
         raise ValueError("too\nlarge")
 
     monkeypatch.setattr(mx, "set_wired_limit", refuse)
-    with pytest.raises(ProfileError, match=r"monitor\.wired_limit_mb") as caught:
+    with pytest.raises(ProfileError, match=r"memory\.wired_limit_mib") as caught:
         wire_memory(2)
     assert "\n" not in str(caught.value)

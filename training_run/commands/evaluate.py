@@ -173,7 +173,7 @@ def load(arguments: EvaluationArguments) -> BaseModel:
     """Load the base model, in a compute thread. Raises ModelError."""
     profile = arguments.profile
     find_model(profile.model.path)
-    limit_memory(serving_memory(profile.model, profile.engine, profile.sampling), profile.monitor)
+    limit_memory(serving_memory(profile.model, profile.engine, profile.sampling), profile.memory)
     return BaseModel(profile.model)
 
 

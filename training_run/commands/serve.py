@@ -164,7 +164,7 @@ def load_served(arguments: ServeArguments) -> BaseModel | Policy:
     profile = arguments.profile
     find_model(profile.model.path)
     adapters = profile.server.adapters if arguments.adapters or profile.server.adapters.root else None
-    limit_memory(serving_memory(profile.model, profile.engine, profile.sampling, adapters), profile.monitor)
+    limit_memory(serving_memory(profile.model, profile.engine, profile.sampling, adapters), profile.memory)
     if not weights_are_replaced(profile.server):
         return BaseModel(profile.model)
     return load_policy(profile.model, profile.policy, seed=0, keep_reference=False)

@@ -175,7 +175,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
         update=learning.update,
         decode=_draw_copies(profile.sampling) * rows * need.step_tokens * vocabulary * FLOAT32,
         adapters=adapters,
-        freed=profile.monitor.cache_limit_mb * 2**20,
+        freed=profile.memory.cache_limit_mib * 2**20,
         one_sequence=_caches(layout, 1, length),
         shipped_shape=shipped,
     )

@@ -7,7 +7,7 @@ import structlog
 from clotho.models.machine import limit_mlx_memory, memory_limit, wire_memory
 from protocols.errors import ProfileError
 from protocols.summary import MemoryEstimate, MemoryLimit, MemoryPart
-from training_run.profile.schema import MonitorSection
+from training_run.profile.schema import MemorySection
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +52,7 @@ PARTS = (
     ("update", "optimizer step", f"{ADAPTER}; learner.optimizer = adafactor, lion or sgd"),
     ("decode", "decode step", "engine.max_num_seqs"),
     ("margin", "temporary arrays", "learner.micro_batch_tokens, or engine.max_num_seqs"),
-    ("freed", "freed buffers", "monitor.cache_limit_mb"),
+    ("freed", "freed buffers", "memory.cache_limit_mib"),
 )
 """Field of `MemoryEstimate`, its displayed name, and the settings that make it smaller."""
 
@@ -73,12 +73,12 @@ def describe(estimate: MemoryEstimate) -> list[MemoryPart]:
     ]
 
 
-def limit_memory(estimate: MemoryEstimate, settings: MonitorSection) -> None:
+def limit_memory(estimate: MemoryEstimate, settings: MemorySection) -> None:
     """Refuse what does not fit into the memory limit of this machine (ProfileError), and set the limits of MLX."""
     limit = memory_limit()
     if refusal := too_large(estimate, limit):
         raise refusal
-    require_wired_limit(settings.wired_limit_mb, limit)
+    require_wired_limit(settings.wired_limit_mib, limit)
     if estimate.total > limit.bytes:
         log.warning(
             "memory_insufficient_for_full_caches",
@@ -86,9 +86,9 @@ def limit_memory(estimate: MemoryEstimate, settings: MonitorSection) -> None:
             limit=describe_limit(limit),
             smaller_with="engine.kv_cache_tokens, engine.max_num_seqs",
         )
-    limit_mlx_memory(limit, held=estimate.minimum, cache=settings.cache_limit_mb * 2**20)
-    if settings.wired_limit_mb:
-        wire_memory(settings.wired_limit_mb)
+    limit_mlx_memory(limit, held=estimate.minimum, cache=settings.cache_limit_mib * 2**20)
+    if settings.wired_limit_mib:
+        wire_memory(settings.wired_limit_mib)
 
 
 def describe_limit(limit: MemoryLimit) -> str:
@@ -141,11 +141,11 @@ def _higher_limit(needed: int, limit: MemoryLimit) -> str:
 
 
 def require_wired_limit(limit_mb: int, limit: MemoryLimit) -> None:
-    """Raise ProfileError if `monitor.wired_limit_mb` has no effect on this machine, or exceeds Metal's limit."""
+    """Raise ProfileError if `memory.wired_limit_mib` has no effect on this machine, or exceeds Metal's limit."""
     if limit_mb and limit.source != "metal":
-        raise ProfileError("monitor.wired_limit_mb: only Metal keeps memory resident; set it to 0 on this machine")
+        raise ProfileError("memory.wired_limit_mib: only Metal keeps memory resident; set it to 0 on this machine")
     if limit_mb * 2**20 > limit.bytes:
         raise ProfileError(
-            f"monitor.wired_limit_mb = {limit_mb}: {describe_limit(limit)}, which is {limit.bytes // 2**20} MiB; "
+            f"memory.wired_limit_mib = {limit_mb}: {describe_limit(limit)}, which is {limit.bytes // 2**20} MiB; "
             f"lower it, or raise the limit: sudo sysctl iogpu.wired_limit_mb={limit_mb}"
         )

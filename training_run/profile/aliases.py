@@ -7,3 +7,6 @@ COMMANDS = {"fuse": "merge", "evaluate": "eval", "upload": "push"}
 
 PROFILE_NAMES = {"quickstart": "local-m3", "times-table": "learn-m3", "qwen3-0.6b": "qwen3-m3"}
 """Names of shipped profiles that say what they train, with the names of their files."""
+
+KEYS = {"monitor.cache_limit_mb": "memory.cache_limit_mib", "monitor.wired_limit_mb": "memory.wired_limit_mib"}
+"""Earlier names of keys, in profiles, in the settings of earlier runs and as flags."""

@@ -21,7 +21,7 @@ from training_run.profile.keys import SETTABLE, flag_of
 from training_run.profile.load import decode_tables, file_layers, flatten, located, merge, profile_path
 from training_run.profile.mounted import unused_by
 from training_run.profile.program import program
-from training_run.profile.schema import MonitorSection
+from training_run.profile.schema import MemorySection
 from training_run.profile.serve_profile import NAME
 
 Part = Literal["heldout", "train", "all"]
@@ -34,7 +34,7 @@ class EvaluationProfile(Struct, frozen=True, kw_only=True):
     data: DataSection
     sampling: SamplingSection
     engine: EngineSection
-    monitor: MonitorSection
+    memory: MemorySection
     rewards: tuple[RewardSection, ...]
     seed: int
 
@@ -63,11 +63,10 @@ class EvaluationArguments(Struct, frozen=True, kw_only=True):
 
 
 OWN = {name: key for name, key in Keys(EvaluationFlags).settable.items() if key.help}
-USED = ("model", "data", "sampling", "engine", "monitor", "rewards", "seed")
+USED = ("model", "data", "sampling", "engine", "memory", "rewards", "seed")
 NOT_EVALUATED = frozenset({
     "sampling.group_size", "sampling.top_logprobs", "data.shuffle", "data.type_weights",
-    "engine.decode_share", "engine.kv_policy", "engine.rollout_share", "monitor.display", "monitor.rollouts",
-    "monitor.watchdog_seconds",
+    "engine.decode_share", "engine.kv_policy", "engine.rollout_share",
 })  # fmt: skip
 """Keys of these tables that concern training or serving only."""
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from clotho.settings.keys import TYPE, Keys
+from training_run.profile import aliases
 from training_run.profile.mounted import SETTINGS, absent_keys, with_attachments
 from training_run.profile.other_trainers import advice, planned
 from training_run.profile.schema import Profile
 
-PROFILE_KEYS = Keys(with_attachments(Profile), mounted=SETTINGS, absent=absent_keys(), advice=advice, planned=planned)
+PROFILE_KEYS = Keys(
+    with_attachments(Profile),
+    mounted=SETTINGS,
+    absent=absent_keys(),
+    advice=advice,
+    planned=planned,
+    other_names=aliases.KEYS,
+)
 
 SECTIONS, KEYS = PROFILE_KEYS.sections, PROFILE_KEYS.all
 """All tables of a profile, and all keys, by path."""

@@ -108,8 +108,13 @@ class MonitorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         PositiveFloat, about("Time until a stalled turn, a slow start or a lost group is reported.")
     ] = 120.0
     drain_seconds: Annotated[PositiveFloat, about("Longest time without a step while a run drains.")] = 600.0
-    cache_limit_mb: Annotated[Positive, about("Limit of MLX's cache of freed buffers, in MiB.")] = 512
-    wired_limit_mb: Annotated[NonNegative, about("Memory that macOS keeps resident on Metal, in MiB; 0: none.")] = 0
+
+
+class MemorySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of the memory of MLX."""
+
+    cache_limit_mib: Annotated[Positive, about("Limit of MLX's cache of freed buffers, in MiB.")] = 512
+    wired_limit_mib: Annotated[NonNegative, about("Memory that macOS keeps resident on Metal, in MiB; 0: none.")] = 0
 
 
 class TrackingSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,6 +149,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: EngineSection = EngineSection()
     rollouts: RolloutsSection = RolloutsSection()
     queues: QueuesSection = QueuesSection()
+    memory: MemorySection = MemorySection()
     monitor: MonitorSection = MonitorSection()
     tracking: TrackingSection = TrackingSection()
     actors: tuple[ActorSection, ...] = ()

@@ -23,7 +23,7 @@ from training_run.profile.keys import SETTABLE, flag_of
 from training_run.profile.load import decode_tables, file_layers, flatten, located, merge, profile_path
 from training_run.profile.mounted import unused_by
 from training_run.profile.program import program
-from training_run.profile.schema import MonitorSection
+from training_run.profile.schema import MemorySection, MonitorSection
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 """What the name of an adapter may be."""
@@ -40,6 +40,7 @@ class ServingProfile(Struct, frozen=True, kw_only=True):
     sampling: SamplingSection
     server: HttpServer
     engine: EngineSection
+    memory: MemorySection
     monitor: MonitorSection
 
 

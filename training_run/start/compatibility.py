@@ -27,6 +27,7 @@ MAY_DIFFER = (
     "engine",
     "rollouts",
     "queues",
+    "memory",
     "monitor",
     "tracking",
     "actors",

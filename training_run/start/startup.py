@@ -210,7 +210,7 @@ def _load_policy(plan: Plan, lane: Lane) -> LoadedPolicy:
         else None
     )
     estimate = estimate_memory(profile.model, profile)
-    limit_memory(estimate, profile.monitor)
+    limit_memory(estimate, profile.memory)
     keep_reference = isinstance(profile.learner.reference, BaseReference)
     policy = load_policy(profile.model, profile.policy, seed=profile.seed, keep_reference=keep_reference)
     fork = publish_fork(policy, directory.fork) if directory.fork else None

@@ -33,7 +33,7 @@ from protocols.step import WeightsReady
 from tests.learner_settings import policy_settings
 from tests.saved_models import save
 from training_run.profile.load import load_profile
-from training_run.profile.schema import MonitorSection
+from training_run.profile.schema import MemorySection
 
 
 def small_settings(path: Path) -> EngineWorkerSettings:
@@ -43,7 +43,7 @@ def small_settings(path: Path) -> EngineWorkerSettings:
         policy=policy_settings(rank=2, scale=2.0),
         sampling=SamplingSection(max_tokens=6),
         engine=EngineSection(max_num_seqs=16),
-        monitor=MonitorSection(),
+        memory=MemorySection(),
         seed=0,
     )
 
@@ -148,14 +148,14 @@ def test_a_model_that_is_missing_is_reported(tmp_path: Path) -> None:
 
 def test_the_sections_that_a_worker_gets_have_the_settings_of_attachments() -> None:
     """A run sends what its profile has."""
-    profile = load_profile("local-m3", {"engine.speculation": "prompt", "monitor.token_values_mb": 3})
+    profile = load_profile("local-m3", {"engine.speculation": "prompt", "memory.cache_limit_mib": 3})
     sent = EngineWorkerSettings(
         model=profile.model,
         policy=profile.policy,
         sampling=profile.sampling,
         engine=profile.engine,
-        monitor=profile.monitor,
+        memory=profile.memory,
         seed=0,
     )
     found = worker_settings(msgspec.msgpack.encode(sent))
-    assert (found.engine, found.monitor) == (profile.engine, profile.monitor)
+    assert (found.engine, found.memory) == (profile.engine, profile.memory)

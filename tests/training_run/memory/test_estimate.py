@@ -29,7 +29,7 @@ from tests.saved_models import CONFIG, save
 from tests.training.policies_and_groups import scored_group
 from training_run.evaluation.held_out import PinnedSampler
 from training_run.memory.estimate import estimate_memory, serving_memory
-from training_run.profile.schema import HeldOutEvaluation, MonitorSection, Profile
+from training_run.profile.schema import HeldOutEvaluation, MemorySection, Profile
 
 pytestmark = pytest.mark.needs_float32
 
@@ -309,7 +309,7 @@ def test_settings_move_the_parts_they_are_named_for(tmp_path: Path) -> None:
     last = estimate_memory(profile.model, changed(policy=policy_settings(rank=8, num_layers=1)))
     assert last.trained * 4 == usual.trained
     assert last.activations < usual.activations
-    kept = estimate_memory(profile.model, changed(monitor=MonitorSection(cache_limit_mb=7)))
+    kept = estimate_memory(profile.model, changed(memory=MemorySection(cache_limit_mib=7)))
     assert (kept.freed, kept.total) == (7 * 2**20, usual.total)
 
 

@@ -114,7 +114,7 @@ def test_a_wired_limit_needs_metal_and_stays_below_its_limit() -> None:
         require_wired_limit(0, limit)
     require_wired_limit(10 * 1024, metal)
     for megabytes, limit in ((10 * 1024 + 1, metal), (1, installed(2**34))):
-        with pytest.raises(ProfileError, match=r"monitor\.wired_limit_mb"):
+        with pytest.raises(ProfileError, match=r"memory\.wired_limit_mib"):
             require_wired_limit(megabytes, limit)
 
 

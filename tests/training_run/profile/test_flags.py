@@ -10,6 +10,7 @@ from clotho.settings.keys import REQUIRED, Key
 from clotho.settings.learner import LossKLPenalty
 from clotho.settings.objectives import Custom, Grpo, PpoDecoupled, TruncateCorrection
 from protocols.errors import ProfileError
+from training_run.profile.aliases import KEYS
 from training_run.profile.flags import Arguments, parse_arguments
 from training_run.profile.keys import CHOICES, PROFILE_KEYS, SETTABLE, flag_of
 from training_run.profile.load import flatten, load_profile
@@ -56,6 +57,14 @@ def nested(path: str, value: object) -> dict[str, Any]:
     """Return the tables of a file with one key."""
     first, _, rest = path.partition(".")
     return {first: nested(rest, value) if rest else value}
+
+
+@pytest.mark.parametrize(("earlier", "path"), KEYS.items())
+def test_a_key_keeps_its_earlier_name(earlier: str, path: str) -> None:
+    """As a flag, in a profile and in the settings of an earlier run. The own name is the one that is written."""
+    assert parse_arguments([flag_of(earlier), "64"]).overrides == {path: 64}
+    assert flatten(nested(earlier, 64), "profile.toml") == {path: 64}
+    assert earlier not in SETTABLE
 
 
 UNIONS = [choice for choice, types in CHOICES.items() if "off" in types]

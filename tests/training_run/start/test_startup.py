@@ -301,9 +301,9 @@ async def test_a_run_that_exceeds_the_memory_limit_is_refused_before_the_directo
     monkeypatch.setattr(
         "training_run.memory.report.memory_limit", lambda: MemoryLimit(bytes=2**33, source="installed", installed=2**33)
     )
-    error = await refusal(tiny_profile(tmp_path, monitor={"wired_limit_mb": 1024}))
+    error = await refusal(tiny_profile(tmp_path, memory={"wired_limit_mib": 1024}))
     assert isinstance(error, ProfileError)
-    assert "monitor.wired_limit_mb" in str(error)
+    assert "memory.wired_limit_mib" in str(error)
     assert not (tmp_path / "run").exists()
 
 
@@ -316,7 +316,7 @@ async def test_the_limits_of_mlx_follow_from_the_device(tmp_path: Path, monkeypa
     monkeypatch.setattr("training_run.memory.report.memory_limit", lambda: device)
     async with open_context(tiny_profile(tmp_path)):
         assert set_limits == {"memory": 2**30, "cache": 512 * 2**20}
-    async with open_context(tiny_profile(tmp_path / "wired", monitor={"wired_limit_mb": 256})):
+    async with open_context(tiny_profile(tmp_path / "wired", memory={"wired_limit_mib": 256})):
         assert set_limits["wired"] == 256 * 2**20
 
 
