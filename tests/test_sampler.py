@@ -62,11 +62,11 @@ def test_nothing_is_sampled_from_no_prompts() -> None:
 
 def test_published_weights_sample_from_the_next_token_on() -> None:
     """Their version is that of the learner, and the tokens name it."""
-    learner = clotho.Learner(policy(), learning_rate=0.05, sampling=SAMPLING)
+    learner = clotho.Learner(policy(), sampling=SAMPLING)
     with clotho.Sampler(policy()) as sampler, clotho.Sampler(policy()) as other:
         before = sampler.sample(prompts(), SAMPLING, seed=3)
         learner.forward_backward(data())
-        assert learner.optim_step().applied
+        assert learner.optim_step(learning_rate=0.05).applied
         assert tokens(sampler.sample(prompts(), SAMPLING, seed=3)) == tokens(before)  # not published yet
         assert sampler.publish(learner) == sampler.version == learner.version == 1
         after = sampler.sample(prompts(), SAMPLING, seed=3)
