@@ -139,7 +139,7 @@ def conversation(number: int) -> str:
 
 def usual_rate() -> float:
     """The learning rate of the profile."""
-    return load_profile("local-m3").learner.optimizer.learning_rate
+    return load_profile("local-m3").learner.optimizer.highest_rate
 
 
 FAULTS: dict[str, Fault] = {

@@ -320,7 +320,7 @@ def test_the_command_after_a_collapse_starts_a_run_from_a_checkpoint_before_it(
     before, new = load_profile(str(ended.path / "profile.toml")), Path(words[words.index("--run-dir") + 1])
     assert silent(words) == ended.status
     after = load_profile(str(new / "profile.toml"))
-    assert after.learner.optimizer.learning_rate == pytest.approx(before.learner.optimizer.learning_rate / 10)
+    assert after.learner.optimizer.highest_rate == pytest.approx(before.learner.optimizer.highest_rate / 10)
     steps = [json.loads(line)["step"] for line in (new / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4]
 
