@@ -16,7 +16,7 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from attachments.alarms.checks import CollapseCheck
+from attachments.alarms.checks import CUT_REPORTS, CollapseCheck, CutCheck
 from attachments.alarms.tests import test_checks as alarms
 from attachments.alarms.tests.collapse_reports import GOOD, batch, metrics, report
 from attachments.alarms.tests.test_collapse_detection import detector_with_baseline
@@ -36,6 +36,7 @@ from attachments.machine.resources import ResourceReading
 from attachments.machine.tests import simulated_mac
 from clotho.process import REFERENCE_BLAS
 from clotho.scoring.parity_check import ParityReport
+from clotho.settings.objectives import Grpo
 from protocols.errors import ProfileError
 from protocols.finding import CHECK, Change, Finding, FindingName, Remedy
 from tests.training_run.built_context import tiny_profile
@@ -84,6 +85,15 @@ def of_the_machine_during_a_run() -> Iterator[Finding]:
     check.take(faulty)
     check.take(faulty)
     yield from (*run.findings.now, *check.findings())
+
+
+def of_the_objective() -> Iterator[Finding]:
+    """Rounding cuts tokens of completions that the present policy has sampled."""
+    run = ObservedRun(lambda clock: CutCheck(Grpo(clip_low=1e-3)))
+    cut = replace(step(1, groups=groups(1.0), update=replace(UPDATE, unmoved_cut_fraction=0.06)), staleness=(0,))
+    for _ in range(CUT_REPORTS):
+        run.step(cut)
+    yield from run.findings.now
 
 
 def of_the_scorer() -> Iterator[Finding]:
@@ -236,6 +246,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
             of_collapse(),
             of_the_machine_during_a_run(),
             of_a_collapsed_run(),
+            of_the_objective(),
             of_the_scorer(),
             of_the_kv_cache(),
             of_the_rewards(),
