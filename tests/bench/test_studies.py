@@ -74,7 +74,7 @@ MEASURED = {
 def test_every_objective_and_every_correction_is_measured(key: str) -> None:
     """A new one needs a line in bench/studies/methods.toml."""
     flags = [" ".join(arm.flags) for arm in methods.STUDY.arms]
-    names = [name for name in CHOICES[key] if name not in ("custom", "none")]
+    names = [name for name in CHOICES[key] if name not in ("custom", "off")]
     assert names
     assert [name for name in names if not any(f"{MEASURED[key]} {name}" in words for words in flags)] == []
 

@@ -133,8 +133,9 @@ def test_partial_targets_and_unequal_ranks_equal_those_of_mlx_lm(family: str, me
 )
 def test_16_bit_logits_equal_those_of_mlx_lm_up_to_rounding(family: str, convert: Convert) -> None:
     """Both forms round to bfloat16, whose relative precision is 2^-8."""
-    policy = make_policy(family, convert=convert)
-    usual = usual_model(policy, family, Lora(), convert)
+    method = Lora(rank=8, scale=10.0)
+    policy = make_policy(family, method, convert=convert)
+    usual = usual_model(policy, family, method, convert)
     some, others = policy.model(TOKENS_2_T), usual(TOKENS_2_T)
     assert some.dtype == others.dtype
     assert 0.0 < largest_difference(some, others) < 0.05

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clotho.rewards.registry import built_in, load_reward
+from clotho.rewards.registry import built_in, group_parameters, load_reward
 from tests.rewards.groups import problem
 
 ANSWERS = {
@@ -35,8 +35,12 @@ TAGS = ["<think>", "<answer>", "</answer>", "<answer></answer>", "<think><answer
 PROBLEMS = [problem("42"), problem("B", prompt="Which is larger? A) 1 B) 2"), problem("Paris")]
 
 
+READERS = [name for name, one in built_in().items() if one.function and group_parameters(one.function) is None]
+"""Functions that read a completion; that of an environment reads none."""
+
+
 @pytest.mark.parametrize("largest", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [name for name, one in built_in().items() if one.function])
+@pytest.mark.parametrize("name", READERS)
 def test_a_built_in_reward_reads_a_long_pathological_completion(name: str, largest: int) -> None:
     """It returns a value from 0 to 1, or None. A quadratic function would not return within the time of the suite."""
     reward = load_reward(name)

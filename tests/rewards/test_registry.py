@@ -39,7 +39,8 @@ def count(problem, completion):
 
 def test_every_built_in_reward_is_loaded_by_name() -> None:
     """Each of them gives a correct answer the reward 1. Those that need a library or settings run in processes."""
-    in_threads = {name for name, one in built_in().items() if one.function is not None}
+    functions = {name: one.function for name, one in built_in().items() if one.function is not None}
+    in_threads = {name for name, function in functions.items() if group_parameters(function) is None}
     assert in_threads == {"format", "math_eval", "jaccard", "choice_correctness", "exact"}
     for name in in_threads:
         answer = {"choice_correctness": "B", "jaccard": "Paris"}.get(name, "42")
@@ -147,8 +148,8 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path, content: str 
         ("Format", "did you mean format"),
         (
             "zzz",
-            "use format, math_eval, jaccard, choice_correctness, exact, judge, math_verify, reasoning_gym, "
-            "module:function, or path/to/file.py:function",
+            "use format, math_eval, jaccard, choice_correctness, exact, environment, judge, math_verify, "
+            "reasoning_gym, module:function, or path/to/file.py:function",
         ),
         ("", "use format"),
         (":length", "malformed"),

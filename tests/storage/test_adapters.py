@@ -147,7 +147,7 @@ def test_the_configuration_has_the_keys_of_mlx_lm(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "adapter" / CONFIG).read_text()) == {
         "fine_tune_type": "lora",
         "num_layers": -1,
-        "lora_parameters": {"rank": 4, "scale": 10.0, "dropout": 0.1, "keys": ["self_attn.q_proj"]},
+        "lora_parameters": {"rank": 4, "scale": 8.0, "dropout": 0.1, "keys": ["self_attn.q_proj"]},
         "model": str(tmp_path / "base"),
     }
 
@@ -195,7 +195,7 @@ def test_an_adapter_with_other_settings_is_refused(tmp_path: Path) -> None:
     policy = trained(base, scale=5.0, rank=4)
     write_adapter(tmp_path / "adapter", policy.trainable(), policy.adapter_config)
     other = trained(base)
-    with pytest.raises(CheckpointError, match=r"rank is 4, not 8; scale is 5\.0, not 10\.0"):
+    with pytest.raises(CheckpointError, match=r"rank is 4, not 16; scale is 5\.0, not 2\.0"):
         read_adapter(tmp_path / "adapter", other.trainable(), other.adapter_config)
     (tmp_path / "adapter" / CONFIG).write_text("{")
     with pytest.raises(CheckpointError, match="cannot be used"):

@@ -37,7 +37,7 @@ async def test_state_and_settings_combine_all_files(run: Path) -> None:
         assert (state["seconds_left"], state["in_flight"], state["waiting_for"]) == (None, None, "")
         assert about["profile"]["learner"]["batch_size"] == 8
         assert about["profile_changes"]["learner.batch_size"] == 8
-        assert about["profile_changes"]["policy.method.rank"] == 16
+        assert "policy.method.rank" not in about["profile_changes"], "it has the default"
         assert "seed" not in about["profile_changes"]
         assert about["profile_changes"]["rewards"][1] == {"name": "math_eval", "correct": True}
         assert about["preflight"]["findings"] == [FINDING]
