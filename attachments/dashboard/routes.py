@@ -78,12 +78,13 @@ class FollowedRun:
         return await self.call(read, reading=KINDS)
 
     async def _read(self, name: str) -> None:
-        while time.monotonic() - self._read_at[name] >= POLL_SECONDS:
-            async with self._lock:
-                if time.monotonic() - self._read_at[name] < POLL_SECONDS:
-                    return
-                if not await to_thread.run_sync(self._files.histories[name].advance):
-                    self._read_at[name] = time.monotonic()
+        if time.monotonic() - self._read_at[name] < POLL_SECONDS:
+            return
+        more = True
+        while more:
+            async with self._lock:  # between two blocks, other requests are answered
+                more = await to_thread.run_sync(self._files.histories[name].advance)
+        self._read_at[name] = time.monotonic()
 
 
 class Dashboard:

@@ -20,7 +20,7 @@ ALL = "rows?" + "&".join(f"{kind}=" for kind in KINDS)
 @pytest.fixture(autouse=True)
 def fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read often, so that tests need not wait."""
-    monkeypatch.setattr(routes, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(routes, "POLL_SECONDS", 0.0)
 
 
 @pytest.fixture
