@@ -35,6 +35,9 @@ from training_run.groups.rollout_source import Complete
 PROMPT_TAIL = 16
 """Number of last tokens of a prompt in which a chat template may open or close the reasoning."""
 
+ROLES = ("user", "tool")
+"""Roles of the messages of an environment."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -199,6 +202,9 @@ class PythonEpisodes:
         try:
             event = await self._timed(environment.begin())
             while isinstance(event, Ask):
+                if reason := unusable(event, first=episode is None):
+                    event = Failed(message=reason)
+                    break
                 if episode is None:
                     episode = EpisodeTokens(self._prompt(problem, event))
                 else:
@@ -314,8 +320,17 @@ def message_reader(tokenizer: ChatTokenizer, tools: Sequence[Mapping[str, Any]])
     return found or (lambda _, text: SampledMessage(content=text))
 
 
+def unusable(ask: Ask, *, first: bool) -> str:
+    """Return why messages of an environment cannot be written; empty if they can. first: nothing was sampled yet."""
+    if not (ask.messages or first):
+        return "it asks for another message without a message of its own"
+    if any(one.get("role") not in ROLES or not isinstance(one.get("content"), str) for one in ask.messages):
+        return "its message needs one of the roles user and tool, and a text as its content"
+    return ""
+
+
 def common_prefix(sequences: Sequence[tuple[int, ...]]) -> int:
-    """Return the number of first tokens that all sequences share, at least one less than the shortest has."""
+    """Return the number of first tokens that all sequences share."""
     shortest = min(map(len, sequences))
     differ = (at for at in range(shortest) if len({sequence[at] for sequence in sequences}) > 1)
     return next(differ, shortest)

@@ -81,6 +81,20 @@ async def twice(problem: Any, chat: Any) -> float:
     return len(first.content) + len(second.content) / 10
 
 
+async def silent(problem: Any, chat: Any) -> float:
+    """Ask twice without a message."""
+    await chat()
+    await chat()
+    return 1.0
+
+
+async def odd(problem: Any, chat: Any) -> float:
+    """Send a message without content."""
+    await chat()
+    await chat({"role": "user"})
+    return 1.0
+
+
 async def endless(problem: Any, chat: Any) -> float:
     """Ask for ever."""
     while True:

@@ -247,6 +247,15 @@ async def test_an_environment_that_does_not_repeat_itself_is_not_continued_elsew
         assert all(isinstance(group, Discarded) for group in found)
 
 
+@pytest.mark.parametrize("name", ["silent", "odd"])
+async def test_messages_that_cannot_be_written_cost_their_episode(name: str) -> None:
+    """A second question without a message, and a message without content."""
+    async with episodes(name) as made:
+        (group,) = await groups(made, ScriptedSampler(script("a")), {})
+        assert isinstance(group, Discarded)
+        assert "message" in group.detail
+
+
 async def test_a_function_that_ignores_the_end_of_its_episode_fails() -> None:
     """It would otherwise run for ever."""
     async with episodes("endless", max_turns=2) as made:
