@@ -63,11 +63,18 @@ class VisibleKeys:
 
     def block(self, rows: slice, columns: slice) -> mx.array:
         """Return the mask of some queries and keys, (B, 1, queries, keys) booleans."""
-        key_B_1_S = mx.array(self._key_B_S[:, None, columns])
-        seen_B_Q_S = key_B_1_S <= mx.array(self._query_B_Q[:, rows, None])
-        if self._first_B_Q is not None:
-            seen_B_Q_S = seen_B_Q_S & (key_B_1_S >= mx.array(self._first_B_Q[:, rows, None]))
+        query_B_Q, key_B_S, first_B_Q = self._arrays
+        key_B_1_S = key_B_S[:, None, columns]
+        seen_B_Q_S = key_B_1_S <= query_B_Q[:, rows, None]
+        if first_B_Q is not None:
+            seen_B_Q_S = seen_B_Q_S & (key_B_1_S >= first_B_Q[:, rows, None])
         return seen_B_Q_S[:, None]
+
+    @cached_property
+    def _arrays(self) -> tuple[mx.array, mx.array, mx.array | None]:
+        """The positions for all blocks: arrays of their own for each block would grow with the square of the length."""
+        first_B_Q = None if self._first_B_Q is None else mx.array(self._first_B_Q)
+        return mx.array(self._query_B_Q), mx.array(self._key_B_S), first_B_Q
 
     @cached_property
     def whole(self) -> mx.array:
@@ -143,7 +150,7 @@ def blocked_attention(
             parts: list[mx.array] = []
             sums = [mx.zeros(array.shape) for array in shared]
             for rows, columns in reversed(spans):
-                inputs = [after(sums, queries[:, :, rows]), *(_part(array, columns) for array in shared)]
+                inputs = [after([*sums, *parts[-1:]], queries[:, :, rows]), *(_part(array, columns) for array in shared)]
 
                 def one(*inputs: mx.array, rows: slice = rows, columns: slice = columns) -> mx.array:
                     return attend(*inputs, mask=_block(mask, rows, columns))
