@@ -150,7 +150,8 @@ def blocked_attention(
             parts: list[mx.array] = []
             sums = [mx.zeros(array.shape) for array in shared]
             for rows, columns in reversed(spans):
-                inputs = [after([*sums, *parts[-1:]], queries[:, :, rows]), *(_part(array, columns) for array in shared)]
+                before = [*sums, *parts[-1:]]  # else results of many blocks wait to be computed, with their scores
+                inputs = [after(before, queries[:, :, rows]), *(_part(array, columns) for array in shared)]
 
                 def one(*inputs: mx.array, rows: slice = rows, columns: slice = columns) -> mx.array:
                     return attend(*inputs, mask=_block(mask, rows, columns))
