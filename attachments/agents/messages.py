@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from clotho.extension import SampledCall
 from protocols.prompt import Problem
-from training_run.rewards.worker import ProcessSettings
+from training_run.supervision.guarded_process import ProcessSettings
 
 Finish = Literal["stop", "length", "limit"]
 

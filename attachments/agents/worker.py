@@ -29,9 +29,9 @@ from attachments.agents.messages import (
     PolicyTurn,
     Request,
 )
-from clotho.rewards.registry import load_named
+from clotho.user_code import load_named
 from protocols.errors import ProfileError, error_text
-from training_run.rewards.worker import WorkerChannel, end_descendants, guard
+from training_run.supervision.guarded_process import WorkerChannel, end_descendants, guard
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; "

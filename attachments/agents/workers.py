@@ -30,15 +30,17 @@ from attachments.agents.sections import PythonAgent
 from attachments.agents.worker import BOOT
 from protocols.errors import ProfileError
 from protocols.prompt import Problem
-from training_run.rewards.worker import frame
-from training_run.rewards.worker_pool import OutputLog
-from training_run.rewards.worker_process import GRACE_SECONDS, IMPORT_SECONDS, GuardedProcess, WorkerEnded
+from training_run.supervision.guarded_process import GRACE_SECONDS, IMPORT_SECONDS, GuardedProcess, OutputLog, frame
 
 ANSWERS: Any = Answer
 MAX_REPLAYS = 3
 """How often an episode may lose its worker to other episodes."""
 
 log = structlog.get_logger(__name__)
+
+
+class EnvironmentEnded(Exception):
+    """The worker process ended, or was killed at a limit. It cannot be used again."""
 
 
 class WorkerGone(Exception):
@@ -61,7 +63,12 @@ class EnvironmentWorker:
             step_seconds=settings.step_seconds,
         )
         self.process = GuardedProcess(
-            "the environment", BOOT, limits, limit_key="agent.memory_limit_mb", on_output=output.add
+            "the environment",
+            BOOT,
+            limits,
+            limit_key="agent.memory_limit_mb",
+            ended=EnvironmentEnded,
+            on_output=output.add,
         )
         self.episodes, self.ended = 0, False
         self._seconds = settings.step_seconds
@@ -69,7 +76,7 @@ class EnvironmentWorker:
         self._loaded = False
 
     async def answer(self, request: Request) -> Answer:
-        """Return the answer to a request. Raises WorkerEnded, and WorkerGone if the process had ended before."""
+        """Return the answer to a request. Raises EnvironmentEnded, and WorkerGone if the process had ended before."""
         async with self._turn:
             if self.ended or not self.process.alive:
                 raise WorkerGone
@@ -102,7 +109,7 @@ class Workers:
 
     def __init__(self, settings: PythonAgent) -> None:
         self._settings = settings
-        self._output = OutputLog(settings.environment)
+        self._output = OutputLog("environment", settings.environment)
         self._workers: list[EnvironmentWorker] = []
         self._numbers = count()
 
@@ -110,7 +117,7 @@ class Workers:
         """Return the definitions of the tools. Raises ProfileError if the environment cannot be used."""
         try:
             found = await self.worker().answer(Describe())
-        except WorkerEnded as error:
+        except EnvironmentEnded as error:
             raise ProfileError(
                 f"agent.environment {self._settings.environment!r} cannot be imported: {error}"
             ) from None
@@ -125,7 +132,7 @@ class Workers:
         return EnvironmentEpisode(self, next(self._numbers), problem)
 
     def worker(self) -> EnvironmentWorker:
-        """Return the worker for another episode. Raises WorkerEnded if the system starts no process."""
+        """Return the worker for another episode. Raises EnvironmentEnded if the system starts no process."""
         self._workers = [worker for worker in self._workers if not worker.ended]
         idle = min(self._workers, key=lambda worker: worker.episodes, default=None)
         if idle is not None and (not idle.episodes or len(self._workers) >= self._settings.max_workers):
@@ -133,7 +140,7 @@ class Workers:
         try:
             self._workers.append(EnvironmentWorker(self._settings, self._output))
         except OSError as error:
-            raise WorkerEnded(f"the environment has no process: {error.strerror or error}") from error
+            raise EnvironmentEnded(f"the environment has no process: {error.strerror or error}") from error
         return self._workers[-1]
 
     def close(self) -> None:
@@ -168,7 +175,7 @@ class EnvironmentEpisode:
         """Let the worker forget the episode."""
         worker = self._leave()
         if worker is not None and isinstance(self._asks[-1] if self._asks else None, Ask):
-            with suppress(WorkerEnded, WorkerGone):
+            with suppress(EnvironmentEnded, WorkerGone):
                 await worker.answer(Forget(number=self._number))
 
     def _leave(self) -> EnvironmentWorker | None:
@@ -186,7 +193,7 @@ class EnvironmentEpisode:
                 return await self._worker.answer(request)
             except WorkerGone:
                 self._leave()
-            except (WorkerEnded, ProfileError) as error:
+            except (EnvironmentEnded, ProfileError) as error:
                 log.warning("environment_ended", reason=str(error))
                 return Failed(message=str(error))
         return Failed(message=f"{MAX_REPLAYS} of its workers ended because of other episodes")

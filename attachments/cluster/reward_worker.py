@@ -20,13 +20,12 @@ from clotho.rewards.values import Completions, RewardError, Values, too_large
 from protocols.errors import ProfileError, visible
 from training_run.rewards.worker import Answer, Failure, Ready, Refused
 from training_run.rewards.worker_process import (
-    GRACE_SECONDS,
-    IMPORT_SECONDS,
     ProcessFunction,
     Worker,
     WorkerEnded,
     WorkerLost,
 )
+from training_run.supervision.guarded_process import GRACE_SECONDS, IMPORT_SECONDS
 
 HEARTBEAT_SECONDS = 1.0
 """Pause between two questions whether the actor of a running call still answers."""

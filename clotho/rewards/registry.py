@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -17,7 +15,7 @@ from msgspec import Struct
 from clotho.extension import absence, extension_rewards, provided
 from clotho.rewards import choice_correctness, exact, jaccard, math_eval, tag_format
 from clotho.rewards.answer import PLACES
-from clotho.user_code import import_user_module
+from clotho.user_code import load_named
 from protocols.errors import ProfileError, did_you_mean
 from protocols.prompt import AnswerIn, Problem
 
@@ -114,18 +112,12 @@ def load_reward(name: str, options: RewardOptions | None = None, *, file: str = 
     options = options or RewardOptions()
     found = built_in().get(name)
     if found is None:
-        module_name, attribute = split_name(name)
-        return _function(name, _attribute(name, "rewards.name", file or module_name, attribute))
+        split_name(name)
+        return _function(name, load_named(name, "rewards.name", file=file))
     if found.function is None:
         function: RewardFunction = provided(found.load)(options)
         return function
     return partial(found.function, answer_in=options.answer_in) if found.reads_answer else found.function
-
-
-def load_named(name: str, key: str) -> Any:
-    """Return what `module:name` or `path/to/file.py:name` names. key: of the profile. Raises ProfileError."""
-    module_name, _, attribute = name.rpartition(":")
-    return _attribute(name, key, module_name, attribute)
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -195,39 +187,6 @@ def group_parameters(function: RewardFunction) -> GroupParameters | None:
         return None
     required = tuple(one.name for one in named if one.default is one.empty)
     return GroupParameters(names=names, required=required, takes_all=takes_all)
-
-
-def _attribute(name: str, key: str, module_name: str, attribute: str) -> Any:
-    """Import a module of the user and return what it has under this name."""
-    try:
-        module = _import_file(Path(module_name)) if module_name.endswith(".py") else import_user_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise ProfileError(f"{key} {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
-    if not hasattr(module, attribute):
-        functions = [word for word, value in vars(module).items() if callable(value)]
-        raise ProfileError(
-            f"{key} {name!r}: module {module.__name__!r} has no {attribute!r}{did_you_mean(attribute, functions)}"
-        )
-    return getattr(module, attribute)
-
-
-def _import_file(path: Path) -> ModuleType:
-    """Import a Python file; a second import of the same file returns the same module."""
-    path = path.expanduser().resolve()
-    module_name = f"reward_file:{path}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
 
 
 def _function(name: str, function: Any) -> RewardFunction:

@@ -21,8 +21,6 @@ from clotho.rewards.registry import GroupParameters
 from clotho.rewards.values import Completions, RewardError, Values
 from protocols.errors import ProfileError
 from training_run.rewards.worker_process import (
-    EXIT_SECONDS,
-    POLL_SECONDS,
     NewWorker,
     ProcessFunction,
     Worker,
@@ -30,15 +28,13 @@ from training_run.rewards.worker_process import (
     WorkerLost,
     new_process,
 )
+from training_run.supervision.guarded_process import EXIT_SECONDS, POLL_SECONDS, OutputLog
 
 MAX_ENDED, WINDOW_SECONDS = 32, 600.0
 """Maximum number of workers of one function that end by a fault within the window. No more are started then."""
 
 MAX_LOST, LOST_SECONDS = 5, 1.0
 """Number of workers that a group may lose, and the pause after a worker that was lost at its start."""
-
-MAX_OUTPUT_LINES, MAX_LINE_CHARACTERS = 1000, 500
-"""Limits of the output of one function in the event log."""
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +55,7 @@ class WorkerPool:
         self.group: GroupParameters | None = None
         self._function, self._name, self._max_workers = function, function.name, max_workers
         self._start_worker = new_worker
-        self._output = OutputLog(function.name)
+        self._output = OutputLog("reward", function.name)
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
         self._waiting: deque[asyncio.Future[Worker]] = deque()
@@ -231,37 +227,3 @@ class WorkerPool:
             waiter = self._waiting.popleft()
             if not waiter.done():
                 waiter.set_exception(RewardError(reason))
-
-
-class OutputLog:
-    """What a function prints, as events `reward_output` in the event log. Output before the first call is kept."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._partial = b""
-        self._held: list[bytes] | None = []
-        self._lines = 0
-
-    def add(self, content: bytes) -> None:
-        """Add output of any process of the function."""
-        *lines, rest = (self._partial + content).split(b"\n")
-        self._partial = rest[:MAX_LINE_CHARACTERS]
-        for line in lines[: MAX_OUTPUT_LINES + 1 - self._lines]:
-            self._lines += 1
-            if self._held is None:
-                self._write(self._lines, line)
-            else:
-                self._held.append(line)
-
-    def begin(self) -> None:
-        """Write the lines that were kept: the event log is open now."""
-        held, self._held = self._held, None
-        for number, line in enumerate(held or (), start=1):
-            self._write(number, line)
-
-    def _write(self, number: int, line: bytes) -> None:
-        if number <= MAX_OUTPUT_LINES:
-            text = line[:MAX_LINE_CHARACTERS].decode(errors="replace")
-            log.info("reward_output", reward=self._name, line=text)
-        else:
-            log.warning("reward_output_suppressed", reward=self._name, after_lines=MAX_OUTPUT_LINES)

@@ -6,19 +6,12 @@ its own, each of these costs one call: the process is killed, and `worker_pool` 
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
-import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import msgspec
-from msgspec import Struct, msgpack
+from msgspec import Struct
 from msgspec.structs import replace
 
 from clotho.rewards.registry import GroupParameters, RewardOptions
@@ -26,40 +19,17 @@ from clotho.rewards.values import Completions, RewardError, Values, too_large
 from protocols.errors import ProfileError
 from training_run.rewards.worker import (
     BOOT,
-    CONNECTION_LOST,
-    LENGTH_BYTES,
     Answer,
     CallRequest,
     Failure,
-    ProcessSettings,
     Ready,
     Refused,
     WorkerMessage,
     WorkerSettings,
-    end_descendants,
-    frame,
 )
+from training_run.supervision.guarded_process import GRACE_SECONDS, IMPORT_SECONDS, GuardedProcess, frame
 
-Message = TypeVar("Message")
 MESSAGES: Any = WorkerMessage
-
-IMPORT_SECONDS = 300.0
-"""Time limit for the start of a worker, which imports the user's module."""
-
-POLL_SECONDS = 0.1
-"""Interval of the checks whether the process of a running call is alive and within its memory limit."""
-
-EXIT_SECONDS = 1.0
-"""Time for a worker to exit by itself."""
-
-GRACE_SECONDS = 1.0
-"""Time for an asynchronous function to be cancelled at its time limit."""
-
-MAX_ANSWER_BYTES = 2**20
-
-OUTPUT_BYTES = 65_536
-OUTPUT_PAUSE_SECONDS = 0.05
-"""At most `OUTPUT_BYTES` are read at once, with this pause. A function that prints faster waits."""
 
 
 class WorkerEnded(RewardError):
@@ -123,165 +93,6 @@ def new_process(function: ProcessFunction, *, on_output: Callable[[bytes], None]
     return WorkerProcess(function, on_output=on_output)
 
 
-class GuardedProcess:
-    """A process that runs code of the user: its start, its answers within limits, its output, and its end."""
-
-    def __init__(
-        self, name: str, boot: str, settings: ProcessSettings, *, limit_key: str, on_output: Callable[[bytes], None]
-    ) -> None:
-        """Start the process. Needs a running event loop. Raises OSError if the system refuses.
-
-        name: in errors, such as `reward length`. boot: program, whose argument are the settings with the descriptor of
-        its socket. limit_key: setting of the memory limit.
-        """
-        self._name, self._limit_key, self._on_output = name, limit_key, on_output
-        self._memory_bytes = settings.memory_bytes
-        self._loop = asyncio.get_running_loop()
-        self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
-        self._output, their_output = os.pipe()
-        os.set_blocking(self._output, False)
-        argument = msgspec.json.encode(replace(settings, descriptor=theirs.fileno())).decode()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", boot, argument],
-                stdin=subprocess.DEVNULL,
-                stdout=their_output,
-                stderr=their_output,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        except BaseException:
-            self._socket.close()
-            os.close(self._output)
-            raise
-        finally:
-            theirs.close()
-            os.close(their_output)
-        self._loop.add_reader(self._output, self._read_output)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs. Reaps a process that has ended."""
-        return self._process.poll() is None
-
-    def leave(self) -> None:
-        """Let an idle process exit by itself: it reads the end of its socket."""
-        self._socket.shutdown(socket.SHUT_RDWR)
-
-    def kill(self) -> None:
-        """Kill the process, its group, and what descends from it. A stopped process starts no further ones."""
-        with suppress(ProcessLookupError, PermissionError):  # no process is left; macOS: only zombies are left
-            os.killpg(self._process.pid, signal.SIGSTOP)
-            if self._process.returncode is None:
-                end_descendants(self._process.pid)
-            os.killpg(self._process.pid, signal.SIGKILL)
-        if self._output >= 0:
-            if not self._loop.is_closed():
-                self._loop.remove_reader(self._output)
-                self._loop.remove_reader(self._socket)
-                self._loop.remove_writer(self._socket)
-            self._socket.close()
-            os.close(self._output)
-            self._output = -1
-        if self._process.poll() is None:  # freeing gigabytes takes a while
-            threading.Thread(target=self._process.wait, name="process-reaper", daemon=True).start()
-
-    def end(self, reason: str) -> WorkerEnded:
-        """Kill the process, and return the error."""
-        self._read_output()
-        self.kill()
-        return WorkerEnded(f"{self._name} {reason}")
-
-    async def answer(
-        self, request: bytes, kind: type[Message], limit_seconds: float, *, grace_seconds: float = 0.0
-    ) -> Message:
-        """Send the request and wait for a message of this kind, within the time and memory limits. Raises WorkerEnded.
-
-        A cancelled wait kills the process.
-        """
-        deadline = self._loop.time() + limit_seconds + grace_seconds
-        receiving = asyncio.ensure_future(self._exchange(request, kind))
-        try:
-            while True:
-                left = deadline - self._loop.time()
-                await asyncio.wait({receiving}, timeout=max(0.0, min(POLL_SECONDS, left)))
-                if receiving.done():
-                    return receiving.result()
-                if left <= 0:
-                    raise self.end(f"took longer than {limit_seconds:g} s")
-                if not self.alive:
-                    await asyncio.wait({receiving}, timeout=POLL_SECONDS)  # an answer may have arrived before the end
-                    if not receiving.done():
-                        raise self.end(self._how_it_ended())
-                if self._resident_bytes() > self._memory_bytes:
-                    limit = self._memory_bytes // 2**20
-                    raise self.end(f"used more than {limit} MB of memory ({self._limit_key})")
-        except asyncio.CancelledError:
-            self.kill()
-            raise
-        except (EOFError, OSError):
-            await self._wait_for_exit()
-            raise self.end(self._how_it_ended()) from None
-        except ValueError:
-            raise self.end("sent an invalid answer") from None
-        finally:
-            receiving.cancel()
-
-    async def _exchange(self, request: bytes, kind: type[Message]) -> Message:
-        await self._loop.sock_sendall(self._socket, request)
-        size = int.from_bytes(await self._receive(LENGTH_BYTES), "little")
-        if size > MAX_ANSWER_BYTES:
-            raise msgspec.ValidationError("the answer is too long")
-        return msgpack.decode(await self._receive(size), type=kind)
-
-    async def _receive(self, size: int) -> bytes:
-        content = bytearray()
-        while len(content) < size:
-            if not (chunk := await self._loop.sock_recv(self._socket, size - len(content))):
-                raise EOFError
-            content += chunk
-        return bytes(content)
-
-    async def _wait_for_exit(self) -> None:
-        deadline = self._loop.time() + EXIT_SECONDS
-        while self.alive and self._loop.time() < deadline:  # noqa: ASYNC110  (the system has no event for it)
-            await asyncio.sleep(EXIT_SECONDS / 100)
-
-    def _how_it_ended(self) -> str:
-        status = self._process.returncode
-        if status is None or status == CONNECTION_LOST:
-            return "closed the connection of its process"
-        if status < 0:
-            return f"ended its process with signal {_signal_name(-status)}"
-        return f"ended its process with exit status {status}"
-
-    def _resident_bytes(self) -> int:
-        import psutil  # only calls that take longer than `POLL_SECONDS` need it
-
-        try:
-            return int(psutil.Process(self._process.pid).memory_info().rss)
-        except psutil.Error:
-            return 0
-
-    def _read_output(self) -> None:
-        try:
-            content = os.read(self._output, OUTPUT_BYTES)
-        except OSError:
-            return
-        if not content:
-            self._loop.remove_reader(self._output)
-            return
-        self._on_output(content)
-        if len(content) == OUTPUT_BYTES:
-            self._loop.remove_reader(self._output)
-            self._loop.call_later(OUTPUT_PAUSE_SECONDS, self._read_on)
-
-    def _read_on(self) -> None:
-        if self._output >= 0:
-            self._loop.add_reader(self._output, self._read_output)
-
-
 class WorkerProcess:
     """One worker process of a reward function on this machine. asynchronous: whether the function is, once ready."""
 
@@ -300,7 +111,12 @@ class WorkerProcess:
             file=function.file,
         )
         self._process = GuardedProcess(
-            f"reward {function.name}", BOOT, settings, limit_key="rewards.memory_limit_mb", on_output=on_output
+            f"reward {function.name}",
+            BOOT,
+            settings,
+            limit_key="rewards.memory_limit_mb",
+            ended=WorkerEnded,
+            on_output=on_output,
         )
         self.leave, self.kill = self._process.leave, self._process.kill
 
@@ -340,10 +156,3 @@ class WorkerProcess:
         if any(value is not None and too_large(value) for value in message.values):
             raise self._process.end("sent an invalid answer")
         return message.values
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return str(number)

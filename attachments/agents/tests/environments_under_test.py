@@ -58,7 +58,7 @@ class Talk:
                 if os.fork() == 0:
                     return "from the copy"
             case "floods":
-                sys.stdout.write("x" * 200_000)
+                sys.stdout.write("x" * 200_000 + "\n")
         return f"{self.does} {self.turns}: {text}"
 
     def reward(self) -> float:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from attachments.agents.episodes import PythonEpisodes
 from attachments.agents.sections import PythonAgent
@@ -18,6 +19,7 @@ from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion, SampleRequest, Sampling
 from tests.small_models import byte_tokenizer
+from training_run.supervision.guarded_process import MAX_LINE_CHARACTERS
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
@@ -231,13 +233,21 @@ async def test_an_environment_that_fails_costs_its_own_episodes(does: str) -> No
         assert made.take_counts().failed == 2
 
 
-@pytest.mark.parametrize("does", ["forks", "floods"])
-async def test_copies_and_output_of_an_environment_do_no_harm(does: str) -> None:
-    """A copy that it forks cannot answer, and output waits."""
+async def test_a_copy_that_an_environment_forks_does_no_harm() -> None:
+    """It cannot answer."""
     async with episodes("Talk", max_turns=2) as made:
-        (group,) = await groups(made, ScriptedSampler(script("a")), {"does": does})
+        (group,) = await groups(made, ScriptedSampler(script("a")), {"does": "forks"})
         assert isinstance(group, RolloutGroup)
         assert "from the copy" not in group.completions[0].text
+
+
+async def test_what_an_environment_prints_is_in_the_event_log() -> None:
+    """Long lines are cut, and the environment waits until they are read."""
+    with capture_logs() as events:
+        async with episodes("Talk", max_turns=2) as made:
+            await groups(made, ScriptedSampler(script("a")), {"does": "floods"})
+    (line,) = {event["line"] for event in events if event["event"] == "environment_output"}
+    assert line == "x" * MAX_LINE_CHARACTERS
 
 
 async def test_an_environment_that_does_not_repeat_itself_is_not_continued_elsewhere() -> None:

@@ -12,7 +12,8 @@ import pytest
 from msgspec import json, msgpack
 
 from clotho.rewards.registry import RewardOptions
-from training_run.rewards.worker import BOOT, LENGTH_BYTES, Ready, Refused, WorkerMessage, WorkerSettings
+from training_run.rewards.worker import BOOT, Ready, Refused, WorkerMessage, WorkerSettings
+from training_run.supervision.guarded_process import LENGTH_BYTES
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from tests.e2e.child_processes import wait_until_ended
 from tests.rewards.groups import group, problem
 from training_run.rewards import worker_pool, worker_process
 from training_run.rewards.runner import RewardRunner
+from training_run.supervision.guarded_process import MAX_OUTPUT_LINES, GuardedProcess
 from training_run.supervision.queues import Queue
 
 HOSTILE = "tests.rewards.hostile_rewards:"
@@ -175,7 +176,7 @@ async def test_the_resident_memory_is_checked_where_the_system_ignores_its_limit
 ) -> None:
     """As on macOS. The check is simulated: a small limit for the check only."""
     async with runner("misbehaves") as rewards:
-        monkeypatch.setattr(worker_process.GuardedProcess, "_resident_bytes", lambda self: 2**50)
+        monkeypatch.setattr(GuardedProcess, "_resident_bytes", lambda self: 2**50)
         outcome = await rewards.score(group("hangs 1", "hangs 22"))
     assert isinstance(outcome, Discarded)
     assert "used more than 4096 MB of memory" in outcome.detail
@@ -466,7 +467,7 @@ async def test_what_a_function_prints_is_in_the_event_log() -> None:
                     await anyio.sleep(0.01)
     assert isinstance(outcome, ScoredGroup)
     lines = [event for event in events if event["event"] == "reward_output"]
-    assert len(lines) == worker_pool.MAX_OUTPUT_LINES
+    assert len(lines) == MAX_OUTPUT_LINES
     assert lines[3]["line"] == "3 \x1b[2J"
     assert lines[3]["reward"] == f"{HOSTILE}misbehaves"
 
