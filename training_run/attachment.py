@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from training_run.directory.run_directory import RunDirectory
     from training_run.groups.rollout_source import Episodes
     from training_run.memory.need import MemoryNeed
+    from training_run.profile.evaluate_profile import EvaluationProfile
     from training_run.profile.rules import Complaint, Rule
     from training_run.profile.schema import Profile
     from training_run.records.display import RunFacts
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from training_run.supervision.supervisor import Child
 
 Attach = Callable[["RunContext"], Awaitable[None]]
+MakeEpisodes = Callable[["ChatTokenizer", int], "Episodes"]
+"""Makes the source of episodes with the tokenizer and the context length of a policy."""
 
 
 class Plan(Struct, kw_only=True, eq=False):
@@ -217,6 +220,12 @@ class Attachment:
         use the attachment.
         """
 
+    async def evaluated(self, profile: EvaluationProfile, ending: ExitStack) -> MakeEpisodes | None:
+        """Begin what must exist before `eval` loads its model. The returned function makes its episodes.
+
+        None: `eval` samples completions. ending: closed when the command ends.
+        """
+
     def rehearsed(self, profile: Profile, updates: Sequence[UpdateMetrics]) -> Iterable[Finding]:
         """Assess updates that `doctor` has computed one after another, and discarded."""
         return ()
@@ -300,6 +309,12 @@ async def prepare_attachments(plan: Plan) -> list[Attach]:
     """Prepare the attachments of a run. Returns what completes it, in order."""
     prepared = [await attachment.prepare(plan) for attachment in installed_attachments()]
     return [attach for attach in prepared if attach is not None]
+
+
+async def evaluated_episodes(profile: EvaluationProfile, ending: ExitStack) -> MakeEpisodes | None:
+    """Return what makes the episodes of `eval`; None if it samples completions."""
+    found = [await attachment.evaluated(profile, ending) for attachment in installed_attachments()]
+    return next((make for make in found if make is not None), None)
 
 
 def weights_are_replaced(server: HttpServer) -> bool:

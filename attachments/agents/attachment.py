@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attachments.agents.sections import AGENT, PythonAgent
 from clotho.settings.bounds import Off
-from training_run.attachment import Attach, Attachment, Plan
+from training_run.attachment import Attach, Attachment, MakeEpisodes, Plan
 from training_run.profile.rules import Complaint, Rule
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from attachments.agents.episodes import PythonEpisodes
+    from clotho.models.tokenizer import ChatTokenizer
     from training_run.memory.need import MemoryNeed
+    from training_run.profile.evaluate_profile import EvaluationProfile
     from training_run.profile.schema import Profile
     from training_run.run import RunContext
 
@@ -53,33 +57,49 @@ class Agents(Attachment):
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Import the environment in a worker process, and describe its tools."""
-        settings = AGENT.of(plan.profile)
+        make = await self._episodes(plan.profile, plan.ending, in_rounds=not plan.profile.asynchronous)
+        if make is None:
+            return None
+
+        async def attach(run: RunContext) -> None:
+            """Make episodes with the tokenizer of the policy."""
+            run.attached.episodes = episodes = make(run.policy.tokenizer, run.policy.context_length)
+            run.attached.measures.append(lambda _: measured(episodes))
+
+        return attach
+
+    async def evaluated(self, profile: EvaluationProfile, ending: ExitStack) -> MakeEpisodes | None:
+        """Import the environment, and make episodes in rounds."""
+        return await self._episodes(profile, ending, in_rounds=True)
+
+    async def _episodes(
+        self, profile: Profile | EvaluationProfile, ending: ExitStack, *, in_rounds: bool
+    ) -> Callable[[ChatTokenizer, int], PythonEpisodes] | None:
+        settings = AGENT.of(profile)
         if not isinstance(settings, PythonAgent):
             return None
         from attachments.agents.workers import Workers
 
         workers = Workers(settings)
-        plan.ending.callback(workers.close)
+        ending.callback(workers.close)
         tools = await workers.tools()
 
-        async def attach(run: RunContext) -> None:
-            """Make episodes with the tokenizer of the policy."""
+        def make(tokenizer: ChatTokenizer, context_length: int) -> PythonEpisodes:
+            """Return the source of episodes."""
             from attachments.agents.episodes import PythonEpisodes
 
-            profile = run.profile
-            run.attached.episodes = episodes = PythonEpisodes(
+            return PythonEpisodes(
                 settings,
                 workers,
-                run.policy.tokenizer,
+                tokenizer,
                 tools=tools,
                 sampling=profile.sampling,
                 system=profile.data.system,
-                context_length=run.policy.context_length,
-                in_rounds=not profile.asynchronous,
+                context_length=context_length,
+                in_rounds=in_rounds,
             )
-            run.attached.measures.append(lambda _: measured(episodes))
 
-        return attach
+        return make
 
 
 def measured(episodes: PythonEpisodes) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class EnvironmentRewards(Extension):
 
     def rewards(self) -> Mapping[str, BuiltIn]:
         """Return the reward of an environment."""
-        return {"environment": BuiltIn(expects="what the environment of `agent` rewards", function=environment_reward)}
+        return {"environment": BuiltIn(expects="what the environment gives (agent)", function=environment_reward)}
 
 
 EXTENSION = EnvironmentRewards()

@@ -27,6 +27,7 @@ AGENT = Setting[Off | PythonAgent](
     default=Off(),
     attachment="agents",
     after="atropos",
+    used_by=("eval",),
     paths={"agent.environment": "code"},
 )
 

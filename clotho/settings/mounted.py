@@ -33,7 +33,8 @@ class Setting(Struct, Generic[T], frozen=True, kw_only=True, eq=False):
 
     attachment: the name of its folder. after: the key of the same table that it follows in lists; empty: the last.
     displaced_by: a layer that sets this key removes the value of lower layers, unless it sets one. unused_by: commands
-    that do without the setting. paths: keys whose values are paths, each with what they are relative to.
+    that do without the setting. used_by: commands that need it, although it is a table of its own. paths: keys whose
+    values are paths, each with what they are relative to.
     """
 
     path: str
@@ -43,6 +44,7 @@ class Setting(Struct, Generic[T], frozen=True, kw_only=True, eq=False):
     after: str = ""
     displaced_by: str = ""
     unused_by: tuple[str, ...] = ()
+    used_by: tuple[str, ...] = ()
     paths: Mapping[str, PathKind] = NONE
 
     @property

@@ -29,6 +29,7 @@ from clotho.storage.atomic_files import replace_file
 from protocols.errors import AdapterRequestError, ModelError, ProfileError, RequestError
 from protocols.evaluation import Estimate, ReferenceLoss
 from protocols.sampling import POLICY, Completion, SampleRequest
+from training_run.attachment import evaluated_episodes
 from training_run.commands.command_line import require_new_file
 from training_run.evaluation.accuracy import (
     Accuracy,
@@ -43,9 +44,10 @@ from training_run.evaluation.accuracy import (
     pass_at_k,
     powers_of_two,
 )
-from training_run.evaluation.held_out import by_problem, complete_all, held_out_requests
+from training_run.evaluation.held_out import by_problem, complete_all, held_out_episodes, held_out_requests
 from training_run.groups.prompts import read_split
 from training_run.groups.rendering import Rendered, Renderer
+from training_run.groups.rollout_source import Episodes
 from training_run.memory.estimate import serving_memory
 from training_run.memory.report import limit_memory
 from training_run.profile.evaluate_profile import EvaluationArguments
@@ -135,15 +137,17 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
         compute.start()
         stack.callback(compute.stop)
         await rewards.start()
+        make_episodes = await evaluated_episodes(profile, stack)
         base = await finish(compute.decode.submit(lambda: load(arguments)))
         sampler = await run_sync(make_sampler, arguments, base, compute)
         rendered, references = problems_of(arguments, base)
-        require_graded(rendered, rewards)
+        require_graded(rendered, rewards, in_episodes=make_episodes is not None)
         rewards.require_columns(rendered.problems)
+        episodes = None if make_episodes is None else make_episodes(base.tokenizer, base.context_length)
         outcomes: dict[str, list[Outcome]] = {}
         for name in (*([BASE_NAME] if flags.base else []), *arguments.adapters):
             log.info("evaluating", policy=name, problems=len(rendered.problems))
-            completions, losses = await completions_of(arguments, name, rendered, references, sampler)
+            completions, losses = await completions_of(arguments, name, rendered, references, sampler, episodes)
             outcomes[name] = await graded(rendered.problems, completions, rewards.grade, losses=losses)
     results = {name: result_of(name, found, outcomes.get(BASE_NAME)) for name, found in outcomes.items()}
     found = Evaluation(
@@ -218,13 +222,10 @@ def problems_of(arguments: EvaluationArguments, base: BaseModel) -> tuple[Render
     return rendered, renderer.references(rendered)
 
 
-def require_graded(rendered: Rendered, rewards: RewardRunner) -> None:
-    """Raise ProfileError if no reward with `correct = true` applies to any problem, or one needs an environment."""
-    if names := rewards.from_environments:
-        raise ProfileError(
-            f"eval samples one completion of a problem, and the reward {names[0]!r} is that of an environment (agent): "
-            "a run evaluates it, before and after training and at eval.interval"
-        )
+def require_graded(rendered: Rendered, rewards: RewardRunner, *, in_episodes: bool) -> None:
+    """Raise ProfileError if no reward with `correct = true` applies to any problem, or one lacks its environment."""
+    if not in_episodes and (names := rewards.from_environments):
+        raise ProfileError(f"the reward {names[0]!r} is that of an environment, and agent is off")
     types = {problem.type for problem in rendered.problems}
     if set(rewards.types_without_correct(types)) == types:
         raise ProfileError("rewards: no reward with correct = true applies to the problems")
@@ -236,17 +237,29 @@ async def completions_of(
     rendered: Rendered,
     references: Sequence[tuple[int, ...]],
     sampler: Sampler,
+    episodes: Episodes | None,
 ) -> tuple[list[list[Completion]], list[ReferenceLoss | None]]:
-    """Return the completions of each problem by one policy, and the losses of the reference completions."""
+    """Return the completions of each problem by one policy, and the losses of the reference completions.
+
+    episodes: come in the place of completions.
+    """
     profile, prompts = arguments.profile, rendered.prompts
     weights = POLICY if name == BASE_NAME else name  # the engine of this command samples from the base model
-    requests = held_out_requests(
-        prompts, profile.sampling, samples=arguments.flags.samples, seed=profile.seed, weights=weights
-    )
+    sampling, samples, seed = profile.sampling, arguments.flags.samples, profile.seed
     thread, engine, base = sampler.compute.decode, sampler.engine, sampler.policy
     rows, pause = profile.engine.max_num_seqs, thread.lane.pause
-    decoded = await finish(thread.submit(lambda: _decode(engine, requests, rows, pause)))
-    completions = by_problem(decoded, len(prompts))
+
+    async def complete(requests: Sequence[SampleRequest]) -> list[list[Completion]]:
+        named = [replace(request, weights=weights) for request in requests]
+        return await finish(thread.submit(lambda: _decode(engine, named, rows, pause)))
+
+    if episodes is None:
+        decoded = await complete(held_out_requests(prompts, sampling, samples=samples, seed=seed))
+        completions = by_problem(decoded, len(prompts))
+    else:
+        completions = await held_out_episodes(
+            episodes, rendered.problems, sampling, complete, samples=samples, seed=seed
+        )
     if not any(references):
         return completions, []
 

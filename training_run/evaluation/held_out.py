@@ -17,7 +17,6 @@ from clotho.settings.mounted import without_settings
 from protocols.prompt import Problem
 from protocols.sampling import (
     PARAMETERS,
-    POLICY,
     Completion,
     CompletionDone,
     SampleEvent,
@@ -39,21 +38,19 @@ def greedy(sampling: Sampling) -> Sampling:
 
 
 def held_out_requests(
-    prompts: Sequence[tuple[int, ...]], sampling: Sampling, *, samples: int, seed: int, weights: str = POLICY
+    prompts: Sequence[tuple[int, ...]], sampling: Sampling, *, samples: int, seed: int
 ) -> list[SampleRequest]:
     """One greedy request per prompt; with `samples`, then one request per prompt for that number of completions.
 
     The seeds of sampled completions are a function of (seed, index of the prompt), so that evaluations of different
-    weights sample with the same random numbers. weights: as in `SampleRequest`.
+    weights sample with the same random numbers.
     """
-    requests = [
-        SampleRequest(prompt=prompt, sampling=greedy(sampling), seeds=(0,), weights=weights) for prompt in prompts
-    ]
+    requests = [SampleRequest(prompt=prompt, sampling=greedy(sampling), seeds=(0,)) for prompt in prompts]
     if samples:
         sampled = replace(sampling, top_logprobs=0)
         for index, prompt in enumerate(prompts):
             seeds = tuple(derive(seed, "eval", index, sample) for sample in range(samples))
-            requests.append(SampleRequest(prompt=prompt, sampling=sampled, seeds=seeds, weights=weights))
+            requests.append(SampleRequest(prompt=prompt, sampling=sampled, seeds=seeds))
     return requests
 
 

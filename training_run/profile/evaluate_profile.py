@@ -19,7 +19,7 @@ from protocols.errors import ProfileError, visible
 from training_run.profile.flags import WIDTH, help_topic, key_help, parse_flags
 from training_run.profile.keys import SETTABLE, flag_of
 from training_run.profile.load import decode_tables, file_layers, flatten, located, merge, profile_path
-from training_run.profile.mounted import unused_by
+from training_run.profile.mounted import unused_by, used_by
 from training_run.profile.program import program
 from training_run.profile.schema import MemorySection
 from training_run.profile.serve_profile import NAME
@@ -78,7 +78,8 @@ def evaluation_help(argv: Sequence[str]) -> str | None:
     """The help text that a command line of `eval` requests; None if it requests none."""
     if help_topic(argv) is None:
         return None
-    more = fill(f"Further flags are the keys of {', '.join(USED)}: see {program()} --help SECTION.", WIDTH)
+    tables = ", ".join([*USED, *sorted(used_by("eval"))])
+    more = fill(f"Further flags are the keys of {tables}: see {program()} --help SECTION.", WIDTH)
     return "\n".join([USAGE, *map(key_help, OWN.values()), *(key_help(SETTABLE[path]) for path in COMMON), more]) + "\n"
 
 
@@ -102,7 +103,7 @@ def load_evaluation(argv: Sequence[str]) -> EvaluationArguments:
 
 
 def _applies(path: str) -> bool:
-    return path.partition(".")[0] in USED and path not in NOT_EVALUATED | unused_by("eval")
+    return path.partition(".")[0] in {*USED, *used_by("eval")} and path not in NOT_EVALUATED | unused_by("eval")
 
 
 def _applicable(values: dict[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,11 @@ def unused_by(command: str) -> set[str]:
     return {setting.path for setting in SETTINGS if command in setting.unused_by}
 
 
+def used_by(command: str) -> set[str]:
+    """Return the tables of attachments that a command needs beside those of the program."""
+    return {setting.path for setting in SETTINGS if command in setting.used_by}
+
+
 def left_out(profile: Profile, command: str) -> Profile:
     """Return the profile with the defaults of the sections that a command does without."""
     for setting in SETTINGS:

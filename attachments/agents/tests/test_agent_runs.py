@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.e2e.pipeline_process import Run, lines, metrics, run
 from training_run.__main__ import main
+from training_run.commands.evaluate import Evaluation
 
 GAME = (
     "--profile", "guessing", "--server.port", "0", "--learner.batch-size", "4", "--sampling.group-size", "4",
@@ -59,7 +61,17 @@ def test_settings_that_cannot_work_are_refused(flags: tuple[str, ...], key: str,
     assert key in result.err
 
 
-def test_the_command_eval_names_what_evaluates_an_environment(capfd: pytest.CaptureFixture[str]) -> None:
-    """It samples one completion for each problem, which an environment cannot reward."""
-    assert main(["eval", "--profile", "guessing", "--limit", "1"]) == 2
-    assert "eval.interval" in capfd.readouterr().err
+def test_the_command_eval_evaluates_episodes(capfd: pytest.CaptureFixture[str]) -> None:
+    """A greedy one and sampled ones of each problem, with the rewards of the environment."""
+    assert main(["eval", "--profile", "guessing", "--limit", "8", "--samples", "2", "--json"]) == 0
+    found = msgspec.json.decode(capfd.readouterr().out, type=Evaluation).policies["base"]
+    assert found.reward is not None
+    assert found.rewards["environment"] == found.reward
+    assert found.sampled_reward is not None
+    assert found.pass_at.keys() == {"2"}
+
+
+def test_the_command_eval_refuses_the_reward_of_an_environment_without_one(capfd: pytest.CaptureFixture[str]) -> None:
+    """It names the key."""
+    assert main(["eval", "--profile", "guessing", "--agent", "off", "--limit", "1"]) == 2
+    assert "agent" in capfd.readouterr().err
