@@ -325,7 +325,7 @@ def _graded(judged: Judged) -> Graded:
         correct=grade.correct,
         reward=grade.reward,
         rewards=grade.parts,
-        tokens=len(completion.tokens),
+        tokens=completion.length,
         truncated=completion.finish_reason == "length",
     )
 

@@ -67,7 +67,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     @property
     def tokens(self) -> int:
         """Number of tokens of all completions."""
-        return sum(len(one.completion.tokens) for one in (self.greedy, *self.samples))
+        return sum(one.completion.length for one in (self.greedy, *self.samples))
 
     @property
     def correct_samples(self) -> int | None:
@@ -142,7 +142,7 @@ def pass_of(outcome: Outcome, k: int) -> float | None:
 
 def measures(outcomes: Sequence[Outcome]) -> HeldOutMeasures:
     """Return everything that an evaluation measures beside the accuracy."""
-    lengths = [len(one.greedy.completion.tokens) for one in outcomes]
+    lengths = [one.greedy.completion.length for one in outcomes]
     values: defaultdict[str, list[float]] = defaultdict(list)
     for one in outcomes:
         for name, value in one.greedy.grade.parts.items():

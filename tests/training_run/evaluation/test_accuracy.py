@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from msgspec import structs
 
 from protocols.evaluation import Estimate, Grade, ReferenceLoss
 from protocols.prompt import Problem
@@ -169,6 +170,13 @@ def test_further_measures_are_means_over_problems() -> None:
     assert found.loss.value == pytest.approx(7 / 5)
     assert found.loss.problems == 2
     assert (accuracy(outcomes).problems, accuracy(outcomes).ungraded) == (2, 1)
+
+
+def test_tokens_of_an_environment_are_no_part_of_the_length() -> None:
+    """The length of an episode is the number of tokens that the policy sampled."""
+    episode = structs.replace(completion("", tokens=4), sampled=(True, False, False, True))
+    one = outcome(structs.replace(judged(True), completion=episode))
+    assert measures([one]).completion_length == one.tokens == 2
 
 
 def test_the_interval_of_a_difference_of_shares_is_that_of_newcombe() -> None:
