@@ -7,7 +7,9 @@ The annotations of `Sampling` are the table: type, range, default, neutral value
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import accumulate, groupby, pairwise
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from msgspec import Meta, Struct
@@ -358,6 +360,14 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
         return len(self.prompt) + len(self.seeds) * self.sampling.max_tokens
 
 
+class CompletionTurn(Struct, frozen=True, kw_only=True):
+    """A part of a completion that the policy sampled or an environment inserted. characters: of the text."""
+
+    sampled: bool
+    tokens: int
+    characters: int
+
+
 class Completion(Struct, frozen=True, kw_only=True):
     """One finished completion.
 
@@ -368,6 +378,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     sampled: whether the policy sampled each token; empty if it sampled all. Tokens that an environment inserted (the
         answer of a tool, the next question) are context and are not trained on: their log-probability is 0, their
         version is that of the previous token.
+    turns: the parts in order, if an environment inserted some; empty if the policy sampled all (`turns_of`).
     text: the decoded completion, without end token, special tokens and stop string.
     stop_reason: the stop string or stop token that ended the completion, if any.
     top_logprobs: per token, up to `Sampling.top_logprobs` pairs (token, log-probability), most probable first.
@@ -387,6 +398,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     supports: tuple[bytes, ...] = ()
     sampled: tuple[bool, ...] = ()
+    turns: tuple[CompletionTurn, ...] = ()
     weights: str = POLICY
     fingerprint: str = ""
     reward: float | None = None
@@ -404,6 +416,28 @@ class Completion(Struct, frozen=True, kw_only=True):
             raise ValueError(f"a completion of {len(self.tokens)} tokens has {len(self.sampled)} entries in `sampled`")
         if self.supports and len(self.supports) != len(self.tokens):
             raise ValueError(f"a completion of {len(self.tokens)} tokens has {len(self.supports)} supports")
+
+
+def turns_of(
+    tokens: Sequence[int], sampled: Sequence[bool], text: str, decode: Callable[[Sequence[int]], str]
+) -> tuple[CompletionTurn, ...]:
+    """Return the parts of a completion; empty if the policy sampled all. text: the decoded tokens.
+
+    decode: of a part. What it removes at the start of a part, such as a space, belongs to the part before.
+    """
+    if all(sampled):
+        return ()
+    parts = [(by_policy, len(list(same))) for by_policy, same in groupby(sampled)]
+    starts, at = list[int](), 0
+    for first, last in pairwise([0, *accumulate(length for _, length in parts)]):
+        part = decode(tokens[first:last])
+        starts.append(min(max(at, text.find(part, at)), len(text)))
+        at = starts[-1] + len(part)
+    lengths = [end - start for start, end in pairwise([0, *starts[1:], len(text)])]
+    return tuple(
+        CompletionTurn(sampled=by_policy, tokens=tokens, characters=characters)
+        for (by_policy, tokens), characters in zip(parts, lengths, strict=True)
+    )
 
 
 class TokenSampled(Struct, frozen=True, kw_only=True, tag=True):

@@ -29,7 +29,7 @@ from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import ProfileError, RequestError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup
-from protocols.sampling import Completion, FinishReason, SampleRequest, Sampling, completion_seeds, derive
+from protocols.sampling import Completion, FinishReason, SampleRequest, Sampling, completion_seeds, derive, turns_of
 from training_run.groups.rollout_source import Complete
 
 PROMPT_TAIL = 16
@@ -86,13 +86,15 @@ class EpisodeTokens:
         """Return the episode behind the first `shared` tokens of its prompt, which all episodes of its group have."""
         before = self.prompt[shared:]
         tokens, added = (*before, *self._tokens), len(before)
+        sampled, text = (*[False] * added, *self._sampled), decode(tokens)
         return Completion(
             tokens=tokens,
             logprobs=(*[0.0] * added, *self._logprobs),
             versions=(*self._versions[:1] * added, *self._versions),
-            sampled=(*[False] * added, *self._sampled),
+            sampled=sampled,
+            turns=turns_of(tokens, sampled, text, decode),
             supports=(*[b""] * added, *self._supports) if any(self._supports) else (),
-            text=decode(tokens),
+            text=text,
             finish_reason=self.finish,
             reward=reward,
         )

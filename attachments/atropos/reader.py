@@ -44,7 +44,7 @@ from protocols.rollout import (
     ScoredGroup,
     TeacherTokens,
 )
-from protocols.sampling import Completion, FinishReason, PromptLogprobs, Sampling, restricts_support
+from protocols.sampling import Completion, FinishReason, PromptLogprobs, Sampling, restricts_support, turns_of
 from training_run.groups.placeholder import placeholder_prompt
 
 ADVANTAGES_ACROSS_GROUPS = (BatchAdvantage, EnvironmentAdvantage)
@@ -117,15 +117,18 @@ def _completion(
     common, sequence = valid.checked.common, valid.sequences[index]
     trained_T = valid.checked.trained[index]
     tokens = valid.group.tokens[index][common:]
+    sampled = () if trained_T[common:].all() else tuple(trained_T[common:].tolist())
+    text = decode(tokens)
     supports = tuple(sequence.supports.get(t, b"") for t in range(common, trained_T.size))
     return Completion(
         tokens=tuple(tokens),
         logprobs=tuple(sequence.logprob_T[common:].tolist()),
         versions=tuple(token_versions(sequence, trained_T)[common:].tolist()),
-        text=decode(tokens),
+        text=text,
         finish_reason=sequence.finish_reason or _finish_reason(trained_T, max_tokens, context_length),
         supports=supports if any(supports) else (),
-        sampled=() if trained_T[common:].all() else tuple(trained_T[common:].tolist()),
+        sampled=sampled,
+        turns=turns_of(tokens, sampled, text, decode),
     )
 
 

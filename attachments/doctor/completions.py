@@ -12,6 +12,7 @@ from math import inf
 from typing import Literal
 
 from anyio import move_on_after
+from msgspec import Struct
 from msgspec.structs import replace
 
 from clotho.lanes.sampling_client import GenerationError
@@ -19,7 +20,7 @@ from protocols.errors import visible
 from protocols.finding import Change, Finding, Remedy
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
-from protocols.sampling import Completion
+from protocols.sampling import Completion, CompletionTurn, FinishReason
 from training_run.groups.rollout_source import RolloutSource
 from training_run.profile.schema import Profile
 from training_run.records.training_signal import MOSTLY, TrainingSignal
@@ -172,13 +173,26 @@ def _range(values: Sequence[float]) -> str:
     return f"mean {mean:.3g}, {min(values):.3g} to {max(values):.3g} ({len(values)} values)"
 
 
-def examples(outcomes: Sequence[GroupOutcome], *, limit: int = 16) -> Iterator[tuple[str, str, float | None, str]]:
-    """Yield prompt, completion, reward and stop reason of the first completions."""
+class Completed(Struct, frozen=True, kw_only=True):
+    """One of the drawn completions. turns: the parts of its text, if an environment inserted some."""
+
+    prompt: str
+    completion: str
+    reward: float | None
+    stop_reason: FinishReason
+    turns: tuple[CompletionTurn, ...]
+
+
+def examples(outcomes: Sequence[GroupOutcome], *, limit: int = 16) -> Iterator[Completed]:
+    """Yield the first completions."""
     for outcome in outcomes:
         group = _group(outcome)
-        for index, completion in enumerate(group.completions):
-            if limit <= 0:
-                return
+        for index, completion in enumerate(group.completions[:limit]):
             limit -= 1
-            reward = outcome.rewards[index] if outcome.rewards else None
-            yield group.prompt.problem.prompt, completion.text, reward, completion.finish_reason
+            yield Completed(
+                prompt=group.prompt.problem.prompt,
+                completion=completion.text,
+                reward=outcome.rewards[index] if outcome.rewards else None,
+                stop_reason=completion.finish_reason,
+                turns=completion.turns,
+            )

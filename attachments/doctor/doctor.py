@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attachments.doctor.completions import (
+    Completed,
     completion_findings,
     draw,
     examples,
@@ -99,15 +100,6 @@ class DoctorFlags(Struct, frozen=True, kw_only=True):
 
 
 OWN = {name: key for name, key in Keys(DoctorFlags).settable.items() if key.help}
-
-
-class Completed(Struct, frozen=True, kw_only=True):
-    """One of the drawn completions."""
-
-    prompt: str
-    completion: str
-    reward: float | None
-    stop_reason: str
 
 
 class Diagnosis:
@@ -351,10 +343,7 @@ def _describe_rewards(found: Diagnosis, profile: Profile, outcomes: Sequence[Gro
     for name, values in reward_rows(outcomes):
         found.add(f"reward: {name}", values)
     found.findings += completion_findings(outcomes, expected)
-    found.completions = [
-        Completed(prompt=prompt, completion=text, reward=reward, stop_reason=reason)
-        for prompt, text, reward, reason in examples(outcomes)
-    ]
+    found.completions = list(examples(outcomes))
 
 
 async def _rehearse_updates(
@@ -424,6 +413,19 @@ def _time(seconds: float) -> str:
     return duration(seconds) if seconds >= 60 else f"{seconds:.2g} s"
 
 
+def episode_lines(completions: Sequence[Completed]) -> Iterator[str]:
+    """Yield the turns of the first episode of several turns, and which of them are trained on."""
+    episode = next((one for one in completions if one.turns), None)
+    if episode is None:
+        return
+    yield f"an episode with reward {number(episode.reward)}, after the prompt {visible(episode.prompt, TEXT_LIMIT)}"
+    end = 0
+    for turn in episode.turns:
+        start, end = end, end + turn.characters
+        who = "policy" if turn.sampled else "environment, not trained on"
+        yield f"  {who}, {turn.tokens} tokens: {visible(episode.completion[start:end], LINE_LIMIT)}"
+
+
 def show(console: Console, found: Diagnosis) -> None:
     """Print what was checked, the completions, the findings and the forecast."""
     table = Table(title=Text("checked"), title_justify="left", safe_box=True, show_header=False)
@@ -436,6 +438,8 @@ def show(console: Console, found: Diagnosis) -> None:
     for completed in found.completions:
         prompt, text = (visible(one, TEXT_LIMIT, keep_end=60) for one in (completed.prompt, completed.completion))
         print_line(console, f"{number(completed.reward)} {completed.stop_reason}: {prompt} -> {text}")
+    for line in episode_lines(found.completions):
+        print_line(console, line)
     for finding in sorted(found.findings, key=_order):
         print_line(console, f"{finding.severity} {finding.name}: {finding.fact}")
         print_line(console, f"  {finding.consequence}")

@@ -128,6 +128,7 @@ async def test_the_rollout_log_has_every_group(tmp_path: Path) -> None:
     assert first["completions"][1] == {
         "text": 'a "\n\ufffd', "reward": 0.0, "parts": {"format": 0.0, "jaccard": None}, "advantage": -1.0,
         "first_version": 1, "last_version": 2, "finish_reason": "stop", "tokens": 3,
+            "turns": [],
     }  # fmt: skip
     assert (second["reason"], second["detail"]) == ("zero_variance", "why")
     assert [c["reward"] for c in second["completions"]] == [0.5, 0.5]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import msgspec
 import numpy as np
@@ -19,6 +21,7 @@ from protocols.sampling import (
     SampleRequest,
     Sampling,
     in_use,
+    turns_of,
 )
 
 
@@ -79,3 +82,25 @@ def test_logits_stay_finite_at_the_lowest_temperature_and_penalty() -> None:
     unpenalized = row_parameters([structs.replace(sampling, repetition_penalty=1.0)], 4)
     if (sampler := backend().row_sampler(unpenalized)) is not None:
         assert np.isfinite(np.array(sampler(logits_1_V, uniform_1_2, unpenalized).logp_B)).all()
+
+
+@pytest.mark.parametrize(
+    ("sampled", "expected"),
+    [
+        ((), ()),
+        ((True, True, True, True), ()),
+        ((True, False, False, True), ((True, 1, 2), (False, 2, 6), (True, 1, 3))),
+        ((False, True, True, False), ((False, 1, 2), (True, 2, 6), (False, 1, 3))),
+    ],
+)
+def test_the_parts_of_a_text_are_those_of_its_tokens(
+    sampled: tuple[bool, ...], expected: tuple[tuple[bool, int, int], ...]
+) -> None:
+    """Although the decoder removes a space at the start of a text, as those of SentencePiece do."""
+    words = (" a", " of", " it", " end")
+
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(words[token] for token in tokens).removeprefix(" ")
+
+    turns = turns_of(range(4), sampled, decode(range(4)), decode)
+    assert tuple((turn.sampled, turn.tokens, turn.characters) for turn in turns) == expected

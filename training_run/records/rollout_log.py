@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded
-from protocols.sampling import Completion, FinishReason
+from protocols.sampling import Completion, CompletionTurn, FinishReason
 from protocols.step import GroupsEnded, StepReport, TrainedGroup
 
 
@@ -18,6 +18,7 @@ class CompletionRecord(Struct, frozen=True, kw_only=True):
 
     reward, advantage: None if the group was discarded before they were computed. parts: value of each reward function.
     first_version, last_version: policy versions that sampled the first and the last token. tokens: number of tokens.
+    turns: the parts of the text, if an environment inserted some.
     """
 
     text: str
@@ -28,6 +29,7 @@ class CompletionRecord(Struct, frozen=True, kw_only=True):
     last_version: int | None
     finish_reason: FinishReason
     tokens: int
+    turns: tuple[CompletionTurn, ...]
 
 
 class RolloutRecord(Struct, frozen=True, kw_only=True):
@@ -117,4 +119,5 @@ def _completion(
         last_version=completion.versions[-1] if completion.versions else None,
         finish_reason=completion.finish_reason,
         tokens=completion.length,
+        turns=completion.turns,
     )

@@ -138,6 +138,11 @@ async def test_only_what_the_policy_sampled_is_trained_on() -> None:
         assert one.versions == (1, 1, *[1] * len(inserted), 2, 2)
         assert one.logprobs == (-1.0, -1.0, *[0.0] * len(inserted), -1.0, -1.0)
         assert (one.length, one.reward) == (4, 2.0)
+        assert [(turn.sampled, turn.tokens, turn.characters) for turn in one.turns] == [
+            (True, 2, 1),
+            (False, len(inserted), len("\nuser: says 1: a\nassistant: ")),
+            (True, 2, 1),
+        ]
 
 
 async def test_a_prompt_is_computed_once_for_its_group_and_turns_continue_it() -> None:

@@ -3,7 +3,7 @@ import { compare, diffView, LEVELS } from "./diff.js";
 import { fill, h, problem, update } from "./element.js";
 import { active, GroupIndex } from "./filters.js";
 import { MISSING, missing, number } from "./format.js";
-import { hidden, state, versions, visible } from "./text.js";
+import { hidden, inTurns, state, versions, visible } from "./text.js";
 import { elements, legend, OVERLAYS, scaleOf, tokenTable } from "./tokens.js";
 
 const TOKENS = 4000; // tokens on one page of a completion
@@ -251,11 +251,12 @@ export class Group {
 	/** The text of a completion, one page at a time: tokens if their values exist, else plain text. A closed card shows
 	 * the beginning. @param {number} i @param {boolean} isOpen @param {any} scale */
 	card(i, isOpen, scale) {
-		const { text, reward } = this.record.completions[i];
+		const { text, reward, turns = [] } = this.record.completions[i];
+		const letters = turns.length ? [...text] : text;
 		const odd = hidden(text);
 		const tokens = isOpen && this.values[i];
 		const [size, total, unit] = tokens ? [TOKENS, tokens.text.length, "tokens"]
-			: [isOpen ? CHARACTERS : 400, text.length, "characters"];
+			: [isOpen ? CHARACTERS : 400, letters.length, "characters"];
 		const at = this.pages.get(i) ?? (tokens && i === this.completion ? Math.floor(this.token / size) : 0);
 		const [start, stop] = [at * size, Math.min(total, (at + 1) * size)];
 		const turn = (to, label) => h("button.button.small", { disabled: to < 0 || to * size >= total, onclick: () => {
@@ -263,6 +264,8 @@ export class Group {
 			this.draw();
 		} }, label);
 		const how = { name: this.overlay, scale, symbols: this.isShown("symbols") };
+		const plain = (from, to) => this.shown([letters.slice(from, to)].flat().join(""));
+		const show = tokens ? (from, to) => elements(tokens, from, to, how) : plain;
 		return h("article", { class: i === this.chosen ? "card chosen" : "card" },
 			h("h3.toolbar", h("a", { href: this.address(this.id, i) }, `Completion #${i}`),
 				h("span.muted", `reward ${number(reward, 4)}`),
@@ -270,7 +273,7 @@ export class Group {
 			h("pre.text", { tabindex: "0", "data-key": `text ${i}`, "aria-label": `Completion ${i}`, role: "group",
 				onclick: ({ target }) => target.at !== undefined && this.choose(i, target.at),
 				onkeydown: (event) => this.moved(event, i) },
-			tokens ? elements(tokens, start, stop, how) : this.shown(text.slice(start, stop))),
+			inTurns(turns, unit, start, stop, show)),
 			total > size && h("p.toolbar", isOpen && [turn(at - 1, "before"), turn(at + 1, "after")],
 				`${number(start + 1)} to ${number(stop)} of ${number(total)} ${unit}`));
 	}

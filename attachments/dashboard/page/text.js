@@ -1,6 +1,6 @@
 // Untrusted text, names and exact numbers for display.
 import { h } from "./element.js";
-import { MISSING, missing } from "./format.js";
+import { MISSING, missing, number } from "./format.js";
 
 // Controls, spaces, and characters that change the direction or the width of text.
 // biome-ignore lint/suspicious/noMisleadingCharacterClass: the combining character is meant alone
@@ -43,4 +43,21 @@ export function versions(first, last) {
 /** @param {string} outcome */
 export function state(outcome) {
 	return h("span.result", { "data-outcome": outcome }, outcome.replaceAll("_", " "));
+}
+
+/** The text from `start` to `stop`, each turn of an episode under its title. show: makes the text between two places.
+ * @param {Turn[]} turns @param {string} unit @param {number} start @param {number} stop
+ * @param {(from: number, to: number) => any} show */
+export function inTurns(turns, unit, start, stop, show) {
+	if (!turns.length) return show(start, stop);
+	let [at, message] = [0, 0];
+	return turns.map((turn) => {
+		const [from, end] = [at, at + turn[unit]];
+		at = end;
+		if (turn.sampled) message += 1;
+		if (end < start || from >= stop) return null;
+		const [who, mask] = turn.sampled ? [`policy, message ${message}`, ""] : ["environment", ", not trained on"];
+		const title = h("b.turn", `${who}: ${number(turn.tokens)} tokens${mask}`);
+		return [title, show(Math.max(from, start), Math.min(end, stop))];
+	});
 }

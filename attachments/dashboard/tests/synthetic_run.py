@@ -33,6 +33,8 @@ WORDS = (
     "first", "add", "the", "two", "numbers", "and", "carry", "one", "so", "that", "sum", "is", "then", "check",
     "again", "because", "result", "of", "ten", "Zoë", "has", "boxes", "with", "shells", "müssen", "数", "🐚",
 )  # fmt: skip
+EPISODES = ((34, 0), (58, 0))
+"""Group and number of each completion with several turns. Of 64 groups, the second has per-token values."""
 PARTS = ("format", "math_eval", "choice_correctness")
 SECONDS_PER_STEP = 3.0
 
@@ -140,6 +142,7 @@ def _completion(
         "last_version": version + (number + index) % 2,
         "finish_reason": "length" if is_truncated else "stop",
         "tokens": len(_pieces(text)),
+        "turns": _turns(text) if (number, index) in EPISODES else [],
     }
 
 
@@ -318,6 +321,13 @@ def write_tokens(directory: Path, step: int, groups: list[dict[str, Any]]) -> Pa
     path = directory / "tokens" / f"step-{step:06d}.safetensors"
     save_file(values, path, metadata={"step": str(step), "format": "1"})
     return path
+
+
+def _turns(text: str) -> list[dict[str, Any]]:
+    """Return a message of the policy, 2 tokens of an environment, and the rest as another message."""
+    tokens, characters = len(_pieces(text)), len(text)
+    parts = ((True, 3, 12), (False, 2, 8), (True, tokens - 5, characters - 20))
+    return [{"sampled": sampled, "tokens": count, "characters": size} for sampled, count, size in parts]
 
 
 def _pieces(text: str) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from attachments.dashboard.tests.browser import visit
+from attachments.dashboard.tests.synthetic_run import EPISODES
 from attachments.dashboard.tests.viewed_groups import (
     COLUMNS,
     DASH,
@@ -114,6 +115,25 @@ def test_the_values_of_every_token_equal_the_file(
             for name, text in values.items():
                 assert np.float32(text) == np.float32(expected[name][at])
             page.page.keyboard.press("ArrowRight")
+
+
+@pytest.mark.parametrize(("group", "index"), EPISODES)
+def test_an_episode_is_shown_in_turns(
+    browser: Browser, address: str, groups: list[Group], group: int, index: int
+) -> None:
+    """Each turn has a title with its number of tokens, with and without token values."""
+    text = groups[group]["completions"][index]["text"]
+    first, inserted, last = (turn["tokens"] for turn in groups[group]["completions"][index]["turns"])
+    titles = (
+        f"policy, message 1: {first} tokens",
+        f"environment: {inserted} tokens, not trained on",
+        f"policy, message 2: {last} tokens",
+    )
+    with visit(browser, address) as page:
+        open_group(page, f"{group}/{index}")
+        assert page.texts("article .turn") == list(titles)
+        (shown,) = [shown for key, shown in page.evaluate(TEXTS) if key == f"text {index}"]
+        assert shown == f"{titles[0]}{text[:12]}{titles[1]}{text[12:20]}{titles[2]}{text[20:]}"
 
 
 def test_token_values_that_do_not_exist_are_dashes(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from attachments.doctor.completions import (
+    Completed,
     completion_findings,
     examples,
     next_draw,
@@ -14,9 +16,10 @@ from attachments.doctor.completions import (
     reward_rows,
     stop_reasons,
 )
+from attachments.doctor.doctor import episode_lines
 from protocols.finding import Finding
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
-from protocols.sampling import FinishReason
+from protocols.sampling import CompletionTurn, FinishReason
 from tests.training_run.built_context import tiny_profile
 from tests.training_run.records.display_examples import completion, prompt
 
@@ -144,5 +147,22 @@ def test_the_table_has_the_range_of_every_reward_and_the_stop_reasons() -> None:
     assert rows["failed"] == "1 of 2 groups: KeyError"
     assert dict(reward_rows([failed]))["sum"] == "no value"
     assert stop_reasons([completion(), completion(finish="length"), completion()]) == "2 stop, 1 length"
-    assert [reward for _, _, reward, _ in examples([scored((0.0, 1.0)), failed])] == [0.0, 1.0, None]
+    assert [one.reward for one in examples([scored((0.0, 1.0)), failed])] == [0.0, 1.0, None]
     assert len(list(examples([scored((0.0, 1.0))] * 20))) == 16
+
+
+def test_an_episode_is_printed_with_its_mask() -> None:
+    """Each turn with its text, and whether it is trained on; a completion of one turn has no such lines."""
+    turns = (
+        CompletionTurn(sampled=True, tokens=1, characters=2),
+        CompletionTurn(sampled=False, tokens=2, characters=1),
+        CompletionTurn(sampled=True, tokens=4, characters=1),
+    )
+    single = Completed(prompt="p", completion="abcd", reward=1.0, stop_reason="stop", turns=())
+    _, *lines = episode_lines([single, replace(single, turns=turns)])
+    assert [("not trained on" in line, line.rpartition(": ")[2]) for line in lines] == [
+        (False, "ab"),
+        (True, "c"),
+        (False, "d"),
+    ]
+    assert list(episode_lines([single])) == []

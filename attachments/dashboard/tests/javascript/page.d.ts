@@ -96,6 +96,12 @@ interface News {
 	groups?: Rows;
 }
 
+interface Turn {
+	sampled: boolean;
+	tokens: number;
+	characters: number;
+}
+
 interface Completion {
 	text: string;
 	reward: number | null;
@@ -105,6 +111,7 @@ interface Completion {
 	last_version: number | null;
 	finish_reason: string;
 	tokens: number;
+	turns: Turn[];
 }
 
 interface GroupRecord {
