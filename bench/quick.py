@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from bench.contenders import clotho_decode, clotho_swap, clotho_update
+from bench.contenders import clotho_decode, clotho_swap, clotho_turns, clotho_update
 from bench.contenders.worker import Case, MeasureOnce, Metrics
 from bench.fingerprint import ROOT
 from bench.tables import markdown, spread
@@ -86,6 +86,14 @@ LIMITS = (
         metric="swap_seconds",
         unit="seconds",
         worst=3e-3,
+    ),
+    Limit(
+        title="one turn of an environment, without policy",
+        prepare=clotho_turns.prepare,
+        case={"episodes": 128, "workers": 2},
+        metric="turn_seconds",
+        unit="seconds",
+        worst=20e-3,
     ),
     Limit(
         title="startup",

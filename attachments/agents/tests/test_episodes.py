@@ -17,7 +17,8 @@ from clotho.lanes.sampling_client import Refusal
 from protocols.errors import ProfileError, RequestError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup
-from protocols.sampling import Completion, SampleRequest, Sampling
+from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleRequest, Sampling
+from tests.inference.engine_helpers import make_engine, run
 from tests.small_models import byte_tokenizer
 from training_run.supervision.guarded_process import MAX_LINE_CHARACTERS
 
@@ -155,6 +156,26 @@ async def test_a_prompt_is_computed_once_for_its_group_and_turns_continue_it() -
         assert [len(request.seeds) for request in second] == [1] * 4
         assert all(request.prompt[: len(first[0].prompt)] == first[0].prompt for request in second)
         assert all(request.reuse_prefix for request in (*first, *second))
+
+
+async def test_an_episode_prefills_each_token_once() -> None:
+    """Each of four turns prefills what follows the prompt of the turn before. The last token of a prompt is decoded."""
+    engine = make_engine()
+    prompts: list[tuple[int, ...]] = []
+
+    async def complete(requests: Sequence[SampleRequest]) -> list[list[Completion] | Refusal]:
+        (request,) = requests
+        prompts.append(request.prompt)
+        events: list[SampleEvent] = []
+        engine.submit(request, events.append)
+        run(engine)
+        return [[event.completion for event in events if isinstance(event, CompletionDone)]]
+
+    async with episodes("Talk", max_turns=4) as made:
+        ends = Sampling(max_tokens=8, min_tokens=2, logit_bias=((END, 100.0),))
+        ((episode,),) = await made.held_out([Problem(prompt="go", answer="", type="t")], ends, [(1,)], complete)
+    assert [turn.sampled for turn in episode.turns] == [True, False, True, False, True, False, True]
+    assert engine.stats().prefill_tokens == len(prompts[-1]) - 1
 
 
 async def test_episodes_that_are_not_in_rounds_do_not_wait_for_each_other() -> None:
