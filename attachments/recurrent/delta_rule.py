@@ -52,17 +52,20 @@ def delta_rule(
     beta_B_S_H: mx.array,
     state_B_H_V_K: mx.array,
     mask_B_S: mx.array | None = None,
+    *,
+    masked: float = 0.0,
 ) -> tuple[mx.array, mx.array]:
     """Compute all outputs, (B, S, H, V) in the type of the queries, and the last state, (B, H, V, K) in float32.
 
     G heads of queries and keys serve H / G heads of values each. log_decay: (B, S, H), or (B, S, H, K) for a decay per
-    channel; at most 0. mask: tokens that change the state; outputs of the others are not defined.
+    channel; at most 0. mask: tokens that the state takes in; outputs of the others are not defined. masked: logarithm
+    of the decay of the state at the others.
     """
     B, S, G, K = queries_B_S_G_K.shape
     H, V = values_B_S_H_V.shape[2:]
     C = min(CHUNK, 1 << (S - 1).bit_length())
     if mask_B_S is not None:
-        log_decay = mx.where(mask_B_S.reshape(B, S, *[1] * (log_decay.ndim - 2)), log_decay, 0)
+        log_decay = mx.where(mask_B_S.reshape(B, S, *[1] * (log_decay.ndim - 2)), log_decay, masked)
         beta_B_S_H = mx.where(mask_B_S[..., None], beta_B_S_H, 0)
 
     def chunked(array: mx.array, heads: tuple[int, int]) -> mx.array:

@@ -8,10 +8,13 @@ from mlx_lm.models import gated_delta, ssm
 
 from attachments.recurrent.delta_rule import CHUNK, delta_rule
 from attachments.recurrent.scan import recomputed_scan
-from clotho.models.attention import model_modules
+from clotho.models.attention import ResetState, model_modules
 
 SHORTEST = 16
 """Number of tokens from which chunks are faster than a loop over tokens; a decode step has fewer."""
+
+NO_STATE = -1e3
+"""Logarithm of a decay that leaves nothing of a state: its exponential is 0 in float32."""
 
 loop = gated_delta.gated_delta_update
 """The function of mlx-lm, a loop over tokens or a kernel of Metal without gradients."""
@@ -77,7 +80,7 @@ def gated_delta_update(
     b: mx.array,
     A_log: mx.array,
     dt_bias: mx.array,
-    state: mx.array | None = None,
+    state: mx.array | ResetState | None = None,
     mask: mx.array | None = None,
     *,
     use_kernel: bool = True,
@@ -86,10 +89,11 @@ def gated_delta_update(
 ) -> tuple[mx.array, mx.array]:
     """Compute the outputs (B, S, H, V) of the gated delta rule, and its last state. Names and arguments are mlx-lm's.
 
+    `ResetState` in place of a state sets it to 0 at each token that the mask excludes.
     Short passes, and on Metal passes without gradients, which have a kernel, are left to mlx-lm.
     """
     has_kernel = use_kernel and mx.default_device() == mx.gpu and mx.metal.is_available() and k.shape[-1] % 32 == 0
-    if q.shape[1] < SHORTEST or has_kernel:
+    if not isinstance(state, ResetState) and (q.shape[1] < SHORTEST or has_kernel):
         own: tuple[mx.array, mx.array] = loop(
             q, k, v, a, b, A_log, dt_bias, state, mask,
             use_kernel=use_kernel, lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval,
@@ -100,6 +104,8 @@ def gated_delta_update(
         log_decay = -rate * nn.softplus(a + dt_bias)
     else:
         log_decay = lower_bound * mx.sigmoid(rate * (a.astype(mx.float32) + dt_bias))
-    if state is None:
+    masked = NO_STATE if isinstance(state, ResetState) else 0.0
+    if not isinstance(state, mx.array):
         state = mx.zeros((q.shape[0], *v.shape[2:], q.shape[-1]), dtype=mx.float32)
-    return delta_rule(q, k, v, log_decay, mx.sigmoid(b) * (2.0 if allow_neg_eigval else 1.0), state, mask)
+    beta = mx.sigmoid(b) * (2.0 if allow_neg_eigval else 1.0)
+    return delta_rule(q, k, v, log_decay, beta, state, mask, masked=masked)

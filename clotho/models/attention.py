@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, Self
@@ -144,11 +145,13 @@ class AttentionLayers(NamedTuple):
 
     caches: number of arrays of the state of each recurrent layer (`LayerState`), and 0 for each layer with keys.
     mask_axes: None if the blocks pass masks to `attention` as they are; otherwise the number of axes of an array: 4 for
-    (B, heads, queries, keys); 5 for models that compute scores with heads split into groups.
+    (B, heads, queries, keys); 5 for models that compute scores with heads split into groups. gap: number of columns
+    between the sequences of a packed row: the tokens that convolutions look back, at least 1; 0 without such layers.
     """
 
     caches: tuple[int, ...]
     mask_axes: int | None
+    gap: int = 0
 
     def mask(self, visible: VisibleKeys) -> VisibleKeys | mx.array:
         """Return the mask as the blocks take it."""
@@ -156,6 +159,12 @@ class AttentionLayers(NamedTuple):
             return visible
         B, _, Q, S = visible.whole.shape
         return visible.whole.reshape(B, *[1] * (self.mask_axes - 3), Q, S)
+
+
+class ResetState(Enum):
+    """In place of the state of a recurrent layer: 0 before the first token, and after tokens that the mask excludes."""
+
+    AT_MASK = 0
 
 
 class LayerState(LayerKeys):
@@ -173,7 +182,7 @@ class LayerState(LayerKeys):
         self._arrays = arrays
         self.lengths = length_B
 
-    def __getitem__(self, index: int) -> mx.array | None:
+    def __getitem__(self, index: int) -> mx.array | ResetState | None:
         if index >= self._arrays:
             raise IndexError(index)  # ends an iteration
         return self.held[index] if self.held else None

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from clotho.models.attention import AttentionLayers, install_cache_attention
+from clotho.models.attention import AttentionLayers, ResetState, install_cache_attention
 from clotho.models.head import SplitModel
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.layouts.rows import PackedInputs, PaddedInputs, packed_states, padded_states
@@ -48,6 +48,8 @@ COARSE_TOLERANCE = 5e-2
 
 UNLIMITED_BUDGET = 10_000
 
+CANNOT_RESET = "a recurrent layer cannot reset its state between the sequences of a row"
+
 UNSUPPORTED = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 """Exceptions of models that take no caches, or use attributes that `LayerKeys` does not have."""
 
@@ -55,17 +57,20 @@ UNSUPPORTED = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 def check_layout(model: nn.Module, split: SplitModel | None, vocab_size: int, *, layout: str) -> AttentionLayers:
     """Check that the logits of a layout equal those of padded rows; return how the blocks take keys and masks.
 
-    Raises ModelError if they differ: for absolute positions or recurrent layers in packed rows, for recurrent layers
-    that do not stop at the padding of a shared prompt, or for models whose blocks and head cannot be separated.
+    Raises ModelError if they differ: for absolute positions or recurrent layers that cannot be reset in packed rows,
+    for recurrent layers that do not stop at the padding of a shared prompt, or for models whose blocks and head cannot
+    be separated.
     """
     install_cache_attention()
     reasons: dict[int | None, str] = {}
     for mask_axes in MASK_AXES:
         try:
-            layers = AttentionLayers(_caches(model, layout), mask_axes)
+            caches = _caches(model)
+            layers = AttentionLayers(caches, mask_axes, _gap(model) if any(caches) else 0)
             difference = _difference(split, layers, vocab_size, layout)
         except UNSUPPORTED as error:
-            reasons[mask_axes] = str(error)
+            cannot_reset = ResetState.__name__ in str(error)
+            reasons[mask_axes] = CANNOT_RESET if cannot_reset else str(error)
             continue
         if difference is None:
             return layers
@@ -73,11 +78,16 @@ def check_layout(model: nn.Module, split: SplitModel | None, vocab_size: int, *,
     raise ModelError(f'learner.layout = "{layout}" does not suit this model: {reasons[4]}; choose "padded" or "auto"')
 
 
-def _caches(model: nn.Module, layout: str) -> tuple[int, ...]:
-    """Return the `caches` of `AttentionLayers`. Raises ValueError if a layer has a state that the layout mixes up."""
+def _gap(model: nn.Module) -> int:
+    """Return the `gap` of `AttentionLayers` for a model with recurrent layers."""
+    return max([1, *(module.weight.shape[1] - 1 for module in model.modules() if isinstance(module, nn.Conv1d))])
+
+
+def _caches(model: nn.Module) -> tuple[int, ...]:
+    """Return the `caches` of `AttentionLayers`. Raises ValueError for layers with both a state and keys."""
     caches = make_prompt_cache(model)
     for cache in caches:
-        if type(cache) not in (KVCache, RotatingKVCache) and (layout, type(cache)) != ("shared", ArraysCache):
+        if type(cache) not in (KVCache, RotatingKVCache, ArraysCache):
             raise ValueError(f"a layer has a state other than keys and values ({type(cache).__name__})")
     return tuple(len(cache.cache) if isinstance(cache, ArraysCache) else 0 for cache in caches)
 

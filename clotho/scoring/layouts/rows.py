@@ -3,6 +3,9 @@
 In packed rows, block-diagonal causal attention keeps sequences apart. Positions continue through the row. With rotary
 embeddings, attention depends on differences of positions only. Results then equal those of a sequence that starts at 0
 up to rounding (1 % of the logits in bfloat16, whose rotations are coarse). Other models are refused.
+
+For recurrent layers, the columns of a gap separate the sequences. Their mask excludes the gap, so that convolutions
+read zeros there, as before a sequence, and the gated delta rule sets its state to 0.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.models.attention import AttentionLayers, LayerKeys, layer_caches
+from clotho.models.attention import AttentionLayers, LayerKeys, LayerState, ResetState, layer_caches
 from clotho.models.blocked_attention import VisibleKeys
 from clotho.models.head import SplitModel
 from clotho.scoring.sequences import TrainingSequence
@@ -95,6 +98,16 @@ class PackedInputs(NamedTuple):
     tokens_R_S: NDArray[np.int32]
     start_R_S: NDArray[np.int32]
 
+    def spaced(self, gap: int) -> tuple[PackedInputs, NDArray[np.int32]]:
+        """Return the rows with `gap` columns after each sequence, and the new column of each column, (R, S)."""
+        R, S = self.start_R_S.shape
+        earlier_R_S = np.cumsum(np.diff(self.start_R_S, axis=1, prepend=0) != 0, axis=1)
+        column_R_S = (np.arange(S) + gap * earlier_R_S).astype(np.int32)
+        spaced = PackedInputs(*np.zeros((2, R, bucket(int(column_R_S.max()) + 1)), dtype=np.int32))
+        np.put_along_axis(spaced.tokens_R_S, column_R_S, self.tokens_R_S, axis=1)
+        np.put_along_axis(spaced.start_R_S, column_R_S, np.take_along_axis(column_R_S, self.start_R_S, axis=1), axis=1)
+        return spaced._replace(start_R_S=np.maximum.accumulate(spaced.start_R_S, axis=1)), column_R_S
+
 
 def place_packed(sequences: Sequence[TrainingSequence], order: Sequence[int], budget: int) -> Iterator[Placement]:
     """Fill as many rows as the budget allows, first fit decreasing; a row is as long as the longest remaining sequence.
@@ -165,8 +178,41 @@ class PackedKeys(LayerKeys):
         )
 
 
+class PackedState(LayerState):
+    """State of a recurrent layer in packed rows, which is reset at gaps and which nothing reads afterwards.
+
+    A layer has arrays for its convolutions, then one that every token updates. A single array is a convolution's.
+    """
+
+    def __init__(self, arrays: int, real_R_S: mx.array) -> None:
+        """real_R_S: tokens that belong to sequences."""
+        super().__init__(arrays)
+        self._real_R_S = real_R_S
+
+    def __getitem__(self, index: int) -> mx.array | ResetState | None:
+        super().__getitem__(index)  # raises IndexError
+        return ResetState.AT_MASK if 0 < index == self._arrays - 1 else None
+
+    def __setitem__(self, index: int, array: mx.array) -> None:
+        """Drop the array."""
+
+    def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        """Return which tokens belong to sequences, (R, S) booleans."""
+        return self._real_R_S
+
+
 def packed_states(split: SplitModel, layers: AttentionLayers, inputs: PackedInputs, offset: int = 0) -> mx.array:
     """Compute the hidden states of all positions, (R * S, D). offset: position of the first token of each row."""
-    keys = [PackedKeys(inputs.start_R_S, layers, offset) for _ in layers.caches]
-    hidden_R_S_D = split.blocks(mx.array(inputs.tokens_R_S), keys)
-    return hidden_R_S_D.reshape(-1, hidden_R_S_D.shape[-1])
+    spaced, column_R_S = inputs.spaced(layers.gap)
+    real_R_S = np.zeros(spaced.start_R_S.shape, dtype=np.bool_)
+    np.put_along_axis(real_R_S, column_R_S, True, axis=1)
+    keys = [
+        PackedState(arrays, mx.array(real_R_S)) if arrays else PackedKeys(spaced.start_R_S, layers, offset)
+        for arrays in layers.caches
+    ]
+    hidden_R_S_D = split.blocks(mx.array(spaced.tokens_R_S), keys)
+    R, S, D = hidden_R_S_D.shape
+    hidden_P_D = hidden_R_S_D.reshape(-1, D)
+    if column_R_S.shape[1] == S:
+        return hidden_P_D
+    return hidden_P_D[mx.array(column_R_S + S * np.arange(R)[:, None]).reshape(-1)]

@@ -26,7 +26,7 @@ def prove(model: nn.Module, layout: str) -> AttentionLayers:
 def test_attention_takes_any_layout(architecture: str, layout: str) -> None:
     """Dense or of experts, with windows or without; one model computes scores itself, in groups of heads."""
     model = tiny(architecture)
-    assert prove(model, layout) == ((0,) * len(model.layers), 5 if architecture == "gemma2" else None)
+    assert prove(model, layout) == ((0,) * len(model.layers), 5 if architecture == "gemma2" else None, 0)
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared"])
@@ -46,11 +46,16 @@ def test_prompts_are_shared_with_the_states_of_recurrent_layers(architecture: st
 
 
 @pytest.mark.parametrize(
-    ("architecture", "layout"), [("falcon_h1", "shared"), *((name, "packed") for name in sorted(STATEFUL))]
+    ("architecture", "layout", "reason"),
+    [
+        ("falcon_h1", "shared", "keys and values"),
+        ("falcon_h1", "packed", "keys and values"),
+        ("mamba2", "packed", "cannot reset its state"),
+    ],
 )
-def test_states_that_a_layout_mixes_up_are_refused(architecture: str, layout: str) -> None:
+def test_states_that_a_layout_mixes_up_are_refused(architecture: str, layout: str, reason: str) -> None:
     """In packed rows, and of layers with attention beside the state; the message says why, and what to choose."""
-    with pytest.raises(ValueError, match=rf'learner.layout = "{layout}".*keys and values.*"padded" or "auto"'):
+    with pytest.raises(ValueError, match=rf'learner.layout = "{layout}".*{reason}.*"padded" or "auto"'):
         prove(tiny(architecture), layout)
 
 

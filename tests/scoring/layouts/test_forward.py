@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from tests.scoring.layouts.reference_scores import (
 )
 
 RAGGED: Shapes = ((5, (9, 3, 1, 6)), (12, (4, 20)), (1, (2,)), (3, (1, 1)))
+RECURRENT = ("mamba2", "lfm2", "qwen3_5", "kimi_linear")
 EVEN: Shapes = ((11, (5, 5)), (4, (9, 3)))
 
 ROUNDED_GEMMA = 0.75
@@ -71,8 +73,13 @@ def test_log_probabilities_loss_and_gradients_are_those_of_the_plain_way(
     assert largest_error(plain(architecture, kind, RAGGED), found) < tolerance
 
 
-@pytest.mark.parametrize(("grad_checkpoint", "layout"), [(True, "padded"), (False, "shared"), (True, "shared")])
-@pytest.mark.parametrize("architecture", ["mamba2", "lfm2", "qwen3_5", "kimi_linear"])
+@pytest.mark.parametrize(
+    ("architecture", "grad_checkpoint", "layout"),
+    [
+        *((name, *way) for name, way in product(RECURRENT, ((True, "padded"), (False, "shared"), (True, "shared")))),
+        ("lfm2", True, "packed"),
+    ],
+)
 def test_gradients_flow_through_states_of_recurrent_layers(
     architecture: str, grad_checkpoint: bool, layout: str
 ) -> None:
