@@ -23,7 +23,7 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 """Shows a line to the user."""
 
-CHECKED = 4096
+CHECKED = 1024
 """Number of prompts that are rendered at the start: all of a smaller dataset, and a sample of a larger one."""
 
 CACHED = 1024
