@@ -78,10 +78,10 @@ def tools_of(target: Any) -> dict[str, Callable[..., Any]]:
 
 def described(target: Any) -> tuple[dict[str, Any], ...]:
     """Return the definitions of the tools. Raises EnvironmentFailed for a tool without types or descriptions."""
-    from transformers.utils.chat_template_utils import get_json_schema  # takes 0.7 s
-
-    found = []
-    for name, function in tools_of(target).items():
+    found, tools = [], tools_of(target)
+    if tools:
+        from transformers.utils.chat_template_utils import get_json_schema  # takes 0.7 s
+    for name, function in tools.items():
         try:
             schema = get_json_schema(function)["function"]
         except Exception as error:
