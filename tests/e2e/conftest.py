@@ -40,8 +40,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
 
 @pytest.fixture(scope="session")
 def synchronous(tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
-    """Return the on-policy run of 6 updates without an interruption, whose evaluations are those of `EVALUATED`."""
+    """Return the on-policy run of 4 updates without an interruption, whose evaluations are those of `EVALUATED`."""
     run_dir = tmp_path_factory.mktemp("synchronous") / "run"
-    result = run(run_dir, "--steps", "6", "--async", "false", *EVALUATED)
+    result = run(run_dir, "--steps", "4", "--async", "false", *EVALUATED)
     assert result.status == 0, result
-    return CompletedRun(run_dir=run_dir, result=result, steps=6)
+    return CompletedRun(run_dir=run_dir, result=result, steps=4)

@@ -26,17 +26,15 @@ def ended(directory: Path, reward: str, **sections: Any) -> RunResult:
     return run(directory / "run", "--profile", str(directory / "mine.toml"), small=("--model.dtype", "float32"))
 
 
+FAILING = ("tests.e2e.custom_components:failing_reward", 2, "learner.max_failed_batches")
+EQUAL = ("tests.e2e.constant_rewards:zero", 4, "learner.max_equal_batches")
+CURRICULUM = {"data": {"curriculum": "success_rate"}}
+
+
 @pytest.mark.parametrize(
-    ("reward", "limit", "key"),
-    [
-        ("tests.e2e.custom_components:failing_reward", 2, "learner.max_failed_batches"),
-        ("tests.e2e.constant_rewards:zero", 4, "learner.max_equal_batches"),
-    ],
-)
-@pytest.mark.parametrize(
-    "sections",
-    [{}, {"async": False}, {"data": {"curriculum": "success_rate"}}],
-    ids=["asynchronous", "synchronous", "curriculum"],
+    ("reward", "limit", "key", "sections"),
+    [(*FAILING, {}), (*EQUAL, {}), (*EQUAL, {"async": False}), (*FAILING, CURRICULUM)],
+    ids=["failing", "equal", "equal, synchronous", "failing, curriculum"],
 )
 def test_a_run_without_a_signal_ends_after_a_number_of_batches(
     tmp_path: Path, reward: str, limit: int, key: str, sections: dict[str, Any]

@@ -1,4 +1,4 @@
-"""A run under hostile requests: it serves valid requests, and a signal ends its process."""
+"""A run under hostile requests: it serves valid requests, and a signal ends its process. See also `test_signals`."""
 
 from __future__ import annotations
 
@@ -39,21 +39,6 @@ class HostileClients:
 def port_of(running: Run) -> int:
     """Return the port of the server."""
     return int(running.wait_for("API").split()[1].split(":")[2].split("/")[0])
-
-
-def test_a_run_ends_after_hostile_requests(tmp_path: Path) -> None:
-    """Each request is refused with status 400. The process drains, ends with status 0, and has lost no group."""
-    with Run(tmp_path / "run", *SETTINGS) as running:
-        port = port_of(running)
-        for name in (MANY_KEYS, LONG_PROMPT):
-            assert post(port, *BODIES[name]()) == 400, name
-            assert post(port, COMPLETIONS, VALID) == 200, name
-        running.wait_for("tokens/s")
-        running.send(signal.SIGTERM)
-        result = running.finish()
-    assert result.status == 0, result
-    assert result.err == ""
-    assert_recorded(tmp_path / "run", result.accounting, steps=len(metrics(tmp_path / "run")))
 
 
 @pytest.mark.slow

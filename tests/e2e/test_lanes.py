@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import model_lanes
-from tests.e2e.pipeline_process import assert_recorded, metrics, run
+from tests.e2e.pipeline_process import FEW_PROBLEMS, assert_recorded, metrics, run
 
 DEVICE_LANES = [
     pytest.param(lane, id=lane.name, marks=() if lane.name == "float32" else pytest.mark.slow)
@@ -17,8 +17,8 @@ DEVICE_LANES = [
 
 
 FEW = (
-    "--server.port", "0", "--learner.batch-size", "2", "--sampling.group-size", "4", "--sampling.max-tokens", "64",
-    "--eval.problems", "4", "--checkpoint.interval", "1",
+    "--server.port", "0", *FEW_PROBLEMS, "--learner.batch-size", "2", "--sampling.group-size", "4",
+    "--sampling.max-tokens", "64", "--eval.problems", "4", "--checkpoint.interval", "1",
 )  # fmt: skip
 """MLX multiplies 16-bit and quantized weights slowly on the CPU."""
 

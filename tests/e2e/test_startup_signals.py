@@ -14,6 +14,7 @@ from tests.e2e.pipeline_process import Run, RunResult, run
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 STEPS = ("--steps", "2")
+slow = pytest.mark.slow
 
 
 def handles_signals(running: Run) -> bool:
@@ -42,7 +43,7 @@ def test_a_signal_during_the_first_imports_ends_the_process_silently(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, *(pytest.param(one, marks=slow) for one in SIGNALS[::2])])
 def test_a_signal_before_the_run_begins_removes_the_empty_run_directory(tmp_path: Path, number: signal.Signals) -> None:
     """The lock file is created first; nothing else is written until all inputs have been checked."""
     run_dir = tmp_path / "new" / "run"
@@ -56,7 +57,6 @@ def test_a_signal_before_the_run_begins_removes_the_empty_run_directory(tmp_path
 MODULE = "tests.e2e.hanging_code"
 REWARD = f'[{{name = "{MODULE}:reward", correct = true, run_in = "%s"}}]'
 ACTOR = f'[{{name = "tap", factory = "{MODULE}:Tap", mode = "tap", at = "reports"}}]'
-slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
