@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model, save_config, save_model
 
 import clotho
+from clotho.models.lora import TOKEN_LOOPS, install_adapter, open_all_weights
+from clotho.settings.model import Lora
+from protocols.errors import ModelError
 from tests.saved_models import save_tokenizer
 from tests.small_models import configuration, tiny
 
@@ -51,3 +56,13 @@ def test_a_saved_model_is_sampled_trained_and_saved(tmp_path: Path, architecture
     assert max(np.abs(np.subtract(*pair)).max() for pair in zip(before, after, strict=True)) > 1e-3
     adapter = learner.save(tmp_path / "adapter")
     np.testing.assert_allclose(logprobs(model, adapter, tuple(group[0].tokens)), after[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", TOKEN_LOOPS)
+def test_models_whose_layers_are_loops_over_tokens_are_refused(name: str) -> None:
+    """By name, with what to use, before anything is computed: an adapter and all weights."""
+    architecture = import_module(f"mlx_lm.models.{name}").Model
+    model: nn.Module = architecture.__new__(architecture)
+    for train in (open_all_weights, lambda model: install_adapter(model, Lora(), seed=0)):
+        with pytest.raises(ModelError, match=rf"architecture {name} .*token by token.*use .* qwen3_5"):
+            train(model)

@@ -139,6 +139,20 @@ def is_quantized(model: nn.Module) -> bool:
     return any("scales" in module for _, module in model.named_modules())
 
 
+TOKEN_LOOPS = ("jamba", "mamba", "rwkv7")
+"""Modules of mlx-lm whose recurrent layers are loops over tokens; `falcon_mamba` is in `mamba`."""
+
+
+def _refuse_token_loops(model: nn.Module) -> None:
+    name = type(model).__module__.rpartition(".")[2]
+    if name in TOKEN_LOOPS:
+        raise ModelError(
+            f"models of the architecture {name} cannot be trained: mlx-lm computes their recurrent layers token by "
+            "token, and the memory of an update grows with the square of the length; use a model with attention, the "
+            "gated delta rule, Mamba 2 or short convolutions, such as qwen3, qwen3_5, mamba2 or lfm2"
+        )
+
+
 def install_adapter(
     model: nn.Module, method: AdapterMethod, *, seed: int
 ) -> tuple[AdapterConfig, tuple[AdaptedModule, ...]]:
@@ -150,8 +164,10 @@ def install_adapter(
     (arXiv:2305.14314).
 
     Equal seeds give equal initial adapters; seeds the random state of the calling thread. Raises `ModelError` if a
-    target module does not exist, if mlx-lm has no adapter layer for a target module, or if no weight would be trained.
+    target module does not exist, if mlx-lm has no adapter layer for a target module, if no weight would be trained, or
+    for `TOKEN_LOOPS`.
     """
+    _refuse_token_loops(model)
     blocks = model.layers
     if method.num_layers == 0 or method.num_layers > len(blocks):
         raise ModelError(
@@ -175,7 +191,8 @@ def install_adapter(
 
 
 def open_all_weights(model: nn.Module) -> AdapterConfig:
-    """Make every floating-point parameter trainable. Raises `ModelError` if the base model is quantized."""
+    """Make every floating-point parameter trainable. Raises `ModelError` for quantized models and `TOKEN_LOOPS`."""
+    _refuse_token_loops(model)
     if is_quantized(model):
         raise ModelError(
             "quantized weights cannot be trained in full: use policy.method = lora, model.dequantize = true, or no "
