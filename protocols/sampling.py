@@ -387,6 +387,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     weights: what sampled: `POLICY`, `BASE` or the name of an adapter; `versions` are then those of the adapter.
     fingerprint: of the adapter that sampled; empty for the policy, whose version names its weights.
     reward: of the environment that the completion acted in; None if there was none, or it gave none.
+    advantages: of each token, if the environment gave rewards of turns and they are used; empty otherwise.
     """
 
     tokens: tuple[int, ...]
@@ -402,6 +403,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     weights: str = POLICY
     fingerprint: str = ""
     reward: float | None = None
+    advantages: tuple[float, ...] = ()
 
     @property
     def length(self) -> int:

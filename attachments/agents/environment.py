@@ -9,6 +9,8 @@ Three forms are accepted:
       step(text)         answers a message without calls, with the next message of the user; None ends the episode
       done               true once the episode should end
       reward             the reward, or a method that returns it; read when the episode has ended
+      turn_rewards       the rewards of the policy's messages, in order, or a method that returns them; those that are
+                         missing at the end are 0
 
 * a list of functions: tools without an environment. The reward comes from other reward functions.
 * an asynchronous function of (problem, chat), which leads the conversation itself, and returns the reward.
@@ -25,10 +27,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from attachments.agents.messages import PolicyTurn
+from attachments.agents.messages import EpisodeEnded, PolicyTurn
 from protocols.prompt import Problem
 
-OWN = frozenset({"reset", "step", "done", "reward"})
+OWN = frozenset({"reset", "step", "done", "reward", "turn_rewards"})
 """Public names of an environment that are no tools."""
 
 MAX_RESULT = 32_768
@@ -90,14 +92,19 @@ def described(target: Any) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
-async def play(target: Any, problem: Problem, ask: Ask) -> float | None:
-    """Lead one episode; return its reward. Raises what the code of the user raises, and EnvironmentFailed."""
+async def play(target: Any, problem: Problem, ask: Ask) -> EpisodeEnded:
+    """Lead one episode; return its rewards. Raises what the code of the user raises, and EnvironmentFailed."""
     if inspect.iscoroutinefunction(target):
-        return _number(await target(problem, PolicyChat(ask)))
+        return EpisodeEnded(reward=_number(await target(problem, PolicyChat(ask))))
     environment = None if isinstance(target, list | tuple) else target()
     await _converse(environment, tools_of(target if environment is None else type(environment)), problem, ask)
-    reward = getattr(environment, "reward", None)
-    return _number(await _result(reward() if callable(reward) else reward))
+    reward, of_turns = await _value(environment, "reward"), await _value(environment, "turn_rewards")
+    return EpisodeEnded(reward=_number(reward), turn_rewards=tuple(_number(one) or 0.0 for one in of_turns or ()))
+
+
+async def _value(environment: Any, name: str) -> Any:
+    found = getattr(environment, name, None)
+    return await _result(found() if callable(found) else found)
 
 
 async def _converse(environment: Any, tools: Mapping[str, Callable[..., Any]], problem: Problem, ask: Ask) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 from msgspec import Struct, structs
 
+from attachments.agents.credit import turn_advantages
 from attachments.agents.messages import Answer, Ask, EpisodeEnded, Failed, PolicyTurn
 from attachments.agents.rounds import Rounds
 from attachments.agents.sections import PythonAgent
@@ -65,6 +66,7 @@ class EpisodeTokens:
         self._versions: list[int] = []
         self._sampled: list[bool] = []
         self._supports: list[bytes] = []
+        self._turn: list[int] = []
 
     @property
     def sequence(self) -> tuple[int, ...]:
@@ -80,10 +82,21 @@ class EpisodeTokens:
         self._versions += [*[version] * added, *completion.versions]
         self._sampled += [*[False] * added, *[True] * sampled]
         self._supports += [*[b""] * added, *(completion.supports or [b""] * sampled)]
+        self._turn += [self.turns] * (added + sampled)
         self.turns, self.finish = self.turns + 1, completion.finish_reason
 
-    def completion(self, shared: int, *, decode: Callable[[Sequence[int]], str], reward: float | None) -> Completion:
-        """Return the episode behind the first `shared` tokens of its prompt, which all episodes of its group have."""
+    def completion(
+        self,
+        shared: int,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        reward: float | None,
+        advantages: Sequence[float] = (),
+    ) -> Completion:
+        """Return the episode behind the first `shared` tokens of its prompt, which all episodes of its group have.
+
+        advantages: of its turns; empty if they follow from the reward.
+        """
         before = self.prompt[shared:]
         tokens, added = (*before, *self._tokens), len(before)
         sampled, text = (*[False] * added, *self._sampled), decode(tokens)
@@ -97,14 +110,16 @@ class EpisodeTokens:
             text=text,
             finish_reason=self.finish,
             reward=reward,
+            advantages=(*[0.0] * added, *(advantages[turn] for turn in self._turn)) if advantages else (),
         )
 
 
 class Ran(Struct, frozen=True, kw_only=True):
-    """An episode that has ended. reward: of the environment."""
+    """An episode that has ended, with the rewards of the environment. turn_rewards: empty, or one per turn."""
 
     episode: EpisodeTokens
     reward: float | None
+    turn_rewards: tuple[float, ...] = ()
 
 
 class PythonEpisodes:
@@ -152,7 +167,7 @@ class PythonEpisodes:
         lost = Completion(tokens=(), logprobs=(), versions=(), text="", finish_reason="abort")
         ran = self.each(problems, sampling, seeds, complete, in_rounds=True)
         return [
-            [lost if isinstance(one, str) else self._completion(one, len(one.episode.prompt)) for one in group]
+            [lost if isinstance(one, str) else self._completion(one, (), len(one.episode.prompt)) for one in group]
             async for group in ran
         ]
 
@@ -188,13 +203,15 @@ class PythonEpisodes:
             reason = next((one for one in ran if isinstance(one, str)), "")
             return Discarded(prompt=prompt, reason="generation_error", detail=f"every episode failed: {reason}")
         shared = common_prefix([one.episode.prompt for one in kept])
+        advantages = turn_advantages([one.turn_rewards for one in kept])
         return RolloutGroup(
             prompt=structs.replace(prompt, tokens=kept[0].episode.prompt[:shared]),
-            completions=tuple(self._completion(one, shared) for one in kept),
+            completions=tuple(self._completion(*one, shared) for one in zip(kept, advantages, strict=True)),
         )
 
-    def _completion(self, ran: Ran, shared: int) -> Completion:
-        return ran.episode.completion(shared, decode=self._tokenizer.decode, reward=ran.reward)
+    def _completion(self, ran: Ran, advantages: Sequence[float], shared: int) -> Completion:
+        decode = self._tokenizer.decode
+        return ran.episode.completion(shared, decode=decode, reward=ran.reward, advantages=advantages)
 
     async def _run(self, index: int, problem: Problem, sampling: Sampling, seed: int, rounds: Rounds) -> Ran | str:
         self.counts.episodes += 1
@@ -220,7 +237,14 @@ class PythonEpisodes:
             rounds.leave()
             await environment.close()
         if isinstance(event, EpisodeEnded) and episode is not None:
-            return Ran(episode=episode, reward=event.reward)
+            given, turns = event.turn_rewards, episode.turns
+            if self._settings.credit == "episode":
+                return Ran(episode=episode, reward=event.reward)
+            if min(turns, 1) <= len(given) <= turns:
+                return Ran(episode=episode, reward=event.reward, turn_rewards=(*given, *[0.0] * (turns - len(given))))
+            event = Failed(
+                message=f'it gave {len(given)} turn_rewards for {turns} turns; agent.credit = "turn" needs them'
+            )
         failure = event if isinstance(event, Failed) else Failed(message="it ended before the first message")
         self.counts.failed += 1
         cause = {"exception": failure.traceback} if failure.traceback else {}

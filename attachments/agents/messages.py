@@ -85,9 +85,10 @@ class Ask(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EpisodeEnded(Struct, frozen=True, kw_only=True, tag=True):
-    """Worker -> run. The episode has ended. reward: None if the environment gives none."""
+    """Worker -> run. The episode has ended. reward: None if the environment gives none. turn_rewards: as given."""
 
     reward: float | None = None
+    turn_rewards: tuple[float, ...] = ()
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag=True):

@@ -53,7 +53,7 @@ class PlayedEpisode:
 
     async def _play(self, target: Any, begin: Begin) -> None:
         try:
-            self._events.put_nowait(EpisodeEnded(reward=await play(target, begin.problem, self._ask)))
+            self._events.put_nowait(await play(target, begin.problem, self._ask))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # SystemExit would end the worker

@@ -180,7 +180,10 @@ class RewardRunner:
                 parts=parts,
                 correct=correct,
             )
-        return ScoredGroup(group=group, rewards=rewards, parts=parts, correct=correct)
+        given = tuple(completion.advantages for completion in group.completions)
+        return ScoredGroup(
+            group=group, rewards=rewards, parts=parts, correct=correct, token_advantages=given if any(given) else ()
+        )
 
     async def grade(self, problem: Problem, completions: Sequence[Completion]) -> list[Grade]:
         """Grade completions of a held-out problem, which are one group for rewards over groups.

@@ -74,6 +74,21 @@ class Drifting(Talk):
         return f"{os.getpid()}" if self.does != "exits" else super().step(text)
 
 
+class Overrated(Talk):
+    """Gives more rewards than the policy writes messages."""
+
+    turn_rewards = (1.0,) * 9
+
+
+class Graded(Talk):
+    """Gives the policy the number that each of its messages is."""
+
+    def step(self, text: str) -> str | None:
+        """Note the number."""
+        self.turn_rewards = [*getattr(self, "turn_rewards", ()), float(text)]
+        return super().step(text)
+
+
 async def twice(problem: Any, chat: Any) -> float:
     """Lead a conversation: two questions."""
     first = await chat("one?")

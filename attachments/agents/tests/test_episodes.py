@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from attachments.agents.credit import EPSILON, turn_advantages
 from attachments.agents.episodes import PythonEpisodes
 from attachments.agents.sections import PythonAgent
 from attachments.agents.workers import Workers
@@ -156,6 +158,37 @@ async def test_a_prompt_is_computed_once_for_its_group_and_turns_continue_it() -
         assert [len(request.seeds) for request in second] == [1] * 4
         assert all(request.prompt[: len(first[0].prompt)] == first[0].prompt for request in second)
         assert all(request.reuse_prefix for request in (*first, *second))
+
+
+async def test_the_advantage_of_a_turn_follows_from_the_rewards_of_turns() -> None:
+    """All tokens of a turn have it. What an environment inserted is not trained on."""
+    async with episodes("Graded", max_turns=2, credit="turn") as made:
+        (group,) = await groups(made, ScriptedSampler(lambda _, seed: f"{seed % 9}"), {})
+        assert isinstance(group, RolloutGroup)
+        one, other = group.completions
+        numbers = [[float(number) for number in re.findall(r"(?:^|assistant: )(\d)", c.text)] for c in (one, other)]
+        assert numbers[0] != numbers[1]
+        for completion, (first, second) in zip(group.completions, turn_advantages(numbers), strict=True):
+            inserted = completion.turns[1].tokens
+            assert completion.advantages == (first, first, *[second] * inserted, second, second)
+
+
+@pytest.mark.parametrize("environment", ["Talk", "Overrated"])
+async def test_credit_per_turn_needs_at_most_one_reward_per_turn(environment: str) -> None:
+    """And one at least; otherwise, the episode has failed."""
+    async with episodes(environment, max_turns=2, credit="turn") as made:
+        (group,) = await groups(made, ScriptedSampler(script("1")), {})
+        assert isinstance(group, Discarded)
+        assert "turn_rewards" in group.detail
+
+
+def test_advantages_of_turns_are_those_of_process_supervision() -> None:
+    """The normalized rewards of a turn and of those after it. Episodes may differ in length; equal rewards give 0."""
+    advantages = turn_advantages([(1.0, 0.0), (0.0,), (1.0, 0.0, 1.0)])
+    scale = 0.5 + EPSILON
+    expected = [(0.0, -0.5), (-0.5,), (0.5, 0.0, 0.5)]
+    assert [pytest.approx([one / scale for one in row]) for row in expected] == [list(row) for row in advantages]
+    assert turn_advantages([(1.0, 1.0), (1.0,), ()]) == [(0.0, 0.0), (0.0,), ()]
 
 
 async def test_an_episode_prefills_each_token_once() -> None:

@@ -56,6 +56,17 @@ async def test_a_reward_is_the_weighted_sum_of_its_components() -> None:
     assert scored.parts == {"format": (1.0, 1.0, 0.0, 0.0), "math_eval": (1.0, 0.0, 1.0, 0.0)}
 
 
+async def test_advantages_of_turns_are_those_of_the_tokens() -> None:
+    """The rewards are reported, and decide whether the group is discarded."""
+    given = group(answered("42"), answered("41"))
+    of_turns = [(float(n),) * len(one.tokens) for n, one in enumerate(given.completions)]
+    graded = tuple(replace(one, advantages=row) for one, row in zip(given.completions, of_turns, strict=True))
+    with runner(RewardSection(name="math_eval")) as rewards:
+        scored = await rewards.score(replace(given, completions=graded))
+    assert isinstance(scored, ScoredGroup)
+    assert (scored.rewards, scored.token_advantages) == ((1.0, 0.0), tuple(of_turns))
+
+
 async def test_a_group_says_which_completions_are_correct() -> None:
     """Every reward with `correct = true` that has a value must be 1; None where none has. Also if rewards are equal."""
     judges = [RewardSection(name=name, correct=True) for name in ("format", "math_eval")]
