@@ -35,19 +35,18 @@ def cases(phase: str, **changes: str | float) -> list[Case]:
 
 @pytest.mark.parametrize("phase", clotho_metal.PHASES)
 def test_every_phase_reports_metrics_that_the_report_knows(phase: str) -> None:
-    """Finite, with unit and direction. `partial` is a mark and no metric."""
+    """Finite, with unit and direction. `partial` is a mark and no metric.
+
+    On the CPU, equal seeds give equal completions with their log-probabilities, and equal updates, bit for bit.
+    """
     for case in cases(phase):
         metrics = clotho_metal.prepare(case)()
         assert metrics.pop("partial", 0.0) == 0.0
         assert metrics
         assert set(metrics) <= set(metal.METRICS)
         assert all(map(math.isfinite, metrics.values()))
-
-
-def test_equal_seeds_give_equal_results() -> None:
-    """On the CPU, bit for bit: completions with their log-probabilities, and updates."""
-    assert [clotho_metal.determinism(case) for case in cases("determinism")] == [{"samples_equal": 1.0}]
-    assert [clotho_metal.update(case)["updates_equal"] for case in cases("update")] == [1.0]
+        equal = {"determinism": {"samples_equal": 1.0}, "update": {"updates_equal": 1.0}}.get(phase, {})
+        assert equal.items() <= metrics.items()
 
 
 def test_both_contenders_compute_the_same_function() -> None:

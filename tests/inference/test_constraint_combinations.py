@@ -103,7 +103,7 @@ def test_a_grammar_combines_with_excluded_tokens(fields: dict[str, Any]) -> None
 def test_no_combination_of_fields_fails_a_request_or_its_neighbours(profile: str) -> None:
     """A request is refused with the name of one of its fields, or completes as they require."""
 
-    @settings(settings.get_profile(profile), max_examples=30 if profile == "repeatable" else 3000)
+    @settings(settings.get_profile(profile), max_examples=20 if profile == "repeatable" else 3000)
     @given(st.lists(combinations, min_size=1, max_size=4))
     def check(requests: list[dict[str, Any]]) -> None:
         engine = make_engine(shared_source())

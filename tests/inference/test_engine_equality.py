@@ -83,7 +83,7 @@ def test_greedy_rows_equal_the_reference_without_a_cache(architecture: str) -> N
     engine = make_engine(source, prefill_chunk=16)
     submitted = []
     for i, length in enumerate(LENGTHS):
-        sampling = Sampling(temperature=0.0, max_tokens=8 + 3 * i, ignore_eos=True)
+        sampling = Sampling(temperature=0.0, max_tokens=6 + 2 * i, ignore_eos=True)
         submitted.append(
             (make_prompt(length, i), sampling, submit_request(engine, make_prompt(length, i), sampling, (1, 2)))
         )
@@ -116,7 +116,7 @@ def test_sampled_rows_are_independent_of_their_neighbours(architecture: str) -> 
     engine = make_engine(source, max_num_seqs=5)
     submitted = []
     for i, length in enumerate(LENGTHS):
-        sampling = Sampling(temperature=0.7 + 0.2 * i, max_tokens=6 + 4 * i, ignore_eos=True)
+        sampling = Sampling(temperature=0.7 + 0.2 * i, max_tokens=5 + 3 * i, ignore_eos=True)
         submitted.append(
             (
                 make_prompt(length, i),
@@ -159,11 +159,14 @@ COUNTING = (
 ROWS = {"filters": slice(len(SETTINGS)), "counts": slice(len(SETTINGS), None), "all": slice(None)}
 
 
-@pytest.mark.lanes("4bit", engine_mode=ON_DEVICE, rows=("all",))
+@pytest.mark.lanes("4bit", engine_mode=ON_DEVICE, rows=("counts",))
 @pytest.mark.needs_batch_invariance
 @pytest.mark.parametrize(
     ("engine_mode", "rows"),
-    [*((mode, "all") for mode in MODES), *((mode, rows) for mode in ("host", "MLX") for rows in ("filters", "counts"))],
+    [
+        *((mode, "all") for mode in MODES if "divided" not in mode),
+        *((mode, rows) for mode in ("host", "MLX") for rows in ("filters", "counts")),
+    ],
     indirect=["engine_mode"],
 )
 def test_sampling_parameters_apply_per_row(rows: str) -> None:

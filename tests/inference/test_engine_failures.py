@@ -185,7 +185,7 @@ def test_a_prompt_that_cannot_join_fails_alone(monkeypatch: pytest.MonkeyPatch) 
         enter(self, slots, prompt)
 
     monkeypatch.setattr(caches, "enter", refuse)
-    long = Sampling(max_tokens=40, ignore_eos=True)
+    long = Sampling(max_tokens=20, ignore_eos=True)
     running = submit_request(engine, (9,) * 30, long)
     tick_until(engine, lambda: engine.stats().tokens_sampled >= 4)
     before, bad, behind = (submit_request(engine, (2,) * count, long, (7, 8)) for count in (18, 20, 19))
@@ -219,7 +219,7 @@ def test_rows_are_computed_again_if_a_prompt_gets_no_room(monkeypatch: pytest.Mo
             raise MemoryError("refused by the test")
 
     monkeypatch.setattr(caches, "make_room", refuse)
-    long = Sampling(max_tokens=40, ignore_eos=True)
+    long = Sampling(max_tokens=20, ignore_eos=True)
     running = submit_request(engine, (9,) * 30, long, (7, 8))
     tick_until(engine, lambda: engine.stats().tokens_sampled >= 4)
     beside, large = (submit_request(engine, (2,) * count, long) for count in (18, 20))
@@ -228,4 +228,4 @@ def test_rows_are_computed_again_if_a_prompt_gets_no_room(monkeypatch: pytest.Mo
     answers = {(9,) * 30: running, (2,) * 18: beside} | ({(2,) * 20: large} if failures == 1 else {})
     for prompt, answer in answers.items():
         assert answer.completions[0].tokens == complete_alone(source, prompt, long).tokens
-    assert [len(completion.tokens) for completion in running.completions] == [40, 40]
+    assert [len(completion.tokens) for completion in running.completions] == [20, 20]

@@ -24,12 +24,13 @@ def test_a_cached_prefix_is_not_prefilled_again(architecture: str) -> None:
     source = tiny_source(architecture)
     engine = make_engine(source)
     base, longer = make_prompt(30), (*make_prompt(30), 5, 6, 7, 8)
+    alone = {prompt: complete_alone(source, prompt, SAMPLED, 3).tokens for prompt in (base, longer)}
     for prompt, cost in ((base, 29), (base, 0), (longer, 4), (longer, 0)):
         before = engine.stats().prefill_tokens
         answer = submit_request(engine, prompt, SAMPLED, (3,), reuse_prefix=True)
         run(engine)
         assert engine.stats().prefill_tokens - before == cost
-        assert answer.completions[0].tokens == complete_alone(source, prompt, SAMPLED, 3).tokens
+        assert answer.completions[0].tokens == alone[prompt]
     assert (engine.stats().prefix_hits, engine.stats().prefix_misses) == (3, 1)
 
 

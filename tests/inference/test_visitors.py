@@ -86,7 +86,11 @@ def beside_visitors(source: FixedSource, *, long: bool, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.needs_batch_invariance
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize(
+    ("path", "architecture"),
+    [("host", "qwen3"), *(("MLX", name) for name in ("qwen3", "gemma3_text")), ("MLX, sampled on the device", "lfm2")],
+    indirect=["path"],
+)
 def test_parts_and_first_steps_change_no_result(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, versions and streams are those of undivided steps, and so are log-probabilities up to rounding."""
     source = tiny_source(architecture)

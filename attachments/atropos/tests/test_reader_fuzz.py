@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from attachments.atropos.reader import MAX_NAMES, MAX_RECENT_GROUPS
+from attachments.atropos.reader import MAX_NAMES
 from attachments.atropos.tests.environment_groups import PROMPT, ReaderHarness, complete_group, conversations
 from protocols.rollout import Discarded, ScoredGroup
 
@@ -79,7 +79,7 @@ def mutated(random: Random) -> Raw:
     return Raw(content)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 async def test_every_group_is_scored_or_discarded_with_a_reason(seed: int) -> None:
     """A valid group after many mutated groups is read correctly."""
     random = Random(seed)
@@ -107,14 +107,15 @@ async def test_every_group_is_scored_or_discarded_with_a_reason(seed: int) -> No
     assert good.rewards == (3.0, 1.0, 2.0)
 
 
-async def test_the_number_of_hashes_and_names_is_limited() -> None:
+async def test_the_number_of_hashes_and_names_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest hashes are removed; further names are `other`."""
+    monkeypatch.setattr("attachments.atropos.reader.MAX_RECENT_GROUPS", 150)
     harness, names = ReaderHarness(advantage="batch"), set()
-    for number in range(MAX_RECENT_GROUPS + 100):
+    for number in range(250):
         fields = conversations((PROMPT, (40 + number % 50,)), scores=[float(number)], env_id=number % 200)
         outcome = await harness.outcome(fields)
         assert not isinstance(outcome, Discarded)
         names.add(outcome.group.prompt.source)
-    assert len(harness.reader._recent) == MAX_RECENT_GROUPS
+    assert len(harness.reader._recent) == 150
     assert len(names) == MAX_NAMES + 1
     assert "other" in names

@@ -395,7 +395,7 @@ def damaged_outcomes(base: Path, directory: Path, count: int) -> None:
 
 def test_damaged_adapters_are_read_or_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     """In the formats of mlx-lm, PEFT and NPZ: bytes change, move, are lost, or become numbers at limits."""
-    damaged_outcomes(bases["llama"], tmp_path, 60)
+    damaged_outcomes(bases["llama"], tmp_path, 30)
 
 
 @pytest.mark.slow

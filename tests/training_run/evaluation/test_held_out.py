@@ -67,13 +67,13 @@ def greedy_reference(policy: Policy, parameters: Any, prompt: tuple[int, ...], c
     return tuple(tokens[len(prompt) :])
 
 
-@pytest.mark.lanes
+@pytest.mark.lanes("4bit")
 def test_completions_are_greedy_and_in_the_order_of_the_prompts(policy: Policy) -> None:
     """Each token is the most probable one under the pinned weights and has their version."""
     pinned = moved(policy, 0.4)
     completions = [completion for (completion,) in completed(policy, pinned)]
     assert [c.tokens for c in completions] == [greedy_reference(policy, pinned, prompt, 8) for prompt in PROMPTS]
-    assert [c.tokens for c in completions] != [greedy_reference(policy, policy.trainable(), p, 8) for p in PROMPTS]
+    assert [c.tokens[:3] for c in completions] != [greedy_reference(policy, policy.trainable(), p, 3) for p in PROMPTS]
     assert {version for c in completions for version in c.versions} == {3}
 
 

@@ -109,7 +109,6 @@ DEEP = {"num_hidden_layers": 20, "num_attention_heads": 9, "num_key_value_heads"
 RUNS: dict[str, tuple[PolicySection, dict[str, Any], dict[str, Any]]] = {
     "adapter": (ADAPTER, {}, {}),
     "adapter, blocks checkpointed": (policy_settings(rank=8, grad_checkpoint=True), {}, {}),
-    "adapter on two of four blocks": (policy_settings(rank=8, num_layers=2), {}, {}),
     "adapter, prompts shared": (ADAPTER, {"layout": "shared"}, {}),
     "adapter, rows packed": (ADAPTER, {"layout": "packed"}, {}),
     "adapter, head in pieces": (ADAPTER, {}, {"vocab_size": 20_000}),
@@ -132,8 +131,7 @@ def test_the_estimate_is_never_below_the_peak_and_at_most_1_5_times_it(tmp_path:
     assert measured <= estimate.total <= MOST_ABOVE_PEAK * measured
 
 
-@pytest.mark.parametrize("layout", ["padded", "shared"])
-@pytest.mark.parametrize("grad_checkpoint", [False, True])
+@pytest.mark.parametrize(("layout", "grad_checkpoint"), [("padded", False), ("shared", True)])
 def test_attention_in_blocks_of_queries_is_estimated_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, grad_checkpoint: bool
 ) -> None:
