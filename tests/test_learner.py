@@ -26,7 +26,7 @@ def learner(**settings: Any) -> clotho.Learner:
 
 @pytest.mark.parametrize(
     ("aggregation", "micro_batch_tokens"),
-    [("sequence_mean", 64), ("token_mean", 64), ("token_mean", 4096), ("token_sum", 64), ("group_mean", 64)],
+    [("sequence_mean", 64), ("token_mean", 4096), ("group_mean", 128)],
 )
 def test_an_update_and_the_same_data_in_two_calls_give_the_same_weights(
     aggregation: str, micro_batch_tokens: int

@@ -9,19 +9,23 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
+
+from tests.e2e.pipeline_process import UNEVALUATED
 
 ROOT = Path(__file__).parents[1]
 SMALL_RUN = (
-    "pipeline.py", "--profile", "local-m3", "--steps", "1", "--learner.batch-size", "2", "--sampling.group-size", "4",
-    "--sampling.max-tokens", "8", "--eval", "off", "--server.port", "0",
+    "pipeline.py", "--profile", "local-m3", "--steps", "1", *UNEVALUATED, "--data.curriculum", "success_rate",
     "--run-dir", "run",
 )  # fmt: skip
 RECORD = """
 import atexit, json, runpy, sys
 
 def record():
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    open(out, "w").write(json.dumps(sorted(files)))
+    files = sorted({getattr(module, "__file__", None) or "" for module in list(sys.modules.values())})
+    types = sys.modules.get("clotho.serving.struct_types")
+    unprepared = sorted({kind.__module__ for kind in types.prepare_struct_types()}) if types else []
+    open(out, "w").write(json.dumps([files, unprepared]))
 
 root, out, *sys.argv = sys.argv[1:]
 sys.path.insert(0, root)
@@ -30,8 +34,19 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def loaded(tmp_path: Path, program: str, *arguments: str) -> list[Path]:
-    """Return the files of the project that a program has imported when it ends, relative to the project."""
+class Loaded(NamedTuple):
+    """What a program has imported when it ends.
+
+    files: of the project, relative to it. unprepared: modules of the project with types that the server has not
+    prepared.
+    """
+
+    files: list[Path]
+    unprepared: list[str]
+
+
+def loaded(tmp_path: Path, program: str, *arguments: str) -> Loaded:
+    """Run a program to its end."""
     out = tmp_path / "modules.json"
     ended = subprocess.run(
         [sys.executable, "-c", RECORD, str(ROOT), str(out), str(ROOT / program), *arguments],
@@ -41,8 +56,12 @@ def loaded(tmp_path: Path, program: str, *arguments: str) -> list[Path]:
         timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
-    files = (Path(name) for name in json.loads(out.read_text()) if name.endswith(".py"))
-    return sorted(path.relative_to(ROOT) for path in files if path.is_relative_to(ROOT))
+    imported, unprepared = json.loads(out.read_text())
+    files = (Path(name) for name in imported if name.endswith(".py"))
+    return Loaded(
+        files=sorted(path.relative_to(ROOT) for path in files if path.is_relative_to(ROOT)),
+        unprepared=[name for name in unprepared if (ROOT / name.partition(".")[0]).is_dir()],
+    )
 
 
 def assert_few(files: list[Path], *, modules: int, lines: int) -> None:
@@ -53,7 +72,7 @@ def assert_few(files: list[Path], *, modules: int, lines: int) -> None:
 
 def test_the_help_loads_few_modules(tmp_path: Path) -> None:
     """It reads the configuration, and computes nothing."""
-    assert_few(loaded(tmp_path, "pipeline.py", "--help"), modules=125, lines=12_500)
+    assert_few(loaded(tmp_path, "pipeline.py", "--help").files, modules=125, lines=12_500)
 
 
 def test_the_first_example_loads_few_modules(tmp_path: Path) -> None:
@@ -67,14 +86,18 @@ def test_the_first_example_loads_few_modules(tmp_path: Path) -> None:
             (data / file.name).write_text("\n".join(file.read_text(encoding="utf-8").splitlines()[:4]), "utf-8")
         else:
             (data / file.name).symlink_to(file)
-    assert_few(loaded(tmp_path, str(example), "0"), modules=224, lines=31_000)
+    assert_few(loaded(tmp_path, str(example), "0").files, modules=224, lines=31_200)
 
 
 def test_a_run_loads_few_modules_and_handlers_when_they_are_requested(tmp_path: Path) -> None:
-    """The server of a run that no client asks has the names of handlers only."""
-    loaded_files = loaded(tmp_path, *SMALL_RUN)
-    assert_few(loaded_files, modules=360, lines=52_000)
-    files = {str(file) for file in loaded_files}
+    """The server of a run that no client asks has the names of handlers only.
+
+    No module with types is imported after the server has started: it prepares all types before threads decode them.
+    """
+    found = loaded(tmp_path, *SMALL_RUN)
+    assert found.unprepared == []
+    assert_few(found.files, modules=364, lines=52_000)
+    files = {str(file) for file in found.files}
     handlers = {
         "attachments/adapters/routes_adapters.py",
         "attachments/dashboard/routes.py",

@@ -81,39 +81,6 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_a_server_answers_by_every_name_of_its_model_and_drains() -> None:
-    """Running requests finish after SIGTERM, and the exit status is 0."""
-    with serving("--sampling.max-tokens", "8") as server:
-        assert [line.split()[0] for line in server.screen] == [
-            "loading",
-            "machine",
-            "compute",
-            "model",
-            "serves",
-            "API",
-        ]
-        with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
-            cards = client.models.list().data
-            assert [card.id for card in cards] == [os.path.join("profiles", "embedded")]
-            question = [{"role": "user", "content": "What is 2 + 3?"}]
-            for name in (cards[0].id, EMBEDDED, "policy"):
-                answer = client.chat.completions.create(model=name, messages=question, temperature=0)  # type: ignore[arg-type]
-                assert answer.model == cards[0].id
-                assert answer.choices[0].message.content
-            for name in ("../../etc/passwd", "/etc", "other/model", "profiles/../profiles/embedded"):
-                with pytest.raises(openai.NotFoundError) as refusal:
-                    client.completions.create(model=name, prompt="x")
-                assert refusal.value.param == "model"
-            stream = client.completions.create(
-                model="policy", prompt="1, 2,", max_tokens=400, extra_body={"ignore_eos": True}, stream=True
-            )
-            next(iter(stream))
-            server.process.send_signal(signal.SIGTERM)
-            assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-        status, _, err = finish(server.process)
-        assert (status, err) == (0, "")
-
-
 HANGING = """
 import ctypes, sys
 from clotho.process import load_blas
@@ -157,7 +124,7 @@ class AdapterServer(Struct, frozen=True, kw_only=True):
 
 @pytest.fixture(scope="module")
 def with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterServer]:
-    """A server with an API key and two adapters. Ctrl-C ends it with exit status 0."""
+    """A server with an API key and two adapters. A stream ends after SIGTERM, and the exit status is 0."""
     place = tmp_path_factory.mktemp("adapters")
     mx.random.seed(0)
     model: Any = mlx_lm.load(EMBEDDED)[0]
@@ -166,10 +133,35 @@ def with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterS
         "second": write_mlx_adapter(place / "second", model, rank=8, seed=2),
     }
     flags = [word for name, path in adapters.items() for word in ("--adapter", f"{name}={path}")]
-    with serving("--server.api-key", KEY, "--server.model-name", "base", *flags) as server:
+    flags += ["--server.api-key", KEY, "--server.model-name", "base", "--sampling.max-tokens", "8"]
+    with serving(*flags) as server:
         yield AdapterServer(server=server, adapters=adapters)
-        server.process.send_signal(signal.SIGINT)
-        assert finish(server.process)[0] == 0
+        with openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0) as client:
+            stream = client.completions.create(
+                model="base", prompt="1, 2,", max_tokens=400, extra_body={"ignore_eos": True}, stream=True
+            )
+            next(iter(stream))
+            server.process.send_signal(signal.SIGTERM)
+            assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+        status, _, err = finish(server.process)
+        assert (status, err) == (0, "")
+
+
+def test_a_server_answers_by_every_name_of_its_model(with_adapters: AdapterServer) -> None:
+    """By the name of the flag and by its path; an unknown name is not found, also as a path."""
+    server = with_adapters.server
+    screen = [line.split()[0] for line in server.screen]
+    assert screen == ["loading", "machine", "compute", "model", "serves", "API"]
+    with openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0) as client:
+        question = [{"role": "user", "content": "What is 2 + 3?"}]
+        for name in ("base", EMBEDDED):
+            answer = client.chat.completions.create(model=name, messages=question, temperature=0)  # type: ignore[arg-type]
+            assert answer.model == "base"
+            assert answer.choices[0].message.content
+        for name in ("../../etc/passwd", "/etc", "other/model", "profiles/../profiles/embedded"):
+            with pytest.raises(openai.NotFoundError) as refusal:
+                client.completions.create(model=name, prompt="x")
+            assert refusal.value.param == "model"
 
 
 def test_a_served_model_has_the_metrics_of_a_run(with_adapters: AdapterServer) -> None:

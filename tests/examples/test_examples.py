@@ -15,9 +15,9 @@ from protocols.prompt import Problem
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ARGUMENTS = {
     "grpo.py": ("2",),
-    "async_grpo.py": ("2", "0"),
-    "custom_loss.py": ("2",),
-    "serve_while_training.py": ("2", "0"),
+    "async_grpo.py": ("1", "0"),
+    "custom_loss.py": ("1",),
+    "serve_while_training.py": ("1", "0"),
 }
 
 
@@ -46,7 +46,7 @@ def test_an_example_runs(
     read = clotho.problems
 
     def few(path: str) -> list[Problem]:
-        return read(path)[:32]
+        return read(path)[:16]
 
     monkeypatch.setattr(clotho, "problems", few)
     run(name, ARGUMENTS[name], monkeypatch, tmp_path)

@@ -9,7 +9,6 @@ from pathlib import Path
 from msgspec import Struct
 
 from clotho.serving.struct_types import prepare_struct_types
-from tests.e2e.pipeline_process import UNEVALUATED
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,19 +50,6 @@ for number in range(int(sys.argv[1])):
 0.22 crashes the process after about ten types.
 """
 
-AFTER_A_RUN = """
-import sys
-from training_run.__main__ import main
-from clotho.serving.struct_types import prepare_struct_types
-
-status = main(sys.argv[1:])
-found = {kind.__module__ for kind in prepare_struct_types()}
-ours = {"actors", "attachments", "clotho", "protocols", "training_run"}
-print(*sorted(name for name in found if name.split(".")[0] in ours), file=sys.stderr)
-sys.exit(status)
-"""
-"""Runs the pipeline; prints the modules whose types were not prepared to standard error."""
-
 
 def test_threads_decode_the_first_values_of_a_prepared_type() -> None:
     """Four threads at once, for each of 100 types."""
@@ -89,12 +75,3 @@ def test_a_type_that_cannot_be_decoded_is_left_out() -> None:
         value: NotDefined  # type: ignore[name-defined]  # noqa: F821
 
     assert Broken in prepare_struct_types()
-
-
-def test_a_run_prepares_all_types_before_its_threads_decode(tmp_path: Path) -> None:
-    """No module with types is imported after the server has started, also with a curriculum."""
-    command = ["--run-dir", str(tmp_path / "run"), "--steps", "1", *UNEVALUATED, "--data.curriculum", "success_rate"]
-    finished = subprocess.run(
-        [sys.executable, "-c", AFTER_A_RUN, *command], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert finished.stderr.split() == []

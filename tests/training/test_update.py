@@ -64,7 +64,7 @@ def test_the_next_update_starts_from_the_newest_parameters_served_or_not() -> No
     assert results[0].version == results[1].version == 2
 
 
-@pytest.mark.lanes
+@pytest.mark.lanes("bfloat16")
 def test_an_update_never_changes_what_is_served() -> None:
     """Decode steps run between its turns; also when new weights are published in the middle of an update."""
     policy = tiny_policy(dropout=0.2)

@@ -33,3 +33,4 @@ def test_the_name_policy_belongs_to_an_adapter_that_has_it(flags: list[str], *, 
     weights: Latest[Any] = Latest("weights")
     served = served_base(arguments, base, weights)
     assert ("policy" in {served.id, *served.aliases}) is is_policy
+    assert served.id == ("policy" if "--server.model-name" in flags else served.root)
