@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from attachments.cpu.blas import Matrix, Product, matrix, part, prepared
+from attachments.cpu.blas import Floats, Matrix, Product, matrix, part, prepared
 
 ALL = slice(0, None)
 
@@ -40,6 +40,18 @@ class GroupLowRank(NamedTuple):
     a: tuple[tuple[slice, Matrix], ...]
     parts: tuple[Part, ...]
     rank: int
+
+
+class ExpertLowRank(NamedTuple):
+    """The matrices of an adapter for a linear layer of E experts."""
+
+    a_E_R_I: Floats
+    b_E_O_R: Floats
+    scale: float
+
+
+LowRanks = Mapping[str, GroupLowRank | ExpertLowRank]
+"""The matrices of an adapter by name of a group of layers, or of a layer of experts."""
 
 
 def grouped(low_ranks: Sequence[LowRank | None], *, joins: bool) -> GroupLowRank | None:
@@ -87,10 +99,10 @@ class Layers(Protocol):
 
 
 class Segment(NamedTuple):
-    """Neighbouring rows with the same adapter. groups: its matrices by group of layers; None for the policy's."""
+    """Neighbouring rows with the same adapter. groups: its matrices; None for the policy's."""
 
     rows: slice
-    groups: Mapping[str, GroupLowRank] | None
+    groups: LowRanks | None
 
 
 class Plan(NamedTuple):
@@ -110,7 +122,7 @@ class Arrangement:
     its adapter. segments: of the rows as they are computed, in order.
     """
 
-    def __init__(self, key: tuple[int, ...], groups_B: Sequence[Mapping[str, GroupLowRank] | None]) -> None:
+    def __init__(self, key: tuple[int, ...], groups_B: Sequence[LowRanks | None]) -> None:
         """groups_B: the matrices of every slot's adapter; None for the policy."""
         self.key = key
         key_B = np.array(key)
@@ -161,7 +173,7 @@ class Arrangement:
         policy = grouped(own, joins=False)
         for rows, groups in self.segments:
             found = policy if groups is None else groups.get(name)
-            if found is not None:
+            if isinstance(found, GroupLowRank):
                 first, second = low_rank_products(found, rows, x, outs, buffers)
                 into_z += first
                 into_out += second

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.tuner.lora import LoRALinear
+from numpy.typing import NDArray
 
 from attachments.cpu.adapter_segments import Arrangement, GroupLowRank, LowRank, grouped, low_rank_products
 from attachments.cpu.blas import Floats, Matrix, Product, matrix, multiply, prepared
@@ -163,6 +164,14 @@ def inverse_rms(x: Floats, eps: float) -> Floats:
     return squares
 
 
+def sigmoid(x: Floats) -> Floats:
+    """Return 1 / (1 + e^-x)."""
+    result: Floats = np.exp(-x)
+    result += 1.0
+    np.divide(np.float32(1.0), result, out=result)
+    return result
+
+
 def swiglu_in_place(gate: Floats, up: Floats, spare: Floats) -> None:
     """Replace `gate` by silu(gate) * up. spare: a buffer of the same shape."""
     np.negative(gate, out=spare)
@@ -211,14 +220,31 @@ class TiedHead:
         return []
 
 
-def rotate(x_B_N_D: Floats, cosine_B_1_H: Floats, sine_B_1_H: Floats) -> None:
-    """Apply rotary position embeddings to halves of heads, in place; H is D / 2 (RoFormer, arXiv:2104.09864, 3.2.2)."""
-    half = x_B_N_D.shape[-1] // 2
+def cosines_and_sines(position_B: NDArray[np.int32], frequency_H: Floats) -> tuple[Floats, Floats]:
+    """Return the cosines for both halves of a head, (B, 1, 2 H), and the sines for one half, (B, 1, H)."""
+    angle_B_1_H = (position_B.astype(np.float32)[:, None] * frequency_H)[:, None]
+    cosine_B_1_H = np.cos(angle_B_1_H)
+    return np.concatenate([cosine_B_1_H, cosine_B_1_H], axis=-1), np.sin(angle_B_1_H)
+
+
+def rotate(x_B_N_D: Floats, cosine_B_1_R: Floats, sine_B_1_H: Floats) -> None:
+    """Apply rotary position embeddings in place to the first R = 2 H numbers of heads, by halves.
+
+    Source: RoFormer, arXiv:2104.09864, section 3.2.2.
+    """
+    half, rotated = sine_B_1_H.shape[-1], cosine_B_1_R.shape[-1]
+    if rotated < x_B_N_D.shape[-1]:
+        x_B_N_D = x_B_N_D[..., :rotated]
     first, second = x_B_N_D[..., :half], x_B_N_D[..., half:]
     rotated_first, rotated_second = second * sine_B_1_H, first * sine_B_1_H
-    x_B_N_D *= np.concatenate([cosine_B_1_H, cosine_B_1_H], axis=-1)
+    x_B_N_D *= cosine_B_1_R
     first -= rotated_first
     second += rotated_second
+
+
+def allocated(shape: tuple[int, ...]) -> Floats:
+    """Return zeros that MLX allocates, so that they count as MLX memory; a copy, which waits for no other operation."""
+    return as_numpy(mx.array(np.zeros(shape, np.float32)))
 
 
 def mlx_matrix(array: mx.array) -> Matrix:

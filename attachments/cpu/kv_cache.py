@@ -1,4 +1,4 @@
-"""The KV cache of the running rows on the host: columns per row, and prompts that several rows share.
+"""What running rows keep on the host: KV cache columns, prompts that several rows share, and states of fixed size.
 
 Columns are those of `clotho.inference.kv_cache`: rows are right-aligned, a step writes one column for all rows, and a
 row that joins copies its prompt to the left of that column. A prompt of several rows is stored once instead if that
@@ -17,16 +17,12 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from attachments.cpu.attention import AttentionRun, DecodeAttention, SharedPrompt, VerifyAttention
 from attachments.cpu.blas import Floats
-from attachments.cpu.decoder import (
-    AttentionRun,
-    DecodeAttention,
-    HostDecoder,
-    LayerCaches,
-    SharedPrompt,
-    VerifyAttention,
-)
-from attachments.cpu.decoder_layers import as_numpy
+from attachments.cpu.blocks import AttentionCache
+from attachments.cpu.decoder import HostDecoder, StepCaches
+from attachments.cpu.decoder_layers import allocated, as_numpy
+from attachments.cpu.delta_layer import RowStates
 from attachments.cpu.layers import MASKED_SCORE
 from clotho.inference.row_runs import RowRun, even_runs, longest_first, wasted
 from clotho.inference.rows import DraftedTokens, PrefilledPrompt, PromptState, spare_columns, undivided
@@ -65,8 +61,10 @@ class HostKVCache:
         self._decoder = decoder
         self._prompts: dict[int, list[tuple[Floats, Floats]]] = {}
         self._shared: list[SharedPrompt] | None = None
+        self._states = RowStates(decoder.state_shapes, rows)
         self._columns: list[tuple[Floats, Floats]] = [
-            (_zeros(decoder, rows, 0), _zeros(decoder, rows, 0)) for _ in range(decoder.depth)
+            (_zeros(decoder, rows, 0), _zeros(decoder, rows, 0))
+            for _ in range(decoder.depth - len(decoder.state_shapes))
         ]
 
     @property
@@ -92,9 +90,12 @@ class HostKVCache:
         self._lag_B[list(slots)] = 0
         self._drop_unused_prompts()
         if prompt.state is None:
+            self._states.clear(slots)
             return
+        attention, delta = self._decoder.divided(prompt.state)
+        self._states.put(slots, delta)
         tokens = slice(prompt.tokens)
-        layers = [(as_numpy(keys)[0][:, tokens], as_numpy(values)[0][:, tokens]) for keys, values in prompt.state]
+        layers = [(as_numpy(keys)[0][:, tokens], as_numpy(values)[0][:, tokens]) for keys, values in attention]
         if _is_shared(prompt):
             key = 1 + max(self._prompts, default=NOT_SHARED)
             self._prompts[key] = [(_copied(keys), _copied(values)) for keys, values in layers]
@@ -115,13 +116,15 @@ class HostKVCache:
             own = [columns[:, slot, end - held : end] for columns in layer]
             whole = [np.concatenate(parts, axis=1) for parts in zip(prompts[n], own, strict=True)] if prompts else own
             layers.append(tuple(mx.array(np.ascontiguousarray(one)[None]) for one in whole))
-        mx.eval(layers)
-        return tuple(layers)
+        state = self._decoder.joined(layers, self._states.of(slot))
+        mx.eval(state)
+        return tuple(state)
 
     def take(self, slots: Sequence[int], positions_N: NDArray[np.int32]) -> None:
         """Keep only these slots, in this order, with `positions_N` tokens, and free unused columns."""
         self.prompt_B = self.prompt_B[list(slots)]
         self.rows = len(slots)
+        self._states.take(slots, self.rows)
         self._drop_unused_prompts()
         longest = int(self._held(positions_N).max(initial=0))
         tokens = self._room * self.capacity
@@ -154,6 +157,7 @@ class HostKVCache:
         self.prompt_B = np.append(self.prompt_B, np.full(rows, NOT_SHARED))
         self._lag_B = np.append(self._lag_B, np.zeros(rows, dtype=np.int64))
         first, self.rows = self.rows, self.rows + rows
+        self._states.take(range(first), self.rows)
         self._shared = None
         if self.rows > self._room:
             self._room = max(self.rows, min(self.rows + self.rows // ROWS_AHEAD, self.limit // max(1, self.capacity)))
@@ -163,6 +167,7 @@ class HostKVCache:
 
     def clear(self, slot: int) -> None:
         """Zero a slot. NaN or inf in masked positions would spread, since 0 * NaN = NaN."""
+        self._states.clear([slot])
         for keys, values in self._columns:
             keys[:, slot] = 0.0
             values[:, slot] = 0.0
@@ -185,18 +190,20 @@ class HostKVCache:
             self._move_columns(longest, longest)
         first, last = self.column - longest, self.column + 1
         attention = self._attention(np.minimum(held_B, longest), due_B)
-        layers = self._layers(attention, slice(first, last))
+        caches = self._caches(attention, slice(first, last))
         self.column = last
-        return (yield from self._decoder.parts(np.array(token_B), positions_B, layers))
+        return (yield from self._decoder.parts(np.array(token_B), positions_B, caches))
 
-    def _layers(self, attention: DecodeAttention, columns: slice) -> LayerCaches:
-        return LayerCaches(
-            attention=attention,
-            columns=[
-                (keys[:, : self.rows, columns], values[:, : self.rows, columns]) for keys, values in self._columns
-            ],
-            prompts=[{key: layers[n] for key, layers in self._prompts.items()} for n in range(len(self._columns))],
-        )
+    def _caches(self, attention: DecodeAttention, columns: slice) -> StepCaches:
+        layers = [
+            AttentionCache(
+                keys[:, : self.rows, columns],
+                values[:, : self.rows, columns],
+                {key: layers[n] for key, layers in self._prompts.items()},
+            )
+            for n, (keys, values) in enumerate(self._columns)
+        ]
+        return StepCaches(attention, self._decoder.joined(layers, self._states.layers))
 
     @property
     def is_lagging(self) -> bool:
@@ -224,7 +231,7 @@ class HostKVCache:
             mask_B_T_S=self._verify_mask(held_B, start_B - first, tokens.width, last - first),
         )
         position_N = positions_B[tokens.row_N] + tokens.index_N
-        return undivided(self._decoder.parts(tokens.token_N, position_N, self._layers(attention, slice(first, last))))
+        return undivided(self._decoder.parts(tokens.token_N, position_N, self._caches(attention, slice(first, last))))
 
     def _verify_mask(self, held_B: NDArray[np.int32], start_B: NDArray[np.int64], width: int, columns: int) -> Floats:
         """Return what is added to the scores of each of the T tokens of a row: prompts first, then columns."""
@@ -344,17 +351,12 @@ def _columns_needed(prompts: Sequence[PrefilledPrompt]) -> int:
 def _zeros(decoder: HostDecoder, rows: int, columns: int) -> Floats:
     """Return a buffer for keys or values, (K, rows, columns, D)."""
     heads, size = decoder.key_shape
-    return _allocated((heads, rows, columns, size))
-
-
-def _allocated(shape: tuple[int, ...]) -> Floats:
-    """Return zeros that MLX allocates, so that they count as MLX memory; a copy, which waits for no other operation."""
-    return as_numpy(mx.array(np.zeros(shape, np.float32)))
+    return allocated((heads, rows, columns, size))
 
 
 def _copied(x: Floats) -> Floats:
     """Return a copy: a view would keep the whole cache of the prefill batch alive."""
-    copy = _allocated(x.shape)
+    copy = allocated(x.shape)
     copy[:] = x
     return copy
 

@@ -1,4 +1,4 @@
-"""Prefill on the host: the KV caches of prompts, computed with the decoder of the rows.
+"""Prefill on the host: the KV caches and states of prompts, computed with the decoder of the rows.
 
 MLX limits the operations that all threads together have queued, so a prompt that MLX prefills waits for the operations
 of a learner. This prefill uses no MLX graph: it waits for nothing but the cores.
@@ -6,15 +6,19 @@ of a learner. This prefill uses no MLX graph: it waits for nothing but the cores
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from copy import deepcopy
 from itertools import islice
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from attachments.cpu.decoder import HostDecoder, LayerCaches, VerifyAttention
+from attachments.cpu.attention import VerifyAttention
+from attachments.cpu.blocks import AttentionCache
+from attachments.cpu.decoder import HostDecoder, StepCaches
 from attachments.cpu.decoder_layers import as_numpy
+from attachments.cpu.delta_layer import RowStates
 from attachments.cpu.layers import MASKED_SCORE
 from clotho.inference.rows import DraftedTokens, PromptState
 
@@ -23,7 +27,7 @@ MAX_SCORES = 2**24
 
 
 class HostPrompts:
-    """KV caches of prompts that are prefilled together. Each begins in the first column.
+    """KV caches and states of prompts that are prefilled together. Each begins in the first column.
 
     Axes: B prompts, K key heads, C columns, D size, T tokens of a pass.
     """
@@ -33,12 +37,16 @@ class HostPrompts:
         heads, size = decoder.key_shape
         self._decoder, self._rows, self._tokens = decoder, rows, tokens
         zeros = np.zeros((rows, heads, tokens, size), np.float32)
-        self._arrays = tuple((mx.array(zeros), mx.array(zeros)) for _ in range(decoder.depth))
+        self._states = RowStates(decoder.state_shapes, rows)
+        attention = range(decoder.depth - len(decoder.state_shapes))
+        self._arrays = tuple((mx.array(zeros), mx.array(zeros)) for _ in attention)
         self._layers = [(as_numpy(keys), as_numpy(values)) for keys, values in self._arrays]
 
     def restore(self, row: int, state: PromptState, tokens: int) -> None:
-        """Begin a prompt with the first `tokens` tokens of a state."""
-        for layer, arrays in zip(self._layers, state, strict=True):
+        """Begin a prompt with the first `tokens` tokens of a state, which has no more if it cannot be truncated."""
+        attention, delta = self._decoder.divided(state)
+        self._states.put([row], delta)
+        for layer, arrays in zip(self._layers, attention, strict=True):
             for held_B_K_C_D, array in zip(layer, arrays, strict=True):
                 held_B_K_C_D[row, :, :tokens] = as_numpy(array)[0, :, :tokens]
 
@@ -50,7 +58,8 @@ class HostPrompts:
     def parts(self, token_B_T: NDArray[np.int32], start: int) -> Generator[None, None, None]:
         """Append T tokens to the first `start` of every prompt.
 
-        Yields when the adapters in use are known, one per token, and after every block.
+        Yields when the adapters in use are known, one per token, and after every block. Until the end, the prompts have
+        only the first tokens, so that the pass can begin again.
         """
         (B, T), decoder = token_B_T.shape, self._decoder
         stop = start + T
@@ -66,17 +75,21 @@ class HostPrompts:
             mask_B_T_S=mask_T_C[None],
         )
         views = [
-            (keys[:, :, :stop].swapaxes(0, 1), values[:, :, :stop].swapaxes(0, 1)) for keys, values in self._layers
+            AttentionCache(keys[:, :, :stop].swapaxes(0, 1), values[:, :, :stop].swapaxes(0, 1), {})
+            for keys, values in self._layers
         ]
-        layers = LayerCaches(attention, views, [{} for _ in views])
+        states = deepcopy(self._states)
+        caches = StepCaches(attention, decoder.joined(views, states.layers))
         position_N = (start + tokens.index_N).astype(np.int32)
-        yield from islice(decoder.parts(tokens.token_N, position_N, layers), 1 + decoder.depth)  # without the head
+        yield from islice(decoder.parts(tokens.token_N, position_N, caches), 1 + decoder.depth)  # without the head
+        self._states = states
 
     def state(self, row: int, tokens: int) -> PromptState:
-        """Return the KV cache of the first `tokens` tokens of a prompt: a copy, unless that is all there is."""
-        if (self._rows, self._tokens) == (1, tokens):
-            return self._arrays
-        return tuple(
-            tuple(mx.array(np.ascontiguousarray(held[row : row + 1, :, :tokens])) for held in layer)
-            for layer in self._layers
-        )
+        """Return the cache of the first `tokens` tokens of a prompt: a copy, unless that is all there is."""
+        layers: Sequence[tuple[mx.array, ...]] = self._arrays
+        if (self._rows, self._tokens) != (1, tokens):
+            layers = [
+                tuple(mx.array(np.ascontiguousarray(held[row : row + 1, :, :tokens])) for held in layer)
+                for layer in self._layers
+            ]
+        return tuple(self._decoder.joined(layers, self._states.of(row)))

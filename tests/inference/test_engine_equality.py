@@ -24,7 +24,7 @@ ON_DEVICE = ("MLX",)
 
 
 def pairs(chosen: dict[str, tuple[str, ...]]) -> pytest.MarkDecorator:
-    """Run a test with these architectures in each mode. The host knows plain transformers only."""
+    """Run a test with these architectures in each mode. The host knows some architectures only."""
     rows = [(mode, name) for mode, names in chosen.items() for name in names]
     return pytest.mark.parametrize(("engine_mode", "architecture"), rows, indirect=["engine_mode"])
 
@@ -69,8 +69,8 @@ LENGTHS = (1, 13, 30, 2, 21)
 @pytest.mark.lanes("bfloat16", "4bit", engine_mode=ON_DEVICE, architecture=("qwen3", "gemma3_text", "qwen3_moe"))
 @pairs(
     {
-        "host": ("qwen3", "llama"),
-        "host, prompts shared": ("llama",),
+        "host": ("qwen3", "llama", "qwen3_moe", "qwen3_5"),
+        "host, prompts shared": ("llama", "qwen3_5"),
         "host, rows divided": ("qwen3",),
         "MLX": tuple(ARCHITECTURES),
         "MLX, prompts shared": ("qwen3", "gemma3_text", "lfm2"),
@@ -102,7 +102,7 @@ def test_greedy_rows_equal_the_reference_without_a_cache(architecture: str) -> N
 @pytest.mark.needs_batch_invariance
 @pairs(
     {
-        "host": ("qwen3",),
+        "host": ("qwen3", "qwen3_moe", "qwen3_5"),
         "host, prompts shared": ("qwen3",),
         "host, rows divided": ("llama",),
         "MLX": ("qwen3", "gemma3_text", "qwen3_moe", "mamba2", "falcon_h1"),

@@ -56,7 +56,7 @@ def write_mlx_adapter(
     directory.mkdir(parents=True, exist_ok=True)
     save_file(arrays, directory / "adapters.safetensors")
     names = {name.rpartition(".lora_")[0] for name in arrays}
-    keys = sorted({name.split(".", 3)[3] if "layers." in name else name for name in names})
+    keys = sorted({name.partition("layers.")[2].partition(".")[2] or name for name in names})
     config = {
         "fine_tune_type": "lora",
         "num_layers": -1,

@@ -24,13 +24,12 @@ from tests.small_models import FixedSource, byte_tokenizer, tiny, tiny_source
 PAIRS = pytest.mark.parametrize(
     ("path", "architecture"),
     [
-        ("host", "qwen3"),
-        ("host", "llama"),
+        *(("host", name) for name in ("qwen3", "llama", "qwen3_moe", "qwen3_5")),
         *(("device", name) for name in ("qwen3", "gemma3_text", "qwen3_moe", "lfm2")),
     ],
     indirect=["path"],
 )
-"""Dense transformers, which the CPU backend decodes, a sliding window, a mixture of experts, a convolution."""
+"""Models that the CPU backend decodes, a sliding window, a mixture of experts, a convolution."""
 
 
 @pytest.fixture(params=["host", "device"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 from unittest.mock import patch
 
@@ -10,21 +10,32 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.tuner.lora import LoRALinear
 
 from attachments.cpu.blas import Floats
 from attachments.cpu.decoder import HostDecoder
 from attachments.cpu.kv_cache import HostKVCache
+from clotho.models.lora import adapter_layer
 from tests.inference.cache_rows import Rows
-from tests.small_models import ARCHITECTURES, FixedSource, tiny_source
+from tests.small_models import ARCHITECTURES, NEWER, FixedSource, tiny_source
 
 PLAIN = ("qwen3", "qwen2", "llama")
-"""Architectures that the host knows."""
+"""Architectures that the host knows, with attention and linear layers."""
+
+SUPPORTED = (*PLAIN, "qwen3_moe", "qwen3_5")
+"""All architectures that the host knows: also with experts, and with the gated delta rule."""
+
+ADAPTED = {
+    "self_attn": (2, ("q_proj", "v_proj", "o_proj")),
+    "linear_attn": (2, ("in_proj_qkv", "in_proj_a", "out_proj")),
+    "mlp": (3, ("gate", "gate_proj", "down_proj")),
+    "switch_mlp": (3, ("gate_proj", "down_proj")),
+}
+"""Rank and names of the adapted layers of a module of this name, which can have others."""
 
 
 def plain_source(architecture: str, **overrides: Any) -> FixedSource:
-    """Build a tiny model of `PLAIN` whose norms and biases all differ, so that none can be left out unseen."""
-    with patch.dict(ARCHITECTURES, {"qwen2": {}}):
+    """Build a tiny model of a known architecture whose norms and biases all differ, so that none can be left out."""
+    with patch.dict(ARCHITECTURES, {"qwen2": {}, "qwen3_5_moe": NEWER["qwen3_5"]}):
         source = tiny_source(architecture, **overrides)
     leaves: Any = tree_flatten(source.model.parameters())
     vectors = [(name, array) for name, array in leaves if array.ndim == 1]
@@ -39,19 +50,15 @@ def plain_source(architecture: str, **overrides: Any) -> FixedSource:
 
 def adapt(model: nn.Module) -> None:
     """Put trained low-rank layers into every block: of two ranks, and beside layers that have none."""
-    inner: Any = model["model"]
-    for block in inner.layers:
-        _adapt(block.self_attn, ("q_proj", "v_proj", "o_proj"), rank=2)
-        _adapt(block.mlp, ("gate_proj", "down_proj"), rank=3)
-
-
-def _adapt(parent: nn.Module, names: Sequence[str], rank: int) -> None:
-    for i, name in enumerate(names):
-        layer: Any = LoRALinear.from_base(parent[name], r=rank, scale=1.5)
-        layer.lora_b = 0.3 * mx.random.normal(layer.lora_b.shape, key=mx.random.key(i))
-        layer.eval()
-        mx.eval(layer.parameters())
-        parent[name] = layer
+    parents = [(name.rpartition(".")[2], module) for name, module in model.named_modules()]
+    for name, parent in parents:
+        rank, keys = ADAPTED.get(name, (0, ()))
+        for i, key in enumerate(key for key in keys if key in parent):
+            layer: Any = adapter_layer(parent[key], "lora", rank=rank, scale=1.5)
+            layer.lora_b = 0.3 * mx.random.normal(layer.lora_b.shape, key=mx.random.key(i))
+            layer.eval()
+            mx.eval(layer.parameters())
+            parent[key] = layer
 
 
 def host_rows(model: nn.Module, slots: int) -> Rows:

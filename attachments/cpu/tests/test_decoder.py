@@ -11,9 +11,10 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from attachments.cpu.decoder_layers import rotate
+from attachments.cpu.decoder_layers import cosines_and_sines, rotate
 from attachments.cpu.layers import install_cpu_layers, rope_frequencies
-from attachments.cpu.tests.supported_models import PLAIN, adapt, host_rows, plain_source
+from attachments.cpu.supported import is_supported
+from attachments.cpu.tests.supported_models import SUPPORTED, adapt, host_rows, plain_source
 from protocols.sampling import Sampling
 from tests.inference.engine_helpers import log_softmax, make_engine, make_prompt, submit_request, tick_until
 
@@ -25,7 +26,7 @@ LENGTHS = (9, 1, 30, 2)
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("architecture", PLAIN)
+@pytest.mark.parametrize("architecture", SUPPORTED)
 def test_steps_of_rows_of_different_lengths_give_the_models_own_logits(
     architecture: str, tied: bool, adapted: bool
 ) -> None:
@@ -40,27 +41,42 @@ def test_steps_of_rows_of_different_lengths_give_the_models_own_logits(
         rows.check_step()
 
 
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+
+
 @pytest.mark.parametrize(
-    "overrides",
+    ("architecture", "overrides"),
     [
-        {"attention_bias": True, "mlp_bias": True},
-        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-        {"num_key_value_heads": 4},
-        {"num_key_value_heads": 1},
-        {"head_dim": 12, "rope_theta": 500.0, "rms_norm_eps": 0.1},
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+        ("llama", {"num_key_value_heads": 4}),
+        ("llama", {"num_key_value_heads": 1}),
+        ("llama", {"head_dim": 12, "rope_theta": 500.0, "rms_norm_eps": 0.1}),
+        ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3, "mlp_only_layers": [0]}),
+        ("qwen3_5_moe", EXPERTS),
     ],
-    ids=["biases", "slower rotation", "a key head per query", "one key head", "wide heads"],
+    ids=[
+        *("biases", "slower rotation", "a key head per query", "one key head", "wide heads"),
+        *("probabilities that do not add up", "a shared expert"),
+    ],
 )
-def test_shapes_and_constants_are_the_models(overrides: dict[str, object]) -> None:
-    """What a configuration of Llama's may ask for."""
-    rows = host_rows(plain_source("llama", **overrides).model, 2)
+def test_shapes_and_constants_are_the_models(architecture: str, overrides: dict[str, object]) -> None:
+    """What a configuration of Llama's, and of models with experts, may ask for."""
+    model = plain_source(architecture, **overrides).model
+    assert is_supported(model)
+    rows = host_rows(model, 2)
     rows.enter([0], make_prompt(20))
     rows.enter([1], make_prompt(7, 1))
     rows.check_step()
     rows.check_step()
 
 
-@pytest.mark.parametrize("architecture", PLAIN)
+@pytest.mark.parametrize("architecture", SUPPORTED)
 def test_layers_that_the_cpu_backend_put_in_are_decoded_as_well(architecture: str) -> None:
     """Weights that lie by inputs, and the backend's own norms, rotations and low-rank layers."""
     model = plain_source(architecture).model
@@ -98,20 +114,20 @@ def test_logits_are_the_callers() -> None:
     np.testing.assert_array_equal(first, kept + 1.0)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_rotation_is_mlxs_by_halves(scale: float) -> None:
-    """Every head of a row turns by the row's position."""
+@pytest.mark.parametrize(("size", "scale"), [(8, 1.0), (8, 0.25), (6, 1.0)])
+def test_rotation_is_mlxs_by_halves(size: int, scale: float) -> None:
+    """Every head of a row turns by the row's position, or its first numbers do."""
     x_B_N_D = np.random.default_rng(0).normal(size=(3, 4, 8)).astype(np.float32)
     position_B = np.array([0, 5, 411], np.int32)
-    rope: Any = nn.RoPE(8, base=1000.0, scale=scale)
+    rope: Any = nn.RoPE(size, base=1000.0, scale=scale)
     expected_B_N_1_D = rope(mx.array(x_B_N_D)[:, :, None], offset=mx.array(position_B))
-    angle_B_1_H = position_B[:, None, None] * np.array(rope_frequencies(8, 1000.0)) * np.float32(scale)
-    rotate(x_B_N_D, np.cos(angle_B_1_H), np.sin(angle_B_1_H))
+    frequency_H = np.array(rope_frequencies(size, 1000.0)) * np.float32(scale)
+    rotate(x_B_N_D, *cosines_and_sines(position_B, frequency_H))
     np.testing.assert_allclose(x_B_N_D, np.array(expected_B_N_1_D)[:, :, 0], atol=2e-4)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("architecture", PLAIN)
+@pytest.mark.parametrize("architecture", SUPPORTED)
 def test_new_weights_serve_from_the_very_next_token(architecture: str, tied: bool) -> None:
     """Its log-probability is that of the new weights over what the old ones left in the cache."""
     source = plain_source(architecture, tie_word_embeddings=tied)

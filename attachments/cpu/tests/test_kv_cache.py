@@ -15,7 +15,16 @@ from clotho.inference.rows import PrefilledPrompt
 from protocols.sampling import Sampling
 from tests.inference.engine_helpers import make_engine, make_prompt, submit_request, tick_until
 
-DECODER = cast(HostDecoder, SimpleNamespace(depth=1, key_shape=(1, 4)))
+DECODER = cast(
+    HostDecoder,
+    SimpleNamespace(
+        depth=1,
+        key_shape=(1, 4),
+        state_shapes=[],
+        divided=lambda layers: (list(layers), []),
+        joined=lambda attention, _: list(attention),
+    ),
+)
 
 
 @pytest.mark.parametrize(

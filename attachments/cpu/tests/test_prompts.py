@@ -23,7 +23,7 @@ SHORT = Sampling(max_tokens=6, ignore_eos=True)
 
 
 @pytest.mark.parametrize("restored", [False, True])
-@pytest.mark.parametrize("architecture", PLAIN)
+@pytest.mark.parametrize("architecture", [*PLAIN, "qwen3_moe"])
 def test_the_kv_caches_of_prompts_are_those_of_the_model(architecture: str, restored: bool) -> None:
     """Of a padded and of a longer prompt, in passes of seven tokens, and from the first tokens of a longer state."""
     model = plain_source(architecture).model

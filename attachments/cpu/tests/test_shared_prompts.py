@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from attachments.cpu.kv_cache import NOT_SHARED, HostKVCache
-from attachments.cpu.tests.supported_models import PLAIN, host_rows, plain_source
+from attachments.cpu.tests.supported_models import SUPPORTED, host_rows, plain_source
 from clotho.inference.rows import PrefilledPrompt
 from protocols.sampling import Sampling
 from tests import model_lanes
@@ -60,7 +60,7 @@ def test_rows_without_a_shared_prompt_store_it_in_columns() -> None:
     rows.check_step()
 
 
-@pytest.mark.parametrize("architecture", PLAIN)
+@pytest.mark.parametrize("architecture", SUPPORTED)
 def test_groups_that_join_and_leave_keep_correct_log_probabilities(architecture: str) -> None:
     """Groups of different sizes and prompts. Each row equals its own full forward pass."""
     source = plain_source(architecture)

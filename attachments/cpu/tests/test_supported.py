@@ -17,7 +17,7 @@ from attachments.cpu.blas import Floats
 from attachments.cpu.decoder import HostDecoder
 from attachments.cpu.layers import install_cpu_layers
 from attachments.cpu.supported import is_supported, make_host_decoder
-from attachments.cpu.tests.supported_models import PLAIN, adapt, plain_source, scaled_parts
+from attachments.cpu.tests.supported_models import SUPPORTED, adapt, plain_source, scaled_parts
 from clotho.inference.cache_layout import CacheLayout
 from tests.small_models import tiny
 
@@ -42,8 +42,8 @@ def taken(model: nn.Module) -> bool:
 
 
 @pytest.mark.needs_cpu_path
-@pytest.mark.parametrize("architecture", PLAIN)
-def test_plain_transformers_in_float32_are_taken(architecture: str) -> None:
+@pytest.mark.parametrize("architecture", SUPPORTED)
+def test_known_transformers_in_float32_are_taken(architecture: str) -> None:
     """As they are, with an adapter, and with the layers of the CPU backend."""
     model = plain_source(architecture).model
     assert taken(model)
@@ -59,7 +59,9 @@ def test_rotations_that_are_merely_slower_are_taken() -> None:
     assert taken(plain_source("llama", rope_scaling={"rope_type": "linear", "factor": 2.0}).model)
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "qwen3_moe", "mamba2", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize(
+    "architecture", ["gemma2", "gemma3_text", "mixtral", "mamba2", "falcon_h1", "lfm2", "qwen3_next"]
+)
 def test_other_architectures_are_not(architecture: str) -> None:
     """The host knows none of their blocks."""
     assert not taken(tiny(architecture))

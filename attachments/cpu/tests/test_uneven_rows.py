@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attachments.cpu.decoder import RunAttention
+from attachments.cpu.attention import RunAttention
 from attachments.cpu.kv_cache import HostKVCache
 from attachments.cpu.tests.supported_models import host_rows, plain_source
 from clotho.inference.row_runs import MIN_UNEVEN_COLUMNS
