@@ -273,10 +273,10 @@ def test_two_threads_compute_at_the_same_time_what_they_compute_alone(kind: str)
     start = Barrier(2)
 
     def decode(model: PolicyModel) -> list[bytes]:
-        return [model_lanes.numpy(logits(model)).tobytes() for _ in range(20)]
+        return [model_lanes.numpy(logits(model)).tobytes() for _ in range(12)]
 
     def learn(model: PolicyModel) -> list[bytes]:
-        found = [gradient(model, other) for _ in range(10)]
+        found = [gradient(model, other) for _ in range(6)]
         return [b"".join(np.array(array).tobytes() for array in arrays.values()) for arrays in found]
 
     def together(work: Callable[[PolicyModel], list[bytes]]) -> list[bytes]:

@@ -97,7 +97,7 @@ def test_replaced_versions_leave_no_memory(tmp_path: Path, request: pytest.Fixtu
     gc.disable()
     try:
         before = reload_and_sample(3)
-        assert reload_and_sample(20) - before < 2 * contents.bytes
+        assert reload_and_sample(8) - before < 2 * contents.bytes
     finally:
         gc.enable()
 
