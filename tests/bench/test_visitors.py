@@ -45,7 +45,7 @@ def test_every_client_of_a_period_is_served(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_refused_request_ends_the_measurement() -> None:
     """The rates would be those beside fewer long requests."""
     with fake_server(status=503) as (port, _), pytest.raises(ValueError, match="503"):
-        asyncio.run(period(Service(port, None), 1, Host(0, 1000), seconds=5.0))
+        asyncio.run(period(Service(port, None), 1, Host(0, 1000), seconds=0.5))
 
 
 def test_all_tokens_of_clients_that_wait_at_the_same_time_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,12 +194,12 @@ def test_sampling_parameters_apply_per_row(rows: str) -> None:
     }
 )
 def test_rows_longer_than_their_buffers_are_unchanged(architecture: str) -> None:
-    """Buffers are replaced several times over 200 tokens, beside a short row."""
+    """Buffers are replaced several times over 140 tokens, beside a short row."""
     source = tiny_source(architecture)
     engine = make_engine(source)
-    long = Sampling(temperature=0.0, max_tokens=200, ignore_eos=True)
+    long = Sampling(temperature=0.0, max_tokens=140, ignore_eos=True)
     answer = submit_request(engine, make_prompt(3), long)
-    for i in range(20):
+    for i in range(14):
         submit_request(engine, make_prompt(40 + i, i), Sampling(max_tokens=9, ignore_eos=True), (i, i + 1))
         for _ in range(7):
             engine.tick()

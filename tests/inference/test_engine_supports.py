@@ -63,7 +63,7 @@ def check_supports(
         np.testing.assert_allclose(completion.logprobs[i], logp_K[support.index(tokens[t])], atol=1e-5)
 
 
-@pytest.mark.lanes(read_mode=("sampled on the device",))
+@pytest.mark.lanes("4bit", read_mode=("sampled on the device",))
 def test_rows_with_and_without_supports_share_a_batch() -> None:
     """Filters of all kinds that join at different times sample the same tokens as without recording."""
     source = tiny_source()
