@@ -5,10 +5,20 @@ This is its only definition. The profile, the learner, the sample log and the re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from protocols.errors import ProfileError
-from protocols.sampling import MAX_SUPPORT, PARAMETERS, Sampling, can_record_support, in_use, restricts_support
+from protocols.sampling import (
+    MAX_SUPPORT,
+    PARAMETERS,
+    Completion,
+    SampleRequest,
+    Sampling,
+    can_record_support,
+    in_use,
+    restricts_support,
+)
 
 MIN_LEARNABLE_TEMPERATURE = 1e-3
 """Lowest temperature that the learner trains on. Below it, sampling is greedy for all practical purposes."""
@@ -43,6 +53,34 @@ def unlearnable(sampling: Sampling) -> Unlearnable | None:
             f"of tokens that could be sampled, and the engine records at most {MAX_SUPPORT} tokens per position",
         )
     return None
+
+
+def unlearnable_completion(
+    request: SampleRequest, completion: Completion, *, logit_bias: Sequence[tuple[int, float]] = ()
+) -> str:
+    """Return why the learner cannot evaluate the distribution of a completion of a client; empty if it can.
+
+    logit_bias: that of the run.
+    """
+    if request.constraint is not None:
+        return "the completion was constrained by a grammar, which the learner cannot evaluate"
+    return unlearnable_reason(request.sampling, support_recorded=bool(completion.supports), logit_bias=logit_bias)
+
+
+def unlearnable_reason(
+    sampling: Sampling, *, support_recorded: bool, logit_bias: Sequence[tuple[int, float]] = ()
+) -> str:
+    """Return why the learner cannot evaluate the distribution that a completion was sampled from; empty if it can.
+
+    support_recorded: the completion carries its supports. logit_bias: that of the run.
+    """
+    if (found := unlearnable(sampling)) is not None:
+        return found.reason
+    if sorted(sampling.logit_bias) != sorted(logit_bias):
+        return "logit_bias differs from that of the run"
+    if restricts_support(sampling) and not support_recorded:
+        return f"{', '.join(in_use(sampling, learner='replays support'))}: the supports were not recorded"
+    return ""
 
 
 def require_learnable(sampling: Sampling) -> None:

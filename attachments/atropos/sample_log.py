@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from threading import Lock
 
@@ -16,8 +17,11 @@ import numpy as np
 import structlog
 from msgspec import Struct
 from numpy.typing import NDArray
+from starlette.requests import Request
 
-from protocols.learnability import unlearnable
+from clotho.serving.auth import client_of
+from clotho.serving.services import Recording
+from protocols.learnability import unlearnable_completion
 from protocols.sampling import (
     BASE,
     POLICY,
@@ -26,8 +30,6 @@ from protocols.sampling import (
     SampleRequest,
     Sampling,
     can_record_support,
-    in_use,
-    restricts_support,
 )
 
 log = structlog.get_logger(actor="server")
@@ -122,6 +124,10 @@ class SampleLog:
         self._prompt: tuple[int, ...] = ()
         self._prompt_hash = _hash_prompt(())
 
+    async def begin(self, http: Request, _: Sequence[SampleRequest]) -> Recording:
+        """Record the completions of a request under the label of its client."""
+        return Recording(remember=partial(self.remember, client_label=client_of(http.scope).label))
+
     def remember(self, request: SampleRequest, completion: Completion, *, client_label: str) -> None:
         """Store a finished completion of the policy, unless it was aborted or is larger than the log.
 
@@ -146,7 +152,7 @@ class SampleLog:
                 completion.supports,
                 completion.finish_reason,
                 client_label,
-                self._unlearnable(request, completion),
+                unlearnable_completion(request, completion, logit_bias=self._bias),
             )
             if entry.cost > self._capacity:
                 return
@@ -181,11 +187,6 @@ class SampleLog:
             return min(found, key=lambda sampled: float(np.abs(sampled.logprobs - logprobs).max()))
         return found[0] if found else None
 
-    def _unlearnable(self, request: SampleRequest, completion: Completion) -> str:
-        if request.constraint is not None:
-            return "the completion was constrained by a grammar, which the learner cannot evaluate"
-        return unlearnable_reason(request.sampling, support_recorded=bool(completion.supports), logit_bias=self._bias)
-
     def _key(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> bytes:
         """Return the key of a completion. The prompt of consecutive completions of one request is hashed once."""
         if prompt is not self._prompt:
@@ -199,22 +200,6 @@ class SampleLog:
         equal.remove(number)
         if not equal:
             del self._equal[entry.key]
-
-
-def unlearnable_reason(
-    sampling: Sampling, *, support_recorded: bool, logit_bias: Sequence[tuple[int, float]] = ()
-) -> str:
-    """Return why the learner cannot evaluate the distribution that a completion was sampled from; empty if it can.
-
-    support_recorded: the completion carries its supports. logit_bias: that of the run, sorted.
-    """
-    if (found := unlearnable(sampling)) is not None:
-        return found.reason
-    if sorted(sampling.logit_bias) != sorted(logit_bias):
-        return "logit_bias differs from that of the run"
-    if restricts_support(sampling) and not support_recorded:
-        return f"{', '.join(in_use(sampling, learner='replays support'))}: the supports were not recorded"
-    return ""
 
 
 def token_cost(sampling: Sampling) -> int:

@@ -18,7 +18,7 @@ from attachments.dialects.routes_tokens import parse_tokens_request
 from attachments.dialects.routes_trl import parse_trl_request
 from clotho.serving.limits import until_disconnect
 from clotho.serving.parts import ServerParts, json_response
-from clotho.serving.services import ServerContext
+from clotho.serving.services import ClientSampler, ServerContext
 from protocols.step import WeightsReady
 
 
@@ -61,19 +61,22 @@ class DialectRoutes:
         answering = self._parts.answering
         native = await answering.parsed(parser, http)
         native = structs.replace(native, request=await answering.compiled(native.request))
+        sampler = await answering.sampler(http, native.request)
         weights, finished = native.request.model.weights(), answering.counted(native.request)
-        result = await until_disconnect(http.receive, self._result(http, native, weights))
+        result = await until_disconnect(http.receive, self._result(http, sampler, native, weights))
         body = native.respond(result)
         finished(result.completions)
-        return json_response(body, weights.version)
+        return json_response(body, weights.version, headers=sampler.headers)
 
-    async def _result(self, http: Request, native: NativeRequest, weights: WeightsReady) -> GenerationResult:
+    async def _result(
+        self, http: Request, sampler: ClientSampler, native: NativeRequest, weights: WeightsReady
+    ) -> GenerationResult:
         """Complete the prompts, then score the prompt if requested.
 
         The prompt is scored last, so that a request that the engine rejects costs no forward pass.
         """
         answering = self._parts.answering
-        results = await answering.sampler(http).complete_all(native.request.samples)
+        results = await sampler.complete_all(native.request.samples)
         prompt = None
         if native.prompt_logprobs is not None:
             (prompt,) = await answering.scores(http, native.request, native.prompt_logprobs)

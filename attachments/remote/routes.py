@@ -122,8 +122,8 @@ class PolicyRoutes:
         answering, context = self._parts.answering, self._parts.context
         request = await answering.parsed(parse_rollout_call, http)
         weights, finished = context.weights(), answering.counted(request)
-        sampled = answering.sampler(http).complete_all(request.samples)
-        (completions,) = await until_disconnect(http.receive, sampled)
+        sampler = await answering.sampler(http, request)
+        (completions,) = await until_disconnect(http.receive, sampler.complete_all(request.samples))
         finished(completions)
         versions = sorted({version for completion in completions for version in completion.versions})
         fingerprints = {version: self.receiver.fingerprint(version) for version in versions}

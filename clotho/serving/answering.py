@@ -83,9 +83,10 @@ class Answering:
         samples = tuple(structs.replace(sample, constraint=constraint) for sample in request.samples)
         return structs.replace(request, samples=samples)
 
-    def sampler(self, http: Request) -> ClientSampler:
-        """Return the sampler for the client of a request."""
-        return ClientSampler(self._context, client_of(http.scope))
+    async def sampler(self, http: Request, request: ValidatedRequest) -> ClientSampler:
+        """Return the sampler for the client of a request. Raises ApiError if what records it refuses it."""
+        recording = await self._context.sample_log.begin(http, request.samples)
+        return ClientSampler(self._context, client_of(http.scope), recording)
 
     async def scores(self, http: Request, request: ValidatedRequest, top: int) -> list[PromptLogprobs]:
         """Score the prompts of a request, one at a time, because each uses a KV cache of its own."""
@@ -105,7 +106,7 @@ class Answering:
     ) -> Response:
         """Answer a request, whole or as a stream of events, as it asks. build: returns the builder of its answer."""
         request = await self.compiled(await self.parsed(parser, http))
-        began, weights, sampler = time.monotonic(), request.model.weights(), self.sampler(http)
+        began, weights, sampler = time.monotonic(), request.model.weights(), await self.sampler(http, request)
         finished = self.counted(request)
         builder = await build(request, weights)
         if not request.stream:
@@ -114,9 +115,10 @@ class Answering:
                 results = await until_disconnect(http.receive, sampler.complete_all(request.samples))
             body = builder.whole(results)
             finished([completion for group in results for completion in group])
-            return json_response(body, weights.version)
+            return json_response(body, weights.version, headers=sampler.headers)
         # Wait for the first events before the response starts: a request that the engine rejects receives a 400.
         batches = sampler.stream_all(request.samples)
         first = await until_disconnect(http.receive, anext(batches))
         self._metrics.first_token(time.monotonic() - began)
-        return EventStream(event_stream(builder, first, batches, finished), {VERSION_HEADER: str(weights.version)})
+        headers = {VERSION_HEADER: str(weights.version), **sampler.headers}
+        return EventStream(event_stream(builder, first, batches, finished), headers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -30,9 +30,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 VERSION_HEADER = "x-clotho-weights-version"
 
 
-def json_response(body: Struct | list[Struct], version: int, *, status: int = 200) -> Response:
-    """Return a body as JSON. version: of the weights, for a header."""
-    headers = {VERSION_HEADER: str(version)}
+def json_response(
+    body: Struct | list[Struct], version: int, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return a body as JSON. version: of the weights, for a header. headers: others."""
+    headers = {VERSION_HEADER: str(version), **(headers or {})}
     return Response(msgspec.json.encode(body), status_code=status, headers=headers, media_type="application/json")
 
 

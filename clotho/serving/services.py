@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from msgspec import Struct, structs
+from starlette.requests import Request
 
 from clotho.lanes.sampling_client import Submit
 from clotho.serving.auth import Client
@@ -91,19 +92,30 @@ class SamplerClient(Protocol):
         ...
 
 
-class SampleRecorder(Protocol):
-    """The method of `SampleLog` that the server calls."""
+class Recording(Struct, frozen=True, kw_only=True):
+    """What becomes of the completions of one HTTP request.
 
-    def remember(self, request: SampleRequest, completion: Completion, /, *, client_label: str) -> None:
-        """Record a finished completion and the client that requested it."""
+    remember: takes each finished completion, before the client receives it. headers: of the answer.
+    """
+
+    remember: Callable[[SampleRequest, Completion], None]
+    headers: Mapping[str, str] = {}
+
+
+class SampleRecorder(Protocol):
+    """Records what clients have sampled, such as the sample log of Atropos."""
+
+    async def begin(self, http: Request, samples: Sequence[SampleRequest], /) -> Recording:
+        """Begin to record a validated HTTP request, which will sample `samples`. Raises ApiError to refuse it."""
         ...
 
 
 class NullSampleLog:
     """A `SampleRecorder` that records nothing."""
 
-    def remember(self, request: SampleRequest, completion: Completion, /, *, client_label: str) -> None:
+    async def begin(self, _: Request, __: Sequence[SampleRequest], /) -> Recording:
         """Record nothing."""
+        return Recording(remember=lambda request, completion: None)
 
 
 class ServedEngine(Protocol):
@@ -200,12 +212,11 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     prompt_logprobs: (tokens, top, source) -> log-probabilities of a prompt with `top` alternatives per token; can be
     cancelled. context_length: maximum number of prompt and completion tokens. measure: yields metrics of what is served
     for /metrics; its argument has the requests that exceeded a limit on time before they were admitted, by limit.
-    sample_log: records completions of
-    clients. record_supports: request the support of the sampling distribution if top-k limits its size.
-    chat: `module:name` of the `ChatExtension` that serves the fields of tools, grammars and reasoning. engine: None:
-    clients do not control it. base_model: id of the base model of adapters. replaceable: the policy whose weights a
-    training run of another process may replace; None: nobody replaces them. run_directory: of the training run that the
-    server shows; None: there is none.
+    sample_log: records completions of clients. record_supports: request the support of the sampling distribution if
+    top-k limits its size. chat: `module:name` of the `ChatExtension` that serves the fields of tools, grammars and
+    reasoning. engine: None: clients do not control it. base_model: id of the base model of adapters. replaceable: the
+    policy whose weights a training run of another process may replace; None: nobody replaces them. run_directory: of
+    the training run that the server shows; None: there is none.
     """
 
     sampler: SamplerClient
@@ -232,13 +243,14 @@ class ClientSampler:
     """The sampler of one client.
 
     Names the client and the limits on time in every request, except rollouts. Reserves the tokens of the requests in
-    the quota of the client. Records every completion of the policy under the client's label before the client receives
-    it, except completions of rollouts, which the training run records itself.
+    the quota of the client. Records every completion before the client receives it, except completions of rollouts,
+    which the training run records itself. headers: of the answer, from what records it.
     """
 
-    def __init__(self, context: ServerContext, client: Client) -> None:
-        self._sampler, self._sample_log = context.sampler, context.sample_log
+    def __init__(self, context: ServerContext, client: Client, recording: Recording) -> None:
+        self._sampler, self._recording = context.sampler, recording
         self._settings, self._client = context.settings, client
+        self.headers = recording.headers
 
     async def complete_all(self, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
         """Complete every request. Cancellation aborts every request, and no completion is recorded."""
@@ -267,7 +279,7 @@ class ClientSampler:
 
     def _remember(self, request: SampleRequest, completion: Completion) -> None:
         if not request.background:
-            self._sample_log.remember(request, completion, client_label=self._client.label)
+            self._recording.remember(request, completion)
 
     async def stream_all(
         self, requests: Sequence[SampleRequest]

@@ -7,11 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from attachments.atropos.sample_log import unlearnable_reason
 from clotho.inference.sampling import validate
 from clotho.settings.engine import SamplingSection
 from protocols.errors import ProfileError, RequestError
-from protocols.learnability import MIN_LEARNABLE_TEMPERATURE, require_learnable, unlearnable
+from protocols.learnability import MIN_LEARNABLE_TEMPERATURE, require_learnable, unlearnable, unlearnable_reason
 from protocols.sampling import MAX_SUPPORT, SampleRequest, Sampling, in_use
 from training_run.profile.rules import learnable_distribution
 from training_run.profile.schema import Profile

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
 from msgspec import structs
+from starlette.requests import Request
 
 from attachments.atropos.sample_log import SampleLog
+from clotho.serving.auth import client_of
 from clotho.serving.server import ApiServer
-from clotho.serving.services import HealthReport
+from clotho.serving.services import HealthReport, Recording
 from clotho.settings.server import HttpServer
 from protocols.sampling import Completion, SampleRequest
 from tests.training_run.built_context import open_context, tiny_profile
@@ -29,6 +32,10 @@ class RecordedCompletions:
         self.taken: list[tuple[SampleRequest, Completion, str]] = []
         self.health: list[HealthReport] = []
         self.heard = anyio.Event()
+
+    async def begin(self, http: Request, _: Sequence[SampleRequest], /) -> Recording:
+        """Record under the label of the client."""
+        return Recording(remember=partial(self.remember, client_label=client_of(http.scope).label))
 
     def remember(self, request: SampleRequest, completion: Completion, /, *, client_label: str) -> None:
         """Record a completion."""

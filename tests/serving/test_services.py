@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 from msgspec import structs
+from starlette.requests import Request
 
 from attachments.atropos.sample_log import SampleLog
+from clotho.serving.auth import client_of
+from clotho.serving.services import Recording
 from protocols.sampling import Completion, SampleRequest
 from tests.fakes import CharacterTokenizer
 from tests.serving.running_server import Served, server_context, serving
@@ -34,6 +38,10 @@ class RecordedCompletions:
     def __init__(self) -> None:
         self.taken: list[tuple[SampleRequest, Completion, str]] = []
         self.log = SampleLog()
+
+    async def begin(self, http: Request, _: Sequence[SampleRequest], /) -> Recording:
+        """Record under the label of the client."""
+        return Recording(remember=partial(self.remember, client_label=client_of(http.scope).label))
 
     def remember(self, request: SampleRequest, completion: Completion, /, *, client_label: str) -> None:
         """Keep the call and update the sample log."""
