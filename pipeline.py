@@ -370,7 +370,7 @@ def wire_rollouts(
 
 
 def wire_environments(
-    context: RunContext, custom: CustomActors, scored: Channel[GroupOutcome], supply: GroupSupply
+    context: RunContext, custom: CustomActors, scored: Channel[GroupOutcome], supply: GroupSupply[Any]
 ) -> Rollouts:
     """The actor that receives groups from environments."""
     profile, state = context.profile, context.start.state

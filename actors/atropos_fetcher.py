@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import structlog
 from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
-from msgspec import Raw
 
 from protocols.batches import BatchSource, GroupSupply
 from protocols.queues import EndOfStream, Outbox
@@ -49,7 +48,7 @@ class AtroposFetcher:
         self,
         *,
         outbox: Outbox[GroupOutcome],
-        supply: GroupSupply,
+        supply: GroupSupply[Any],
         weights: Latest[WeightsReady],
         replacements: Latest[int],
         first_group: int,
@@ -87,8 +86,8 @@ class AtroposFetcher:
             await self._unless_draining(lambda: self._supply.source.open(step=self._weights.value.step))
             task_status.started()
             while groups := await self._unless_draining(self._next_batch):
-                for raw in groups:
-                    await self._emit(raw)
+                for group in groups:
+                    await self._emit(group)
             tasks.cancel_scope.cancel()
 
     def drain(self) -> None:
@@ -119,7 +118,7 @@ class AtroposFetcher:
                 return await work()
         return None
 
-    async def _next_batch(self) -> list[Raw]:
+    async def _next_batch(self) -> Sequence[Any]:
         """Wait until the staleness bound permits a batch, and fetch it. Empty if no more groups are needed."""
         try:
             await wait_until(self._is_due, self._weights, self._replacements)
@@ -139,9 +138,9 @@ class AtroposFetcher:
         ahead = self._weights.value.step + self._max_batches_ahead + 1
         return self._fetched - self._replacements.value < min(ahead * self._batch_size, self._groups)
 
-    async def _emit(self, raw: Raw) -> None:
+    async def _emit(self, group: Any) -> None:
         number = self.prompted_until
-        outcome = await self._supply.reader.read(raw, group_id=number, version=self._weights.value.version)
+        outcome = await self._supply.reader.read(group, group_id=number, version=self._weights.value.version)
         source = (outcome.prompt if isinstance(outcome, Discarded) else outcome.group.prompt).source
         self._fetched += 1
         self.prompted_until += 1
@@ -155,7 +154,7 @@ class AtroposFetcher:
 class _Closing:
     """Adapts a source to `contextlib.aclosing`."""
 
-    def __init__(self, source: BatchSource) -> None:
+    def __init__(self, source: BatchSource[Any]) -> None:
         self._source = source
 
     async def aclose(self) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from protocols.rollout import GroupOutcome
 
+Group = TypeVar("Group")
+Given = TypeVar("Given", covariant=True)
+Taken = TypeVar("Taken", contravariant=True)
 
-class BatchSource(Protocol):
-    """An Atropos API server, or the mock."""
+
+class BatchSource(Protocol[Given]):
+    """An Atropos API server, its mock, or the rewarded sessions of clients."""
 
     async def open(self, *, step: int) -> None:
         """Register a trainer that has completed `step` steps; wait until the source is available.
@@ -18,8 +23,8 @@ class BatchSource(Protocol):
         Raises ProfileError for errors that the user has to correct.
         """
 
-    async def batch(self, *, step: int) -> list[Raw] | None:
-        """Return the next groups as JSON; None if there is no batch yet. Waits while the source is unavailable."""
+    async def batch(self, *, step: int) -> Sequence[Given] | None:
+        """Return the next groups; None if there is no batch yet. Waits while the source is unavailable."""
 
     async def waiting_for(self) -> str:
         """Return one line for the log that says why there is no batch."""
@@ -28,21 +33,21 @@ class BatchSource(Protocol):
         """Close the connections."""
 
 
-class Reader(Protocol):
-    """Converts groups from JSON to messages, as `attachments.atropos.reader.GroupReader` does."""
+class Reader(Protocol[Taken]):
+    """Converts the groups of a source to messages, as `attachments.atropos.reader.GroupReader` does."""
 
-    async def read(self, raw: Raw, *, group_id: int, version: int) -> GroupOutcome:
-        """Read one group. version: policy version that serves now. Never raises because of the contents of `raw`."""
+    async def read(self, group: Taken, /, *, group_id: int, version: int) -> GroupOutcome:
+        """Read one group. version: policy version that serves now. Never raises because of the contents of `group`."""
 
 
-class GroupSupply(Struct, frozen=True, kw_only=True, eq=False):
+class GroupSupply(Struct, Generic[Group], frozen=True, kw_only=True, eq=False):
     """Attachment -> atropos_fetcher: groups from outside, in the place of those of prompter, generator and scorer.
 
     poll_seconds: longest pause between two questions for groups. patience_seconds: time without a group until a warning
     says what the source waits for.
     """
 
-    source: BatchSource
-    reader: Reader
+    source: BatchSource[Group]
+    reader: Reader[Group]
     poll_seconds: float
     patience_seconds: float

@@ -146,7 +146,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     resume_command: command line that continues the run.
     history_gaps: what the history files lack. findings: the findings that apply at the end.
     run_dir, profile: the run directory, and the resolved profile in it. files: names of the files of the run.
-    is_adapter: the training changed an adapter, not the weights of the base model.
+    is_adapter: the training changed an adapter, not the weights of the base model. balances: of what attachments count.
     """
 
     steps: int
@@ -173,6 +173,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     profile: str = ""
     files: tuple[str, ...] = ()
     is_adapter: bool = True
+    balances: dict[str, Balance] = {}
 
     @property
     def is_untrained(self) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from clotho.serving.services import SampleRecorder
     from clotho.settings.server import HttpServer
     from clotho.training.gradient import OtherRanks
+    from protocols.accounting import Balance
     from protocols.batches import GroupSupply
     from protocols.finding import Finding
     from protocols.prompt import Problem
@@ -93,9 +94,9 @@ class Attached(Struct, kw_only=True, eq=False):
     Children: services: beside the flow of groups. receivers: start before those that make groups. senders: start last.
     recorders: return children that record the flow.
 
-    samples: records what clients of the HTTP server have sampled. measures: return values of metrics for the
-    next line of metrics.jsonl. metrics: yield metrics for /metrics. sampled_elsewhere: returns the number of tokens
-    that others than the engine of the run have sampled.
+    samples: records what clients of the HTTP server have sampled. measures: return values of metrics for the next line
+    of metrics.jsonl. metrics: yield metrics for /metrics. balances: how what they count has ended, by the name in the
+    summary. sampled_elsewhere: returns the number of tokens that others than the engine of the run have sampled.
     """
 
     ending: ExitStack
@@ -109,11 +110,12 @@ class Attached(Struct, kw_only=True, eq=False):
     recorders: list[Callable[[Wired], Child]] = field(default_factory=list)
     updates: dict[str, Queue[PolicyUpdated]] = field(default_factory=dict)
     sampler: GroupSampler | None = None
-    groups: GroupSupply | None = None
+    groups: GroupSupply[Any] | None = None
     episodes: Episodes | None = None
     samples: SampleRecorder | None = None
     measures: list[Measure] = field(default_factory=list)
     metrics: list[Callable[[], Iterable[Metric]]] = field(default_factory=list)
+    balances: dict[str, Callable[[], Balance]] = field(default_factory=dict)
     sampled_elsewhere: Callable[[], int] = int
 
     def receive_updates(self, name: str) -> Inbox[PolicyUpdated]:

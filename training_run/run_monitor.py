@@ -241,4 +241,5 @@ class RunMonitor:
             is_adapter=not isinstance(context.profile.policy.method, FullMethod),
             run_dir=relative_path(context.directory.path),
             profile=relative_path(context.directory.profile),
+            balances={name: balance() for name, balance in context.attached.balances.items()},
         )

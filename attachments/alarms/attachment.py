@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attachments.alarms.sections import COLLAPSE_DETECTION, CollapseChecks, RollBackOnCollapse, WarnOnCollapse
 from training_run.attachment import Attach, Attachment, Plan
-from training_run.profile.rules import Rule, custom_flow, has_environments
+from training_run.profile.rules import Rule, custom_flow, from_clients
 
 if TYPE_CHECKING:
     from protocols.finding import Finding
@@ -32,10 +32,10 @@ class Alarms(Attachment):
         Rule(
             "collapse_detection.empty_format_high",
             lambda v, _: (
-                not custom_flow(v) and (has_environments(v) or "format" not in {reward.name for reward in v["rewards"]})
+                not custom_flow(v) and (from_clients(v) or "format" not in {reward.name for reward in v["rewards"]})
             ),
             'no reward is named "format"',
-            "rewards actors atropos.type",
+            "rewards actors atropos.type sessions.type",
         ),
     )
 

@@ -15,7 +15,7 @@ from attachments.atropos.sections import (
     StartedServer,
 )
 from training_run.attachment import Attach, Attachment, Plan
-from training_run.profile.rules import MAX_RATIO, OVERLONG, Rule, custom_flow, has_environments
+from training_run.profile.rules import Rule
 from training_run.supervision.supervisor import permanent
 
 if TYPE_CHECKING:
@@ -44,18 +44,6 @@ class Atropos(Attachment):
             "no atropos.python is set, which runs them",
             "atropos.type atropos.python",
         ),
-        Rule(
-            f"queues.prompts queues.rollouts {MAX_RATIO} {OVERLONG}",
-            lambda v, _: has_environments(v),
-            "groups and their rewards come from environments (atropos)",
-            "atropos.type",
-        ),
-        Rule(
-            "learner.max_failed_batches",
-            lambda v, _: has_environments(v) and not custom_flow(v),
-            "the rewards of environments (atropos) do not fail in the run",
-            "atropos.type actors",
-        ),
     )
     contradictions = (
         Rule(
@@ -67,16 +55,6 @@ class Atropos(Attachment):
             "atropos.python",
             lambda v, x: bool(x) and not v["environments"],
             "starts environments: list at least one in [[environments]]",
-        ),
-        Rule(
-            "server.type",
-            lambda v, x: x == "off" and has_environments(v),
-            '= "{}" contradicts atropos: environments sample over HTTP',
-        ),
-        Rule(
-            "async",
-            lambda v, x: not x and has_environments(v),
-            "= false and atropos exclude each other: environments run ahead; learner.max_staleness limits how far",
         ),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import Raw
+
 from attachments.atropos.api import AtroposApi
 from attachments.atropos.client import Registration
 from attachments.atropos.commands import require_server
@@ -15,7 +17,7 @@ from training_run.profile.schema import Profile
 from training_run.run import RunContext
 
 
-def group_supply(run: RunContext, settings: AtroposSource, samples: SampleLog, *, server_url: str) -> GroupSupply:
+def group_supply(run: RunContext, settings: AtroposSource, samples: SampleLog, *, server_url: str) -> GroupSupply[Raw]:
     """Return where the groups of a run come from, and how they are read.
 
     samples: how the tokens of clients were sampled. server_url: address of the Atropos API server; empty for the mock.
@@ -29,7 +31,7 @@ def group_supply(run: RunContext, settings: AtroposSource, samples: SampleLog, *
     )
 
 
-def _batch_source(run: RunContext, settings: AtroposSource, *, server_url: str, longest: int) -> BatchSource:
+def _batch_source(run: RunContext, settings: AtroposSource, *, server_url: str, longest: int) -> BatchSource[Raw]:
     """The Atropos API server, or its mock. longest: length of a sequence, in tokens."""
     profile, sampling = run.profile, run.profile.sampling
     if isinstance(settings, MockSource):

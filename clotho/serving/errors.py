@@ -30,6 +30,7 @@ ATTACHMENTS: Mapping[str, tuple[str, ...]] = {
         "/pause_generation", "/continue_generation", "/flush_cache",
     ),
     "remote": ("/v1/rollouts", "/v1/policy", "/v1/policy/weights"),
+    "sessions": ("/v1/rewards",),
 }  # fmt: skip
 """The paths of attachments, so that a path is refused by its attachment where that is not installed."""
 

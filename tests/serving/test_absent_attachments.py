@@ -9,6 +9,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from attachments.adapters.tests.adapter_server import serving_adapters
+from attachments.sessions.tests.session_server import session_server
 from clotho.serving.errors import ATTACHMENTS
 from clotho.serving.openapi import plain_path
 from clotho.settings.server import AdaptersSection
@@ -46,14 +47,18 @@ REFUSED = [
 ]
 
 
-async def test_the_paths_of_attachments_are_known_whether_or_not_they_are_installed(tmp_path: Path) -> None:
-    """The table of the refusal has those that the attachments add to a server whose engine has adapters."""
+async def test_the_paths_of_attachments_are_known_whether_or_not_they_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of the refusal has those that the attachments add to servers whose engine has adapters, or sessions."""
     async with serving_adapters(str(tmp_path), AdaptersSection()) as (served, _):
         found = [plain_path(one) for one in served.server.parts.endpoints]
-    assert sorted(found) == sorted(path for paths in ATTACHMENTS.values() for path in paths)
+    async with session_server(monkeypatch) as at:
+        others = {plain_path(one) for one in at.served.server.parts.endpoints}.difference(found)
+    assert sorted([*found, *others]) == sorted(path for paths in ATTACHMENTS.values() for path in paths)
 
 
-@pytest.mark.parametrize("name", ["adapters", "dialects", "keys", "remote", "tools"])
+@pytest.mark.parametrize("name", ["adapters", "dialects", "keys", "remote", "sessions", "tools"])
 async def test_the_routes_of_the_library_answer_without_an_attachment(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

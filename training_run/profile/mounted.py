@@ -31,6 +31,7 @@ ATTACHED = {
     "server.reasoning_parser": "tools",
     "server.tool_parser": "tools",
     "server.weights_root": "remote",
+    "sessions": "sessions",
     "trackers": "trackers",
 }
 """The attachment of each key that an attachment adds to a profile: a key of an absent one is refused by its name."""

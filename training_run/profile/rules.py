@@ -61,10 +61,19 @@ def has_environments(v: Values) -> bool:
     return bool(v.get("atropos.type", "off") != "off")
 
 
+def from_clients(v: Values) -> bool:
+    """Whether groups and their rewards come over HTTP: from environments, or from the sessions of clients."""
+    return has_environments(v) or v.get("sessions.type", "off") != "off"
+
+
 # fmt: off
 NO_EFFECT = (
     Rule("learner.distillation_weight", lambda v, _: not has_environments(v),
          "only environments (atropos) send a teacher's alternatives", "atropos.type"),
+    Rule(f"queues.prompts queues.rollouts {MAX_RATIO} {OVERLONG}", lambda v, _: from_clients(v),
+         "groups and their rewards come over HTTP (atropos, sessions)", "atropos.type sessions.type"),
+    Rule("learner.max_failed_batches", lambda v, _: from_clients(v) and not custom_flow(v),
+         "rewards that come over HTTP (atropos, sessions) do not fail in the run", "atropos.type sessions.type actors"),
     Rule("policy.method.alpha policy.method.scaling", lambda v, _: v["policy.method.scale"] is not None,
          "policy.method.scale is the factor", "policy.method.scale"),
     Rule("learner.lora_plus", lambda v, _: v["policy.method.type"] == "full",
@@ -114,6 +123,10 @@ CONTRADICTIONS = (
          '= "{}" has no effect: learner.objective.advantage = "environment" ignores rewards'),
     Rule("learner.kl_penalty.reference.type", lambda v, x: x == "environment" and not has_environments(v),
          '= "{}" needs groups from environments (atropos)'),
+    Rule("server.type", lambda v, x: x == "off" and from_clients(v),
+         '= "{}" contradicts atropos and sessions, whose clients sample over HTTP'),
+    Rule("async", lambda v, x: not x and from_clients(v),
+         "= false excludes atropos and sessions: clients run ahead; learner.max_staleness limits how far"),
     Rule("learner.num_minibatches", lambda v, x: x > v["learner.batch_size"] + v.get("replay.groups", 0),
          "= {} must be at most the number of groups per update: learner.batch_size and replay.groups"),
     Rule("sampling.max_tokens", lambda v, x: x >= v["engine.kv_cache_tokens"],

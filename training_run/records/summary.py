@@ -145,8 +145,9 @@ def _group_lines(summary: RunSummary) -> Iterator[SummaryLine]:
         yield SummaryLine("discarded", _reasons(summary.balance))
     for gap in summary.history_gaps:
         yield SummaryLine("records", _gap(gap, summary))
-    for environment, balance in summary.balance.sources.items():
-        yield SummaryLine("environment", f"{environment}: {balance.in_words('received')}", is_whole=True)
+    parts = [("environment", f"{name}: ", "received", one) for name, one in summary.balance.sources.items()]
+    for label, name, verb, balance in [*parts, *((name, "", "begun", one) for name, one in summary.balances.items())]:
+        yield SummaryLine(label, f"{name}{balance.in_words(verb)}", is_whole=True)
         if balance.by_reason:
             yield SummaryLine("", f"discarded: {_reasons(balance)}")
 

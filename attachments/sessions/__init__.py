@@ -1,0 +1,1 @@
+"""Sessions of HTTP clients, whose rewards train the policy."""

@@ -1,0 +1,110 @@
+"""The tokens of a session: rows that only grow, of which nothing is tokenized twice.
+
+A row begins with the prompt of an answer. The next answer belongs to it if its prompt begins with all tokens of the
+row, as the sampler recorded them; what the prompt adds is context. Any other prompt, for example of a template that
+writes earlier answers otherwise, begins a further row (a fork).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+
+from msgspec import Struct
+
+from protocols.sampling import Completion, SampleRequest
+
+
+class SessionAnswer(Struct, frozen=True, kw_only=True, eq=False):
+    """One answer of the policy in its row. start: index of its first token there."""
+
+    row: SessionRow
+    start: int
+    completion: Completion
+
+    @property
+    def end(self) -> int:
+        """Index behind its last token."""
+        return self.start + len(self.completion.tokens)
+
+
+class SessionRow:
+    """One growing sequence of tokens.
+
+    All its answers have one temperature, and all or none recorded from which tokens they were sampled.
+    """
+
+    def __init__(self, request: SampleRequest, completion: Completion) -> None:
+        self.tokens = array("i")
+        self._kind = _kind(request, completion)
+
+    def continues_with(self, request: SampleRequest, completion: Completion) -> bool:
+        """Whether the prompt of an answer begins with the tokens of the row."""
+        if self._kind != _kind(request, completion):
+            return False
+        prompt, size = request.prompt, len(self.tokens)
+        return len(prompt) >= size and prompt[size - 1] == self.tokens[-1] and array("i", prompt[:size]) == self.tokens
+
+    def add(self, request: SampleRequest, completion: Completion) -> SessionAnswer:
+        """Add an answer, with what its prompt adds to the row."""
+        self.tokens.extend(request.prompt[len(self.tokens) :])
+        answer = SessionAnswer(row=self, start=len(self.tokens), completion=completion)
+        self.tokens.extend(completion.tokens)
+        return answer
+
+    @property
+    def temperature(self) -> float:
+        """The sampling temperature of all answers."""
+        return self._kind[0]
+
+
+def _kind(request: SampleRequest, completion: Completion) -> tuple[float, bool]:
+    return request.sampling.temperature, bool(completion.supports)
+
+
+class Trajectory(Struct, frozen=True, kw_only=True, eq=False):
+    """A row up to its last rewarded answer. answers: those that are trained on, in order; at least one."""
+
+    answers: tuple[SessionAnswer, ...]
+
+    @property
+    def tokens(self) -> array[int]:
+        """All tokens."""
+        return self.answers[0].row.tokens[: self.answers[-1].end]
+
+    def completion(self, shared: int, *, decode: Callable[[Sequence[int]], str], reward: float) -> Completion:
+        """Return the sequence behind its first `shared` tokens, which all sequences of its group have."""
+        tokens = tuple(self.tokens[shared:])
+        logprobs, sampled = [0.0] * len(tokens), [False] * len(tokens)
+        versions = [self.answers[0].completion.versions[0]] * len(tokens)
+        supports = [b""] * len(tokens)
+        for answer in self.answers:
+            completion, start, end = answer.completion, answer.start - shared, answer.end - shared
+            logprobs[start:end], sampled[start:end] = completion.logprobs, [True] * (end - start)
+            versions[start:end] = completion.versions
+            versions[end:] = completion.versions[-1:] * (len(tokens) - end)
+            supports[start:end] = completion.supports or supports[start:end]
+        return Completion(
+            tokens=tokens,
+            logprobs=tuple(logprobs),
+            versions=tuple(versions),
+            sampled=() if all(sampled) else tuple(sampled),
+            supports=tuple(supports) if any(supports) else (),
+            text=decode(tokens),
+            finish_reason=self.answers[-1].completion.finish_reason,
+            reward=reward,
+        )
+
+
+def trajectories(answers: Sequence[SessionAnswer]) -> tuple[Trajectory, ...]:
+    """Return the rows of answers, each with those of the answers that it has."""
+    rows = dict.fromkeys(answer.row for answer in answers)
+    return tuple(Trajectory(answers=tuple(one for one in answers if one.row is row)) for row in rows)
+
+
+def common_prefix(found: Sequence[Trajectory]) -> int:
+    """Return the number of first tokens that all sequences share, and of which none was sampled."""
+    end = min(sequence.answers[0].start for sequence in found)
+    columns = zip(*(sequence.tokens[:end] for sequence in found), strict=True)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

@@ -1,0 +1,63 @@
+"""Rows of tokens: which answers continue one, and what of it is trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attachments.sessions.rows import SessionRow, common_prefix, trajectories
+from attachments.sessions.tests.recorded import row, sample
+
+FIRST = sample((1, 2), (3, 4))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "expected"),
+    [
+        ((1, 2, 3, 4), {}, True),
+        ((1, 2, 3, 4, 5), {}, True),
+        ((1, 2, 3), {}, False),
+        ((1, 2, 9, 4), {}, False),
+        ((1, 2, 3, 9), {}, False),
+        ((1, 2, 3, 4, 5), {"temperature": 0.5}, False),
+        ((1, 2, 3, 4, 5), {"supports": True}, False),
+    ],
+)
+def test_a_prompt_continues_a_row_that_it_begins_with(
+    prompt: tuple[int, ...], fields: dict[str, Any], expected: bool
+) -> None:
+    """If the learner can evaluate both in one sequence: with one temperature, and with all or no supports."""
+    found = SessionRow(*FIRST)
+    found.add(*FIRST)
+    assert found.continues_with(*sample(prompt, (6,), **fields)) == expected
+
+
+def test_a_sequence_trains_on_its_answers_and_keeps_how_they_were_sampled() -> None:
+    """Other tokens are context: their log-probability is 0, and their version that of the token before."""
+    answers = row(sample((1, 2), (3, 4), supports=True), sample((1, 2, 3, 4, 5), (6,), supports=True))
+    (whole,) = trajectories(answers)
+    completion = whole.completion(1, decode=str, reward=0.5)
+    assert completion.tokens == (2, 3, 4, 5, 6)
+    assert completion.sampled == (False, True, True, False, True)
+    assert completion.logprobs == (0.0, -0.3, -0.4, 0.0, -0.6)
+    assert completion.versions == (2, 2, 3, 3, 5)
+    assert completion.supports == (b"", b"s", b"s", b"", b"s")
+    assert completion.reward == 0.5
+    assert completion.length == 3
+
+
+def test_a_sequence_ends_with_its_last_answer() -> None:
+    """What was sampled later in its row is not part of it; what was sampled before is context."""
+    first, second, _ = row(FIRST, sample((1, 2, 3, 4, 5), (6,)), sample((1, 2, 3, 4, 5, 6, 7), (8,)))
+    (found,) = trajectories([first])
+    assert found.completion(2, decode=str, reward=1.0).sampled == ()
+    (found,) = trajectories([second])
+    assert found.completion(2, decode=str, reward=1.0).sampled == (False, False, False, True)
+
+
+def test_the_common_prefix_ends_before_the_first_sampled_token() -> None:
+    """Of all sequences of a group."""
+    one, other = (trajectories(row(sample(prompt, (3,)))) for prompt in ((1, 2, 2), (1, 2, 2, 3, 4)))
+    assert common_prefix([*one, *other]) == 3
+    assert common_prefix([*one, *trajectories(row(sample((1, 9), (3,))))]) == 1
