@@ -39,6 +39,7 @@ STUDIES = {
     "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",
     "overlap": "Decode rate during updates, and without them.",
     "remote": "Latency of new weights for an inference server: over HTTP, by path and by a restart.",
+    "hybrid": "Makes a hybrid policy for the default task from the embedded policy; trains nothing else.",
     "search": "Best settings of mlx-lm-lora, TRL and Clotho for peers.",
 }
 """Programs of `bench.studies`."""

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_lm.models.qwen3 import Model
+import mlx.nn as nn
 from tokenizers import Tokenizer
 
 from profiles.maker import pretrain
@@ -36,7 +36,7 @@ class Recipe:
 class Made:
     """The policy, and its accuracy on the held-out problems."""
 
-    model: Model
+    model: nn.Module
     tokenizer: Tokenizer
     measurement: Measurement
     seed: int
@@ -60,12 +60,12 @@ def make_directory(out: Path, recipe: Recipe, demonstrate: Demonstrator, seed: i
     return Made(model=model, tokenizer=tokenizer, measurement=measurement, seed=seed, seconds=seconds)
 
 
-def make_model(recipe: Recipe, tokenizer: Tokenizer, seed: int) -> Model:
+def make_model(recipe: Recipe, tokenizer: Tokenizer, seed: int) -> nn.Module:
     """Make a model with random weights."""
     return pretrain.make_model(recipe.shape, tokenizer.get_vocab_size(), seed)
 
 
-def teach(model: Model, tokenizer: Tokenizer, recipe: Recipe, demonstrate: Demonstrator, seed: int) -> float:
+def teach(model: nn.Module, tokenizer: Tokenizer, recipe: Recipe, demonstrate: Demonstrator, seed: int) -> float:
     """Train `model` in place on demonstrations, none of a held-out problem; return the seconds that it took."""
     exclude = {problem.prompt for problem in recipe.problems[1]}
     lesson = Lesson(draw=recipe.draw, demonstrate=demonstrate, exclude=exclude)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import BatchKVCache
-from mlx_lm.models.qwen3 import Model
 from tokenizers import Tokenizer
 
 from profiles.maker.problem import Problem
@@ -38,7 +38,7 @@ class Measurement:
     """Number of problems."""
 
 
-def complete(model: Model, tokenizer: Tokenizer, texts: list[str], temperature: float) -> list[list[int]]:
+def complete(model: nn.Module, tokenizer: Tokenizer, texts: list[str], temperature: float) -> list[list[int]]:
     """Answer each user message once, in token ids without the end token; greedily if `temperature` is 0."""
     pad, end = token_id(tokenizer, PAD), token_id(tokenizer, END)
     prompts = [tokenizer.encode(chat_prompt(text)).ids for text in texts]
@@ -76,7 +76,7 @@ def by_kind(values: list[tuple[str, float]]) -> dict[str, float]:
 
 
 def measure(
-    model: Model, tokenizer: Tokenizer, problems: list[Problem], *, k: int = 8, batch: int = 128
+    model: nn.Module, tokenizer: Tokenizer, problems: list[Problem], *, k: int = 8, batch: int = 128
 ) -> Measurement:
     """Answer every problem greedily and k times at temperature 1, `batch` rows at a time."""
     greedy: list[tuple[str, float]] = []

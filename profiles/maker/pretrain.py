@@ -6,6 +6,7 @@ same weights where MLX's results are reproducible.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections import deque
@@ -20,9 +21,9 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.nn.utils import value_and_grad
 from mlx.utils import tree_flatten
-from mlx_lm.models.qwen3 import Model, ModelArgs
 from tokenizers import Tokenizer
 
+from clotho.extension import extensions
 from profiles.maker.problem import Generator, Problem
 from profiles.maker.tokenizer import END, PAD, chat_prompt, token_id, write_json
 
@@ -30,6 +31,7 @@ Shape = dict[str, Any]
 """The keys of config.json that determine the model; the size of the vocabulary is that of the tokenizer."""
 
 SHAPE: Shape = {
+    "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "hidden_size": 128,
     "num_hidden_layers": 3,
@@ -87,13 +89,22 @@ class Lesson:
     """Prompts that never occur in a demonstration."""
 
 
-def make_model(shape: Shape, vocabulary: int, seed: int) -> Model:
-    """Make a fresh float32 policy with `vocabulary` token ids."""
+def make_model(shape: Shape, vocabulary: int, seed: int) -> nn.Module:
+    """Make a fresh float32 policy with `vocabulary` token ids, whose head is tied to its embeddings."""
+    architecture = importlib.import_module(f"mlx_lm.models.{shape['model_type']}")
+    for one in extensions():
+        one.install_layers()
     mx.random.seed(seed)
-    model = Model(ModelArgs(vocab_size=vocabulary, **shape))
-    model.model.embed_tokens.weight = mx.random.normal(model.model.embed_tokens.weight.shape, scale=0.05)
+    model: nn.Module = architecture.Model(architecture.ModelArgs.from_dict({**shape, "vocab_size": vocabulary}))
+    embeddings = text_layers(model).embed_tokens
+    embeddings.weight = mx.random.normal(embeddings.weight.shape, scale=0.05)
     mx.eval(model.state)
     return model
+
+
+def text_layers(model: nn.Module) -> Any:
+    """Return the embeddings and the blocks, which compute hidden states."""
+    return model.get("language_model", model).model
 
 
 def pad_batch(rows: list[tuple[list[int], int]], pad: int) -> Batch:
@@ -125,12 +136,12 @@ def batches(tokenizer: Tokenizer, lesson: Lesson, schedule: Schedule, seed: int)
         yield [pad_batch(rows[i : i + size], pad) for i in range(0, len(rows), size)]
 
 
-def demonstration_loss(model: Model, parts: list[Batch]) -> mx.array:
+def demonstration_loss(model: nn.Module, parts: list[Batch]) -> mx.array:
     """Average the negative log-likelihood over all learned tokens of an update, in nats."""
-    total, count = mx.array(0.0), mx.array(0.0)
+    total, count, layers = mx.array(0.0), mx.array(0.0), text_layers(model)
     for part in parts:
-        hidden_B_T_D = model.model(part.tokens_B_T[:, :-1])[:, part.learnt_from - 1 :]
-        logits_B_T_V = model.model.embed_tokens.as_linear(hidden_B_T_D)
+        hidden_B_T_D = layers(part.tokens_B_T[:, :-1])[:, part.learnt_from - 1 :]
+        logits_B_T_V = layers.embed_tokens.as_linear(hidden_B_T_D)
         weight_B_T = part.mask_B_T[:, part.learnt_from :]
         total += (nn.losses.cross_entropy(logits_B_T_V, part.tokens_B_T[:, part.learnt_from :]) * weight_B_T).sum()
         count += weight_B_T.sum()
@@ -145,11 +156,19 @@ def make_optimizer(schedule: Schedule) -> optim.Optimizer:
     return optim.AdamW(rate, betas=[0.9, 0.98], weight_decay=0.01, bias_correction=True)
 
 
-def pretrain(model: Model, tokenizer: Tokenizer, lesson: Lesson, schedule: Schedule, *, seed: int) -> None:
+def pretrain(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    lesson: Lesson,
+    schedule: Schedule,
+    *,
+    seed: int,
+    objective: Callable[[Any, list[Batch]], mx.array] = demonstration_loss,
+) -> None:
     """Train `model` in place by `schedule`; progress goes to standard error."""
     optimizer = make_optimizer(schedule)
     clip: Any = optim.clip_grad_norm
-    gradient = value_and_grad(model, demonstration_loss)
+    gradient = value_and_grad(model, objective)
     began, recent = time.perf_counter(), deque[float](maxlen=100)
     for step, parts in enumerate(batches(tokenizer, lesson, schedule, seed), start=1):
         loss, gradients = gradient(model, parts)
@@ -162,17 +181,16 @@ def pretrain(model: Model, tokenizer: Tokenizer, lesson: Lesson, schedule: Sched
             sys.stderr.write(f"step {step:5d}  loss {sum(recent) / len(recent):.4f}  {seconds:6.1f} s\n")
 
 
-def parameter_arrays(model: Model) -> dict[str, mx.array]:
+def parameter_arrays(model: nn.Module) -> dict[str, mx.array]:
     """List the weights by their names in the file."""
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(model.state)))
 
 
-def save_model(model: Model, tokenizer: Tokenizer, shape: Shape, directory: Path) -> None:
+def save_model(model: nn.Module, tokenizer: Tokenizer, shape: Shape, directory: Path) -> None:
     """Write config.json, generation_config.json and model.safetensors (float32) as mlx-lm reads them."""
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
     ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
         **shape,
         "vocab_size": tokenizer.get_vocab_size(),
         "hidden_act": "silu",
