@@ -32,6 +32,9 @@ UNFINISHED = "it has not ended, or was aborted"
 STATUS = {"unknown": 404, "foreign": 403, "late": 410, "restarted": 410}
 """Why a post or a request is refused -> HTTP status; of other reasons 409."""
 
+FINAL = {"x-should-retry": "false"}
+"""Header of refusals: clients of OpenAI and Anthropic would repeat a request with status 409."""
+
 log = structlog.get_logger(actor="server")
 
 
@@ -260,8 +263,7 @@ class Sessions:
         if post.session is not None:
             session = self._named.get(post.session)
             if session is None:
-                text = f"No session '{post.session}' is known: it has not begun since the run was started."
-                raise self._refused("unknown", text, "session")
+                raise self._refused("unknown", f"No session '{post.session}' of this start is known.", "session")
             self._require_owner(session, client)
             self._require_open(session, f"The session '{session.name}'", "session")
             return [RewardTarget(session, None, post.amounts[0])]
@@ -292,16 +294,14 @@ class Sessions:
 
     def _require_owner(self, session: Session, client: Client) -> None:
         if not client.is_admin and client.owner != session.owner:
-            text = f"The session '{session.name}' belongs to another API key."
-            raise self._refused("foreign", text, "session")
+            raise self._refused("foreign", f"The session '{session.name}' belongs to another API key.", "session")
 
     def _require_open(self, session: Session, subject: str, param: str) -> None:
         if session.end == "rewarded":
             raise self._refused("double", f"{subject} has its reward.", param)
         if session.end:
             limits = "sessions.reward_seconds, sessions.max_open and sessions.max_kept_tokens limit what is kept"
-            text = f"{subject} was dropped before this reward ({session.end}): {limits}."
-            raise self._refused("late", text, param)
+            raise self._refused("late", f"{subject} was dropped before this reward ({session.end}): {limits}.", param)
 
     def _member(self, target: RewardTarget) -> Member:
         """Return what a reward is for as a member of a group. Raises ApiError if nothing can be trained on."""
@@ -317,7 +317,7 @@ class Sessions:
 
     def _refused(self, reason: str, text: str, param: str) -> ApiError:
         self.counts.refused[reason] += 1
-        return ApiError(STATUS.get(reason, 409), text, param=param, code=reason)
+        return ApiError(STATUS.get(reason, 409), text, param=param, code=reason, headers=FINAL)
 
     def waiting_for(self) -> str:
         """Say what the run needs for its next group."""

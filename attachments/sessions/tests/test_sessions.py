@@ -180,6 +180,17 @@ async def test_refused_posts_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
         assert at.sessions.counts.rewarded == 2
 
 
+async def test_the_client_of_openai_does_not_repeat_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, it repeats requests with status 409 twice."""
+    async with session_server(monkeypatch) as at:
+        await at.receipt("one")
+        client, body = at.served.openai.with_options(max_retries=2), {"session": "one", "reward": 1.0}
+        await client.post("/rewards", cast_to=object, body=body)
+        with pytest.raises(openai.ConflictError):
+            await client.post("/rewards", cast_to=object, body=body)
+        assert at.sessions.counts.refused == {"double": 1}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
