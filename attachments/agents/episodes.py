@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import chain, count
 from typing import Any
@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 
 class Counts(Struct, kw_only=True):
-    """What episodes have done since the counts were read. seconds: waiting for environments, summed over episodes."""
+    """What episodes have done that ended since the counts were read. seconds: waiting for environments, in all."""
 
     episodes: int = 0
     failed: int = 0
@@ -52,6 +52,11 @@ class Counts(Struct, kw_only=True):
     tool_errors: int = 0
     limited: int = 0
     seconds: float = 0.0
+
+    def add(self, other: Counts) -> None:
+        """Add the counts of an episode that has ended."""
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class EpisodeTokens:
@@ -214,12 +219,12 @@ class PythonEpisodes:
         return ran.episode.completion(shared, decode=decode, reward=ran.reward, advantages=advantages)
 
     async def _run(self, index: int, problem: Problem, sampling: Sampling, seed: int, rounds: Rounds) -> Ran | str:
-        self.counts.episodes += 1
+        counts = Counts(episodes=1)
         environment = self.workers.episode(problem)
         episode: EpisodeTokens | None = None
         answer, context = PolicyTurn(content=""), tuple[int, ...]()
         try:
-            event = await self._timed(environment.begin())
+            event = await timed(environment.begin(), counts)
             while isinstance(event, Ask):
                 if reason := unusable(event, first=episode is None):
                     event = Failed(message=reason)
@@ -228,13 +233,14 @@ class PythonEpisodes:
                     episode = EpisodeTokens(self._prompt(problem, event))
                 else:
                     context = self._suffix(answer, event.messages)
-                self.counts.tool_errors += event.tool_errors
-                answer = await self._turn(index, episode, context, sampling, seed, rounds)
-                event = await self._timed(environment.go_on(answer))
+                counts.tool_errors += event.tool_errors
+                answer = await self._turn(index, episode, context, sampling, seed, rounds, counts)
+                event = await timed(environment.go_on(answer), counts)
         except (RequestError, GenerationError) as error:
             event = Failed(message=str(error))
         finally:
             rounds.leave()
+            self.counts.add(counts)
             await environment.close()
         if isinstance(event, EpisodeEnded) and episode is not None:
             given, turns = event.turn_rewards, episode.turns
@@ -251,12 +257,6 @@ class PythonEpisodes:
         log.warning("episode_failed", reason=failure.message, **cause)
         return failure.message
 
-    async def _timed(self, waiting: Any) -> Answer:
-        began = time.monotonic()
-        found: Answer = await waiting
-        self.counts.seconds += time.monotonic() - began
-        return found
-
     async def _turn(
         self,
         index: int,
@@ -265,12 +265,13 @@ class PythonEpisodes:
         sampling: Sampling,
         seed: int,
         rounds: Rounds,
+        counts: Counts,
     ) -> PolicyTurn:
         """Return the next message of the policy; one with `finish = "limit"` if the episode has reached a limit."""
         sequence = (*episode.sequence, *context)
         left = min(min(self._settings.max_tokens, self._context) - len(sequence), sampling.max_tokens)
         if left < 1 or episode.turns >= self._settings.max_turns:
-            self.counts.limited += 1
+            counts.limited += 1
             return PolicyTurn(content="", finish="limit")
         request = SampleRequest(
             prompt=sequence,
@@ -285,8 +286,8 @@ class PythonEpisodes:
         episode.add(context, completion)
         tail = "".join(self._tokenizer.token_text(token) for token in sequence[-PROMPT_TAIL:])
         message = self._read(tail, completion.text)
-        self.counts.turns += 1
-        self.counts.tool_calls += len(message.calls)
+        counts.turns += 1
+        counts.tool_calls += len(message.calls)
         return PolicyTurn(
             content=message.content,
             reasoning=message.reasoning,
@@ -332,6 +333,14 @@ class EpisodeSource:
         async with aclosing(self._sampler.groups(requests)) as outcomes:  # cancellation aborts the requests
             found = {index: outcome async for index, outcome in outcomes}
         return [found[index] for index in range(len(requests))]
+
+
+async def timed(waiting: Awaitable[Answer], counts: Counts) -> Answer:
+    """Return an answer of an environment, and count the seconds until then."""
+    began = time.monotonic()
+    found = await waiting
+    counts.seconds += time.monotonic() - began
+    return found
 
 
 def message_reader(tokenizer: ChatTokenizer, tools: Sequence[Mapping[str, Any]]) -> ReadMessage:

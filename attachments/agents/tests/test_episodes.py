@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from attachments.agents.credit import EPSILON, turn_advantages
-from attachments.agents.episodes import PythonEpisodes
+from attachments.agents.episodes import Counts, PythonEpisodes
 from attachments.agents.sections import PythonAgent
 from attachments.agents.workers import Workers
 from clotho.lanes.sampling_client import Refusal
@@ -249,6 +249,20 @@ async def test_a_call_that_fails_is_a_result_that_the_policy_reads() -> None:
         assert group.completions[0].reward == 1.0
         counts = made.take_counts()
         assert (counts.tool_calls, counts.tool_errors, counts.turns) == (6, 4, 6)
+
+
+async def test_an_episode_is_counted_when_it_has_ended() -> None:
+    """So that the turns of a step are those of its episodes: an evaluation may run beside it."""
+    async with episodes("Talk", max_turns=3) as made:
+
+        def answer(prompt: str, _: int) -> str:
+            assert made.counts == Counts()
+            return "a"
+
+        await groups(made, ScriptedSampler(answer), {})
+        counts = made.take_counts()
+        assert (counts.episodes, counts.turns, counts.limited) == (2, 6, 2)
+        assert counts.seconds > 0
 
 
 async def test_what_an_environment_adds_to_the_prompt_is_part_of_it() -> None:
