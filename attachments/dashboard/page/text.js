@@ -55,7 +55,8 @@ export function inTurns(turns, unit, start, stop, show) {
 		const [from, end] = [at, at + turn[unit]];
 		at = end;
 		if (turn.sampled) message += 1;
-		if (end < start || from >= stop) return null;
+		const isOutside = end === from ? end < start || from > stop : end <= start || from >= stop;
+		if (isOutside) return null;
 		const [who, mask] = turn.sampled ? [`policy, message ${message}`, ""] : ["environment", ", not trained on"];
 		const title = h("b.turn", `${who}: ${number(turn.tokens)} tokens${mask}`);
 		return [title, show(Math.max(from, start), Math.min(end, stop))];

@@ -44,6 +44,12 @@ COMPARE = """async ([a, b, level]) => {
     const { compare } = await import(new URL('dashboard/static/diff.js', document.baseURI));
     return compare({text: a}, {text: b}, level);
 }"""
+TURNS = """async () => {
+    const { inTurns } = await import(new URL('dashboard/static/text.js', document.baseURI));
+    const turns = [[true, 2], [false, 2], [true, 0]].map(([sampled, characters]) => ({sampled, characters, tokens: 1}));
+    const page = (start, stop) => inTurns(turns, 'characters', start, stop, (from, to) => [from, to]);
+    return [page(0, 2), page(2, 4)].map((turns) => turns.map((turn) => turn && turn[1]));
+}"""
 MESSAGE = "async () => (await (await fetch('dashboard/api/runs/0/groups/2/tokens')).json()).reason"
 OVERLAYS = ("sampled_logprob", "learner_logprob", "ratio", "version", "advantage", "cut", "gradient_share")
 CUTS = ("not cut", "clip range", "importance correction", "mask", "not trained on")
@@ -134,6 +140,13 @@ def test_an_episode_is_shown_in_turns(
         assert page.texts("article .turn") == list(titles)
         (shown,) = [shown for key, shown in page.evaluate(TEXTS) if key == f"text {index}"]
         assert shown == f"{titles[0]}{text[:12]}{titles[1]}{text[12:20]}{titles[2]}{text[20:]}"
+
+
+def test_a_page_of_an_episode_has_the_turns_in_it(browser: Browser, address: str) -> None:
+    """A message without text is on the page that ends with it."""
+    with visit(browser, address) as page:
+        page.open("#/")
+        assert page.evaluate(TURNS) == [[[0, 2], None, None], [None, [2, 4], [4, 4]]]
 
 
 def test_token_values_that_do_not_exist_are_dashes(
