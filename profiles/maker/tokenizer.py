@@ -65,7 +65,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, context: int) -> None:
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, context: int, template: str = CHAT_TEMPLATE) -> None:
     """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json; `context` is in tokens."""
     tokenizer.save(str(directory / "tokenizer.json"))
     names = {"eos_token": END, "pad_token": PAD}
@@ -73,7 +73,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, context: int) -> No
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
         **names,
     }
     write_json(directory / "tokenizer_config.json", config)

@@ -62,10 +62,11 @@ def test_settings_that_cannot_work_are_refused(flags: tuple[str, ...], key: str,
 
 
 def test_the_command_eval_evaluates_episodes(capfd: pytest.CaptureFixture[str]) -> None:
-    """A greedy one and sampled ones of each problem, with the rewards of the environment."""
-    assert main(["eval", "--profile", "guessing", "--limit", "8", "--samples", "2", "--json"]) == 0
+    """A greedy one and sampled ones of each problem, with the rewards of the environment and its tools."""
+    assert main(["eval", "--profile", "calculator", "--limit", "16", "--samples", "2", "--json"]) == 0
     found = msgspec.json.decode(capfd.readouterr().out, type=Evaluation).policies["base"]
     assert found.reward is not None
+    assert found.reward > 0, "the calls are read"
     assert found.rewards["environment"] == found.reward
     assert found.sampled_reward is not None
     assert found.pass_at.keys() == {"2"}
