@@ -15,11 +15,10 @@ class SessionsExtension(Extension):
 
     def server(self, parts: ServerParts) -> None:
         """Add the route if the sessions of this server are recorded."""
-        from attachments.sessions.sessions import Sessions
         from clotho.serving.parts import Endpoint, Handlers
 
         sessions, here = parts.offered.sample_log, "attachments.sessions"
-        if isinstance(sessions, Sessions):
+        if type(sessions).__module__ == f"{here}.sessions":  # an import would load what most servers do not use
             rewards = Handlers(f"{here}.routes:RewardRoutes", parts, sessions).method("rewards")
             post, answer = (f"{here}.posts:RewardPost",), (f"{here}.posts:Rewarded",)
             about = "Reward a session, or answers by their receipts"
