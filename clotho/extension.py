@@ -119,6 +119,13 @@ class Extension:
         """
         return 0
 
+    def scan_bytes(self, block: nn.Module, state: Sequence[int], *, rows: int, tokens: int) -> int:
+        """Return the bytes that the backward pass of a block's recurrent layer works with; 0 if it has none.
+
+        state: heads, and the two sizes of the state of a head. rows, tokens: of the sequences that the layer computes.
+        """
+        return 0
+
     def model_formats(self) -> Mapping[str, ModelFormat]:
         """Return formats of model files, by their suffix."""
         return {}

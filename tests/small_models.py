@@ -129,6 +129,27 @@ LANE_SIZES: dict[str, dict[str, Any]] = {
 """Sizes of `ARCHITECTURES` that depend on the hidden size or the head size, or that 4-bit groups of 64 divide."""
 
 
+SCANNED = frozenset({"mamba2", "falcon_h1", "qwen3_5", "qwen3_next", "kimi_linear"})
+"""Architectures whose layers update a state at every token."""
+
+WIDE: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 320, "head_dim": 32}
+WIDER: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3_text": {"query_pre_attn_scalar": 32},
+    "lfm2": {"block_dim": 128, "block_ff_dim": 320, "full_attn_idxs": [1, 3]},
+    "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 16, "expand": 2},
+    "falcon_h1": {"mamba_d_ssm": 256, "mamba_d_state": 16, "mamba_d_head": 32, "mamba_n_heads": 8},
+    "qwen3_5": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "qwen3_next": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "kimi_linear": {
+        "linear_attn_config": {**NEWER["kimi_linear"]["linear_attn_config"], "head_dim": 32, "kda_layers": [1, 3]},
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+}
+"""Sizes of models whose arrays outweigh those of the smallest buffers."""
+
+
 def tiny(architecture: str, *, vocab_size: int = 64, seed: int = 0, **overrides: Any) -> nn.Module:
     """Build one of `ARCHITECTURES` or `NEWER` with evaluated random weights, wide enough that its choices differ.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,10 +23,10 @@ from tests.small_models import configuration, tiny
 PROMPT = (5, 9, 33, 2, 17, 60)
 
 
-def saved(directory: Path, architecture: str) -> Path:
+def saved(directory: Path, architecture: str, **sizes: Any) -> Path:
     """Write a tiny random model as it is on the hub."""
-    save_model(directory, tiny(architecture))
-    save_config(configuration(architecture, 64), directory / "config.json")
+    save_model(directory, tiny(architecture, **sizes))
+    save_config(configuration(architecture, 64) | sizes, directory / "config.json")
     save_tokenizer(directory)
     return directory
 

@@ -16,7 +16,7 @@ from clotho.backend import Backend
 from clotho.inference.cache_layout import RowDecoder
 from clotho.inference.rows import RowParameters, RowSampler
 
-KEPT_ONCE = ("v_proj", "gate_proj", "up_proj")
+KEPT_ONCE = ("v_proj", "gate_proj", "up_proj", "w1", "w3")
 """Last part of the name of linear layers whose output is kept once for the backward pass."""
 
 

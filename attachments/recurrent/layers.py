@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gated_delta, ssm
 
-from attachments.recurrent.delta_rule import CHUNK, delta_rule
+from attachments.recurrent.delta_rule import CHUNK, SEGMENT, delta_rule
 from attachments.recurrent.scan import recomputed_scan
 from clotho.models.attention import ResetState, model_modules
 
@@ -31,6 +34,25 @@ def install() -> None:
                 module[own.__name__] = own
 
 
+def scan_bytes(block: nn.Module, state: Sequence[int], *, rows: int, tokens: int) -> int:
+    """Return the peak bytes of the backward pass of a block's recurrent layer, beside its inputs and their gradients.
+
+    state: (H, V, K), or (H, size, state size) of a state-space layer. The terms were fitted to peaks of single layers
+    on the CPU, for V and K from 16 to 128. A state-space layer has an array of its state for every token of a chunk.
+    """
+    H, V, K = state
+    layers = [layer for layer in block.modules() if "A_log" in layer]
+    if not layers:
+        return 0
+    if any("ssm_update" in vars(sys.modules[type(layer).__module__]) for layer in layers):
+        at_once, floats = CHUNK, V * K + 6 * CHUNK + 9 * V + 2 * K
+    else:
+        at_once = max(2, SEGMENT // rows) * CHUNK
+        per_channel = any(layer.dt_bias.size > H for layer in layers)
+        floats = 7 * CHUNK + 43 * K + 2 * V if per_channel else 14 * CHUNK + 14 * K + 6 * V
+    return rows * min(tokens, at_once) * H * floats * mx.float32.size
+
+
 def ssm_update(
     hidden_states: mx.array,
     A_log: mx.array,
@@ -46,10 +68,10 @@ def ssm_update(
 ) -> tuple[mx.array, mx.array]:
     """Compute the outputs (rows, S, heads, size) of a state-space layer, and its last state, as mlx-lm's function does.
 
-    The backward pass computes chunks again. A pass that fits into a chunk is left to mlx-lm.
+    The backward pass computes chunks again. Short passes are left to mlx-lm.
     """
     rows, S, heads, size = hidden_states.shape
-    if S <= CHUNK:
+    if S < SHORTEST:
         own: tuple[mx.array, mx.array] = whole(
             hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask=mask, lengths=lengths
         )

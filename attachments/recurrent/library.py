@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from clotho.extension import Extension
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
 
 
 class RecurrentExtension(Extension):
@@ -16,6 +21,12 @@ class RecurrentExtension(Extension):
             from attachments.recurrent.layers import install
 
             install()
+
+    def scan_bytes(self, block: nn.Module, state: Sequence[int], *, rows: int, tokens: int) -> int:
+        """Return the bytes of the chunks that are computed again together."""
+        from attachments.recurrent.layers import scan_bytes
+
+        return scan_bytes(block, state, rows=rows, tokens=tokens)
 
 
 EXTENSION = RecurrentExtension()

@@ -4,23 +4,27 @@ Per padded token, a block keeps these arrays until its own backward pass: the in
 if layers share it); the output of every linear layer; a second copy of outputs that feed an activation, gate, norm or
 rotation, because that operation keeps its own result; and a row of attention probabilities per head, unless attention
 is computed in blocks of queries (`clotho.models.blocked_attention`), one of which exists at a time. For a gated MLP of
-width I, a residual stream of width D, queries of width Q, and keys and values of width K each, that is
-4 D + 5 I + 3 Q + 4 K + heads * sequence numbers. On the CPU backend, whose gradients are in closed form, it is 4 D +
-3 I + 3 Q + 3 K + heads * sequence in float32. With a 16-bit base, each layer with magnitudes also keeps a float32 copy
-of its input. Such layers keep their outputs once more and compute with whole weights.
+width I, a residual stream of width D, queries of width Q, and keys and values of width K each, that is 4 D + 5 I + 3 Q
++ 4 K + heads * sequence numbers, with norms of queries and keys. On the CPU backend, whose gradients are in closed
+form, it is 4 D + 3 I + 3 Q + 3 K + heads * sequence in float32. With a 16-bit base, each layer with magnitudes also
+keeps a float32 copy of its input. Such layers keep their outputs once more and compute with whole weights.
 
-The formula was measured on transformers on the CPU. It is less accurate, in both directions, for blocks that are mostly
-not linear layers (state-space models, convolutions), for mixtures of experts, whose sorted copies of tokens are not
-counted, and on a GPU whose attention has a fused backward pass, which keeps no probabilities.
+A recurrent layer computes a few chunks of all rows again at a time, with arrays that the attachment of the layer
+counts.
+
+The constants were fitted to peaks on the CPU, of the architectures in `tests/small_models.py`. On a GPU whose attention
+has a fused backward pass, which keeps no probabilities, the estimate is too high.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
 from clotho.backend import backend
 from clotho.models.loading import setting
@@ -32,13 +36,34 @@ TO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_t
 """Last part of the name of linear layers whose output is added to the residual stream."""
 
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_topk")
+GATES = ("gate_proj", "up_proj", "w1", "w3")
+"""Last part of the name of the two linear layers whose outputs a gated MLP multiplies."""
+
+GATE_COPIES = 2
+"""Number of arrays of the size of each factor that a product keeps beside its factors, if its gate is not SwiGLU."""
+
+PROBABILITIES_WORK = 1.5
+"""Number of arrays of the size of attention probabilities in the measure of a block's work."""
+
+GATE_WORK = 3
+"""Number of arrays of the size of each factor that the product adds to `BlockBytes.worked`."""
+
+SCAN_COPIES = 2
+"""Number of arrays of the size of its convolutions' outputs that a recurrent layer keeps beside its linear layers."""
+
 ATTENTION_HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
 
-BACKWARD = 1.5
-"""Working memory of the block in its backward pass, as a multiple of what it kept."""
+BACKWARD = 0.7
+"""Working memory of the block in its backward pass, as a multiple of `BlockBytes.worked`."""
 
-RECOMPUTED = 3.0
-"""The same with gradient checkpointing: the recomputed arrays are held too, and part of the next block's."""
+RECOMPUTED = 1.25
+"""The same with gradient checkpointing: part of the next block's is held too."""
+
+SCANNED = 1.4
+"""What a block keeps, while its recurrent layer computes chunks again, with gradient checkpointing; as a multiple."""
+
+SOFT_CAPPED = 2
+"""Number of arrays of scores that a block keeps which computes them itself, with a cap (Gemma 2)."""
 
 BLOCK_COPIES = 8
 """Peak number of arrays of the size of the scores of a block of queries."""
@@ -58,33 +83,73 @@ OVERLAP = 0.25
 FLOAT32 = 4
 
 
-def kept_per_token(block: nn.Module, *, full: bool, itemsize: int, experts: int) -> int:
-    """Return the bytes that a block keeps per padded token, without attention probabilities.
+class BlockBytes(NamedTuple):
+    """Bytes of a block per padded token, without attention probabilities.
+
+    kept: for its own backward pass. worked: what its work is proportional to. Copies for norms of what is added to the
+    residual stream, for gates other than SwiGLU, and for recurrent layers are kept and do not add to it.
+    """
+
+    kept: int
+    worked: int
+
+
+def block_bytes(block: nn.Module, *, full: bool, itemsize: int, experts: int) -> BlockBytes:
+    """Return what a block keeps for its backward pass.
 
     block: with its adapter installed. full: every layer is trained, not only those with an adapter. itemsize: bytes
     per number of the compute type. experts: number of experts per token.
     """
     modules = dict(block.named_modules())
-    kept = 0
+    norms = [module for name, module in block.items() if "norm" in name]
+    copies = sum(norm.weight.size for norm in norms[2:])
+    kept = gates = 0
     inputs: dict[tuple[Any, ...], int] = {}
     for name, module in modules.items():
+        if "A_log" in module:
+            convolutions = [one for one in module.modules() if isinstance(one, nn.Conv1d)]
+            copies += SCAN_COPIES * sum(convolution.weight.shape[0] for convolution in convolutions)
         if not isinstance(module, LINEAR):
             continue
         outer = name.rpartition(".")[0]
         adapted, has_magnitudes = "lora_a" in modules[outer], "m" in modules[outer]
         parent, _, last = (outer if adapted else name).rpartition(".")
-        copies = experts if isinstance(module, (SwitchLinear, QuantizedSwitchLinear)) else 1
-        width_in, width_out = widths(module)
+        is_expert = isinstance(module, (SwitchLinear, QuantizedSwitchLinear))
+        times = experts if is_expert else 1
+        width_in, width_out = (times * width for width in widths(module))
+        outputs = _outputs(last, modules[parent], is_expert=is_expert, itemsize=itemsize)
+        if last in GATES:
+            is_closed = is_expert or _is_swiglu(modules[parent])
+            copies += 0 if is_closed else GATE_COPIES * width_out
+            gates += (GATE_WORK if is_closed else 1) * width_out * itemsize
+        kept += outputs * width_out * itemsize
         returns = last in TO_RESIDUAL
-        once = returns or backend().keeps_once(last, itemsize)
-        kept += copies * width_out * itemsize * (1 if once else 2)
         if has_magnitudes and itemsize < FLOAT32:
-            kept += copies * width_in * FLOAT32
+            kept += width_in * FLOAT32
         elif adapted or full:
-            inputs[parent, width_in, returns] = copies * width_in * itemsize
+            inputs[parent, width_in, returns] = width_in * itemsize
         if has_magnitudes:
-            kept += copies * width_out * itemsize
-    return kept + sum(inputs.values())
+            kept += width_out * itemsize
+    kept += sum(inputs.values())
+    return BlockBytes(kept + copies * itemsize, kept + gates)
+
+
+def _outputs(layer: str, parent: nn.Module, *, is_expert: bool, itemsize: int) -> int:
+    """Return how many arrays of the size of its output a linear layer leaves to the backward pass."""
+    if layer in TO_RESIDUAL:
+        return 2 if is_expert else 1  # outputs of experts are sorted by token, then weighted
+    if layer in GATES and is_expert and not _is_swiglu(parent):
+        return 1 + GATE_COPIES
+    if layer in ("q_proj", "k_proj") and not any("norm" in name for name in parent):
+        return 1
+    return 1 if backend().keeps_once(layer, itemsize) else 2
+
+
+def _is_swiglu(layer: nn.Module) -> bool:
+    """Whether the gate of an MLP, or of experts, is that of Llama, whose gradient has a closed form on the CPU."""
+    if "activation" in layer:
+        return isinstance(layer.activation, SwiGLU)
+    return "swiglu" in vars(sys.modules[type(layer).__module__])
 
 
 def magnitude_bytes(blocks: Sequence[nn.Module]) -> int:
@@ -110,7 +175,8 @@ def attention_heads(config: dict[str, Any]) -> int:
 
 
 def activation_bytes(
-    kept: Sequence[int],
+    blocks: Sequence[BlockBytes],
+    scans: Sequence[int],
     micro: MicroBatchShape,
     *,
     residual: int,
@@ -121,17 +187,23 @@ def activation_bytes(
 ) -> int:
     """Return the peak bytes of a backward pass without `logits`: what all blocks keep and the work in one block.
 
-    kept: `kept_per_token` of each block with a gradient. residual: bytes of a block's input per token. scores: bytes
-    of a block's attention probabilities per pair of query and key. logits: result of `logits_bytes`. divides: whether
-    the model lets attention of long rows be divided.
+    blocks: those with a gradient. scans: bytes that the recurrent layer of each block works with. residual: bytes of a
+    block's input per token. scores: bytes of a block's attention probabilities per pair of query and key. logits:
+    result of `logits_bytes`. divides: whether the model lets attention of long rows be divided.
     """
     pairs = micro.pairs(divides=divides)
     probabilities = pairs.whole * scores
-    largest = micro.positions * max(kept) + probabilities
-    held = micro.positions * (residual * len(kept) if checkpointed else sum(kept))
-    if not checkpointed:
-        held += probabilities * len(kept)
-    work = (RECOMPUTED if checkpointed else BACKWARD) * largest + BLOCK_COPIES * pairs.divided * scores
+    kept = [micro.positions * block.kept + probabilities for block in blocks]
+    works = [micro.positions * block.worked + PROBABILITIES_WORK * probabilities for block in blocks]
+    if checkpointed:
+        held = micro.positions * residual * len(blocks)
+        work = max(own + RECOMPUTED * one for own, one in zip(kept, works, strict=True))
+        scan = max(SCANNED * own + one for own, one in zip(kept, scans, strict=True) if one) if any(scans) else 0
+    else:
+        held = sum(kept)
+        work = BACKWARD * max(works)
+        scan = max(start + one for start, one in zip(accumulate(kept), scans, strict=True)) - held
+    work = max(work, scan) + BLOCK_COPIES * pairs.divided * scores
     return int(held + max(work, logits) + OVERLAP * min(work, logits)) - logits
 
 

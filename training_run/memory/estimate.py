@@ -46,10 +46,11 @@ from protocols.sampling import PARAMETERS, Sampling, in_use
 from protocols.summary import MemoryEstimate
 from training_run.memory.activations import (
     FLOAT32,
+    SOFT_CAPPED,
     activation_bytes,
     attention_heads,
+    block_bytes,
     experts_per_token,
-    kept_per_token,
     logits_bytes,
     magnitude_bytes,
 )
@@ -135,9 +136,10 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     completions end earlier stays below it; `minimum` counts the cache of one sequence. prompt_tokens: length of the
     longest prompt, if prompts and completions are those of the run.
 
-    For transformers `total` is 1 to 1.4 times the peak of a run that fills its caches;
-    `training_run.memory.activations` says where it is rougher. Not counted in it: the freed buffers that MLX keeps for
-    reuse, because MLX returns them to the system when memory is short, and the memory of the process besides arrays.
+    `total` is 1 to 1.3 times the peak of an update for the architectures of `tests/small_models.py`, and at most 1.5
+    times that of other runs in the tests, which fill their caches. Not counted in it: the freed buffers that MLX keeps
+    for reuse, because MLX returns them to the system when memory is short, and the memory of the process besides
+    arrays.
 
     Call it before `load_policy`, because both seed the random state of the calling thread. Raises ModelError if the
     model cannot be found, read or trained with these settings. Nothing is downloaded.
@@ -318,17 +320,35 @@ def _activations(
     first = next((i for i, block in enumerate(blocks) if flat(block.trainable_parameters())), 0)
     full, experts = isinstance(profile.policy.method, FullMethod), experts_per_token(config)
     attention_blocks = min(len(blocks), sum(isinstance(leaf, AttentionLeaf) for leaf in layout.leaves))
-    scores = attention_heads(config) * itemsize * attention_blocks // len(blocks)
+    divides = calls_attention(blocks)
+    scores = attention_heads(config) * itemsize * attention_blocks // len(blocks) * (1 if divides else SOFT_CAPPED)
     in_blocks = activation_bytes(
-        [kept_per_token(block, full=full, itemsize=itemsize, experts=experts) for block in blocks[first:]],
+        [block_bytes(block, full=full, itemsize=itemsize, experts=experts) for block in blocks[first:]],
+        [_scan_bytes(block, layout, micro) for block in blocks[first:]],
         micro,
         residual=(setting(config, HIDDEN_KEYS) or 0) * itemsize,
         scores=scores,
         logits=logits,
         checkpointed=profile.policy.recomputes(describe_model(model, config).parameters),
-        divides=calls_attention(blocks),
+        divides=divides,
     )
     return in_blocks + magnitude_bytes(blocks)
+
+
+def _scan_bytes(block: nn.Module, layout: CacheLayout, micro: MicroBatchShape) -> int:
+    """Return the bytes that the backward pass of the recurrent layer of a block works with; 0 without such a layer."""
+    states = {
+        shape for leaf in layout.leaves if isinstance(leaf, StateLeaf) for shape in leaf.shapes if len(shape) == 3
+    }
+    return max(
+        (
+            one.scan_bytes(block, state, rows=part.rows, tokens=part.queries)
+            for one in extension.extensions()
+            for state in states
+            for part in micro.passes
+        ),
+        default=0,
+    )
 
 
 def _itemsize(model: nn.Module, config: dict[str, Any]) -> int:

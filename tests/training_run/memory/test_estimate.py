@@ -26,6 +26,8 @@ from protocols.sampling import SampleRequest, Sampling
 from tests.learner_settings import learner_settings, policy_settings
 from tests.models.test_blocked_attention import in_blocks
 from tests.saved_models import CONFIG, save
+from tests.small_models import ARCHITECTURES, NEWER, SCANNED, WIDE, WIDER
+from tests.test_architectures import saved as saved_architecture
 from tests.training.policies_and_groups import scored_group
 from training_run.evaluation.held_out import PinnedSampler
 from training_run.memory.estimate import estimate_memory, serving_memory
@@ -101,6 +103,33 @@ def peak_of_a_run(profile: Profile) -> int:
     peak: int = mx.get_peak_memory() - before
     assert engine.running == GROUPS * SIZE
     return peak
+
+
+def estimate_by_peak(directory: Path, architecture: str, *, grad_checkpoint: bool = False) -> float:
+    """Return the estimate without caches, divided by the peak while a policy is loaded and updated once."""
+    model = saved_architecture(directory, architecture, **(WIDE | WIDER.get(architecture, {})))
+    policy_section = policy_settings(rank=8, grad_checkpoint=grad_checkpoint)
+    profile = profile_of(model, policy_section, batch_size=1, micro_batch_tokens=1024)
+    estimate = estimate_memory(profile.model, profile, prompt_tokens=PROMPT)
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    policy = load_policy(profile.model, profile.policy, seed=0, keep_reference=False)
+    learner = PolicyLearner(policy, profile.learner, profile.sampling, steps=1)
+    rewards = [float(row % 2) for row in range(SIZE)]
+    learner.update([scored_group([[5] * COMPLETION] * SIZE, rewards, prompt=[4] * PROMPT)])
+    peak: int = mx.get_peak_memory() - before
+    return (estimate.total - estimate.caches) / peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grad_checkpoint", [False, True])
+@pytest.mark.parametrize("architecture", sorted((ARCHITECTURES.keys() | NEWER.keys()) - SCANNED))
+def test_the_estimate_of_an_update_is_1_to_1_3_times_the_peak(
+    tmp_path: Path, architecture: str, grad_checkpoint: bool
+) -> None:
+    """Other norms, gates and attention, experts, and short convolutions."""
+    assert 1.0 <= estimate_by_peak(tmp_path, architecture, grad_checkpoint=grad_checkpoint) <= 1.3
 
 
 DEEP = {"num_hidden_layers": 20, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}
