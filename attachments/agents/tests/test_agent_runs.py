@@ -66,7 +66,7 @@ def test_the_command_eval_evaluates_episodes(capfd: pytest.CaptureFixture[str]) 
     assert main(["eval", "--profile", "calculator", "--limit", "16", "--samples", "2", "--json"]) == 0
     found = msgspec.json.decode(capfd.readouterr().out, type=Evaluation).policies["base"]
     assert found.reward is not None
-    assert found.reward > 0, "the calls are read"
+    assert found.reward.value > 0, "the calls are read"
     assert found.rewards["environment"] == found.reward
     assert found.sampled_reward is not None
     assert found.pass_at.keys() == {"2"}
