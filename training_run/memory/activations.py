@@ -46,7 +46,7 @@ PROBABILITIES_WORK = 1.5
 """Number of arrays of the size of attention probabilities in the measure of a block's work."""
 
 GATE_WORK = 3
-"""Number of arrays of the size of each factor that the product adds to `BlockBytes.worked`."""
+"""Number of arrays of the size of each factor that SwiGLU, or the gate of an expert, adds to `BlockBytes.worked`."""
 
 SCAN_COPIES = 2
 """Number of arrays of the size of its convolutions' outputs that a recurrent layer keeps beside its linear layers."""
@@ -118,10 +118,10 @@ def block_bytes(block: nn.Module, *, full: bool, itemsize: int, experts: int) ->
         times = experts if is_expert else 1
         width_in, width_out = (times * width for width in widths(module))
         outputs = _outputs(last, modules[parent], is_expert=is_expert, itemsize=itemsize)
-        if last in GATES:
-            is_closed = is_expert or _is_swiglu(modules[parent])
-            copies += 0 if is_closed else GATE_COPIES * width_out
-            gates += (GATE_WORK if is_closed else 1) * width_out * itemsize
+        if last in GATES and (is_expert or _is_swiglu(modules[parent])):
+            gates += GATE_WORK * width_out * itemsize
+        elif last in GATES:
+            copies += GATE_COPIES * width_out
         kept += outputs * width_out * itemsize
         returns = last in TO_RESIDUAL
         if has_magnitudes and itemsize < FLOAT32:
