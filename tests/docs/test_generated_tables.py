@@ -12,6 +12,7 @@ from tests.docs import (
     memory_reference,
     message_reference,
     migration_reference,
+    model_reference,
     name_reference,
 )
 from tests.docs.pages import between
@@ -39,6 +40,11 @@ def test_the_tables_of_earlier_systems_are_up_to_date() -> None:
     assert between(migration_reference.PAGE, "lines") == migration_reference.command_lines()
     assert between(migration_reference.COMING, "lines") == migration_reference.command_lines("mlx_lm")
     assert between(migration_reference.COMING, "keys") == migration_reference.tables(["mlx_lm"])
+
+
+def test_the_table_of_architectures_is_up_to_date() -> None:
+    """Regenerate it with `python -m tests.docs.model_reference`."""
+    assert between(model_reference.PAGE, "models") == model_reference.table()
 
 
 def test_the_configuration_page_is_up_to_date() -> None:

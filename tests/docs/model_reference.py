@@ -1,0 +1,52 @@
+"""Generates the table of tested architectures on docs/models.md.
+
+python -m tests.docs.model_reference
+"""
+
+from __future__ import annotations
+
+from clotho.extension import extensions
+from clotho.models.head import split_model
+from clotho.models.lora import install_adapter
+from clotho.scoring.layouts.forward import check_layout
+from clotho.settings.model import Lora
+from protocols.errors import ModelError
+from tests.docs.pages import DOCS, replace_between
+from tests.small_models import ARCHITECTURES, NEWER, tiny
+
+PAGE = DOCS / "models.md"
+VOCABULARY = 64
+
+
+def table() -> str:
+    """One row per architecture of `tests/small_models.py`."""
+    rows = [
+        f"| `{architecture}` | {', '.join(_layouts(architecture))} | {', '.join(_adapted(architecture))} |"
+        for architecture in sorted(ARCHITECTURES | NEWER)
+    ]
+    return "\n".join(["| `model_type` | layouts | layers with an adapter by default |", "|---|---|---|", *rows])
+
+
+def _layouts(architecture: str) -> list[str]:
+    model = tiny(architecture, vocab_size=VOCABULARY)
+    for one in extensions():
+        one.install_layers()
+    split = split_model(model, VOCABULARY)
+    found = ["padded"]
+    for layout in ("packed", "shared"):
+        try:
+            check_layout(model, split, VOCABULARY, layout=layout)
+        except ModelError:
+            continue
+        found.append(layout)
+    return found
+
+
+def _adapted(architecture: str) -> list[str]:
+    """Return the last parts of the names of adapted layers."""
+    _, adapted = install_adapter(tiny(architecture, vocab_size=VOCABULARY), Lora(), seed=0)
+    return sorted({f"`{one.name.rpartition('.')[2]}`" for one in adapted})
+
+
+if __name__ == "__main__":
+    replace_between(PAGE, "models", table())
