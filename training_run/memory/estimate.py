@@ -136,10 +136,10 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     completions end earlier stays below it; `minimum` counts the cache of one sequence. prompt_tokens: length of the
     longest prompt, if prompts and completions are those of the run.
 
-    `total` is 1 to 1.3 times the peak of an update for the architectures of `tests/small_models.py`, and at most 1.5
-    times that of other runs in the tests, which fill their caches. Not counted in it: the freed buffers that MLX keeps
-    for reuse, because MLX returns them to the system when memory is short, and the memory of the process besides
-    arrays.
+    `total` is 1 to 1.3 times the peak of an update for the architectures of `tests/small_models.py` with short rows,
+    and at most 1.5 times that of other runs in the tests, which fill their caches. Not counted in it: the freed buffers
+    that MLX keeps for reuse, because MLX returns them to the system when memory is short, and the memory of the process
+    besides arrays.
 
     Call it before `load_policy`, because both seed the random state of the calling thread. Raises ModelError if the
     model cannot be found, read or trained with these settings. Nothing is downloaded.
