@@ -13,12 +13,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from bench import summary
 from bench.__main__ import module_of
 from bench.fingerprint import ROOT
 from bench.measurement import RESULTS
 from bench.studies import methods
-from bench.summary import NAME as SUMMARY
-from bench.summary import summary
 
 IMAGES = ROOT / "docs" / "images"
 TABLES = "docs/benchmark-tables.md"
@@ -73,9 +72,10 @@ def illustrated(question: Any, results: Sequence[Any], page: Path) -> str:
 def main(argv: Sequence[str]) -> int:
     """Regenerate every chart and table that has results. Returns 1 and names the others if some have none."""
     argparse.ArgumentParser(prog="python -m bench figures", description=__doc__).parse_args(argv)
-    if beside_others := summary(RESULTS):
-        write_between(ROOT / "docs" / "benchmarks.md", SUMMARY, beside_others)
-        write_between(ROOT / "README.md", SUMMARY, summary(RESULTS, headlines=True))
+    for name, lines in ((summary.KERNELS, summary.SAME_KERNELS), (summary.NAME, summary.ON_LINUX)):
+        if beside_others := summary.table(RESULTS, lines):
+            write_between(ROOT / "docs" / "benchmarks.md", name, beside_others)
+            write_between(ROOT / "README.md", name, summary.table(RESULTS, lines, headlines=True))
     if outcomes := methods.read():
         write_between(ROOT / OBJECTIVES_PAGE, OBJECTIVES, methods.objectives(outcomes))
     missing = []

@@ -62,6 +62,13 @@ METRICS = (
     Metric(name="accuracy", unit="share", better="higher"),
 )
 CLOCKS = METRICS[:2]
+COMPLETIONS = Metric(name="completions", unit="", better="lower")
+EACH = Metric(name="seconds_per_completion", unit="s", better="lower")
+"""The two factors of the seconds, which follow from what is stored."""
+
+
+SHOWN = (*METRICS, COMPLETIONS, EACH)
+COMPARED = (*CLOCKS, COMPLETIONS, EACH)
 
 
 class Runner(Struct, frozen=True, kw_only=True):
@@ -155,17 +162,32 @@ def merged(lines: Sequence[Measurement]) -> list[Measurement]:
     So values of equal index have equal seeds.
     """
     newest = {(str(one.case["task"]), one.contender, one.metric, int(one.case[SEED])): one for one in lines}
+    for (task, contender, name, seed), one in list(newest.items()):
+        clock = newest.get((task, contender, "seconds", seed))
+        if name == "updates" and clock is not None and (each := completions_of_update(one)):
+            number = one.values[0] * each
+            for factor, value in ((COMPLETIONS, number), (EACH, clock.values[0] / number)):
+                newest[task, contender, factor.name, seed] = replace(
+                    one, metric=factor.name, unit=factor.unit, values=[value]
+                )
     found = []
     for task in tables.unique(task for task, *_ in newest):
         names = tables.unique(contender for other, contender, *_ in newest if other == task)
         seeds = sorted(set.intersection(*(_seeds(newest, task, name) for name in names)))
         for name in names:
-            for metric in METRICS:
+            for metric in SHOWN:
                 mine = [newest[key] for seed in seeds if (key := (task, name, metric.name, seed)) in newest]
                 if mine:
                     case = {key: value for key, value in mine[-1].case.items() if key != SEED}
                     found.append(replace(mine[-1], case=case, values=[one.values[0] for one in mine]))
     return found
+
+
+def completions_of_update(one: Measurement) -> int:
+    """Return the number of completions of an update of a run; 0 if its settings do not say it."""
+    given = dict(word.split("=", 1) for word in one.versions[SETTINGS].split() if "=" in word)
+    settings = TASKS[str(one.case["task"])].case | given
+    return int(settings.get("batch_size", 0)) * int(settings.get("group_size", 0))
 
 
 def _seeds(newest: Mapping[tuple[str, str, str, int], Measurement], task: str, contender: str) -> set[int]:
@@ -186,14 +208,16 @@ def table(results: Sequence[Measurement]) -> str:
 def _of_task(results: Sequence[Measurement], task: str) -> str:
     """Medians and ranges of one task, and Clotho's ratio seed by seed."""
     mine = {(one.contender, one.metric): one for one in results if one.case["task"] == task}
-    shown = [metric for metric in METRICS if any(name == metric.name for _, name in mine)]
+    shown = [metric for metric in SHOWN if any(name == metric.name for _, name in mine)]
+    compared = [metric for metric in shown if metric in COMPARED]
     rows = []
     for contender in tables.unique(contender for contender, _ in mine):
         found = [mine.get((contender, metric.name)) for metric in shown]
         cells = ["" if one is None else tables.spread(one.values, one.unit) for one in found]
-        rows.append([contender, *cells, *(_ratio(mine, contender, clock.name) for clock in CLOCKS)])
-    compared = (f"{clock.name}, clotho / this" for clock in CLOCKS)
-    return tables.markdown([task, *(metric.name for metric in shown), *compared], rows)
+        rows.append([contender, *cells, *(_ratio(mine, contender, one.name) for one in compared)])
+    titles = [one.name.replace("_", " ") for one in shown]
+    ratio_titles = (f"{one.name.replace('_', ' ')}, clotho / this" for one in compared)
+    return tables.markdown([task, *titles, *ratio_titles], rows)
 
 
 def _ratio(mine: Mapping[tuple[str, str], Measurement], contender: str, clock: str) -> str:

@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
-from bench import figures
+from bench import figures, summary
 from bench.__main__ import BENCHMARKS, STUDIES, module_of
 from bench.fingerprint import ROOT
 from bench.measurement import write
 from bench.studies import methods
-from bench.summary import summary
+from bench.summary import ON_LINUX, SAME_KERNELS, table
 from bench.tables import report, side_by_side
 from tests.bench.made_measurements import measurement
 
@@ -33,7 +34,7 @@ def test_a_benchmark_has_its_table_and_its_chart_on_its_page(
     monkeypatch.setitem(sys.modules, "bench.told", SimpleNamespace(NAME="told", **asked))
     monkeypatch.setitem(sys.modules, "bench.missing", SimpleNamespace(NAME="missing", read=list))
     monkeypatch.setattr(methods, "read", list)
-    monkeypatch.setattr(figures, "summary", lambda *_: "")
+    monkeypatch.setattr(summary, "table", lambda *_, **__: "")
     monkeypatch.setattr(figures, "PAGES", dict.fromkeys(names, "docs/tables.md"))
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "IMAGES", tmp_path / "docs")
@@ -57,15 +58,16 @@ def test_every_benchmark_of_a_page_is_listed_and_has_markers() -> None:
 
 def test_the_summary_has_the_median_ratio_to_each_peer(tmp_path: Path) -> None:
     """Rows without results are omitted."""
-    assert summary(tmp_path) == ""
+    assert table(tmp_path, ON_LINUX) == ""
     found = [
         measurement(
             values, contender=who, metric="tokens_per_second", prompts=4, group=8, prompt_tokens=128, model="6m"
         )
         for who, values in (("mlx-lm", [1.0, 2.0, 3.0]), ("clotho", [2.0, 6.0, 9.0]))
     ]
-    write(tmp_path / "decode.jsonl", found)
-    rows = [line for line in summary(tmp_path).splitlines() if line.startswith("| rollouts")]
+    adapted = [replace(one, case=one.case | {"adapter": "rank 8"}, values=[1.0]) for one in found]
+    write(tmp_path / "decode.jsonl", [*adapted, *found])
+    rows = [line for line in table(tmp_path, ON_LINUX).splitlines() if line.startswith("| rollouts")]
     assert len(rows) == 1
     assert "| mlx-lm | 3.00 (2.00 to 3.00) |" in rows[0]
 
@@ -73,8 +75,15 @@ def test_the_summary_has_the_median_ratio_to_each_peer(tmp_path: Path) -> None:
 def test_the_headlines_are_a_part_of_the_summary() -> None:
     """README.md has fewer rows than docs/benchmarks.md."""
     results = ROOT / "bench" / "results"
-    headlines = set(summary(results, headlines=True).splitlines()[:-1])
-    assert headlines < set(summary(results).splitlines())
+    headlines = set(table(results, ON_LINUX, headlines=True).splitlines()[:-1])
+    assert headlines < set(table(results, ON_LINUX).splitlines())
+
+
+def test_every_row_of_the_summaries_was_measured() -> None:
+    """A row whose case a benchmark no longer has would vanish."""
+    for lines in (SAME_KERNELS, ON_LINUX):
+        rows = table(ROOT / "bench" / "results", lines).splitlines()
+        assert sum(" | `python -m bench " in row for row in rows) == len(lines)
 
 
 def test_the_summary_compares_times_to_an_accuracy_seed_by_seed(tmp_path: Path) -> None:
@@ -85,5 +94,5 @@ def test_the_summary_compares_times_to_an_accuracy_seed_by_seed(tmp_path: Path) 
         for seed, value in enumerate(values)
     ]
     write(tmp_path / "peers.jsonl", found)
-    (row,) = [line for line in summary(tmp_path).splitlines() if line.startswith("| seconds until")]
+    (row,) = [line for line in table(tmp_path, ON_LINUX).splitlines() if line.startswith("| seconds until")]
     assert "| mlx-lm-lora | 0.28 (0.25 to 0.30) |" in row

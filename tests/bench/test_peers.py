@@ -132,6 +132,15 @@ def test_slow_rewards_are_measured_over_a_number_of_updates(
     assert "did not reach" not in capsys.readouterr().out
 
 
+def test_seconds_have_two_factors() -> None:
+    """The number of completions, and the seconds of each; settings of a run say how many an update has."""
+    settings = {"settings": "batch_size=4 group_size=8"}
+    made = (("updates", 10.0), ("seconds", 16.0))
+    lines = [replace(measurement([n], metric=m, task="until 0.7", seed=0), versions=settings) for m, n in made]
+    found = {one.metric: one.values[0] for one in merged(lines)}
+    assert found == {"updates": 10.0, "seconds": 16.0, "completions": 320.0, "seconds_per_completion": 0.05}
+
+
 def test_without_a_search_the_command_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,8 +224,8 @@ def test_the_table_has_a_row_per_contender_and_ratios() -> None:
         for who, seconds in (("clotho", [1.0, 2.0]), ("trl", [4.0, 4.0]))
     ]
     lines = peers.table(results).splitlines()
-    assert lines[0] == "| until 0.7 | seconds | seconds, clotho / this | from_command, clotho / this |"
-    assert lines[3] == "| trl | 4 s (4 to 4) | 0.375 (0.250 to 0.500) |  |"
+    assert lines[0] == "| until 0.7 | seconds | seconds, clotho / this |"
+    assert lines[3] == "| trl | 4 s (4 to 4) | 0.375 (0.250 to 0.500) |"
 
 
 def test_the_chart_is_drawn_from_the_results(tmp_path: Path) -> None:
