@@ -35,6 +35,9 @@ MOSTLY, OFTEN = 0.9, 0.5
 FEWEST_BATCHES, FEWEST_BATCH_GROUPS = 3, 24
 """Batches in a row without a signal, and groups in these batches, after which the batches are a finding."""
 
+STILL = 0.75
+"""Share of problems that are too easy or too hard below which the finding ends: it would begin with every few steps."""
+
 LONGER = (
     "raise sampling.max_tokens, ask for shorter answers in data.system, or check that the model samples its end token"
 )
@@ -90,6 +93,7 @@ class TrainingSignal:
         self._failed = 0
         self._error = ""
         self._silence = _Silence()
+        self._difficult: set[FindingName] = set()
 
     def observe(self, report: StepReport | GroupsEnded) -> None:
         """Take the groups of a report into account."""
@@ -176,7 +180,10 @@ class TrainingSignal:
         counts = Counter(group.solved for group in self._groups)
         total = len(self._groups)
         for solved, name, fact, advice in DIFFICULTIES:
-            if total >= FEWEST_BATCH_GROUPS and counts[solved] >= MOSTLY * total:
+            share = STILL if name in self._difficult else MOSTLY
+            self._difficult.discard(name)
+            if total >= FEWEST_BATCH_GROUPS and counts[solved] >= share * total:
+                self._difficult.add(name)
                 yield Finding(
                     name=name,
                     severity="warning",

@@ -130,6 +130,17 @@ def test_problems_that_all_or_no_completions_solve_are_too_easy_or_too_hard(rewa
     assert names(groups(29, (0.5, 0.5)), some) == set()
 
 
+def test_problems_are_too_easy_until_a_quarter_is_not_solved_by_all() -> None:
+    """A share of nine tenths that comes and goes would be said again with every few steps."""
+    signal = TrainingSignal({})
+    found = []
+    for solved in (29, 26, 23, 27):
+        signal.observe(groups(solved, (1.0, 1.0)))
+        signal.observe(groups(32 - solved, (0.0, 1.0)))
+        found.append({finding.name for finding in signal.findings()})
+    assert found == [{"too_easy"}, {"too_easy"}, set(), set()]
+
+
 def test_a_part_that_is_always_one_is_no_finding() -> None:
     """The policy has mastered the format; the other rewards still vary."""
     assert names(groups(32, (1.0, 2.0), parts={"format": (1.0, 1.0), "b": (0.0, 1.0)})) == set()
