@@ -42,10 +42,11 @@ TURN_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 
 URGENT_SECONDS = 1.0
 """Largest time that other lanes may be owed for urgent decode steps."""
 
-LONG_SHARE = 0.125
+LONG_SHARE = 0.1
 """Largest fraction of the time for the long rows of clients: beside short rows, and with one slot beside other lanes.
 
-Their tokens come later then, and all other work keeps seven eighths of its rate, whatever their number and length.
+Their tokens come later then, and all other work keeps nine tenths of its rate, whatever their number and length, but
+for what their connections cost.
 """
 
 
