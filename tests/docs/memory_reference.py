@@ -31,7 +31,7 @@ ROWS = (
 """Profile, and a model that replaces that of the profile."""
 
 
-LONG = ((16, "Qwen3-0.6B-4bit", 4), (32, "Qwen3-4B-4bit", 4), (64, "Qwen3-14B-4bit", 8))
+LONG = ((16, "Qwen3-0.6B-4bit", 4), (32, "Qwen3-4B-4bit", 4), (64, "Qwen3-14B-4bit", 6))
 """Memory of a Mac in GB, a model, and the number of rows that `long-qwen3` decodes with them."""
 
 
