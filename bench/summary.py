@@ -44,11 +44,11 @@ ADAPTED: dict[str, str | int] = {"model": "6m", "adapter": f"rank {RANK}"}
 REAL_UPDATE: dict[str, str | int] = {"task": "update"}
 SAME_KERNELS = (
     Line("rollouts in tokens/s, 4 prompts x 8 completions", "decode", SPEED, ADAPTED | GROUPS, "mlx-lm", True),
-    Line("32 different prompts", "decode", SPEED, ADAPTED | {"prompts": 32}, "mlx-lm", True),
-    Line("4 prompts of 512 tokens x 8", "decode", SPEED, ADAPTED | {"prompt_tokens": 512}, "mlx-lm", True),
+    Line("the same, 32 different prompts", "decode", SPEED, ADAPTED | {"prompts": 32}, "mlx-lm", True),
+    Line("the same, 4 prompts of 512 tokens x 8", "decode", SPEED, ADAPTED | {"prompt_tokens": 512}, "mlx-lm", True),
     Line("peak memory of an update, 6 M, vocabulary 32,768", "update", BYTES, LARGE, "mlx-lm-lora", True),
-    Line("SmolLM2-135M", "real", BYTES, REAL_UPDATE, "mlx-lm-lora", True),
-    Line("SmolLM2-135M, `grad_checkpoint`", "real", BYTES, REAL_UPDATE, "mlx-lm-lora", True, CHECKPOINTED),
+    Line("the same, SmolLM2-135M", "real", BYTES, REAL_UPDATE, "mlx-lm-lora", True),
+    Line("the same with `grad_checkpoint`", "real", BYTES, REAL_UPDATE, "mlx-lm-lora", True, CHECKPOINTED),
 )
 """What MLX computes on both sides: the same operations as on a Mac, in another number."""
 
