@@ -46,9 +46,6 @@ SAME_KERNELS = (
     Line("rollouts in tokens/s, 4 prompts x 8 completions", "decode", SPEED, ADAPTED | GROUPS, "mlx-lm", True),
     Line("the same, 32 different prompts", "decode", SPEED, ADAPTED | {"prompts": 32}, "mlx-lm", True),
     Line("the same, 4 prompts of 512 tokens x 8", "decode", SPEED, ADAPTED | {"prompt_tokens": 512}, "mlx-lm", True),
-    Line("peak memory of an update, 6 M, vocabulary 32,768", "update", BYTES, LARGE, "mlx-lm-lora", True),
-    Line("the same, SmolLM2-135M", "real", BYTES, REAL_UPDATE, "mlx-lm-lora", True),
-    Line("the same with `grad_checkpoint`", "real", BYTES, REAL_UPDATE, "mlx-lm-lora", True, CHECKPOINTED),
 )
 """What MLX computes on both sides: the same operations as on a Mac, in another number."""
 
@@ -59,6 +56,9 @@ ON_LINUX = (
     Line("rollouts in tokens/s, model of 25 M parameters", "decode", SPEED, TWENTY_FIVE, "mlx-lm"),
     Line("", "decode", SPEED, TWENTY_FIVE, "mlx-lm-lora"),
     Line("one update in tokens/s, 6 M, vocabulary 32,768", "update", SPEED, LARGE, "mlx-lm-lora"),
+    Line("peak memory of an update, 6 M, vocabulary 32,768", "update", BYTES, LARGE, "mlx-lm-lora", True),
+    Line("the same, SmolLM2-135M", "real", BYTES, REAL_UPDATE, "mlx-lm-lora", True),
+    Line("the same with `grad_checkpoint`", "real", BYTES, REAL_UPDATE, "mlx-lm-lora", True, CHECKPOINTED),
     Line(EQUAL_WORK, "peers", "seconds", {"task": "equal work"}, "mlx-lm-lora", True),
     Line("", "peers", "seconds", {"task": "equal work"}, "trl", True),
     Line(TO_LEARN, "peers", "seconds", {"task": "until 0.7"}, "mlx-lm-lora", True),
