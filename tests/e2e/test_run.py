@@ -20,7 +20,7 @@ def test_a_run_prints_its_machine_addresses_and_result(finished: CompletedRun) -
     assert re.search(r"^machine  .*MLX \d.* on (CPU|GPU|METAL|CUDA)", out, re.M | re.I)
     assert re.search(r"^compute  \S", out, re.M)
     assert re.search(r"^policy   .*qwen3, 493k parameters.* trained", out, re.M)
-    assert re.search(r"^memory   at most \d+ MiB \(estimate", out, re.M)
+    assert re.search(r"^memory   about \d+ MiB \(estimate", out, re.M)
     assert re.search(r"^API      http://127\.0\.0\.1:\d+/v1$", out, re.M)
     assert re.search(r"^page     http://127\.0\.0\.1:\d+/$", out, re.M)
     assert re.search(rf"^step 0/6  held-out accuracy +[\d.]+ % of {HELD_OUT}", out, re.M)

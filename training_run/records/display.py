@@ -296,7 +296,7 @@ def fact_lines(facts: RunFacts) -> Iterator[str]:
         f"policy   {facts.model}: {policy.architecture}, {size(policy.parameters)} parameters, {policy.layers} layers"
         f"{bits}, {policy.dtype}; {size(policy.trainable_parameters)} trained, {memory(policy.bytes)}"
     )
-    yield f"memory   at most {memory(facts.estimated_memory)} (estimate; --dry-run shows its parts)"
+    yield f"memory   about {memory(facts.estimated_memory)} (estimate; --dry-run shows its parts)"
     yield f"system   {facts.system_message or 'no system message'}"
     for number_of_reward, reward in enumerate(facts.rewards or ("computed by the environments",)):
         yield f"{'' if number_of_reward else 'rewards':<9}{reward}"
