@@ -60,8 +60,8 @@ class DialectRoutes:
         """Serve an endpoint whose responses are whole."""
         answering = self._parts.answering
         native = await answering.parsed(parser, http)
-        native = structs.replace(native, request=await answering.compiled(native.request))
-        sampler = await answering.sampler(http, native.request)
+        request, sampler = await answering.recorded(http, await answering.compiled(native.request))
+        native = structs.replace(native, request=request)
         weights, finished = native.request.model.weights(), answering.counted(native.request)
         result = await until_disconnect(http.receive, self._result(http, sampler, native, weights))
         body = native.respond(result)

@@ -121,8 +121,8 @@ class PolicyRoutes:
         """Respond with the completions of one group."""
         answering, context = self._parts.answering, self._parts.context
         request = await answering.parsed(parse_rollout_call, http)
+        request, sampler = await answering.recorded(http, request)
         weights, finished = context.weights(), answering.counted(request)
-        sampler = await answering.sampler(http, request)
         (completions,) = await until_disconnect(http.receive, sampler.complete_all(request.samples))
         finished(completions)
         versions = sorted({version for completion in completions for version in completion.versions})

@@ -1,18 +1,23 @@
 """The tokens of a session: rows that only grow, of which nothing is tokenized twice.
 
 A row begins with the prompt of an answer. The next answer belongs to it if its prompt begins with all tokens of the
-row, as the sampler recorded them; what the prompt adds is context. Any other prompt, for example of a template that
-writes earlier answers otherwise, begins a further row (a fork).
+row, as the sampler recorded them; what the prompt adds is context. A client sends the history as text, whose tokens may
+be others than those that were sampled, and which lacks control tokens within an answer. A prompt whose text begins with
+that of the row gets the tokens of the row. Any other prompt, for example of a template that writes earlier answers
+otherwise, begins a further row (a fork).
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 
 from msgspec import Struct
 
+from clotho.serving.services import Tokenizer
 from protocols.sampling import Completion, SampleRequest
 
 
@@ -37,20 +42,42 @@ class SessionRow:
 
     def __init__(self, request: SampleRequest, completion: Completion) -> None:
         self.tokens = array("i")
+        self._answers: list[tuple[int, int]] = []
         self._kind = _kind(request, completion)
 
     def continues_with(self, request: SampleRequest, completion: Completion) -> bool:
         """Whether the prompt of an answer begins with the tokens of the row."""
-        if self._kind != _kind(request, completion):
-            return False
-        prompt, size = request.prompt, len(self.tokens)
+        return self._kind == _kind(request, completion) and self._begins(request.prompt)
+
+    def _begins(self, prompt: Sequence[int]) -> bool:
+        size = len(self.tokens)
         return len(prompt) >= size and prompt[size - 1] == self.tokens[-1] and array("i", prompt[:size]) == self.tokens
+
+    def as_sampled(self, prompt: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return a prompt with the tokens of the row for its first text; empty if it does not begin with that text."""
+        if self._begins(prompt):
+            return prompt
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
+        text = decode(self._shown(tokenizer))
+        end = bisect_left(range(len(prompt)), len(text), key=lambda size: len(decode(prompt[:size])))
+        return (*self.tokens, *prompt[end:]) if decode(prompt[:end]) == text else ()
+
+    def _shown(self, tokenizer: Tokenizer) -> array[int]:
+        """Return the tokens that clients see: control tokens within an answer have no text in it."""
+        shown, end = array("i"), 0
+        for start, stop in self._answers:
+            shown += self.tokens[end:start]
+            shown.extend(token for token in self.tokens[start : stop - 1] if tokenizer.decode([token]))
+            shown.append(self.tokens[stop - 1])
+            end = stop
+        return shown
 
     def add(self, request: SampleRequest, completion: Completion) -> SessionAnswer:
         """Add an answer, with what its prompt adds to the row."""
         self.tokens.extend(request.prompt[len(self.tokens) :])
         answer = SessionAnswer(row=self, start=len(self.tokens), completion=completion)
         self.tokens.extend(completion.tokens)
+        self._answers.append((answer.start, answer.end))
         return answer
 
     @property

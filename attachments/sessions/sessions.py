@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 import structlog
-from msgspec import Struct
+from msgspec import Struct, structs
 from starlette.requests import Request
 
 from attachments.sessions.groups import MAX_NAMES, Member, SessionGroups
@@ -20,7 +20,7 @@ from attachments.sessions.rows import SessionAnswer, SessionRow, trajectories
 from attachments.sessions.sections import HttpSessions
 from clotho.serving.auth import Client, client_of
 from clotho.serving.errors import ApiError, invalid_field
-from clotho.serving.services import Recording
+from clotho.serving.services import Recording, Tokenizer
 from protocols.accounting import Balance
 from protocols.learnability import unlearnable_completion
 from protocols.sampling import POLICY, Completion, SampleRequest
@@ -106,12 +106,18 @@ class Sessions:
         groups: SessionGroups,
         *,
         life: str,
+        tokenizer: Tokenizer,
+        context_length: int,
         logit_bias: Sequence[tuple[int, float]] = (),
         saved: Balance | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """life: name of this start of the run. logit_bias: of the run. saved: of the checkpoint."""
+        """life: name of this start of the run. context_length: of the policy. logit_bias: of the run.
+
+        saved: of the checkpoint.
+        """
         self._settings, self._groups, self._life = settings, groups, life
+        self._tokenizer, self._context = tokenizer, context_length
         self._bias, self._clock = logit_bias, clock
         self.begun, self.trained, self.dropped = 0, 0, Counter[str]()
         if saved is not None:
@@ -147,7 +153,20 @@ class Sessions:
         self._touch(session)
         index = len(session.answers) - 1
         receipt = f"{self._life}-{session.serial}-{index}"
-        return Recording(remember=partial(self._remember, session, index), headers={RECEIPT_HEADER: receipt})
+        return Recording(
+            remember=partial(self._remember, session, index),
+            headers={RECEIPT_HEADER: receipt},
+            samples=(self._as_sampled(session, samples[0]),),
+        )
+
+    def _as_sampled(self, session: Session, sample: SampleRequest) -> SampleRequest:
+        """Return a request with the tokens of the row that the text of its prompt continues, if they leave room."""
+        rows = reversed(session.rows)
+        prompt = next(filter(None, (row.as_sampled(sample.prompt, self._tokenizer) for row in rows)), sample.prompt)
+        room = min(sample.sampling.max_tokens, self._context - len(prompt))
+        if room < 1:
+            return sample
+        return structs.replace(sample, prompt=prompt, sampling=structs.replace(sample.sampling, max_tokens=room))
 
     def _new(self, name: str, owner: str) -> Session:
         session = Session(name, self.begun, owner)

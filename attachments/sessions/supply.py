@@ -114,6 +114,8 @@ def supply_sessions(run: RunContext, settings: HttpSessions) -> None:
         settings,
         groups,
         life=secrets.token_hex(4),
+        tokenizer=run.policy.tokenizer,
+        context_length=run.policy.context_length,
         logit_bias=profile.sampling.logit_bias,
         saved=saved.value if saved else None,
     )

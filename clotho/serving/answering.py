@@ -83,10 +83,12 @@ class Answering:
         samples = tuple(structs.replace(sample, constraint=constraint) for sample in request.samples)
         return structs.replace(request, samples=samples)
 
-    async def sampler(self, http: Request, request: ValidatedRequest) -> ClientSampler:
-        """Return the sampler for the client of a request. Raises ApiError if what records it refuses it."""
+    async def recorded(self, http: Request, request: V) -> tuple[V, ClientSampler]:
+        """Return a request as its recorder changes it, and the sampler for its client. Raises ApiError if refused."""
         recording = await self._context.sample_log.begin(http, request.samples)
-        return ClientSampler(self._context, client_of(http.scope), recording)
+        if samples := recording.samples:
+            request = structs.replace(request, samples=samples, prompts=tuple(one.prompt for one in samples))
+        return request, ClientSampler(self._context, client_of(http.scope), recording)
 
     async def scores(self, http: Request, request: ValidatedRequest, top: int) -> list[PromptLogprobs]:
         """Score the prompts of a request, one at a time, because each uses a KV cache of its own."""
@@ -105,8 +107,8 @@ class Answering:
         self, http: Request, parser: RequestParser[V], build: Callable[[V, WeightsReady], Awaitable[AnswerBuilder]]
     ) -> Response:
         """Answer a request, whole or as a stream of events, as it asks. build: returns the builder of its answer."""
-        request = await self.compiled(await self.parsed(parser, http))
-        began, weights, sampler = time.monotonic(), request.model.weights(), await self.sampler(http, request)
+        request, sampler = await self.recorded(http, await self.compiled(await self.parsed(parser, http)))
+        began, weights = time.monotonic(), request.model.weights()
         finished = self.counted(request)
         builder = await build(request, weights)
         if not request.stream:

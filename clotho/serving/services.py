@@ -95,11 +95,13 @@ class SamplerClient(Protocol):
 class Recording(Struct, frozen=True, kw_only=True):
     """What becomes of the completions of one HTTP request.
 
-    remember: takes each finished completion, before the client receives it. headers: of the answer.
+    remember: takes each finished completion, before the client receives it. headers: of the answer. samples: replace
+    those of the HTTP request, with prompts of the same text; empty: nothing is replaced.
     """
 
     remember: Callable[[SampleRequest, Completion], None]
     headers: Mapping[str, str] = {}
+    samples: tuple[SampleRequest, ...] = ()
 
 
 class SampleRecorder(Protocol):

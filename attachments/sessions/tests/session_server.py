@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,11 +14,20 @@ from attachments.sessions.groups import SessionGroup, SessionGroups
 from attachments.sessions.sections import HttpSessions
 from attachments.sessions.sessions import Sessions
 from protocols.accounting import Balance
-from tests.serving.running_server import Served, server_context, serving
+from tests.fakes import CharacterTokenizer
+from tests.serving.running_server import CONTEXT, Served, server_context, serving
 
 LIFE = "a1b2"
 FIXED = {"max_tokens": 4, "ignore_eos": True}
 """Answers of four tokens without an end token, which the fake template repeats as they were sampled."""
+
+
+class SessionTokenizer(CharacterTokenizer):
+    """A capital letter is a further token with the text of the small letter, and a tilde has no text."""
+
+    def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool = True) -> str:
+        """Return the text."""
+        return super().decode(tokens, skip_special_tokens=skip_special_tokens).lower().replace("~", "")
 
 
 class SessionServer:
@@ -27,7 +36,15 @@ class SessionServer:
     def __init__(self, *, saved: Balance | None = None, **settings: Any) -> None:
         self.now = 1000.0
         self.groups = SessionGroups(size=2, clock=lambda: self.now)
-        self.sessions = Sessions(HttpSessions(**settings), self.groups, life=LIFE, saved=saved, clock=lambda: self.now)
+        self.sessions = Sessions(
+            HttpSessions(**settings),
+            self.groups,
+            life=LIFE,
+            tokenizer=SessionTokenizer(),
+            context_length=CONTEXT,
+            saved=saved,
+            clock=lambda: self.now,
+        )
         self.served: Served
 
     async def chat(

@@ -10,6 +10,7 @@ from attachments.sessions.sections import HttpSessions
 from attachments.sessions.sessions import Sessions
 from attachments.sessions.supply import measured, session_metrics
 from protocols.accounting import Balance
+from tests.fakes import CharacterTokenizer
 from tests.metric_samples import Values, require
 
 METRICS = {
@@ -37,7 +38,8 @@ VALUES: Values = [
 def resumed() -> Sessions:
     """Return sessions with different counts."""
     saved = Balance(prompted=10, trained=4, discarded=1, by_reason={"stale": 1}, carried_over=5)
-    sessions = Sessions(HttpSessions(), SessionGroups(size=2, clock=time.monotonic), life="a", saved=saved)
+    groups = SessionGroups(size=2, clock=time.monotonic)
+    sessions = Sessions(HttpSessions(), groups, life="a", tokenizer=CharacterTokenizer(), context_length=9, saved=saved)
     counts = sessions.counts
     counts.rewarded, counts.forked, counts.untrainable, counts.refused["double"] = 7, 3, 6, 2
     return sessions

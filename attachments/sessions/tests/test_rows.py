@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import pytest
 
 from attachments.sessions.rows import SessionRow, common_prefix, trajectories
 from attachments.sessions.tests.recorded import row, sample
+from tests.fakes import CharacterTokenizer
 
 FIRST = sample((1, 2), (3, 4))
 
@@ -31,6 +33,43 @@ def test_a_prompt_continues_a_row_that_it_begins_with(
     found = SessionRow(*FIRST)
     found.add(*FIRST)
     assert found.continues_with(*sample(prompt, (6,), **fields)) == expected
+
+
+class SpellingTokenizer(CharacterTokenizer):
+    """Some texts have several spellings, and token 9 is a control token."""
+
+    TEXTS: ClassVar = {1: "a", 2: "b", 3: "c", 4: "d", 12: "ab", 34: "cd", 41: "da", 9: "<control>"}
+
+    def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool = True) -> str:
+        """Return the texts."""
+        return "".join(self.TEXTS[token] for token in tokens if token != 9 or not skip_special_tokens)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ((1, 2, 3, 4, 2), (1, 2, 3, 4, 2)),
+        ((12, 34, 2, 1), (1, 2, 3, 4, 2, 1)),
+        ((1, 2, 34), (1, 2, 3, 4)),
+        ((1, 2, 3), ()),
+        ((1, 2, 3, 3, 1), ()),
+        ((12, 3, 41), ()),
+    ],
+)
+def test_a_prompt_with_the_text_of_a_row_gets_its_tokens(prompt: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """If one of the tokens of the prompt ends where the row ends."""
+    found = SessionRow(*FIRST)
+    found.add(*FIRST)
+    assert found.as_sampled(prompt, SpellingTokenizer()) == expected
+
+
+def test_control_tokens_within_an_answer_are_not_missed_in_the_text_of_a_prompt() -> None:
+    """The text of answers has none; the end token, and those of prompts, are in the text of the next prompt."""
+    answer = sample((1, 9, 2), (3, 9, 4, 9))
+    found = SessionRow(*answer)
+    found.add(*answer)
+    assert found.as_sampled((1, 9, 2, 34, 9, 1), SpellingTokenizer()) == (1, 9, 2, 3, 9, 4, 9, 1)
+    assert found.as_sampled((1, 2, 3, 4, 9, 1), SpellingTokenizer()) == ()
 
 
 def test_a_sequence_trains_on_its_answers_and_keeps_how_they_were_sampled() -> None:

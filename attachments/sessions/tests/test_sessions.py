@@ -106,6 +106,30 @@ async def test_turns_of_a_session_are_one_sequence(monkeypatch: pytest.MonkeyPat
         assert at.sessions.counts.forked == 0
 
 
+async def test_history_with_other_tokens_of_the_same_text_is_sampled_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a client's text may be others than those that were sampled: those that were sampled count."""
+    async with session_server(monkeypatch) as at:
+        first = await at.answer("hi", session="one")
+        answer = await at.chat("HI", first.upper(), "and?", session="one")
+        asked, again = at.served.engine.requests[:2]
+        written = at.served.engine.tokenizer.encode(f"{first}\nuser: and?\nassistant: ")
+        assert again.prompt == (*asked.prompt, *written)
+        assert answer.parse().usage.prompt_tokens == len(again.prompt)
+        assert at.sessions.counts.forked == 0
+
+
+@pytest.mark.parametrize(("tildes", "sampled", "forks"), [(460, 5, 0), (464, 1, 0), (465, 100, 1)])
+async def test_tokens_of_a_row_leave_room_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch, tildes: int, sampled: int, forks: int
+) -> None:
+    """An answer has at most what they leave of the context; a prompt for which they leave nothing stays as it is."""
+    async with session_server(monkeypatch) as at:
+        first = await at.answer("~" * tildes + "hi", session="one")
+        answer = await at.chat("hi", first, "and?", session="one", max_tokens=100)
+        assert answer.parse().usage.completion_tokens == sampled
+        assert at.sessions.counts.forked == forks
+
+
 @pytest.mark.parametrize("change", ["history", "temperature"])
 async def test_what_does_not_continue_a_session_is_a_row_of_its_own(
     monkeypatch: pytest.MonkeyPatch, change: str
