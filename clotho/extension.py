@@ -6,10 +6,12 @@ and `provided` imports them when they are used.
 
 from __future__ import annotations
 
+import os
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -173,17 +175,20 @@ class Extension:
 
 def attachment_names() -> list[str]:
     """Return the names of the folders of `attachments/` that are installed, sorted."""
-    package = find_spec("attachments")
-    places = package.submodule_search_locations if package else None
-    return sorted(one.name for one in pkgutil.iter_modules(places or []) if one.ispkg)
+    return sorted(one.name for one in pkgutil.iter_modules(_places()) if one.ispkg)
 
 
 def attachment_modules(name: str) -> Iterator[ModuleType]:
     """Import the modules of this name in the folders of `attachments/`, by the names of the folders."""
     for folder in attachment_names():
         module = f"attachments.{folder}.{name}"
-        if find_spec(module):
+        if PathFinder.find_spec(module, [os.path.join(place, folder) for place in _places()]):
             yield import_module(module)
+
+
+def _places() -> list[str]:
+    package = find_spec("attachments")
+    return list(package.submodule_search_locations or ()) if package else []
 
 
 @cache

@@ -10,24 +10,15 @@ import mlx.nn as nn
 
 from attachments.adapters.adapter_rows import AdapterRows
 from attachments.adapters.adapter_store import AdapterStore, LoadedAdapter
-from attachments.adapters.chosen import read_chosen
 from attachments.adapters.messages import AdapterInfo
 from clotho.inference.engine import DecodeEngine
-from clotho.inference.parts import EngineParts, RowWeights
+from clotho.inference.parts import RowWeights
 from clotho.inference.rows import RowAdapter
 from clotho.models.adapters import Adapter
 from clotho.models.lora import AdaptedModule
 from clotho.models.policy_model import PolicyModel
 from protocols.errors import AdapterRequestError, RequestError
 from protocols.sampling import POLICY
-
-
-def provide(parts: EngineParts) -> None:
-    """Let requests of an engine name adapters, if it has limits for them."""
-    if parts.adapters is None:
-        return
-    store = AdapterStore(parts.model, parts.adapters, adapted=parts.adapted, base_is_served=parts.keeps_base)
-    parts.rows = AdapterWeights(store, parts.model, parts.adapted)
 
 
 class AdapterWeights(RowWeights):
@@ -79,6 +70,8 @@ class AdapterWeights(RowWeights):
 
     def read(self, path: Path, model: str) -> Adapter:
         """Read an adapter that the operator names."""
+        from attachments.adapters.chosen import read_chosen  # it knows runs, of which the library knows nothing
+
         return read_chosen(path, model, self.store)
 
     def load(self, name: str, contents: Adapter, *, protected: Collection[str]) -> None:

@@ -21,10 +21,14 @@ class Adapters(Extension):
     """Adapters of rows, and the routes that load them."""
 
     def engine(self, parts: EngineParts) -> None:
-        """Give rows the weights of their adapters."""
-        from attachments.adapters.adapter_weights import provide
+        """Let requests of an engine name adapters, if it has limits for them."""
+        if parts.adapters is None:
+            return
+        from attachments.adapters.adapter_store import AdapterStore
+        from attachments.adapters.adapter_weights import AdapterWeights
 
-        provide(parts)
+        store = AdapterStore(parts.model, parts.adapters, adapted=parts.adapted, base_is_served=parts.keeps_base)
+        parts.rows = AdapterWeights(store, parts.model, parts.adapted)
 
     def adapter_bytes(self, model: nn.Module, limits: AdaptersSection, itemsize: int) -> int:
         """Return the memory of the adapters that the limits permit."""
