@@ -22,7 +22,6 @@ class Generate(Protocol):
 
         Raises DatasetError.
         """
-        ...
 
 
 def prefix_of(dataset: object) -> str:

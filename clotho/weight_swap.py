@@ -20,11 +20,9 @@ class ServedWeights(Protocol):
     @property
     def value(self) -> WeightsReady:
         """The weights that are served now."""
-        ...
 
     def put(self, value: WeightsReady, /) -> None:
         """Announce others."""
-        ...
 
 
 class ReplaceablePolicy(Struct, frozen=True, kw_only=True, eq=False):

@@ -68,14 +68,12 @@ class ConstraintState(Protocol):
 
         There are at least as many 32-bit words as the vocabulary fills; bits behind the vocabulary have no meaning.
         """
-        ...
 
     def accept(self, token: int, /) -> bool:
         """Advance by an allowed token; return whether the completion is complete and nothing may follow.
 
         Raises RequestError if the grammar exceeds a limit of its work.
         """
-        ...
 
 
 class Constraint(Protocol):
@@ -83,4 +81,3 @@ class Constraint(Protocol):
 
     def start(self) -> ConstraintState:
         """Return the state of a new completion."""
-        ...

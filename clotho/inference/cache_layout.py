@@ -213,50 +213,39 @@ class RowCaches(Protocol):
     @property
     def tokens(self) -> int:
         """Number of tokens that the largest buffers hold, shared prompts included."""
-        ...
 
     @property
     def arrays(self) -> Sequence[mx.array]:
         """Arrays that MLX has to evaluate with each step."""
-        ...
 
     def has_room(self, prompts: Sequence[PrefilledPrompt]) -> bool:
         """Whether the prompts fit to the left of the current column."""
-        ...
 
     def make_room(
         self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_], prompts: Sequence[PrefilledPrompt]
     ) -> None:
         """Move columns so that the prompts fit to the left of the current one. Live rows have `positions_B` tokens."""
-        ...
 
     def enter(self, slots: Sequence[int], prompt: PrefilledPrompt) -> None:
         """Store a prompt, for which there is room, in slots."""
-        ...
 
     def state(self, slot: int, tokens: int) -> PromptState:
         """Return an evaluated copy of the KV cache of a row of `tokens` tokens, as prefill returns it."""
-        ...
 
     def take(self, slots: Sequence[int], positions_N: NDArray[np.int32]) -> None:
         """Keep only these slots, in this order, with `positions_N` tokens, and free unused columns."""
-        ...
 
     def ordered(self, slots: NDArray[np.int64], positions_B: NDArray[np.int32]) -> NDArray[np.int64]:
         """Return slots with `positions_B` tokens in the order in which their steps compute least."""
-        ...
 
     def waste(self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_]) -> float:
         """Return the share of a step that free slots and the order of the live ones waste."""
-        ...
 
     def grow(self, rows: int) -> None:
         """Append empty slots."""
-        ...
 
     def clear(self, slot: int) -> None:
         """Zero one slot, so that NaN or inf do not spread to later rows."""
-        ...
 
     def parts(
         self,
@@ -272,7 +261,6 @@ class RowCaches(Protocol):
         can be computed where it yields, and nothing of this batch changes until the end.
         due_B: rows whose logits are used.
         """
-        ...
 
 
 class VerifyingCaches(RowCaches, Protocol):
@@ -287,22 +275,18 @@ class VerifyingCaches(RowCaches, Protocol):
     @property
     def is_lagging(self) -> bool:
         """Whether the rows have kept different numbers of tokens, so that a step without drafts moves columns."""
-        ...
 
     def verify(self, tokens: DraftedTokens, positions_B: NDArray[np.int32], due_B: NDArray[np.bool_]) -> Logits:
         """Return the logits of the newest token and the draft of every row, (N, V), in a new array.
 
         `keep` must follow: until then, no row has kept a token.
         """
-        ...
 
     def keep(self, kept_B: NDArray[np.int64]) -> None:
         """Keep the first `kept_B` tokens of each row of the verification, 0 for rows that are not due."""
-        ...
 
     def discard(self, count_B: NDArray[np.int64]) -> None:
         """Discard the newest `count_B` tokens of each row. If any count is not 0, rows with count 0 have no tokens."""
-        ...
 
 
 Computing = Callable[[Sequence[RowAdapter | None]], AbstractContextManager[None]]
@@ -319,22 +303,18 @@ class PromptCaches(Protocol):
 
     def restore(self, row: int, state: PromptState, tokens: int) -> None:
         """Begin a prompt with the first `tokens` tokens of a state."""
-        ...
 
     def most(self, end: int) -> int:
         """Return how many tokens of every prompt are computed at once at most, if they end before column `end`."""
-        ...
 
     def parts(self, token_B_T: NDArray[np.int32], start: int) -> Generator[None, None, None]:
         """Append T tokens to the first `start` of every prompt.
 
         Yields when the adapters in use are known, one per token, and after every block.
         """
-        ...
 
     def state(self, row: int, tokens: int) -> PromptState:
         """Return the evaluated KV cache of the first `tokens` tokens of a prompt, as no view. No other call follows."""
-        ...
 
 
 class RowDecoder(NamedTuple):

@@ -58,34 +58,27 @@ class ServedModel(Protocol):
     @property
     def model(self) -> nn.Module:
         """The model as mlx-lm builds it. Its parameters may be swapped between steps."""
-        ...
 
     @property
     def tokenizer(self) -> ChatTokenizer:
         """Converts tokens to text, and names the tokens that end a completion."""
-        ...
 
     @property
     def adapted(self) -> tuple[AdaptedModule, ...]:
         """The modules of `model` that hold the policy's own adapter."""
-        ...
 
     @property
     def keeps_base(self) -> bool:
         """Whether training leaves the base weights as they are."""
-        ...
 
     @property
     def version(self) -> int:
         """The served policy version."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Width of the logits."""
-        ...
 
     @property
     def context_length(self) -> int:
         """Maximum number of tokens of prompt and completion."""
-        ...

@@ -106,22 +106,18 @@ class RowAdapter(Protocol):
     @property
     def version(self) -> int:
         """Identifies the adapter."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """Fingerprint of matrices and scales; empty for the base model."""
-        ...
 
     @property
     def arrays(self) -> Mapping[str, mx.array]:
         """A (inputs, rank) and B (rank, outputs) of every layer."""
-        ...
 
     @property
     def scales(self) -> Mapping[str, float]:
         """The absolute scale of every layer."""
-        ...
 
     def __hash__(self) -> int: ...
 
@@ -227,7 +223,6 @@ class RowSampler(Protocol):
 
         sampled_R_T: tokens of the completions of the rows of `parameters.count_penalties`.
         """
-        ...
 
 
 def spare_columns(visible: int) -> int:

@@ -18,7 +18,6 @@ class TokenDecoder(Protocol):
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `tokens`, without special tokens unless they are requested."""
-        ...
 
 
 class IncrementalDetokenizer:

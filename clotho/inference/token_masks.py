@@ -126,7 +126,6 @@ class SampledTokens(Protocol):
 
     def sampled_tokens(self, slot: int) -> NDArray[np.int32]:
         """Return the tokens that have been read."""
-        ...
 
 
 def sampled_counts(penalties: CountPenalties, table: SampledTokens, vocabulary: int) -> mx.array:

@@ -44,7 +44,6 @@ class Submit(Protocol):
 
     def __call__(self, work: Callable[[], T], /) -> Future[T]:
         """Queue the function and return its future."""
-        ...
 
 
 class Engine(Protocol):
@@ -52,11 +51,9 @@ class Engine(Protocol):
 
     def submit(self, request: SampleRequest, listener: Callable[[SampleEvent], None], /) -> int:
         """Accept a request and return its id. Raises RequestError if the request is invalid."""
-        ...
 
     def abort(self, request_id: int, /) -> None:
         """Free the rows of a request. A request that has ended is ignored."""
-        ...
 
 
 class GroupSampler(Protocol):
@@ -66,7 +63,6 @@ class GroupSampler(Protocol):
         self, requests: Sequence[SampleRequest], /
     ) -> AsyncGenerator[tuple[int, list[Completion] | Refusal], None]:
         """Yield (position, completions or the error) for each request when it has ended."""
-        ...
 
 
 class Flight:

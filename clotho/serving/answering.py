@@ -42,7 +42,6 @@ class AnswerBuilder(StreamBuilder, Protocol):
 
     def whole(self, results: Sequence[Sequence[Completion]], /) -> Struct:
         """Return the body of the whole answer; results: completions by prompt."""
-        ...
 
 
 class Answering:

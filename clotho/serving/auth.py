@@ -72,15 +72,12 @@ class Quota(Protocol):
     @property
     def refused(self) -> Mapping[str, int]:
         """Number of refused requests by limit."""
-        ...
 
     def request(self) -> AbstractContextManager[None]:
         """Count a request from its arrival to its end. Raises ApiError with status 429."""
-        ...
 
     def reserved(self, tokens: int, /) -> AbstractContextManager[Reservation]:
         """Count tokens of a request until its end. Raises ApiError with status 429, or 400 if they never fit."""
-        ...
 
 
 class ClientKey(Struct, frozen=True, kw_only=True):

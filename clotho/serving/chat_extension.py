@@ -40,16 +40,13 @@ class MessageParser(Protocol):
     @property
     def end_of_reasoning(self) -> str:
         """The text behind the reasoning."""
-        ...
 
     @property
     def has_calls(self) -> bool:
         """Whether a tool call has begun."""
-        ...
 
     def push(self, text: str, /, *, last: bool) -> MessageDelta:
         """Add text; return the parts that are final with it. last: the completion ends with this text."""
-        ...
 
 
 def unchanged(request: ValidatedRequest) -> ValidatedRequest:

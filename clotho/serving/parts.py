@@ -91,11 +91,9 @@ class ModelSource(Protocol):
 
     def models(self) -> Sequence[ServedModel]:
         """Return the models that requests can name now."""
-        ...
 
     async def load_chosen(self, name: str, path: Path, read: Callable[[Path], Any], /) -> None:
         """Serve a model that the operator names, until the server ends. read: reads the path in a compute thread."""
-        ...
 
 
 class ServerParts:

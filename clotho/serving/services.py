@@ -33,20 +33,16 @@ class Tokenizer(Protocol):
     @property
     def longest_token_bytes(self) -> int:
         """Maximum number of bytes of text that one token stands for."""
-        ...
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token IDs of a text, with the special tokens that the tokenizer adds, such as a first one."""
-        ...
 
     def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens, without special tokens unless they are requested."""
-        ...
 
     @property
     def chat_template(self) -> str:
         """The source of the chat template; empty if there is none."""
-        ...
 
     def render_chat(
         self,
@@ -62,15 +58,12 @@ class Tokenizer(Protocol):
 
         continue_final_message: end with the content of the last message, so that the completion continues it.
         """
-        ...
 
     def token_text(self, token: int, /) -> str:
         """Return the text of one token."""
-        ...
 
     def compile_grammar(self, grammar: Grammar, vocabulary: int, /) -> Constraint:
         """Compile a grammar for logits of the width `vocabulary`. Raises RequestError if it is not usable."""
-        ...
 
 
 class SamplerClient(Protocol):
@@ -79,17 +72,14 @@ class SamplerClient(Protocol):
     @property
     def running(self) -> int:
         """Number of requests that are submitted and not finished."""
-        ...
 
     async def complete_all(self, requests: Sequence[SampleRequest], /) -> list[list[Completion]]:
         """Complete every request; cancellation aborts every request."""
-        ...
 
     def stream_all(
         self, requests: Sequence[SampleRequest], /
     ) -> AsyncGenerator[list[tuple[int, TokenSampled | CompletionDone]], None]:
         """Yield batches of events, each with the index of its request; closing the generator aborts the requests."""
-        ...
 
 
 class Recording(Struct, frozen=True, kw_only=True):
@@ -109,7 +99,6 @@ class SampleRecorder(Protocol):
 
     async def begin(self, http: Request, samples: Sequence[SampleRequest], /) -> Recording:
         """Begin to record a validated HTTP request, which will sample `samples`. Raises ApiError to refuse it."""
-        ...
 
 
 class NullSampleLog:
@@ -128,15 +117,12 @@ class ServedEngine(Protocol):
     @property
     def running(self) -> int:
         """Number of rows in the batch."""
-        ...
 
     def abort_clients(self, request_ids: Collection[str] | None, /, client: str = "") -> int:
         """Abort requests of clients by their names; None: all. client: only those of this client; empty: of all."""
-        ...
 
     def release_caches(self) -> None:
         """Free the prefix cache and unused memory."""
-        ...
 
 
 class EngineAccess(Struct, frozen=True, kw_only=True, eq=False):

@@ -31,24 +31,19 @@ class StreamBuilder(Protocol):
     @property
     def request(self) -> ValidatedRequest:
         """The request that the stream answers."""
-        ...
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Gives the texts of tokens."""
-        ...
 
     def streamed(self, chunk: Chunk, *, opening: bool) -> bytes:
         """Return the events of a chunk; empty if nothing is final with it. opening: nothing has been sent yet."""
-        ...
 
     def ending(self, completions: Sequence[Completion]) -> bytes:
         """Return the last events of a stream whose completions ended without an error."""
-        ...
 
     def failure(self, error: ApiError) -> bytes:
         """Return the last events of a stream that failed."""
-        ...
 
 
 class EventStream(StreamingResponse):

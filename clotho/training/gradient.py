@@ -105,7 +105,6 @@ class OtherRanks(Protocol):
         token_gradients: bool,
     ) -> Sequence[int]:
         """Send the other ranks their shares, and return the indices of the own share, which is not empty."""
-        ...
 
     def add_gradients(
         self, own: MicroBatchGradient, turns: TurnBudget
@@ -114,7 +113,6 @@ class OtherRanks(Protocol):
 
         own: the sum over the own share.
         """
-        ...
 
     def assign_logprobs(
         self, micro_batches: Sequence[MicroBatch], parameters: Parameters | None, reference: Arrays
@@ -123,11 +121,9 @@ class OtherRanks(Protocol):
 
         parameters: None for the reference policy, whose arrays are `reference`.
         """
-        ...
 
     def collect_logprobs(self, turns: TurnBudget) -> dict[int, mx.array]:
         """Return the log-probabilities of the others' micro-batches by index."""
-        ...
 
 
 def micro_batch_gradient(
