@@ -393,6 +393,7 @@ def rewards_of(profile: Profile, *, workers: Mapping[str, NewWorker] = MappingPr
     within_group = not isinstance(objective.advantage, BatchAdvantage | EnvironmentAdvantage)
     return RewardRunner(
         profile.rewards,
+        concurrency=profile.rollouts.scoring,
         overlong=overlong,
         keep_zero_variance=not within_group,
         max_steps=profile.steps,

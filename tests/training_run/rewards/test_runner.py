@@ -22,8 +22,9 @@ from protocols.rollout import Discarded, ScoredGroup
 from tests.e2e.child_processes import wait_until_ended
 from tests.rewards import sample_rewards
 from tests.rewards.groups import answered, group, problem
+from training_run.profile.load import load_profile
 from training_run.rewards import calls
-from training_run.rewards.runner import RewardRunner
+from training_run.rewards.runner import RewardRunner, rewards_of
 
 HERE = "tests.rewards.sample_rewards:"
 TRL = "tests.rewards.trl_rewards:"
@@ -332,6 +333,13 @@ async def test_concurrency_is_limited() -> None:
             assert entered.qsize() == 2
             sample_rewards.LEAVE.set()
     assert entered.qsize() == 4
+
+
+@pytest.mark.parametrize(("overrides", "concurrency"), [({"rollouts.scoring": 3}, 3), ({}, 8)])
+def test_the_profile_limits_the_groups_that_are_scored_at_once(overrides: dict[str, int], concurrency: int) -> None:
+    """Without `rollouts.scoring`, as many as the largest `max_workers` can use, and at least 8."""
+    with closing(rewards_of(load_profile("local-m3", overrides))) as rewards:
+        assert rewards.concurrency == concurrency
 
 
 async def test_types_without_a_correct_reward_are_listed() -> None:
