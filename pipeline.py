@@ -59,10 +59,9 @@ from training_run.attachment import Wired
 from training_run.directory.jsonl import JsonlWriter
 from training_run.directory.run_directory import RunDirectory
 from training_run.profile.schema import HeldOutEvaluation, Profile
-from training_run.records.display import RunFacts
+from training_run.records.display import RunFacts, make_display
 from training_run.records.event_log import EventSink, event_log
 from training_run.records.forecast import RunForecast
-from training_run.records.live_display import make_display
 from training_run.records.summary import print_summary
 from training_run.run import RunContext
 from training_run.run_monitor import RunMonitor

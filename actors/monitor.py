@@ -16,7 +16,7 @@ from protocols.queues import Inbox
 from protocols.step import FirstBatch, GroupsEnded, LearnerReport, StepReport
 from protocols.summary import Gauges
 from training_run.directory.jsonl import JsonlWriter
-from training_run.records.display import Display, NoDisplay, RunView, Sample, sample
+from training_run.records.display import Display, RunView, Sample, sample
 from training_run.records.evaluation_history import evaluation_record
 from training_run.records.findings import RunFindings
 from training_run.records.forecast import RunForecast
@@ -243,7 +243,7 @@ class Monitor:
             self._display.show(self._view(has_ended=has_ended))
         except Exception:
             log.warning("display_failed", exc_info=True)
-            self._display, failed = NoDisplay(), self._display
+            self._display, failed = Display(), self._display
             self._close(failed)
 
     def _close(self, display: Display) -> None:

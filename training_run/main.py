@@ -189,12 +189,9 @@ def _console() -> Console:
 
 def _say_loading(console: Console, model: str) -> None:
     """Write one line before the imports that take seconds on a busy machine."""
-    from rich.text import Text
+    from training_run.records.terminal_text import print_line, relative_path
 
-    from training_run.records.terminal_text import relative_path, terminal_text
-
-    line = terminal_text(f"loading  {relative_path(model)} ...", MAX_LOADING, ascii_only=console.options.ascii_only)
-    console.print(Text(line), soft_wrap=True)
+    print_line(console, f"loading  {relative_path(model)} ...", limit=MAX_LOADING)
 
 
 def _show_help(text: str) -> tuple[int, bool]:

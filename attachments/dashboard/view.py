@@ -30,9 +30,8 @@ from protocols.errors import ProfileError, RunDirectoryError, ServerError, did_y
 from training_run.commands.command_line import CommandParser, require_new_file
 from training_run.directory.checkpoints import MANIFEST
 from training_run.directory.run_directory import LINES
-from training_run.records.display import print_line
 from training_run.records.event_log import event_log
-from training_run.records.terminal_text import memory, relative_path
+from training_run.records.terminal_text import memory, print_line, relative_path
 from training_run.supervision.signals import SIGNALS
 
 PORT = 8001

@@ -74,10 +74,9 @@ from training_run.profile.load import load_profile
 from training_run.profile.mounted import left_out
 from training_run.profile.program import program
 from training_run.profile.schema import Profile
-from training_run.records.display import print_line
 from training_run.records.event_log import event_log
 from training_run.records.remedies import DoctorCommands
-from training_run.records.terminal_text import duration, memory, number, terminal_text
+from training_run.records.terminal_text import duration, finding_lines, memory, number, print_line, terminal_text
 from training_run.run import RunContext
 from training_run.start.startup import build_context
 
@@ -441,11 +440,7 @@ def show(console: Console, found: Diagnosis) -> None:
     for line in episode_lines(found.completions):
         print_line(console, line)
     for finding in sorted(found.findings, key=_order):
-        print_line(console, f"{finding.severity} {finding.name}: {finding.fact}")
-        print_line(console, f"  {finding.consequence}")
-        print_line(console, f"  what to do: {finding.advice}")
-        print_line(console, f"  {finding.use}: {finding.command}")
-        if finding.example:
-            print_line(console, f"  example: {finding.example}")
+        for line in finding_lines(finding, console.width):
+            print_line(console, line, limit=LINE_LIMIT)
     count = len(found.findings)
     print_line(console, f"{count} finding{'s' if count != 1 else ''}" if count else "no finding")

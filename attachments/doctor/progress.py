@@ -7,7 +7,7 @@ import time
 
 from rich.console import Console
 
-from training_run.records.display import print_line
+from training_run.records.terminal_text import print_line
 
 SECONDS = 10.0
 """Time after which a line says what is still being done."""

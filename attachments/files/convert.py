@@ -23,8 +23,7 @@ from clotho.storage.atomic_files import make_directory, new_directory, replaced_
 from clotho.storage.tensors import write_tensors
 from protocols.errors import ArtifactError, ProfileError
 from training_run.commands.command_line import CommandParser
-from training_run.records.display import print_line
-from training_run.records.terminal_text import memory
+from training_run.records.terminal_text import memory, print_line
 
 
 def parser() -> CommandParser:

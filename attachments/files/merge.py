@@ -42,8 +42,7 @@ from clotho.storage.atomic_files import replace_file
 from protocols.errors import ArtifactError, ProfileError
 from training_run.commands.command_line import CommandParser
 from training_run.profile.load import load_profile
-from training_run.records.display import print_line
-from training_run.records.terminal_text import memory, percent
+from training_run.records.terminal_text import memory, percent, print_line
 
 REPORT = "merge_report.json"
 MAX_TOKENS = 128

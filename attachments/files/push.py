@@ -24,8 +24,7 @@ from protocols.errors import ClothoError, ProfileError, visible
 from training_run.commands.command_line import CommandParser
 from training_run.directory.checkpoints import MANIFEST
 from training_run.profile.load import load_profile, resolved_toml
-from training_run.records.display import print_line
-from training_run.records.terminal_text import size
+from training_run.records.terminal_text import print_line, size
 
 CARD, PROFILE = "README.md", "profile.toml"
 BASE_KEYS = (MlxLmConfig.base_key, PeftConfig.base_key)

@@ -16,7 +16,7 @@ from training_run.commands.command_line import CommandParser, require_new_file
 from training_run.profile.earlier_profiles import import_profile
 from training_run.profile.load import flatten, located, read_text
 from training_run.profile.program import program
-from training_run.records.display import print_line
+from training_run.records.terminal_text import print_line
 
 
 def parser() -> CommandParser:

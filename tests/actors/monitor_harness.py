@@ -13,7 +13,7 @@ from protocols.evaluation import EvalReport
 from protocols.step import LearnerReport
 from tests.training_run.records.display_examples import GAUGES
 from training_run.directory.jsonl import JsonlWriter
-from training_run.records.display import Display, NoDisplay, RunView
+from training_run.records.display import Display, RunView
 from training_run.records.findings import RunFindings
 from training_run.supervision.latest import Latest
 from training_run.supervision.queues import Queue
@@ -30,7 +30,7 @@ class Clock:
         return self.now
 
 
-class RecordingDisplay(NoDisplay):
+class RecordingDisplay(Display):
     """A display that keeps all views."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ async def observe(
     monitor = Monitor(
         inbox=queue.inbox(),
         gauges=options.pop("gauges", lambda: GAUGES),
-        display=display or NoDisplay(),
+        display=display or Display(),
         metrics=JsonlWriter(directory / "metrics.jsonl"),
         evaluations=JsonlWriter(directory / "evaluations.jsonl"),
         rollouts=rollouts,

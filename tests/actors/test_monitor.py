@@ -26,7 +26,7 @@ from tests.actors.monitor_harness import RecordingDisplay, lines, observe
 from tests.training_run.records.display_examples import GAUGES, UPDATE, discarded, evaluation, step, trained
 from tests.training_run.supervision.scripted_actors import RecordedSupervisor
 from training_run.directory.jsonl import JsonlWriter
-from training_run.records.display import NoDisplay, RunView
+from training_run.records.display import Display, RunView
 from training_run.records.findings import RunFindings
 from training_run.records.forecast import RemainingWork, RunForecast
 from training_run.records.metrics import all_metrics
@@ -177,7 +177,7 @@ async def test_the_text_of_a_finding_is_repeated_after_a_line_that_is_lost(
     assert named == [[list(Finding.__struct_fields__)], [["name", "fact"]]]
 
 
-class FailingDisplay(NoDisplay):
+class FailingDisplay(Display):
     """A display that fails at a view, the second one by default."""
 
     def __init__(self, fails_at: int = 2) -> None:
@@ -273,7 +273,7 @@ def monitor_of(queue: Queue[StepReport | EvalReport], metrics: JsonlWriter) -> M
     return Monitor(
         inbox=queue.inbox(),
         gauges=lambda: GAUGES,
-        display=NoDisplay(),
+        display=Display(),
         metrics=metrics,
         evaluations=JsonlWriter(metrics.path.with_name("evaluations.jsonl")),
         rollouts=None,

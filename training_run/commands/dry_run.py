@@ -16,8 +16,8 @@ from training_run.memory.estimate import estimate_memory, local_files
 from training_run.memory.report import describe, describe_limit
 from training_run.profile.load import changed_toml, resolved_toml
 from training_run.profile.schema import Profile
-from training_run.records.display import print_line
 from training_run.records.summary import print_dataset, print_estimate
+from training_run.records.terminal_text import print_line
 from training_run.rewards.runner import rewards_of
 from training_run.start.importable import require_importable
 

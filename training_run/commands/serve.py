@@ -29,9 +29,9 @@ from training_run.attachment import weights_are_replaced
 from training_run.memory.estimate import serving_memory
 from training_run.memory.report import limit_memory
 from training_run.profile.serve_profile import ServeArguments
-from training_run.records.display import machine_lines, print_line
+from training_run.records.display import machine_lines
 from training_run.records.event_log import event_log
-from training_run.records.terminal_text import memory, relative_path, size
+from training_run.records.terminal_text import memory, print_line, relative_path, size
 from training_run.serving import ServingState, names_of
 from training_run.start.startup import startup_watch
 from training_run.supervision.latest import Latest

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import structlog
 from rich.console import Console
-from rich.text import Text
 from structlog.typing import EventDict, WrappedLogger
 
 from protocols.errors import error_text
@@ -23,7 +22,7 @@ from training_run.directory.jsonl import JsonlWriter
 from training_run.directory.run_directory import PREVIOUS_LOG
 from training_run.records.failure_report import complain
 from training_run.records.output import STDOUT, on_output_problem
-from training_run.records.terminal_text import finding_lines, terminal_text
+from training_run.records.terminal_text import finding_lines, print_line
 
 TERMINAL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red"}
 """Levels that the terminal shows, with their style."""
@@ -195,8 +194,7 @@ class EventSink:
 
     def _print(self, line: str, style: str, *, limit: int = LINE_LIMIT) -> None:
         with suppress(Exception, SystemExit):  # rich raises SystemExit for a closed pipe
-            text = terminal_text(line, limit, ascii_only=self._console.options.ascii_only)
-            self._console.print(Text(text, style=style), soft_wrap=True)
+            print_line(self._console, line, style=style, limit=limit)
 
 
 def _is_forwarded(event: EventDict) -> bool:

@@ -6,14 +6,25 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rich.console import Console
+from rich.text import Text
+
 from protocols.errors import visible
 from protocols.finding import Finding
+
+LINE_LIMIT = 1000
+"""Maximum number of characters of a printed line."""
 
 
 def terminal_text(text: str, limit: int, *, ascii_only: bool = False) -> str:
     """Return untrusted text as `visible` does; with `ascii_only`, for terminals without Unicode."""
     shown = visible(text, limit)
     return shown.replace("…", "~").encode("ascii", "replace").decode("ascii") if ascii_only else shown
+
+
+def print_line(console: Console, line: str, *, style: str = "", limit: int = LINE_LIMIT) -> None:
+    """Write one line of at most `limit` characters without wrapping, markup or control characters."""
+    console.print(Text(terminal_text(line, limit, ascii_only=console.options.ascii_only), style), soft_wrap=True)
 
 
 def in_lines(pieces: Iterable[str], width: int, *, indent: int = 0) -> Iterator[str]:
