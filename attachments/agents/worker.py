@@ -31,13 +31,7 @@ from attachments.agents.messages import (
 )
 from clotho.user_code import load_named
 from protocols.errors import ProfileError, error_text
-from training_run.supervision.guarded_process import WorkerChannel, end_descendants, guard
-
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; "
-    "from attachments.agents.worker import main; main(sys.argv[1])"
-)
-"""Program of the worker. The path must be set before the first import of the project."""
+from training_run.supervision.guarded_process import WorkerChannel, end_descendants, exit_if_forked, guard
 
 MAX_TRACEBACK = 16_000
 REQUESTS: Any = Request
@@ -87,17 +81,9 @@ async def serve(channel: WorkerChannel, target: Any, limit_seconds: float) -> No
     """Answer requests until the run closes the socket."""
     episodes: dict[int, PlayedEpisode] = {}
     process = os.getpid()
-    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-    while True:
-        arrived.clear()
-        loop.add_reader(channel.descriptor, arrived.set)
-        await arrived.wait()
-        loop.remove_reader(channel.descriptor)
-        if (request := channel.receive(REQUESTS)) is None:
-            return
+    async for request in channel.arriving(REQUESTS):
         found = await answer(request, episodes, target, limit_seconds)
-        if os.getpid() != process:
-            os._exit(0)  # the environment forked: a copy must not answer
+        exit_if_forked(process)
         channel.send(found)
 
 
@@ -134,8 +120,7 @@ def main(settings_json: str) -> None:
     except ProfileError as error:
         channel.send(Failed(message=str(error)))
         return
-    if os.getpid() != process:
-        os._exit(0)  # the import forked: a copy must not answer
+    exit_if_forked(process)
     channel.send(Loaded())
     asyncio.run(serve(channel, target, settings.step_seconds))
     end_descendants(process)

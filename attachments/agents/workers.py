@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -27,7 +25,6 @@ from attachments.agents.messages import (
     Request,
 )
 from attachments.agents.sections import PythonAgent
-from attachments.agents.worker import BOOT
 from protocols.errors import ProfileError
 from protocols.prompt import Problem
 from training_run.supervision.guarded_process import GRACE_SECONDS, IMPORT_SECONDS, GuardedProcess, OutputLog, frame
@@ -56,15 +53,13 @@ class EnvironmentWorker:
     def __init__(self, settings: PythonAgent, output: OutputLog) -> None:
         """Start the process. Raises OSError if the system refuses."""
         limits = EnvironmentSettings(
-            path=sys.path,
-            parent=os.getpid(),
             memory_bytes=settings.memory_limit_mb * 2**20,
             environment=settings.environment,
             step_seconds=settings.step_seconds,
         )
         self.process = GuardedProcess(
             "the environment",
-            BOOT,
+            "attachments.agents.worker",
             limits,
             limit_key="agent.memory_limit_mb",
             ended=EnvironmentEnded,

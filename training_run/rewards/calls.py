@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
@@ -51,26 +51,32 @@ class AsyncCaller:
     def __init__(self, reward: Reward, *, timeout_seconds: float, loop: WorkerLoop) -> None:
         self.names: tuple[str, ...] = (reward.name,)
         self._reward, self._timeout_seconds, self._loop = reward, timeout_seconds, loop
-        self._hanging: list[LoopCall[list[Values]]] = []
+        self._hanging: list[Future[list[Values] | None]] = []
 
     async def __call__(self, completions: Completions) -> list[Values]:
         """Return the value of the function for every completion. Raises RewardError."""
-        self._hanging = [call for call in self._hanging if call.alive]
+        self._hanging = [call for call in self._hanging if not call.done()]
         if len(self._hanging) >= MAX_HANGING_CALLS:
             raise _hang(self.names, len(self._hanging))
-        call = self._loop.start(lambda: self._await_all(completions))
+        call = self._loop.start(self._await_all(completions))
+        ended = asyncio.wrap_future(call)
+        ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # a late failure has no receiver
         try:
-            with anyio.fail_after(self._timeout_seconds):
-                return await asyncio.wrap_future(call.future)
-        except TimeoutError:
+            await asyncio.wait({ended}, timeout=self._timeout_seconds)
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        if not ended.done():
             self._hanging.append(call)
-            raise _took_longer(self.names, self._timeout_seconds) from None
-        finally:
-            if not call.future.done():
-                call.abandon()
+        elif (values := ended.result()) is not None:
+            return values
+        raise _took_longer(self.names, self._timeout_seconds)
 
-    async def _await_all(self, completions: Completions) -> list[Values]:
-        return [await await_all(self._reward, completions)]
+    async def _await_all(self, completions: Completions) -> list[Values] | None:
+        """Await the values in the loop of the calls; None at the time limit, if the function can be cancelled."""
+        with anyio.move_on_after(self._timeout_seconds):
+            return [await await_all(self._reward, completions)]
+        return None
 
 
 def _hang(names: Sequence[str], count: int) -> RewardError:
@@ -87,62 +93,18 @@ class WorkerLoop:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> LoopCall[T]:
-        """Start the coroutine in the event loop of the thread."""
+    def start(self, call: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the event loop of the thread."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_serve, args=(self._loop,), name="reward-loop", daemon=True).start()
-        call = LoopCall[T](self._loop)
-        self._loop.call_soon_threadsafe(call.begin, work)
-        return call
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def close(self) -> None:
         """Cancel the running calls and end the thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
-
-
-class LoopCall(Generic[T]):
-    """A call in the event loop of a `WorkerLoop`."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.future: Future[T] = Future()
-        self.future.set_running_or_notify_cancel()
-        self._loop = loop
-        self._task: asyncio.Task[None] | None = None
-        self._abandoned = False
-
-    @property
-    def alive(self) -> bool:
-        """Whether the call has not ended."""
-        return not self._loop.is_closed() and (self._task is None or not self._task.done())
-
-    def begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        """Start the coroutine. Called in the event loop."""
-        self._task = self._loop.create_task(self._run(work))
-        if self._abandoned:
-            self._task.cancel()
-
-    async def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        try:
-            result = await work()
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # SystemExit would end the loop and all other calls
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
-
-    def abandon(self) -> None:
-        """Cancel the call. Its result has no receiver."""
-        self._abandoned = True
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._cancel)
-
-    def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

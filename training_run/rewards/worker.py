@@ -1,6 +1,6 @@
 """The worker process of a reward function: imports the function, and answers one call at a time over a socket.
 
-`worker_pool` starts `python -c BOOT SETTINGS` as a guarded process. The worker sends `Ready` or `Refused`, then one
+`worker_process` starts it as a guarded process. The worker sends `Ready` or `Refused`, then one
 `Answer` or `Failure` for each `CallRequest`. It ends when the socket closes, and when its parent process ends.
 
 A synchronous function is called in the main thread. An asynchronous function is called in an event loop that exists for
@@ -19,13 +19,13 @@ from msgspec import Struct
 from clotho.rewards.registry import GroupParameters, RewardOptions, group_parameters, is_async, load_reward
 from clotho.rewards.values import Completions, Reward, RewardError, Values, await_all, call_all
 from protocols.errors import ProfileError
-from training_run.supervision.guarded_process import ProcessSettings, WorkerChannel, end_descendants, guard
-
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; "
-    "from training_run.rewards.worker import main; main(sys.argv[1])"
+from training_run.supervision.guarded_process import (
+    ProcessSettings,
+    WorkerChannel,
+    end_descendants,
+    exit_if_forked,
+    guard,
 )
-"""Program of the worker. The path must be set before the first import of the project."""
 
 ORPHAN_SECONDS = 5.0
 """Time from the time limit of a call to the end of a process that nobody ended."""
@@ -86,10 +86,10 @@ def main(settings_json: str) -> None:
     try:
         function = load_reward(settings.name, settings.options, file=settings.file)
     except ProfileError as error:
-        _exit_if_forked(process)
+        exit_if_forked(process)
         channel.send(Refused(message=str(error)))
         return
-    _exit_if_forked(process)
+    exit_if_forked(process)
     group, asynchronous = group_parameters(function), is_async(function)
     reward = Reward(name=settings.name, function=function, group=group, max_steps=settings.options.max_steps)
     channel.send(Ready(asynchronous=asynchronous, group=group))
@@ -98,11 +98,6 @@ def main(settings_json: str) -> None:
     else:
         _serve(channel, reward, settings.options.timeout_seconds)
     end_descendants(process)
-
-
-def _exit_if_forked(process: int) -> None:
-    if os.getpid() != process:
-        os._exit(0)
 
 
 def _serve(channel: WorkerChannel, reward: Reward, timeout_seconds: float) -> None:
@@ -123,15 +118,7 @@ def _answer(reward: Reward, call: CallRequest) -> Answer | Failure:
 
 async def _serve_asynchronous(channel: WorkerChannel, reward: Reward, timeout_seconds: float) -> None:
     """Serve calls in an event loop, which also runs between calls."""
-    loop = asyncio.get_running_loop()
-    arrived = asyncio.Event()
-    while True:
-        arrived.clear()
-        loop.add_reader(channel.descriptor, arrived.set)
-        await arrived.wait()
-        loop.remove_reader(channel.descriptor)
-        if (call := channel.receive(CallRequest)) is None:
-            return
+    async for call in channel.arriving(CallRequest):
         channel.send(await _answer_asynchronous(reward, call, timeout_seconds))
 
 

@@ -6,8 +6,6 @@ its own, each of these costs one call: the process is killed, and `worker_pool` 
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,7 +16,6 @@ from clotho.rewards.registry import GroupParameters, RewardOptions
 from clotho.rewards.values import Completions, RewardError, Values, too_large
 from protocols.errors import ProfileError
 from training_run.rewards.worker import (
-    BOOT,
     Answer,
     CallRequest,
     Failure,
@@ -105,14 +102,12 @@ class WorkerProcess:
         settings = WorkerSettings(
             name=function.name,
             options=function.options,
-            path=sys.path,
-            parent=os.getpid(),
             memory_bytes=function.memory_bytes,
             file=function.file,
         )
         self._process = GuardedProcess(
             f"reward {function.name}",
-            BOOT,
+            "training_run.rewards.worker",
             settings,
             limit_key="rewards.memory_limit_mb",
             ended=WorkerEnded,

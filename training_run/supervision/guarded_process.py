@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -67,14 +67,23 @@ Request = TypeVar("Request")
 class ProcessSettings(Struct, frozen=True, kw_only=True):
     """Parent -> process that runs code of the user, in the command line.
 
-    path: `sys.path`. parent: process id. memory_bytes: limit of the private memory; Linux enforces it, macOS does not.
-    descriptor: of the socket.
+    memory_bytes: limit of the private memory; Linux enforces it, macOS does not. The start of the process sets the
+    others. path: `sys.path`. parent: process id. descriptor: of the socket.
     """
 
-    path: list[str]
-    parent: int
     memory_bytes: int
+    path: list[str] = []
+    parent: int = 0
     descriptor: int = -1
+
+
+def boot(module: str) -> str:
+    """Return the program whose argument are the settings of a process, and which calls `main` of the module with them.
+
+    The path must be set before the first import of the project.
+    """
+    path = "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']"
+    return f"{path}; from {module} import main; main(sys.argv[1])"
 
 
 def frame(message: Struct) -> bytes:
@@ -108,6 +117,18 @@ class WorkerChannel:
         if len(header) < LENGTH_BYTES:
             return None
         return msgpack.decode(self._read(int.from_bytes(header, "little")), type=kind)
+
+    async def arriving(self, kind: type[Request]) -> AsyncIterator[Request]:
+        """Yield the requests until the parent closes the socket. Between two requests, the event loop runs."""
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        while True:
+            arrived.clear()
+            loop.add_reader(self.descriptor, arrived.set)
+            await arrived.wait()
+            loop.remove_reader(self.descriptor)
+            if (request := self.receive(kind)) is None:
+                return
+            yield request
 
     def _read(self, size: int) -> bytes:
         content = bytearray()
@@ -143,6 +164,12 @@ def guard(settings: ProcessSettings) -> None:
     threading.Thread(target=_end_with_parent, args=(settings.parent,), daemon=True).start()
 
 
+def exit_if_forked(process: int) -> None:
+    """End a process that is not the one with this id: a copy that code of the user has forked must not answer."""
+    if os.getpid() != process:
+        os._exit(0)
+
+
 def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
@@ -169,7 +196,7 @@ class GuardedProcess:
     def __init__(
         self,
         name: str,
-        boot: str,
+        module: str,
         settings: ProcessSettings,
         *,
         limit_key: str,
@@ -178,8 +205,8 @@ class GuardedProcess:
     ) -> None:
         """Start the process. Needs a running event loop. Raises OSError if the system refuses.
 
-        name: in errors, such as `reward length`. boot: program, whose argument are the settings with the descriptor of
-        its socket. limit_key: setting of the memory limit. ended: error for a process that ended or was killed.
+        name: in errors, such as `reward length`. module: its `main` is the program of the process. limit_key: setting
+        of the memory limit. ended: error for a process that ended or was killed.
         """
         self._name, self._limit_key, self._ended, self._on_output = name, limit_key, ended, on_output
         self._memory_bytes = settings.memory_bytes
@@ -188,10 +215,10 @@ class GuardedProcess:
         self._socket.setblocking(False)
         self._output, their_output = os.pipe()
         os.set_blocking(self._output, False)
-        argument = msgspec.json.encode(replace(settings, descriptor=theirs.fileno())).decode()
+        whole = replace(settings, path=sys.path, parent=os.getpid(), descriptor=theirs.fileno())
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", boot, argument],
+                [sys.executable, "-c", boot(module), msgspec.json.encode(whole).decode()],
                 stdin=subprocess.DEVNULL,
                 stdout=their_output,
                 stderr=their_output,

@@ -25,7 +25,7 @@ def test_an_event_loop_that_was_closed_starts_again_with_the_next_call() -> None
         return 7
 
     for _ in range(2):
-        assert loop.start(answer).future.result(timeout=10) == 7
+        assert loop.start(answer()).result(timeout=10) == 7
         loop.close()
         loop.close()
 

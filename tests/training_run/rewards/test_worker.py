@@ -12,8 +12,8 @@ import pytest
 from msgspec import json, msgpack
 
 from clotho.rewards.registry import RewardOptions
-from training_run.rewards.worker import BOOT, Ready, Refused, WorkerMessage, WorkerSettings
-from training_run.supervision.guarded_process import LENGTH_BYTES
+from training_run.rewards.worker import Ready, Refused, WorkerMessage, WorkerSettings
+from training_run.supervision.guarded_process import LENGTH_BYTES, boot
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_module_that_forks_during_its_import_answers_once(
     with ours, ours.makefile("rb") as received:
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, json.encode(settings).decode()],
+                [sys.executable, "-c", boot("training_run.rewards.worker"), json.encode(settings).decode()],
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
