@@ -33,9 +33,9 @@ from attachments.ranks.messages import (
     encode,
 )
 from attachments.ranks.sections import DistributedSection
-from clotho.models.fingerprints import model_fingerprint
 from clotho.models.loading import find_model
 from clotho.models.machine import limit_mlx_memory, memory_limit
+from clotho.models.model_files import model_fingerprint
 from clotho.models.parameters import Arrays, fingerprint, flat, layout, nested
 from clotho.models.policy import Policy, TrainablePolicy, load_policy
 from clotho.models.turns import UNDIVIDED
@@ -52,7 +52,7 @@ from clotho.training.gradient import (
     micro_batch_gradient,
 )
 from clotho.training.gradient import add_gradients as add
-from clotho.training.objectives.registry import objective
+from clotho.training.objectives.functions import objective
 from clotho.training.reference_policy import ReferencePolicy
 from protocols.errors import ClothoError, ModelError, error_text
 from training_run.records.failure_report import complain

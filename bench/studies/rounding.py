@@ -19,8 +19,8 @@ from msgspec import convert
 
 from bench.tables import markdown
 from clotho.settings.learner import LearnerSection
+from clotho.training.objectives.functions import objective
 from clotho.training.objectives.loss import LossCoefficients, TokenLossInputs, policy_loss
-from clotho.training.objectives.registry import objective
 from protocols.step import Cut
 from training_run.profile.keys import CHOICES
 

@@ -175,24 +175,42 @@ class SequenceObjective(ClippedObjective, frozen=True, kw_only=True):
 
 
 class Grpo(ClippedObjective, frozen=True, kw_only=True, tag="grpo"):
-    """Group Relative Policy Optimization (arXiv:2402.03300) with the mean over tokens and the clip range of DAPO."""
+    """Group Relative Policy Optimization (arXiv:2402.03300) with the mean over tokens and the clip range of DAPO.
+
+    Rewards are centered and scaled by their group: equation 3. Departures: the paper has the mean over completions of
+    the mean over tokens, a clip range of 0.2, and a KL penalty (k3, 0.04), which is off here by default; an epsilon is
+    added to the standard deviation.
+    """
 
     clip_high: ClipHigh = 0.28
 
 
 class DrGrpo(ClippedObjective, frozen=True, kw_only=True, tag="dr_grpo"):
-    """GRPO without division by the standard deviation and by the length (arXiv:2503.20783)."""
+    """GRPO without division by the standard deviation and by the length (arXiv:2503.20783).
+
+    Easy and hard prompts have equal weight. Token losses are summed and divided by a constant (`sampling.max_tokens`),
+    so that long wrong answers are not discounted.
+    """
 
     advantage: Advantage = MeanAdvantage()
     loss_aggregation: Aggregation = "token_sum"
 
 
 class Bnpo(ClippedObjective, frozen=True, kw_only=True, tag="bnpo"):
-    """GRPO normalized by the tokens of the batch (TRL's loss type bnpo)."""
+    """GRPO normalized by the tokens of the batch (TRL's loss type bnpo).
+
+    Departure: TRL divides by the tokens of the local micro-batch, which makes the loss depend on the split; here it is
+    the whole batch. It is not the Beta normalization of rewards of the paper with the same initials.
+    """
 
 
 class Dapo(ClippedObjective, frozen=True, kw_only=True, tag="dapo"):
-    """Decoupled clip and dynamic sampling (arXiv:2503.14476)."""
+    """Decoupled clip and dynamic sampling (arXiv:2503.14476).
+
+    Clip-higher (section 3.1: 0.2 and 0.28), dynamic sampling (3.2), the mean over all tokens of the batch (3.3), no KL
+    penalty. The soft overlong punishment (3.4) depends on the length of completions: set `overlong_penalty` (the
+    paper's buffer is a fifth of the longest length).
+    """
 
     clip_high: ClipHigh = 0.28
     dynamic_sampling_max_ratio: MaxRatio = 4.0
@@ -237,13 +255,24 @@ class Reinforce(RatioObjective, frozen=True, kw_only=True, tag="reinforce"):
 
 
 class ReinforcePlusPlus(ClippedObjective, frozen=True, kw_only=True, tag="reinforce_plus_plus"):
-    """REINFORCE++ with advantages normalized over the batch (arXiv:2501.03262)."""
+    """REINFORCE++ with advantages normalized over the batch (arXiv:2501.03262).
+
+    The form with baseline: rewards centered by their group, divided by the standard deviation over the batch. The
+    paper's plain form, one completion per prompt, is the advantage `batch`. The paper's KL penalty is k1 in the reward
+    in the plain form and k2 in the loss with baseline; it is off by default.
+    """
 
     advantage: Advantage = BatchCentredAdvantage()
 
 
 class PpoDecoupled(ClippedObjective, frozen=True, kw_only=True, tag="ppo_decoupled"):
-    """PPO with a clip range around the batch-start policy and an importance weight for staleness (arXiv:2505.24298)."""
+    """PPO with a clip range around the batch-start policy and an importance weight for staleness (arXiv:2505.24298).
+
+    L_t = -w_t min(u_t A_t, clip(u_t) A_t), u = pi / pi_prox, w = pi_prox / mu: AReaL after Hilton et al.
+    (arXiv:2110.00641), with w bounded as in AReaL's code: tokens with w > 5 are masked. With one optimizer step per
+    batch, u = 1 and nothing is clipped. Departures: advantages of the group instead of advantages whitened over the
+    batch; no critic.
+    """
 
     ratio_reference: RatioReference = "batch_start"
     importance_correction: Correction = MaskCorrection(low=0.0, high=5.0)

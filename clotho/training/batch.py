@@ -20,8 +20,8 @@ from clotho.settings.learner import EnvironmentReference, KLPenalty, LearnerSect
 from clotho.settings.objectives import EnvironmentAdvantage, GradientNorm, OptimalBaselineAdvantage, RatioObjective
 from clotho.training.advantages import advantages, environment_advantages
 from clotho.training.gradient import FixedLogprobs, LossConfig, OtherRanks, compute_logprobs, score_norm_squared
-from clotho.training.objectives.aggregation import loss_weights
 from clotho.training.objectives.kl import ESTIMATORS
+from clotho.training.objectives.loss import loss_weights
 from clotho.training.reference_policy import ReferencePolicy
 from protocols.rollout import ScoredGroup, TeacherTokens
 from protocols.sampling import Completion

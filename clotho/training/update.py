@@ -9,8 +9,8 @@ An update passes through these modules, in this order:
    scores every token under it.
 3. `advantages` turns the rewards of each group (less that penalty) into one advantage per completion. Groups from
    environments may contain advantages per token. Tokens that the policy did not sample and masked completions get 0.
-4. `batch` divides the groups into minibatches by a seeded permutation. `objectives.aggregation` gives every token its
-   loss weight, so that the loss of the update is the sum over tokens of loss weight times token loss, for any split.
+4. `batch` divides the groups into minibatches by a seeded permutation. `objectives.loss` gives every token its loss
+   weight, so that the loss of the update is the sum over tokens of loss weight times token loss, for any split.
    `scoring.layouts` cuts each minibatch into micro-batches of at most `learner.micro_batch_tokens` positions.
    If there are several optimizer steps and the ratio is against the policy at the start of the batch, `batch` scores
    the tokens of all steps but the first under that policy now, because its weights are about to change.
@@ -20,15 +20,15 @@ An update passes through these modules, in this order:
 
        L = sum_t loss_weight_t * (w_t * objective_t + kl_beta * KL_t - entropy_coef * H_t + distillation_t)
 
-   The objective function (`objectives.token_level`, `objectives.sequence_level`) maps importance ratio and advantage
-   to a token loss; `objectives.importance_correction` gives w_t. The loss also returns the sums of its metrics.
+   The objective function (`objectives.functions`) maps importance ratio and advantage to a token loss;
+   `objectives.importance_correction` gives w_t. The loss also returns the sums of its metrics.
    The gradients of the micro-batches add up to the gradient of the minibatch, in float32. The values of single tokens
    (`TokenRecord`) are by-products of the first gradient that uses each token.
 6. `optimizers` clips that gradient by its global norm and applies the update rule to new arrays. A loss or gradient
    that is not finite ends the update here: the old parameters and the old optimizer state are still in place. A
    gradient of exactly zero takes no step.
 7. `update_checks` measures how far the update moved the policy, if the caller needs it.
-8. `update` applies the result: `update_checks` raises if an adapter does not move, `objectives.controllers` computes
+8. `update` applies the result: `update_checks` raises if an adapter does not move, `objectives.loss` computes
    the loss coefficients of the next update, the reference policy follows if it is a moving one, and parameters,
    optimizer state, version and weights hash change together. The learner then publishes the new weights.
 
@@ -56,9 +56,8 @@ from clotho.settings.learner import LearnerSection
 from clotho.training.batch import PerTokenAdvantages, TrainingBatch, prepare
 from clotho.training.gradient import LossConfig, OtherRanks
 from clotho.training.learner_state import LearnerSnapshot, LearnerState, state_arrays, state_from_arrays, with_prefix
-from clotho.training.objectives.controllers import initial_loss_coefficients, next_loss_coefficients
-from clotho.training.objectives.registry import objective
-from clotho.training.objectives.sequence_level import require_exact_ratio
+from clotho.training.objectives.functions import objective, require_exact_ratio
+from clotho.training.objectives.loss import initial_loss_coefficients, next_loss_coefficients
 from clotho.training.optimizer_steps import MetricTotals, OptimizerProgress, TokenRecord, take_optimizer_steps
 from clotho.training.optimizers import initial_state, learning_rate
 from clotho.training.reference_policy import ReferencePolicy

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from clotho.settings.learner import LearnerSection
-from clotho.training.objectives.aggregation import loss_weights
-from clotho.training.objectives.controllers import initial_loss_coefficients
-from clotho.training.objectives.loss import TokenLossInputs, policy_loss
-from clotho.training.objectives.registry import objective
+from clotho.training.objectives.functions import objective
+from clotho.training.objectives.loss import TokenLossInputs, initial_loss_coefficients, loss_weights, policy_loss
 from tests.learner_settings import OBJECTIVES, learner_settings
 from tests.oracle.policy_loss import TOKEN_LOSSES, Example, Rows, loss, slopes
 

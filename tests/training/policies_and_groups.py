@@ -22,8 +22,8 @@ from clotho.settings.engine import SamplingSection
 from clotho.settings.learner import LearnerSection
 from clotho.training.batch import prepare
 from clotho.training.gradient import LossConfig, StepPosition, micro_batch_gradient
-from clotho.training.objectives.controllers import initial_loss_coefficients
-from clotho.training.objectives.registry import objective
+from clotho.training.objectives.functions import objective
+from clotho.training.objectives.loss import initial_loss_coefficients
 from clotho.training.reference_policy import ReferencePolicy
 from clotho.training.update import PolicyLearner
 from protocols.prompt import Problem, Prompt

@@ -22,8 +22,8 @@ from clotho.training.batch import prepare
 from clotho.training.gradient import FixedLogprobs, LossConfig, MicroBatchGradient, StepPosition, micro_batch_gradient
 from clotho.training.objectives.contract import Objective as ObjectiveFunction
 from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
-from clotho.training.objectives.controllers import initial_loss_coefficients
-from clotho.training.objectives.registry import objective
+from clotho.training.objectives.functions import objective
+from clotho.training.objectives.loss import initial_loss_coefficients
 from clotho.training.reference_policy import ReferencePolicy
 from protocols.rollout import ScoredGroup
 from tests import model_lanes

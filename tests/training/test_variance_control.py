@@ -16,8 +16,8 @@ from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.batch import Minibatch, log_variance_weights, minibatches
 from clotho.training.gradient import LossConfig, score_norm_squared
+from clotho.training.objectives.functions import objective
 from clotho.training.objectives.loss import LossCoefficients
-from clotho.training.objectives.registry import objective
 from clotho.training.optimizer_steps import effective_sample_size, step_scale
 from protocols.rollout import ScoredGroup
 from tests import model_lanes

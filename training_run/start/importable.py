@@ -12,6 +12,6 @@ def require_importable(profile: Profile) -> None:
     for section in profile.actors:
         load_factory(section)
     if isinstance(profile.learner.objective, Custom):
-        from clotho.training.objectives.registry import objective  # imports MLX
+        from clotho.training.objectives.functions import objective  # imports MLX
 
         objective(profile.learner.objective)

@@ -1,17 +1,34 @@
-"""The loss of a micro-batch and its metrics.
+"""The loss of a micro-batch and its metrics, the weights of tokens in it, and its coefficients from update to update.
 
 N is the number of sampled tokens of the micro-batch, padding included. Departure from the papers: the importance
 correction does not weight the KL penalty, the entropy bonus and the distillation loss.
+
+The loss is the sum over trained tokens of loss weight times token loss. The weights are computed once for the whole
+update, so that any split into micro-batches gives the same loss and the same gradient. Completions that are not trained
+on (empty, or masked as truncated) have weight 0, and no denominator counts them, nor a group that has no other
+completion. Completions that an importance correction rejects are counted.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from clotho.settings.bounds import Off
-from clotho.settings.learner import KLPenalty, LearnerSection, LossKLPenalty
+from clotho.settings.learner import (
+    AdaptiveCoefficient,
+    AdaptiveEntropyBonus,
+    FixedEntropyBonus,
+    KLPenalty,
+    LearnerSection,
+    LossKLPenalty,
+)
 from clotho.settings.objectives import ObjectiveSettings, RatioObjective
 from clotho.training.objectives.contract import Objective, ObjectiveInputs
 from clotho.training.objectives.importance_correction import CorrectionWeights, correction_weights
@@ -44,7 +61,7 @@ class TokenLossInputs(NamedTuple):
 
 
 class LossCoefficients(NamedTuple):
-    """Current coefficients of the KL penalty and the entropy bonus; see `controllers`."""
+    """Current coefficients of the KL penalty and the entropy bonus; see `next_loss_coefficients`."""
 
     kl_beta: float
     entropy_coef: float
@@ -152,3 +169,127 @@ def _penalty(logp_N: mx.array, inputs: TokenLossInputs, settings: LearnerSection
     kl_N = ESTIMATORS[penalty.estimator](logp_N, inputs.reference_N)
     weighted = isinstance(penalty, LossKLPenalty) and penalty.importance_weighted
     return ratio_weighted(kl_N, logp_N, inputs.rollout_logp_N) if weighted else kl_N
+
+
+LARGEST_ERROR = 0.2
+"""Bound of the relative error that the adaptive KL coefficient reacts to."""
+
+
+def initial_loss_coefficients(settings: LearnerSection) -> LossCoefficients:
+    """Return the coefficients of the first update: those of the profile."""
+    penalty, bonus = settings.kl_penalty, settings.entropy_bonus
+    return LossCoefficients(
+        penalty.coef if isinstance(penalty, KLPenalty) else 0.0,
+        0.0 if isinstance(bonus, Off) else bonus.coef,
+    )
+
+
+def next_loss_coefficients(
+    loss_coefficients: LossCoefficients, *, kl: float, entropy: float, settings: LearnerSection
+) -> LossCoefficients:
+    """Return the coefficients after an update that measured `kl` and `entropy`, in nats per token.
+
+    A fixed coefficient does not change, and no coefficient changes after a measurement that is not finite.
+    """
+    return LossCoefficients(
+        next_kl_beta(loss_coefficients.kl_beta, kl, settings),
+        next_entropy_coef(loss_coefficients.entropy_coef, entropy, settings),
+    )
+
+
+def next_kl_beta(beta: float, kl: float, settings: LearnerSection) -> float:
+    """Return the next KL coefficient: the adaptive controller of Ziegler et al. (arXiv:1909.08593), equation 11.
+
+    beta <- beta * (1 + e / horizon), e = clip(kl / target - 1, -0.2, 0.2). The paper has a horizon of 10.
+    """
+    penalty = settings.kl_penalty
+    if (
+        not isinstance(penalty, KLPenalty)
+        or not isinstance(penalty.control, AdaptiveCoefficient)
+        or not math.isfinite(kl)
+    ):
+        return beta
+    error = min(max(kl / penalty.control.target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
+    return beta * (1.0 + error / penalty.control.horizon)
+
+
+def next_entropy_coef(weight: float, entropy: float, settings: LearnerSection) -> float:
+    """Return the next entropy coefficient.
+
+    adaptive: up by `step` while the entropy is below `target`, else down by `step`, never below 0: adaptive entropy
+    control, Skywork-OR1 (arXiv:2505.22312), with a departure that docs/numerics.md lists. fixed: coefficient <-
+    coefficient * decay.
+    """
+    bonus = settings.entropy_bonus
+    if isinstance(bonus, FixedEntropyBonus):
+        return weight * bonus.decay
+    if not isinstance(bonus, AdaptiveEntropyBonus) or not math.isfinite(entropy):
+        return weight
+    return max(0.0, weight + (bonus.step if entropy < bonus.target else -bonus.step))
+
+
+Lengths = Sequence[NDArray[np.float64]]
+Coefficients = list[NDArray[np.float64]]
+
+
+def token_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
+    """Return 1 / T, T = trained tokens of the batch: DAPO (arXiv:2503.14476), section 3.3.
+
+    Every token has equal weight, so long completions have more.
+    """
+    share = _share(sum(float(length_G.sum()) for length_G in lengths))
+    return [_where_trained(length_G, share) for length_G in lengths]
+
+
+def sequence_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
+    """Return 1 / (T_i * S), T_i = tokens of the completion, S = completions: GRPO (arXiv:2402.03300), equation 3.
+
+    All completions have equal weight, also if groups differ in size.
+    """
+    share = _share(_sequences(lengths))
+    return [_where_trained(length_G, share / np.maximum(length_G, 1.0)) for length_G in lengths]
+
+
+def token_sum(lengths: Lengths, max_tokens: int) -> Coefficients:
+    """Return 1 / (max_tokens * S), S = completions: the constant of Dr. GRPO (arXiv:2503.20783).
+
+    Every token has the same weight in every batch.
+    """
+    share = _share(max_tokens * _sequences(lengths))
+    return [_where_trained(length_G, share) for length_G in lengths]
+
+
+def group_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
+    """Return 1 / (T_g * P), T_g = tokens of the group, P = groups: the prompt average of ScaleRL (arXiv:2510.13786).
+
+    All groups have equal weight, and all tokens of a group have equal weight.
+    """
+    share = _share(sum(bool(length_G.any()) for length_G in lengths))
+    return [_where_trained(length_G, share * _share(float(length_G.sum()))) for length_G in lengths]
+
+
+AGGREGATIONS: Mapping[str, Callable[[Lengths, int], Coefficients]] = MappingProxyType(
+    {"token_mean": token_mean, "sequence_mean": sequence_mean, "token_sum": token_sum, "group_mean": group_mean}
+)
+"""`learner.objective.loss_aggregation` -> aggregation(lengths, max_tokens)."""
+
+
+def loss_weights(kind: str, lengths: Sequence[Sequence[int]], *, max_tokens: int) -> Coefficients:
+    """Return the loss weight of a token of each completion: (G,) float64 per group.
+
+    kind: key of `AGGREGATIONS`. lengths: number of trained tokens of every completion of every group. max_tokens:
+    largest possible length of a completion. All weights are 0 if there is no trained token.
+    """
+    return AGGREGATIONS[kind]([np.asarray(lengths_G, dtype=np.float64) for lengths_G in lengths], max_tokens)
+
+
+def _sequences(lengths: Lengths) -> int:
+    return sum(int(np.count_nonzero(length_G)) for length_G in lengths)
+
+
+def _share(parts: float) -> float:
+    return 1.0 / parts if parts else 0.0
+
+
+def _where_trained(length_G: NDArray[np.float64], share: float | NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.where(length_G > 0, share, 0.0)

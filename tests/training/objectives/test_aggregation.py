@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clotho.training.objectives.aggregation import AGGREGATIONS, loss_weights
+from clotho.training.objectives.loss import AGGREGATIONS, loss_weights
 
 LENGTHS = [[3, 1, 0], [4], [0, 0]]
 """Eight trained tokens in three completions of two groups. The third group has none."""

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from clotho.training.objectives.controllers import initial_loss_coefficients, next_loss_coefficients
-from clotho.training.objectives.loss import LossCoefficients
+from clotho.training.objectives.loss import LossCoefficients, initial_loss_coefficients, next_loss_coefficients
 from tests.learner_settings import learner_settings
 
 

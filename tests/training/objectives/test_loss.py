@@ -9,9 +9,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.training.objectives.controllers import initial_loss_coefficients
-from clotho.training.objectives.loss import LossCoefficients, MetricSums, TokenLossInputs, policy_loss
-from clotho.training.objectives.registry import objective
+from clotho.training.objectives.functions import objective
+from clotho.training.objectives.loss import (
+    LossCoefficients,
+    MetricSums,
+    TokenLossInputs,
+    initial_loss_coefficients,
+    policy_loss,
+)
 from protocols.step import Cut
 from tests.learner_settings import learner_settings
 from tests.training.objectives.objective_inputs import float_array

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from clotho.training.objectives.aggregation import loss_weights
 from clotho.training.objectives.contract import Objective
-from clotho.training.objectives.sequence_level import gspo, gspo_token, require_exact_ratio, rloo
+from clotho.training.objectives.functions import gspo, gspo_token, require_exact_ratio, rloo
+from clotho.training.objectives.loss import loss_weights
 from protocols.errors import ProfileError
 from tests.learner_settings import learner_settings
 from tests.training.objectives.objective_inputs import at_ratio, evaluate_objective, float_array, random_tokens, tokens
