@@ -11,6 +11,7 @@ from anyio.abc import TaskStatus
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.policy import Policy
+from clotho.sampler import swap_weights
 from clotho.scoring.parity_check import (
     LIMITS,
     SERVED_KL,
@@ -22,7 +23,6 @@ from clotho.scoring.parity_check import (
 )
 from clotho.settings.engine import EngineSection
 from clotho.settings.learner import LearnerSection
-from clotho.weight_swap import swap_weights
 from protocols.errors import ParityError
 from protocols.queues import Inbox
 from protocols.step import PolicyUpdated, StepReport, WeightsReady

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 from clotho.lanes.compute_thread import ComputeThread, finish
 from clotho.models.policy import Policy
 from clotho.models.turns import TurnBudget
-from clotho.scoring.prompt_logprobs import PromptScorer
-from clotho.scoring.reference_loss import reference_losses
+from clotho.scoring.prompt_logprobs import PromptScorer, reference_losses
 from clotho.settings.engine import EngineSection
 from protocols.evaluation import EvalReport, HeldOut, ReferenceLoss
 from protocols.queues import Inbox, Outbox, QueueClosed

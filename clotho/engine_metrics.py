@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 
 from clotho.inference.interface import EngineStats
 from clotho.lanes.arbiter import TurnKind, TurnTimes
-from clotho.serving.families import counter, gauge, gauges, histogram
+from clotho.serving.metrics import counter, gauge, gauges, histogram
 from protocols.summary import SpeculationCounts
 
 TIMINGS = {

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import structlog
 from msgspec import Struct
@@ -16,10 +16,9 @@ from clotho.inference.rows import RowAdapter
 from clotho.lanes.compute_thread import Compute, ComputeThread, finish
 from clotho.lanes.sampling_client import EngineSampler, Flight, Item, Progress, event_or_error
 from clotho.library import DEFAULT, compute, result_of, settings
-from clotho.models.base_model import BaseModel
 from clotho.models.machine import core_division
-from clotho.models.pinned_weights import PinnedWeights
-from clotho.models.policy import Parameters, Policy
+from clotho.models.parameters import Parameters
+from clotho.models.policy import BaseModel, PinnedWeights, Policy
 from clotho.models.turns import TurnBudget
 from clotho.scoring.prompt_logprobs import MODEL_DISTRIBUTION, PromptScorer
 from clotho.scoring.token_scores import SamplingDistribution
@@ -41,6 +40,7 @@ from protocols.step import WeightsReady
 
 if TYPE_CHECKING:
     from clotho.learner import Learner
+
 
 log = structlog.get_logger(__name__)
 
@@ -290,7 +290,7 @@ class Sampler:
         self._require_open()
         requests = [
             SampleRequest(
-                prompt=_tokens(prompt),
+                prompt=tuple(prompt),
                 sampling=sampling,
                 seeds=completion_seeds(group_seed(seed, position), n),
                 background=True,
@@ -309,7 +309,7 @@ class Sampler:
         errors are those of `sample`.
         """
         self._require_open()
-        request = SampleRequest(prompt=_tokens(prompt), sampling=sampling, seeds=completion_seeds(seed, 1))
+        request = SampleRequest(prompt=tuple(prompt), sampling=sampling, seeds=completion_seeds(seed, 1))
         events = self.new_client().stream(request)
         try:
             async for event in events:
@@ -346,7 +346,7 @@ class Sampler:
     ) -> Future[list[tuple[float, ...]]]:
         self._require_open()
         pairs = [
-            (_tokens(prompt), one.tokens if isinstance(one, Completion) else _tokens(one))
+            (tuple(prompt), one.tokens if isinstance(one, Completion) else tuple(one))
             for prompt, one in zip(_many(prompts), completions, strict=True)
         ]
         if not temperature > 0.0:
@@ -441,5 +441,41 @@ def _many(prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
     return prompts
 
 
-def _tokens(prompt: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prompt)
+class ServedWeights(Protocol):
+    """Announces the weights that are served. Belongs to the event loop."""
+
+    @property
+    def value(self) -> WeightsReady:
+        """The weights that are served now."""
+
+    def put(self, value: WeightsReady, /) -> None:
+        """Announce others."""
+
+
+class ReplaceablePolicy(Struct, frozen=True, kw_only=True, eq=False):
+    """A policy whose weights somebody outside this process replaces."""
+
+    policy: Policy
+    engine: DecodeEngine
+    compute: Compute
+    weights: ServedWeights
+    kv_policy: KvPolicy = "keep"
+
+
+async def swap_weights(
+    decode: ComputeThread,
+    policy: Policy,
+    engine: DecodeEngine,
+    kv_policy: KvPolicy,
+    parameters: Parameters,
+    ready: WeightsReady,
+) -> float:
+    """Serve `parameters`, which are evaluated, from now on; return the duration of the swap in seconds.
+
+    With the KV policy `drain`, running rows finish first. Raises ValueError if the parameters are not the policy's.
+    """
+
+    def publish() -> float:
+        return policy.publish(parameters, version=ready.version, step=ready.step, fingerprint=ready.fingerprint)
+
+    return await finish(await finish(decode.submit(lambda: engine.swap(publish, kv_policy))))

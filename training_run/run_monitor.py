@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 
 from clotho.models.machine import peak_memory
 from clotho.process import usable_cores
-from clotho.serving.families import counter, gauge, gauges
+from clotho.serving.metrics import counter, gauge, gauges
 from clotho.serving.services import NullSampleLog, ServedModel, ServerContext
 from clotho.settings.model import FullMethod
 from clotho.settings.server import HttpServer

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 
 from clotho.engine_metrics import engine_metrics
 from clotho.sampler import Sampler
-from clotho.serving.families import counter
+from clotho.serving.metrics import counter
 from clotho.serving.services import EngineAccess, HealthReport
 from protocols.sampling import PromptLogprobs
 from training_run.attachment import engine_watches

@@ -27,8 +27,7 @@ from clotho.models.loading import find_model
 from clotho.models.machine import compute_slots
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy, load_policy
-from clotho.sampler import OwnThreads, Sampler
-from clotho.weight_swap import ReplaceablePolicy
+from clotho.sampler import OwnThreads, ReplaceablePolicy, Sampler
 from protocols.errors import RequestError
 from protocols.sampling import Completion
 from protocols.step import WeightsReady

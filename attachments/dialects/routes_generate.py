@@ -21,10 +21,9 @@ from attachments.dialects.native import (
     served_by,
 )
 from clotho.serving.bodies import json_object
-from clotho.serving.completion_requests import tokenize
 from clotho.serving.errors import invalid_field
 from clotho.serving.openai_fields import Limit, Schema, Seed, json_grammar
-from clotho.serving.openai_requests import build_request, check_choices
+from clotho.serving.openai_requests import build_request, check_choices, tokenize
 from clotho.serving.openai_responses import LOWEST, Alternatives
 from clotho.serving.services import ServerContext, Tokenizer, find_served
 from protocols.constraints import Grammar

@@ -6,10 +6,16 @@ import msgspec
 from msgspec import Struct
 
 from clotho.serving.bodies import json_object
-from clotho.serving.completion_requests import tokenize
 from clotho.serving.errors import invalid_field
 from clotho.serving.openai_fields import Messages, TemplateVariables
-from clotho.serving.openai_requests import check_tokens, render_prompt, run_tokenizer, text_messages, validation_error
+from clotho.serving.openai_requests import (
+    check_tokens,
+    render_prompt,
+    run_tokenizer,
+    text_messages,
+    tokenize,
+    validation_error,
+)
 from clotho.serving.services import ServerContext, find_served
 from protocols.sampling import TokenId
 

@@ -15,8 +15,7 @@ from attachments.dialects.native import (
     served_by,
 )
 from clotho.serving.bodies import json_object
-from clotho.serving.completion_requests import tokenize
-from clotho.serving.openai_requests import build_request, check_choices
+from clotho.serving.openai_requests import build_request, check_choices, tokenize
 from clotho.serving.openai_responses import LOWEST
 from clotho.serving.services import ServerContext, find_served
 from protocols.constraints import Grammar

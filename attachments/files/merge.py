@@ -32,9 +32,8 @@ from clotho.data.records import Source
 from clotho.generators import Generators, prefix_of
 from clotho.models.adapter_reading import read_adapter_of
 from clotho.models.adapters import Adapter
-from clotho.models.loading import open_stored
+from clotho.models.loading import open_stored, quantize_base
 from clotho.models.model_files import BITS, GROUP_SIZES
-from clotho.models.quantization import quantize_base
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.data import DataSection
 from clotho.settings.model import ModelSection, QuantizeAtLoad

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 
 from attachments.ranks.gauges import RankGauges
-from clotho.serving.families import counter
+from clotho.serving.metrics import counter
 
 
 def rank_metrics(found: RankGauges) -> Iterator[Metric]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric, StateSetMetricFamily
 
 from attachments.remote.gauges import RemoteGauges
-from clotho.serving.families import counter, gauges, histogram
+from clotho.serving.metrics import counter, gauges, histogram
 
 
 def server_metrics(remote: RemoteGauges) -> Iterator[Metric]:

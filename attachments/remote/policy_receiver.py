@@ -16,9 +16,9 @@ from attachments.remote.messages import MAX_LISTED_VERSIONS, ServedPolicy
 from attachments.remote.weight_patch import apply_patches
 from clotho.lanes.compute_thread import finish
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat, layout, nested
+from clotho.sampler import ReplaceablePolicy, swap_weights
 from clotho.storage.adapters import tensor_problems
 from clotho.storage.tensors import as_array, as_stored, named_arrays, parse_tensors
-from clotho.weight_swap import ReplaceablePolicy, swap_weights
 from protocols.errors import CheckpointError, visible
 from protocols.step import WeightsReady
 

@@ -14,7 +14,7 @@ from attachments.sessions.groups import SessionGroup, SessionGroups
 from attachments.sessions.rows import common_prefix
 from attachments.sessions.sections import HttpSessions
 from attachments.sessions.sessions import Sessions
-from clotho.serving.families import counter, gauge
+from clotho.serving.metrics import counter, gauge
 from clotho.settings.objectives import BatchAdvantage
 from protocols.accounting import Balance
 from protocols.batches import GroupSupply

@@ -1,4 +1,4 @@
-"""Load a base model from a directory, a GGUF file or the Hugging Face hub, and describe it.
+"""Load a base model from a directory, a GGUF file or the Hugging Face hub, quantize it at load, and describe it.
 
 Every failure is a `ModelError` with a message of one line. The configurations of some models ship with the project, so
 that their shapes are known without their weights.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ import huggingface_hub
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from mlx.utils import tree_map_with_path
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model
 
 from clotho.extension import OWNERS, ModelFormat, absence, extensions, model_formats, provided
-from clotho.models.model_files import check_model, one_line, read_config
+from clotho.models.model_files import BITS, GROUP_SIZES, check_model, one_line, read_config
 from clotho.models.parameters import flat
-from clotho.models.quantization import quantize_base
 from clotho.settings.model import ModelSection, QuantizeAtLoad
+from protocols.checkpoint import BaseQuantization
 from protocols.errors import ModelError, visible
 from protocols.summary import PolicyDescription
 
@@ -199,7 +201,7 @@ def convert(model: nn.Module, section: ModelSection, config: dict[str, Any]) -> 
             quantize_base(model, config, section.quantize, path=section.path)
         dtype = _target_dtype(section)
         if dtype is not None:
-            _cast(model, dtype)
+            _cast(model, dtype, whole=dtype == mx.float32)
     except ModelError:
         raise
     except (ValueError, RuntimeError, AttributeError) as error:
@@ -212,18 +214,14 @@ def _target_dtype(section: ModelSection) -> mx.Dtype | None:
     return mx.float32 if mx.default_device().type == mx.cpu else None
 
 
-def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast floating parameters, except those that the architecture excludes (`cast_predicate`)."""
-    keeps = getattr(model, "cast_predicate", None)
+def _cast(model: nn.Module, dtype: mx.Dtype, *, whole: bool = False) -> None:
+    """Cast floating parameters, except those that the architecture excludes (`cast_predicate`), unless whole."""
+    casts = getattr(model, "cast_predicate", lambda _: True)
 
-    def cast(name: str, module: nn.Module) -> None:
-        for key, value in module.items():
-            path = f"{name}.{key}" if name else key
-            floating = isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)
-            if floating and not key.startswith("_") and (keeps is None or keeps(path) or dtype == mx.float32):
-                module[key] = value.astype(dtype)
+    def cast(name: str, array: mx.array) -> mx.array:
+        return array.astype(dtype) if (whole or casts(name)) and mx.issubdtype(array.dtype, mx.floating) else array
 
-    model.apply_to_modules(cast)
+    model.update(tree_map_with_path(cast, model.parameters()))
 
 
 SHAPES = Path(__file__).parents[2] / "profiles" / "shapes"
@@ -329,3 +327,83 @@ def computing_dtype(model: nn.Module) -> str:
         if mx.issubdtype(array.dtype, mx.floating) and name not in adapter:
             sizes[str(array.dtype).removeprefix("mlx.core.")] += array.size
     return sizes.most_common(1)[0][0] if sizes else "unknown"
+
+
+DEFAULTS = {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
+"""Bits and group size of each mode, as in mlx-lm."""
+
+
+def quantization_of(section: QuantizeAtLoad) -> BaseQuantization:
+    """Return the settings with the defaults of the mode. Raises ModelError for values that the mode does not have."""
+    bits, group_size = DEFAULTS[section.mode]
+    chosen = BaseQuantization(
+        bits=bits if section.bits is None else section.bits,
+        group_size=group_size if section.group_size is None else section.group_size,
+        mode=section.mode,
+    )
+    for key, value, allowed in (
+        ("bits", chosen.bits, BITS[chosen.mode]),
+        ("group_size", chosen.group_size, GROUP_SIZES[chosen.mode]),
+    ):
+        if value not in allowed:
+            raise ModelError(
+                f"model.quantize.{key} = {value}: model.quantize.mode = {chosen.mode} supports "
+                f"{', '.join(map(str, allowed))}"
+            )
+    return chosen
+
+
+def quantize_base(model: nn.Module, config: dict[str, Any], section: QuantizeAtLoad, *, path: str) -> None:
+    """Quantize the layers that mlx-lm quantizes, so that QLoRA needs no prepared model; nothing is evaluated.
+
+    The result equals that of `mlx_lm.convert -q` bit for bit: the weights are cast to the type that the configuration
+    states, and every layer that mlx-lm quantizes is quantized in this type. The compute type applies afterwards, as
+    with a model that is stored in quantized form.
+
+    path: the model, for messages. Raises ModelError if a layer is quantized already, or if the group size does not
+    divide the inputs of a layer.
+    """
+    settings = quantization_of(section)
+    stored = [module for _, module in model.named_modules() if "scales" in module]
+    if stored:
+        found = f" ({stored[0].bits} bits)" if hasattr(stored[0], "bits") else ""
+        raise ModelError(f"model.quantize: the model {path} is already quantized{found}; remove [model.quantize]")
+    text = config.get("text_config")
+    stated = config.get("torch_dtype") or (text.get("dtype") if isinstance(text, dict) else None)
+    if isinstance(stated, str) and stated in DTYPES:
+        _cast(model, DTYPES[stated])
+    refused: dict[str, int] = {}
+    wanted = getattr(model, "quant_predicate", None)
+    nn.quantize(
+        model,
+        settings.group_size,
+        settings.bits,
+        mode=settings.mode,
+        class_predicate=_predicate(wanted, settings.group_size, refused),
+    )
+    if refused:
+        name, width = next(iter(refused.items()))
+        more = f" and {len(refused) - 1} more layers" if len(refused) > 1 else ""
+        fitting = [size for size in GROUP_SIZES[settings.mode] if not any(w % size for w in refused.values())]
+        advice = f"use {' or '.join(map(str, fitting))}" if fitting else "use another mode, or no quantization"
+        raise ModelError(
+            f"model.quantize.group_size = {settings.group_size} does not divide the {width} inputs of {name}{more}: "
+            f"{advice}"
+        )
+
+
+def _predicate(
+    wanted: Callable[[str, nn.Module], bool | dict[str, Any]] | None, group_size: int, refused: dict[str, int]
+) -> Callable[[str, nn.Module], bool | dict[str, Any]]:
+    """Return how each layer is quantized, if at all. refused: receives the inputs of layers that do not fit."""
+
+    def choose(name: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(module, "to_quantized"):
+            return False
+        chosen = True if wanted is None else wanted(name, module)
+        if chosen and module.weight.shape[-1] % group_size:
+            refused[name] = int(module.weight.shape[-1])
+            return False
+        return chosen
+
+    return choose

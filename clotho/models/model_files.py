@@ -1,4 +1,4 @@
-"""Checks of the files of a model directory, before any library reads them.
+"""The files of a model directory: checks before any library reads them, and fingerprints.
 
 A model directory is foreign: files can be pipes, devices or endless, and `config.json` can state sizes that no file
 contains. The checks bound memory and time: sizes of files, sizes in the configuration, and the headers of the weights.
@@ -8,6 +8,7 @@ Every failure is a `ModelError` with a message of one line.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -15,7 +16,7 @@ import stat
 import struct
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -265,3 +266,59 @@ def _require_quantization(config: Mapping[str, Any], tensors: Mapping[str, Tenso
                 raise ModelError(f"{path}: quantization.{key} is {found}, not one of {', '.join(map(str, allowed))}")
     if not any(name.endswith(".scales") for name in tensors):
         raise ModelError(f"{path}: quantization is set, and no weight is quantized (no tensor is named *.scales)")
+
+
+SAMPLE_BYTES = 65_536
+
+
+GGUF_HEADER_BYTES = 32 * 2**20
+"""Larger than the header of any model in use: vocabulary and merges have at most about 15 MB."""
+
+
+WEIGHT_FILES = ("*.safetensors", "config.json")
+
+
+TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+
+
+def model_fingerprint(model: Path) -> str:
+    """Return a fingerprint of configuration and weights of a directory, or of a GGUF file.
+
+    Of a large file only size, beginning and end are read.
+    """
+    if not model.is_dir():
+        return _fingerprint([model], with_names=False)
+    return _fingerprint(_matching(model, WEIGHT_FILES))
+
+
+def tokenizer_fingerprint(model: Path, chat_template: str = "") -> str:
+    """Return a fingerprint of vocabulary, merges and chat template of a directory.
+
+    For a GGUF file, which begins with them, it is a fingerprint of its first bytes. chat_template: file of a template
+    that replaces the model's.
+    """
+    replaced = [Path(chat_template).expanduser()] if chat_template else []
+    if model.is_dir():
+        return _fingerprint([*_matching(model, TOKENIZER_FILES), *replaced], whole=True)
+    with model.open("rb") as file:
+        header = hashlib.sha256(file.read(GGUF_HEADER_BYTES)).hexdigest()[:16]
+    return f"{header}-{_fingerprint(replaced, whole=True)}" if replaced else header
+
+
+def _matching(directory: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
+
+
+def _fingerprint(paths: Iterable[Path], *, whole: bool = False, with_names: bool = True) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name if with_names else ''} {size}\n".encode())
+        with path.open("rb") as file:
+            if whole or size <= 2 * SAMPLE_BYTES:
+                digest.update(file.read())
+                continue
+            digest.update(file.read(SAMPLE_BYTES))
+            file.seek(size - SAMPLE_BYTES)
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

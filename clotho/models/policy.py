@@ -1,5 +1,7 @@
 """The policy: one set of base weights, with the trainable weights that are served and trained.
 
+An engine can also sample from a base model that is not trained, and from weights that are pinned.
+
 The served model belongs to the thread of the decode engine. Parameters change by reference: nothing is copied, and
 arrays are never modified.
 """
@@ -7,7 +9,9 @@ arrays are never modified.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,20 +21,17 @@ from msgspec.structs import replace
 
 from clotho.backend import backend
 from clotho.models.folded_lora import FoldedAdapter
-from clotho.models.loading import context_length, describe_model, load_base
+from clotho.models.loading import context_length, describe_model, load_base, quantization_of
 from clotho.models.lora import AdaptedModule, fused_weights, install_adapter, open_all_weights
-from clotho.models.model_files import one_line
+from clotho.models.model_files import model_fingerprint, one_line
 from clotho.models.parameters import Parameters, fingerprint, flat, nested
 from clotho.models.policy_model import PolicyModel, WeightedModel
-from clotho.models.quantization import quantization_of
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.model import FullMethod, ModelSection, PolicySection, QuantizeAtLoad
 from protocols.checkpoint import AdapterConfig, BaseQuantization
 from protocols.errors import ClothoError, ModelError
 from protocols.prompt import Problem
 from protocols.summary import PolicyDescription
-
-__all__ = ["Parameters", "Policy", "TrainablePolicy", "load_policy"]
 
 
 def load_policy(model: ModelSection, policy: PolicySection, *, seed: int, keep_reference: bool) -> Policy:
@@ -41,7 +42,7 @@ def load_policy(model: ModelSection, policy: PolicySection, *, seed: int, keep_r
     """
     base, config, files = load_base(model)
     tokenizer = ChatTokenizer.of_model(files, model)
-    try:
+    with _usable(model):
         return Policy(
             base,
             tokenizer,
@@ -53,10 +54,17 @@ def load_policy(model: ModelSection, policy: PolicySection, *, seed: int, keep_r
             base_quantization=quantization_of(model.quantize) if isinstance(model.quantize, QuantizeAtLoad) else None,
             files=files,
         )
+
+
+@contextmanager
+def _usable(section: ModelSection) -> Iterator[None]:
+    """Raise ModelError for any exception: shapes and settings of a foreign model can fail anywhere in its code."""
+    try:
+        yield
     except ClothoError:
         raise
-    except Exception as error:  # shapes and settings of a foreign model can fail anywhere in its code
-        raise ModelError(f"model {model.path} cannot be used: {type(error).__name__}: {one_line(error)}") from error
+    except Exception as error:
+        raise ModelError(f"model {section.path} cannot be used: {type(error).__name__}: {one_line(error)}") from error
 
 
 class TrainablePolicy(Protocol):
@@ -204,3 +212,83 @@ class Policy:
         weights |= fused_weights(model.adapted)
         mx.eval(weights)
         return nested(weights), AdapterConfig(fine_tune_type="full", num_layers=-1, model=self.adapter_config.model)
+
+
+class BaseModel:
+    """A base model as the decode engine samples from it: nothing is trained, so the version is always 0.
+
+    files: directory or GGUF file of model and tokenizer.
+    """
+
+    version, step, keeps_base = 0, 0, True
+    adapted: tuple[AdaptedModule, ...] = ()
+
+    def __init__(self, section: ModelSection) -> None:
+        """Load model and tokenizer, in a compute thread. Raises ModelError."""
+        model, config, files = load_base(section)
+        self.tokenizer = ChatTokenizer.of_model(files, section)
+        with _usable(section):
+            model.freeze()
+            model.eval()
+            backend().install_layers(model)
+            self.description = describe_model(model, config)
+        self.model: nn.Module = model
+        self._template = PolicyModel(
+            model,
+            vocab_size=self.description.vocab_size,
+            adapted=(),
+            initial={},
+            in_full=(),
+            grad_checkpoint=False,
+            folded=FoldedAdapter(model),
+        ).copy()
+        self.files = files
+        self.vocab_size = self.description.vocab_size
+        self.context_length = context_length(config)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Fingerprint of its files."""
+        return model_fingerprint(self.files)
+
+    def served(self) -> tuple[Parameters, int]:
+        """Return an empty tree, because nothing is trained, and the version."""
+        return {}, self.version
+
+    def copy_model(self) -> PolicyModel:
+        """Return a model of its own over the same arrays. Any thread may call this."""
+        return self._template.copy()
+
+
+class PinnedWeights:
+    """What an engine samples from if it does not serve: a model of its own, with the weights that `use` chooses."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy.copy_model()
+        self.adapted, self.keeps_base = self._policy.adapted, policy.keeps_base
+        self.version, self.step, self.fingerprint = policy.version, policy.step, policy.fingerprint
+        self.model: nn.Module = self._policy.model
+        self.tokenizer: ChatTokenizer = policy.tokenizer
+        self.vocab_size = policy.vocab_size
+        self.context_length = policy.context_length
+
+    def use(self, parameters: Parameters, version: int) -> None:
+        """Compute with these parameters from now on."""
+        self._policy.use(parameters)
+        self._policy.fold()
+        self.version = version
+
+    def publish(self, parameters: Parameters, *, version: int, step: int, fingerprint: str) -> float:
+        """Compute with these parameters, which are evaluated, from now on; return the duration in seconds."""
+        started = time.perf_counter()
+        self.use(parameters, version)
+        self.step, self.fingerprint = step, fingerprint
+        return time.perf_counter() - started
+
+    def served(self) -> tuple[Parameters, int]:
+        """Return the parameters of the last `use`, and their version. Any thread may call this."""
+        return self._policy.trainable(), self.version
+
+    def release(self) -> None:
+        """Refer to no parameters until the next `use`."""
+        self._policy.release()

@@ -74,7 +74,7 @@ class _Core:
                 "/v1/completions",
                 openai.method("completions"),
                 "Complete prompts",
-                ("clotho.serving.completion_requests:CompletionRequest",),
+                ("clotho.serving.openai_requests:CompletionRequest",),
                 (f"{responses}:CompletionResponse",),
                 streams=True,
             ),

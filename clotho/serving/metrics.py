@@ -7,20 +7,22 @@ Metrics with the meaning of a vLLM metric have vLLM's name, so that vLLM's dashb
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from clotho.serving.auth import Quota
-from clotho.serving.families import gauge
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.services import ServerContext
 from protocols.sampling import Completion
+from protocols.summary import Distribution
 
 if TYPE_CHECKING:
     from clotho.serving.openai_requests import ValidatedRequest
+
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -115,3 +117,38 @@ class _StateCollector(Collector):
         weights = self._context.weights()
         yield gauge("clotho_step", "Training step of the served weights.", weights.step)
         yield gauge("clotho_weights_version", "Policy version of the served weights.", weights.version)
+
+
+def histogram(name: str, help_text: str, found: Mapping[str, Distribution], by: str) -> Metric:
+    """Return distributions, each with the value of the label `by`."""
+    family = HistogramMetricFamily(name, help_text, labels=[by])
+    for key, one in found.items():
+        bounds = [*(str(float(bound)) for bound in one.bounds), "+Inf"]
+        buckets = list(zip(bounds, accumulate(one.counts), strict=True))
+        family.add_metric([key], buckets, one.total)
+    return family
+
+
+def gauge(name: str, help_text: str, value: float, *, labels: Mapping[str, str] | None = None) -> Metric:
+    """Return one value with labels."""
+    family = GaugeMetricFamily(name, help_text, labels=list(labels or {}))
+    family.add_metric(list((labels or {}).values()), value)
+    return family
+
+
+def gauges(name: str, help_text: str, values: Mapping[str, float], *, by: str = "queue") -> Metric:
+    """Return values, each with the value of the label `by`."""
+    family = GaugeMetricFamily(name, help_text, labels=[by])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def counter(
+    name: str, help_text: str, values: Mapping[str, float], *, labels: Mapping[str, str] | None = None, by: str = ""
+) -> Metric:
+    """Return totals with labels, each with the value of the label `by`; without `by`, there is one."""
+    family = CounterMetricFamily(name, help_text, labels=[*(labels or {}), *([by] if by else [])])
+    for key, value in values.items():
+        family.add_metric([*(labels or {}).values(), *([key] if by else [])], value)
+    return family

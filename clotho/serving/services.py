@@ -24,7 +24,7 @@ from protocols.step import WeightsReady
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from clotho.weight_swap import ReplaceablePolicy
+    from clotho.sampler import ReplaceablePolicy
 
 
 class Tokenizer(Protocol):

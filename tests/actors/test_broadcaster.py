@@ -21,10 +21,10 @@ from actors.broadcaster import Broadcaster
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.parameters import flat
+from clotho.sampler import swap_weights
 from clotho.scoring.parity_check import ParityChecker, ParityReport, ParitySample
 from clotho.settings.bounds import Off
 from clotho.settings.engine import EngineSection, KvPolicy
-from clotho.weight_swap import swap_weights
 from protocols.errors import ParityError
 from protocols.queues import QueueClosed
 from protocols.sampling import SampleRequest, Sampling

@@ -9,8 +9,8 @@ import pytest
 from mlx.utils import tree_map
 
 from clotho.backend import backend
-from clotho.models.parameters import fingerprint, flat, nested
-from clotho.models.policy import Parameters, Policy
+from clotho.models.parameters import Parameters, fingerprint, flat, nested
+from clotho.models.policy import Policy
 from clotho.models.policy_model import PolicyModel
 from clotho.models.tokenizer import ChatTokenizer
 from tests.learner_settings import policy_settings

@@ -11,8 +11,7 @@ from mlx.utils import tree_map
 
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy, load_policy
-from clotho.scoring.prompt_logprobs import PromptScorer
-from clotho.scoring.reference_loss import reference_losses
+from clotho.scoring.prompt_logprobs import PromptScorer, reference_losses
 from clotho.settings.model import ModelSection
 from tests import model_lanes
 from tests.learner_settings import policy_settings

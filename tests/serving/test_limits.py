@@ -15,7 +15,7 @@ import pytest
 from anyio.abc import SocketAttribute, SocketStream
 from structlog.testing import capture_logs
 
-from clotho.serving import limits, response_builder, server
+from clotho.serving import limits, openai_routes, server
 from protocols.errors import RequestError
 from tests.serving.raw_connections import connect, head, read_all
 from tests.serving.running_server import Served, serving
@@ -396,7 +396,7 @@ async def test_an_unexpected_exception_is_a_500_without_details(monkeypatch: pyt
         raise ZeroDivisionError("secret detail")
 
     async with serving() as served:
-        monkeypatch.setattr(response_builder, "completion_logprobs", broken)
+        monkeypatch.setattr(openai_routes, "completion_logprobs", broken)
         with capture_logs() as logged:
             whole = await served.post("/v1/completions", prompt="x", logprobs=1)
             streamed = await served.post("/v1/completions", prompt="x", logprobs=1, stream=True)

@@ -8,7 +8,7 @@ import anyio
 import anyio.lowlevel
 from prometheus_client.core import Metric
 
-from clotho.serving.families import gauge
+from clotho.serving.metrics import gauge
 from clotho.serving.services import HealthReport
 from protocols.step import WeightsReady
 from tests.metric_samples import Samples, kinds, samples

@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator
 import msgspec
 import pytest
 
-from clotho.serving import streaming
-from clotho.serving.completion_requests import parse_completion_request
+from clotho.serving import answering
+from clotho.serving.answering import Batch, event_stream
+from clotho.serving.openai_requests import parse_completion_request
 from clotho.serving.openai_responses import DONE
-from clotho.serving.response_builder import CompletionBuilder, ResponseBuilder
-from clotho.serving.streaming import Batch, event_stream
+from clotho.serving.openai_routes import CompletionBuilder, ResponseBuilder
 from protocols.sampling import CompletionDone
 from tests.serving.running_server import Served, server_context, serving
 
@@ -54,7 +54,7 @@ async def test_the_size_of_writes_is_limited(monkeypatch: pytest.MonkeyPatch) ->
         builder, events = await builder_and_events(served, logprobs=2)
         longest = max(map(len, await writes(builder, [[event] for event in events])))
         together = await writes(builder, [events])
-        monkeypatch.setattr(streaming, "WRITE_BYTES", 2 * longest)
+        monkeypatch.setattr(answering, "WRITE_BYTES", 2 * longest)
         split = await writes(builder, [events])
         assert len(split) > len(together)
         assert max(map(len, split)) < 3 * longest

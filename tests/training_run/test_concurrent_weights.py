@@ -19,11 +19,11 @@ from clotho.models.parameters import Parameters
 from clotho.models.policy import load_policy
 from clotho.models.policy_model import PolicyModel
 from clotho.models.turns import TurnBudget
+from clotho.sampler import swap_weights
 from clotho.scoring.parity_check import ParityChecker, ParitySample
 from clotho.settings.engine import EngineSection, SamplingSection
 from clotho.settings.model import ModelSection
 from clotho.training.update import PolicyLearner
-from clotho.weight_swap import swap_weights
 from protocols.sampling import Completion, SampleRequest, Sampling
 from protocols.step import WeightsReady
 from tests import model_lanes

@@ -18,11 +18,11 @@ from rich.text import Text
 from clotho.inference.engine import DecodeEngine
 from clotho.inference.parts import RowWeights
 from clotho.lanes.compute_thread import Compute, finish
-from clotho.models.base_model import BaseModel
 from clotho.models.loading import find_model
 from clotho.models.machine import compute_slots
+from clotho.models.policy import BaseModel
 from clotho.sampler import OwnThreads, Sampler
-from clotho.scoring.reference_loss import reference_losses
+from clotho.scoring.prompt_logprobs import reference_losses
 from clotho.serving.struct_types import prepare_struct_types
 from clotho.settings.server import AdaptersSection
 from clotho.storage.atomic_files import replace_file

@@ -15,15 +15,13 @@ from rich.console import Console
 
 from clotho.backend import backend
 from clotho.lanes.compute_thread import Compute, finish
-from clotho.models.base_model import BaseModel
 from clotho.models.loading import find_model
 from clotho.models.machine import compute_slots, describe_machine
-from clotho.models.policy import Policy, load_policy
+from clotho.models.policy import BaseModel, Policy, load_policy
 from clotho.process import load_blas
-from clotho.sampler import OwnThreads, Sampler
+from clotho.sampler import OwnThreads, ReplaceablePolicy, Sampler
 from clotho.serving.server import ApiServer, base_url, listen, while_loading
 from clotho.serving.services import ServedModel, ServerContext
-from clotho.weight_swap import ReplaceablePolicy
 from protocols.step import WeightsReady
 from training_run.attachment import weights_are_replaced
 from training_run.memory.estimate import serving_memory

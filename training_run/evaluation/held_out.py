@@ -9,8 +9,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from clotho.inference.engine import DecodeEngine
-from clotho.models.pinned_weights import PinnedWeights
-from clotho.models.policy import Parameters, Policy
+from clotho.models.parameters import Parameters
+from clotho.models.policy import PinnedWeights, Policy
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.settings.engine import EngineSection
 from clotho.settings.mounted import without_settings

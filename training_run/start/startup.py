@@ -13,8 +13,8 @@ from clotho.inference.decoding import LONGEST_PART
 from clotho.inference.sampling import validate
 from clotho.lanes.arbiter import Lane
 from clotho.lanes.compute_thread import Compute, finish
-from clotho.models.fingerprints import model_fingerprint, tokenizer_fingerprint
 from clotho.models.loading import find_model
+from clotho.models.model_files import model_fingerprint, tokenizer_fingerprint
 from clotho.models.policy import Policy, load_policy
 from clotho.rewards.registry import expectations
 from clotho.sampler import OwnThreads, Sampler

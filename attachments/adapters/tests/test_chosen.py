@@ -11,7 +11,7 @@ import pytest
 from attachments.adapters.adapter_store import AdapterStore
 from attachments.adapters.chosen import read_chosen
 from attachments.files.convert import convert
-from clotho.models.base_model import BaseModel
+from clotho.models.policy import BaseModel
 from clotho.settings.model import ModelSection
 from clotho.settings.server import AdaptersSection
 from protocols.errors import ClothoError

@@ -23,6 +23,7 @@ from attachments.remote.weights import Weights
 from clotho.lanes.compute_thread import finish
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.parameters import fingerprint, layout
+from clotho.sampler import ReplaceablePolicy
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.serving.app import build_app
@@ -31,7 +32,6 @@ from clotho.serving.parts import Handlers, ServerParts
 from clotho.serving.services import HealthReport, ServedModel, ServerContext
 from clotho.settings.engine import SamplingSection
 from clotho.settings.server import HttpServer
-from clotho.weight_swap import ReplaceablePolicy
 from protocols.sampling import POLICY, PromptLogprobs, SampleRequest, completion_seeds
 from protocols.step import PolicyUpdated, TrainedGroup, WeightsReady
 from tests.actors.actor_helpers import compute_thread, policy_updated, served_policy

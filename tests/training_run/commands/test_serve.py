@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from clotho.models.base_model import BaseModel
+from clotho.models.policy import BaseModel
 from training_run.commands.serve import served_base
 from training_run.profile.serve_profile import load_serving
 from training_run.supervision.latest import Latest

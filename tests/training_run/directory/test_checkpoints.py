@@ -17,7 +17,7 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.models.fingerprints import SAMPLE_BYTES, model_fingerprint, tokenizer_fingerprint
+from clotho.models.model_files import SAMPLE_BYTES, model_fingerprint, tokenizer_fingerprint
 from clotho.storage import atomic_files
 from clotho.storage.tensors import write_tensors
 from protocols.accounting import LedgerState
