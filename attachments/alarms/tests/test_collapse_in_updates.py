@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
+from attachments.alarms.attachment import ATTACHMENT
 from attachments.alarms.collapse_detection import CollapseMonitor
 from attachments.alarms.hooks import CollapseHook
 from attachments.alarms.rollback import RollbackPolicy
@@ -23,6 +24,8 @@ from tests.actors.learner_harness import LearnerHarness, discarded_group, traina
 from tests.training import policies_and_groups
 from tests.training_run.built_context import open_context, tiny_profile
 from tests.training_run.start.test_startup import write_step
+from training_run.directory.checkpoint_parts import CheckpointParts
+from training_run.directory.checkpoints import read_parts
 from training_run.run import RunContext
 from training_run.supervision.hooks import UpdateHook
 
@@ -198,3 +201,12 @@ async def test_updates_are_measured_only_for_the_detection(tmp_path: Path) -> No
             groups = policies_and_groups.random_groups(run.policy.vocab_size)
             update = run.compute.learner.submit(lambda: run.policy_learner.update(groups)).result()  # noqa: B023
             assert (update.metrics.update_kl is not None) == measured
+
+
+async def test_a_checkpoint_is_described_with_its_rollbacks(tmp_path: Path) -> None:
+    """There are none in a checkpoint without the part."""
+    profile = tiny_profile(tmp_path, collapse_detection=ROLLBACK)
+    state = await write_step(profile, act=train)
+    parts = read_parts(tmp_path / "run" / "checkpoints" / f"step-{state.step:06}", with_arrays=False)
+    assert ATTACHMENT.described(CheckpointParts(parts)) == {"rollbacks": 2}
+    assert ATTACHMENT.described(CheckpointParts({})) == {"rollbacks": 0}

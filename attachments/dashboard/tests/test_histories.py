@@ -201,6 +201,8 @@ def test_a_range_that_is_too_long_is_thinned(tmp_path: Path, monkeypatch: pytest
     assert max(history.detail(1, 100)["columns"]["lines"]) < max(body["columns"]["lines"])
     monkeypatch.setattr(histories, "MAX_DETAIL_BYTES", 100)
     assert history.detail(0, 1000)["columns"] == body["columns"]
+    steps = body["columns"]["step"]
+    assert history.detail(steps[5], steps[7])["columns"]["step"] == steps[5:8]
 
 
 def test_every_row_of_a_thinned_history_is_in_one_part(tmp_path: Path) -> None:

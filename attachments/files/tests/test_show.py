@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
 from msgspec.structs import replace
 
+from attachments.files import descriptions
+from protocols.errors import RunDirectoryError
 from tests.saved_models import save
 from tests.training_run.built_context import tiny_profile
 from tests.training_run.directory.made_checkpoints import snapshot
@@ -169,6 +173,16 @@ def test_damaged_files_give_one_line_and_status_2(
     assert output.out == ""
     assert output.err.startswith("clotho: ")
     assert output.err.count("\n") == 1
+
+
+def test_an_error_of_the_disk_is_one_of_the_command(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that is already one of the program stays as it is."""
+    own = RunDirectoryError("what it says")
+    for error in (OSError(errno.EIO, os.strerror(errno.EIO)), own):
+        monkeypatch.setattr(descriptions, "read_best", Mock(side_effect=error))
+        with pytest.raises(RunDirectoryError) as caught:
+            descriptions.describe(str(place / "run"))
+        assert (caught.value is own) == (error is own)
 
 
 @pytest.mark.parametrize("words", [[], ["a", "b", "c"], ["--what", "a"], ["/no/such/path"], ["/"], ["x" * 5000]])

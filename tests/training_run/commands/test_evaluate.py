@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import pytest
+from msgspec.structs import replace
+from rich.console import Console
 
+from protocols.evaluation import Estimate
 from training_run.__main__ import main
+from training_run.commands.evaluate import Evaluation, show
+from training_run.evaluation.accuracy import Comparison
 
 EMBEDDED = Path(__file__).parents[3] / "profiles" / "embedded"
 GIVEN = ["eval", "--profile", "local-m3", "--limit", "12"]
@@ -73,6 +80,31 @@ def test_an_adapter_without_effect_equals_the_base_model(written: dict[str, Any]
     assert (found["gained"], found["lost"], found["p_value"]) == (0, 0, 1.0)
     for difference in (found["accuracy"], found["reward"], found["avg"], found["pass_at"]["2"]):
         assert (difference["value"], difference["problems"]) == (0.0, 12)
+
+
+def test_every_difference_to_the_base_model_is_printed(written: dict[str, Any]) -> None:
+    """Those of shares in points, those of rewards and losses as they are."""
+
+    def estimate(value: float) -> Estimate:
+        return Estimate(value=value, low=-1.0, high=1.0, problems=12)
+
+    found = msgspec.convert(written, Evaluation)
+    compared = Comparison(
+        accuracy=estimate(0.011),
+        gained=71,
+        lost=72,
+        p_value=0.073,
+        reward=estimate(0.014),
+        rewards={},
+        loss=estimate(0.015),
+        avg=estimate(0.016),
+        pass_at={"2": estimate(0.018), "3": estimate(0.019)},
+    )
+    same = replace(found.policies["same"], comparison=compared)
+    printed = io.StringIO()
+    show(Console(file=printed, width=200), replace(found, policies=found.policies | {"same": same}), as_json=False)
+    for figure in ("+1.1 ", "71 ", "72 ", "0.073", "+0.014", "+0.015", "+1.6 ", "+1.8 ", "+1.9 "):
+        assert figure in printed.getvalue()
 
 
 def test_the_loss_of_reference_completions_is_measured(
