@@ -10,7 +10,8 @@ the terminal, HTTP error body) passes its text through `visible`.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import SequenceMatcher
 from typing import Literal
 
@@ -66,6 +67,17 @@ def escape_invisible(text: str, escape: Callable[[str], str]) -> str:
         escape(character) if unicodedata.category(character) in INVISIBLE and character != JOINER else character
         for character in text
     )
+
+
+@contextmanager
+def disk_errors_as(kind: Callable[[str], Exception], what: str) -> Iterator[None]:
+    """Raise an OSError of the block as an error of this kind with the message `WHAT: REASON`; a ClothoError stays."""
+    try:
+        yield
+    except ClothoError:
+        raise
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}") from error
 
 
 class Interrupted(BaseException):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -21,7 +22,7 @@ from clotho.models.loading import PACKAGE, find_model
 from clotho.models.parameters import flat
 from clotho.storage.atomic_files import make_directory, new_directory, replaced_from_directory, write_file
 from clotho.storage.tensors import write_tensors
-from protocols.errors import ArtifactError, ProfileError
+from protocols.errors import ArtifactError, ProfileError, disk_errors_as
 from training_run.commands.command_line import CommandParser
 from training_run.records.terminal_text import memory, print_line
 
@@ -144,7 +145,7 @@ def require_suffix(destination: Path, form: str) -> None:
 
 def write_new(destination: Path, write: Callable[[Path], object], *, is_file: bool = False) -> None:
     """Let a function write a new directory or file, which appears complete. Raises ArtifactError if a write fails."""
-    try:
+    with disk_errors_as(partial(ArtifactError, reason="unwritable"), f"{destination} cannot be written"):
         make_directory(destination.absolute().parent)
         if is_file:
             with replaced_from_directory(destination) as unfinished:
@@ -152,6 +153,3 @@ def write_new(destination: Path, write: Callable[[Path], object], *, is_file: bo
         else:
             with new_directory(destination) as unfinished:
                 write(unfinished)
-    except OSError as error:
-        message = f"{destination} cannot be written: {error.strerror or error}"
-        raise ArtifactError(message, reason="unwritable") from error

@@ -37,7 +37,7 @@ from clotho.models.model_files import (
 from clotho.settings.model import FullMethod, QuantizeAtLoad
 from clotho.storage.adapters import CONFIG
 from protocols.checkpoint import RunState
-from protocols.errors import ClothoError, ModelError, RunDirectoryError, visible
+from protocols.errors import ModelError, RunDirectoryError, disk_errors_as, visible
 from protocols.evaluation import Estimate
 from training_run.attachment import described_parts
 from training_run.directory.best_checkpoint import read_best
@@ -118,12 +118,8 @@ def describe(text: str) -> Description:
     if found is None:
         what = "is no run, checkpoint, adapter or model" if exists else "does not exist"
         raise RunDirectoryError(f"show: {visible(text, 200)} {what}")
-    try:
+    with disk_errors_as(RunDirectoryError, f"show: {visible(text, 200)} cannot be read"):
         return found(path)
-    except OSError as error:
-        if isinstance(error, ClothoError):
-            raise
-        raise RunDirectoryError(f"show: {visible(text, 200)} cannot be read: {error.strerror or error}") from error
 
 
 def describe_run(path: Path) -> Description:

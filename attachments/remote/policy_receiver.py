@@ -19,7 +19,7 @@ from clotho.models.parameters import Arrays, Parameters, fingerprint, flat, layo
 from clotho.sampler import ReplaceablePolicy, swap_weights
 from clotho.storage.adapters import tensor_problems
 from clotho.storage.tensors import as_array, as_stored, named_arrays, parse_tensors
-from protocols.errors import CheckpointError, visible
+from protocols.errors import CheckpointError, disk_errors_as, visible
 from protocols.step import WeightsReady
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.safetensors")
@@ -123,15 +123,13 @@ class SwappingReceiver:
 
 
 def _read(path: Path, max_bytes: int) -> bytes:
-    try:
-        with open(
-            path, "rb", opener=lambda name, _: os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        ) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise CheckpointError(f"{path.name} is not a file")
-            content = file.read(max_bytes + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror or error}") from error
+    with (
+        disk_errors_as(CheckpointError, f"{path.name} cannot be read"),
+        open(path, "rb", opener=lambda name, _: os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file,
+    ):
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise CheckpointError(f"{path.name} is not a file")
+        content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise CheckpointError(f"{path.name} is larger than {max_bytes} bytes")
     return content

@@ -30,7 +30,7 @@ from clotho.storage.atomic_files import (
 )
 from clotho.storage.tensors import named_arrays, read_tensors, write_tensors
 from protocols.checkpoint import AdapterConfig
-from protocols.errors import CheckpointError, RunDirectoryError, visible
+from protocols.errors import CheckpointError, RunDirectoryError, disk_errors_as, visible
 
 TENSORS = "adapters.safetensors"
 CONFIG = "adapter_config.json"
@@ -124,7 +124,7 @@ def write_adapter(directory: Path, parameters: Any, config: AdapterConfig) -> No
     """
     if config.run_id:
         require_own_adapter(directory, config.run_id)
-    try:
+    with disk_errors_as(RunDirectoryError, f"adapter {directory} cannot be written"):
         if not directory.exists():
             make_directory(directory.parent)
             with new_directory(directory) as unfinished:
@@ -137,8 +137,6 @@ def write_adapter(directory: Path, parameters: Any, config: AdapterConfig) -> No
             replace_file(directory / CONFIG, [text])
         with replaced_from_directory(directory / TENSORS) as unfinished:
             write_tensors(unfinished / TENSORS, pad_ranks(named_arrays(parameters), config))
-    except OSError as error:
-        raise RunDirectoryError(f"adapter {directory} cannot be written: {error.strerror or error}") from error
 
 
 def fill_adapter(directory: Path, parameters: Any, config: AdapterConfig) -> list[FileDigest]:

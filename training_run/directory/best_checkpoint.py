@@ -9,7 +9,7 @@ import msgspec
 
 from clotho.storage.atomic_files import replace_file
 from protocols.checkpoint import BestCheckpoint
-from protocols.errors import RunDirectoryError
+from protocols.errors import RunDirectoryError, disk_errors_as
 from protocols.evaluation import EvalReport
 from training_run.directory.checkpoints import checkpoint_steps, prune
 
@@ -49,13 +49,11 @@ class BestCheckpointKeeper:
         """
         best = self._best()
         text = b"" if best is None else msgspec.json.format(msgspec.json.encode(best), indent=2) + b"\n"
-        try:
+        with disk_errors_as(RunDirectoryError, f"{self._marker} cannot be written"):
             if best is None:
                 self._marker.unlink(missing_ok=True)
             elif not self._marker.is_file() or self._marker.read_bytes() != text:
                 replace_file(self._marker, [text])
-        except OSError as error:
-            raise RunDirectoryError(f"{self._marker} cannot be written: {error.strerror or error}") from error
         return best
 
     def kept(self) -> frozenset[int]:
@@ -75,10 +73,8 @@ class BestCheckpointKeeper:
         best = self.update()
         kept = self.kept()
         if len([step for step in checkpoint_steps(self._checkpoints) if step not in kept]) > keep_last:
-            try:
+            with disk_errors_as(RunDirectoryError, f"{self._checkpoints} cannot be pruned"):
                 prune(self._checkpoints, keep_last, kept=kept)
-            except OSError as error:
-                raise RunDirectoryError(f"{self._checkpoints} cannot be pruned: {error.strerror or error}") from error
         return best
 
     def _best(self) -> BestCheckpoint | None:

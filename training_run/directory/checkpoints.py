@@ -27,7 +27,7 @@ from clotho.storage.atomic_files import (
 )
 from clotho.storage.tensors import named_arrays, read_tensors, write_tensors
 from protocols.checkpoint import AdapterConfig, Part, RunState
-from protocols.errors import CheckpointError, RunDirectoryError, visible
+from protocols.errors import CheckpointError, RunDirectoryError, disk_errors_as, visible
 from training_run.directory.jsonl import line_of_step
 
 MANIFEST = "MANIFEST.json"
@@ -112,7 +112,9 @@ def write_checkpoint(
             f"checkpoint {path} cannot be written: {STATE} would have {len(state)} bytes, and the limit is "
             f"{JSON_LIMIT >> 20} MiB; earlier checkpoints are unchanged"
         )
-    try:
+    with disk_errors_as(
+        RunDirectoryError, f"checkpoint {path} cannot be written, and earlier checkpoints are unchanged"
+    ):
         make_directory(directory)
         with new_directory(path) as unfinished:
             files = fill_adapter(unfinished, snapshot.parameters, snapshot.adapter_config)
@@ -122,10 +124,6 @@ def write_checkpoint(
             files += [write_file(unfinished / name, [contents]) for name, contents in snapshot.records.items()]
             _write_manifest(unfinished, files)
         prune(directory, keep_last, kept=kept())
-    except OSError as error:
-        raise RunDirectoryError(
-            f"checkpoint {path} cannot be written: {error.strerror or error}; earlier checkpoints are unchanged"
-        ) from error
     return path
 
 
@@ -167,13 +165,11 @@ def record_newest(path: Path, step: int) -> None:
     Step 0 removes the record: a run with nothing but its initial weights can start over without a loss. Raises
     RunDirectoryError if the disk refuses.
     """
-    try:
+    with disk_errors_as(RunDirectoryError, f"{path} cannot be written"):
         if step == 0:
             path.unlink(missing_ok=True)
-            return
-        replace_file(path, [f"{step}\n".encode()])
-    except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be written: {error.strerror or error}") from error
+        else:
+            replace_file(path, [f"{step}\n".encode()])
 
 
 def recorded_newest(path: Path) -> int | None:
@@ -303,10 +299,8 @@ def read_parts(directory: Path, *, with_arrays: bool = True) -> dict[str, Part[m
 
 def _read_part(directory: Path, name: str, *, with_arrays: bool) -> Part[msgspec.Raw]:
     value, arrays = directory / _part_file(name, "msgpack"), directory / _part_file(name, "safetensors")
-    try:
+    with disk_errors_as(CheckpointError, f"{value} cannot be used"):
         contents = msgspec.Raw(value.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{value} cannot be used: {error.strerror or error}") from error
     return Part(value=contents, arrays=read_tensors(arrays) if with_arrays and arrays.exists() else {})
 
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from clotho.storage.atomic_files import replace_file, sync, sync_directory
 from clotho.storage.json_text import encode
-from protocols.errors import RunDirectoryError
+from protocols.errors import RunDirectoryError, disk_errors_as
 from training_run.directory.integer_set import IntegerSet
 
 TAIL_BYTES = 1 << 20
@@ -35,14 +35,12 @@ class JsonlWriter:
         """
         self.path, self._terminal_safe = path, terminal_safe
         self._lock = threading.Lock()
-        try:
+        with disk_errors_as(RunDirectoryError, f"{path} cannot be written"):
             # Without O_APPEND, because on Linux O_APPEND makes pwrite ignore its offset.
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._end = self._end_of_last_line()
             sync_directory(path.parent)
             os.ftruncate(self._file, self._end)
-        except OSError as error:
-            raise RunDirectoryError(f"{path} cannot be written: {error.strerror or error}") from error
 
     @property
     def size(self) -> int:
@@ -135,7 +133,7 @@ def scan(path: Path, step: int, record: type[T], number: Callable[[T], int] = la
     recorded, repeated, invalid = IntegerSet(), IntegerSet(), IntegerSet()
     later = padding = invalid_bytes = 0
     unterminated = False
-    try:
+    with disk_errors_as(RunDirectoryError, f"{path} cannot be read"):
         for line_number, raw in enumerate(_raw_lines(path), start=1):
             padding += raw.count(0)
             for line in _parts(raw):
@@ -149,8 +147,6 @@ def scan(path: Path, step: int, record: type[T], number: Callable[[T], int] = la
                     if not recorded.add(number(found)):
                         repeated.add(number(found))
                     unterminated = not raw.endswith(b"\n")
-    except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be read: {error.strerror or error}") from error
     return Scan(
         path=path,
         exists=True,
@@ -180,12 +176,9 @@ def rewrite(found: Scan, step: int, record: type[T]) -> None:
 
     record: as for `scan`. Raises RunDirectoryError if the file cannot be written.
     """
-    if not found.changed:
-        return
-    try:
-        replace_file(found.path, _lines_until(found.path, step, record))
-    except OSError as error:
-        raise RunDirectoryError(f"{found.path} cannot be rewritten: {error.strerror or error}") from error
+    if found.changed:
+        with disk_errors_as(RunDirectoryError, f"{found.path} cannot be rewritten"):
+            replace_file(found.path, _lines_until(found.path, step, record))
 
 
 def copy_until(source: Path, destination: Path, step: int, record: type[T]) -> None:
@@ -193,12 +186,9 @@ def copy_until(source: Path, destination: Path, step: int, record: type[T]) -> N
 
     record: as for `scan`. Raises RunDirectoryError if the disk refuses.
     """
-    if not source.is_file():
-        return
-    try:
-        replace_file(destination, _lines_until(source, step, record))
-    except OSError as error:
-        raise RunDirectoryError(f"{source} cannot be copied to {destination}: {error.strerror or error}") from error
+    if source.is_file():
+        with disk_errors_as(RunDirectoryError, f"{source} cannot be copied to {destination}"):
+            replace_file(destination, _lines_until(source, step, record))
 
 
 def sync_files(paths: Iterable[Path]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from clotho.storage.adapters import CONFIG, TENSORS
 from clotho.storage.atomic_files import is_leftover, remove_leftovers, replace_file, sync_directory
-from protocols.errors import RunDirectoryError, visible
+from protocols.errors import RunDirectoryError, disk_errors_as, visible
 from training_run.attachment import attachment_directories
 from training_run.directory.checkpoints import DIRECTORY_NAME
 
@@ -139,6 +139,14 @@ class RunDirectory:
 
     Nothing in the directory changes before `begin`, so that a refused run leaves no trace.
 
+    profile: the resolved profile. log: one JSON line per event. metrics, evaluations, rollouts: per step, evaluation
+    and ended group. histories: all of these; a checkpoint relies on them up to its step. timeline: about one JSON line
+    per second about compute threads and queues. facts: about machine, model and server of the last start. checkpoints:
+    a directory each. superseded: checkpoints and histories that `--resume-step` has set aside. adapters: the final
+    adapter, in the format of mlx-lm. newest_checkpoint: file with the step of the newest one that was written, which
+    tells whether checkpoints were lost. best: names the best one. lineage: describes the weights that the run started
+    from; absent if these are the base model alone. preflight: findings of the last start, as JSON.
+
     resumed: whether the directory held a run that continues now. resume_step: step of the checkpoint from which it
     continues; None for the newest. fork: checkpoint of another run that the run starts from. run_id: identifies the run
     across restarts; adapters that the run writes carry it. `--clean` keeps the id, so that the new run may overwrite
@@ -158,85 +166,17 @@ class RunDirectory:
     ) -> None:
         """clean: delete the earlier run in `begin`. created: directories that `open_run` created, innermost first."""
         self.path = path
+        self.profile, self.log = path / "profile.toml", path / "log.jsonl"
+        self.metrics, self.evaluations = path / "metrics.jsonl", path / "evaluations.jsonl"
+        self.rollouts, self.timeline, self.facts = path / "rollouts.jsonl", path / TIMELINE, path / FACTS
+        self.histories = self.metrics, self.evaluations, self.rollouts, self.log
+        self.checkpoints, self.superseded, self.adapters = path / "checkpoints", path / SUPERSEDED, path / "adapters"
+        self.newest_checkpoint, self.best, self.lineage = path / NEWEST_CHECKPOINT, path / BEST, path / LINEAGE
+        self.preflight = path / PREFLIGHT
         self.resumed, self.resume_step, self.fork = resumed, resume_step, fork
         id_file = path / RUN_ID
         self.run_id = id_file.read_text().strip() if id_file.is_file() else uuid.uuid4().hex
         self._lock, self._clean, self._created = lock, clean, created
-
-    @property
-    def profile(self) -> Path:
-        """The resolved profile (TOML)."""
-        return self.path / "profile.toml"
-
-    @property
-    def metrics(self) -> Path:
-        """Metrics, one JSON line per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """Evaluation reports, one JSON line each."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        """Rollout log, one JSON line per group, trained on or discarded."""
-        return self.path / "rollouts.jsonl"
-
-    @property
-    def timeline(self) -> Path:
-        """Use of the compute threads and depths of the queues, about one JSON line per second."""
-        return self.path / TIMELINE
-
-    @property
-    def facts(self) -> Path:
-        """Facts about machine, model and server of the last start."""
-        return self.path / FACTS
-
-    @property
-    def log(self) -> Path:
-        """Event log, one JSON line per event."""
-        return self.path / "log.jsonl"
-
-    @property
-    def histories(self) -> tuple[Path, ...]:
-        """The files that grow by a line at a time. A checkpoint relies on them up to its step."""
-        return self.metrics, self.evaluations, self.rollouts, self.log
-
-    @property
-    def newest_checkpoint(self) -> Path:
-        """File with the step of the newest checkpoint that was written. It tells whether checkpoints were lost."""
-        return self.path / NEWEST_CHECKPOINT
-
-    @property
-    def best(self) -> Path:
-        """File that names the best checkpoint."""
-        return self.path / BEST
-
-    @property
-    def lineage(self) -> Path:
-        """File that describes the weights that the run started from; absent if these are the base model alone."""
-        return self.path / LINEAGE
-
-    @property
-    def preflight(self) -> Path:
-        """Findings of the checks at the last start, and the forecast of a rehearsal (JSON)."""
-        return self.path / PREFLIGHT
-
-    @property
-    def superseded(self) -> Path:
-        """Directory of checkpoints and histories that `--resume-step` has set aside."""
-        return self.path / SUPERSEDED
-
-    @property
-    def checkpoints(self) -> Path:
-        """Directory of the checkpoints, one directory each."""
-        return self.path / "checkpoints"
-
-    @property
-    def adapters(self) -> Path:
-        """Directory of the final adapter, in the format of mlx-lm."""
-        return self.path / "adapters"
 
     def written(self) -> Iterator[str]:
         """Yield the names of the files of the run that exist, in alphabetical order; directories end in a slash."""
@@ -251,7 +191,7 @@ class RunDirectory:
 
         Raises RunDirectoryError if the disk refuses.
         """
-        try:
+        with disk_errors_as(RunDirectoryError, f"run directory {self.path} cannot be used"):
             for created in self._created:
                 sync_directory(created.parent)
             if self._clean:
@@ -261,8 +201,6 @@ class RunDirectory:
                 remove_leftovers(directory)
             if not (self.path / RUN_ID).exists():
                 replace_file(self.path / RUN_ID, [f"{self.run_id}\n".encode()])
-        except OSError as error:
-            raise RunDirectoryError(f"run directory {self.path} cannot be used: {error.strerror or error}") from error
         self._created = []
 
     def close(self) -> None:
@@ -284,12 +222,8 @@ def open_run(
     if resume and clean:
         raise RunDirectoryError("--resume continues the run and --clean deletes it: choose one")
     path = Path(path).expanduser()
-    try:
+    with disk_errors_as(RunDirectoryError, f"run directory {path} cannot be used"):
         return _open(path, resume=resume, clean=clean, resume_step=resume_step, fork=fork)
-    except RunDirectoryError:
-        raise
-    except OSError as error:
-        raise RunDirectoryError(f"run directory {path} cannot be used: {error.strerror or error}") from error
 
 
 def _open(path: Path, *, resume: bool, clean: bool, resume_step: int | None, fork: Path | None) -> RunDirectory:

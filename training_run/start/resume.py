@@ -18,7 +18,7 @@ from clotho.models.policy import Policy
 from clotho.storage.atomic_files import copy_file, make_directory, new_directory, sync_directory
 from clotho.training.update import PolicyLearner
 from protocols.checkpoint import RunState
-from protocols.errors import CheckpointError, RunDirectoryError
+from protocols.errors import CheckpointError, RunDirectoryError, disk_errors_as
 from protocols.summary import HistoryGap
 from training_run.attachment import Attachment, installed_attachments
 from training_run.directory.best_checkpoint import INITIAL
@@ -155,7 +155,7 @@ def set_aside(directory: RunDirectory, step: int) -> tuple[str, ...]:
     lines = sum(scan(path, step, StepRecord).later for path in histories)
     if not later and not lines:
         return ()
-    try:
+    with disk_errors_as(RunDirectoryError, f"what is later than step {step} cannot be moved to {directory.superseded}"):
         make_directory(directory.superseded)
         place = directory.superseded / f"{len(list(directory.superseded.iterdir())) + 1:03d}-after-step-{step:06d}"
         with new_directory(place) as unfinished:
@@ -171,10 +171,6 @@ def set_aside(directory: RunDirectory, step: int) -> tuple[str, ...]:
         sync_directory(place / "checkpoints")
         sync_directory(directory.checkpoints)
         record_newest(directory.newest_checkpoint, step)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"what is later than step {step} cannot be moved to {directory.superseded}: {error.strerror or error}"
-        ) from error
     moved_steps = f" ({IntegerSet(later)})" if later else ""
     return (
         f"the run continues from step {step}: {_counted(len(later), 'later checkpoint')}{moved_steps} and a copy of "

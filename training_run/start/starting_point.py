@@ -24,7 +24,7 @@ from clotho.storage.atomic_files import digest_file, replace_file
 from clotho.training.update import PolicyLearner
 from protocols.accounting import LedgerState
 from protocols.checkpoint import AdapterConfig, Origin, Part, RunState
-from protocols.errors import CheckpointError, ClothoError, RunDirectoryError
+from protocols.errors import CheckpointError, ClothoError, RunDirectoryError, disk_errors_as
 from protocols.finding import Finding
 from protocols.summary import HistoryGap
 from training_run.directory.checkpoints import (
@@ -271,10 +271,8 @@ def _fork_origin(checkpoint: Path, profile: Profile, state: RunState, inputs: tu
 
 def write_origin(path: Path, origin: Origin) -> None:
     """Write `lineage.json`. Raises RunDirectoryError if the disk refuses."""
-    try:
+    with disk_errors_as(RunDirectoryError, f"{path} cannot be written"):
         replace_file(path, [msgspec.json.format(msgspec.json.encode(origin), indent=2) + b"\n"])
-    except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def read_origin(path: Path) -> Origin | None:

@@ -18,10 +18,10 @@ import anyio
 
 from protocols.finding import Finding, Remedy
 from protocols.prompt import Prompt
-from protocols.queues import Outbox, QueueClosed
+from protocols.queues import QueueClosed
 from protocols.rollout import Discarded, RolloutGroup, ScoredGroup
 from training_run.profile.schema import ActorSection
-from training_run.supervision.queues import Queue
+from training_run.supervision.queues import Queue, QueueEnd, QueueOutbox
 from training_run.supervision.supervisor import Child, transient
 
 if TYPE_CHECKING:
@@ -77,25 +77,6 @@ class Flow:
         return self._progress.updating or any(actor.working_on for actor in self._working)
 
 
-class WatchedInbox(Protocol):
-    """The inbox of a custom actor. observe: is called with each message."""
-
-    observe: Callable[[Any], None] | None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the actor waits for a message."""
-
-
-class WatchedOutbox(Protocol):
-    """The outbox of a custom actor. observe: is called with each message."""
-
-    observe: Callable[[Any], None] | None
-
-    def beside(self) -> Outbox[Any]:
-        """Open another outbox of the same queue."""
-
-
 class LostGroups:
     """The custodians of a run, and the groups that custom actors have lost since the start."""
 
@@ -126,7 +107,7 @@ class LostGroups:
         """The custodians, as children of the supervisor."""
         return [transient(custodian) for custodian in self.custodians]
 
-    def watch(self, section: ActorSection, inbox: WatchedInbox, outbox: WatchedOutbox) -> Callable[[], None]:
+    def watch(self, section: ActorSection, inbox: QueueEnd, outbox: QueueOutbox[Any]) -> Callable[[], None]:
         """Watch a custom actor with these ends. Returns what must be called when the actor has returned."""
         custodian = Custodian(self, section, inbox, outbox)
         self.custodians.append(custodian)
@@ -168,7 +149,7 @@ class Custodian:
     inside: prompts of the groups by id. lost: ids of the lost groups. place: where the actor is in the flow.
     """
 
-    def __init__(self, run: LostGroups, section: ActorSection, inbox: WatchedInbox, outbox: WatchedOutbox) -> None:
+    def __init__(self, run: LostGroups, section: ActorSection, inbox: QueueEnd, outbox: QueueOutbox[Any]) -> None:
         """inbox, outbox: those of the actor; the custodian opens an outbox of its own beside that of the actor."""
         self.name = f"custodian of {section.name}"
         self.described = f"{section.name} ({section.mode} at {section.at})"

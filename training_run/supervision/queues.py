@@ -108,7 +108,7 @@ class Queue(Generic[T]):
         """Open the end of one producer. Raises QueueClosed if all producers have closed theirs."""
         if self._senders.closed:
             raise QueueClosed(f"queue {self.name!r} has ended: open every outbox before the last one is closed")
-        return self._senders.add(_Outbox[T](self, self._senders))
+        return self._senders.add(QueueOutbox[T](self, self._senders))
 
     def inbox(self) -> Inbox[T]:
         """Open the end of one consumer. Raises QueueClosed if all consumers have closed theirs."""
@@ -279,7 +279,7 @@ class _Side:
                 scope.cancel()
 
 
-class _Outbox(QueueEnd, Generic[T]):
+class QueueOutbox(QueueEnd, Generic[T]):
     """See `protocols.queues.Outbox`."""
 
     async def send(self, item: T) -> None:

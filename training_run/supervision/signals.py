@@ -11,7 +11,10 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from training_run.supervision.supervisor import Supervisor
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -22,20 +25,10 @@ MIN_WAIT_SECONDS = 0.5
 """Minimum time that a computation has, if the actors needed the time above to stop."""
 
 
-class Stoppable(Protocol):
-    """A supervisor, as the signal handlers see it."""
-
-    def drain(self) -> None:
-        """Finish the current batch, then end."""
-
-    def stop(self) -> None:
-        """End at once."""
-
-
 class SignalWatch:
     """Handles the signals; `received` lists them in order."""
 
-    def __init__(self, target: Stoppable, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, target: Supervisor, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.received: list[signal.Signals] = []
         self._stopped_by: signal.Signals | None = None
         self._deadline = math.inf
@@ -91,7 +84,7 @@ def reinstall_handlers() -> None:
 
 
 @asynccontextmanager
-async def handle_signals(target: Stoppable) -> AsyncIterator[SignalWatch]:
+async def handle_signals(target: Supervisor) -> AsyncIterator[SignalWatch]:
     """Within the block, the first signal drains `target`, and a further SIGINT or SIGTERM stops it."""
     watch = SignalWatch(target)
     watch.install()

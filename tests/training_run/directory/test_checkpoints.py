@@ -281,7 +281,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: p
         for module in ("clotho.storage.adapters", "training_run.directory.checkpoints"):
             for function in (atomic_files.write_file, write_tensors):
                 monkeypatch.setattr(f"{module}.{function.__name__}", partial(fill_up, function))
-        with pytest.raises(RunDirectoryError, match=r"No space left on device; earlier checkpoints are unchanged"):
+        with pytest.raises(RunDirectoryError, match=r"earlier checkpoints are unchanged: No space left on device"):
             write_checkpoint(tmp_path, snapshot(20), keep_last=1)
         assert names(tmp_path) == ["step-000010"]
     assert latest_checkpoint(tmp_path).path == tmp_path / "step-000010"

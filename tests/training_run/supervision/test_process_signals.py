@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from clotho.lanes.compute_thread import Compute
 from training_run.supervision import signals
 from training_run.supervision.process_signals import SIGNALS, finish_computation
+from training_run.supervision.supervisor import Supervisor
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
@@ -88,16 +89,6 @@ class Exited(Exception):
     """Raised instead of the end of the process."""
 
 
-class Target:
-    """A supervisor without actors."""
-
-    def drain(self) -> None:
-        """Do nothing."""
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-
 async def test_a_computation_that_hangs_after_the_second_signal_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process ends with the status of the signal. Without a second signal, the computation may continue."""
 
@@ -117,7 +108,7 @@ async def test_a_computation_that_hangs_after_the_second_signal_is_abandoned(mon
 
         compute.decode.submit(hang)
         begun.wait()
-        async with signals.handle_signals(Target()) as watch:
+        async with signals.handle_signals(Supervisor(on_failure=lambda name, error: None)) as watch:
             for expected in (0, 128 + signal.SIGTERM):
                 finish_computation(compute, watch)
                 signal.raise_signal(signal.SIGTERM)
