@@ -22,6 +22,7 @@ if __name__ == "__main__":  # before the imports below, which take a second
     sys.exit(main(load_train=lambda: import_module("pipeline").train))
 
 import gc
+import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,7 +45,8 @@ from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.machine import compute_slots
 from clotho.process import load_blas
-from clotho.serving.server import base_url, listen, loading_page, while_loading
+from clotho.serving.server import ApiServer, base_url, listen, loading_page, while_loading
+from clotho.settings.bounds import Off
 from clotho.settings.model import FullMethod
 from clotho.settings.server import HttpServer
 from protocols.accounting import GroupSource
@@ -65,7 +67,7 @@ from training_run.records.forecast import RunForecast
 from training_run.records.summary import print_summary
 from training_run.run import RunContext
 from training_run.run_monitor import RunMonitor
-from training_run.services import wire_services
+from training_run.serving import SERVER_RESTARTS
 from training_run.start.preflight import log_findings
 from training_run.start.starting_point import checkpoint_records
 from training_run.start.startup import build_context
@@ -81,6 +83,7 @@ from training_run.supervision.supervisor import (
     Ending,
     Supervisor,
     describe_error,
+    permanent,
     temporary,
 )
 
@@ -389,6 +392,16 @@ def wire_environments(
         max_batches_ahead=profile.max_batches_ahead,
     )
     return Rollouts(children=[fetcher], channels=[], source=fetcher, first=scored)
+
+
+def wire_services(context: RunContext, monitor: RunMonitor, listener: socket.socket | None) -> list[Child]:
+    """The children beside the flow of groups: the HTTP server, guards of the engine, and those of attachments."""
+    guards = [*monitor.serving.guards(context.profile.monitor), *context.attached.services]
+    settings = context.profile.server
+    if listener is None or isinstance(settings, Off):
+        return guards
+    server = ApiServer(monitor.server_context(settings), listener=listener, on_request=monitor.count_request)
+    return [permanent(server, SERVER_RESTARTS), *guards]
 
 
 def report_failure(name: str, error: Exception) -> None:

@@ -16,8 +16,8 @@ from protocols.queues import EndOfStream, Outbox
 from protocols.rollout import Discarded, GroupOutcome
 from protocols.step import WeightsReady
 from training_run.groups.placeholder import placeholder_prompt
-from training_run.supervision.backoff import Backoff
 from training_run.supervision.latest import Latest, wait_until
+from training_run.supervision.supervisor import Backoff
 
 T = TypeVar("T")
 IN_FLIGHT_KEPT = 8192

@@ -272,20 +272,6 @@ def attached_metrics() -> Mapping[str, str]:
     return {name: text for attachment in installed_attachments() for name, text in attachment.metrics.items()}
 
 
-@cache
-def attached_entries() -> Mapping[str, Mapping[str, str]]:
-    """Return the keys of the entries of metrics that are tables, with their descriptions."""
-    return {name: keys for attachment in installed_attachments() for name, keys in attachment.entries.items()}
-
-
-def described_parts(parts: CheckpointParts) -> dict[str, Any]:
-    """Return what `show` says about the parts of a checkpoint."""
-    found: dict[str, Any] = {}
-    for attachment in installed_attachments():
-        found |= attachment.described(parts)
-    return found
-
-
 def shown_by_attachments(line: Mapping[str, Any]) -> list[str]:
     """Return what the displays show of the attachments. line: of metrics.jsonl."""
     return [text for attachment in installed_attachments() for text in attachment.shown(line)]
@@ -300,23 +286,6 @@ def check_attachments(profile: Profile) -> None:
     """Raise ProfileError for what an attachment knows that cannot work."""
     for attachment in installed_attachments():
         attachment.check(profile)
-
-
-def engine_watches(compute: Compute, engine: DecodeEngine) -> list[Child]:
-    """Return the children of all attachments that look after a decode engine."""
-    return [child for attachment in installed_attachments() for child in attachment.watches(compute, engine)]
-
-
-async def prepare_attachments(plan: Plan) -> list[Attach]:
-    """Prepare the attachments of a run. Returns what completes it, in order."""
-    prepared = [await attachment.prepare(plan) for attachment in installed_attachments()]
-    return [attach for attach in prepared if attach is not None]
-
-
-async def evaluated_episodes(profile: EvaluationProfile, ending: ExitStack) -> MakeEpisodes | None:
-    """Return what makes the episodes of `eval`; None if it samples completions."""
-    found = [await attachment.evaluated(profile, ending) for attachment in installed_attachments()]
-    return next((make for make in found if make is not None), None)
 
 
 def weights_are_replaced(server: HttpServer) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import structlog
@@ -14,13 +15,16 @@ from clotho.sampler import Sampler
 from clotho.serving.metrics import counter
 from clotho.serving.services import EngineAccess, HealthReport
 from protocols.sampling import PromptLogprobs
-from training_run.attachment import engine_watches
+from training_run.attachment import installed_attachments
 from training_run.profile.schema import MonitorSection
 from training_run.records.terminal_text import relative_path
-from training_run.supervision.supervisor import Child, ChildState, ChildStatus, permanent
+from training_run.supervision.supervisor import Child, ChildState, ChildStatus, RestartPolicy, permanent
 from training_run.supervision.watchdog import ENGINE_RESTARTS, EngineGuard, Watchdog
 
 log = structlog.get_logger(actor="pipeline")
+
+SERVER_RESTARTS = RestartPolicy(max_restarts=3)
+"""How often the HTTP server is restarted."""
 
 
 class ServingState:
@@ -59,8 +63,8 @@ class ServingState:
             fail_requests=sampler.engine.fail_all,
             attach=sampler.restart,
         )
-        watches = engine_watches(sampler.compute, sampler.engine)
-        return [permanent(watchdog), *watches, permanent(guard, ENGINE_RESTARTS)]
+        watches = (one.watches(sampler.compute, sampler.engine) for one in installed_attachments())
+        return [permanent(watchdog), *chain.from_iterable(watches), permanent(guard, ENGINE_RESTARTS)]
 
     def on_stall(self, seconds: float) -> None:
         """Record that a compute thread has made no progress for `seconds`."""

@@ -21,7 +21,7 @@ from attachments.atropos.client import (
     Status,
 )
 from protocols.errors import ProfileError, RemoteError
-from training_run.supervision.backoff import Backoff
+from training_run.supervision.supervisor import Backoff
 
 MAX_ENVIRONMENTS = 16
 UNREGISTERED = -1

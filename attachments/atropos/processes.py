@@ -22,9 +22,8 @@ from attachments.atropos.commands import Command, environment_command, server_co
 from attachments.atropos.sections import SERVER, EnvironmentSection
 from protocols.errors import ActorError, ProfileError, visible
 from training_run.profile.schema import Profile
-from training_run.supervision.backoff import Backoff
 from training_run.supervision.child_process import end_child, start_child
-from training_run.supervision.supervisor import RestartCounter, RestartPolicy
+from training_run.supervision.supervisor import Backoff, RestartCounter, RestartPolicy
 
 LOG_FILE_BYTES = 16 * 2**20
 """A larger log file becomes NAME.log.1 and replaces the previous one."""

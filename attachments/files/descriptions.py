@@ -39,7 +39,7 @@ from clotho.storage.adapters import CONFIG
 from protocols.checkpoint import RunState
 from protocols.errors import ModelError, RunDirectoryError, disk_errors_as, visible
 from protocols.evaluation import Estimate
-from training_run.attachment import described_parts
+from training_run.attachment import installed_attachments
 from training_run.directory.best_checkpoint import read_best
 from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.directory.checkpoints import (
@@ -190,7 +190,7 @@ def describe_checkpoint(path: Path) -> Description:
         "sampled_tokens": state.sampled_tokens,
         "trained_tokens": state.trained_tokens,
         "update_seconds": state.train_seconds,
-        **described_parts(CheckpointParts(read_parts(path, with_arrays=False))),
+        **_described_parts(path),
         "inputs": dict(sorted(state.inputs.items())),
         "adapter": _adapter_or_none(path),
         **_settings(_profile(path / PROFILE)),
@@ -200,6 +200,12 @@ def describe_checkpoint(path: Path) -> Description:
         "lineage": _lineage(run) if run else None,
         "files": {f"{entry.name}_bytes": entry.stat().st_size for entry in sorted(path.iterdir()) if entry.is_file()},
     }
+
+
+def _described_parts(path: Path) -> Description:
+    """Return what attachments say about their parts of a checkpoint."""
+    parts = CheckpointParts(read_parts(path, with_arrays=False))
+    return {key: value for one in installed_attachments() for key, value in one.described(parts).items()}
 
 
 def describe_adapter(path: Path) -> Description:

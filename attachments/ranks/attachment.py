@@ -80,8 +80,7 @@ class Ranks(Attachment):
             memory_bytes = run.memory.minimum
             ranks.resumable(str(run.directory.path))
             await run_sync(lambda: ranks.set_up(run.profile, parameters, model=model, memory_bytes=memory_bytes))
-            from attachments.ranks.gauges import measured
-            from attachments.ranks.metrics import rank_metrics
+            from attachments.ranks.gauges import measured, rank_metrics
 
             run.attached.measures.append(measured(ranks.gauges))
             run.attached.metrics.append(lambda: rank_metrics(ranks.gauges()))

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
+from prometheus_client.core import Metric
 
+from clotho.serving.metrics import counter
 from training_run.records.terminal_text import number
 
 
@@ -62,3 +64,16 @@ def shown(line: Mapping[str, Any]) -> Iterator[str]:
     speeds = [number(found["positions_per_second"], ".0f") for found in line["learner_ranks"].values()]
     yield f"ranks {' + '.join(speeds)} positions/s"
     yield f"{number(line['time/wait_for_ranks'], '.1f')} s waited for ranks"
+
+
+def rank_metrics(found: RankGauges) -> Iterator[Metric]:
+    """Yield the work of each rank."""
+    for name, help_text, counts in (
+        ("positions", "Positions of the micro-batches of a rank.", {one.name: one.positions for one in found.ranks}),
+        ("seconds", "Time between the shares of a rank and results.", {one.name: one.seconds for one in found.ranks}),
+        ("sent_bytes", "Weights and shares for a rank.", {one.name: one.bytes_sent for one in found.ranks}),
+    ):
+        yield counter(f"clotho_learner_rank_{name}", help_text, counts, by="rank")
+    yield counter(
+        "clotho_learner_ranks_wait_seconds", "Time that rank 0 waited for others.", {"": found.waited_seconds}
+    )

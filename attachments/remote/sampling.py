@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from attachments.remote.attachment import DIRECTORY
-from attachments.remote.gauges import measured
+from attachments.remote.gauges import measured, server_metrics
 from attachments.remote.messages import ServedPolicy
-from attachments.remote.metrics import server_metrics
 from attachments.remote.mlx_server import MlxServer
 from attachments.remote.place import InferenceServer
 from attachments.remote.sampler import RemoteSampler, ServerSource

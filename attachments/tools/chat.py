@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,11 +12,10 @@ from msgspec import structs
 from attachments.tools.reasoning import END_THINK, PROMPT_TAIL, MessageParts, reasoning_variables
 from attachments.tools.sections import REASONING_PARSER, TOOL_PARSER
 from attachments.tools.structured_outputs import requested_grammar
-from attachments.tools.tool_calls import NO_TOOLS, ToolUse, message_fields
+from attachments.tools.tool_calls import NO_TOOLS, ToolUse, definition, message_fields
 from attachments.tools.tool_grammars import use_tools
-from attachments.tools.tool_prompts import tools_as_text
 from clotho.serving.chat_extension import ChatExtension, Conversation
-from clotho.serving.openai_fields import ChatRequest, ConstraintFields, Message
+from clotho.serving.openai_fields import ChatRequest, ConstraintFields, ContentPart, Message, Tool
 from clotho.serving.openai_requests import ValidatedRequest, encode_plain
 from clotho.serving.services import ServerContext
 from protocols.constraints import Grammar
@@ -75,3 +75,38 @@ def _with_parts(
     )
     grammar = parts.behind_reasoning(request.grammar) if request.grammar is not None else None
     return structs.replace(request, samples=samples, grammar=grammar, message_parser=parts.parser)
+
+
+def tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """Return a conversation that describes the tools, and contains earlier calls and their results, as text."""
+    functions = "\n".join(json.dumps(definition(tool)["function"], ensure_ascii=False) for tool in tools)
+    form = _call("NAME", "{...}")
+    described = f"Answer with calls of these functions, each in this form:\n{form}\n<tools>\n{functions}\n</tools>"
+    first = messages[0]
+    if first.role in ("system", "developer"):
+        return [_between("", first, f"\n\n{described}"), *map(_as_text, messages[1:])]
+    return [Message(role="system", content=described), *map(_as_text, messages)]
+
+
+def _as_text(message: Message) -> Message:
+    if message.role == "tool":
+        result = Message(role="user", content=message.content)
+        return _between("<tool_response>\n", result, "\n</tool_response>")
+    if message.tool_calls:
+        calls = [_call(json.dumps(call.function.name), call.function.arguments) for call in message.tool_calls]
+        return _between(
+            "", structs.replace(message, tool_calls=None), "\n".join(["", *calls] if message.content else calls)
+        )
+    return message
+
+
+def _call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def _between(before: str, message: Message, after: str) -> Message:
+    """Return a message with text before and after its content."""
+    content = message.content or []
+    parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content
+    added = [ContentPart(type="text", text=text) for text in (before, after)]
+    return structs.replace(message, content=[added[0], *parts, added[1]])

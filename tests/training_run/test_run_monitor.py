@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from clotho.settings.server import HttpServer
+from pipeline import wire_services
 from protocols.evaluation import EvalReport
 from protocols.finding import CHECK, Finding
 from tests.metric_samples import page, samples
@@ -16,7 +17,6 @@ from tests.training_run.test_accounting import MinimalActor
 from training_run.accounting import CountedSource, GroupAccounting
 from training_run.run import RunContext
 from training_run.run_monitor import RunMonitor
-from training_run.services import wire_services
 from training_run.supervision.queues import Queue
 from training_run.supervision.supervisor import ChildState, ChildStatus, Restart, temporary
 from training_run.supervision.watchdog import EngineGuard, PeriodicCheck

@@ -19,7 +19,7 @@ from training_run.profile.schema import Profile
 from training_run.records.summary import print_dataset, print_estimate
 from training_run.records.terminal_text import print_line
 from training_run.rewards.runner import rewards_of
-from training_run.start.importable import require_importable
+from training_run.start.preflight import require_importable
 
 CHANGED = "# settings that differ from the defaults; --dry-run full prints all"
 

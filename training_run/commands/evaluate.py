@@ -29,7 +29,7 @@ from clotho.storage.atomic_files import replace_file
 from protocols.errors import AdapterRequestError, ModelError, ProfileError, RequestError
 from protocols.evaluation import Estimate, ReferenceLoss
 from protocols.sampling import POLICY, Completion, SampleRequest
-from training_run.attachment import evaluated_episodes
+from training_run.attachment import installed_attachments
 from training_run.commands.command_line import require_new_file
 from training_run.evaluation.accuracy import (
     Accuracy,
@@ -137,7 +137,8 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
         compute.start()
         stack.callback(compute.stop)
         await rewards.start()
-        make_episodes = await evaluated_episodes(profile, stack)
+        made = [await attachment.evaluated(profile, stack) for attachment in installed_attachments()]
+        make_episodes = next(filter(None, made), None)
         base = await finish(compute.decode.submit(lambda: load(arguments)))
         sampler = await run_sync(make_sampler, arguments, base, compute)
         rendered, references = problems_of(arguments, base)

@@ -30,16 +30,14 @@ from training_run.profile.serve_profile import ServeArguments
 from training_run.records.display import machine_lines
 from training_run.records.event_log import event_log
 from training_run.records.terminal_text import memory, print_line, relative_path, size
-from training_run.serving import ServingState, names_of
+from training_run.serving import SERVER_RESTARTS, ServingState, names_of
 from training_run.start.startup import startup_watch
 from training_run.supervision.latest import Latest
 from training_run.supervision.process_signals import finish_computation
 from training_run.supervision.signals import handle_signals
-from training_run.supervision.supervisor import RestartPolicy, Supervisor, describe_error, permanent, transient
+from training_run.supervision.supervisor import Supervisor, describe_error, permanent, transient
 
 log = structlog.get_logger(actor="serve")
-
-SERVER_RESTARTS = RestartPolicy(max_restarts=3)
 
 
 class Serving(Struct, frozen=True, kw_only=True, eq=False):

@@ -10,6 +10,7 @@ import structlog
 from msgspec import Struct
 
 from clotho.models.tokenizer import ChatTokenizer
+from clotho.settings.objectives import Custom
 from clotho.storage.atomic_files import replace_file
 from clotho.storage.json_text import encode
 from protocols.finding import Finding
@@ -18,6 +19,7 @@ from protocols.summary import MemoryEstimate
 from training_run.attachment import installed_attachments
 from training_run.profile.schema import Profile
 from training_run.records.event_log import log_finding
+from training_run.supervision.custom_actors import load_factory
 
 log = structlog.get_logger(actor="preflight")
 
@@ -52,3 +54,13 @@ def write_findings(path: Path, findings: tuple[Finding, ...]) -> None:
         replace_file(path, [msgspec.json.format(encode(report, terminal_safe=True), indent=1), b"\n"])
     except OSError as error:
         log.warning("write_failed", file=path.name, error=error.strerror or str(error))
+
+
+def require_importable(profile: Profile) -> None:
+    """Import custom actors and a custom objective. Raises ProfileError."""
+    for section in profile.actors:
+        load_factory(section)
+    if isinstance(profile.learner.objective, Custom):
+        from clotho.training.objectives.functions import objective  # imports MLX
+
+        objective(profile.learner.objective)

@@ -41,11 +41,12 @@ from training_run.directory.run_paths import run_of
 from training_run.profile.load import load_profile, resolved_toml
 from training_run.profile.schema import Profile
 from training_run.records.evaluation_history import EvaluationRecord
-from training_run.start.compatibility import differences, refuse_if_incompatible
 from training_run.start.resume import (
     MetricsRecord,
     ResumedRollout,
+    differences,
     find_resume_point,
+    refuse_if_incompatible,
     restore,
     restore_histories,
     set_aside,

@@ -28,7 +28,7 @@ from protocols.evaluation import HeldOut
 from protocols.finding import Finding
 from protocols.sampling import SampleRequest, restricts_support
 from protocols.summary import MemoryEstimate
-from training_run.attachment import Attached, Plan, has_own_groups, prepare_attachments, unknown_parts
+from training_run.attachment import Attached, Plan, has_own_groups, installed_attachments, unknown_parts
 from training_run.directory.best_checkpoint import INITIAL, BestCheckpointKeeper
 from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.directory.checkpoints import checkpoint_path, checkpoint_steps
@@ -45,9 +45,8 @@ from training_run.records.findings import RunFindings
 from training_run.records.remedies import RunCommands
 from training_run.rewards.runner import RewardRunner, rewards_of
 from training_run.run import RunContext
-from training_run.start.importable import require_importable
 from training_run.start.initial_adapter import publish_first_checkpoint, publish_initial, read_initial
-from training_run.start.preflight import start_findings, write_findings
+from training_run.start.preflight import require_importable, start_findings, write_findings
 from training_run.start.starting_point import Fork, begin, publish_fork, restore_learner
 from training_run.start.warmup_step import run_warmup_step
 from training_run.supervision.latest import Latest
@@ -73,14 +72,14 @@ async def build_context(
     """
     watch = startup_watch(slow_seconds)
     plan = Plan(profile=profile, directory=directory, ending=ending)
-    prepared = await prepare_attachments(plan)
+    prepared = [await attachment.prepare(plan) for attachment in installed_attachments()]
     with watch.phase("custom actors and rewards"):
         require_importable(profile)
         rewards = rewards_of(profile, workers=plan.workers)
         ending.callback(rewards.close)
     prepare_struct_types()
     context = await _build_context(plan, compute, rewards, watch, address=address)
-    for attach in prepared:
+    for attach in filter(None, prepared):
         await attach(context)
     return context
 

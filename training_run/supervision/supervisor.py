@@ -19,6 +19,9 @@ from msgspec import Struct
 from protocols.errors import ActorError, ClothoError, error_text
 from protocols.queues import Closable, QueueClosed
 
+FIRST_SECONDS, FACTOR = 0.05, 1.5
+"""Seconds of the first pause of a `Backoff`, and the factor of the others."""
+
 
 class Runnable(Protocol):
     """Anything that the supervisor can run.
@@ -64,6 +67,23 @@ class RestartCounter:
         if self.in_a_row > policy.max_restarts:
             return None
         return min(policy.first_pause_seconds * 2.0 ** (self.in_a_row - 1), policy.longest_pause_seconds)
+
+
+class Backoff:
+    """Exponential backoff: `FIRST_SECONDS`, multiplied by `FACTOR` after each delay, up to `max_seconds`."""
+
+    def __init__(self, *, max_seconds: float) -> None:
+        self._max_seconds = max_seconds
+        self._next = min(FIRST_SECONDS, max_seconds)
+
+    def next_seconds(self) -> float:
+        """Return the next delay."""
+        delay, self._next = self._next, min(self._next * FACTOR, self._max_seconds)
+        return delay
+
+    def reset(self) -> None:
+        """Start again with the first delay."""
+        self._next = min(FIRST_SECONDS, self._max_seconds)
 
 
 class Restart(StrEnum):

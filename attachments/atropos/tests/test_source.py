@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training_run.supervision.backoff import Backoff
+from training_run.supervision.supervisor import Backoff
 
 
 def test_delays_grow_to_the_maximum_and_start_again_after_a_reset() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from attachments.ranks.gauges import RankGauge, RankGauges
-from attachments.ranks.metrics import rank_metrics
+from attachments.ranks.gauges import RankGauge, RankGauges, rank_metrics
 from tests.metric_samples import Values, require
 
 METRICS = {

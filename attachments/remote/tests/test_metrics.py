@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from attachments.remote.gauges import RemoteGauges, RemoteServerGauge
-from attachments.remote.metrics import server_metrics
+from attachments.remote.gauges import RemoteGauges, RemoteServerGauge, server_metrics
 from protocols.summary import Distribution
 from tests.metric_samples import Values, require
 

@@ -9,7 +9,7 @@ import jsonschema
 import openai
 import pytest
 
-from attachments.tools.tool_prompts import tools_as_text
+from attachments.tools.chat import tools_as_text
 from clotho.serving.openai_fields import CalledFunction, ContentPart, Function, Message, Tool, ToolCall
 from tests.serving.test_chat_features import LIMITS, PLAIN, SCHEMA, TOOLS
 from tests.serving.test_with_engine import serving

@@ -53,7 +53,7 @@ from training_run.profile.load import load_profile, write_profile
 from training_run.profile.schema import Profile
 from training_run.records.remedies import DoctorCommands, RunCommands, new_run_dir
 from training_run.records.training_signal import TrainingSignal
-from training_run.start.compatibility import refuse_if_incompatible
+from training_run.start.resume import refuse_if_incompatible
 
 Findings = Iterable[Finding]
 

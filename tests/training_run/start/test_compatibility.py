@@ -11,7 +11,7 @@ import pytest
 from protocols.errors import CheckpointError
 from training_run.profile.mounted import with_attachments
 from training_run.profile.schema import Profile
-from training_run.start.compatibility import refuse_if_incompatible
+from training_run.start.resume import refuse_if_incompatible
 
 BASE: dict[str, Any] = {
     "model": {"path": "m"},
