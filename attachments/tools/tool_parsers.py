@@ -17,8 +17,9 @@ import json
 import re
 import secrets
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from msgspec import Struct, structs
 
@@ -35,31 +36,36 @@ def new_call_id(call_format: ToolFormat) -> str:
 
 
 class ValueEnd:
-    """Finds the end of a value with brackets in text that arrives in parts; `find` gets each part once."""
+    """Finds the end of a value in text that arrives in parts; `find` gets each part once."""
 
-    def __init__(self, *, quotes: str = '"', brackets: str = "{[ }]") -> None:
-        """brackets: those that open, and those that close. The defaults are those of JSON."""
-        self._quotes = quotes
+    def __init__(self, *, quotes: str = '"', brackets: str = "{[ }]", followed_by: str = "") -> None:
+        """brackets: those that open, and those that close. The defaults are those of JSON.
+
+        followed_by: characters that end the value if they are outside of its brackets; empty: its last bracket does.
+        """
+        self._quotes, self._followed_by = quotes, followed_by
         self._opening, self._closing = brackets.split()
         self._depth = 0
         self._quote = ""
         self._escaped = False
 
     def find(self, text: str) -> int | None:
-        """Return the position behind the end of the value; None if `text` does not contain its end."""
+        """Return the position behind the value; None if `text` does not contain its end."""
         for at, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
             elif self._quote:
                 self._escaped = character == "\\"
                 self._quote = "" if character == self._quote else self._quote
+            elif not self._depth and character in self._followed_by:
+                return at
             elif character in self._quotes:
                 self._quote = character
             elif character in self._opening:
                 self._depth += 1
             elif character in self._closing:
                 self._depth -= 1
-                if self._depth <= 0:
+                if self._depth <= 0 and not self._followed_by:
                     return at + 1
         return None
 
@@ -130,13 +136,13 @@ class ToolCallParser:
         self._format = call_format
         self._parallel = parallel
         self._calls = 0
-        self._step: _Parser
+        self._step: _Free | _Enforced
         if not enforced:
             self._step = _Free(call_format, parameters or {})
         elif call_format == "qwen3_coder":
             self._step = _EnforcedXml(parameters or {})
         else:
-            self._step = _EnforcedPython() if call_format == "pythonic" else _Enforced(call_format)
+            self._step = _EnforcedPython() if call_format == "pythonic" else _EnforcedJson(call_format)
 
     @property
     def has_calls(self) -> bool:
@@ -175,19 +181,10 @@ class _CallPart(Struct, frozen=True):
 _Part = str | _CallPart
 
 
-class _Parser(Protocol):
-    @property
-    def in_call(self) -> bool:
-        """Whether a part of a call has been returned, and its end has not."""
-        ...
-
-    def push(self, text: str, *, last: bool) -> list[_Part]:
-        """Return the parts that the next text completes. last: no further text follows."""
-        ...
-
-
 class _Free:
     """The parser of calls that no grammar enforces: a call is returned as a whole, or stays text."""
+
+    in_call = False
 
     def __init__(self, call_format: ToolFormat, parameters: Mapping[str, Schemas]) -> None:
         self._format, self._begin, self._parameters = call_format, BEGIN[call_format], parameters
@@ -195,11 +192,6 @@ class _Free:
         self._buffer = self._mark = ""
         self._is_start = True  # whether everything so far is whitespace or calls
         self._scan()
-
-    @property
-    def in_call(self) -> bool:
-        """Return False: calls are returned as a whole."""
-        return False
 
     def _scan(self) -> None:
         """Search for the end of a value from the beginning of the buffer."""
@@ -336,157 +328,115 @@ def _json_calls(text: str, name: str | None) -> list[_CallPart]:
     return calls
 
 
-class _Enforced:
-    """The parser of calls that a grammar enforces: arguments are returned as they arrive."""
+class _Enforced(ABC):
+    """A parser of calls that a grammar enforces: their parts are returned as they arrive.
 
-    def __init__(self, call_format: ToolFormat) -> None:
-        self._header = re.compile(ENFORCED_HEADER[call_format])
-        self._buffer = ""
-        self._end: ValueEnd | None = None
-        self._has_calls = False
-
-    @property
-    def in_call(self) -> bool:
-        """Whether the end of the arguments is missing."""
-        return self._end is not None
-
-    def push(self, text: str, *, last: bool) -> list[_Part]:
-        """Add text; return the parts that are final with it."""
-        self._buffer += text
-        parts: list[_Part] = []
-        while self._buffer:
-            if self._end is None:
-                header = self._header.search(self._buffer)
-                if header is None:
-                    break
-                parts.append(_CallPart(next(name for name in header.groups() if name), ""))
-                self._buffer, self._end, self._has_calls = self._buffer[header.end() :], ValueEnd(), True
-                continue
-            end = self._end.find(self._buffer)
-            parts.append(_CallPart(None, self._buffer[:end]))
-            self._buffer = "" if end is None else self._buffer[end:]
-            self._end = self._end if end is None else None
-        if last and not self._has_calls and self._buffer:
-            parts.append(self._buffer)
-        return parts
-
-
-class _EnforcedXml:
-    """The parser of enforced calls in the XML form: each parameter is returned when it is complete."""
-
-    def __init__(self, parameters: Mapping[str, Schemas]) -> None:
-        self._parameters, self._buffer = parameters, ""
-        self._schemas: Schemas | None = None
-        self._count = 0
-        self._has_calls = False
-
-    @property
-    def in_call(self) -> bool:
-        """Whether the end of the function is missing."""
-        return self._schemas is not None
-
-    def push(self, text: str, *, last: bool) -> list[_Part]:
-        """Add text; return the parts that are final with it."""
-        self._buffer += text
-        parts: list[_Part] = []
-        while (found := self._next()) is not None:
-            part, end = found
-            parts.append(part)
-            self._buffer = self._buffer[end:]
-        if last and not self._has_calls and self._buffer:
-            parts.append(self._buffer)
-        return parts
-
-    def _next(self) -> tuple[_CallPart, int] | None:
-        """Return the part at the beginning of the buffer, and where it ends; None if it is not complete."""
-        if self._schemas is None:
-            header = re.search(FUNCTION, self._buffer)
-            if header is None:
-                return None
-            self._schemas, self._count, self._has_calls = self._parameters.get(header[1], {}), 0, True
-            return _CallPart(header[1], ""), header.end()
-        if (found := PARAMETER.match(self._buffer)) is not None:
-            value = json.dumps(xml_value(found[2], self._schemas.get(found[1])), ensure_ascii=False)
-            self._count += 1
-            comma = ", " if self._count > 1 else "{"
-            return _CallPart(None, f"{comma}{json.dumps(found[1])}: {value}"), found.end()
-        if (end := re.match(rf"\s*{END_FUNCTION}", self._buffer)) is None:
-            return None
-        self._schemas = None
-        return _CallPart(None, "}" if self._count else "{}"), end.end()
-
-
-class _EnforcedPython:
-    """The parser of enforced calls in the Python form, whose values are JSON: arguments are returned as they arrive."""
+    in_call: a part of a call has been returned, and its end has not.
+    """
 
     def __init__(self) -> None:
+        self.in_call = self._has_calls = False
         self._buffer = ""
-        self._state: Literal["name", "key", "value"] = "name"
-        self._has_calls = False
-
-    @property
-    def in_call(self) -> bool:
-        """Whether the closing bracket is missing."""
-        return self._state != "name"
 
     def push(self, text: str, *, last: bool) -> list[_Part]:
-        """Add text; return the parts that are final with it."""
+        """Add text; return the parts that are final with it. last: no further text follows."""
         self._buffer += text
         parts: list[_Part] = []
-        steps = {"name": self._take_name, "key": self._take_key, "value": self._take_value}
-        while self._buffer and steps[self._state](parts):
+        while self._buffer and self._take(parts):
             pass
         if last and not self._has_calls and self._buffer:
             parts.append(self._buffer)
         return parts
 
-    def _take_name(self, parts: list[_Part]) -> bool:
-        header = re.search(rf"{NAME}\(", self._buffer)
-        if header is None:
+    @abstractmethod
+    def _take(self, parts: list[_Part]) -> bool:
+        """Take the next part from the buffer; return False if it is not complete."""
+
+    def _begin(self, header: re.Match[str], name: str, arguments: str = "") -> list[_Part]:
+        """Take the header of a call; return its parts."""
+        self._buffer, self.in_call, self._has_calls = self._buffer[header.end() :], True, True
+        return [_CallPart(name, ""), *([_CallPart(None, arguments)] if arguments else [])]
+
+    def _value(self, end: int | None) -> _CallPart:
+        """Take text of the arguments up to a position; None: all of it."""
+        taken, self._buffer = (self._buffer, "") if end is None else (self._buffer[:end], self._buffer[end:])
+        return _CallPart(None, taken)
+
+
+class _EnforcedJson(_Enforced):
+    """The parser of enforced calls whose arguments are JSON."""
+
+    def __init__(self, call_format: ToolFormat) -> None:
+        super().__init__()
+        self._header = re.compile(ENFORCED_HEADER[call_format])
+        self._end = ValueEnd()
+
+    def _take(self, parts: list[_Part]) -> bool:
+        if self.in_call:
+            end = self._end.find(self._buffer)
+            parts.append(self._value(end))
+            self.in_call = end is None
+        elif (header := self._header.search(self._buffer)) is not None:
+            parts += self._begin(header, next(name for name in header.groups() if name))
+            self._end = ValueEnd()
+        else:
             return False
-        parts += [_CallPart(header[1], ""), _CallPart(None, "{")]
-        self._buffer, self._state, self._has_calls = self._buffer[header.end() :], "key", True
         return True
 
-    def _take_key(self, parts: list[_Part]) -> bool:
-        if self._buffer.startswith(")"):
-            parts.append(_CallPart(None, "}"))
-            self._buffer, self._state = self._buffer[1:], "name"
-            return True
-        found = re.match(r"(, )?([^\s<>=(),\"']{1,64})=", self._buffer)
-        if found is None:
+
+class _EnforcedXml(_Enforced):
+    """The parser of enforced calls in the XML form: each parameter is returned when it is complete."""
+
+    def __init__(self, parameters: Mapping[str, Schemas]) -> None:
+        super().__init__()
+        self._parameters = parameters
+        self._schemas: Schemas = {}
+        self._count = 0
+
+    def _take(self, parts: list[_Part]) -> bool:
+        if not self.in_call:
+            if (header := re.search(FUNCTION, self._buffer)) is None:
+                return False
+            self._schemas, self._count = self._parameters.get(header[1], {}), 0
+            parts += self._begin(header, header[1])
+        elif (found := PARAMETER.match(self._buffer)) is not None:
+            value = json.dumps(xml_value(found[2], self._schemas.get(found[1])), ensure_ascii=False)
+            before = ", " if self._count else "{"
+            parts.append(_CallPart(None, f"{before}{json.dumps(found[1])}: {value}"))
+            self._count, self._buffer = self._count + 1, self._buffer[found.end() :]
+        elif (end := re.match(rf"\s*{END_FUNCTION}", self._buffer)) is not None:
+            parts.append(_CallPart(None, "}" if self._count else "{}"))
+            self.in_call, self._buffer = False, self._buffer[end.end() :]
+        else:
             return False
-        parts.append(_CallPart(None, f"{found[1] or ''}{json.dumps(found[2])}: "))
-        self._buffer, self._state, self._end = self._buffer[found.end() :], "value", _LiteralEnd()
-        return True
-
-    def _take_value(self, parts: list[_Part]) -> bool:
-        end = self._end.find(self._buffer)
-        parts.append(_CallPart(None, self._buffer[:end]))
-        self._buffer = "" if end is None else self._buffer[end:]
-        self._state = "value" if end is None else "key"
         return True
 
 
-class _LiteralEnd:
-    """Finds the comma or the bracket behind a JSON value in a list of arguments; `find` gets each part once."""
+class _EnforcedPython(_Enforced):
+    """The parser of enforced calls in the Python form, whose values are JSON."""
 
     def __init__(self) -> None:
-        self._depth, self._is_text, self._escaped = 0, False, False
+        super().__init__()
+        self._end: ValueEnd | None = None  # of the value that has begun
 
-    def find(self, text: str) -> int | None:
-        """Return the position behind the value; None if `text` does not contain its end."""
-        for at, character in enumerate(text):
-            if self._escaped:
-                self._escaped = False
-            elif self._is_text:
-                self._escaped, self._is_text = character == "\\", character != '"'
-            elif not self._depth and character in ",)":
-                return at
-            else:
-                self._is_text = character == '"'
-                self._depth += (character in "{[") - (character in "}]")
-        return None
+    def _take(self, parts: list[_Part]) -> bool:
+        if self._end is not None:
+            end = self._end.find(self._buffer)
+            parts.append(self._value(end))
+            self._end = self._end if end is None else None
+        elif not self.in_call:
+            if (header := re.search(rf"{NAME}\(", self._buffer)) is None:
+                return False
+            parts += self._begin(header, header[1], "{")
+        elif self._buffer.startswith(")"):
+            parts.append(_CallPart(None, "}"))
+            self.in_call, self._buffer = False, self._buffer[1:]
+        elif (found := re.match(r"(, )?([^\s<>=(),\"']{1,64})=", self._buffer)) is not None:
+            parts.append(_CallPart(None, f"{found[1] or ''}{json.dumps(found[2])}: "))
+            self._buffer, self._end = self._buffer[found.end() :], ValueEnd(followed_by=",)")
+        else:
+            return False
+        return True
 
 
 NAME = r"([a-zA-Z0-9_.-]{1,64})"
