@@ -6,8 +6,6 @@ thread.
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
@@ -24,6 +22,7 @@ from msgspec import Struct
 from clotho import __version__
 from clotho.storage.atomic_files import replace_file
 from clotho.storage.json_text import encode
+from training_run.directory.jsonl import JsonlWriter
 from training_run.directory.run_directory import RunDirectory
 from training_run.records.display import RunFacts, machine_lines
 from training_run.records.waiting import GroupsInFlight, GroupStages
@@ -126,7 +125,7 @@ class TimelineRecorder:
         self._path, self._facts_path, self._facts = directory.timeline, directory.facts, facts
         self._line, self._seconds_before = line, seconds_before
         self._max_bytes, self._interval = max_bytes, interval_seconds
-        self._file, self._end, self._failed = -1, 0, False
+        self._failed = False
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Write a line per interval until cancelled, and a last one then."""
@@ -143,21 +142,22 @@ class TimelineRecorder:
                 await self._write()
         finally:
             await self._write()
-            os.close(self._file)
+            self._writer.close()
 
     async def _write(self) -> None:
         """Write the next line. A cancellation waits for the end of the write."""
-        line = encode(self._line()) + b"\n"
+        line = self._line()
         with anyio.CancelScope(shield=True):
             try:
-                if await to_thread.run_sync(os.pwrite, self._file, line, self._end) < len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self._end += len(line)
+                await to_thread.run_sync(self._append, line)
                 self._failed = False
-                if self._end > self._max_bytes:
-                    await to_thread.run_sync(self._halve)
             except OSError as error:
                 self._report(error)
+
+    def _append(self, line: TimelineLine) -> None:
+        self._writer.append(line)
+        if self._writer.size > self._max_bytes:
+            self._halve()
 
     def _report(self, error: OSError) -> None:
         if not self._failed:
@@ -170,7 +170,7 @@ class TimelineRecorder:
         if self._path.exists():
             kept = [line for line in read_timeline(self._path.read_bytes()) if line.t <= self._seconds_before]
             replace_file(self._path, _encoded(kept))
-        self._open()
+        self._writer = JsonlWriter(self._path)
 
     def _halve(self) -> None:
         """Merge neighbouring lines. If that fails, it is attempted again after `max_bytes` more.
@@ -178,20 +178,16 @@ class TimelineRecorder:
         The lines of the whole run get about the same duration: pairs of neighbours would be merged again each time, and
         little would be left of the beginning. Durations are powers of 2, so that earlier ones fit in.
         """
-        before, self._max_bytes = self._max_bytes, self._end + self._max_bytes
+        before, self._max_bytes = self._max_bytes, self._writer.size + self._max_bytes
         lines = list(read_timeline(self._path.read_bytes()))
         duration = INTERVAL_SECONDS
         while lines and lines[-1].t > duration * len(lines) / 2:
             duration *= 2
         merged = groupby(lines, key=lambda line: line.t // duration)
         replace_file(self._path, _encoded(reduce(TimelineLine.joined, neighbours) for _, neighbours in merged))
-        os.close(self._file)
-        self._open()
+        self._writer.close()
+        self._writer = JsonlWriter(self._path)
         self._max_bytes = before
-
-    def _open(self) -> None:
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._end = os.fstat(self._file).st_size
 
 
 def timeline_recorder(context: RunContext, facts: RunFacts, queues: Sequence[Queue[Any]]) -> TimelineRecorder:
