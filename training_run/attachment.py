@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from training_run.directory.run_directory import RunDirectory
     from training_run.groups.rollout_source import Episodes
     from training_run.memory.need import MemoryNeed
-    from training_run.profile.evaluate_profile import EvaluationProfile
+    from training_run.profile.command_profiles import EvaluationProfile
     from training_run.profile.rules import Complaint, Rule
     from training_run.profile.schema import Profile
     from training_run.records.display import RunFacts

@@ -115,7 +115,7 @@ def _run_launched(argv: Sequence[str]) -> int | None:
 def serve(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `serve`; the result is that of `_run`. argv: the arguments after the command."""
     before_mlx()
-    from training_run.profile.serve_profile import load_serving, serve_help
+    from training_run.profile.command_profiles import load_serving, serve_help
 
     if (text := serve_help(argv)) is not None:
         return _show_help(text)
@@ -132,7 +132,7 @@ def serve(argv: Sequence[str]) -> tuple[int, bool]:
 def evaluate(argv: Sequence[str]) -> tuple[int, bool]:
     """Run the command `eval`; as `serve`."""
     before_mlx()
-    from training_run.profile.evaluate_profile import evaluation_help, load_evaluation
+    from training_run.profile.command_profiles import evaluation_help, load_evaluation
 
     if (text := evaluation_help(argv)) is not None:
         return _show_help(text)

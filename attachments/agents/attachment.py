@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attachments.agents.episodes import PythonEpisodes
     from clotho.models.tokenizer import ChatTokenizer
     from training_run.memory.need import MemoryNeed
-    from training_run.profile.evaluate_profile import EvaluationProfile
+    from training_run.profile.command_profiles import EvaluationProfile
     from training_run.profile.schema import Profile
     from training_run.run import RunContext
 

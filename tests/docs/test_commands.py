@@ -33,10 +33,9 @@ import pytest
 from tests.docs.pages import DOCS, ROOT, Block, blocks
 from tests.e2e.pipeline_process import FEW_PROBLEMS
 from training_run.__main__ import main
-from training_run.profile.evaluate_profile import evaluation_help, load_evaluation
+from training_run.profile.command_profiles import evaluation_help, load_evaluation, load_serving, serve_help
 from training_run.profile.flags import parse_arguments
 from training_run.profile.load import load_profile
-from training_run.profile.serve_profile import load_serving, serve_help
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 COMMANDS = {page: [block for block in blocks(page) if block.language == "shell"] for page in PAGES}

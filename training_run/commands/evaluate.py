@@ -50,7 +50,7 @@ from training_run.groups.rendering import Rendered, Renderer
 from training_run.groups.rollout_source import Episodes
 from training_run.memory.estimate import serving_memory
 from training_run.memory.report import limit_memory
-from training_run.profile.evaluate_profile import EvaluationArguments
+from training_run.profile.command_profiles import EvaluationArguments
 from training_run.records.event_log import event_log
 from training_run.records.terminal_text import number, percent, terminal_text
 from training_run.rewards.runner import RewardRunner

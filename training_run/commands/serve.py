@@ -26,7 +26,7 @@ from protocols.step import WeightsReady
 from training_run.attachment import weights_are_replaced
 from training_run.memory.estimate import serving_memory
 from training_run.memory.report import limit_memory
-from training_run.profile.serve_profile import ServeArguments
+from training_run.profile.command_profiles import ServeArguments
 from training_run.records.display import machine_lines
 from training_run.records.event_log import event_log
 from training_run.records.terminal_text import memory, print_line, relative_path, size

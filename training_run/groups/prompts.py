@@ -22,7 +22,7 @@ from protocols.evaluation import GradeCompletions, HeldOut
 from protocols.prompt import Problem, Prompt, group_seed
 from protocols.summary import DatasetReport, PromptReport
 from training_run.groups.rendering import CHECKED, Rendered, Renderer, Say
-from training_run.profile.evaluate_profile import EvaluationProfile
+from training_run.profile.command_profiles import EvaluationProfile
 from training_run.profile.schema import Profile
 
 DEFAULT_SPLIT = "train"

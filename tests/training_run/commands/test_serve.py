@@ -10,7 +10,7 @@ import pytest
 
 from clotho.models.policy import BaseModel
 from training_run.commands.serve import served_base
-from training_run.profile.serve_profile import load_serving
+from training_run.profile.command_profiles import load_serving
 from training_run.supervision.latest import Latest
 
 EMBEDDED = Path(__file__).parents[3] / "profiles" / "embedded"

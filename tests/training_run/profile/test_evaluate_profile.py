@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protocols.errors import ProfileError
-from training_run.profile.evaluate_profile import evaluation_help, load_evaluation
+from training_run.profile.command_profiles import evaluation_help, load_evaluation
 
 
 def test_the_settings_of_a_profile_that_concern_evaluation_apply() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from protocols.errors import ProfileError
+from training_run.profile.command_profiles import APPLICABLE, SERVE_COMMON, load_serving, serve_help
 from training_run.profile.keys import flag_of
-from training_run.profile.serve_profile import APPLICABLE, COMMON, load_serving, serve_help
 
 
 def test_settings_come_from_defaults_and_flags() -> None:
@@ -99,7 +99,7 @@ def test_help_shows_the_settings_of_a_server_only() -> None:
     assert "--model" in common
     assert "--adapter" in common
     assert "learner" not in everything
-    assert set(COMMON) <= set(APPLICABLE)
+    assert set(SERVE_COMMON) <= set(APPLICABLE)
     section = serve_help(["--help", "engine"])
     assert section is not None
     assert "--engine.max-num-seqs" in section

@@ -16,11 +16,11 @@ from attachments.migration.tests.test_migration import ATROPOS_RUN, LOCAL_RUN, L
 from protocols.errors import ProfileError
 from tests.training_run.profile.earlier_command_lines import LINES, Documented
 from tests.training_run.profile.test_flags import example
+from training_run.profile.command_profiles import load_serving
 from training_run.profile.flags import parse_arguments, problem_of
 from training_run.profile.keys import PROFILE_KEYS
 from training_run.profile.load import load_profile
 from training_run.profile.other_trainers import EARLIER, SYSTEMS, VALUE, Row, by_name, table
-from training_run.profile.serve_profile import load_serving
 from training_run.profile.translation import Given, replaced_program
 
 WHOLE = "the whole command line: clotho "
