@@ -20,7 +20,7 @@ from protocols.errors import ClothoError, DivergenceError
 from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 from protocols.step import FirstBatch, GroupsEnded, LearnerReport, PolicyUpdated, StepReport, TrainedGroup
-from training_run.groups.batch_collector import BatchCollector, FruitlessBatches, discard, discard_unusable
+from training_run.groups.batch_collector import BatchCollector, FruitlessBatches, discard_unusable
 from training_run.groups.ledger import Ledger
 from training_run.groups.progress import LearnerProgress
 from training_run.supervision.hooks import UpdateHook, Verdict
@@ -153,7 +153,7 @@ class LearnerActor:
 
     def _sort_out(self, outcome: GroupOutcome) -> GroupOutcome:
         if self._over and isinstance(outcome, ScoredGroup):
-            return discard(outcome, "surplus", "the run had trained on all its batches")
+            return outcome.discarded("surplus", "the run had trained on all its batches")
         version = self._policy_learner.version
         return discard_unusable(outcome, version=version, settings=self._settings, oldest=self._rolled_back_at)
 
@@ -310,8 +310,8 @@ def _ends(groups: list[ScoredGroup], update: Update | None) -> tuple[list[Traine
     if update is None:
         return [], []
     if not update.finite:
-        return [], [discard(group, "not_finite", "loss or gradient was not finite") for group in groups]
+        return [], [group.discarded("not_finite", "loss or gradient was not finite") for group in groups]
     if not update.applied:
-        return [], [discard(group, "zero_variance", "the gradient of the batch was exactly zero") for group in groups]
+        return [], [group.discarded("zero_variance", "the gradient of the batch was exactly zero") for group in groups]
     rows = zip(groups, update.advantages, update.tokens or ((),) * len(groups), strict=True)
     return [TrainedGroup(scored=group, advantages=advantages, tokens=tokens) for group, advantages, tokens in rows], []

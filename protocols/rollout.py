@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Literal
 
@@ -21,6 +21,11 @@ MAX_GROUP_REWARD = 1e9
 def bounded(rewards: Iterable[float]) -> bool:
     """Return whether all rewards are finite and at most `MAX_GROUP_REWARD` in absolute size."""
     return all(abs(reward) <= MAX_GROUP_REWARD for reward in rewards)
+
+
+def are_equal(rewards: Sequence[float]) -> bool:
+    """Return whether rewards differ by at most `ZERO_VARIANCE_THRESHOLD`."""
+    return max(rewards) - min(rewards) <= ZERO_VARIANCE_THRESHOLD
 
 
 class RolloutGroup(Struct, frozen=True, kw_only=True, tag=True):
@@ -134,6 +139,24 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
         _require_token_lengths("reference_logprobs", self.reference_logprobs, completions)
         _require_token_lengths("teacher", tuple(one.tokens for one in self.teacher), completions)
         _require_token_lengths("teacher", tuple(one.logprobs for one in self.teacher), completions)
+
+    def discarded(self, reason: DiscardReason, detail: str) -> Discarded:
+        """Return the group as discarded, with its completions and rewards."""
+        return Discarded(
+            prompt=self.group.prompt,
+            reason=reason,
+            detail=detail,
+            completions=self.group.completions,
+            rewards=self.rewards,
+            parts=self.parts,
+            correct=self.correct,
+        )
+
+    def unless_equal(self) -> ScoredGroup | Discarded:
+        """Return the group, discarded as a zero-variance group if it is one."""
+        if not are_equal(self.rewards):
+            return self
+        return self.discarded("zero_variance", f"all {len(self.rewards)} rewards are {self.rewards[0]:g}")
 
 
 def _require_token_lengths(

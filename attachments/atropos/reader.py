@@ -36,7 +36,6 @@ from clotho.settings.objectives import BatchAdvantage, EnvironmentAdvantage
 from protocols.errors import GenerationError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import (
-    ZERO_VARIANCE_THRESHOLD,
     Discarded,
     DiscardReason,
     GroupOutcome,
@@ -88,19 +87,15 @@ def to_message(
         _completion(valid, i, decode, max_tokens=sampling.max_tokens, context_length=context_length)
         for i in range(len(sequences))
     )
-    rewards = checked.rewards
     has_signal = (
         checked.advantages or valid.teacher or isinstance(learner.objective.advantage, ADVANTAGES_ACROSS_GROUPS)
     )
-    if not has_signal and max(rewards) - min(rewards) <= ZERO_VARIANCE_THRESHOLD:
-        detail = f"all {len(rewards)} rewards are {rewards[0]:g}"
-        return Discarded(prompt=prompt, reason="zero_variance", detail=detail, completions=completions, rewards=rewards)
     temperatures = tuple(sequence.temperature for sequence in sequences)
     differences = [sequence.max_difference for sequence in sequences if sequence.max_difference is not None]
     needs_reference = isinstance(learner.reference, EnvironmentReference)
-    return ScoredGroup(
+    scored = ScoredGroup(
         group=RolloutGroup(prompt=prompt, completions=completions),
-        rewards=rewards,
+        rewards=checked.rewards,
         parts={},
         token_advantages=_completion_part(checked.advantages, checked.common),
         reference_logprobs=_completion_part(checked.reference, checked.common) if needs_reference else (),
@@ -109,6 +104,7 @@ def to_message(
         teacher=valid.teacher,
         logprob_error=max(differences, default=None),
     )
+    return scored if has_signal else scored.unless_equal()
 
 
 def _completion(

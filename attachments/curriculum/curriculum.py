@@ -15,7 +15,7 @@ from attachments.curriculum.sections import SuccessRateCurriculum
 from attachments.curriculum.state import CountedGroup, CurriculumState, CurriculumUpdate, SavedCurriculum
 from clotho.data.order import ProblemOrder
 from protocols.errors import CheckpointError
-from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, bounded
+from protocols.rollout import Discarded, GroupOutcome, are_equal, bounded
 from protocols.sampling import derive
 
 log = structlog.get_logger(__name__)
@@ -155,7 +155,7 @@ class Curriculum:
 
     def _report(self, scored: Sequence[Scored]) -> CurriculumReport:
         intervals = [f"{i / INTERVALS:.1f}-{(i + 1) / INTERVALS:.1f}" for i in range(INTERVALS)]
-        equal = [max(group.rewards) - min(group.rewards) <= ZERO_VARIANCE_THRESHOLD for group in scored]
+        equal = [are_equal(group.rewards) for group in scored]
         expected = [self._chosen[group.group_id].zero_variance for group in scored]
         return CurriculumReport(
             zero_variance_expected=fmean(expected) if expected else None,

@@ -20,7 +20,7 @@ from protocols.accounting import Balance
 from protocols.batches import GroupSupply
 from protocols.checkpoint import Part
 from protocols.prompt import Problem, Prompt
-from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, RolloutGroup, ScoredGroup
+from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.step import TrainedGroup
 from training_run.run import RunContext
 from training_run.supervision.hooks import UpdateHook
@@ -77,21 +77,14 @@ class SessionReader(UpdateHook):
         prompt = Prompt(group_id=group_id, problem=problem, tokens=prefix, seed=0, source=group.scenario)
         completions = tuple(one.completion(shared, decode=self._decode, reward=reward) for one, reward in found)
         rewards = tuple(reward for _, reward in found)
-        if not self._across_groups and max(rewards) - min(rewards) <= ZERO_VARIANCE_THRESHOLD:
-            return Discarded(
-                prompt=prompt,
-                reason="zero_variance",
-                detail=f"all {len(rewards)} rewards are {rewards[0]:g}",
-                completions=completions,
-                rewards=rewards,
-            )
         temperatures = tuple(one.answers[0].row.temperature for one, _ in found)
-        return ScoredGroup(
+        scored = ScoredGroup(
             group=RolloutGroup(prompt=prompt, completions=completions),
             rewards=rewards,
             parts={},
             temperatures=temperatures if set(temperatures) != {self._temperature} else (),
         )
+        return scored if self._across_groups else scored.unless_equal()
 
     def ended(self, trained: Sequence[TrainedGroup], discarded: Sequence[Discarded], *, version: int) -> None:
         """End the members of groups that have ended."""

@@ -87,7 +87,7 @@ def discard_unusable(outcome: GroupOutcome, *, version: int, settings: LearnerSe
     if isinstance(outcome, Discarded):
         return outcome
     for reason, detail in _faults(outcome, version, settings, oldest):
-        return discard(outcome, reason, detail)
+        return outcome.discarded(reason, detail)
     return outcome
 
 
@@ -124,19 +124,6 @@ def _faults(
     limit = settings.max_staleness
     if limit is not None and version - sampled > limit:
         yield "stale", f"{version - sampled} versions old, learner.max_staleness is {limit}"
-
-
-def discard(scored: ScoredGroup, reason: DiscardReason, detail: str) -> Discarded:
-    """Return a scored group as discarded, with its completions and rewards."""
-    return Discarded(
-        prompt=scored.group.prompt,
-        reason=reason,
-        detail=detail,
-        completions=scored.group.completions,
-        rewards=scored.rewards,
-        parts=scored.parts,
-        correct=scored.correct,
-    )
 
 
 MAX_SHOWN = 200

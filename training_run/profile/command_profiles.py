@@ -102,7 +102,7 @@ class EvaluationArguments(Struct, frozen=True, kw_only=True):
     adapters: dict[str, Path]
 
 
-F = TypeVar("F", ServeFlags, EvaluationFlags)
+F = TypeVar("F", bound=ServeFlags | EvaluationFlags)
 
 SERVE_OWN, EVAL_OWN = (
     {name: key for name, key in Keys(kind).settable.items() if key.help} for kind in (ServeFlags, EvaluationFlags)

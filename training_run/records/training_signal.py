@@ -7,7 +7,7 @@ every actor works. The checks look at the latest groups, and name the cause and 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 from msgspec import Struct
@@ -15,7 +15,7 @@ from msgspec import Struct
 from clotho.rewards.overlong import OVERLONG
 from protocols.errors import visible
 from protocols.finding import CHECK, Change, Finding, FindingName, Remedy
-from protocols.rollout import ZERO_VARIANCE_THRESHOLD, GroupOutcome, ScoredGroup, bounded
+from protocols.rollout import GroupOutcome, ScoredGroup, are_equal, bounded
 from protocols.sampling import Completion
 from protocols.step import GroupsEnded, StepReport
 from training_run.records.solved import Solved, count_solved, solved_by
@@ -127,7 +127,7 @@ class TrainingSignal:
         if len(self._groups) < FEWEST_GROUPS:
             return
         rewards = [reward for group in self._groups for reward in group.rewards]
-        if _are_equal(rewards):
+        if are_equal(rewards):
             yield self._constant(rewards)
             return
         yield from self._silent() or self._difficulty()
@@ -142,7 +142,7 @@ class TrainingSignal:
                 completions=completions,
                 rewards=rewards,
                 parts=group.parts,
-                solved=solved_by(group) if _are_equal(rewards) else None,
+                solved=solved_by(group) if are_equal(rewards) else None,
             )
             self._groups.append(seen)
             self._failed, self._error = 0, ""
@@ -235,7 +235,7 @@ class TrainingSignal:
 
     def _constant_parts(self) -> Iterator[Finding]:
         for name, values in self._part_values().items():
-            if len(values) < FEWEST_COMPLETIONS or not _are_equal(values) or values[0] > 0:
+            if len(values) < FEWEST_COMPLETIONS or not are_equal(values) or values[0] > 0:
                 continue
             expected = f"; it expects {self._expected[name]}" if name in self._expected else ""
             yield Finding(
@@ -288,7 +288,3 @@ class TrainingSignal:
             for name, values in group.parts.items():
                 found.setdefault(name, []).extend(value for value in values if value is not None)
         return {name: values for name, values in found.items() if values}
-
-
-def _are_equal(rewards: Sequence[float]) -> bool:
-    return max(rewards) - min(rewards) <= ZERO_VARIANCE_THRESHOLD

@@ -31,7 +31,7 @@ from clotho.settings.objectives import BatchAdvantage, EnvironmentAdvantage, Lin
 from protocols.errors import ProfileError, did_you_mean
 from protocols.evaluation import Grade
 from protocols.prompt import Problem
-from protocols.rollout import ZERO_VARIANCE_THRESHOLD, Discarded, GroupOutcome, RolloutGroup, ScoredGroup
+from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
 from training_run.profile.schema import Profile
 from training_run.rewards.calls import AsyncCaller, Caller, WorkerLoop
@@ -169,21 +169,11 @@ class RewardRunner:
             penalties = tuple(map(self._overlong, group.completions))
             parts[OVERLONG] = penalties
             rewards = tuple(reward + penalty for reward, penalty in zip(rewards, penalties, strict=True))
-        if not self._keep_zero_variance and max(rewards) - min(rewards) <= ZERO_VARIANCE_THRESHOLD:
-            detail = f"all {len(rewards)} rewards are {rewards[0]:g}"
-            return Discarded(
-                prompt=group.prompt,
-                reason="zero_variance",
-                detail=detail,
-                completions=group.completions,
-                rewards=rewards,
-                parts=parts,
-                correct=correct,
-            )
         given = tuple(completion.advantages for completion in group.completions)
-        return ScoredGroup(
+        scored = ScoredGroup(
             group=group, rewards=rewards, parts=parts, correct=correct, token_advantages=given if any(given) else ()
         )
+        return scored if self._keep_zero_variance else scored.unless_equal()
 
     async def grade(self, problem: Problem, completions: Sequence[Completion]) -> list[Grade]:
         """Grade completions of a held-out problem, which are one group for rewards over groups.
