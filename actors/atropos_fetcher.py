@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import anyio
@@ -11,11 +11,11 @@ import structlog
 from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
 
-from protocols.batches import BatchSource, GroupSupply
+from protocols.batches import GroupSupply
+from protocols.prompt import placeholder_prompt
 from protocols.queues import EndOfStream, Outbox
 from protocols.rollout import Discarded, GroupOutcome
 from protocols.step import WeightsReady
-from training_run.groups.placeholder import placeholder_prompt
 from training_run.supervision.latest import Latest, wait_until
 from training_run.supervision.supervisor import Backoff
 
@@ -80,15 +80,20 @@ class AtroposFetcher:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Fetch until no more groups are needed. Ready when the source is, so that environments find a trainer."""
-        async with self._outbox, aclosing(_Closing(self._supply.source)), anyio.create_task_group() as tasks:
-            tasks.start_soon(self._drain_when_closed)
-            await self._report_lost()
-            await self._unless_draining(lambda: self._supply.source.open(step=self._weights.value.step))
-            task_status.started()
-            while groups := await self._unless_draining(self._next_batch):
-                for group in groups:
-                    await self._emit(group)
-            tasks.cancel_scope.cancel()
+        source = self._supply.source
+        try:
+            async with self._outbox, anyio.create_task_group() as tasks:
+                tasks.start_soon(self._drain_when_closed)
+                await self._report_lost()
+                await self._unless_draining(lambda: source.open(step=self._weights.value.step))
+                task_status.started()
+                while groups := await self._unless_draining(self._next_batch):
+                    for group in groups:
+                        await self._emit(group)
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await source.close()
 
     def drain(self) -> None:
         """Fetch no further batch. Fetched groups are still sent and trained on."""
@@ -141,7 +146,7 @@ class AtroposFetcher:
     async def _emit(self, group: Any) -> None:
         number = self.prompted_until
         outcome = await self._supply.reader.read(group, group_id=number, version=self._weights.value.version)
-        source = (outcome.prompt if isinstance(outcome, Discarded) else outcome.group.prompt).source
+        source = outcome.prompt.source
         self._fetched += 1
         self.prompted_until += 1
         self.received[source] = self.received.get(source, 0) + 1
@@ -149,15 +154,3 @@ class AtroposFetcher:
         if len(self.in_flight) > IN_FLIGHT_KEPT:
             del self.in_flight[next(iter(self.in_flight))]
         await self._outbox.send(outcome)
-
-
-class _Closing:
-    """Adapts a source to `contextlib.aclosing`."""
-
-    def __init__(self, source: BatchSource[Any]) -> None:
-        self._source = source
-
-    async def aclose(self) -> None:
-        """Close the source, also while this task is cancelled."""
-        with anyio.CancelScope(shield=True):
-            await self._source.close()

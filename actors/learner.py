@@ -302,7 +302,7 @@ class LearnerActor:
 
 
 def _group_id(outcome: GroupOutcome) -> int:
-    return outcome.prompt.group_id if isinstance(outcome, Discarded) else outcome.group.prompt.group_id
+    return outcome.prompt.group_id
 
 
 def _ends(groups: list[ScoredGroup], update: Update | None) -> tuple[list[TrainedGroup], list[Discarded]]:

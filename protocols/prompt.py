@@ -50,3 +50,10 @@ class Prompt(Struct, frozen=True, kw_only=True, tag=True):
 def group_seed(run_seed: int, group_id: int) -> int:
     """The seed of one group."""
     return derive(run_seed, "group", group_id)
+
+
+def placeholder_prompt(group_id: int, source: str) -> Prompt:
+    """Return the prompt of a group whose contents are not kept, of an environment."""
+    return Prompt(
+        group_id=group_id, problem=Problem(prompt="", answer="", type=source), tokens=(), seed=0, source=source
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf
-from typing import Literal
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
@@ -140,10 +140,15 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
         _require_token_lengths("teacher", tuple(one.tokens for one in self.teacher), completions)
         _require_token_lengths("teacher", tuple(one.logprobs for one in self.teacher), completions)
 
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt of the group."""
+        return self.group.prompt
+
     def discarded(self, reason: DiscardReason, detail: str) -> Discarded:
         """Return the group as discarded, with its completions and rewards."""
         return Discarded(
-            prompt=self.group.prompt,
+            prompt=self.prompt,
             reason=reason,
             detail=detail,
             completions=self.group.completions,
@@ -168,3 +173,10 @@ def _require_token_lengths(
 
 GroupOutcome = ScoredGroup | Discarded
 """What the learner receives for each group."""
+
+
+class GroupRewards(Protocol):
+    """Computes the rewards of a group; implemented by `training_run.rewards.runner.RewardRunner`."""
+
+    async def score(self, group: RolloutGroup) -> GroupOutcome:
+        """Score every completion. An exception ends the run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import httpx
@@ -15,7 +15,7 @@ from msgspec import Raw, Struct
 from attachments.atropos.validation import MASKED
 from clotho.settings.engine import SamplingSection
 from protocols.prompt import Prompt
-from protocols.rollout import GroupOutcome, RolloutGroup
+from protocols.rollout import GroupRewards, RolloutGroup
 from protocols.sampling import PARAMETERS, Completion, FinishReason
 
 LABEL = "mock"
@@ -25,13 +25,6 @@ MASKED_LOGPROB = 1.0
 """Log-probability that marks a token that is not trained on."""
 
 log = structlog.get_logger(actor="atropos_fetcher")
-
-
-class GroupScoring(Protocol):
-    """Scores a group, as `training_run.rewards.runner.RewardRunner` does."""
-
-    async def score(self, group: RolloutGroup) -> GroupOutcome:
-        """Score every completion."""
 
 
 class _GenerateResponse(Struct, frozen=True, kw_only=True):
@@ -60,7 +53,7 @@ class MockAtropos:
         api_key: str,
         make_prompt: Callable[[int], Prompt],
         first_prompt: int,
-        rewards: GroupScoring,
+        rewards: GroupRewards,
         sampling: SamplingSection,
         batch_size: int,
         max_choices: int,

@@ -34,7 +34,7 @@ from clotho.lanes.daemon_threads import DaemonThreads
 from clotho.settings.learner import EnvironmentReference, LearnerSection
 from clotho.settings.objectives import BatchAdvantage, EnvironmentAdvantage
 from protocols.errors import GenerationError
-from protocols.prompt import Problem, Prompt
+from protocols.prompt import Problem, Prompt, placeholder_prompt
 from protocols.rollout import (
     Discarded,
     DiscardReason,
@@ -44,7 +44,6 @@ from protocols.rollout import (
     TeacherTokens,
 )
 from protocols.sampling import Completion, FinishReason, PromptLogprobs, Sampling, restricts_support, turns_of
-from training_run.groups.placeholder import placeholder_prompt
 
 ADVANTAGES_ACROSS_GROUPS = (BatchAdvantage, EnvironmentAdvantage)
 """Types of `learner.objective.advantage` with which a zero-variance group can have advantages."""

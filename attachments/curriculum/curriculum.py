@@ -15,7 +15,7 @@ from attachments.curriculum.sections import SuccessRateCurriculum
 from attachments.curriculum.state import CountedGroup, CurriculumState, CurriculumUpdate, SavedCurriculum
 from clotho.data.order import ProblemOrder
 from protocols.errors import CheckpointError
-from protocols.rollout import Discarded, GroupOutcome, are_equal, bounded
+from protocols.rollout import GroupOutcome, are_equal, bounded
 from protocols.sampling import derive
 
 log = structlog.get_logger(__name__)
@@ -106,7 +106,7 @@ class Curriculum:
     def record(self, outcomes: Iterable[GroupOutcome]) -> None:
         """Record groups that have ended. Discarded groups that were scored count like trained ones."""
         for outcome in outcomes:
-            prompt = outcome.prompt if isinstance(outcome, Discarded) else outcome.group.prompt
+            prompt = outcome.prompt
             self._ended.append(prompt.group_id)
             if prompt.group_id in self._chosen and outcome.rewards and bounded(outcome.rewards):
                 correct = outcome.correct or (None,) * len(outcome.rewards)

@@ -209,11 +209,6 @@ class Custodian:
 
 def _prompt(message: Any) -> Prompt | None:
     """Return the prompt of a message; None if it is no group."""
-    match message:
-        case Prompt():
-            return message
-        case ScoredGroup():
-            return message.group.prompt
-        case RolloutGroup() | Discarded():
-            return message.prompt
-    return None
+    if isinstance(message, Prompt):
+        return message
+    return message.prompt if isinstance(message, ScoredGroup | RolloutGroup | Discarded) else None

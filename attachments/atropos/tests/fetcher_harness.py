@@ -119,7 +119,7 @@ class FetcherHarness:
 
 def numbers(outcomes: Sequence[GroupOutcome]) -> list[int]:
     """Return the group IDs in order."""
-    return [(one.prompt if isinstance(one, Discarded) else one.group.prompt).group_id for one in outcomes]
+    return [one.prompt.group_id for one in outcomes]
 
 
 async def fetched(harness: FetcherHarness, *, steps: Callable[[], object]) -> list[GroupOutcome]:

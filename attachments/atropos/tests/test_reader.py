@@ -256,7 +256,7 @@ async def test_environments_keep_their_names() -> None:
     assert (await harness.scored(group((40,), (41,)))).group.prompt.source == "arithmetic"
     for fields in (group((42,), (43,)), group((42,), scores=[]), group((44,), tokens="none")):
         outcome = await harness.outcome(fields)
-        prompt = outcome.prompt if isinstance(outcome, Discarded) else outcome.group.prompt
+        prompt = outcome.prompt
         assert prompt.source == "arithmetic"
     assert (await harness.scored(group((45,), (46,), env_id=None))).group.prompt.source == "environment"
 

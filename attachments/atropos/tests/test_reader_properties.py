@@ -119,7 +119,7 @@ def check_group(harness: ReaderHarness, raw: Raw, group_id: int) -> GroupOutcome
 
     both = anyio.run(outcomes)
     for again, outcome in enumerate(both):
-        prompt = outcome.prompt if isinstance(outcome, Discarded) else outcome.group.prompt
+        prompt = outcome.prompt
         assert prompt.group_id == group_id + again
         assert len(prompt.source) <= 32
         if isinstance(outcome, Discarded):
