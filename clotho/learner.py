@@ -33,7 +33,7 @@ T = TypeVar("T")
 Scored = tuple[Sequence[int], Sequence[Completion], Sequence[float]]
 """The prompt of a group, its completions, and the reward of each."""
 
-UNKNOWN = Problem(prompt="", answer="", type="")
+UNKNOWN = Problem(prompt="")
 
 
 class Datum(Struct, frozen=True):

@@ -15,15 +15,16 @@ AnswerIn = Literal["tags", "boxed", "hashes", "last_number", "text"]
 class Problem(Struct, frozen=True, kw_only=True):
     """One record of a dataset.
 
-    prompt: the text of the last message before the completion. type: selects the reward functions that apply.
+    prompt: the text of the last message before the completion. answer: the expected answer; empty if it has none.
+    type: selects the reward functions that apply; empty: those without a list of types.
     messages: the whole conversation before the completion, if the record is a conversation; otherwise empty.
     tools: definitions of functions for the chat template. extra: all columns of the record under their names in the
     dataset, as JSON values. completion: a reference completion, for the held-out loss; empty if the record has none.
     """
 
     prompt: str
-    answer: str
-    type: str
+    answer: str = ""
+    type: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     extra: dict[str, Any] = {}

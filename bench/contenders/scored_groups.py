@@ -29,7 +29,7 @@ def _group(number: int, prompt: list[int], size: int, length: int, vocabulary: i
         )
         for tokens in random_prompts(size, length, vocabulary, seed=1 + number)
     )
-    problem = Problem(prompt="", answer="", type="")
+    problem = Problem(prompt="")
     asked = Prompt(group_id=number, problem=problem, tokens=tuple(prompt), seed=0)
     rewards = tuple(float(index % 2) for index in range(size))
     return ScoredGroup(group=RolloutGroup(prompt=asked, completions=completions), rewards=rewards, parts={})

@@ -205,7 +205,7 @@ def _signature_error(function: RewardFunction) -> str:
     signature = _signature(function)
     try:
         if signature is not None:
-            signature.bind(Problem(prompt="", answer="", type=""), "")
+            signature.bind(Problem(prompt=""), "")
     except TypeError as error:
         return str(error)
     return ""

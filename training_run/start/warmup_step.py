@@ -75,7 +75,7 @@ def _dummy_group(number: int, completions: int, tokens: int, profile: Profile) -
         finish_reason="stop",
         supports=(support,) * tokens if support else (),
     )
-    prompt = Prompt(group_id=number, problem=Problem(prompt="", answer="", type=""), tokens=(0,) * tokens, seed=0)
+    prompt = Prompt(group_id=number, problem=Problem(prompt=""), tokens=(0,) * tokens, seed=0)
     rewards = tuple(1.0 if i % 2 else -1.0 for i in range(completions))
     return ScoredGroup(
         group=RolloutGroup(prompt=prompt, completions=(completion,) * completions),
