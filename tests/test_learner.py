@@ -205,6 +205,13 @@ def test_the_adapter_loads_in_mlx_lm(tmp_path: Path) -> None:
     assert one.forward([datum])[0] == pytest.approx(found, abs=1e-3)
 
 
+def test_a_printed_update_fits_on_a_screen() -> None:
+    """It has the metrics, and neither arrays nor values of completions and tokens."""
+    update = learner().update(groups())
+    assert repr(update.metrics) in repr(update)
+    assert len(repr(update)) < 2_000
+
+
 def test_a_step_takes_the_rate_that_it_is_given() -> None:
     """Or that of the schedule."""
     one = learner(schedule={"type": "linear", "warmup_steps": 0}, steps=4)

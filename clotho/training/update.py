@@ -92,6 +92,11 @@ class Update(Struct, frozen=True, kw_only=True):
     finite: bool
     tokens: tuple[tuple[TokenValues, ...], ...] = ()
 
+    def __repr__(self) -> str:
+        """Show what fits on a screen: not the arrays, and no value per completion or token."""
+        shown = ("version", "fingerprint", "applied", "finite", "metrics")
+        return f"Update({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)}, ...)"
+
 
 class _Computed(NamedTuple):
     """A computed update before it is applied. progress: None if a loss or gradient was not finite."""
