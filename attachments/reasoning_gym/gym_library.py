@@ -131,15 +131,15 @@ def create(dataset: str, settings: Mapping[str, Any], level: int | None, *, seed
         hint = did_you_mean(dataset, found.datasets) or f"; there are {len(found.datasets)}, for example chain_sum"
         raise GymError(f"there is no dataset {visible(dataset, 60)!r}{hint}", key="dataset")
     made, configuration = found.datasets[dataset]
-    known = {field.name: field for field in fields(configuration) if field.init}
+    known = {field.name for field in fields(configuration)}
     values = {} if level is None else _of_level(dataset, level)
     for name, value in settings.items():
         if name in OWN_FIELDS:
             instead = "data.reasoning_gym has the key size" if name == "size" else "the seed of the run determines it"
             raise GymError(f"{dataset} takes no setting {name!r}: {instead}", key="settings")
         if name not in known:
-            there = ", ".join(sorted(known.keys() - {*OWN_FIELDS}))
-            hint = did_you_mean(name, known.keys() - {*OWN_FIELDS}) or f"; there are: {there or 'none'}"
+            there = ", ".join(sorted(known - {*OWN_FIELDS}))
+            hint = did_you_mean(name, known - {*OWN_FIELDS}) or f"; there are: {there or 'none'}"
             raise GymError(f"{dataset} has no setting {visible(name, 60)!r}{hint}", key="settings")
         values[name] = value
     try:
@@ -176,7 +176,7 @@ def _of_level(dataset: str, level: int) -> dict[str, Any]:
         configuration = curriculum.generate_configuration()
     except Exception as error:
         raise GymError(f"{dataset} has no level {level}: {_reason(error)}", key="level") from error
-    names = [field.name for field in fields(configuration) if field.init and field.name not in OWN_FIELDS]
+    names = [field.name for field in fields(configuration) if field.name not in OWN_FIELDS]
     return {name: getattr(configuration, name) for name in names}
 
 

@@ -125,7 +125,7 @@ class PolicyRoutes:
         weights, finished = context.weights(), answering.counted(request)
         (completions,) = await until_disconnect(http.receive, sampler.complete_all(request.samples))
         finished(completions)
-        versions = sorted({version for completion in completions for version in completion.versions})
+        versions = {version for completion in completions for version in completion.versions}
         fingerprints = {version: self.receiver.fingerprint(version) for version in versions}
         return json_response(RolloutAnswer(completions=tuple(completions), fingerprints=fingerprints), weights.version)
 

@@ -18,6 +18,7 @@ from clotho.models.lora import (
     module_ranks,
     open_all_weights,
     token_weights,
+    widths,
 )
 from clotho.models.parameters import flat, nested
 from clotho.settings.model import Lora
@@ -253,6 +254,13 @@ def test_an_invalid_rank_is_refused(entries: tuple[str, ...], reason: str) -> No
 def test_the_largest_rank_is_the_smaller_side() -> None:
     """64 inputs and 32 outputs give 32."""
     assert ranks(ranks=("k_proj=32",))["self_attn.k_proj"] == 32
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_quantized_layer_is_as_wide_as_in_full_precision(bits: int) -> None:
+    """Its codes are packed into words of 32 bits."""
+    layer = nn.Linear(128, 96)
+    assert widths(layer.to_quantized(group_size=64, bits=bits)) == widths(layer) == (128, 96)
 
 
 GPT2: dict[str, Any] = {

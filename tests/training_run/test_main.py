@@ -11,9 +11,11 @@ import sys
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from training_run import attachment
 from training_run.__main__ import main
 from training_run.main import _import_mlx_lm
 from training_run.profile.aliases import COMMANDS
@@ -116,6 +118,15 @@ def test_a_foreign_module_that_hides_ours_ends_the_command_with_one_line(tmp_pat
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
     assert str(tmp_path / "protocols.py") in line
+
+
+def test_a_process_that_was_launched_beside_the_run_is_that_of_an_attachment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its status is that of the first attachment that knows what to do in it."""
+    attachments = [SimpleNamespace(commands={}, launch=lambda _, status=status: status) for status in (None, 3, 4)]
+    monkeypatch.setattr(attachment, "installed_attachments", lambda: attachments)
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", "--profile", "local-m3"])
+    monkeypatch.setenv("MLX_RANK", "1")
+    assert main() == 3
 
 
 def test_garbage_collection_is_off_only_during_the_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

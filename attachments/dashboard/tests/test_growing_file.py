@@ -107,6 +107,7 @@ def test_a_file_of_holes_is_read_in_a_few_blocks(tmp_path: Path) -> None:
         growing.write(b"\nlast\n")
     assert read(file) == [b"last"]
     assert file.skipped == 1
+    assert read(GrowingFile(path)) == [b"one", b"last"]
 
 
 PARTS = st.lists(st.one_of(st.binary(max_size=20), st.sampled_from([b"\n", b"\n\n", b"x" * 40])), max_size=30)

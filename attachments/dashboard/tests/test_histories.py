@@ -174,6 +174,13 @@ def test_a_long_history_is_shown_from_its_beginning(tmp_path: Path) -> None:
     assert "constant" not in body["minima"]
 
 
+def test_numbers_have_five_significant_digits(tmp_path: Path) -> None:
+    """Counts have all of theirs."""
+    (tmp_path / "metrics.jsonl").write_bytes(lines([{"step": 1, "loss": 0.00123456789, "count": 123456}]))
+    columns = read(Metrics(tmp_path / "metrics.jsonl"))["columns"]
+    assert (columns["loss"], columns["count"]) == ([0.0012346], [123456])
+
+
 def test_the_outcomes_of_all_steps_are_counted(tmp_path: Path) -> None:
     """However long the run is."""
     history = Metrics(numbered(tmp_path / "metrics.jsonl", 1000), max_rows=40)

@@ -54,8 +54,9 @@ async def test_a_response_contains_text_usage_and_the_policy_version() -> None:
     """The fields of the request are repeated; a response that reaches its limit is incomplete."""
     async with running_server.serving() as served:
         answer: Any = await served.openai.responses.create(
-            model="policy", input="2+2?", max_output_tokens=4, temperature=0.5, extra_body={"ignore_eos": True}
-        )
+            model="policy", input="2+2?", max_output_tokens=4, temperature=0.5, truncation="auto",
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
         request = served.engine.requests[0]
         assert request.prompt == CharacterTokenizer().render_chat([{"role": "user", "content": "2+2?"}])
         assert answer.id == f"resp_{request.request_id}"
@@ -63,6 +64,7 @@ async def test_a_response_contains_text_usage_and_the_policy_version() -> None:
         assert answer.incomplete_details is not None
         assert answer.incomplete_details.reason == "max_output_tokens"
         assert (answer.temperature, answer.max_output_tokens, answer.tools) == (0.5, 4, [])
+        assert answer.truncation == "auto"
         assert answer.reasoning is not None
         assert answer.usage is not None
         assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(request.prompt), 4)
