@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import Metric
 
-from clotho.inference.interface import EngineStats
+from clotho.inference.engine import EngineStats
 from clotho.lanes.arbiter import TurnKind, TurnTimes
 from clotho.serving.metrics import counter, gauge, gauges, histogram
 from protocols.summary import SpeculationCounts

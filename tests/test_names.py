@@ -11,7 +11,7 @@ from tests.test_layering import PROGRAM, ROOT, files
 
 SHARED = {
     "Backend", "Call", "Change", "Choice", "Completions", "Generator", "Layer", "Load", "LowRank",
-    "MessageParser", "Part", "Plan", "Quota", "Row", "RunFacts", "SampledTokens", "ServedModel", "Tokenizer", "Turns",
+    "MessageParser", "Part", "Plan", "Quota", "Row", "RunFacts", "ServedModel", "Tokenizer", "Turns",
     "Variant", "Weights",
 }  # fmt: skip
 """Names that several classes still have. The list only becomes shorter."""

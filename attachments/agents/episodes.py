@@ -25,9 +25,9 @@ from attachments.agents.workers import Workers
 from clotho import extension
 from clotho.data.problems import conversation
 from clotho.extension import ReadMessage, SampledMessage
-from clotho.lanes.sampling_client import GenerationError, GroupSampler, Refusal
+from clotho.lanes.sampling_client import GroupSampler, Refusal
 from clotho.models.tokenizer import ChatTokenizer
-from protocols.errors import ProfileError, RequestError
+from protocols.errors import GenerationError, ProfileError, RequestError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion, FinishReason, SampleRequest, Sampling, completion_seeds, derive, turns_of

@@ -15,8 +15,8 @@ from attachments.remote.messages import RolloutAnswer, ServedPolicy
 from attachments.remote.place import InferenceServer
 from attachments.remote.server import RemoteFailure, Traffic
 from attachments.remote.weights import Weights
-from clotho.lanes.sampling_client import GenerationError
 from clotho.models.parameters import layout
+from protocols.errors import GenerationError
 from protocols.sampling import SampleRequest
 from training_run.run import RunContext
 

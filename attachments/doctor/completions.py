@@ -15,8 +15,7 @@ from anyio import move_on_after
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clotho.lanes.sampling_client import GenerationError
-from protocols.errors import visible
+from protocols.errors import GenerationError, visible
 from protocols.finding import Change, Finding, Remedy
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup

@@ -14,8 +14,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from actors.generator import Generator
-from clotho.lanes.sampling_client import EngineSampler, GenerationError
-from protocols.errors import RequestError
+from clotho.lanes.sampling_client import EngineSampler
+from protocols.errors import GenerationError, RequestError
 from protocols.prompt import Problem, Prompt
 from protocols.queues import Inbox, Outbox
 from protocols.rollout import Discarded, RolloutGroup

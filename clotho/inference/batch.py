@@ -21,6 +21,7 @@ from clotho.inference.cache_layout import Computing, Logits, RowCaches, pass_con
 from clotho.inference.kv_budget import MARGIN, Load
 from clotho.inference.rows import (
     PADDING,
+    CountPenalties,
     PrefilledPrompt,
     PromptState,
     RowAdapter,
@@ -32,7 +33,7 @@ from clotho.inference.rows import (
 )
 from clotho.inference.sampling import row_parameters, sample, uniforms
 from clotho.inference.scheduler import PrefillJob, Row
-from clotho.inference.token_masks import MaskedRows, sampled_counts
+from clotho.inference.token_masks import MaskedRows
 
 INITIAL_COLUMNS = 64
 """Initial number of tokens per row in the arrays of a slot table."""
@@ -528,7 +529,7 @@ class Batch:
             self._seen = self._seen_tokens() if self._parameters.penalty_B is not None else None
             on_host = backend().row_sampler(self._parameters) is not None
             penalties = None if on_host else self._parameters.count_penalties
-            self._counts = sampled_counts(penalties, self.table, self.vocabulary) if penalties is not None else None
+            self._counts = self._sampled_counts(penalties) if penalties is not None else None
             masked = any(row is not None and row.is_masked for row in rows)
             self._masked = MaskedRows(rows, self._end_tokens, self.vocabulary, self.failed) if masked else None
         return self._parameters
@@ -548,6 +549,17 @@ class Batch:
                 seen_B_V[slot, list(row.active.request.prompt)] = True
                 seen_B_V[slot, self.table.tokens_of(slot)] = True
         return mx.array(seen_B_V)
+
+    def _sampled_counts(self, penalties: CountPenalties) -> mx.array:
+        """Count the sampled tokens of rows with a presence or frequency penalty, (R, V), except the newest of each row.
+
+        The next step adds the newest token, which is its input, so that the host need not wait for it.
+        """
+        count_R_V = np.zeros((len(penalties.row_R), self.vocabulary), dtype=np.float32)
+        for count_V, slot in zip(count_R_V, penalties.row_R.tolist(), strict=True):
+            before = max(0, int(self.table.launched[slot]) - 1)
+            np.add.at(count_V, self.table.sampled_tokens(slot)[:before], 1)
+        return mx.array(count_R_V)
 
     def read(self, step: Step) -> StepOutput | None:
         """Wait for a step and return the tokens of rows that are still in the batch; None if there are none."""

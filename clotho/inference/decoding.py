@@ -25,7 +25,6 @@ import numpy as np
 import structlog
 
 from clotho.inference.batch import Batch, Step
-from clotho.inference.interface import MAX_HOLDERS
 from clotho.inference.outputs import EventSender, OutputProcessor
 from clotho.inference.scheduler import ActiveRequest, PrefillJob, Row
 from clotho.lanes.arbiter import LONG_SHARE
@@ -59,6 +58,10 @@ VISIT_SHARE = 0.5
 STREAMED_TOKEN = 1e-4
 """Seconds that the event loop takes for a streamed token, during which it holds the interpreter: 0.09 ms were measured.
 """
+
+
+MAX_HOLDERS = 4
+"""Number of requests that `EngineStats.cache_holders` names at most."""
 
 
 class Allowance:

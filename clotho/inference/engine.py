@@ -11,10 +11,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from concurrent.futures import Future
 from itertools import chain
 from time import perf_counter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 import structlog
+from msgspec import Struct
 
 from clotho.backend import backend
 from clotho.inference.batch import Batch
@@ -22,7 +24,6 @@ from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout, RowDecoder
 from clotho.inference.decoding import VISIT_SHARE, Allowance, Decoding, FirstTokens, Turns
 from clotho.inference.forced_decoder import ForcedDecoder
-from clotho.inference.interface import EngineStats, ServedModel
 from clotho.inference.kv_budget import KVBudget, Loads, short_tokens
 from clotho.inference.outputs import EventSender
 from clotho.inference.parts import EngineParts
@@ -31,16 +32,74 @@ from clotho.inference.rows import RowAdapter
 from clotho.inference.sampling import validate
 from clotho.inference.scheduler import ActiveRequest, Listener, PrefillJob, Row, Scheduler
 from clotho.inference.stop_strings import IncrementalDetokenizer
+from clotho.models.lora import AdaptedModule
 from clotho.models.machine import free_buffers
+from clotho.models.tokenizer import ChatTokenizer
 from clotho.models.turns import TurnBudget
 from clotho.settings.engine import EngineSection, KvPolicy
 from clotho.settings.server import AdaptersSection
 from protocols.sampling import POLICY, SampleRequest
+from protocols.summary import Distribution, SpeculationCounts
 
 log = structlog.get_logger(__name__)
 
 LIMIT_CHECK_SECONDS = 0.05
 """Time between two checks for requests that have exceeded a limit on their time."""
+
+
+class EngineStats(Struct, frozen=True, kw_only=True):
+    """Current gauges, and counters since the engine was created.
+
+    running_rows, waiting_rows: completions that are decoded, and completions that wait. waiting_clients: clients with
+    requests that wait for admission. rows_limit: how many completions are decoded at once at most.
+    cache_tokens: tokens that the KV cache of running rows holds memory for. cache_holders: while a row waits because
+    the KV cache has no room for it, the requests of clients whose rows are long, the longest first.
+    prefix_cache_tokens: tokens in the prefix cache. tokens_sampled: tokens reported, without wasted samples.
+    prefill_tokens: prompt tokens computed, with padding.
+    prefix_hits, prefix_misses: prompts found and not found in the prefix cache. decode_steps: number of decode steps.
+    finished: completions by finish reason. failed: requests that failed. listener_errors: requests that were closed
+    because their listener raised. preempted: rows that left the batch and will continue. timed_out: requests that
+    exceeded a limit on their time, by limit: `queue` or `answer`. timings: distributions of durations and of the tokens
+    of a step. speculation: drafts and their accepted tokens.
+    """
+
+    running_rows: int
+    waiting_rows: int
+    waiting_clients: int
+    rows_limit: int
+    cache_tokens: int
+    cache_holders: tuple[str, ...]
+    prefix_cache_tokens: int
+    tokens_sampled: int
+    prefill_tokens: int
+    prefix_hits: int
+    prefix_misses: int
+    decode_steps: int
+    finished: dict[str, int]
+    failed: int
+    listener_errors: int
+    preempted: int
+    timed_out: dict[str, int]
+    timings: dict[str, Distribution]
+    speculation: SpeculationCounts
+
+
+class ServedModel(Protocol):
+    """What the engine samples from.
+
+    model: as mlx-lm builds it; its parameters may be swapped between steps. tokenizer: converts tokens to text, and
+    names the tokens that end a completion. adapted: the modules of `model` that hold the policy's own adapter.
+    keeps_base: whether training leaves the base weights as they are. version: of the served policy. vocab_size: width
+    of the logits. context_length: maximum number of tokens of prompt and completion.
+    """
+
+    model: nn.Module
+    tokenizer: ChatTokenizer
+    adapted: tuple[AdaptedModule, ...]
+    keeps_base: bool
+    version: int
+    vocab_size: int
+    context_length: int
 
 
 class _Swap(NamedTuple):
@@ -98,8 +157,8 @@ class DecodeEngine:
         tokens, share = settings.kv_cache_tokens, settings.rollout_share
         self._budget = KVBudget(tokens, share, settings.max_num_seqs, short=short)
         self._scheduler = Scheduler(settings.max_num_seqs, self._budget, share)
-        self._prefill = Prefill(layout, settings, self.row_weights.computing, turns, decoder)
         self._sender = EventSender(source.tokenizer, self._scheduler.refund)
+        self._prefill = Prefill(layout, settings, self.row_weights.computing, self._sender.fail, turns, decoder)
         self._sender.completed = self._batches.finished
         *batches, first = self._make_batches(decoder)
         self._short, self._long = self._decodings = [Decoding(batch, self._sender) for batch in batches]
@@ -263,7 +322,7 @@ class DecodeEngine:
         computed, tokens = self._prefill.computed_tokens, self._first.tokens
         self._prefill.add(scheduler.admit(self._loads(), clients_only=True), self._source.version)
         continued = self._prefill.client_is_interrupted
-        ready = self._prefill.advance(self._source.version, idle=False, fail=self._sender.fail, clients_only=True)
+        ready = self._prefill.advance(self._source.version, idle=False, clients_only=True)
         self._visits.spend(began, perf_counter())
         self._prefill.hold(self._sample_first(ready))
         tokens = self._first.tokens - tokens
@@ -362,7 +421,7 @@ class DecodeEngine:
         """
         admitted = self._scheduler.admit(loads)
         self._prefill.add(admitted, self._source.version)
-        ready = self._prefill.advance(self._source.version, idle=not self.running, fail=self._sender.fail)
+        ready = self._prefill.advance(self._source.version, idle=not self.running)
         joining = sum(job.admitted for job in ready if not job.is_long)
         if self._long.is_slow() or self._short.is_slow(joining=joining):
             first = self._first.tokens

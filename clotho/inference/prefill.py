@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 import mlx.core as mx
 import numpy as np
 import structlog
-from msgspec import Struct
 
 from clotho.inference.cache_layout import CacheLayout, Computing, RowDecoder, evaluation_mode, pass_context
 from clotho.inference.rows import PromptState
@@ -243,13 +242,15 @@ class Prefill:
         layout: CacheLayout,
         settings: EngineSection,
         computing: Computing,
+        fail: Callable[[ActiveRequest, str], None],
         turns: TurnBudget | None = None,
         decoder: RowDecoder | None = None,
     ) -> None:
-        """computing: selects the adapters of the rows of a forward pass. turns: limits turns; None: no limit.
+        """computing: selects the adapters of the rows of a forward pass. fail: receives requests that fail, and why.
 
-        decoder: prefills prompts of clients, and decodes; None: the model does.
+        turns: limits turns; None: no limit. decoder: prefills prompts of clients, and decodes; None: the model does.
         """
+        self._fail = fail
         self._computing, self._turns, self._decoder = computing, turns, decoder
         self.prefixes = PrefixCache(layout, settings.prefix_cache_tokens)
         self.computed_tokens = self.hits = self.misses = 0
@@ -286,10 +287,10 @@ class Prefill:
             self.misses += 1
             return
         self.hits += 1
-        job.state, job.state_tokens = hit.state, hit.tokens
-        if self._decoder is None:  # otherwise it reads the tokens that it needs, without a graph
-            job.state = self._layout.trimmed(hit.state, hit.tokens)
-        job.computed = hit.tokens == len(job.tokens) - 1
+        state, tokens = hit
+        trims = self._decoder is None  # a decoder reads the tokens that it needs, without a graph
+        job.state, job.state_tokens = self._layout.trimmed(state, tokens) if trims else state, tokens
+        job.computed = tokens == len(job.tokens) - 1
 
     @property
     def client_is_interrupted(self) -> bool:
@@ -300,9 +301,7 @@ class Prefill:
         """Take back jobs that are ready and cannot join yet."""
         self._ready = [*jobs, *self._ready]
 
-    def advance(
-        self, version: int, *, idle: bool, fail: Callable[[ActiveRequest, str], None], clients_only: bool = False
-    ) -> list[PrefillJob]:
+    def advance(self, version: int, *, idle: bool, clients_only: bool = False) -> list[PrefillJob]:
         """Start or continue at most one chunk; return the jobs that are ready to join. clients_only: none of rollouts.
 
         The next call waits for a started chunk. This call does if `idle`, because nothing else can run meanwhile, and
@@ -310,29 +309,27 @@ class Prefill:
         call waits for a chunk of a decoder. An exception fails the requests concerned, and their jobs are returned
         without rows.
         """
-        self._collect(fail)
-        batch = self._next_batch(version, fail, clients_only=clients_only)
+        self._collect()
+        batch = self._next_batch(version, clients_only=clients_only)
         if batch is not None:
-            self._run(self._advance, batch, fail)
+            self._run(self._advance, batch)
             self._end_turn(batch)
         self.is_interrupted = batch is not None and batch.is_interrupted
         is_awaited = clients_only or self._turns is not None
         awaited = batch is not None and not batch.background and (is_awaited or batch.on_host)
         if awaited or (idle and not self._ready):
-            self._collect(fail)
+            self._collect()
         ready, self._ready = self._ready, []
         return ready
 
-    def _next_batch(
-        self, version: int, fail: Callable[[ActiveRequest, str], None], *, clients_only: bool
-    ) -> PrefillBatch | None:
+    def _next_batch(self, version: int, *, clients_only: bool) -> PrefillBatch | None:
         """Return the batch to work on."""
         first = self._batches[0] if self._batches else None
         client_waits = bool(self._waiting) and not self._waiting[0].active.request.background
         has_turn = first is None or first.background or (self._begins_next and not first.is_interrupted)
         if (client_waits and has_turn) or (self._waiting and first is None and not clients_only):
             jobs = select(self._waiting, self._layout, self._chunk)
-            self._begin(jobs, version, fail)
+            self._begin(jobs, version)
         first = self._batches[0] if self._batches else None
         return None if first is None or (clients_only and first.background) else first
 
@@ -345,25 +342,25 @@ class Prefill:
             self._batches.remove(batch)
             self._batches.insert(sum(not one.background for one in self._batches), batch)
 
-    def _begin(self, jobs: list[PrefillJob], version: int, fail: Callable[[ActiveRequest, str], None]) -> None:
+    def _begin(self, jobs: list[PrefillJob], version: int) -> None:
         try:
             if self._decoder is not None and not jobs[0].active.request.background:
                 batch: PrefillBatch = HostPrefillBatch(self._decoder, self._layout, jobs, self._turns, version=version)
             else:
                 batch = PrefillBatch(self._layout, jobs, self._computing, self._turns, version=version)
         except Exception as error:
-            self._failed(jobs, error, fail)
+            self._failed(jobs, error)
         else:
             self._batches.insert(0, batch)
 
     def _advance(self, batch: PrefillBatch) -> None:
         self.computed_tokens += batch.advance(self._chunk)
 
-    def _collect(self, fail: Callable[[ActiveRequest, str], None]) -> None:
+    def _collect(self) -> None:
         """Finish the batches all of whose chunks have been started, unless a chunk continues."""
         for batch in list(self._batches):
             if not batch.remaining and not batch.is_interrupted:
-                self._run(self._finish, batch, fail)
+                self._run(self._finish, batch)
 
     def _finish(self, batch: PrefillBatch) -> None:
         batch.finish()
@@ -373,24 +370,19 @@ class Prefill:
                 self.prefixes.store(key, job.tokens[:-1], job.state, is_copy=batch.on_host)
         self._ready.extend(batch.jobs)
 
-    def _run(
-        self,
-        step: Callable[[PrefillBatch], None],
-        batch: PrefillBatch,
-        fail: Callable[[ActiveRequest, str], None],
-    ) -> None:
+    def _run(self, step: Callable[[PrefillBatch], None], batch: PrefillBatch) -> None:
         try:
             step(batch)
         except Exception as error:
             if batch in self._batches:
                 self._batches.remove(batch)
-            self._failed(batch.jobs, error, fail)
+            self._failed(batch.jobs, error)
 
-    def _failed(self, jobs: Sequence[PrefillJob], error: Exception, fail: Callable[[ActiveRequest, str], None]) -> None:
+    def _failed(self, jobs: Sequence[PrefillJob], error: Exception) -> None:
         log.error("prefill_failed", requests=[job.active.request_id for job in jobs], exc_info=error)
         for job in jobs:
             job.rows, job.admitted = [], 0
-            fail(job.active, f"prefill failed: {error}")
+            self._fail(job.active, f"prefill failed: {error}")
         self._ready.extend(jobs)
 
     def forget_prefixes(self, kinds: Collection[int]) -> None:
@@ -423,13 +415,6 @@ Key = tuple[WeightsKey, tuple[int, ...]]
 """Weights and tokens of a prompt."""
 
 
-class PrefixHit(Struct, frozen=True, kw_only=True):
-    """A state whose first `tokens` tokens are those of the requested prompt."""
-
-    state: PromptState
-    tokens: int
-
-
 class PrefixCache:
     """Holds at most `capacity` tokens and at most `MAX_ENTRIES` prompts; capacity 0 disables it."""
 
@@ -440,14 +425,14 @@ class PrefixCache:
         self._entries: OrderedDict[Key, PromptState] = OrderedDict()
         self._sorted: list[Key] = []
 
-    def find(self, weights: WeightsKey, tokens: tuple[int, ...]) -> PrefixHit | None:
-        """Return the state that covers most of `tokens`: of an entry, or of the common prefix with one."""
+    def find(self, weights: WeightsKey, tokens: tuple[int, ...]) -> tuple[PromptState, int] | None:
+        """Return the state that covers most of `tokens`, of an entry or of a common prefix with one, and how many."""
         found = [(common_prefix(key[1], tokens), key) for key in self._candidates(weights, tokens)]
         common, key = max(found, default=(0, (weights, ())))
         if not common:
             return None
         self._entries.move_to_end(key)
-        return PrefixHit(state=self._entries[key], tokens=common)
+        return self._entries[key], common
 
     def _candidates(self, weights: WeightsKey, tokens: tuple[int, ...]) -> Iterator[Key]:
         """Return the entries that may cover most of `tokens`: its neighbours in lexicographic order.

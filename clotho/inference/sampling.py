@@ -309,15 +309,15 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def uniforms(seed_B: NDArray[np.uint64], position_B: NDArray[np.int64], lanes: int = 2) -> NDArray[np.float32]:
-    """Return `lanes` independent uniforms per row, shape (B, lanes), float32, each in [2**-24, 1 - 2**-24].
+def uniforms(seed_B: NDArray[np.uint64], position_B: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return two independent uniforms per row, (B, 2), float32, each in [2**-24, 1 - 2**-24].
 
-    A pure function of (seed, position, lane). position: index of the token within its completion.
+    A pure function of seed and position. position: index of the token within its completion.
     """
-    counter_B_L = position_B.astype(np.uint64)[:, None] * np.uint64(lanes) + np.arange(1, lanes + 1, dtype=np.uint64)
-    word_B_L = mix(np.add(mix(seed_B)[:, None], counter_B_L * GOLDEN_RATIO, dtype=np.uint64))
-    cell_B_L = (word_B_L >> np.uint64(64 - MANTISSA_BITS)).astype(np.float32)
-    return (cell_B_L + np.float32(0.5)) * np.float32(2.0**-MANTISSA_BITS)
+    counter_B_2 = position_B.astype(np.uint64)[:, None] * np.uint64(2) + np.array([1, 2], dtype=np.uint64)
+    word_B_2 = mix(np.add(mix(seed_B)[:, None], counter_B_2 * GOLDEN_RATIO, dtype=np.uint64))
+    cell_B_2 = (word_B_2 >> np.uint64(64 - MANTISSA_BITS)).astype(np.float32)
+    return (cell_B_2 + np.float32(0.5)) * np.float32(2.0**-MANTISSA_BITS)
 
 
 MAX_COMPLETIONS = 4096

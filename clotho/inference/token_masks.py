@@ -1,4 +1,4 @@
-"""Which tokens the rows of a batch may sample at a step, and how often each row has sampled which token.
+"""Which tokens the rows of a batch may sample at a step.
 
 A mask is a row of 32-bit words with one bit per token, computed on the host. An exclusion that would leave no token
 does not apply: the end token that completes a constraint is sampled before `min_tokens` if nothing else is possible.
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Protocol
 
-import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.inference.rows import CountPenalties, TokenMasks
+from clotho.inference.rows import TokenMasks
 from clotho.inference.scheduler import Row
 
 
@@ -116,24 +114,3 @@ def _full(vocabulary: int) -> NDArray[np.uint32]:
     mask_W = np.full((vocabulary + 31) // 32, 0xFFFFFFFF, dtype=np.uint32)
     mask_W[-1] >>= np.uint32(-vocabulary % 32)
     return mask_W
-
-
-class SampledTokens(Protocol):
-    """The tokens of the rows of a batch, by slot."""
-
-    launched: NDArray[np.int64]
-    """Number of tokens whose sampling has started."""
-
-    def sampled_tokens(self, slot: int) -> NDArray[np.int32]:
-        """Return the tokens that have been read."""
-
-
-def sampled_counts(penalties: CountPenalties, table: SampledTokens, vocabulary: int) -> mx.array:
-    """Count the sampled tokens of rows with a presence or frequency penalty, (R, V), except the newest of each row.
-
-    The next step adds the newest token, which is its input, so that the host need not wait for it.
-    """
-    count_R_V = np.zeros((len(penalties.row_R), vocabulary), dtype=np.float32)
-    for count_V, slot in zip(count_R_V, penalties.row_R.tolist(), strict=True):
-        np.add.at(count_V, table.sampled_tokens(slot)[: max(0, int(table.launched[slot]) - 1)], 1)
-    return mx.array(count_R_V)

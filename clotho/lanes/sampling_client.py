@@ -16,19 +16,6 @@ from msgspec import structs
 from protocols.errors import ExecutorStoppedError, GenerationError, RequestError
 from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleFailed, SampleRequest, TokenSampled
 
-__all__ = [
-    "Engine",
-    "EngineSampler",
-    "Flight",
-    "GenerationError",
-    "GroupSampler",
-    "Item",
-    "Progress",
-    "Refusal",
-    "RequestError",
-    "Submit",
-]
-
 MAX_UNREAD_TOKENS = 1024
 """Maximum number of streamed tokens that wait for the caller of one call. Each alternative of a token counts as one."""
 

@@ -12,15 +12,11 @@ from clotho.models.head import SplitModel
 from clotho.models.stages import after, mark
 from clotho.scoring.token_scores import (
     SampledTokens,
-    SamplingDistribution,
     TokenScores,
     Totals,
     scoring,
     slopes,
-    token_scores,
 )
-
-__all__ = ["HeadScores", "SampledTokens", "SamplingDistribution", "TokenScores", "rows_at_once", "token_scores"]
 
 Weights = dict[str, mx.array]
 
@@ -43,7 +39,7 @@ class HeadScores:
         self._rows = rows or rows_at_once(vocab_size)
 
     def __call__(self, hidden_N_D: mx.array, sampled: SampledTokens, *, logp_only: bool = False) -> TokenScores:
-        """Score the targets of `sampled` given `hidden_N_D`: see `token_scores`.
+        """Score the targets of `sampled` given `hidden_N_D`: see `score`.
 
         Differentiable in the hidden states and in the trainable weights of the head. logp_only: only log-probabilities
         will be differentiated, so their gradient can be computed in the forward pass.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -12,9 +10,8 @@ from clotho.models.attention import AttentionLayers, install_cache_attention
 from clotho.models.head import split_model
 from clotho.scoring.head_scores import HeadScores
 from clotho.scoring.layouts.forward import check_layout, hidden_states
-from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.layouts.rows import PaddedInputs
-from clotho.scoring.sequences import MicroBatch, TokenTable, scored_only
+from clotho.scoring.sequences import MicroBatch, TokenTable
 from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Teacher, TokenScores, score
 from protocols.errors import ModelError
 
@@ -40,7 +37,6 @@ class TeacherForcing:
         self._split = split_model(model, vocab_size)
         self._head = HeadScores(self._split, vocab_size) if self._split else None
         self._layers: AttentionLayers | None = None
-        self._checked_layout = "padded"
         self.layout = layout
         if layout != "padded":
             self._check("shared" if layout == "auto" else layout, vocab_size)
@@ -48,7 +44,6 @@ class TeacherForcing:
     def _check(self, layout: str, vocab_size: int) -> None:
         try:
             self._layers = check_layout(self._model, self._split, vocab_size, layout=layout)
-            self._checked_layout = layout
         except ModelError:
             if self.layout != "auto":
                 raise
@@ -80,14 +75,6 @@ class TeacherForcing:
             raise ValueError(f"a model that cannot be split needs padded rows, not {type(micro.inputs).__name__}")
         logits_B_S_V: mx.array = self._model(mx.array(micro.inputs.tokens_B_S))
         return logits_B_S_V.reshape(-1, logits_B_S_V.shape[-1])
-
-    def sequence(
-        self, prompt: Sequence[int], tokens: Sequence[int], *, distribution: SamplingDistribution
-    ) -> TokenScores:
-        """Score the tokens after one prompt, (T,); neither may be empty. Layout "auto" uses shared prompts."""
-        (micro,) = build_micro_batches([scored_only(prompt, tokens)], layout=self._checked_layout, budget=1)
-        scores = self(micro, distribution=distribution)
-        return TokenScores(scores.logp_N[: len(tokens)], scores.entropy_N[: len(tokens)])
 
 
 def sampled_tokens_of(table: TokenTable, distribution: SamplingDistribution) -> SampledTokens:

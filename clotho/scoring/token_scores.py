@@ -54,9 +54,10 @@ class Teacher(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Sampled tokens and their sampling distribution; see `token_scores`.
+    """Sampled tokens and their sampling distribution.
 
-    support_N_K: None if the support is the whole vocabulary. temperature_N: above 0, float32; None if every token has
+    support_N_K: tokens (int32) that could be sampled, each once, including the target, padded with -1; None if the
+    support is the whole vocabulary. temperature_N: above 0, float32; None if every token has
     the temperature of the distribution. teacher: None without a teacher.
     """
 
@@ -106,17 +107,6 @@ class SampledTokens(NamedTuple):
         return mx.argmax(self.support_N_K == self.target_N[:, None], axis=-1, keepdims=True)
 
 
-__all__ = [
-    "SampledTokens",
-    "SamplingDistribution",
-    "Teacher",
-    "TokenScores",
-    "Totals",
-    "score",
-    "scoring",
-    "token_scores",
-]
-
 LANES = 512
 """Rows are split into segments of this length, which are reduced lane by lane, then across lanes."""
 
@@ -153,19 +143,11 @@ class Totals(NamedTuple):
         return TokenScores(self.logp_N, self.entropy_N, None if sampled.teacher is None else self.cross_entropy_N)
 
 
-def token_scores(
-    logits_N_V: mx.array, target_N: mx.array, *, distribution: SamplingDistribution, support_N_K: mx.array | None = None
-) -> TokenScores:
-    """Return log-probabilities of the targets and exact entropies under `distribution`; differentiable in the logits.
-
-    logits_N_V: of any floating type. support_N_K: tokens (int32) that could be sampled, each once, including the
-    target, padded with -1; None = the whole vocabulary. The entropy is in [0, log V], or [0, log K], up to rounding.
-    """
-    return score(logits_N_V, SampledTokens(target_N, support_N_K, distribution))
-
-
 def score(logits_N_V: mx.array, sampled: SampledTokens) -> TokenScores:
-    """Score sampled tokens: see `token_scores`."""
+    """Return log-probabilities of the targets and exact entropies; differentiable in the logits.
+
+    logits_N_V: of any floating type. The entropy is in [0, log V], or [0, log K] with a support, up to rounding.
+    """
     return Totals(*scoring(sampled)(logits_N_V)).scores(sampled)
 
 

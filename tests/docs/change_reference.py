@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from clotho.inference.interface import EngineStats
+from clotho.inference.engine import EngineStats
 from protocols.sampling import Sampling
 from protocols.step import UpdateMetrics
 from tests.docs.pages import DOCS, ROOT, replace_between

@@ -128,7 +128,7 @@ def test_the_longest_prefix_is_found(architecture: str) -> None:
         prompt = tuple(chance.choices((1, 2), k=chance.randint(1, 12)))
         usable = [common_prefix(entry, prompt) for entry in kept if cut or prompt[: len(entry)] == entry]
         hit = cache.find((0, 0), prompt)
-        assert (hit.tokens if hit else 0) == max(usable, default=0)
+        assert (hit[1] if hit else 0) == max(usable, default=0)
 
 
 def at_once() -> TurnBudget:

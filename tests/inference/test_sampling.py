@@ -202,7 +202,9 @@ def test_a_uniform_depends_only_on_seed_and_position() -> None:
 
 def test_uniforms_lie_strictly_inside_the_unit_interval() -> None:
     """In float32 the values 0 and 1 would select a token of probability zero."""
-    u = uniforms(np.array([0, 2**64 - 1], dtype=np.uint64), np.array([0, 2**40], dtype=np.int64), lanes=1000)
+    near_N = np.arange(1000, dtype=np.uint64)
+    seed_N = np.concatenate([near_N, np.uint64(2**64 - 1) - near_N])
+    u = uniforms(seed_N, np.repeat(np.array([0, 2**40], dtype=np.int64), 1000))
     assert u.dtype == np.float32
     assert u.min() > 0.0
     assert u.max() < 1.0

@@ -15,9 +15,9 @@ from msgspec import structs
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes import sampling_client
 from clotho.lanes.compute_thread import Compute
-from clotho.lanes.sampling_client import EngineSampler, GenerationError
+from clotho.lanes.sampling_client import EngineSampler
 from clotho.settings.engine import EngineSection
-from protocols.errors import ExecutorStoppedError, RequestError
+from protocols.errors import ExecutorStoppedError, GenerationError, RequestError
 from protocols.sampling import Completion, CompletionDone, SampleRequest, Sampling, TokenSampled
 from tests.fakes import FakeEngine
 from tests.small_models import tiny_source

@@ -13,14 +13,15 @@ import pytest
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy
 from clotho.models.turns import UNDIVIDED, TurnBudget
-from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.token_scores import SamplingDistribution
 from protocols.errors import GenerationError
 from protocols.sampling import PromptLogprobs
 from tests import model_lanes
 from tests.recorded_turns import RecordedTurns
 from tests.scoring.layouts.reference_scores import policy_of
+from tests.scoring.scored import sequence_scores
 from tests.training.policies_and_groups import VOCAB, tiny_policy
 
 TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9)
@@ -40,7 +41,9 @@ def test_prompt_log_probabilities_equal_teacher_forcing(architecture: str, chunk
     """With attention, sliding windows and recurrence, for every chunk size."""
     policy = policy_of(architecture)
     found = scored(policy, TOKENS, chunk=chunk)
-    forced = TeacherForcing(policy.model, 64).sequence(TOKENS[:1], TOKENS[1:], distribution=SamplingDistribution(1.0))
+    forced = sequence_scores(
+        TeacherForcing(policy.model, 64), TOKENS[:1], TOKENS[1:], distribution=SamplingDistribution(1.0)
+    )
     assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=model_lanes.atol(2e-4))
 
 
@@ -65,8 +68,8 @@ def test_a_temperature_applies_as_in_teacher_forcing() -> None:
     """To the alternatives too."""
     policy = tiny_policy()
     found = scored(policy, TOKENS, top=VOCAB, chunk=5, distribution=SamplingDistribution(0.6))
-    forced = TeacherForcing(policy.model, VOCAB).sequence(
-        TOKENS[:1], TOKENS[1:], distribution=SamplingDistribution(0.6)
+    forced = sequence_scores(
+        TeacherForcing(policy.model, VOCAB), TOKENS[:1], TOKENS[1:], distribution=SamplingDistribution(0.6)
     )
     assert found.logprobs == pytest.approx(np.array(forced.logp_N).tolist(), abs=model_lanes.atol(2e-4))
     for place, token, logprob in zip(found.top_logprobs, TOKENS[1:], found.logprobs, strict=True):

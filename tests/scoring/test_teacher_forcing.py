@@ -7,12 +7,13 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.token_scores import SamplingDistribution
 from protocols.errors import ModelError
 from tests import model_lanes
+from tests.scoring.scored import sequence_scores
 from tests.small_models import tiny
 from tests.training.policies_and_groups import VOCAB, Bigram, tiny_policy
 
@@ -35,7 +36,7 @@ def reference_scores(logits_V: np.ndarray, target: int, distribution: SamplingDi
 def test_scores_equal_those_of_single_forward_passes(layout: str, distribution: SamplingDistribution) -> None:
     """The reference computes the full logits of each context alone and a softmax in float64."""
     model = tiny_policy().model
-    scores = TeacherForcing(model, VOCAB, layout=layout).sequence(PROMPT, TOKENS, distribution=distribution)
+    scores = sequence_scores(TeacherForcing(model, VOCAB, layout=layout), PROMPT, TOKENS, distribution=distribution)
     assert scores.logp_N.shape == scores.entropy_N.shape == (len(TOKENS),)
     for t, token in enumerate(TOKENS):
         logits_V = model_lanes.numpy(model(mx.array([PROMPT + TOKENS[:t]]))[0, -1])
@@ -84,7 +85,7 @@ def test_an_unsplittable_model_runs_whole_on_padded_rows() -> None:
     model = HeadOverTwoPositions(vocab_size=VOCAB)
     forcing = TeacherForcing(model, VOCAB, layout="auto")
     assert forcing.layout == "padded"
-    scores = forcing.sequence(PROMPT, TOKENS, distribution=SamplingDistribution(0.5))
+    scores = sequence_scores(forcing, PROMPT, TOKENS, distribution=SamplingDistribution(0.5))
     logits_S_V = np.array(model(mx.array([PROMPT + TOKENS[:-1]]))[0])[len(PROMPT) - 1 :]
     expected = [
         reference_scores(row_V, token, SamplingDistribution(0.5))[0]

@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Teacher, score, token_scores
+from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Teacher, score
+from tests.scoring.scored import token_scores
 
 PLAIN = SamplingDistribution(1.0)
 LAWS = [PLAIN, SamplingDistribution(0.6), SamplingDistribution(1.7, ((3, 2.0), (0, -1.5)))]

@@ -16,11 +16,12 @@ import pytest
 from clotho.lanes.compute_thread import finish
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.parameters import flat, nested
-from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.token_scores import SamplingDistribution
 from clotho.serving.server import ApiServer
 from clotho.settings.server import HttpServer
 from protocols.step import WeightsReady
+from tests.scoring.scored import sequence_scores
 from tests.serving.held_engine import HeldEngine
 from tests.training_run.built_context import open_context, tiny_profile
 from training_run.run import RunContext
@@ -54,7 +55,7 @@ async def learner_logprobs(parts: RunContext, prompt: list[int], tokens: list[in
 
     def score() -> list[float]:
         forcing = TeacherForcing(parts.policy.model, parts.policy.vocab_size)
-        scores = forcing.sequence(prompt, tokens, distribution=SamplingDistribution(temperature))
+        scores = sequence_scores(forcing, prompt, tokens, distribution=SamplingDistribution(temperature))
         return [float(value) for value in np.array(scores.logp_N)]
 
     return await finish(parts.compute.decode.submit(score))
@@ -161,7 +162,7 @@ async def test_a_run_serves_its_policy_and_its_base_model(tmp_path: Path) -> Non
             reference = parts.policy.copy_model()
             reference.use_reference()
             forcing = TeacherForcing(reference.model, reference.vocab_size)
-            scores = forcing.sequence(PROMPT[:1], PROMPT[1:], distribution=SamplingDistribution(1.0))
+            scores = sequence_scores(forcing, PROMPT[:1], PROMPT[1:], distribution=SamplingDistribution(1.0))
             return [float(value) for value in np.array(scores.logp_N)]
 
         expected = {

@@ -14,9 +14,9 @@ from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import TrainablePolicy
 from clotho.models.policy_model import WeightedModel
 from clotho.models.turns import UNDIVIDED, TurnBudget
-from clotho.scoring.head_scores import SamplingDistribution
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.objectives import Objective
 from clotho.training.batch import prepare
 from clotho.training.gradient import FixedLogprobs, LossConfig, MicroBatchGradient, StepPosition, micro_batch_gradient

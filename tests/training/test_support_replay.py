@@ -8,13 +8,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from clotho.scoring.head_scores import SamplingDistribution, token_scores
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import MicroBatch, TrainingSequence
 from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.token_scores import SamplingDistribution
 from protocols.sampling import Completion, Sampling
 from tests import model_lanes
 from tests.inference.engine_helpers import make_engine, make_prompt, run, submit_request
+from tests.scoring.scored import token_scores
 from tests.small_models import FixedSource, tiny_source
 
 TOLERANCE = 2e-4

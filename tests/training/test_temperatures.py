@@ -17,6 +17,7 @@ from clotho.settings.engine import SamplingSection
 from clotho.training.update import PolicyLearner, Update
 from protocols.rollout import ScoredGroup
 from tests.learner_settings import learner_settings
+from tests.scoring.scored import sequence_scores
 from tests.training.policies_and_groups import VOCAB, random_groups, tiny_policy
 
 EVERYWHERE: dict[str, dict[str, Any]] = {
@@ -63,8 +64,8 @@ def test_completions_of_different_temperatures_share_a_micro_batch(layout: str) 
     for b, member in enumerate(micro.members):
         sequence = sequences[member]
         mine_N = np.flatnonzero(micro.table.sequence_N == b)[: len(sequence.tokens)]
-        alone = forcing.sequence(
-            prompt, sequence.tokens, distribution=SamplingDistribution(sequence.temperature or 0.8)
+        alone = sequence_scores(
+            forcing, prompt, sequence.tokens, distribution=SamplingDistribution(sequence.temperature or 0.8)
         )
         np.testing.assert_allclose(np.array(scores.logp_N)[mine_N], np.array(alone.logp_N), atol=2e-5)
         np.testing.assert_allclose(np.array(scores.entropy_N)[mine_N], np.array(alone.entropy_N), atol=2e-5)

@@ -10,12 +10,13 @@ import numpy as np
 
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
-from clotho.scoring.head_scores import SamplingDistribution, TokenScores, token_scores
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import TrainingSequence
 from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.token_scores import SamplingDistribution, TokenScores
 from tests import model_lanes
 from tests.learner_settings import policy_settings
+from tests.scoring.scored import token_scores
 from tests.small_models import tiny
 
 VOCAB = 64
