@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from attachments.atropos.rollout_logprobs import (
     SampledSequence,
-    SampleLookup,
     sampled_sequence,
     token_versions,
     trained_spans,
 )
+from attachments.atropos.sample_log import SampleLog
 from attachments.atropos.validation import (
     Bounds,
     CheckedGroup,
@@ -228,7 +228,7 @@ class GroupReader:
     def __init__(
         self,
         *,
-        sample_log: SampleLookup,
+        sample_log: SampleLog,
         policy: PolicyBounds,
         recompute: Recompute,
         sampling: Sampling,

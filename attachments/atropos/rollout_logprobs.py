@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from attachments.atropos.sample_log import SampledCompletion
+from attachments.atropos.sample_log import SampledCompletion, SampleLog
 from attachments.atropos.validation import CheckedGroup, InvalidGroup, first_index
 from protocols.sampling import MIN_LOGPROB, FinishReason
 
@@ -17,18 +16,6 @@ MAX_LOGPROB_DIFFERENCE = 0.01
 """Largest allowed difference, in nats, between the log-probabilities of an environment and of the sample log."""
 
 Span = tuple[int, int]
-
-
-class SampleLookup(Protocol):
-    """The method of `attachments.atropos.sample_log.SampleLog` that the group reader calls."""
-
-    def find(
-        self, tokens: Sequence[int], start: int, end: int, *, logprobs: NDArray[np.float64] | None = None
-    ) -> SampledCompletion | None:
-        """Return how tokens[start:end] were sampled after tokens[:start].
-
-        logprobs: select the completion with these log-probabilities if several have the same tokens.
-        """
 
 
 class SampledSequence(Struct, kw_only=True):
@@ -54,7 +41,7 @@ def sampled_sequence(
     index: int,
     tokens: Sequence[int],
     checked: CheckedGroup,
-    sample_log: SampleLookup,
+    sample_log: SampleLog,
     *,
     version: int,
     temperature: float,

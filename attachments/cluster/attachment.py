@@ -64,7 +64,12 @@ class Cluster(Attachment):
             from attachments.cluster.sampling import LocalEngine, RayWorkers
             from attachments.remote.sampling import add_sampler
 
-            sampler = add_sampler(run, settings, source=RayWorkers(run, settings, connection))
+            sampler = add_sampler(
+                run,
+                sync_interval=settings.sync_interval,
+                patience_seconds=settings.patience_seconds,
+                source=RayWorkers(run, settings, connection),
+            )
             if settings.local_share:
                 sampler.join(LocalEngine(run, sampler.fingerprints), share=settings.local_share)
 

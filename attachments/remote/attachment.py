@@ -105,7 +105,12 @@ class Remote(Attachment):
         async def attach(run: RunContext) -> None:
             from attachments.remote.sampling import add_sampler, inference_servers
 
-            add_sampler(run, settings, servers=inference_servers(run, settings))
+            add_sampler(
+                run,
+                sync_interval=settings.sync_interval,
+                patience_seconds=settings.patience_seconds,
+                servers=inference_servers(run, settings),
+            )
 
         return attach
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import anyio
 
@@ -121,29 +121,7 @@ class Place:
             scope.cancel()
 
 
-class Load(Protocol):
-    """A server, as the choice between servers sees it. version: None while it cannot be used. rows: in flight."""
-
-    @property
-    def version(self) -> int | None:
-        """Served version."""
-        ...
-
-    @property
-    def rows(self) -> int:
-        """Rows in flight."""
-        ...
-
-    @property
-    def share(self) -> float:
-        """Relative part of the rows that the server gets."""
-        ...
-
-
-P = TypeVar("P", bound=Load)
-
-
-def freest(places: Iterable[P], *, oldest: int, waiting: int) -> P | None:
+def freest(places: Iterable[Place], *, oldest: int, waiting: int) -> Place | None:
     """Return the place with the fewest rows in relation to its share, of those that serve version `oldest` or newer.
 
     waiting: rows that have no place. None if groups have to wait: no place is current, or each current place has its

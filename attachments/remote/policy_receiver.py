@@ -30,7 +30,7 @@ HEADER_BYTES = 1_048_576
 
 
 class SwappingReceiver:
-    """A `PolicyReceiver` that serves the weights which a training run of another process sends.
+    """Serves the weights that a training run of another process sends.
 
     Weights are checked completely before anything changes: names, shapes, types, finite values and fingerprint. They
     are swapped in between two decode steps. max_bytes: maximum size of the weights.

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -21,7 +21,6 @@ from attachments.remote.messages import (
     VERSION_HEADER,
     RolloutAnswer,
     RolloutCall,
-    ServedPolicy,
 )
 from attachments.remote.sections import WEIGHTS_ROOT
 from clotho.serving.bodies import declares_more, json_object
@@ -33,56 +32,11 @@ from clotho.serving.services import ServerContext
 from protocols.errors import CheckpointError
 from protocols.step import WeightsReady
 
+if TYPE_CHECKING:
+    from attachments.remote.policy_receiver import SwappingReceiver
+
 MAX_NAME = 64
 """Maximum length of a fingerprint and of the name of a run."""
-
-
-class PolicyReceiver(Protocol):
-    """The served policy as a remote training run sees it, and the way in which it replaces the weights."""
-
-    @property
-    def max_bytes(self) -> int:
-        """Maximum size of weights that are sent."""
-        ...
-
-    def served(self) -> ServedPolicy:
-        """Return the policy that the engine samples from. Raises CheckpointError if the server accepts no weights."""
-        ...
-
-    def fingerprint(self, version: int, /) -> str:
-        """Return the fingerprint of a policy version; empty if the version is not known any more."""
-        ...
-
-    async def read(self, name: str, /) -> bytes:
-        """Return the content of a file in the directory of shared weights. Raises CheckpointError."""
-        ...
-
-    async def receive(self, tensors: bytes, ready: WeightsReady, /, *, run_id: str) -> ServedPolicy:
-        """Serve the weights in the bytes of a safetensors file. Raises CheckpointError if they are not suitable."""
-        ...
-
-
-class NullPolicyReceiver:
-    """A `PolicyReceiver` of a server that accepts no weights."""
-
-    max_bytes = 0
-
-    def served(self) -> ServedPolicy:
-        """Refuse."""
-        raise CheckpointError("this server does not accept weights; start it with --server.accept-weights true")
-
-    def fingerprint(self, _: int) -> str:
-        """Return the fingerprint of an unknown version."""
-        return ""
-
-    async def read(self, _: str) -> bytes:
-        """Refuse."""
-        self.served()
-        return b""
-
-    async def receive(self, _: bytes, __: WeightsReady, *, run_id: str) -> ServedPolicy:
-        """Refuse."""
-        return self.served()
 
 
 def parse_rollout_call(body: bytes, context: ServerContext) -> ValidatedRequest:
@@ -109,10 +63,10 @@ def parse_rollout_call(body: bytes, context: ServerContext) -> ValidatedRequest:
 class PolicyRoutes:
     """The routes of the served policy. Weights are received and served one at a time, so that one body is in memory.
 
-    receiver: replaces the weights.
+    receiver: replaces the weights; None on a server that accepts none.
     """
 
-    def __init__(self, parts: ServerParts, receiver: PolicyReceiver, seconds: float) -> None:
+    def __init__(self, parts: ServerParts, receiver: SwappingReceiver | None, seconds: float) -> None:
         """seconds: longest time without further bytes of a body."""
         self._parts, self.receiver, self._seconds = parts, receiver, seconds
         self._receiving = False
@@ -126,25 +80,25 @@ class PolicyRoutes:
         (completions,) = await until_disconnect(http.receive, sampler.complete_all(request.samples))
         finished(completions)
         versions = {version for completion in completions for version in completion.versions}
-        fingerprints = {version: self.receiver.fingerprint(version) for version in versions}
+        fingerprint_of = self.receiver.fingerprint if self.receiver is not None else lambda _: ""
+        fingerprints = {version: fingerprint_of(version) for version in versions}
         return json_response(RolloutAnswer(completions=tuple(completions), fingerprints=fingerprints), weights.version)
 
     async def get(self, _: Request) -> Response:
         """Respond with the served policy."""
-        return Response(msgspec.json.encode(self._served()), media_type="application/json")
+        return Response(msgspec.json.encode(self._accepting().served()), media_type="application/json")
 
-    def _served(self) -> ServedPolicy:
-        try:
-            return self.receiver.served()
-        except CheckpointError as error:
-            raise ApiError(403, str(error)) from error
+    def _accepting(self) -> SwappingReceiver:
+        if self.receiver is None:
+            raise ApiError(403, "this server does not accept weights; start it with --server.accept-weights true")
+        return self.receiver
 
     async def put(self, http: Request) -> Response:
         """Serve the weights in the body, or in the file that a header names. Responds with the served policy.
 
         Responds with status 503 before it reads the body if other weights are being received or served.
         """
-        self._served()
+        receiver = self._accepting()
         ready = WeightsReady(
             version=_number(http, VERSION_HEADER), step=_number(http, STEP_HEADER), fingerprint=_name(http)
         )
@@ -152,14 +106,13 @@ class PolicyRoutes:
             raise overloaded("Other weights are being received; retry later.")
         self._receiving = True
         try:
-            return await self._receive(http, ready)
+            return await self._receive(http, receiver, ready)
         except CheckpointError as error:
             raise ApiError(400, f"The weights cannot be served: {error}", code="invalid_weights") from error
         finally:
             self._receiving = False
 
-    async def _receive(self, http: Request, ready: WeightsReady) -> Response:
-        receiver = self.receiver
+    async def _receive(self, http: Request, receiver: SwappingReceiver, ready: WeightsReady) -> Response:
         file, run_id = http.headers.get(FILE_HEADER), http.headers.get(RUN_HEADER, "")[:MAX_NAME]
         if file is not None:
             tensors = await receiver.read(file)
@@ -171,7 +124,7 @@ class PolicyRoutes:
 
 def routes_of(parts: ServerParts) -> PolicyRoutes:
     """Return the routes of a server. They refuse weights if nobody may replace those of its policy."""
-    receiver: PolicyReceiver = NullPolicyReceiver()
+    receiver: SwappingReceiver | None = None
     if (replaceable := parts.offered.replaceable) is not None:
         from attachments.remote.policy_receiver import SwappingReceiver
 

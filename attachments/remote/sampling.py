@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from attachments.remote.attachment import DIRECTORY
 from attachments.remote.gauges import measured, server_metrics
@@ -23,30 +23,18 @@ from training_run.run import RunContext
 from training_run.supervision.supervisor import transient
 
 
-class SamplingSettings(Protocol):
-    """Settings of a run whose rollouts are sampled elsewhere: see `RemoteGeneration`."""
-
-    @property
-    def sync_interval(self) -> int:
-        """Number of updates between two versions that are sent."""
-        ...
-
-    @property
-    def patience_seconds(self) -> float:
-        """Time without a usable server until the run ends."""
-        ...
-
-
 def add_sampler(
     run: RunContext,
-    settings: SamplingSettings,
     *,
+    sync_interval: int,
+    patience_seconds: float,
     servers: Sequence[InferenceServer] = (),
     source: ServerSource | None = None,
 ) -> RemoteSampler:
     """Have the rollouts of a run sampled on inference servers, which get its weights.
 
-    source: finds servers that join later.
+    sync_interval: number of updates between two versions that are sent. patience_seconds: time without a usable server
+    until the run ends. source: finds servers that join later.
     """
     parameters = run.policy_learner.parameters
     sampler = RemoteSampler(
@@ -59,11 +47,11 @@ def add_sampler(
         vocab_size=run.policy.vocab_size,
         decode=run.policy.tokenizer.decode,
         run_id=run.directory.run_id,
-        sync_interval=settings.sync_interval,
+        sync_interval=sync_interval,
         probe_prompt=run.prompts.prompt(0).tokens,
         recompute=run.recompute_logprobs,
         sampling=run.profile.sampling,
-        patience_seconds=settings.patience_seconds,
+        patience_seconds=patience_seconds,
     )
     run.attached.sampler = sampler
     run.attached.sampled_elsewhere = lambda: sampler.gauges().tokens_sampled

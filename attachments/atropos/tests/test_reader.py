@@ -11,6 +11,7 @@ from anyio.lowlevel import checkpoint
 from msgspec import Raw
 
 from attachments.atropos.reader import MAX_NAMES, EnvironmentNames, RecentGroups
+from attachments.atropos.sample_log import SampleLog
 from attachments.atropos.tests.environment_groups import (
     PROMPT,
     SAMPLING,
@@ -288,7 +289,7 @@ async def test_a_group_that_is_being_read_delays_neither_a_stop_nor_the_exit() -
     """Reading runs in a daemon thread, which is abandoned when the reader is cancelled."""
     harness, begun, gate, daemons = ReaderHarness(), threading.Event(), threading.Event(), list[bool]()
 
-    class Stuck:
+    class Stuck(SampleLog):
         def find(self, *_: Any, **__: Any) -> None:
             daemons.append(threading.current_thread().daemon)
             begun.set()
