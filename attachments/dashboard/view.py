@@ -27,7 +27,7 @@ from clotho.serving.server import BACKLOG, Connections, base_url, listen
 from clotho.serving.struct_types import prepare_struct_types
 from clotho.settings.server import HttpServer
 from protocols.errors import ProfileError, RunDirectoryError, ServerError, did_you_mean, visible
-from training_run.commands.command_line import CommandParser, require_new_file
+from training_run.commands.command_line import CommandParser, new_file
 from training_run.directory.checkpoints import MANIFEST
 from training_run.directory.run_directory import LINES
 from training_run.records.event_log import event_log
@@ -46,7 +46,7 @@ def parser() -> CommandParser:
         "page compares them. Nothing in a run directory is changed.",
     )
     found.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory")
-    found.add_argument("--export", metavar="FILE.html", type=Path, help="write one self-contained file and end")
+    found.add_argument("--export", metavar="FILE.html", help="write one self-contained file and end")
     found.add_argument(
         "--export-mb", metavar="N", type=int, default=DEFAULT_MEGABYTES, help="limit of the groups in the file, in MB"
     )
@@ -66,8 +66,7 @@ def run(argv: Sequence[str], console: Console) -> int:
         return 0
     runs = [require_run(path.expanduser()) for path in arguments.runs]
     if arguments.export is not None:
-        path = arguments.export.expanduser()
-        require_new_file(path)
+        path = new_file(arguments.export)
         if not 0 <= arguments.export_mb <= 2000:
             raise ProfileError("--export-mb must be an integer from 0 to 2000")
         print_line(console, written(export(runs, path, limit_bytes=arguments.export_mb * 1_000_000), path))

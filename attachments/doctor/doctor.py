@@ -62,7 +62,7 @@ from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, FindingName, 
 from protocols.rollout import GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.summary import MemoryEstimate
 from training_run.attachment import check_attachments, has_own_groups, installed_attachments, slot_settings
-from training_run.commands.command_line import require_new_file
+from training_run.commands.command_line import new_file
 from training_run.directory.run_directory import open_run
 from training_run.groups.prompts import read_split
 from training_run.main import adjusted
@@ -168,9 +168,7 @@ def run(argv: Sequence[str], console: Console) -> int:
         return 0
     values = parse_flags(argv, OWN, "doctor")
     flags = DoctorFlags(**{name: values.pop(name) for name in OWN if name in values})
-    output = Path(flags.output).expanduser() if flags.output else None
-    if output is not None:
-        require_new_file(output)
+    output = new_file(flags.output) if flags.output else None
     arguments = Arguments(profile=flags.profile, overrides=values)
     load = partial(load_profile, arguments.profile, adjust=partial(adjusted, arguments))
     diagnosis = anyio.run(partial(diagnose, load(arguments.overrides), Console(stderr=True), seconds=flags.seconds))

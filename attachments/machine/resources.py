@@ -13,11 +13,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import psutil
 from msgspec import Struct
 from msgspec.structs import replace
+
+from attachments.machine.pressure import MemoryReading
 
 READ_SECONDS = 10.0
 """Time between two readings."""
@@ -69,22 +71,6 @@ Values = Mapping[str, Any]
 """Fields of `ResourceReading`."""
 
 
-class MemoryState(Protocol):
-    """State of the machine's memory, as `attachments.machine.pressure.read_memory` returns it."""
-
-    @property
-    def level(self) -> Literal["normal", "warning", "critical"]:
-        """Memory pressure."""
-
-    @property
-    def swap_bytes(self) -> int:
-        """Used swap."""
-
-    @property
-    def available_bytes(self) -> int:
-        """Memory that is available without swap."""
-
-
 class SystemProgram(Struct, kw_only=True):
     """A program of the system. parse: the fields that its output contains. failures: in a row."""
 
@@ -121,7 +107,7 @@ class ResourceProbe:
     """
 
     def __init__(
-        self, memory: Callable[[], MemoryState], *, clock: Callable[[], float] = time.monotonic, system: str = ""
+        self, memory: Callable[[], MemoryReading], *, clock: Callable[[], float] = time.monotonic, system: str = ""
     ) -> None:
         """memory: the current state of the memory. system: as `platform.system()`, which is the default."""
         self._memory, self._clock = memory, clock

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import visible
-from training_run.commands.command_line import CommandParser, require_new_file
+from training_run.commands.command_line import CommandParser, new_file
 from training_run.profile.earlier_profiles import import_profile
 from training_run.profile.load import flatten, located, read_text
 from training_run.profile.program import program
@@ -40,8 +40,7 @@ def run(argv: Sequence[str], console: Console) -> int:
     if not arguments.new:
         console.print(Text(text), soft_wrap=True, end="")
         return 0
-    target = Path(arguments.new).expanduser()
-    require_new_file(target)
+    target = new_file(arguments.new)
     replace_file(target, [text.encode()])
     for sentence in found.left:
         print_line(console, f"not carried over: {sentence}")

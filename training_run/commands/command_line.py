@@ -50,8 +50,10 @@ class CommandParser(argparse.ArgumentParser):
         return not action.choices or one.values[:1] == () or one.values[0] in action.choices
 
 
-def require_new_file(path: Path) -> None:
-    """Raise ProfileError if a path exists, or its directory does not exist."""
+def new_file(text: str) -> Path:
+    """Return the path of a new file. Raises ProfileError if it exists, or its directory does not exist."""
+    path = Path(text).expanduser()
     if path.exists() or not path.parent.is_dir():
         why = "exists already" if path.exists() else "is in a directory that does not exist"
         raise ProfileError(f"{visible(str(path), 200)} {why}: name a new file")
+    return path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import msgspec
 import structlog
@@ -30,7 +29,7 @@ from protocols.errors import AdapterRequestError, ModelError, ProfileError, Requ
 from protocols.evaluation import Estimate, ReferenceLoss
 from protocols.sampling import POLICY, Completion, SampleRequest
 from training_run.attachment import installed_attachments
-from training_run.commands.command_line import require_new_file
+from training_run.commands.command_line import new_file
 from training_run.evaluation.accuracy import (
     Accuracy,
     Comparison,
@@ -165,13 +164,6 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
         replace_file(output, [msgspec.json.format(msgspec.json.encode(found), indent=1), b"\n"])
     show(console, found, as_json=flags.json)
     return 0
-
-
-def new_file(name: str) -> Path:
-    """Return the path of a file that does not exist, in a directory that exists. Raises ProfileError."""
-    path = Path(name).expanduser()
-    require_new_file(path)
-    return path
 
 
 def load(arguments: EvaluationArguments) -> BaseModel:

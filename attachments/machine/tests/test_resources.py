@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from msgspec import Struct
 
 from attachments.machine import resources
-from attachments.machine.pressure import Level
+from attachments.machine.pressure import MemoryReading
 from attachments.machine.resources import MAX_FAILURES, PROGRAM_READINGS, ResourceProbe, ResourceReading
 
 MAC = {
@@ -30,12 +29,9 @@ esac""",
 """Programs of macOS, as shell scripts."""
 
 
-class Memory(Struct, frozen=True):
-    """State of the memory."""
-
-    level: Level = "normal"
-    swap_bytes: int = 100
-    available_bytes: int = 2**33
+def memory(swap_bytes: int = 100) -> MemoryReading:
+    """Return a state of the memory without pressure."""
+    return MemoryReading(level="normal", swap_bytes=swap_bytes, available_bytes=2**33)
 
 
 Install = Callable[[dict[str, str]], Path]
@@ -59,7 +55,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 def read(*, system: str, times: int = 1) -> ResourceReading:
     """Return the last of several readings."""
-    probe = ResourceProbe(Memory, system=system)
+    probe = ResourceProbe(memory, system=system)
     return [probe.read() for _ in range(times)][-1]
 
 
@@ -133,7 +129,7 @@ def test_programs_are_started_for_some_readings_only(install: Install) -> None:
 def test_cpu_share_and_swap_change_are_differences(monkeypatch: pytest.MonkeyPatch, install: Install) -> None:
     """Of CPU seconds since the reading before, and of swap since the first reading."""
     install({})
-    states = iter([Memory(swap_bytes=100), Memory(swap_bytes=600)])
+    states = iter([memory(swap_bytes=100), memory(swap_bytes=600)])
     times = iter([SimpleNamespace(user=1.0, system=1.0), SimpleNamespace(user=12.0, system=5.0)])
     seconds = iter([100.0, 110.0])
     monkeypatch.setattr(psutil.Process, "cpu_times", lambda _: next(times))
@@ -147,7 +143,7 @@ def test_a_state_that_cannot_be_read_is_none(install: Install) -> None:
     """The other values are still read."""
     install({})
 
-    def refuse() -> Memory:
+    def refuse() -> MemoryReading:
         raise psutil.AccessDenied(os.getpid())
 
     found = ResourceProbe(refuse, system="Linux").read()
