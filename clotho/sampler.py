@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-
 TURN_SECONDS = 0.25
 """Longest turn of prefill and scoring beside a learner, where both share a device."""
 
@@ -242,11 +241,9 @@ class Sampler:
         return WeightsReady(version=source.version, step=source.step, fingerprint=source.fingerprint)
 
     def __enter__(self) -> Self:
-        """Return the sampler."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def close(self) -> None:

@@ -51,11 +51,9 @@ class Server:
             tasks.cancel_scope.cancel()
 
     def __enter__(self) -> Self:
-        """Return the server."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def close(self) -> None:

@@ -54,11 +54,9 @@ FIRST_ROWS = 8
 VISIT_SHARE = 0.5
 """Largest fraction of the time of a divided step for chunks of prompts of clients; one chunk can begin in any case."""
 
-
 STREAMED_TOKEN = 1e-4
 """Seconds that the event loop takes for a streamed token, during which it holds the interpreter: 0.09 ms were measured.
 """
-
 
 MAX_HOLDERS = 4
 """Number of requests that `EngineStats.cache_holders` names at most."""

@@ -30,7 +30,6 @@ MAX_PADDING = 32
 To start prompts together, at most this many tokens of a prefix cache hit are discarded.
 """
 
-
 WeightsKey = tuple[int, int]
 """Identifies the weights that computed a KV cache: (POLICY_KIND, policy version), or (ADAPTER_KIND, version of an
 adapter); the base model is version 0 of the adapters."""

@@ -26,7 +26,6 @@ PromptState = tuple[tuple[mx.array, ...], ...]
 """The KV cache of a prompt: per layer, (keys, values) of shape (1, heads, tokens, size), or the arrays of a fixed-size
 state."""
 
-
 T = TypeVar("T")
 
 

@@ -141,7 +141,6 @@ MAX_WAITING_REQUESTS = 4096
 """Further requests of clients are refused with a RequestError whose param is `queue`. Rollouts do not count: their
 generator bounds them (`rollouts.max_batches_ahead`)."""
 
-
 CLIENT_ROWS = 8
 """Requests of clients may use this fraction of `max_num_seqs` more rows (1/8): rollouts often use all of them."""
 
@@ -332,7 +331,8 @@ class Scheduler:
         loads, admitted, wave = self._with_entering(loads), list[PrefillJob](), max(1, self.max_num_seqs // 8)
         blocked, self._blocked, self.waits_for_cache = set[bool](), 0, False
         while (job := self._next(loads, blocked)) is not None and not (clients_only and job.active.request.background):
-            free, fitting = self._free_rows(job, loads), self._fitting_rows(job, loads)
+            free = self._free_rows(job, loads)
+            fitting = self._budget.room(job.reserved, loads, self._first_waiting(), is_long=job.is_long)
             room, load = min(free, fitting), loads.of(is_long=job.is_long)
             if room < min(len(job.rows), wave) and (load.rows or room < 1):
                 lacks_cache = free >= min(len(job.rows), wave)
@@ -361,10 +361,6 @@ class Scheduler:
             return self.max_num_seqs - loads.long.rows
         more = 0 if job.active.request.background else min(loads.short.background, client_rows(self.max_num_seqs))
         return self.max_num_seqs + more - loads.short.rows
-
-    def _fitting_rows(self, job: PrefillJob, loads: Loads) -> int:
-        """Return how many rows of a job the KV cache has room for."""
-        return self._budget.room(job.reserved, loads, self._first_waiting(), is_long=job.is_long)
 
     def _first_waiting(self) -> Waiting:
         """Return what the first waiting jobs reserve."""

@@ -270,13 +270,10 @@ def _require_quantization(config: Mapping[str, Any], tensors: Mapping[str, Tenso
 
 SAMPLE_BYTES = 65_536
 
-
 GGUF_HEADER_BYTES = 32 * 2**20
 """Larger than the header of any model in use: vocabulary and merges have at most about 15 MB."""
 
-
 WEIGHT_FILES = ("*.safetensors", "config.json")
-
 
 TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 

@@ -15,7 +15,6 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 Parameters = dict[str, Any]
 """Nested dictionaries and lists of arrays, as `nn.Module.trainable_parameters()` gives them; branches may be empty."""
 
-
 Arrays = dict[str, mx.array]
 """Arrays by parameter name, such as `model.layers.0.self_attn.q_proj.lora_a`."""
 

@@ -30,7 +30,6 @@ SAMPLE_CONVERSATION = (
     {"role": "user", "content": "c"},
 )
 
-
 ANSWER_MARK, NEXT_MARK = "\U0010fffe", "\U0010ffff"
 """Characters that stand for an answer and that begin what follows it: the last two, which encode no text."""
 

@@ -54,7 +54,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "chat_template": (),
 }  # fmt: skip
 
-
 Choices = Annotated[list[str], Meta(min_length=1, max_length=4096)]
 Schema = dict[str, Any] | str
 """A JSON schema, as an object or as its text."""
@@ -250,7 +249,6 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 TemplateVariable = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]

@@ -17,7 +17,6 @@ Alternatives = tuple[tuple[int, float], ...]
 LOWEST = -9999.0
 """Replaces minus infinity, which JSON cannot represent. OpenAI uses the same value."""
 
-
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of chunks, also after an error."""
 

@@ -21,7 +21,6 @@ from clotho.serving.parts import Endpoint
 REF = "#/components/schemas/{name}"
 JSON, TEXT, EVENTS, BYTES = "application/json", "text/plain", "text/event-stream", "application/octet-stream"
 
-
 ACCESS = {
     "own": "Concerns what belongs to the API key of the request; for an administrator, what belongs to any client.",
     "admin": "For administrators: API keys with `admin = true`, `server.api_key`, and every client of a server "

@@ -18,7 +18,6 @@ from protocols.prompt import AnswerIn
 
 RunIn = Literal["auto", "process", "thread"]
 
-
 Where = Literal["local", "cluster"]
 
 

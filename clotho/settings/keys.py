@@ -39,7 +39,6 @@ gets spells a key."""
 Planned = Callable[[str, str], str]
 """Says of the value of a choice that it is planned; empty for any other value."""
 
-
 Described = tuple[inspect.Field, msgspec.structs.FieldInfo]
 """A field of a struct, as a type and as an annotation."""
 
