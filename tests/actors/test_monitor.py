@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import anyio
 import pytest
@@ -21,7 +22,7 @@ from protocols.evaluation import EvalReport
 from protocols.finding import Finding
 from protocols.queues import EndOfStream, Outbox
 from protocols.step import FirstBatch, GroupsEnded, StepReport
-from protocols.summary import RunGauges
+from protocols.summary import Gauges, RunGauges
 from tests.actors.monitor_harness import RecordingDisplay, lines, observe
 from tests.training_run.records.display_examples import GAUGES, UPDATE, discarded, evaluation, step, trained
 from tests.training_run.supervision.scripted_actors import RecordedSupervisor
@@ -268,11 +269,13 @@ class BlockedWriter(JsonlWriter):
         super().append(record)
 
 
-def monitor_of(queue: Queue[StepReport | EvalReport], metrics: JsonlWriter) -> Monitor:
+def monitor_of(
+    queue: Queue[StepReport | EvalReport], metrics: JsonlWriter, *, gauges: Gauges = lambda: GAUGES
+) -> Monitor:
     """Return a monitor without display and rollout log."""
     return Monitor(
         inbox=queue.inbox(),
-        gauges=lambda: GAUGES,
+        gauges=gauges,
         display=Display(),
         metrics=metrics,
         evaluations=JsonlWriter(metrics.path.with_name("evaluations.jsonl")),
@@ -280,6 +283,25 @@ def monitor_of(queue: Queue[StepReport | EvalReport], metrics: JsonlWriter) -> M
         logged=Latest[int]("logged"),
         findings=RunFindings({}),
     )
+
+
+async def test_no_actor_waits_for_the_lines_of_a_monitor_that_has_failed(tmp_path: Path) -> None:
+    """Learner and checkpointer wait for those of a step; the monitor ends only after both."""
+    queue = Queue[StepReport | EvalReport]("reports", capacity=1)
+    writer, gauges = queue.outbox(), Mock(side_effect=[GAUGES, RuntimeError("no gauges")])
+    monitor = monitor_of(queue, JsonlWriter(tmp_path / "metrics.jsonl"), gauges=gauges)
+
+    async def report() -> None:
+        async with writer:
+            await writer.send(step(1))
+            with pytest.raises(EndOfStream):
+                await monitor.logged.wait_until(lambda number: number >= 1)
+
+    with fail_after(10):
+        async with create_task_group() as group:
+            group.start_soon(report)
+            with pytest.raises(RuntimeError, match="no gauges"):
+                await monitor.run()
 
 
 async def test_the_run_waits_for_the_last_line(tmp_path: Path) -> None:

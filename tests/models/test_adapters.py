@@ -17,9 +17,10 @@ from safetensors.numpy import save_file
 from attachments.adapters.tests.adapter_models import random_matrices, write_mlx_adapter
 from clotho.models.adapter_formats import Target, place_of
 from clotho.models.adapter_reading import read_adapter
-from clotho.models.adapters import Adapter, adapter_targets
+from clotho.models.adapters import Adapter, adapter_targets, recorded_base
 from clotho.settings.server import AdaptersSection
 from protocols.errors import AdapterRequestError
+from tests.saved_models import save
 from tests.small_models import tiny
 
 LIMITS = AdaptersSection(max_bytes=2**24, max_rank=16)
@@ -329,3 +330,10 @@ def test_what_plain_lora_cannot_compute_is_refused_by_name(
 def test_a_module_has_a_block_and_a_name_in_it(module: str, place: tuple[int | None, str]) -> None:
     """Whatever the architecture calls its blocks; a module outside of them has its full name."""
     assert place_of(module) == place
+
+
+def test_a_base_model_that_an_adapter_names_is_found_beside_it(tmp_path: Path) -> None:
+    """A name that could be one of the hub is looked for in every place; nothing is downloaded."""
+    save(tmp_path / "models" / "base")
+    assert recorded_base("models/base", tmp_path / "adapter", tmp_path) is not None
+    assert recorded_base("models/base", tmp_path / "adapter") is None

@@ -104,6 +104,20 @@ def test_the_split_into_micro_batches_does_not_change_the_update(budget: int) ->
     assert updates[1].metrics.grad_norm == pytest.approx(updates[0].metrics.grad_norm, rel=model_lanes.rtol(2e-5))
 
 
+def test_the_gradient_norm_is_that_of_a_step_of_sgd_per_learning_rate() -> None:
+    """Without clipping and momentum."""
+    model_lanes.skip_quantized()
+    policy = tiny_policy()
+    start = flat(policy.trainable())
+    update = learner(policy, optimizer="sgd", max_grad_norm=0.0, momentum=0.0, learning_rate=1.0).update(
+        random_groups(32)
+    )
+    steps = [np.array(array - start[name], dtype=np.float64) for name, array in flat(update.parameters).items()]
+    norm = math.sqrt(sum(float((step**2).sum()) for step in steps))
+    assert update.metrics.grad_norm == pytest.approx(norm, rel=model_lanes.rtol(1e-3))
+    assert norm > 0.0
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_bit_equal(
     bad: float, monkeypatch: pytest.MonkeyPatch

@@ -100,13 +100,14 @@ def test_an_adapter_of_peft_is_described(place: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_model_is_described(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A quantized weight counts once."""
+    """A quantized weight counts once; the type is that of the other weights."""
     full, quantized = save(place / "full", bits=0), save(place / "packed", bits=4)
     capsys.readouterr()
     plain, packed = shown(capsys, str(full)), shown(capsys, str(quantized))
     assert (plain["architecture"], plain["layers"], plain["quantization"]) == ("qwen3", 2, None)
     assert (packed["quantization"]["bits"], packed["parameters"]) == (4, plain["parameters"])
     assert packed["bytes"] < plain["bytes"]
+    assert packed["dtype"] == plain["dtype"] == "F32"
 
 
 def test_two_paths_show_what_differs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

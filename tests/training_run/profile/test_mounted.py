@@ -15,10 +15,11 @@ from clotho.settings.keys import Keys
 from clotho.settings.layers import Layer, decode_merged, flatten_table, merge_layers
 from clotho.settings.mounted import Setting, mount
 from protocols.errors import ProfileError
+from training_run.profile import mounted
 from training_run.profile.flags import help_text, parse_arguments
 from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS
 from training_run.profile.load import file_layers, load_profile, profile_path, resolved_toml, write_profile
-from training_run.profile.mounted import ATTACHED, SETTINGS
+from training_run.profile.mounted import ATTACHED, SETTINGS, absent_keys
 from training_run.profile.rules import CONTRADICTIONS, NO_EFFECT
 from training_run.profile.schema import Profile
 
@@ -193,3 +194,12 @@ def test_the_resolved_profile_has_mounted_settings() -> None:
     """It is what a resumed run reads."""
     found = load_profile("local-m3", {"trackers": [{"name": "wandb", "mode": "offline"}]})
     assert tomllib.loads(resolved_toml(found))["trackers"] == [{"name": "wandb", "mode": "offline", "completions": 8}]
+
+
+def test_the_keys_of_an_attachment_are_absent_without_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the name of the attachment, which a message gives. With all folders, no key is absent."""
+    assert absent_keys() == {}
+    replay = {key: name for key, name in ATTACHED.items() if name == "replay"}
+    assert replay
+    monkeypatch.setattr(mounted, "SETTINGS", [setting for setting in SETTINGS if setting.path not in replay])
+    assert absent_keys() == replay

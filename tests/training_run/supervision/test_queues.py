@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest.mock import Mock
 
 import anyio
 import pytest
 from anyio import create_task_group, fail_after, to_thread, wait_all_tasks_blocked
 
 from protocols.queues import EndOfStream, Inbox, Outbox, QueueClosed
+from training_run.supervision import queues
 from training_run.supervision.queues import Queue, QueueEnd
 
 
@@ -205,8 +207,10 @@ async def test_a_writer_closed_in_its_wait_makes_room_for_the_next() -> None:
             assert await reader.receive() == 2
 
 
-async def test_statistics_contain_the_waiting_time_of_each_side() -> None:
+async def test_statistics_contain_the_waiting_time_of_each_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time in a wait that is still in progress counts too."""
+    clock = Mock(return_value=100.0)
+    monkeypatch.setattr(queues, "time", Mock(monotonic=clock))
     queue: Queue[int] = Queue("rollouts", capacity=1)
     reader, writer = queue.inbox(), queue.outbox()
     with fail_after(5):
@@ -214,12 +218,13 @@ async def test_statistics_contain_the_waiting_time_of_each_side() -> None:
         async with create_task_group() as group:
             group.start_soon(writer.send, 1)
             await wait_all_tasks_blocked()
+            clock.return_value = 103.0
             waiting = queue.stats()
-            assert waiting.send_wait_seconds > 0
-            assert waiting.receive_wait_seconds == 0
+            assert (waiting.send_wait_seconds, waiting.receive_wait_seconds) == (3.0, 0.0)
+            clock.return_value = 104.0
             await reader.receive()
     done = queue.stats()
-    assert done.send_wait_seconds >= waiting.send_wait_seconds
+    assert (done.send_wait_seconds, done.receive_wait_seconds) == (4.0, 0.0)
     assert (done.name, done.capacity, done.depth, done.sent, done.received) == ("rollouts", 1, 1, 2, 1)
 
 
