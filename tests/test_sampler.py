@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+from anyio.lowlevel import checkpoint
 
 import clotho
 from clotho.lanes.compute_thread import finish
@@ -130,6 +131,7 @@ def test_a_cancelled_call_frees_its_rows() -> None:
     async def cancel() -> None:
         endless = clotho.Sampling(max_tokens=400, ignore_eos=True)
         task = asyncio.create_task(sampler.sample_async(prompts(), endless, n=8))
+        await checkpoint()  # the task submits its requests
         async for _ in sampler.stream(prompts()[0], SAMPLING):
             break
         task.cancel()
@@ -140,8 +142,8 @@ def test_a_cancelled_call_frees_its_rows() -> None:
         asyncio.run(cancel())
         (alone,) = sampler.sample(prompts()[:1], SAMPLING)
         assert len(alone) == 1
-        assert sampler.engine.stats().waiting_rows == 0
-        assert sampler.engine.stats().finished.get("abort", 0) >= 1
+        assert (sampler.engine.stats().running_rows, sampler.engine.stats().waiting_rows) == (0, 0)
+        assert sampler.engine.stats().finished["abort"] >= 24
 
 
 def test_a_closed_sampler_says_so() -> None:

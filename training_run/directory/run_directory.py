@@ -207,7 +207,6 @@ class RunDirectory:
         """Release the directory. Directories that were created for a run that did not begin are removed."""
         self._lock.release(remove=bool(self._created))
         _remove_empty(self._created)
-        self._created = []
 
 
 def open_run(

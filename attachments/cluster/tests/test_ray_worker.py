@@ -111,3 +111,17 @@ async def test_after_a_patch_that_cannot_be_applied_the_worker_gets_the_whole_we
     assert actor.patched == [True, True, False, True]
     assert engine.served().fingerprint == weights[3].ready.fingerprint
     assert worker.traffic.sent == sum(map(len, actor.objects)) + 1
+
+
+async def test_an_actor_that_has_died_before_it_is_ready_is_a_failure_of_its_server(engine: RolloutEngine) -> None:
+    """As any other error of Ray. The run does not go on with it."""
+    from ray.exceptions import RayActorError
+
+    died: Future[bytes] = Future()
+    died.set_exception(RayActorError())
+    actor = Actor(engine)
+    actor.__dict__["__ray_ready__"] = SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: died))
+    start = Weights(ready=WeightsReady(version=0, step=0, fingerprint=""), parameters=engine.parameters())
+    weights = PublishedWeights(actor.put, start=start)
+    with pytest.raises(RemoteFailure):
+        await RayWorker("worker-0", actor, weights=weights, run_id="run", timeout_seconds=60.0).served()

@@ -139,6 +139,17 @@ async def test_tokens_per_minute_of_a_key_are_limited(keys: str, monkeypatch: py
         assert (await post(served, BOB, max_tokens=290)).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_completions_that_reach_their_limit_return_no_tokens(
+    keys: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four of 291 tokens with their prompt fit into the 1200 of a minute."""
+    monkeypatch.setattr(auth, "Quota", partial(Quota, clock=Clock()))
+    async with serving(api_keys_file=keys) as served:
+        answers = [await post(served, ALICE, max_tokens=290, stream=stream) for _ in range(5)]
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 200, 429]
+
+
 async def test_an_aborted_request_frees_its_place_in_the_quota(keys: str) -> None:
     """Requests in flight and queued tokens end with the connection."""
     async with serving(api_keys_file=keys) as served:

@@ -6,6 +6,7 @@ The other ranks of these tests are in this process. They receive and send the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,10 +16,22 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from attachments.ranks.learner_ranks import LearnerRanks, assign, grouped
-from attachments.ranks.messages import Add, Computed, End, Lost, RankFailed, decode_instruction, encode
+from attachments.ranks.messages import (
+    Add,
+    Computed,
+    End,
+    Instruction,
+    Lost,
+    RankFailed,
+    RankReady,
+    Setup,
+    decode_instruction,
+    encode,
+)
+from attachments.ranks.sections import DISTRIBUTED
 from attachments.ranks.worker import ShareComputer
 from clotho.lanes.arbiter import WorkCancelled
-from clotho.models.parameters import flat
+from clotho.models.parameters import flat, layout
 from clotho.models.turns import UNSHARED, Turns
 from clotho.settings.engine import SamplingSection
 from clotho.training.update import PolicyLearner, Update
@@ -26,6 +39,7 @@ from protocols.errors import ProfileError, RankError
 from tests.learner_settings import learner_settings
 from tests.recorded_turns import RecordedTurns
 from tests.training.policies_and_groups import VOCAB, random_groups, tiny_policy
+from tests.training_run.built_context import tiny_profile
 
 
 class RanksInProcess:
@@ -41,10 +55,10 @@ class RanksInProcess:
         section = learner_settings(**settings)
         self._computers = [ShareComputer(tiny_policy(), section, SamplingSection()) for _ in range(1, ranks)]
         self._change = change
-        self._receive: Callable[[int, bytes], None] = lambda rank, content: None
+        self.receive: Callable[[int, bytes], None] = lambda rank, content: None
 
     def join(self, receive: Callable[[int, bytes], None]) -> RanksInProcess:
-        self._receive = receive
+        self.receive = receive
         return self
 
     def send(self, rank: int, message: bytes) -> None:
@@ -54,7 +68,7 @@ class RanksInProcess:
             return
         answer = self._computers[rank - 1].follow(instruction, abandoned=lambda: False)
         if answer is not None:
-            self._receive(rank, encode(self._change(answer)))
+            self.receive(rank, encode(self._change(answer)))
 
     def add(self, arrays: Mapping[str, mx.array]) -> dict[str, NDArray[np.float32]]:
         total = {name: np.array(array) for name, array in arrays.items()}
@@ -146,6 +160,27 @@ def test_an_update_of_two_ranks_equals_that_of_one(settings: dict[str, Any]) -> 
         assert two.metrics.entropy == pytest.approx(one.metrics.entropy, rel=1e-5)
         assert two.metrics.update_kl == pytest.approx(one.metrics.update_kl, rel=1e-2, abs=1e-9)
         assert [[row.cut for row in rows] for rows in two.tokens] == [[row.cut for row in rows] for rows in one.tokens]
+
+
+def test_every_rank_gets_the_settings_of_rank_0(tmp_path: Path) -> None:
+    """Those of its profile that apply to every rank, and what identifies the model."""
+    profile = tiny_profile(tmp_path, seed=7)
+    parameters = tiny_policy().trainable()
+    group, found = RanksInProcess(3, SETTINGS[0], unchanged), dict[int, Instruction]()
+    others = LearnerRanks(group.join, share_seconds=60.0)
+
+    def send(rank: int, message: bytes) -> None:
+        found[rank] = decode_instruction(message)
+        group.receive(rank, encode(RankReady(layout=layout(parameters))))
+
+    group.send = send  # type: ignore[method-assign]
+    others.set_up(profile, parameters, model="its files", memory_bytes=8)
+    assert found.keys() == {1, 2}
+    for setup in found.values():
+        assert isinstance(setup, Setup)
+        assert (setup.model, setup.policy, setup.learner) == (profile.model, profile.policy, profile.learner)
+        assert (setup.sampling, setup.distributed) == (profile.sampling, DISTRIBUTED.of(profile))
+        assert (setup.seed, setup.model_fingerprint, setup.memory_bytes) == (7, "its files", 8)
 
 
 def test_more_ranks_than_completions_compute_the_same() -> None:

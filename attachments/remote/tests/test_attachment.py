@@ -37,3 +37,11 @@ async def test_log_probabilities_of_servers_are_compared(tmp_path: Path, generat
         plan = Plan(profile=profile, directory=directory, ending=ending)
         await ATTACHMENT.prepare(plan)
         assert plan.token_values == (generator != "local")
+
+
+def test_mlx_lm_server_samples_with_what_its_log_probabilities_contain(tmp_path: Path) -> None:
+    """Temperature, `max_tokens` and `logit_bias`; other parameters are complaints."""
+    restarted = SERVERS | {"weights": "restart"}
+    for sampling, complaints in (({}, []), ({"min_p": 0.1}, ["sampling.min_p"])):
+        profile = tiny_profile(tmp_path, generator=restarted, sampling={"logit_bias": [[5, 1.0]], **sampling})
+        assert [complaint.key for complaint in ATTACHMENT.complaints(profile)] == complaints
