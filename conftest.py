@@ -138,17 +138,11 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect without garbage collections, and exclude the collected tests from later ones: they stay in use.
-
-    mlx-lm does not import wandb meanwhile, which takes a second; the program hides it too.
-    """
+    """Collect without garbage collections, and exclude the collected tests from later ones: they stay in use."""
     gc.disable()
-    modules: dict[str, object] = sys.modules  # type: ignore[assignment]
-    modules["wandb"] = None
     try:
         return (yield)
     finally:
-        del modules["wandb"]
         gc.enable()
         gc.freeze()
 

@@ -15,17 +15,13 @@ A name imports its module when it is first used, so that `import clotho` takes m
 from __future__ import annotations
 
 import os
-import sys
 from importlib import import_module
-from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+from clotho.imports import prepare_imports
 
+if TYPE_CHECKING:
     from clotho.data.problems import problems
     from clotho.learner import Datum, Learner
     from clotho.library import load
@@ -107,21 +103,4 @@ def _require_own_messages() -> None:
 
 
 _require_own_messages()
-
-
-class _BlasFirst(MetaPathFinder):
-    """Loads an optimised BLAS before MLX, whoever imports MLX: the loader binds its products to the first one (Linux).
-
-    It finds no module, so that the import goes on as it would without it.
-    """
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Load the BLAS before the first import of `mlx.core`."""
-        if name == "mlx.core":
-            sys.meta_path.remove(self)
-            import_module("clotho.process").load_blas()
-        return None
-
-
-if sys.platform == "linux" and "mlx.core" not in sys.modules:
-    sys.meta_path.insert(0, _BlasFirst())
+prepare_imports()

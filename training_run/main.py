@@ -16,7 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from training_run.profile.aliases import COMMANDS
 from training_run.supervision.process_signals import process_signals
@@ -92,7 +92,6 @@ def _run(argv: Sequence[str], load_train: LoadTrain) -> tuple[int, bool]:
             return prepared, False
         is_training = True
         prepared.announce()
-        _import_mlx_lm()
         return prepared.start(load_train()), True
     except KeyboardInterrupt:
         return 130, is_training
@@ -121,7 +120,6 @@ def serve(argv: Sequence[str]) -> tuple[int, bool]:
         return _show_help(text)
     arguments = load_serving(argv)
     _say_loading(_console(), arguments.profile.model.path)
-    _import_mlx_lm()
     import anyio
 
     from training_run.commands.serve import serve as run_server
@@ -140,7 +138,6 @@ def evaluate(argv: Sequence[str]) -> tuple[int, bool]:
 
     arguments = load_evaluation(argv)
     _say_loading(Console(stderr=True), arguments.profile.model.path)  # standard output can be JSON
-    _import_mlx_lm()
     import anyio
 
     from training_run.commands.evaluate import evaluate as run_evaluation
@@ -160,25 +157,6 @@ def before_mlx() -> None:
         os.environ.setdefault(RELAXED_GPU_TIMEOUT, "1")
     configure_malloc()
     load_blas()
-
-
-def _import_mlx_lm() -> None:
-    """Import mlx-lm without its callback for wandb, which would import wandb. A tracker imports wandb itself.
-
-    Modules stay in use: garbage collections during the import would take a quarter of its time.
-    """
-    hidden = {"wandb": None} if "wandb" not in sys.modules else {}
-    modules: dict[str, Any] = sys.modules
-    modules |= hidden
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        importlib.import_module("mlx_lm.tuner")
-    finally:
-        if collects:
-            gc.enable()
-        for name in hidden:
-            del modules[name]
 
 
 def _console() -> Console:

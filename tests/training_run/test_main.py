@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import subprocess
@@ -12,12 +11,13 @@ import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
 from training_run import attachment
 from training_run.__main__ import main
-from training_run.main import _import_mlx_lm
+from training_run.main import main as run
 from training_run.profile.aliases import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -136,15 +136,6 @@ def test_garbage_collection_is_off_only_during_the_imports(tmp_path: Path, capsy
     assert gc.isenabled()
 
 
-def test_mlx_lm_is_imported_without_garbage_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for the commands that start no run. They are on again afterwards."""
-    collects = []
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib, "import_module", lambda name: collects.append(gc.isenabled()))
-        _import_mlx_lm()
-    assert (collects, gc.isenabled()) == ([False], True)
-
-
 @pytest.mark.parametrize(("display", "line"), [("plain", "loading  profiles/embedded ...\n"), ("none", "")])
 def test_a_run_says_what_it_loads_before_the_imports(
     display: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -152,11 +143,10 @@ def test_a_run_says_what_it_loads_before_the_imports(
     """The imports and the model take seconds, in which the terminal is not empty; `none` writes nothing."""
     shown = []
 
-    def interrupted() -> None:
+    def interrupted() -> NoReturn:
         shown.append(capsys.readouterr().out)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("training_run.main._import_mlx_lm", interrupted)
     monkeypatch.chdir(ROOT)
-    assert main(["--run-dir", str(tmp_path / "run"), "--monitor.display", display]) == 130
+    assert run(["--run-dir", str(tmp_path / "run"), "--monitor.display", display], load_train=interrupted) == 130
     assert shown == [line]
