@@ -27,7 +27,8 @@ from tests import model_lanes
 from tests.extras import is_installed
 
 load_blas()
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile all modules
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile all modules,
+sys.dont_write_bytecode = False  # and this one all tests
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # float32 products of recent GPUs have 11 significant bits otherwise
 
 structlog.configure(  # by default, an exception is shown with all local variables, which takes half a second

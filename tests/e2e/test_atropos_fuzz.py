@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from attachments.atropos.tests.api_servers import JSON, ApiServerUnderTest, api_server
+from attachments.atropos.tests.api_servers import JSON, ApiServers, ApiServerUnderTest, Real, running
 from clotho.models.tokenizer import ChatTokenizer
 from tests.e2e.pipeline_process import BATCH, PRINTED_STEPS, REPOSITORY, Run, lines
 
@@ -27,6 +27,8 @@ PAGE = resource.getpagesize()
 GROWTH = 32 * 2**20
 """Bytes that a run may grow by under the flood: less than the groups themselves would take."""
 POSTED_AT_ONCE = 200
+POLL_SECONDS = 0.05
+"""Time between two looks at a run that starts, whose imports a busy test would slow."""
 
 TELLING = f"""
 extends = "local-m3"
@@ -93,6 +95,13 @@ def malformed(count: int) -> Iterator[dict[str, Any]]:
         yield malformed_group(valid(number % 50), random)
 
 
+@pytest.fixture(scope="module")
+def servers() -> Iterator[ApiServers]:
+    """The processes of the API server."""
+    with ApiServers() as started:
+        yield started
+
+
 def resident(pid: int) -> int:
     """Return the resident memory of a process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
@@ -107,22 +116,22 @@ async def post(server: ApiServerUnderTest, groups: list[dict[str, Any]]) -> None
 
 async def registered(http: httpx.AsyncClient) -> None:
     """Wait until the trainer is registered."""
-    while (await http.get("/info")).json()["batch_size"] == -1:
-        await anyio.lowlevel.checkpoint()
+    while (await http.get("/info")).json()["batch_size"] == -1:  # noqa: ASYNC110 - it tells nobody
+        await anyio.sleep(POLL_SECONDS)
 
 
 @pytest.mark.needs_linux(reason="/proc has the memory of another process")
 @pytest.mark.parametrize("count", [600, pytest.param(5000, marks=pytest.mark.slow)])
-async def test_a_flood_of_malformed_groups_is_discarded(tmp_path: Path, count: int) -> None:
+async def test_a_flood_of_malformed_groups_is_discarded(servers: ApiServers, tmp_path: Path, count: int) -> None:
     """Each has its reason and is counted. Training continues before, during and after the flood."""
     profile, run_dir = tmp_path / "telling.toml", tmp_path / "run"
     profile.write_text(TELLING)
-    async with api_server("real", tmp_path) as server:
+    async with running(Real(servers, tmp_path / "log")) as server:
         flags = ("--steps", str(STEPS), "--atropos", "connect")
-        with Run(run_dir, "--profile", str(profile), *flags, "--atropos.url", server.url) as running:
+        with Run(run_dir, "--profile", str(profile), *flags, "--atropos.url", server.url) as trainer:
 
             async def wait_until(text: str) -> None:
-                await anyio.to_thread.run_sync(running.wait_for, text)
+                await anyio.to_thread.run_sync(trainer.wait_for, text)
 
             with anyio.fail_after(120):
                 await registered(server.http)
@@ -134,11 +143,11 @@ async def test_a_flood_of_malformed_groups_is_discarded(tmp_path: Path, count: i
                     f"group scored {sent - BATCH - 1}\n"
                 )  # the server hands out last first: nothing is left
                 if step == 1:
-                    held = resident(running.process.pid)
+                    held = resident(trainer.process.pid)
                 await post(server, [valid(100 * step + number) for number in range(BATCH)])
                 await wait_until("step reported")
-            assert resident(running.process.pid) < held + GROWTH
-            result = await anyio.to_thread.run_sync(running.finish)
+            assert resident(trainer.process.pid) < held + GROWTH
+            result = await anyio.to_thread.run_sync(trainer.finish)
     assert result.status == 0, result
     assert (result.accounting.trained, result.accounting.discarded) == (STEPS * BATCH, count)
     groups = lines(run_dir / "rollouts.jsonl")
@@ -150,26 +159,28 @@ async def test_a_flood_of_malformed_groups_is_discarded(tmp_path: Path, count: i
 
 @pytest.mark.needs_linux(reason="/proc has the memory of another process")
 @pytest.mark.slow
-async def test_environments_that_are_faster_than_training_take_no_memory_of_the_trainer(tmp_path: Path) -> None:
+async def test_environments_that_are_faster_than_training_take_no_memory_of_the_trainer(
+    servers: ApiServers, tmp_path: Path
+) -> None:
     """The trainer fetches groups for `max_batches_ahead` batches beyond the one in training. All others stay with the
     API server, and the memory of the trainer stays flat.
     """
     profile, run_dir, ahead = tmp_path / "telling.toml", tmp_path / "run", 1
     profile.write_text(TELLING)
-    async with api_server("real", tmp_path) as server:
+    async with running(Real(servers, tmp_path / "log")) as server:
         flags = ("--steps", str(STEPS), "--atropos", "connect", "--rollouts.max-batches-ahead", str(ahead))
-        with Run(run_dir, "--profile", str(profile), *flags, "--atropos.url", server.url) as running:
+        with Run(run_dir, "--profile", str(profile), *flags, "--atropos.url", server.url) as trainer:
             with anyio.fail_after(120):
                 await registered(server.http)
             flood = [valid(number) for number in range(10_000)]
             await post(server, flood[: 2 * BATCH])
-            await anyio.to_thread.run_sync(running.wait_for, "step reported")
-            held = resident(running.process.pid)
+            await anyio.to_thread.run_sync(trainer.wait_for, "step reported")
+            held = resident(trainer.process.pid)
             await post(server, flood[2 * BATCH :])
-            await anyio.to_thread.run_sync(running.wait_for, "step reported")
-            await anyio.to_thread.run_sync(running.wait_for, "step reported")
-            assert resident(running.process.pid) < held + GROWTH
-            result = await anyio.to_thread.run_sync(running.finish)
+            await anyio.to_thread.run_sync(trainer.wait_for, "step reported")
+            await anyio.to_thread.run_sync(trainer.wait_for, "step reported")
+            assert resident(trainer.process.pid) < held + GROWTH
+            result = await anyio.to_thread.run_sync(trainer.finish)
     assert result.status == 0, result
     accounting = result.accounting
     assert accounting.trained == STEPS * BATCH
@@ -177,20 +188,20 @@ async def test_environments_that_are_faster_than_training_take_no_memory_of_the_
 
 
 @pytest.mark.slow
-async def test_a_silent_environment_is_reported_with_the_reason(tmp_path: Path) -> None:
+async def test_a_silent_environment_is_reported_with_the_reason(servers: ApiServers, tmp_path: Path) -> None:
     """The log names what the trainer waits for. The HTTP API serves meanwhile, and SIGTERM ends the wait."""
-    async with api_server("real", tmp_path) as server:
+    async with running(Real(servers, tmp_path / "log")) as server:
         flags = ("--atropos", "connect", "--atropos.url", server.url, "--atropos.patience-seconds", "0.2")
-        with Run(tmp_path / "run", *flags, "--steps", "2") as running:
+        with Run(tmp_path / "run", *flags, "--steps", "2") as trainer:
             with anyio.fail_after(120):
                 await registered(server.http)
                 waits = list[Any]()
                 while len(waits) < 2:
-                    await anyio.lowlevel.checkpoint()
+                    await anyio.sleep(POLL_SECONDS)
                     log = tmp_path / "run" / "log.jsonl"
                     waits = [event for event in lines(log) if event["event"] == "no_group_received"]
-            running.send(signal.SIGTERM)
-            result = await anyio.to_thread.run_sync(running.finish)
+            trainer.send(signal.SIGTERM)
+            result = await anyio.to_thread.run_sync(trainer.finish)
     assert result.status == 0, result
     assert {event["waiting_for"] for event in waits} == {"no environment is registered"}
     assert result.accounting.prompted == 0

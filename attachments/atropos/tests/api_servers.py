@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import anyio
 import httpx
 import msgspec
 
@@ -17,6 +20,7 @@ from attachments.atropos.client import Registration
 from attachments.atropos.tests.atroposlib_python import python_with_atropos
 from attachments.atropos.tests.fake_api import FakeApi
 from attachments.atropos.tests.polling import wait_until
+from tests.e2e.child_processes import wait_until_ended
 
 REGISTRATION = Registration(
     batch_size=4, max_token_len=64, checkpoint_dir="/nowhere", save_checkpoint_interval=5, num_steps=9
@@ -74,41 +78,78 @@ class Fake(ApiServerUnderTest):
         self.fake.away = httpx.ConnectError("connection refused")
 
 
+SERVERS = """
+import os, signal, sys
+import atroposlib.api
+from atroposlib.cli import run_api
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended servers leave no entry
+for line in sys.stdin:
+    port, log = line.rstrip().split(" ", 1)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), written, written)):
+            os.dup2(file, stream)
+        sys.argv[1:] = ["--host", "127.0.0.1", "--port", port]
+        run_api.main()
+        os._exit(0)
+    print(pid, flush=True)
+"""
+"""Starts atroposlib's API server at each port that it reads, with the log behind it, and prints the process ID."""
+
+
+class ApiServers:
+    """Starts atroposlib's API server in processes that share its import, which takes half a second."""
+
+    def __enter__(self) -> Self:
+        command = [python_with_atropos(), "-c", SERVERS]
+        self._parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._parent:  # it ends at the end of its input
+            pass
+
+    def start(self, port: int, log: Path) -> int:
+        """Start a server without any state; its process ID."""
+        assert self._parent.stdin is not None
+        assert self._parent.stdout is not None
+        self._parent.stdin.write(f"{port} {log}\n")
+        self._parent.stdin.flush()
+        return int(self._parent.stdout.readline())
+
+
 class Real(ApiServerUnderTest):
     """atroposlib's API server in a process."""
 
-    def __init__(self, python: str, log: Path) -> None:
+    def __init__(self, servers: ApiServers, log: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         super().__init__(f"http://127.0.0.1:{self._port}")
-        self._python, self._log = python, log
-        self._process: subprocess.Popen[bytes] | None = None
+        self._servers, self._log = servers, log
+        self._pid = 0
 
     async def start(self) -> None:
-        self._spawn()
+        self._pid = await anyio.to_thread.run_sync(self._servers.start, self._port, self._log)
         await wait_until(self._listens)
-
-    def _spawn(self) -> None:
-        command = [self._python, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self._port)]
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def _listens(self) -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self._port)) == 0
 
     async def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            assert wait_until_ended([self._pid])
+            self._pid = 0
 
 
 @asynccontextmanager
-async def api_server(kind: str, directory: Path) -> AsyncIterator[ApiServerUnderTest]:
-    """Run a server of either kind."""
-    server = Fake() if kind == "fake" else Real(python_with_atropos(), directory / "log")
+async def running(server: ApiServerUnderTest) -> AsyncIterator[ApiServerUnderTest]:
+    """Run a server."""
     try:
         await server.start()
         yield server

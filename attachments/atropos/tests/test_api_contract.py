@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from attachments.atropos.tests.api_servers import JSON, ApiServerUnderTest, api_server
+from attachments.atropos.tests.api_servers import JSON, ApiServers, ApiServerUnderTest, Fake, Real, running
 from attachments.atropos.tests.environment_groups import ReaderHarness, group
 from attachments.atropos.tests.fake_api import FIELDS
 from attachments.atropos.tests.polling import wait_until
@@ -19,10 +19,18 @@ from protocols.errors import ProfileError, RemoteError
 from protocols.rollout import Discarded, ScoredGroup
 
 
+@pytest.fixture(scope="module")
+def servers() -> Iterator[ApiServers]:
+    """The processes of the real server."""
+    with ApiServers() as started:
+        yield started
+
+
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.needs_extra("atroposlib"))])
 async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ApiServerUnderTest]:
     """The fake and the real server."""
-    async with api_server(request.param, tmp_path) as server:
+    made = Fake() if request.param == "fake" else Real(request.getfixturevalue("servers"), tmp_path / "log")
+    async with running(made) as server:
         yield server
 
 
@@ -226,9 +234,9 @@ async def test_the_reason_for_waiting_comes_from_the_state_of_the_server(server:
 
 
 @pytest.mark.needs_extra("atroposlib")
-async def test_a_batch_with_a_number_that_is_not_finite_is_lost(tmp_path: Path) -> None:
+async def test_a_batch_with_a_number_that_is_not_finite_is_lost(servers: ApiServers, tmp_path: Path) -> None:
     """The real server accepts the number and cannot send the batch; the next batch is delivered."""
-    async with api_server("real", tmp_path) as server:
+    async with running(Real(servers, tmp_path / "log")) as server:
         api = server.api()
         await api.open(step=0)
         poison = msgspec.json.encode(numbered(1) | {"env_id": None}).replace(b"0.5", b"NaN")
