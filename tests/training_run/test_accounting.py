@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import structlog
+from anyio.from_thread import start_blocking_portal
 from msgspec import structs
 
 from actors.prompter import Prompter
@@ -24,11 +24,18 @@ from training_run.supervision.queues import Queue
 LEDGER = LedgerState(all_ended_below=3, ended_above=(6,), trained=2, discarded={"stale": 1, "zero_variance": 1})
 
 
-@pytest.fixture
-async def context(tmp_path: Path) -> AsyncIterator[RunContext]:
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
     """A run of ten steps of two groups."""
-    async with open_context(tiny_profile(tmp_path)) as built:
-        yield built
+    opened = open_context(tiny_profile(tmp_path_factory.mktemp("accounting")))
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(opened) as context:
+        yield context
+
+
+@pytest.fixture
+def context(built: RunContext) -> RunContext:
+    """The run with a ledger of its own, in which no group has ended."""
+    return structs.replace(built, ledger=Ledger())
 
 
 class MinimalActor:
