@@ -14,7 +14,7 @@ from clotho.serving.services import EngineAccess
 PauseMode = Literal["abort", "wait", "keep"]
 """What happens to requests in progress: they end as aborted, they finish, or they stand still until `resume`."""
 
-ID_PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-", "resp_")
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-", "resp_", "msg_")
 POLL_SECONDS = 0.01
 
 

@@ -9,6 +9,8 @@ from msgspec import Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
+from attachments.dialects.messages_format import MessagesBuilder
+from attachments.dialects.messages_requests import MessagesRequest, count_tokens, parse_messages_request
 from attachments.dialects.native import GenerationResult, NativeRequest
 from attachments.dialects.responses_format import ResponsesBuilder
 from attachments.dialects.responses_requests import ResponsesRequest, parse_responses_request
@@ -35,6 +37,18 @@ class DialectRoutes:
             return ResponsesBuilder(request, self._parts.context.tokenizer, weights)
 
         return await self._parts.answering.answer(http, parse_responses_request, build)
+
+    async def messages(self, http: Request) -> Response:
+        """Serve POST /v1/messages."""
+
+        async def build(request: MessagesRequest, weights: WeightsReady) -> MessagesBuilder:
+            return MessagesBuilder(request, self._parts.context.tokenizer, weights)
+
+        return await self._parts.answering.answer(http, parse_messages_request, build)
+
+    async def count_tokens(self, http: Request) -> Response:
+        """Serve POST /v1/messages/count_tokens."""
+        return await self._text(count_tokens, http)
 
     async def generate(self, http: Request) -> Response:
         """Serve POST /generate."""

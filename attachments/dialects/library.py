@@ -1,4 +1,4 @@
-"""What `dialects` adds to the library: the routes of SGLang, vLLM and TRL, /v1/responses, and control of the engine."""
+"""What `dialects` adds to the library: routes of OpenAI, Anthropic, SGLang, vLLM and TRL, and control of the engine."""
 
 from __future__ import annotations
 
@@ -43,6 +43,24 @@ def sampling_endpoints(parts: ServerParts) -> Iterator[Endpoint]:
         ("responses_requests:CreateResponse",),
         ("responses_format:ResponseObject",),
         streams=True,
+    )
+    errors = f"{HERE}.messages_format:MessagesError"
+    yield post(
+        "/v1/messages",
+        "messages",
+        "Answer a conversation (Anthropic)",
+        ("messages_requests:CreateMessage",),
+        ("messages_format:MessageObject",),
+        errors=errors,
+        streams=True,
+    )
+    yield post(
+        "/v1/messages/count_tokens",
+        "count_tokens",
+        "Count the tokens of a conversation (Anthropic)",
+        ("messages_requests:CountTokens",),
+        ("messages_requests:TokenCount",),
+        errors=errors,
     )
     yield post(
         "/generate",

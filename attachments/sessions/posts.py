@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 MAX_RECEIPTS = 1024
 
-Name = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}$")]
+Name = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,256}$")]
 Scenario = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
 
 

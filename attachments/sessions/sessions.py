@@ -26,7 +26,7 @@ from protocols.learnability import unlearnable_completion
 from protocols.sampling import POLICY, Completion, SampleRequest
 
 SESSION_HEADER, RECEIPT_HEADER = "x-clotho-session", "x-clotho-receipt"
-NAME = re.compile(r"[\x21-\x7e]{1,128}")
+NAME = re.compile(r"[\x21-\x7e]{1,256}")
 UNFINISHED = "it has not ended, or was aborted"
 
 STATUS = {"unknown": 404, "foreign": 403, "late": 410, "restarted": 410}
@@ -38,10 +38,22 @@ FINAL = {"x-should-retry": "false"}
 log = structlog.get_logger(actor="server")
 
 
+class _Metadata(Struct, frozen=True, kw_only=True):
+    """The field of a request of Anthropic that names who asks."""
+
+    user_id: str | None = None
+
+
 class _User(Struct, frozen=True, kw_only=True):
-    """The field of a request of OpenAI that names who asks."""
+    """The fields of a request that name who asks. user: of OpenAI."""
 
     user: str | None = None
+    metadata: _Metadata | None = None
+
+    @property
+    def name(self) -> str:
+        """The name; empty if there is none."""
+        return self.user or (self.metadata and self.metadata.user_id) or ""
 
 
 class Session:
@@ -95,9 +107,10 @@ class RewardTarget(NamedTuple):
 class Sessions:
     """All sessions of a run since it was started; records the completions of its server. Used from one event loop.
 
-    A session is named by the header `X-Clotho-Session`, else by the field `user` of the body, else by the label of the
-    API key. Each of its answers has a receipt, `LIFE-SESSION-ANSWER`: what was begun by an earlier start of the run is
-    gone. counts: since the start. begun, trained, dropped: of all sessions since the run began.
+    A session is named by the header `X-Clotho-Session`, else by the field `user` or `metadata.user_id` of the body,
+    else by the label of the API key. Each of its answers has a receipt, `LIFE-SESSION-ANSWER`: what was begun by an
+    earlier start of the run is gone. counts: since the start. begun, trained, dropped: of all sessions since the run
+    began.
     """
 
     def __init__(
@@ -359,9 +372,10 @@ async def _session_name(http: Request, client: Client) -> str:
     name = http.headers.get(SESSION_HEADER)
     if name is None:
         try:
-            name = msgspec.json.decode(await http.body(), type=_User).user or client.label
+            name = msgspec.json.decode(await http.body(), type=_User).name or client.label
         except msgspec.ValidationError:
-            raise invalid_field("user", "names a session, and must be a text") from None
+            raise invalid_field("user, or metadata.user_id,", "names a session, and must be a text") from None
     if name and not NAME.fullmatch(name):
-        raise invalid_field(f"{SESSION_HEADER}, or user,", "names a session by 1 to 128 visible characters of ASCII")
+        fields = f"{SESSION_HEADER}, or user, or metadata.user_id,"
+        raise invalid_field(fields, "names a session by 1 to 256 visible characters of ASCII")
     return name

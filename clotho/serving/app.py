@@ -40,7 +40,9 @@ def build_app(parts: ServerParts, limit: ConcurrencyLimit) -> Starlette:
         *(route for pages in parts.pages for route in pages(limit.stopped)),
     ]
     prepare_struct_types()
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
+    app.state.error_formats = {path: one.errors for one in endpoints for path in (one.path, *one.also)}
+    return app
 
 
 def _routes(one: Endpoint) -> list[Route]:

@@ -28,6 +28,8 @@ OPEN_FILES = "/dashboard/static/"
 """Paths that need no key: they return no data of the run. A browser cannot send a key when it loads a page."""
 
 BEARER = "Bearer "
+KEY_HEADER = "x-api-key"
+"""Header of clients of Anthropic, which send a key without `Bearer`."""
 LABEL = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
 
@@ -148,8 +150,9 @@ class Clients:
 
     def find(self, scope: Scope) -> Client | None:
         """Return the client of a request; None if the server has keys and the request has none of them."""
-        authorization, now = Headers(scope=scope).get("authorization", ""), time.monotonic()
-        token = authorization.removeprefix(BEARER) if authorization.startswith(BEARER) else ""
+        headers, now = Headers(scope=scope), time.monotonic()
+        authorization = headers.get("authorization", "")
+        token = authorization.removeprefix(BEARER) if authorization.startswith(BEARER) else headers.get(KEY_HEADER, "")
         before, colon, label = token.rpartition(":")
         label = label if colon and LABEL.fullmatch(label) else ""
         if self._keys:
@@ -184,7 +187,7 @@ CLIENT = "clotho.client"
 class ClientMiddleware:
     """Identifies the client of every request. With API keys, every path requires one, except those of `is_open`.
 
-    A key is sent as `Authorization: Bearer KEY` or `Bearer KEY:LABEL`.
+    A key is sent as `Authorization: Bearer KEY` or `x-api-key: KEY`, and may be followed by `:LABEL`.
     """
 
     def __init__(self, app: ASGIApp, *, clients: Clients) -> None:

@@ -1,8 +1,12 @@
-"""Error responses in the format of the OpenAI API: `{"error": {"message", "type", "param", "code"}}`."""
+"""Error responses in the format of the endpoint.
+
+By default, it is that of the OpenAI API: `{"error": {"message", "type", "param", "code"}}`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar, Self
 
 import msgspec
 import structlog
@@ -11,10 +15,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ExceptionHandler
+from starlette.types import ExceptionHandler, Receive, Scope, Send
 
 from clotho import extension
 from protocols.errors import GenerationError, RequestError, nearest, visible
+
+ERRORS = "clotho.serving.errors:ErrorBody"
+"""The format of errors without another one, as `module:name`."""
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -25,7 +32,8 @@ MESSAGE_LIMIT, PARAM_LIMIT = 1000, 200
 ATTACHMENTS: Mapping[str, tuple[str, ...]] = {
     "adapters": ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora/load", "/lora/unload", "/lora/status"),
     "dialects": (
-        "/v1/responses", "/generate", "/v1/generate", "/inference/v1/generate", "/tokenize", "/detokenize",
+        "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/generate", "/v1/generate",
+        "/inference/v1/generate", "/tokenize", "/detokenize",
         "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/abort_requests", "/abort_request",
         "/pause_generation", "/continue_generation", "/flush_cache",
     ),
@@ -46,10 +54,26 @@ class ErrorDetail(Struct, frozen=True, kw_only=True):
     code: str | None = None
 
 
-class ErrorBody(Struct, frozen=True, kw_only=True):
-    """The body of every response whose status is not 2xx."""
+class ErrorFormat(Struct, frozen=True, kw_only=True):
+    """The body of a response whose status is not 2xx. event: name of the event that ends a stream with it."""
+
+    event: ClassVar[str] = ""
+
+    @classmethod
+    def of(cls, error: ApiError) -> Self:
+        """Return the body for an error."""
+        raise NotImplementedError
+
+
+class ErrorBody(ErrorFormat, frozen=True, kw_only=True):
+    """The body of the OpenAI API."""
 
     error: ErrorDetail
+
+    @classmethod
+    def of(cls, error: ApiError) -> Self:
+        """Return the body for an error."""
+        return cls(error=error.body.error)
 
 
 class ApiError(Exception):
@@ -76,8 +100,28 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """Return the HTTP response."""
-        content = msgspec.json.encode(self.body)
-        return Response(content, status_code=self.status, headers=self.headers, media_type="application/json")
+        return _ErrorResponse(self)
+
+
+class _ErrorResponse(Response):
+    """Responds with an error in the format of the endpoint."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(status_code=error.status)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        content, error = msgspec.json.encode(error_body(self._error, scope)), self._error
+        response = Response(content, status_code=error.status, headers=error.headers, media_type="application/json")
+        await response(scope, receive, send)
+
+
+def error_body(error: ApiError, scope: Scope) -> ErrorFormat:
+    """Return the body of an error in the format of the endpoint that a request asks."""
+    places: Mapping[str, str] = scope["app"].state.error_formats if "app" in scope else {}
+    found: type[ErrorFormat] = extension.provided(places.get(scope["path"], ERRORS))
+    return found.of(error)
 
 
 def overloaded(message: str) -> ApiError:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from clotho.lanes.fair_queue import FairQueue
 from clotho.serving.auth import Client, client_of
 from clotho.serving.bodies import RequestBodies
-from clotho.serving.errors import ApiError, overloaded
+from clotho.serving.errors import ApiError, error_body, overloaded
 
 LINGER_SECONDS = 2.0
 MAX_QUEUED_REQUESTS = 4096
@@ -284,7 +284,8 @@ class AdmissionMiddleware:
             elif Headers(raw=started[0]["headers"]).get("content-type", "").startswith("text/event-stream"):
                 from clotho.serving.openai_responses import DONE, server_sent
 
-                await send({"type": "http.response.body", "body": server_sent(SHUTTING_DOWN.body) + DONE})
+                body = error_body(SHUTTING_DOWN, scope)
+                await send({"type": "http.response.body", "body": server_sent(body, body.event) + DONE})
 
     async def _run(self, request_scope: anyio.CancelScope, scope: Scope, receive: Receive, send: Send) -> None:
         client = client_of(scope)

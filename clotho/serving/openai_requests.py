@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct, structs
 
 from clotho.serving.bodies import json_object
-from clotho.serving.chat_extension import MessageParser, chat_extension
+from clotho.serving.chat_extension import Conversation, MessageParser, chat_extension
 from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.openai_fields import (
     HINTS,
@@ -135,15 +135,8 @@ def parse_chat_request(body: bytes, context: ServerContext) -> ValidatedRequest:
     return validated_chat(decode(body, ChatRequest), context)
 
 
-def validated_chat(fields: ChatRequest, context: ServerContext) -> ValidatedRequest:
-    """Validate a conversation and apply the chat template. Raises ApiError."""
-    model = find_served(fields.model, context)
-    if fields.top_logprobs is not None and not fields.logprobs:
-        raise invalid_field("top_logprobs", "requires logprobs: true")
-    limit = fields.max_completion_tokens
-    if limit is not None and fields.max_tokens not in (None, limit):
-        raise invalid_field("max_tokens", "differs from max_completion_tokens; set only one of the two")
-    check_choices(fields.n, 1, "messages", context)
+def rendered_chat(fields: ChatRequest, context: ServerContext) -> tuple[Conversation, list[dict[str, Any]], Prompt]:
+    """Return a conversation, its messages as the chat template reads them, and its tokens. Raises ApiError."""
     chat = chat_extension(context).conversation(fields, context)
     messages = text_messages(chat.messages, context)
     prompt = render_prompt(
@@ -154,6 +147,19 @@ def validated_chat(fields: ChatRequest, context: ServerContext) -> ValidatedRequ
         variables={**chat.variables, **(fields.chat_template_kwargs or {})},
         continues=bool(fields.continue_final_message),
     )
+    return chat, messages, prompt
+
+
+def validated_chat(fields: ChatRequest, context: ServerContext, *, fit_context: bool = False) -> ValidatedRequest:
+    """Validate a conversation and apply the chat template. fit_context: see `build_request`. Raises ApiError."""
+    model = find_served(fields.model, context)
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise invalid_field("top_logprobs", "requires logprobs: true")
+    limit = fields.max_completion_tokens
+    if limit is not None and fields.max_tokens not in (None, limit):
+        raise invalid_field("max_tokens", "differs from max_completion_tokens; set only one of the two")
+    check_choices(fields.n, 1, "messages", context)
+    chat, messages, prompt = rendered_chat(fields, context)
     request = build_request(
         chat.fields,
         [truncated(prompt, fields, context)],
@@ -162,6 +168,7 @@ def validated_chat(fields: ChatRequest, context: ServerContext) -> ValidatedRequ
         (fields.top_logprobs or 0) if fields.logprobs else None,
         context,
         model=model,
+        fit_context=fit_context,
         request_id=fields.request_id or "",
         grammars=chat.grammars,
     )

@@ -15,7 +15,7 @@ import msgspec
 
 from clotho import __version__
 from clotho.extension import provided
-from clotho.serving.errors import ErrorBody
+from clotho.serving.auth import KEY_HEADER
 from clotho.serving.parts import Endpoint
 
 REF = "#/components/schemas/{name}"
@@ -32,7 +32,7 @@ ACCESS = {
 def document(endpoints: Sequence[Endpoint]) -> bytes:
     """Return the document as JSON."""
     described = [one for one in endpoints if one.about]
-    types = {provided(place) for one in described for place in (*one.requests, *one.responses)} | {ErrorBody}
+    types = {provided(place) for one in described for place in (*one.requests, *one.responses, one.errors)}
     ordered = sorted(types, key=lambda kind: str(kind.__name__))
     paths: dict[str, dict[str, Any]] = {}
     for one in described:
@@ -46,9 +46,12 @@ def document(endpoints: Sequence[Endpoint]) -> bytes:
             "paths": paths,
             "components": {
                 "schemas": {name: _with_description(schema) for name, schema in components.items()},
-                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+                "securitySchemes": {
+                    "key": {"type": "http", "scheme": "bearer"},
+                    "header": {"type": "apiKey", "in": "header", "name": KEY_HEADER},
+                },
             },
-            "security": [{}, {"key": []}],
+            "security": [{}, {"key": []}, {"header": []}],
         }
     )
 
@@ -77,7 +80,7 @@ def _operation(path: str, one: Endpoint) -> dict[str, Any]:
         ],
         "responses": {
             "200": {"description": "Success", "content": content},
-            "default": {"description": "Error", "content": {JSON: {"schema": _reference(ErrorBody.__name__)}}},
+            "default": {"description": "Error", "content": {JSON: {"schema": _alternatives((one.errors,))}}},
         },
     }
     if one.binary:

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from clotho import extension
 from clotho.serving.auth import Clients
 from clotho.serving.bodies import RequestBodies
+from clotho.serving.errors import ERRORS
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.metrics import ServerMetrics
 from clotho.serving.services import HealthReport, ServedModel, ServerContext
@@ -66,10 +67,10 @@ class Endpoint(NamedTuple):
 
     path, also: as Starlette writes them; openapi.json leaves `also` out. about: a summary; empty: openapi.json leaves
     the endpoint out. requests, responses: structs of the body as `module:name`, each one alternative; without
-    responses, the response is text. streams: the response can be a stream of server-sent events. query: name of each
-    query parameter -> its JSON schema. binary: the body of the request is bytes. access: which clients it is for;
-    `own`: it concerns what belongs to the client. admitted: a POST request waits for admission, and its body is read
-    before.
+    responses, the response is text. errors: the `ErrorFormat` of its errors, as `module:name`. streams: the response
+    can be a stream of server-sent events. query: name of each query parameter -> its JSON schema. binary: the body of
+    the request is bytes. access: which clients it is for; `own`: it concerns what belongs to the client. admitted: a
+    POST request waits for admission, and its body is read before.
     """
 
     method: Literal["GET", "POST", "PUT"]
@@ -79,6 +80,7 @@ class Endpoint(NamedTuple):
     requests: tuple[str, ...] = ()
     responses: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
+    errors: str = ERRORS
     streams: bool = False
     query: dict[str, Any] = {}  # noqa: RUF012, never changed
     binary: bool = False

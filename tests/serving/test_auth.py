@@ -46,6 +46,18 @@ async def test_requests_with_the_key_succeed() -> None:
             assert (await client.completions.create(model="policy", prompt="x", max_tokens=1)).choices
 
 
+async def test_a_key_may_be_in_the_header_of_clients_of_anthropic() -> None:
+    """A label may follow it; a bearer token has precedence."""
+    async with serving(api_key="secret") as served:
+        for headers, status in (
+            ({"x-api-key": "secret"}, 200),
+            ({"x-api-key": "secret:label"}, 200),
+            ({"x-api-key": "wrong"}, 401),
+            ({"x-api-key": "secret", "authorization": "Bearer wrong"}, 401),
+        ):
+            assert (await served.http.get("/v1/models", headers=headers)).status_code == status
+
+
 @pytest.mark.parametrize(
     ("address", "name"),
     [

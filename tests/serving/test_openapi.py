@@ -13,6 +13,8 @@ from clotho.serving.app import build_app
 from clotho.serving.limits import ConcurrencyLimit
 from tests.serving.running_server import Served, serving
 
+STRICT = ("ChatRequest", "CompletionRequest", "CreateResponse", "CreateMessage")
+
 
 async def document(served: Served) -> dict[str, Any]:
     """Return the document."""
@@ -45,11 +47,10 @@ async def test_the_document_describes_every_route() -> None:
         assert described == routes - {("/openapi.json", "get")}
 
 
-@pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest", "CreateResponse", "TokensRequest", "VllmRequest"])
+@pytest.mark.parametrize("name", [*STRICT, "TokensRequest", "VllmRequest"])
 async def test_a_request_is_described_by_the_struct_that_decodes_it(name: str) -> None:
-    """The fields of the schema are those of the struct; unknown fields of the OpenAI endpoints are refused."""
-    strict = ("ChatRequest", "CompletionRequest", "CreateResponse")
+    """The fields of the schema are those of the struct; OpenAI's and Anthropic's refuse unknown fields."""
     async with serving() as served:
         schema = (await document(served))["components"]["schemas"][name]
         assert "temperature" in schema["properties"] or name == "TokensRequest"
-        assert (schema.get("additionalProperties") is False) == (name in strict)
+        assert (schema.get("additionalProperties") is False) == (name in STRICT)

@@ -20,6 +20,7 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], **FIXED},
     "/v1/completions": {"prompt": "hi", **FIXED},
     "/v1/responses": {"input": "hi", "ignore_eos": True, "max_output_tokens": 4},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], **FIXED},
 }
 
 NAMES: list[dict[str, Any]] = [{"session": "h", "user": "u", "label": "l"}, {"user": "u", "label": "l"}, {"label": "l"}]
@@ -48,6 +49,19 @@ async def test_a_header_names_the_session_before_the_user_and_the_label(monkeypa
         for number, name in enumerate(("h", "u", "l")):
             assert (await at.post(session=name, reward=float(number))).status_code == 200
         assert at.sessions.begun == 3
+
+
+async def test_metadata_names_the_session_as_clients_of_anthropic_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `user_id`, of at most 256 characters; an answer of a session that has ended is refused in their format."""
+    async with session_server(monkeypatch) as at:
+        for name, status in (("a" * 256, 200), ("a" * 257, 400)):
+            body = {**ENDPOINTS["/v1/messages"], "metadata": {"user_id": name}}
+            assert (await at.served.post("/v1/messages", **body)).status_code == status
+        assert (await at.post(session="a" * 256, reward=1.0)).status_code == 200
+        body = {**ENDPOINTS["/v1/messages"], "metadata": {"user_id": "a" * 256}}
+        ended = await at.served.post("/v1/messages", **body)
+        assert (ended.status_code, ended.headers["x-should-retry"]) == (409, "false")
+        assert (ended.json()["type"], ended.json()["error"]["code"]) == ("error", "ended")
 
 
 async def test_a_request_without_a_name_belongs_to_no_session(monkeypatch: pytest.MonkeyPatch) -> None:

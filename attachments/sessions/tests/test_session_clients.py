@@ -1,0 +1,121 @@
+"""Agents of real clients, with tools and streams, train a policy that calls tools."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from profiles.environments.calculator import Calculator
+from tests.docs.test_commands import free_port, is_ready
+from tests.e2e.pipeline_process import FEW_PROBLEMS, REPOSITORY, lines, metrics, run
+
+QUESTION, TURNS, GROUP = "What is 37 plus 47, then times 7?", 3, 4
+FUNCTIONS: dict[str, Callable[..., int]] = {
+    name: getattr(Calculator(), name) for name in ("add", "multiply", "subtract")
+}
+TEMPLATE = (
+    "{#- tools are called as in [name(a=1, b=2)] #}{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+    "{%- for call in message.tool_calls or [] %}{{- '[' if loop.first else ', ' }}{{- call.function.name + '(' }}"
+    "{%- for name, value in call.function.arguments.items() %}"
+    "{{- name + '=' + (value | string) + (')' if loop.last else ', ') }}{%- endfor %}"
+    "{{- ']' if loop.last }}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""Repeats calls as the policy writes them."""
+
+FLAGS = (
+    "--profile", "local-m3", "--model", str(REPOSITORY / "profiles" / "calculator"), "--sessions", "http",
+    "--sampling.group-size", str(GROUP), "--learner.batch-size", "1", "--engine.kv-policy", "recompute",
+    "--eval", "off", "--steps", "1", *FEW_PROBLEMS,
+)  # fmt: skip
+
+Solve = Callable[[str, str], str]
+"""Lets an agent solve the question in a session, given the address of the server, and returns its last message."""
+
+
+def of_anthropic(address: str, session: str) -> str:
+    """Anthropic's client: the session is named by the metadata."""
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "integer"} for name in ("a", "b")},
+        "required": ["a", "b"],
+    }
+    tools: list[Any] = [{"name": name, "input_schema": schema} for name in FUNCTIONS]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    with anthropic.Anthropic(base_url=address, api_key="any") as client:
+        for _ in range(TURNS):
+            with client.messages.stream(
+                model="policy",
+                max_tokens=24,
+                messages=messages,
+                tools=tools,
+                metadata={"user_id": session},
+                extra_body={"seed": len(session)},
+            ) as stream:
+                answer = stream.get_final_message()
+            results = [
+                {"type": "tool_result", "tool_use_id": block.id, "content": str(called(block.name, block.input))}
+                for block in answer.content
+                if block.type == "tool_use"
+            ]
+            if not results:
+                break
+            messages += [answer.to_param(), {"role": "user", "content": results}]
+        return "".join(block.text for block in answer.content if block.type == "text")
+
+
+def called(name: str, arguments: Any) -> int | str:
+    """Return the result of a call, or why it failed."""
+    try:
+        return FUNCTIONS[name](**arguments)
+    except (KeyError, TypeError) as error:
+        return repr(error)
+
+
+class Agents(threading.Thread):
+    """Solves the question in a session after another, from the start of a run to its end."""
+
+    def __init__(self, port: int, solve: Solve) -> None:
+        super().__init__(daemon=True)
+        self.port, self.solve, self.ended = port, solve, threading.Event()
+
+    def run(self) -> None:
+        """Wait for the server, and let the agent solve; every second session gets the reward 1."""
+        while not is_ready(self.port):
+            if self.ended.wait(0.02):
+                return
+        address = f"http://127.0.0.1:{self.port}"
+        for number in range(GROUP):
+            self.solve(address, f"one{number * '-'}")
+            reward = {"session": f"one{number * '-'}", "reward": float(number % 2), "group": "one"}
+            httpx.post(f"{address}/v1/rewards", json=reward).raise_for_status()
+
+
+@pytest.mark.parametrize("solve", [of_anthropic])
+def test_an_agent_with_tools_and_streams_trains_the_policy(tmp_path: Path, solve: Solve) -> None:
+    """All turns of a session are one sequence: calls as they were sampled, and their results as context."""
+    template = tmp_path / "calls.jinja"
+    template.write_text(TEMPLATE, encoding="utf-8")
+    agents = Agents(free_port(), solve)
+    agents.start()
+    try:
+        given = ("--server.port", str(agents.port), "--model.chat-template", str(template))
+        result = run(tmp_path / "run", *FLAGS, *given, small=())
+    finally:
+        agents.ended.set()
+        agents.join()
+    assert result.status == 0, result.err
+    (line,) = metrics(tmp_path / "run")
+    assert line["update_applied"]
+    assert line["mismatch_kl"] < 1e-9
+    assert (line["sessions/rewarded"], line["sessions/forked"], line["sessions/refused"]) == (GROUP, 0, {})
+    (group,) = lines(tmp_path / "run" / "rollouts.jsonl")
+    assert len(group["completions"]) == GROUP
+    assert any("\ntool\n84\nassistant\n" in one["text"] for one in group["completions"])
