@@ -128,7 +128,7 @@ class Ran(Struct, frozen=True, kw_only=True):
 
 
 class PythonEpisodes:
-    """Makes episodes in which the policy acts in an environment of Python. counts: since they were read."""
+    """Makes episodes in which the policy acts in an environment of Python. counts: of those in training, since read."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class PythonEpisodes:
     ) -> list[list[Completion]]:
         """Return the episodes of each problem. One that failed has no tokens and no reward."""
         lost = Completion(tokens=(), logprobs=(), versions=(), text="", finish_reason="abort")
-        ran = self.each(problems, sampling, seeds, complete, in_rounds=True)
+        ran = self.each(problems, sampling, seeds, complete, in_rounds=True, counted=False)
         return [
             [lost if isinstance(one, str) else self._completion(one, (), len(one.episode.prompt)) for one in group]
             async for group in ran
@@ -184,12 +184,19 @@ class PythonEpisodes:
         complete: Complete,
         *,
         in_rounds: bool,
+        counted: bool,
     ) -> AsyncGenerator[list[Ran | str], None]:
-        """Yield the episodes of each problem, in order, one for each of its seeds; a text says why one failed."""
+        """Yield the episodes of each problem, in order, one for each of its seeds; a text says why one failed.
+
+        counted: `counts` has them.
+        """
         rounds = Rounds(complete, sum(map(len, seeds)), always=in_rounds)
         index = count()
         tasks = [
-            [asyncio.create_task(self._run(next(index), problem, sampling, seed, rounds)) for seed in of_problem]
+            [
+                asyncio.create_task(self._run(next(index), problem, sampling, seed, rounds, counted=counted))
+                for seed in of_problem
+            ]
             for problem, of_problem in zip(problems, seeds, strict=True)
         ]
         try:
@@ -218,7 +225,9 @@ class PythonEpisodes:
         decode = self._tokenizer.decode
         return ran.episode.completion(shared, decode=decode, reward=ran.reward, advantages=advantages)
 
-    async def _run(self, index: int, problem: Problem, sampling: Sampling, seed: int, rounds: Rounds) -> Ran | str:
+    async def _run(
+        self, index: int, problem: Problem, sampling: Sampling, seed: int, rounds: Rounds, *, counted: bool
+    ) -> Ran | str:
         counts = Counts(episodes=1)
         environment = self.workers.episode(problem)
         episode: EpisodeTokens | None = None
@@ -240,7 +249,8 @@ class PythonEpisodes:
             event = Failed(message=str(error))
         finally:
             rounds.leave()
-            self.counts.add(counts)
+            if counted:
+                self.counts.add(counts)
             await environment.close()
         if isinstance(event, EpisodeEnded) and episode is not None:
             given, turns = event.turn_rewards, episode.turns
@@ -252,7 +262,7 @@ class PythonEpisodes:
                 message=f'it gave {len(given)} turn_rewards for {turns} turns; agent.credit = "turn" needs them'
             )
         failure = event if isinstance(event, Failed) else Failed(message="it ended before the first message")
-        self.counts.failed += 1
+        self.counts.failed += counted
         cause = {"exception": failure.traceback} if failure.traceback else {}
         log.warning("episode_failed", reason=failure.message, **cause)
         return failure.message
@@ -324,7 +334,8 @@ class EpisodeSource:
         """Yield the group of each prompt, in their order, when all episodes have ended."""
         seeds = [completion_seeds(prompt.seed, self._group_size) for prompt in prompts]
         problems, waiting = [prompt.problem for prompt in prompts], iter(prompts)
-        found = self._episodes.each(problems, self._sampling, seeds, self._complete, in_rounds=self._episodes.in_rounds)
+        in_rounds = self._episodes.in_rounds
+        found = self._episodes.each(problems, self._sampling, seeds, self._complete, in_rounds=in_rounds, counted=True)
         async with aclosing(found) as groups:
             async for ran in groups:
                 yield self._episodes.group(next(waiting), ran)

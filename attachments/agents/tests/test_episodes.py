@@ -265,6 +265,20 @@ async def test_an_episode_is_counted_when_it_has_ended() -> None:
         assert counts.seconds > 0
 
 
+async def test_held_out_episodes_are_not_counted() -> None:
+    """The metrics of the next step are those of the episodes that it trains on. Failed ones have no tokens."""
+    sampler = ScriptedSampler(script("a"))
+
+    async def complete(requests: Sequence[SampleRequest]) -> list[list[Completion] | Refusal]:
+        return [outcome async for _, outcome in sampler.groups(requests)]
+
+    async with episodes("Talk", max_turns=2) as made:
+        problems = [Problem(prompt="go", answer="", type="t", extra={"does": does}) for does in ("says", "raises")]
+        found = await made.held_out(problems, Sampling(max_tokens=200), [(0,), (0,)], complete)
+        assert [one.finish_reason for (one,) in found] == ["stop", "abort"]
+        assert made.take_counts() == Counts()
+
+
 async def test_what_an_environment_adds_to_the_prompt_is_part_of_it() -> None:
     """Where it differs within a group, it is context of the episodes, and the prompt is what they share."""
     async with episodes("Calculator") as made:
