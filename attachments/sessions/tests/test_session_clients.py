@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
+from openai import AsyncOpenAI
 
 from profiles.environments.calculator import Calculator
 from tests.docs.test_commands import free_port, is_ready
 from tests.e2e.pipeline_process import FEW_PROBLEMS, REPOSITORY, lines, metrics, run
 
+EXTRA = "openai-agents"
 QUESTION, TURNS, GROUP = "What is 37 plus 47, then times 7?", 3, 4
 FUNCTIONS: dict[str, Callable[..., int]] = {
     name: getattr(Calculator(), name) for name in ("add", "multiply", "subtract")
@@ -71,6 +75,34 @@ def of_anthropic(address: str, session: str) -> str:
         return "".join(block.text for block in answer.content if block.type == "text")
 
 
+def of_openai_agents(api: str, address: str, session: str) -> str:
+    """The Agents SDK of OpenAI: the session is named by a header. A strict tool would be sampled with a grammar."""
+    import agents
+
+    models = {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}
+
+    async def solved() -> str:
+        async with AsyncOpenAI(base_url=f"{address}/v1", api_key="any") as client:
+            agent = agents.Agent(
+                name="calculator",
+                tools=[agents.function_tool(function, strict_mode=False) for function in FUNCTIONS.values()],
+                model=models[api]("policy", client),
+                model_settings=agents.ModelSettings(
+                    max_tokens=24, extra_headers={"X-Clotho-Session": session}, extra_body={"seed": len(session)}
+                ),
+            )
+            config = agents.RunConfig(tracing_disabled=True)
+            result = agents.Runner.run_streamed(agent, QUESTION, max_turns=TURNS, run_config=config)
+            async for _ in result.stream_events():
+                pass
+            return str(result.final_output)
+
+    try:
+        return asyncio.run(solved())
+    except agents.AgentsException:  # no answer after the last turn, or a call of another tool
+        return ""
+
+
 def called(name: str, arguments: Any) -> int | str:
     """Return the result of a call, or why it failed."""
     try:
@@ -98,7 +130,16 @@ class Agents(threading.Thread):
             httpx.post(f"{address}/v1/rewards", json=reward).raise_for_status()
 
 
-@pytest.mark.parametrize("solve", [of_anthropic])
+@pytest.mark.parametrize(
+    "solve",
+    [
+        pytest.param(of_anthropic, id="anthropic"),
+        *(
+            pytest.param(partial(of_openai_agents, api), id=f"agents-{api}", marks=pytest.mark.needs_extra(EXTRA))
+            for api in ("chat", "responses")
+        ),
+    ],
+)
 def test_an_agent_with_tools_and_streams_trains_the_policy(tmp_path: Path, solve: Solve) -> None:
     """All turns of a session are one sequence: calls as they were sampled, and their results as context."""
     template = tmp_path / "calls.jinja"
