@@ -361,11 +361,15 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
 
 
 class CompletionTurn(Struct, frozen=True, kw_only=True):
-    """A part of a completion that the policy sampled or an environment inserted. characters: of the text."""
+    """A part of a completion that the policy sampled or an environment inserted.
+
+    characters: of the text. tools: names of the tools that it calls.
+    """
 
     sampled: bool
     tokens: int
     characters: int
+    tools: tuple[str, ...] = ()
 
 
 class Completion(Struct, frozen=True, kw_only=True):

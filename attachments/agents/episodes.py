@@ -60,7 +60,7 @@ class Counts(Struct, kw_only=True):
 
 
 class EpisodeTokens:
-    """The tokens of one episode, which only grow."""
+    """The tokens of one episode, which only grow. called: names of the tools that each message of the policy calls."""
 
     def __init__(self, prompt: tuple[int, ...]) -> None:
         self.prompt = prompt
@@ -72,6 +72,7 @@ class EpisodeTokens:
         self._sampled: list[bool] = []
         self._supports: list[bytes] = []
         self._turn: list[int] = []
+        self.called: list[tuple[str, ...]] = []
 
     @property
     def sequence(self) -> tuple[int, ...]:
@@ -104,13 +105,14 @@ class EpisodeTokens:
         """
         before = self.prompt[shared:]
         tokens, added = (*before, *self._tokens), len(before)
-        sampled, text = (*[False] * added, *self._sampled), decode(tokens)
+        sampled, text, called = (*[False] * added, *self._sampled), decode(tokens), iter(self.called)
+        turns = turns_of(tokens, sampled, text, decode)
         return Completion(
             tokens=tokens,
             logprobs=(*[0.0] * added, *self._logprobs),
             versions=(*self._versions[:1] * added, *self._versions),
             sampled=sampled,
-            turns=turns_of(tokens, sampled, text, decode),
+            turns=tuple(structs.replace(turn, tools=next(called)) if turn.sampled else turn for turn in turns),
             supports=(*[b""] * added, *self._supports) if any(self._supports) else (),
             text=text,
             finish_reason=self.finish,
@@ -296,6 +298,7 @@ class PythonEpisodes:
         episode.add(context, completion)
         tail = "".join(self._tokenizer.token_text(token) for token in sequence[-PROMPT_TAIL:])
         message = self._read(tail, completion.text)
+        episode.called.append(tuple(call.name for call in message.calls))
         counts.turns += 1
         counts.tool_calls += len(message.calls)
         return PolicyTurn(

@@ -18,7 +18,7 @@ from itertools import takewhile
 from msgspec import Struct
 
 from clotho.serving.services import Tokenizer
-from protocols.sampling import Completion, SampleRequest
+from protocols.sampling import Completion, SampleRequest, turns_of
 
 
 class SessionAnswer(Struct, frozen=True, kw_only=True, eq=False):
@@ -112,13 +112,15 @@ class Trajectory(Struct, frozen=True, kw_only=True, eq=False):
             versions[start:end] = completion.versions
             versions[end:] = completion.versions[-1:] * (len(tokens) - end)
             supports[start:end] = completion.supports or supports[start:end]
+        text = decode(tokens)
         return Completion(
             tokens=tokens,
             logprobs=tuple(logprobs),
             versions=tuple(versions),
             sampled=() if all(sampled) else tuple(sampled),
             supports=tuple(supports) if any(supports) else (),
-            text=decode(tokens),
+            turns=turns_of(tokens, sampled, text, decode),
+            text=text,
             finish_reason=self.answers[-1].completion.finish_reason,
             reward=reward,
         )

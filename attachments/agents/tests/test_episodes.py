@@ -249,6 +249,8 @@ async def test_a_call_that_fails_is_a_result_that_the_policy_reads() -> None:
         assert group.completions[0].reward == 1.0
         counts = made.take_counts()
         assert (counts.tool_calls, counts.tool_errors, counts.turns) == (6, 4, 6)
+        called = [turn.tools for turn in group.completions[0].turns if turn.sampled]
+        assert called == [("fly",), ("add",), ("submit",)]
 
 
 async def test_an_episode_is_counted_when_it_has_ended() -> None:

@@ -50,15 +50,15 @@ export function state(outcome) {
  * @param {(from: number, to: number) => any} show */
 export function inTurns(turns, unit, start, stop, show) {
 	if (!turns.length) return show(start, stop);
-	let [at, message] = [0, 0];
+	let [at, message, tools] = [0, 0, ""];
 	return turns.map((turn) => {
 		const [from, end] = [at, at + turn[unit]];
 		at = end;
-		if (turn.sampled) message += 1;
+		if (turn.sampled) [message, tools] = [message + 1, turn.tools?.length ? ` (${turn.tools.join(", ")})` : ""];
 		const isOutside = end === from ? end < start || from > stop : end <= start || from >= stop;
 		if (isOutside) return null;
-		const [who, mask] = turn.sampled ? [`policy, message ${message}`, ""] : ["environment", ", not trained on"];
-		const title = h("b.turn", `${who}: ${number(turn.tokens)} tokens${mask}`);
+		const [by, mask] = turn.sampled ? [`policy, message ${message}`, ""] : ["environment", ", not trained on"];
+		const title = h("b.turn", `${by}${tools}: ${number(turn.tokens)} tokens${mask}`);
 		return [title, show(Math.max(from, start), Math.min(end, stop))];
 	});
 }

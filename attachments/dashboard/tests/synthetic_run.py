@@ -330,10 +330,11 @@ def write_tokens(directory: Path, step: int, groups: list[dict[str, Any]]) -> Pa
 
 
 def _turns(text: str) -> list[dict[str, Any]]:
-    """Return a message of the policy, 2 tokens of an environment, and the rest as another message."""
+    """Return a message of the policy that calls a tool, 2 tokens of an environment, and the rest as another message."""
     tokens, characters = len(_pieces(text)), len(text)
     parts = ((True, 3, 12), (False, 2, 8), (True, tokens - 5, characters - 20))
-    return [{"sampled": sampled, "tokens": count, "characters": size} for sampled, count, size in parts]
+    turns = [{"sampled": sampled, "tokens": count, "characters": size, "tools": []} for sampled, count, size in parts]
+    return [{**turns[0], "tools": ["add"]}, *turns[1:]]
 
 
 def _pieces(text: str) -> list[str]:

@@ -127,12 +127,12 @@ def test_the_values_of_every_token_equal_the_file(
 def test_an_episode_is_shown_in_turns(
     browser: Browser, address: str, groups: list[Group], group: int, index: int
 ) -> None:
-    """Each turn has a title with its number of tokens, with and without token values."""
+    """Each turn has a title with its tools and number of tokens, with and without token values."""
     text = groups[group]["completions"][index]["text"]
     first, inserted, last = (turn["tokens"] for turn in groups[group]["completions"][index]["turns"])
     titles = (
-        f"policy, message 1: {first} tokens",
-        f"environment: {inserted} tokens, not trained on",
+        f"policy, message 1 (add): {first} tokens",
+        f"environment (add): {inserted} tokens, not trained on",
         f"policy, message 2: {last} tokens",
     )
     with visit(browser, address) as page:

@@ -98,6 +98,7 @@ interface News {
 
 interface Turn {
 	sampled: boolean;
+	tools?: string[];
 	tokens: number;
 	characters: number;
 }
