@@ -5,7 +5,6 @@ An optimised BLAS is loaded before MLX, mlx-lm does not import wandb, and transf
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import sys
@@ -53,7 +52,7 @@ def one_reading(module: ModuleType) -> Iterator[None]:
     of a run. A version without these functions is not changed.
     """
     yield
-    for name, changed in (("fetch__all__", _of_last_lines), ("create_import_structure_from_path", _once_per_folder)):
+    for name, changed in (("fetch__all__", _of_last_lines), ("create_import_structure_from_path", _of_folder)):
         if function := getattr(module, name, None):
             setattr(module, name, changed(function))
 
@@ -63,10 +62,9 @@ def _of_last_lines(names_of: Callable[[str], list[str]]) -> Callable[[str], list
     return lambda content: names_of(content[content.rfind("\n__all__") + 1 :])
 
 
-def _once_per_folder(structure_of: Callable[[str], object]) -> Callable[[str | os.PathLike[str]], object]:
-    """Compute the structure of a folder once, whether the folder or a file in it is named."""
-    once = functools.cache(structure_of)
-    return lambda place: once(os.path.dirname(place) if os.path.isfile(place) else os.fspath(place))
+def _of_folder(structure_of: Callable[[str], object]) -> Callable[[str | os.PathLike[str]], object]:
+    """Name the folder by one string, also where a file in it is named: transformers keeps the structure of a string."""
+    return lambda place: structure_of(os.path.dirname(place) if os.path.isfile(place) else os.fspath(place))
 
 
 SURROUNDINGS: dict[str, Surroundings] = {

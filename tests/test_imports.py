@@ -37,9 +37,10 @@ def test_every_module_is_executed_in_its_surroundings() -> None:
     assert vars(mlx_lm.tuner.callbacks)["wandb"] is None
     assert READING.fetch__all__.__module__ == "clotho.imports"
     for name in SURROUNDINGS:
-        spec = importlib.import_module(name).__spec__
-        assert spec is not None
-        assert type(spec.loader).__module__ != "clotho.imports"
+        module = importlib.import_module(name)
+        assert module.__spec__ is not None
+        assert module.__spec__.loader is module.__loader__
+        assert type(module.__loader__).__module__ != "clotho.imports"
 
 
 def test_wandb_can_be_imported_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
