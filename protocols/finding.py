@@ -12,6 +12,7 @@ FindingName = Literal[
     "answers_without_reward",
     "constant_reward_part",
     "cut_without_moving",
+    "experts_die",
     "dataset_unparsable",
     "dataset_unusable",
     "disk_space_low",

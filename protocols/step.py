@@ -143,6 +143,21 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
             "null without a teacher."
         ),
     ] = 0.0
+    expert_share_max: Annotated[
+        float | None,
+        Meta(
+            description="Share of the trained tokens that the most used expert of any layer computes; null without "
+            "experts."
+        ),
+    ] = None
+    expert_share_min: Annotated[
+        float | None,
+        Meta(description="Share of the trained tokens that the least used expert computes; null without experts."),
+    ] = None
+    unused_experts_fraction: Annotated[
+        float | None,
+        Meta(description="Fraction of the experts of all layers that compute no trained token; null without experts."),
+    ] = None
 
 
 class StepReport(Struct, frozen=True, kw_only=True, tag=True):

@@ -37,6 +37,10 @@ FEWEST_DECODE_STEPS, FEWEST_DECODE_SECONDS = 16, 0.05
 CUT_SHARE, CUT_REPORTS = 0.05, 3
 """Share of the tokens that rounding cuts, and reports in a row with it, that are a finding."""
 
+UNUSED_EXPERTS, EXPERT_UPDATES = 0.1, 3
+"""Increase of the fraction of unused experts over its lowest value, and updates in a row with it, that are a finding.
+"""
+
 RATES, SLOW_REPORTS, SLOW_SECONDS = 3, 5, 60.0
 """Rates whose median is compared; reports in a row, and their duration, after which low rates are a finding."""
 
@@ -149,6 +153,37 @@ class CutCheck(Check):
             consequence="rounding decides what the policy learns from",
             advice=f'set {key} = "{change}"' if change else f"raise {key}",
             remedy=Remedy(action="fork", changes=(Change(key=key, value=change),)) if change else CHECK,
+        )
+
+
+class ExpertCheck(Check):
+    """Compares the fraction of experts that compute no trained token with its lowest value of the run."""
+
+    def __init__(self) -> None:
+        self._lowest = 1.0
+        self._latest: deque[float] = deque(maxlen=EXPERT_UPDATES)
+        self._step = 0
+
+    def observe(self, report: StepReport, gauges: RunGauges) -> None:
+        """Take an update into account, if the model has experts."""
+        unused = report.update.unused_experts_fraction if report.update is not None else None
+        if unused is None:
+            return
+        self._latest.append(unused)
+        if unused <= self._lowest:
+            self._lowest, self._step = unused, report.step
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the finding if it applies now."""
+        if len(self._latest) < EXPERT_UPDATES or min(self._latest) < self._lowest + UNUSED_EXPERTS:
+            return
+        yield Finding(
+            name="experts_die",
+            severity="warning",
+            fact=f"{self._latest[-1]:.0%} of the experts compute no token, at step {self._step} {self._lowest:.0%}",
+            consequence="the policy loses what these experts know, and the others compute its tokens alone",
+            advice="lower learner.optimizer.learning_rate to a tenth, and continue from a checkpoint before the change",
+            remedy=replace(LOWER_RATE, before_step=self._step),
         )
 
 

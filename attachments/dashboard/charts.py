@@ -79,6 +79,9 @@ CORE: dict[str, dict[str, dict[str, str]]] = {
             "before the policy moved": "unmoved_cut_fraction",
         },
         "Gradient norm": {"norm": "grad_norm"},
+        "Tokens per expert": {
+            "most used": "expert_share_max", "least used": "expert_share_min", "unused": "unused_experts_fraction",
+        },
         "Learning rate": {"rate": "learning_rate"},
         "Step scale": {"factor of the learning rate": "step_scale"},
     },

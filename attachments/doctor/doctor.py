@@ -47,6 +47,8 @@ from attachments.doctor.template import check_template, template_use
 from attachments.doctor.versions import installed_versions, version_findings
 from clotho.backend import backend
 from clotho.lanes.compute_thread import Compute, finish
+from clotho.models.adapters import adapter_targets, reached_share
+from clotho.models.experts import configuration_of, experts_per_token
 from clotho.models.machine import compute_slots, describe_machine, memory_limit, physical_memory
 from clotho.process import load_blas
 from clotho.rewards.registry import expectations
@@ -76,7 +78,15 @@ from training_run.profile.program import program
 from training_run.profile.schema import Profile
 from training_run.records.event_log import event_log
 from training_run.records.remedies import DoctorCommands
-from training_run.records.terminal_text import duration, finding_lines, memory, number, print_line, terminal_text
+from training_run.records.terminal_text import (
+    duration,
+    finding_lines,
+    memory,
+    number,
+    percent,
+    print_line,
+    terminal_text,
+)
 from training_run.run import RunContext
 from training_run.start.startup import build_context
 
@@ -203,6 +213,8 @@ async def diagnose(profile: Profile, console: Console, *, seconds: float = SECON
             with found.refused("model", "run_refused", "correct what the message names"):
                 context = await _context(profile, directory, compute, stack)
             found.add("model", _model(context, estimate))
+            if context.policy.adapted:
+                found.add("adapter", _adapter(context))
             work.start()
             await _rehearse(found, context, work)
         except Stopped:
@@ -276,6 +288,15 @@ def _model(context: RunContext, estimate: MemoryEstimate) -> str:
     policy = context.policy.description
     quantized = f", {policy.quantization_bits} bits" if policy.quantization_bits else ""
     return f"{policy.architecture}, {policy.layers} layers{quantized}, {policy.dtype}; fits"
+
+
+def _adapter(context: RunContext) -> str:
+    policy = context.policy
+    targets = adapter_targets(policy.model, policy.adapted)
+    chosen = experts_per_token(configuration_of(policy.model))
+    reached = reached_share(targets, [one.name for one in policy.adapted], chosen)
+    experts = f", with {chosen} experts per token" if any(target.experts for target in targets.values()) else ""
+    return f"reaches {percent(reached)} of the weights that compute a token in the blocks{experts}"
 
 
 async def _rehearse(found: Diagnosis, context: RunContext, work: Progress) -> None:

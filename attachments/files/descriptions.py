@@ -24,7 +24,10 @@ from clotho.models.adapter_formats import (
     PeftConfig,
     config_type,
     place_of,
+    stacked_module,
 )
+from clotho.models.adapters import reached_share, recorded_base
+from clotho.models.experts import experts_per_token
 from clotho.models.loading import PACKAGE, find_model
 from clotho.models.model_files import (
     TensorHeader,
@@ -232,6 +235,7 @@ def describe_adapter(path: Path) -> Description:
         "scale": _peft_scale(config) if is_peft else parameters.get("scale"),
         "dropout": config.get("lora_dropout") if is_peft else parameters.get("dropout"),
         "modules": sorted({name for _, name in places})[:LISTED],
+        "active_share": _active_share(ranks, str(config.get(kind.base_key) or ""), path),
         "layers": f"{min(layers)} to {max(layers)}" if layers else None,
         "trained_weights": config.get("trained_weights") or config.get("modules_to_save") or [],
         "base_model": config.get(kind.base_key),
@@ -415,6 +419,17 @@ def _ranks(tensors: Mapping[str, TensorHeader], form: AdapterFormat) -> dict[str
         for name, tensor in tensors.items()
         if (found := form.parse(name)) and found.matrix == "lora_a" and len(tensor.shape) in (2, 3)
     }
+
+
+def _active_share(modules: Iterable[str], base_name: str, path: Path) -> float | None:
+    """Return the share of the weights that compute a token in the blocks whose layers have the adapter.
+
+    None if the base model is not on this machine.
+    """
+    base = recorded_base(base_name, *path.absolute().parents[:3])
+    if base is None:
+        return None
+    return reached_share(base.targets, {stacked_module(name)[0] for name in modules}, experts_per_token(base.config))
 
 
 def _common_type(tensors: Mapping[str, TensorHeader]) -> str | None:

@@ -95,7 +95,7 @@ def _formatted(key: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         return terminal_text(", ".join(_formatted(key, item) for item in value), VALUE_LIMIT) or "-"
     if isinstance(value, int | float):
-        formats = {"bytes": memory, "seconds": duration, "accuracy": percent}
+        formats = {"bytes": memory, "seconds": duration, "accuracy": percent, "share": percent}
         if kind in formats:
             return formats[kind](value)
         return f"{value:.6g}" if isinstance(value, float) else f"{value}"

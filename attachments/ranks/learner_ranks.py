@@ -277,7 +277,7 @@ class LearnerRanks:
         for answer in computed:
             loss += answer.loss
             for name, sums in answer.metrics.items():
-                metrics[name] = metrics.get(name, np.zeros(2, dtype=np.float32)) + np.array(sums, dtype=np.float32)
+                metrics[name] = metrics.get(name, np.float32(0)) + np.array(sums, dtype=np.float32)
         total = own._replace(
             arrays=arrays,
             loss=mx.array(loss, dtype=mx.float32),

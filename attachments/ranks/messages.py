@@ -153,7 +153,7 @@ class Computed(Struct, frozen=True, kw_only=True, tag="computed"):
     results: tuple[MicroBatchResult, ...]
     seconds: float = 0.0
     loss: float = 0.0
-    metrics: dict[str, tuple[float, float]] = {}
+    metrics: dict[str, tuple[float, ...]] = {}
 
 
 class RankFailed(Struct, frozen=True, kw_only=True, tag="failed"):

@@ -200,7 +200,7 @@ class ShareComputer:
             fingerprint=self._fingerprint,
             results=tuple(results),
             loss=0.0 if total is None else float(total.loss),
-            metrics={name: (first, second) for name, (first, second) in sums.items()},
+            metrics={name: tuple(values) for name, values in sums.items()},
         )
 
     def take_gradient(self) -> Arrays:

@@ -6,7 +6,7 @@ Adapters of all formats become float32 arrays in the layout of mlx-lm.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from clotho.models.adapter_formats import DTYPES, FormatName, Target, place_of
+from clotho.models.experts import EXPERT_LINEAR
 from clotho.models.loading import find_model, is_local, open_base
 from clotho.models.lora import LINEAR, AdaptedModule, widths
 from clotho.settings.model import ModelSection
@@ -39,12 +40,26 @@ def adapter_targets(
     for name, module in modules.items():
         if isinstance(module, LINEAR):
             inputs, outputs = widths(module)
-            experts = module.weight.shape[0] if module.weight.ndim == 3 else 0
+            experts = module.num_experts if isinstance(module, EXPERT_LINEAR) else 0
             targets[name] = Target(inputs=inputs, outputs=outputs, experts=experts)
         elif embeddings and isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
             dims, tokens = widths(module)
             targets[name] = Target(inputs=tokens, outputs=dims, embedding=True)
     return targets
+
+
+def reached_share(targets: Mapping[str, Target], adapted: Collection[str], experts_per_token: int) -> float:
+    """Return the share of the weights that compute a token in the blocks whose layers have an adapter.
+
+    These weights are those of all linear layers of the blocks; of a mixture, those of `experts_per_token` experts.
+    targets: layers by name. adapted: names of the layers with an adapter.
+    """
+    active = {
+        name: target.inputs * target.outputs * (min(experts_per_token, target.experts) if target.experts else 1)
+        for name, target in targets.items()
+        if place_of(name)[0] is not None
+    }
+    return sum(size for name, size in active.items() if name in adapted) / max(1, sum(active.values()))
 
 
 class Base(Struct, frozen=True, kw_only=True):

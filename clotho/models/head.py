@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -68,6 +68,13 @@ def _replaced(owner: nn.Module, name: str, stand_in: _BlocksProxy) -> Iterator[N
         yield
     finally:
         dict.__setitem__(owner, name, blocks)
+
+
+class Blocks(Protocol):
+    """What computes hidden states."""
+
+    def blocks(self, tokens_B_S: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        """Compute hidden states (B, S, D) of right-padded tokens (B, S). cache: as in mlx-lm."""
 
 
 class SplitModel:

@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from msgspec import Struct
 
+from clotho.models.experts import EXPERT_LINEAR, configuration_of, experts_per_token, router_names
 from clotho.models.parameters import flat, locate
 from clotho.settings.model import AdapterMethod, Dora
 from protocols.checkpoint import AdapterConfig, AdapterKind, LoRAParameters
 from protocols.errors import ModelError, nearest
 
-LINEAR = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
+LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERT_LINEAR)
 
 
 def linear_modules(blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
@@ -48,16 +48,18 @@ def widths(module: nn.Module) -> tuple[int, int]:
     return width_in * 32 // module.bits if "scales" in module else width_in, width_out
 
 
-def module_ranks(blocks: Sequence[nn.Module], method: AdapterMethod) -> dict[str, int]:
+def module_ranks(blocks: Sequence[nn.Module], method: AdapterMethod, *, experts_per_token: int = 1) -> dict[str, int]:
     """Return the rank of every module that gets an adapter, by block-relative name, sorted.
 
-    A short name such as `q_proj` selects every module whose name ends in it. Raises `ModelError`, with the nearest
-    name, if no linear layer of `blocks` has a given name. Raises `ModelError` if a rank of `policy.method.ranks`
-    exceeds the smaller side of its module, is given twice, or belongs to a module outside
+    By default, all linear layers but routers get one. Every expert has the rank of other layers divided by the number
+    of experts per token, at least 1, unless `policy.method.ranks` names it: the experts of a token together have the
+    rank of a dense layer. A short name such as `q_proj` selects every module whose name ends in it. Raises
+    `ModelError`, with the nearest name, if no linear layer of `blocks` has a given name. Raises `ModelError` if a rank
+    of `policy.method.ranks` exceeds the smaller side of its module, is given twice, or belongs to a module outside
     `policy.method.target_modules`.
     """
     available = linear_modules(blocks)
-    targets: set[str] = set(available)
+    targets: set[str] = set(available) - router_names(available)
     if method.target_modules:
         targets = set().union(
             *(_matching(name, available, key="policy.method.target_modules") for name in method.target_modules)
@@ -79,7 +81,9 @@ def module_ranks(blocks: Sequence[nn.Module], method: AdapterMethod) -> dict[str
                 limit = smaller_side(available[module])
                 raise ModelError(f"policy.method.ranks: {entry} exceeds the smaller side of {module}, which is {limit}")
             own[module] = int(rank)
-    return {name: own.get(name, method.rank) for name in sorted(targets)}
+    of_expert = max(1, method.rank // experts_per_token)
+    defaults = {name: of_expert if isinstance(available[name], EXPERT_LINEAR) else method.rank for name in targets}
+    return dict(sorted((defaults | own).items()))
 
 
 def refuse_without_dora(modules: dict[str, nn.Module]) -> None:
@@ -126,7 +130,7 @@ class AdaptedModule(Struct, frozen=True, kw_only=True):
 def adapter_layer(base: nn.Module, method: AdapterKind, *, rank: int, scale: float) -> nn.Module:
     """Return mlx-lm's layer with an adapter over a linear layer, the layer of experts or an embedding."""
     kind: Any = DoRALinear if method == "dora" else LoRALinear
-    if isinstance(base, (SwitchLinear, QuantizedSwitchLinear)):
+    if isinstance(base, EXPERT_LINEAR):
         kind = LoRASwitchLinear
     elif isinstance(base, (nn.Embedding, nn.QuantizedEmbedding)):
         kind = LoRAEmbedding
@@ -174,7 +178,7 @@ def install_adapter(
             f"policy.method.num_layers = {method.num_layers}: the model has {len(blocks)} blocks (-1 = all)"
         )
     trained = blocks[-max(method.num_layers, 0) :]
-    ranks = module_ranks(trained, method)
+    ranks = module_ranks(trained, method, experts_per_token=experts_per_token(configuration_of(model)))
     if not ranks:
         raise ModelError("no trained block has a linear layer for an adapter")
     if isinstance(method, Dora):

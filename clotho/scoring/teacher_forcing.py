@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from clotho.models.attention import AttentionLayers, install_cache_attention
+from clotho.models.experts import Mixtures, RecordedPasses, expert_load
 from clotho.models.head import split_model
 from clotho.scoring.head_scores import HeadScores
 from clotho.scoring.layouts.forward import check_layout, hidden_states
@@ -35,6 +38,7 @@ class TeacherForcing:
         install_cache_attention()
         self._model = model
         self._split = split_model(model, vocab_size)
+        self._mixtures = Mixtures(model)
         self._head = HeadScores(self._split, vocab_size) if self._split else None
         self._layers: AttentionLayers | None = None
         self.layout = layout
@@ -56,11 +60,30 @@ class TeacherForcing:
 
         Scores have shape (N,), in the order of the table. logp_only: only log-probabilities will be differentiated.
         """
+        return self.with_load(micro, distribution=distribution, logp_only=logp_only)[0]
+
+    def with_load(
+        self, micro: MicroBatch, *, distribution: SamplingDistribution, logp_only: bool = False
+    ) -> tuple[TokenScores, mx.array | None]:
+        """Return the scores, and how many of the trained tokens each expert computes (`expert_load`).
+
+        None for a model without experts.
+        """
         position_N, draws = mx.array(micro.table.position_N), sampled_tokens_of(micro.table, distribution)
-        if self._split is None or self._head is None:
-            return score(self._whole(micro)[position_N], draws)
-        hidden_N_D = hidden_states(self._split, self._layers, micro.inputs)[position_N]
-        return self._head(hidden_N_D, draws, logp_only=logp_only)
+        with self._mixtures.recorded() as chosen:
+            if self._split is None or self._head is None:
+                scores = score(self._whole(micro)[position_N], draws)
+            else:
+                hidden_N_D = hidden_states(self._split, self._layers, micro.inputs)[position_N]
+                scores = self._head(hidden_N_D, draws, logp_only=logp_only)
+        return scores, self._load(micro, chosen) if chosen else None
+
+    def _load(self, micro: MicroBatch, chosen: Sequence[mx.array]) -> mx.array:
+        """Return the tokens of each expert; see `expert_load`."""
+        passes = RecordedPasses(chosen, len(self._mixtures.counts))
+        choices_P_C = hidden_states(passes, self._layers, micro.inputs)
+        choices_N_C = choices_P_C[mx.array(micro.table.position_N)]
+        return expert_load(choices_N_C, self._mixtures.counts, mx.array(micro.table.loss_mask_N))
 
     def logits(self, micro: MicroBatch) -> mx.array:
         """Compute the logits that predict the tokens of the table, (N, V), in the type of the model."""

@@ -55,14 +55,16 @@ class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class AdapterMethod(Variant, frozen=True, kw_only=True):
     """A method that trains an adapter beside the weights of the base model."""
 
-    rank: Annotated[Positive, about("Rank of the adapter.")] = 16
+    rank: Annotated[Positive, about("Rank of the adapter; of an expert: divided by the experts per token.")] = 16
     ranks: Annotated[tuple[Rank, ...], about("Other ranks of modules that are named as in target_modules.")] = ()
     scale: Annotated[PositiveFloat | None, about("Factor of the adapter's output; none: that of alpha.")] = None
     alpha: Annotated[PositiveFloat, about("Numerator of the scale, as in PEFT.")] = 32.0
     scaling: Annotated[Scaling, about("Scale from alpha: alpha / rank, or alpha / sqrt(rank).")] = "standard"
     dropout: Annotated[FractionBelowOne, about("Dropout probability at the adapter's input.")] = 0.0
     num_layers: Annotated[int, about("Number of last transformer blocks with an adapter; -1: all.", ge=-1)] = -1
-    target_modules: Annotated[tuple[str, ...], about("Layers with an adapter, such as q_proj; empty means all.")] = ()
+    target_modules: Annotated[
+        tuple[str, ...], about("Layers with an adapter, such as q_proj; empty: all but routers.")
+    ] = ()
     train_embeddings: Annotated[bool, about("Also train the token embeddings, if not quantized.")] = False
     train_head: Annotated[bool, about("Also train the output head, if not quantized.")] = False
 

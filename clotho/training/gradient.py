@@ -15,7 +15,7 @@ from clotho.models.stages import Stage, block_of
 from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.scoring.token_scores import SamplingDistribution, TokenScores
+from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.bounds import Off
 from clotho.settings.learner import LearnerSection
 from clotho.settings.objectives import RatioObjective, Reinforce
@@ -186,7 +186,7 @@ def _gradient_graph(
     def loss(traced: Parameters) -> tuple[mx.array, MetricSums, mx.array, mx.array]:
         """Return the loss under traced parameters, with metrics and log-probabilities."""
         policy.use(traced)
-        scores: TokenScores = forcing(micro, distribution=loss_config.distribution, logp_only=logp_only)
+        scores, expert_load = forcing.with_load(micro, distribution=loss_config.distribution, logp_only=logp_only)
         seen = inputs
         if between:
             proximal_N = interpolated_proximal(
@@ -206,6 +206,8 @@ def _gradient_graph(
             loss_coefficients=loss_config.loss_coefficients,
             objective=loss_config.objective,
         )
+        if expert_load is not None:
+            metrics["expert_load"] = expert_load
         return value, metrics, mx.stop_gradient(scores.logp_N), cut_N
 
     # While it traces, MLX puts its tracers into the very containers it is given; others read the learner's.

@@ -40,9 +40,24 @@ UNMEASURED: dict[str, Any] = {field.name: 0.0 for field in fields(UpdateMetrics)
 
 
 def metric_means(sums: Mapping[str, ArrayLike]) -> dict[str, float]:
-    """Return the mean of each metric from its sum over tokens and their number, (2,); 0 without a token."""
+    """Return the mean of each metric from its sum over tokens and their number, (2,); 0 without a token.
+
+    The tokens of experts become the shares of the most and least used expert, and the fraction of unused experts.
+    """
     pairs = {name: np.array(pair, dtype=np.float64) for name, pair in sums.items()}
-    return {name: float(total / count) if count else 0.0 for name, (total, count) in pairs.items()}
+    load = pairs.pop("expert_load", None)
+    means = {name: float(total / count) if count else 0.0 for name, (total, count) in pairs.items()}
+    return means if load is None else means | _expert_metrics(load)
+
+
+def _expert_metrics(load: NDArray[np.float64]) -> dict[str, float]:
+    """Return the metrics of experts from the tokens of each expert of all layers, followed by the number of tokens."""
+    share = load[:-1] / max(load[-1], 1.0)
+    return {
+        "expert_share_max": float(share.max()),
+        "expert_share_min": float(share.min()),
+        "unused_experts_fraction": float((share == 0).mean()),
+    }
 
 
 class MetricTotals:
@@ -62,7 +77,7 @@ class MetricTotals:
         """
         self._losses.append(float(gradient.loss))
         for name, sums in gradient.metrics.items():
-            self._sums[name] = self._sums.get(name, np.zeros(2)) + np.array(sums, dtype=np.float64)
+            self._sums[name] = self._sums.get(name, 0.0) + np.array(sums, dtype=np.float64)
         self._norm = norm
         self._sample_sizes.append(sample_size)
         self._scales.append(scale)

@@ -52,13 +52,6 @@ def test_every_linear_layer_of_a_block_is_adapted_by_default() -> None:
     assert len(trainable(model)) == 2 * 2 * 7
 
 
-def test_experts_are_adapted() -> None:
-    """Stacked expert weights of a mixture have low-rank layers of their own."""
-    model = build(MIXTURE)
-    install_adapter(model, adapter_settings(rank=3), seed=0)
-    assert trainable(model)["model.layers.0.mlp.switch_mlp.up_proj.lora_a"].shape == (4, 3, 64)
-
-
 @pytest.mark.parametrize(("num_layers", "blocks"), [(-1, {"0", "1"}), (1, {"1"}), (2, {"0", "1"})])
 def test_num_layers_counts_from_the_last_block(num_layers: int, blocks: set[str]) -> None:
     """As in mlx-lm. -1 means all blocks."""

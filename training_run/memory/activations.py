@@ -24,9 +24,10 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
+from mlx_lm.models.switch_layers import SwiGLU
 
 from clotho.backend import backend
+from clotho.models.experts import EXPERT_LINEAR
 from clotho.models.loading import setting
 from clotho.models.lora import LINEAR, widths
 from clotho.scoring.head_scores import rows_at_once
@@ -35,7 +36,6 @@ from training_run.memory.micro_batch import MicroBatchShape
 TO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "wo", "w2", "fc2")
 """Last part of the name of linear layers whose output is added to the residual stream."""
 
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_topk")
 GATES = ("gate_proj", "up_proj", "w1", "w3")
 """Last part of the name of the two linear layers whose outputs a gated MLP multiplies."""
 
@@ -114,7 +114,7 @@ def block_bytes(block: nn.Module, *, full: bool, itemsize: int, experts: int) ->
         outer = name.rpartition(".")[0]
         adapted, has_magnitudes = "lora_a" in modules[outer], "m" in modules[outer]
         parent, _, last = (outer if adapted else name).rpartition(".")
-        is_expert = isinstance(module, (SwitchLinear, QuantizedSwitchLinear))
+        is_expert = isinstance(module, EXPERT_LINEAR)
         times = experts if is_expert else 1
         width_in, width_out = (times * width for width in widths(module))
         outputs = _outputs(last, modules[parent], is_expert=is_expert, itemsize=itemsize)
@@ -162,11 +162,6 @@ def magnitude_bytes(blocks: Sequence[nn.Module]) -> int:
                 width_in, width_out = widths(module)
                 sizes.append(width_in * width_out * FLOAT32)
     return MAGNITUDE_COPIES * max(sizes)
-
-
-def experts_per_token(config: dict[str, Any]) -> int:
-    """Return the number of experts per token; 1 if the configuration has none."""
-    return setting(config, EXPERTS_PER_TOKEN) or 1
 
 
 def attention_heads(config: dict[str, Any]) -> int:

@@ -19,6 +19,7 @@ from clotho.inference.prefill import MAX_ENTRIES
 from clotho.inference.rows import spare_columns
 from clotho.inference.scheduler import client_rows
 from clotho.models.attention import calls_attention
+from clotho.models.experts import experts_per_token
 from clotho.models.folded_lora import converted_bytes
 from clotho.models.loading import (
     DTYPES,
@@ -50,7 +51,6 @@ from training_run.memory.activations import (
     activation_bytes,
     attention_heads,
     block_bytes,
-    experts_per_token,
     logits_bytes,
     magnitude_bytes,
 )

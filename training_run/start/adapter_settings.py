@@ -121,7 +121,7 @@ def _own_values(config: AdapterConfig) -> Values:
     return {
         f"{METHOD}type": config.fine_tune_type,
         f"{METHOD}rank": parameters.rank,
-        f"{METHOD}ranks": tuple(f"{name}={rank}" for name, rank in config.ranks.items()),
+        f"{METHOD}ranks": tuple(f"{name}={config.ranks.get(name, parameters.rank)}" for name in parameters.keys),
         f"{METHOD}scale": parameters.scale,
         f"{METHOD}num_layers": config.num_layers,
         f"{METHOD}target_modules": parameters.keys,
@@ -144,10 +144,13 @@ def _values(adapter: Adapter) -> Values:
         )
     rank_of = ranks_by_name(adapter)
     rank = Counter(rank_of.values()).most_common(1)[0][0]
+    of_experts = {place_of(module)[1] for module, target in adapter.targets.items() if target.experts}
     return {
         f"{METHOD}type": adapter.method,
         f"{METHOD}rank": rank,
-        f"{METHOD}ranks": tuple(f"{name}={own}" for name, own in sorted(rank_of.items()) if own != rank),
+        f"{METHOD}ranks": tuple(
+            f"{name}={own}" for name, own in sorted(rank_of.items()) if own != rank or name in of_experts
+        ),
         f"{METHOD}scale": main_scale(adapter),
         f"{METHOD}num_layers": _num_layers(adapter),
         f"{METHOD}target_modules": tuple(sorted(rank_of)),

@@ -7,7 +7,15 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from attachments.alarms.checks import CALM_UPDATES, CUT_REPORTS, CollapseCheck, CutCheck, ThroughputCheck
+from attachments.alarms.checks import (
+    CALM_UPDATES,
+    CUT_REPORTS,
+    EXPERT_UPDATES,
+    CollapseCheck,
+    CutCheck,
+    ExpertCheck,
+    ThroughputCheck,
+)
 from attachments.alarms.tests.collapse_reports import completion, scored
 from clotho.settings.objectives import DppoTv, Grpo, Gspo, ObjectiveSettings, RejectSequenceCorrection
 from protocols.finding import LOWER_RATE, Change, Finding
@@ -161,3 +169,20 @@ def test_tokens_that_are_cut_without_a_move_of_the_policy_are_a_finding_with_the
     assert f"learner.objective.{key}" in finding.advice
     assert finding.remedy.changes == ((Change(key=f"learner.objective.{key}", value=value),) if value else ())
     assert run.step(replace(cut, update=UPDATE, staleness=(0,))) == set()
+
+
+def test_experts_that_compute_no_token_any_more_are_a_finding() -> None:
+    """Three updates in a row with a tenth more unused experts than the best update, before which a checkpoint is."""
+
+    def update(number: int, unused: float | None) -> StepReport:
+        return step(number, groups=groups(1.0), update=replace(UPDATE, unused_experts_fraction=unused))
+
+    run = ObservedRun(lambda clock: ExpertCheck())
+    assert run.step(update(1, None)) == set()
+    for number, unused in enumerate((0.25, 0.125, 0.2, 0.25, 0.25), start=2):
+        assert run.step(update(number, unused)) == set()
+    assert run.step(update(7, 0.25)) == {"experts_die"}
+    (finding,) = run.findings.now
+    assert finding.remedy.before_step == 3
+    assert EXPERT_UPDATES == 3
+    assert run.step(update(8, 0.2)) == set()

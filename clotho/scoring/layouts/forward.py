@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from clotho.models.attention import AttentionLayers, ResetState, install_cache_attention
-from clotho.models.head import SplitModel
+from clotho.models.head import Blocks, SplitModel
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.layouts.rows import PackedInputs, PaddedInputs, packed_states, padded_states
 from clotho.scoring.layouts.shared_prefix import SharedInputs, shared_states
@@ -20,7 +20,7 @@ from clotho.scoring.sequences import TrainingSequence, scored_only
 from protocols.errors import ModelError
 
 
-def hidden_states(split: SplitModel, layers: AttentionLayers | None, inputs: NamedTuple) -> mx.array:
+def hidden_states(split: Blocks, layers: AttentionLayers | None, inputs: NamedTuple) -> mx.array:
     """Compute the flat hidden states, (positions, D), which `TokenTable.position_N` indexes.
 
     layers: see `check_layout`. Raises ValueError if they are None for packed or shared inputs.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from clotho.models.attention import AttentionLayers, LayerKeys, LayerState, ResetState, layer_caches
 from clotho.models.blocked_attention import VisibleKeys
-from clotho.models.head import SplitModel
+from clotho.models.head import Blocks
 from clotho.scoring.sequences import TrainingSequence
 
 
@@ -79,7 +79,7 @@ def _placed_padded(sequences: Sequence[TrainingSequence], members: tuple[int, ..
     return Placement(members, PaddedInputs(tokens_B_S), positions, tokens_B_S.size)
 
 
-def padded_states(split: SplitModel, layers: AttentionLayers | None, inputs: PaddedInputs) -> mx.array:
+def padded_states(split: Blocks, layers: AttentionLayers | None, inputs: PaddedInputs) -> mx.array:
     """Compute the hidden states of all positions, (B * S, D). Causal attention ignores padding on the right.
 
     layers: if given, `layer_caches` replace the caches, as in the other layouts.
@@ -201,7 +201,7 @@ class PackedState(LayerState):
         return self._real_R_S
 
 
-def packed_states(split: SplitModel, layers: AttentionLayers, inputs: PackedInputs, offset: int = 0) -> mx.array:
+def packed_states(split: Blocks, layers: AttentionLayers, inputs: PackedInputs, offset: int = 0) -> mx.array:
     """Compute the hidden states of all positions, (R * S, D). offset: position of the first token of each row."""
     spaced, column_R_S = inputs.spaced(layers.gap)
     real_R_S = np.zeros(spaced.start_R_S.shape, dtype=np.bool_)

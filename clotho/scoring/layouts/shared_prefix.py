@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from clotho.models.attention import AttentionLayers, KeysAndValues, LayerKeys, LayerState, layer_caches
 from clotho.models.blocked_attention import VisibleKeys
-from clotho.models.head import SplitModel
+from clotho.models.head import Blocks
 from clotho.scoring.layouts.rows import Placement, bucket
 from clotho.scoring.sequences import TrainingSequence
 
@@ -114,7 +114,7 @@ class CompletionKeys(LayerKeys):
         return self._layers.mask(VisibleKeys(own_B_C, keys_B_S, window_size=window_size))
 
 
-def shared_states(split: SplitModel, layers: AttentionLayers, inputs: SharedInputs) -> mx.array:
+def shared_states(split: Blocks, layers: AttentionLayers, inputs: SharedInputs) -> mx.array:
     """Compute the hidden states of the prompts, then of the completions, (F * P + B * C, D)."""
     prompts = layer_caches(layers, mx.array(inputs.length_F))
     hidden_F_P_D = split.blocks(mx.array(inputs.tokens_F_P), prompts)
@@ -126,7 +126,7 @@ def shared_states(split: SplitModel, layers: AttentionLayers, inputs: SharedInpu
 
 
 def _completion_states(
-    split: SplitModel, layers: AttentionLayers, prompts: Sequence[LayerKeys], inputs: SharedInputs
+    split: Blocks, layers: AttentionLayers, prompts: Sequence[LayerKeys], inputs: SharedInputs
 ) -> mx.array:
     """Compute the hidden states of completions, (B, C, D), by segment; 0 beyond the columns of a segment."""
     segments_found = segments(inputs.length_B)

@@ -68,7 +68,10 @@ class LossCoefficients(NamedTuple):
 
 
 MetricSums = dict[str, mx.array]
-"""Metric name -> (2,) float32 without gradient: the sum over tokens, and the number of tokens it is the mean of."""
+"""Metric name -> (2,) float32 without gradient: the sum over tokens, and the number of tokens it is the mean of.
+
+`expert_load` has the tokens of each expert instead, then the number of tokens (`clotho.models.experts.expert_load`).
+"""
 
 
 def policy_loss(

@@ -16,7 +16,7 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from attachments.alarms.checks import CUT_REPORTS, CollapseCheck, CutCheck
+from attachments.alarms.checks import CUT_REPORTS, EXPERT_UPDATES, CollapseCheck, CutCheck, ExpertCheck
 from attachments.alarms.tests import test_checks as alarms
 from attachments.alarms.tests.collapse_reports import GOOD, batch, metrics, report
 from attachments.alarms.tests.test_collapse_detection import detector_with_baseline
@@ -93,6 +93,14 @@ def of_the_objective() -> Iterator[Finding]:
     cut = replace(step(1, groups=groups(1.0), update=replace(UPDATE, unmoved_cut_fraction=0.06)), staleness=(0,))
     for _ in range(CUT_REPORTS):
         run.step(cut)
+    yield from run.findings.now
+
+
+def of_the_experts() -> Iterator[Finding]:
+    """A quarter of the experts compute no token any more."""
+    run = ObservedRun(lambda clock: ExpertCheck())
+    for unused in (0.0, *[0.25] * EXPERT_UPDATES):
+        run.step(step(1, groups=groups(1.0), update=replace(UPDATE, unused_experts_fraction=unused)))
     yield from run.findings.now
 
 
@@ -247,6 +255,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
             of_the_machine_during_a_run(),
             of_a_collapsed_run(),
             of_the_objective(),
+            of_the_experts(),
             of_the_scorer(),
             of_the_kv_cache(),
             of_the_rewards(),
