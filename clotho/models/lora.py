@@ -143,7 +143,7 @@ def is_quantized(model: nn.Module) -> bool:
     return any("scales" in module for _, module in model.named_modules())
 
 
-TOKEN_LOOPS = ("jamba", "mamba", "rwkv7")
+TOKEN_LOOPS = ("bailing_moe_linear", "jamba", "mamba", "recurrent_gemma", "rwkv7")
 """Modules of mlx-lm whose recurrent layers are loops over tokens; `falcon_mamba` is in `mamba`."""
 
 
