@@ -7,20 +7,21 @@ same arrays, so a copy takes no memory, and components compute at the same time 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import _BaseCache
 from msgspec.structs import replace
 
 from clotho.models.attention import KeysAndValues, LayerKeys
 from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.lora import AdaptedModule
-from clotho.models.parameters import Parameters, ParameterSlots, locate
+from clotho.models.parameters import Parameters, ParameterSlots, flat, locate, nested
 from clotho.models.stages import backward_of, current_block
 
 
@@ -230,20 +231,45 @@ def _checkpointed_class(cls: type[Any]) -> type[Any]:
         keys = next((arg for arg in given if isinstance(arg, LayerKeys)), LayerKeys())
         number = current_block()
 
-        def inner(parameters: Any, held: KeysAndValues, *args: Any, **kwargs: Any) -> tuple[Any, KeysAndValues]:
+        parameters = flat(block.trainable_parameters())
+        P, H = len(parameters), len(keys.held)
+
+        def inner(*arrays: mx.array) -> tuple[Any, KeysAndValues]:
             """Compute the block with its parameters, and with keys and values of other blocks, as inputs."""
-            block.update(parameters)
-            own = keys.holding(held)  # recomputed keys must be neither visible to others nor kept alive
+            block.update(nested(dict(zip(parameters, arrays[:P], strict=True))))
+            own, rest = keys.holding(arrays[P : P + H]), iter(arrays[P + H :])  # neither visible to others nor kept
 
             def mine(arg: Any) -> Any:
-                return own if arg is keys else arg
+                return own if arg is keys else next(rest) if isinstance(arg, mx.array) else arg
 
             with backward_of(number):  # without effect in the forward pass
                 output = forward(block, *map(mine, args), **{name: mine(arg) for name, arg in kwargs.items()})
             # New nodes, because returning the same array twice would lose a gradient if a block also returns its keys.
             return output, tuple(mx.contiguous(array) for array in own.held)
 
-        output, keys.held = mx.checkpoint(inner)(block.trainable_parameters(), keys.held, *args, **kwargs)
+        inputs = [*parameters.values(), *keys.held, *(arg for arg in given if isinstance(arg, mx.array))]
+        output, keys.held = _recomputed(inner)(*inputs)
         return output
 
     return type(cls.__name__, (cls,), {"__call__": call})
+
+
+def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that keeps its inputs only, and is computed again once its cotangents are.
+
+    `mx.checkpoint` has no such order: in one evaluation, MLX would compute several blocks again before the first of
+    their gradients, and hold the activations of all of them.
+    """
+
+    def leaves(tree: Any) -> list[mx.array]:
+        return [leaf for _, leaf in cast(list[Any], tree_flatten(tree)) if isinstance(leaf, mx.array)]
+
+    computed = mx.custom_function(function)
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+        given = leaves(cotangents)
+        _, gradients = mx.vjp(lambda *arrays: leaves(function(*arrays)), mx.depends(leaves(primals), given), given)
+        return gradients
+
+    computed.vjp(backward)
+    return cast(Callable[..., Any], computed)
