@@ -15,6 +15,9 @@ from training_run.profile.keys import CHOICES, KEYS, PROFILE_KEYS
 OBJECTIVES = tuple(name for name in CHOICES["learner.objective.type"] if name != "custom")
 """Names of the built-in objectives."""
 
+OF_SAMPLES = tuple(name for name in OBJECTIVES if name != "sft")
+"""Those that learn from what a policy has sampled; `sft` needs advantages per token, and knows no sampler."""
+
 SHORT = {
     "advantage": "objective.advantage.type",
     "advantage_deviation": "objective.advantage.deviation",

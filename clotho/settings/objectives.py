@@ -295,6 +295,12 @@ class Sapo(RatioObjective, frozen=True, kw_only=True, tag="sapo"):
     sapo_tau_neg: Annotated[PositiveFloat, about("Sigmoid temperature for other advantages.")] = 1.05
 
 
+class Sft(ObjectiveSettings, frozen=True, kw_only=True, tag="sft"):
+    """Supervised fine-tuning: the cross-entropy of demonstrations, which come in the place of completions."""
+
+    advantage: Advantage = EnvironmentAdvantage()
+
+
 class Custom(ClippedObjective, frozen=True, kw_only=True, tag="custom"):
     """A function of your own, `objective(logp_N, tokens, settings) -> PolicyLoss`."""
 
@@ -305,4 +311,4 @@ class Custom(ClippedObjective, frozen=True, kw_only=True, tag="custom"):
 
 
 PaperObjective = Grpo | DrGrpo | Bnpo | Dapo | Gspo | GspoToken | Cispo | Rloo | Reinforce | ReinforcePlusPlus
-Objective = PaperObjective | PpoDecoupled | DppoTv | Sapo | Custom
+Objective = PaperObjective | PpoDecoupled | DppoTv | Sapo | Sft | Custom

@@ -18,6 +18,7 @@ from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch, sampled_mask_T
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.learner import EssStepScale, LearnerSection
+from clotho.settings.objectives import Sft
 from clotho.training.batch import Minibatch, TrainingBatch
 from clotho.training.gradient import (
     FixedLogprobs,
@@ -246,11 +247,10 @@ def take_optimizer_steps(
             token_gradients=recorder is not None,
             ranks=ranks,
         )
-        log_weights = []
-        for micro, part in zip(mini.micro_batches, parts, strict=True):
-            if recorder is not None:
+        if recorder is not None:
+            for micro, part in zip(mini.micro_batches, parts, strict=True):
                 recorder.add(mini, micro, part)
-            log_weights.append(micro.log_weight_B(np.array(part.logp_N, dtype=np.float64)))
+        log_weights = completion_weights(mini, parts, loss_config.settings)
         if number == 0:
             progress = progress._replace(initial_logp=tuple(part.logp_N for part in parts))
         stepped = take_step(
@@ -262,6 +262,19 @@ def take_optimizer_steps(
             turns.pause()
         progress = stepped
     return progress
+
+
+def completion_weights(
+    mini: Minibatch, parts: Sequence[MicroBatchGradient], settings: LearnerSection
+) -> list[NDArray[np.float64]]:
+    """Return the logarithms of the importance weights of completions per micro-batch, (B,) nats; 0 without a sampler.
+
+    parts: the gradients of the micro-batches.
+    """
+    if isinstance(settings.objective, Sft):
+        return [np.zeros(micro.sequences) for micro in mini.micro_batches]
+    logps = (np.array(part.logp_N, dtype=np.float64) for part in parts)
+    return [micro.log_weight_B(logp_N) for micro, logp_N in zip(mini.micro_batches, logps, strict=True)]
 
 
 def take_step(

@@ -19,16 +19,17 @@ from clotho.models.parameters import Arrays, flat, nested
 from clotho.scoring.sequences import sampled_mask_T
 from clotho.settings.bounds import Off
 from clotho.settings.learner import LearnerSection
-from clotho.settings.objectives import Reinforce
+from clotho.settings.objectives import Sft
 from clotho.training import gradient as micro
 from clotho.training.batch import Minibatch, compute_advantages, minibatches
 from clotho.training.gradient import FixedLogprobs, LossConfig, StepPosition, compute_logprobs
 from clotho.training.learner_state import with_prefix
-from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
+from clotho.training.objectives.functions import reinforce
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizer_steps import (
     MetricTotals,
     OptimizerProgress,
+    completion_weights,
     metric_means,
     minibatch_gradient,
     take_step,
@@ -111,15 +112,15 @@ class StepwiseLearner(PolicyLearner):
                 batch = self._prepare(groups, config, step=self._state.updates)
                 if not batch.minibatches:  # all completions are truncated, and masked therefore
                     return NOTHING
-                return self._add(groups, batch.minibatches[0], batch.fixed_logprobs[0], config, weighted=True)
+                return self._add(groups, batch.minibatches[0], batch.fixed_logprobs[0], config)
             config = self._plain_config()
             mini = self._minibatch(groups, config.settings)
             fixed = [FixedLogprobs(None, None)] * len(mini.micro_batches)
             if loss == "cross_entropy":
-                found = self._add(groups, mini, fixed, config, weighted=False)
+                found = self._add(groups, mini, fixed, config)
                 return replace(found, metrics={})
             value, metrics, mini = self._slopes(groups, mini, loss)
-            found = self._add(groups, mini, fixed, config, weighted=False)
+            found = self._add(groups, mini, fixed, config)
             return replace(found, loss=value, metrics=metrics)
         finally:
             self.model.release()
@@ -191,11 +192,11 @@ class StepwiseLearner(PolicyLearner):
 
     def _plain_config(self) -> LossConfig:
         """Return the configuration of a loss that is linear in the log-probabilities, without penalties."""
-        chosen = Reinforce(loss_aggregation=self._settings.objective.loss_aggregation, importance_correction=Off())
+        chosen = Sft(loss_aggregation=self._settings.objective.loss_aggregation)
         settings = replace(
             self._settings, objective=chosen, kl_penalty=Off(), distillation_weight=0.0, num_minibatches=1
         )
-        return LossConfig(settings, _negative_log_likelihood, self._distribution, LossCoefficients(0.0, 0.0))
+        return LossConfig(settings, reinforce, self._distribution, LossCoefficients(0.0, 0.0))
 
     def _minibatch(self, groups: Sequence[ScoredGroup], settings: LearnerSection) -> Minibatch:
         (mini,) = minibatches(
@@ -254,10 +255,8 @@ class StepwiseLearner(PolicyLearner):
         mini: Minibatch,
         fixed: Sequence[FixedLogprobs],
         config: LossConfig,
-        *,
-        weighted: bool,
     ) -> Gradient:
-        """Add the gradient of a minibatch to the one that is held. weighted: its log-probabilities are importance."""
+        """Add the gradient of a minibatch to the one that is held."""
         total, parts = minibatch_gradient(
             mini,
             fixed,
@@ -270,12 +269,9 @@ class StepwiseLearner(PolicyLearner):
             token_gradients=False,
             ranks=None,
         )
-        log_weights = tuple(
-            part.log_weight_B(np.array(found.logp_N, dtype=np.float64)) if weighted else np.zeros(part.sequences)
-            for part, found in zip(mini.micro_batches, parts, strict=True)
-        )
+        log_weights = completion_weights(mini, parts, config.settings)
         held, tokens = self._held, mini.tokens
-        kept = total if weighted else total._replace(metrics={})
+        kept = total._replace(metrics={}) if isinstance(config.settings.objective, Sft) else total
         self._held = _Held(
             micro.add_gradients(held.total if held is not None else None, kept),
             (*(held.log_weights if held is not None else ()), *log_weights),
@@ -285,10 +281,6 @@ class StepwiseLearner(PolicyLearner):
         means.pop("ratio_squared_mean", None)
         rows = _rows(groups, mini, [found.logp_N for found in parts])
         return Gradient(loss=float(total.loss), metrics=means, tokens=tokens, logprobs=rows)
-
-
-def _negative_log_likelihood(logp_N: mx.array, tokens: ObjectiveInputs, settings: Reinforce) -> PolicyLoss:
-    return PolicyLoss(-tokens.advantage_N * logp_N, mx.zeros_like(logp_N))
 
 
 def _completions(groups: Sequence[ScoredGroup]) -> list[Completion]:

@@ -114,6 +114,7 @@ TOKEN_LOSSES: dict[str, Token] = {
     "reinforce": reinforce,
     "dppo_tv": dppo_tv,
     "sapo": sapo,
+    "sft": reinforce,
 }
 
 

@@ -17,16 +17,16 @@ from clotho.training.gradient import compute_logprobs
 from clotho.training.update import PolicyLearner
 from protocols.rollout import ScoredGroup
 from protocols.step import Cut, TokenValues
-from tests.learner_settings import OBJECTIVES, learner_settings, short_names
+from tests.learner_settings import OF_SAMPLES, learner_settings, short_names
 from tests.oracle.advantages import advantages
-from tests.oracle.policy_loss import TOKEN_LOSSES, Example, cuts, gradient_shares
+from tests.oracle.policy_loss import Example, cuts, gradient_shares
 from tests.training.policies_and_groups import Bigram, BigramPolicy, same_bits, scored_group
 
 WIDE = {"clip_low": 0.1, "clip_high": 0.1}
 TO_SAMPLER: dict[str, Any] = {"ratio_reference": "sampler", "correction": "off"}
 BATCH_START = {"objective": "grpo", "ratio_reference": "batch_start"}
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {"objective": name} for name in TOKEN_LOSSES},
+    **{name: {"objective": name} for name in OF_SAMPLES},
     **{f"{name}, wide": {"objective": name, **WIDE} for name in ("dppo_tv", "cispo")},
     **{f"{name}, wide": {"objective": name, **WIDE, **TO_SAMPLER} for name in ("gspo", "gspo_token", "rloo")},
     **{
@@ -194,7 +194,7 @@ def test_tokens_and_completions_that_are_not_trained_on_are_masked() -> None:
     assert float(share_T.sum()) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", OF_SAMPLES)
 def test_the_rounding_of_bfloat16_cuts_at_most_two_percent_without_a_move_of_the_policy(name: str) -> None:
     """Completions of 300 tokens with the mean KL of 28 layers in docs/numerics-internals.md, and default settings.
 

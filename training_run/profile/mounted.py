@@ -32,6 +32,7 @@ ATTACHED = {
     "server.tool_parser": "tools",
     "server.weights_root": "remote",
     "sessions": "sessions",
+    "sft": "sft",
     "trackers": "trackers",
 }
 """The attachment of each key that an attachment adds to a profile: a key of an absent one is refused by its name."""

@@ -117,8 +117,11 @@ CONTRADICTIONS = (
          "belongs to the built-in learner, which a custom actor replaces"),
     Rule(MAX_RATIO, lambda v, x: x > 0 and v["rollouts.lag"] > 0,
          "= {} and rollouts.lag exclude each other: replacements are sampled with the newest weights"),
-    Rule(ADVANTAGE, lambda v, x: x == "environment" and not has_environments(v) and not custom_flow(v),
+    Rule(ADVANTAGE, lambda v, x: x == "environment" and not has_environments(v) and not custom_flow(v)
+         and v["learner.objective.type"] != "sft",
          '= "{}" needs groups with advantages per token: from environments (atropos) or from a custom actor'),
+    Rule("learner.objective.type", lambda v, x: x == "sft" and "sft.train_on" not in v and not custom_flow(v),
+         "= \"{}\" learns demonstrations, which the attachment 'sft' reads; this installation lacks it"),
     Rule(f"{OVERLONG} learner.kl_penalty.type", lambda v, x: x in ("linear", "reward") and v[ADVANTAGE] == FROM_GROUPS,
          '= "{}" has no effect: learner.objective.advantage = "environment" ignores rewards'),
     Rule("learner.kl_penalty.reference.type", lambda v, x: x == "environment" and not has_environments(v),

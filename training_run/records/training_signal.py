@@ -106,7 +106,8 @@ class TrainingSignal:
         """Take groups into account, as the checks of rewards and truncation need them."""
         for group in groups:
             if isinstance(group, ScoredGroup):
-                self._add(group.group.prompt.problem.prompt, group.group.completions, group)
+                if not group.token_advantages:  # with them, a group is learned whatever its rewards are
+                    self._add(group.group.prompt.problem.prompt, group.group.completions, group)
             elif group.reason == "reward_error":
                 self._failed, self._error = self._failed + 1, self._error or group.detail
             elif group.reason != "stale":

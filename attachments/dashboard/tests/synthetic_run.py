@@ -146,6 +146,25 @@ def _completion(
     }
 
 
+UNUSED = (
+    "agent/turns",
+    "agent/tool_calls",
+    "agent/tool_errors",
+    "agent/limited",
+    "agent/failed",
+    "agent/seconds",
+    "sessions/open",
+    "sessions/rewarded",
+    "sessions/dropped",
+    "sessions/refused",
+    "sessions/forked",
+    "sessions/untrainable",
+    "sft/epochs",
+    "sft/cut",
+)
+"""Metrics of attachments that the run does not use: null."""
+
+
 def made_metrics(shape: RunShape, groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the lines of metrics.jsonl. Step 3 has no update, so that its metrics of the update are null."""
     by_step: dict[int, list[dict[str, Any]]] = {}
@@ -176,18 +195,7 @@ def made_metrics(shape: RunShape, groups: list[dict[str, Any]]) -> Iterator[dict
             "groups/mixed": 0.7 - 0.1 * progress,
             "groups/replaced": 0,
             "groups/replayed": 0,
-            "agent/turns": None,
-            "agent/tool_calls": None,
-            "agent/tool_errors": None,
-            "agent/limited": None,
-            "agent/failed": None,
-            "agent/seconds": None,
-            "sessions/open": None,
-            "sessions/rewarded": None,
-            "sessions/dropped": None,
-            "sessions/refused": None,
-            "sessions/forked": None,
-            "sessions/untrainable": None,
+            **dict.fromkeys(UNUSED),
             "curriculum/zero_variance_expected": 0.3 * (1 - progress),
             "curriculum/zero_variance_observed": 0.25,
             "curriculum/success_rate": 0.5 * progress,

@@ -194,6 +194,7 @@ OBJECTIVES: Mapping[type[ObjectiveSettings], Objective] = {
     Gspo: gspo,
     GspoToken: gspo_token,
     Rloo: rloo,
+    settings.Sft: reinforce,
 }
 """The objective function of each struct: objective(log pi, tokens, settings)."""
 

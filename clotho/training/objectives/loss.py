@@ -29,7 +29,7 @@ from clotho.settings.learner import (
     LearnerSection,
     LossKLPenalty,
 )
-from clotho.settings.objectives import ObjectiveSettings, RatioObjective
+from clotho.settings.objectives import ObjectiveSettings, RatioObjective, Sft
 from clotho.training.objectives.contract import Objective, ObjectiveInputs
 from clotho.training.objectives.importance_correction import CorrectionWeights, correction_weights
 from clotho.training.objectives.kl import ESTIMATORS, bounded_log_ratio, k3, ratio_weighted
@@ -104,6 +104,8 @@ def policy_loss(
         and not isinstance(chosen.importance_correction, Off)
     ):
         raise ValueError("an importance correction needs ratio_reference = 'batch_start': it would count twice")
+    if isinstance(chosen, Sft):  # nobody sampled the tokens: ratios are 1
+        inputs = inputs._replace(rollout_logp_N=mx.stop_gradient(logp_N))
     tokens = _tokens(logp_N, inputs, chosen)
     token_loss = objective(logp_N, tokens, chosen)
     correction = correction_weights(logp_N, tokens.old_logp_N, tokens, chosen)
