@@ -88,7 +88,7 @@ def adapter_settings(kind: str = "lora", **fields: Any) -> AdapterMethod:
 
 def advantage(kind: str, *, deviation: str, epsilon: float) -> Advantage:
     """Settings of an advantage; deviation and epsilon count only for a type that divides by a deviation."""
-    divides = kind in ("group", "batch", "batch_centred", "optimal_baseline")
+    divides = kind in ("group", "batch", "batch_centred", "batch_scaled", "optimal_baseline")
     return learner_settings(
         advantage=kind, **({"advantage_deviation": deviation, "advantage_epsilon": epsilon} if divides else {})
     ).objective.advantage

@@ -59,6 +59,10 @@ class BatchCentredAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, tag=
     """Rewards minus the mean of their group, divided by the standard deviation over the batch."""
 
 
+class BatchScaledAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, tag="batch_scaled"):
+    """Rewards minus the mean of their group, divided by the standard deviation of the rewards of the batch."""
+
+
 class MaxRLAdvantage(Variant, frozen=True, kw_only=True, tag="max_rl"):
     """Rewards minus the mean of their group, divided by the mean of their group (arXiv:2602.02710)."""
 
@@ -75,7 +79,7 @@ class EnvironmentAdvantage(Variant, frozen=True, kw_only=True, tag="environment"
     """Advantages per token, which every group must contain."""
 
 
-Normalized = GroupAdvantage | BatchAdvantage | BatchCentredAdvantage | OptimalBaselineAdvantage
+Normalized = GroupAdvantage | BatchAdvantage | BatchCentredAdvantage | BatchScaledAdvantage | OptimalBaselineAdvantage
 Other = MeanAdvantage | LeaveOneOutAdvantage | MaxRLAdvantage | EnvironmentAdvantage
 Advantage = Annotated[Normalized | Other, about("How advantages follow from rewards, if groups contain no advantages.")]
 

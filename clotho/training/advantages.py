@@ -19,6 +19,7 @@ from clotho.settings.objectives import (
     Advantage,
     BatchAdvantage,
     BatchCentredAdvantage,
+    BatchScaledAdvantage,
     GroupAdvantage,
     LeaveOneOutAdvantage,
     MaxRLAdvantage,
@@ -116,6 +117,16 @@ def batch_centred(rewards: list[Array], ddof: int, epsilon: float) -> list[Array
     return [centred_G / scale for centred_G in centred]
 
 
+def batch_scaled(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
+    """A_i = (r_i - mean r of its group) / (std r of the batch + epsilon): Lite PPO (arXiv:2508.08221).
+
+    The deviation is that of the rewards themselves, so that it contains the differences between groups: it hardly
+    changes if most groups have almost equal rewards, where `batch_centred` divides by the rest.
+    """
+    scale = _spread(np.concatenate(rewards), ddof) + epsilon
+    return [_centred(reward_G) / scale for reward_G in rewards]
+
+
 ADVANTAGES: Mapping[type[Advantage], Advantages] = MappingProxyType(
     {
         GroupAdvantage: group,
@@ -124,6 +135,7 @@ ADVANTAGES: Mapping[type[Advantage], Advantages] = MappingProxyType(
         MaxRLAdvantage: max_rl,
         BatchAdvantage: batch,
         BatchCentredAdvantage: batch_centred,
+        BatchScaledAdvantage: batch_scaled,
     }
 )
 """Struct of the advantage -> advantages, for all that need nothing but rewards."""

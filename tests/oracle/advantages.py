@@ -32,6 +32,8 @@ def advantages(kind: str, rewards: Sequence[Sequence[float]], *, spread: str, ep
         return [[r - (sum(g) - r) / (len(g) - 1) if len(g) > 1 else 0.0 for r in g] for g in rewards]
     if kind == "batch":
         return [[(r - mean(everything)) / (deviation(everything, spread) + epsilon) for r in g] for g in rewards]
+    if kind == "batch_scaled":
+        return [[c / (deviation(everything, spread) + epsilon) for c in row] for row in centred]
     flat = [c for row in centred for c in row]
     return [[c / (deviation(flat, spread) + epsilon) for c in row] for row in centred]
 

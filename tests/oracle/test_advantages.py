@@ -14,7 +14,7 @@ from tests.oracle.advantages import least_variance
 
 
 @pytest.mark.parametrize("spread", ["population", "sample"])
-@pytest.mark.parametrize("kind", ["group", "mean", "leave_one_out", "max_rl", "batch", "batch_centred"])
+@pytest.mark.parametrize("kind", ["group", "mean", "leave_one_out", "max_rl", "batch", "batch_centred", "batch_scaled"])
 def test_advantages_equal_the_loops(kind: str, spread: Literal["population", "sample"]) -> None:
     """To float64's rounding, for groups of one to six."""
     rng = np.random.default_rng(3)

@@ -13,7 +13,7 @@ from clotho.training.advantages import advantages, environment_advantages
 from tests.learner_settings import advantage
 from tests.training.policies_and_groups import scored_group
 
-ADVANTAGES = ("group", "mean", "leave_one_out", "max_rl", "optimal_baseline", "batch", "batch_centred")
+ADVANTAGES = ("group", "mean", "leave_one_out", "max_rl", "optimal_baseline", "batch", "batch_centred", "batch_scaled")
 BATCH = [[1.0, 0.0, 0.0, 0.0], [1.0, 3.0]]
 
 
@@ -40,6 +40,7 @@ def judged(
             [np.array([3, -1, -1, -1]) / (22 / 3) ** 0.5, [-4 / (22 / 3) ** 0.5, 4 / (22 / 3) ** 0.5]],
         ),
         ("batch_centred", "sample", [np.array([3, -1, -1, -1]) / 8.8**0.5, np.array([-4, 4]) / 8.8**0.5]),
+        ("batch_scaled", "population", [np.array([9, -3, -3, -3]) / 164**0.5, np.array([-12, 12]) / 164**0.5]),
     ],
 )
 def test_advantages_by_hand(kind: str, deviation: str, expected: list[list[float]]) -> None:
@@ -47,7 +48,7 @@ def test_advantages_by_hand(kind: str, deviation: str, expected: list[list[float
 
     leave_one_out: 1 - 0, 0 - 1/3; 1 - 3, 3 - 1. max_rl: over 1/4; over 2. batch, in sixths around the mean
     5/6: 1 -5 -5 -5 and 1 13, squares 246, over 6: 41, over 5: 49.2. batch_centred, in quarters: 3 -1 -1 -1 and -4 4,
-    squares 44, over 6: 22/3, over 5: 8.8.
+    squares 44, over 6: 22/3, over 5: 8.8. batch_scaled, in twelfths: 9 -3 -3 -3 and -12 12, over 2 sqrt(41).
     """
     for one, other in zip(judged(kind, BATCH, deviation=deviation), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9)

@@ -43,7 +43,7 @@ def test_a_muted_completion_has_no_advantage_of_its_own_either() -> None:
     assert math.isnan(spoilt[0][1][0])
 
 
-@pytest.mark.parametrize("kind", ["group", "mean", "leave_one_out", "batch", "batch_centred"])
+@pytest.mark.parametrize("kind", ["group", "mean", "leave_one_out", "batch", "batch_centred", "batch_scaled"])
 def test_token_advantages_take_the_place_of_rewards_for_their_group_alone(kind: str) -> None:
     """The others are judged as if that group were not there, over the batch as well."""
     plain = [scored_group([[3], [4]], [1.0, 0.0]), scored_group([[5], [6]], [4.0, 2.0], group_id=1)]
