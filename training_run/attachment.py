@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from training_run.records.display import RunFacts
     from training_run.rewards.worker_process import NewWorker
     from training_run.run import RunContext
+    from training_run.stages import StagePlan
     from training_run.supervision.hooks import Chooser, Measure, ReportObserver, UpdateHook
     from training_run.supervision.queues import Queue
     from training_run.supervision.supervisor import Child
@@ -171,6 +172,10 @@ class Attachment:
 
     def complaints(self, profile: Profile) -> Iterable[Complaint]:
         """Return what is wrong between settings, beyond the rows of the two tables."""
+        return ()
+
+    def stages(self, profile: Profile) -> Sequence[StagePlan]:
+        """Return the stages of a run, in order. Raises ProfileError."""
         return ()
 
     def children(self, profile: Profile) -> Sequence[str]:

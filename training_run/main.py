@@ -14,9 +14,8 @@ import os
 import platform
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from training_run.profile.aliases import COMMANDS
 from training_run.supervision.process_signals import process_signals
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from training_run.directory.run_directory import RunDirectory
     from training_run.profile.flags import Arguments
     from training_run.profile.schema import Profile
+    from training_run.stages import RunStage
 
     Train = Callable[[Profile, RunDirectory, Console], Awaitable[int]]
     LoadTrain = Callable[[], Train]
@@ -199,8 +199,9 @@ def commands() -> dict[str, Callable[[Sequence[str]], tuple[int, bool]]]:
 class PreparedRun:
     """A profile, and the run directory that this process owns for it."""
 
-    def __init__(self, profile: Profile, directory: RunDirectory, console: Console) -> None:
-        self._profile, self._directory, self._console = profile, directory, console
+    def __init__(self, profile: Profile, stages: Sequence[RunStage], directory: RunDirectory, console: Console) -> None:
+        """stages: of the run; empty if it has one set of settings."""
+        self._profile, self._stages, self._directory, self._console = profile, stages, directory, console
         gc.disable()  # the modules imported until `start` stay in use, so collections would only take time
 
     def close(self) -> None:
@@ -215,20 +216,34 @@ class PreparedRun:
 
     def start(self, train: Train) -> int:
         """Train; the exit status."""
-        import anyio
-
         from training_run.records.failure_report import report
 
         gc.freeze()
         gc.enable()
         try:
-            return anyio.run(train, self._profile, self._directory, self._console)
+            return self._train(train)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # includes SystemExit of user code
             return report(error, log=self._directory.log)
         finally:
             self.close()
+
+    def _train(self, train: Train) -> int:
+        """Train stage by stage, until one does not end well."""
+        import anyio
+
+        from training_run.stages import remaining
+
+        if not self._stages:
+            return anyio.run(train, self._profile, self._directory, self._console)
+        status = 0
+        for stage in remaining(self._stages, self._directory):
+            if status == 0:
+                self._directory.stage = stage
+                status = anyio.run(train, stage.profile, self._directory, self._console)
+                self._directory.go_on()
+        return status
 
 
 def prepare(argv: Sequence[str]) -> PreparedRun | int:
@@ -243,22 +258,35 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
     from training_run.directory.run_directory import open_run
     from training_run.profile.flags import help_text, parse_arguments
     from training_run.profile.load import load_profile
+    from training_run.stages import stages_of
 
     console = _console()
     arguments = parse_arguments(argv)
     if arguments.help is not None:
         return _show_help(help_text(arguments.help, commands()))[0]
     fork = find_fork(arguments) if arguments.fork else None
-    profile = load_profile(arguments.profile, arguments.overrides, adjust=partial(adjusted, arguments))
-    check_attachments(profile)
-    if profile.actors:
-        from training_run.supervision.custom_actors import require_positions
 
-        require_positions(profile)
+    def load(*layers: Layer) -> Profile:
+        """Return the profile with further layers."""
+        found = load_profile(
+            arguments.profile,
+            arguments.overrides,
+            adjust=lambda below: [*adjusted(arguments, below), *layers],
+        )
+        check_attachments(found)
+        if found.actors:
+            from training_run.supervision.custom_actors import require_positions
+
+            require_positions(found)
+        return found
+
+    profile = load()
+    stages = stages_of(profile, load)
     if arguments.dry_run:
         from training_run.commands.dry_run import dry_run
 
-        return dry_run(profile, console, shown="full" if arguments.dry_run == "full" else "changed")
+        shown: Literal["full", "changed"] = "full" if arguments.dry_run == "full" else "changed"
+        return max(dry_run(one, console, shown=shown) for one in [stage.profile for stage in stages] or [profile])
     path = Path(os.path.expanduser(profile.run_dir))
     if fork is not None:
         refuse_same_run(path, fork)
@@ -275,7 +303,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
     except ClothoError:
         directory.close()
         raise
-    return PreparedRun(profile, directory, console)
+    return PreparedRun(profile, stages, directory, console)
 
 
 def adjusted(arguments: Arguments, layers: list[Layer]) -> list[Layer]:

@@ -123,6 +123,7 @@ class PolicyLearner:
         sampling: Sampling,
         *,
         steps: int,
+        first_step: int = 0,
         seed: int = 0,
         measure_update_kl: int = 0,
         token_values: bool = False,
@@ -131,7 +132,8 @@ class PolicyLearner:
     ) -> None:
         """Start from the served parameters.
 
-        steps: length of the learning-rate schedule. seed: for dealing groups to minibatches.
+        steps: length of the learning-rate schedule. first_step: the step at which it begins. seed: for dealing groups
+        to minibatches.
         measure_update_kl: measure how far updates move the policy (`UpdateMetrics.update_kl`): each of the first steps,
         and later so many in a row of every `UPDATE_KL_INTERVAL`, because this takes up to a quarter of an update; 0:
         none; also none if nothing is sampled (`sft`).
@@ -142,7 +144,8 @@ class PolicyLearner:
         rounds too much for its ratio, and ModelError if the model does not support the layout.
         """
         require_learnable(sampling)
-        self._policy, self._settings, self._steps, self._seed = policy, learner, steps, seed
+        self._policy, self._settings, self._seed = policy, learner, seed
+        self._steps, self._first_step = steps, first_step
         self._max_tokens = sampling.max_tokens
         self._measure_update_kl = 0 if isinstance(learner.objective, Sft) else measure_update_kl
         self._token_values, self._ranks = token_values, ranks
@@ -152,12 +155,16 @@ class PolicyLearner:
         require_exact_ratio(learner.objective, computing_dtype(self.model.model))
         self._forcing = TeacherForcing(self.model.model, self.model.vocab_size, layout=learner.layout)
         self.turns = TurnBudget(learner.max_turn_ms / 1000.0, lane)
-        self._reference = ReferencePolicy(policy, learner)
         self._adapter_check = AdapterCheck()
+        self.begin()
+
+    def begin(self) -> None:
+        """Start from the served parameters, with new states of optimizer, coefficients and reference policy."""
+        self._reference = ReferencePolicy(self._policy, self._settings)
         self._start_from_served()
         self._state = LearnerState(
-            optimizer=initial_state(flat(self.parameters), learner),
-            loss_coefficients=initial_loss_coefficients(learner),
+            optimizer=initial_state(flat(self.parameters), self._settings),
+            loss_coefficients=initial_loss_coefficients(self._settings),
         )
 
     def _start_from_served(self) -> None:
@@ -174,7 +181,7 @@ class PolicyLearner:
         applied. replayed: groups to train on as well, without results of their own. Raises ValueError if the policy
         sampled no token.
         """
-        step = self._state.updates if step is None else step
+        step = self._state.updates if step is None else step - self._first_step
         in_a_row = self._measure_update_kl
         measures = in_a_row > 0 and (step < FIRST_STEPS or step % UPDATE_KL_INTERVAL < in_a_row)
         try:

@@ -11,16 +11,15 @@ from clotho.models.parameters import flat
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.learner import LearnerSection
 from protocols.rollout import ScoredGroup
-from tests.learner_settings import learner_settings
+from tests.learner_settings import OF_SAMPLES, learner_settings
 from tests.oracle.environment_loss import Run, environment_loss
 from tests.training.environment_groups import environment_groups
 from tests.training.policies_and_groups import BigramPolicy, whole_gradient
-from training_run.profile.keys import CHOICES
 
 BIAS = ((3, 0.4), (0, -0.2))
 BESIDE: dict[str, Any] = {"kl_beta": 0.1, "entropy_weight": 0.05, "distillation_weight": 0.3}
 CASES: dict[str, dict[str, Any]] = {
-    **{f"{name}, its recipe": {"objective": name} for name in CHOICES["learner.objective.type"] if name != "custom"},
+    **{f"{name}, its recipe": {"objective": name} for name in OF_SAMPLES},
     **{f"advantage {kind}": {"advantage": kind} for kind in ("mean", "leave_one_out", "batch", "batch_centred")},
     **{
         f"aggregation {kind}": {"loss_aggregation": kind}

@@ -10,12 +10,16 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clotho.storage.adapters import CONFIG, TENSORS
 from clotho.storage.atomic_files import is_leftover, remove_leftovers, replace_file, sync_directory
 from protocols.errors import RunDirectoryError, disk_errors_as, visible
 from training_run.attachment import attachment_directories
 from training_run.directory.checkpoints import DIRECTORY_NAME
+
+if TYPE_CHECKING:
+    from training_run.stages import RunStage
 
 LOCK = ".lock"
 MAX_COMMAND_CHARACTERS = 120
@@ -148,7 +152,8 @@ class RunDirectory:
     from; absent if these are the base model alone. preflight: findings of the last start, as JSON.
 
     resumed: whether the directory held a run that continues now. resume_step: step of the checkpoint from which it
-    continues; None for the newest. fork: checkpoint of another run that the run starts from. run_id: identifies the run
+    continues; None for the newest. fork: checkpoint of another run that the run starts from. stage: the present one, if
+    the run has several. run_id: identifies the run
     across restarts; adapters that the run writes carry it. `--clean` keeps the id, so that the new run may overwrite
     the adapters of the old one.
     """
@@ -177,6 +182,7 @@ class RunDirectory:
         id_file = path / RUN_ID
         self.run_id = id_file.read_text().strip() if id_file.is_file() else uuid.uuid4().hex
         self._lock, self._clean, self._created = lock, clean, created
+        self.stage: RunStage | None = None
 
     def written(self) -> Iterator[str]:
         """Yield the names of the files of the run that exist, in alphabetical order; directories end in a slash."""
@@ -202,6 +208,10 @@ class RunDirectory:
             if not (self.path / RUN_ID).exists():
                 replace_file(self.path / RUN_ID, [f"{self.run_id}\n".encode()])
         self._created = []
+
+    def go_on(self) -> None:
+        """Let the next stage continue from the newest checkpoint."""
+        self.resumed, self.resume_step, self.fork, self._clean = True, None, None, False
 
     def close(self) -> None:
         """Release the directory. Directories that were created for a run that did not begin are removed."""

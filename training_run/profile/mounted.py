@@ -33,6 +33,8 @@ ATTACHED = {
     "server.weights_root": "remote",
     "sessions": "sessions",
     "sft": "sft",
+    "stage": "stages",
+    "stages": "stages",
     "trackers": "trackers",
 }
 """The attachment of each key that an attachment adds to a profile: a key of an absent one is refused by its name."""

@@ -211,23 +211,29 @@ def _starts_over(directory: RunDirectory) -> tuple[str, ...]:
 
 
 async def restore(
-    path: Path, compute: Compute, policy: Policy, learner: PolicyLearner, inputs: dict[str, str]
+    path: Path, compute: Compute, policy: Policy, learner: PolicyLearner, inputs: dict[str, str], *, begins: int = 0
 ) -> Checkpoint:
     """Read a checkpoint, and restore policy, learner and random state from it.
 
-    inputs: fingerprints of the inputs of this process. Raises CheckpointError if they differ, or if the checkpoint
-    belongs to another policy.
+    inputs: fingerprints of the inputs of this process. begins: the step after which a stage begins, with a dataset of
+    its own and a new learner; 0: the first. Raises CheckpointError if inputs differ, or if the checkpoint belongs to
+    another policy.
     """
-    require_same_inputs(read_state(path), inputs)
-    return await finish(compute.learner.submit(lambda: _restore(path, policy, learner)))
+    state = read_state(path)
+    anew = 0 < state.step == begins
+    require_same_inputs(state, inputs | {"dataset": state.inputs.get("dataset", "")} if anew else inputs)
+    return await finish(compute.learner.submit(lambda: _restore(path, policy, learner, anew=anew)))
 
 
-def _restore(path: Path, policy: Policy, learner: PolicyLearner) -> Checkpoint:
+def _restore(path: Path, policy: Policy, learner: PolicyLearner, *, anew: bool) -> Checkpoint:
     checkpoint = read_checkpoint(path, expected=policy.trainable(), adapter_config=policy.adapter_config)
     state = checkpoint.state
     policy.publish(checkpoint.parameters, version=state.version, step=state.step, fingerprint=state.fingerprint)
     try:
-        learner.restore(checkpoint.optimizer)
+        if anew:
+            learner.begin()
+        else:
+            learner.restore(checkpoint.optimizer)
     except ValueError as error:
         raise CheckpointError(f"cannot resume from {path}: {error}") from error
     restore_random_state(state.random_state)

@@ -41,6 +41,7 @@ from training_run.directory.run_paths import run_of
 from training_run.profile.load import load_profile, resolved_toml
 from training_run.profile.schema import Profile
 from training_run.records.evaluation_history import EvaluationRecord
+from training_run.stages import recorded_profile
 from training_run.start.resume import (
     MetricsRecord,
     ResumedRollout,
@@ -129,7 +130,8 @@ async def begin(
     """
     if directory.resumed and directory.profile.exists():
         before = load_profile(str(directory.profile))
-        refuse_if_incompatible(before, profile, run=directory.path, step=directory.resume_step)
+        whole = recorded_profile(profile, directory)
+        refuse_if_incompatible(before, whole, run=directory.path, step=directory.resume_step)
     directory.begin()
     initial = policy.trainable()
     if fork is not None:
@@ -139,7 +141,8 @@ async def begin(
     parts: Mapping[str, Part[msgspec.Raw]] = {}
     warnings = found.warnings
     if found.path is not None:
-        checkpoint = await restore(found.path, compute, policy, learner, inputs)
+        begins = directory.stage.first_step if directory.stage is not None else 0
+        checkpoint = await restore(found.path, compute, policy, learner, inputs, begins=begins)
         state, parts = checkpoint.state, checkpoint.parts
     elif origin is not None or not isinstance(profile.policy.method, FullMethod):
         snapshot = await finish(compute.learner.submit(lambda: _snapshot(policy, learner, None, inputs)))
@@ -224,7 +227,8 @@ def _snapshot(
 
 def checkpoint_records(profile: Profile, directory: RunDirectory) -> Callable[[int], dict[str, bytes]]:
     """Return the function of a step that gives the records of its checkpoint: the profile without API keys, metrics."""
-    return partial(records_of, resolved_toml(profile, mask_secrets=True), directory.metrics)
+    text = resolved_toml(recorded_profile(profile, directory), mask_secrets=True)
+    return partial(records_of, text, directory.metrics)
 
 
 def _write_first(directory: RunDirectory, snapshot: Snapshot, profile: Profile) -> None:

@@ -45,6 +45,7 @@ from training_run.records.findings import RunFindings
 from training_run.records.remedies import RunCommands
 from training_run.rewards.runner import RewardRunner, rewards_of
 from training_run.run import RunContext
+from training_run.stages import recorded_profile
 from training_run.start.initial_adapter import publish_first_checkpoint, publish_initial, read_initial
 from training_run.start.preflight import require_importable, start_findings, write_findings
 from training_run.start.starting_point import Fork, begin, publish_fork, restore_learner
@@ -123,7 +124,7 @@ async def _build_context(
         start = await begin(
             profile, directory, compute, policy, policy_learner, fork=fork, origin=origin, inputs=inputs
         )
-        write_profile(profile, directory.profile)
+        write_profile(recorded_profile(profile, directory), directory.profile)
         preflight, findings = _findings(profile, directory, preflight)
         history = read_history(directory.metrics, directory.evaluations)
     ledger = Ledger(start.state.ledger if start.state else None)
@@ -217,11 +218,13 @@ def _load_policy(plan: Plan, lane: Lane) -> LoadedPolicy:
         publish_initial(policy, initial)
     elif from_checkpoint:
         publish_first_checkpoint(policy, checkpoint_path(directory.checkpoints, INITIAL))
+    first_step = directory.stage.first_step if directory.stage is not None else 0
     learner = PolicyLearner(
         policy,
         profile.learner,
         profile.sampling,
-        steps=profile.steps,
+        steps=profile.steps - first_step,
+        first_step=first_step,
         seed=profile.seed,
         measure_update_kl=plan.measured_updates,
         token_values=plan.token_values,

@@ -161,6 +161,7 @@ UNUSED = (
     "sessions/untrainable",
     "sft/epochs",
     "sft/cut",
+    "stages/stage",
 )
 """Metrics of attachments that the run does not use: null."""
 

@@ -33,6 +33,7 @@ EXAMPLES = (
     "[[1, 2.0]]",
     "[{name = 'a'}]",
     "[{name = 'wandb'}]",
+    "[{kind = 'rl', steps = 1}]",
     "mlp.up_proj=4",
     "a:b",
 )

@@ -1,0 +1,88 @@
+"""`[[stages]]` of a profile: one run, one adapter, and several kinds of training one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attachments.stages.sections import STAGE, STAGES, StageSection
+from clotho.settings.objectives import Sft
+from protocols.errors import ProfileError
+from training_run.attachment import Attach, Attachment, Plan
+from training_run.profile.rules import Complaint, Rule
+
+if TYPE_CHECKING:
+    from training_run.profile.schema import Profile
+    from training_run.run import RunContext
+    from training_run.stages import StagePlan
+
+FIXED = ("model", "policy", "seed", "run_dir", "steps", "stages", "stage")
+"""Tables and keys that are the same in all stages."""
+
+OBJECTIVE = "learner.objective.type"
+
+
+class StagesAttachment(Attachment):
+    """Training in stages."""
+
+    no_effect = (
+        Rule("steps", lambda v, _: bool(v["stages"]), "every one of [[stages]] has steps of its own", "stages"),
+        Rule("stage", lambda v, _: not v["stages"], "no [[stages]] are listed"),
+    )
+    metrics: ClassVar[Mapping[str, str]] = {
+        "stages/stage": "Number of the stage of the run, from 1; null in a run without stages."
+    }
+
+    def complaints(self, profile: Profile) -> Iterable[Complaint]:
+        """Refuse a choice without stages, and reinforcement learning with the objective of demonstrations."""
+        found, chosen = STAGES.of(profile), STAGE.of(profile)
+        if found and chosen != "all" and all(one.kind != chosen for one in found):
+            yield Complaint("stage", f'stage = "{chosen}" is the kind of none of [[stages]]')
+        if isinstance(profile.learner.objective, Sft) and any(one.kind == "rl" for one in found):
+            yield Complaint(OBJECTIVE, 'learner.objective = "sft" is that of stages of the kind sft, and one is rl')
+
+    def may_differ(self, key: str, old: Profile, new: Profile) -> bool:
+        """The last stage may become longer or shorter."""
+        return key == f"stages.{len(STAGES.of(new)) - 1}.steps"
+
+    def stages(self, profile: Profile) -> Sequence[StagePlan]:
+        """Return the chosen stages."""
+        found, chosen = STAGES.of(profile), STAGE.of(profile)
+        return [_plan(number, one, profile) for number, one in enumerate(found) if chosen in ("all", one.kind)]
+
+    async def prepare(self, plan: Plan) -> Attach | None:
+        """Record the number of the stage."""
+        stage = plan.directory.stage
+        if stage is None:
+            return None
+
+        async def attach(run: RunContext) -> None:
+            """Add it to every line of metrics.jsonl."""
+            run.attached.measures.append(lambda _: {"stages/stage": stage.number})
+
+        return attach
+
+    def shown(self, line: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the number of the stage."""
+        if (number := line.get("stages/stage")) is not None:
+            yield f"stage {number}"
+
+
+def _plan(number: int, stage: StageSection, profile: Profile) -> StagePlan:
+    """Return the settings of a stage by key path. Held-out problems stay. Raises ProfileError."""
+    from training_run.profile.load import flatten, located
+    from training_run.stages import StagePlan
+
+    label = f"stages[{number}]"
+    values = located(flatten(stage.settings, label), Path.cwd(), label)
+    if fixed := [key for key in values if key.partition(".")[0] in FIXED]:
+        raise ProfileError(f"{label}: {fixed[0]} is the same in all stages: set it outside of them")
+    if stage.kind == "sft" and values.setdefault(OBJECTIVE, "sft") != "sft":
+        raise ProfileError(f'{label}: kind = "sft" and {OBJECTIVE} = "{values[OBJECTIVE]}" contradict each other')
+    if stage.data:
+        values = {"data.heldout": profile.data.heldout, **values, "data.train": stage.data}
+    return StagePlan(label=label, steps=stage.steps, settings={**values, "stages": [], "stage": "all"})
+
+
+ATTACHMENT = StagesAttachment()

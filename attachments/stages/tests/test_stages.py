@@ -1,0 +1,186 @@
+"""Training in stages: the whole program, first with demonstrations and then with rewards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.pipeline_process import PROBLEMS, Run, RunResult, lines, metrics, run
+from training_run.directory.run_directory import open_run
+from training_run.profile.load import load_profile
+from training_run.profile.schema import Profile
+from training_run.stages import RunStage, remaining, stages_of
+
+TEXT = """
+extends = "local-m3"
+async = false
+server = "off"
+
+[data]
+train = "PROBLEMS/train.jsonl"
+heldout = "PROBLEMS/heldout.jsonl"
+
+[sampling]
+group_size = 4
+
+[learner]
+batch_size = 4
+schedule = "linear"
+
+[checkpoint]
+interval = 1
+keep_last = 9
+
+[eval]
+problems = 4
+interval = 0
+
+[[stages]]
+kind = "sft"
+steps = 3
+data = "DEMONSTRATIONS"
+
+[stages.settings.learner]
+batch_size = 6
+
+[[stages]]
+kind = "rl"
+steps = 2
+"""
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    """Write demonstrations, and the profile of a run that learns them first."""
+    written = []
+    for line in (PROBLEMS / "train.jsonl").read_text().splitlines()[:20]:
+        one = json.loads(line)
+        written.append(json.dumps({**one, "completion": f"<think></think><answer>{one['answer']}</answer>"}))
+    (tmp_path / "demonstrations.jsonl").write_text("\n".join(written), encoding="utf-8")
+    text = TEXT.replace("PROBLEMS", str(PROBLEMS)).replace("DEMONSTRATIONS", str(tmp_path / "demonstrations.jsonl"))
+    (tmp_path / "stages.toml").write_text(text, encoding="utf-8")
+    return str(tmp_path / "stages.toml")
+
+
+def train(run_dir: Path, profile: str, *flags: str) -> RunResult:
+    """Run to the end."""
+    return run(run_dir, "--profile", profile, *flags, small=())
+
+
+def adapter(run_dir: Path) -> bytes:
+    """Return the bytes of the final adapter."""
+    return (run_dir / "adapters" / "adapters.safetensors").read_bytes()
+
+
+def test_a_run_goes_from_stage_to_stage_and_resumes_bit_for_bit_in_and_between_them(
+    profile: str, tmp_path: Path
+) -> None:
+    """One directory, adapter and count of groups. The schedule begins anew, evaluations keep their problems."""
+    whole = train(tmp_path / "whole", profile)
+    assert whole.status == 0, whole.err
+    found = metrics(tmp_path / "whole")
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
+    assert [line["stages/stage"] for line in found] == [1, 1, 1, 2, 2]
+    assert [line["groups/trained"] for line in found[:3]] == [6, 6, 6]
+    assert [line["sft/epochs"] is None for line in found] == [False, False, False, True, True]
+    rates = [line["learning_rate"] for line in found]
+    assert rates[3:] == rates[:2], "both begin with the same warm-up"
+    evaluations = lines(tmp_path / "whole" / "evaluations.jsonl")
+    assert [one["step"] for one in evaluations] == [0, 3, 5]
+    assert {one["problems"] for one in evaluations} == {4}
+    assert sorted(line["group_id"] for line in lines(tmp_path / "whole" / "rollouts.jsonl")) == list(range(26))
+    for step in (2, 3, 4):
+        again = Path(shutil.copytree(tmp_path / "whole", tmp_path / f"from-{step}"))
+        shutil.rmtree(again / "adapters")
+        assert train(again, profile, "--resume-step", str(step)).status == 0
+        assert adapter(again) == adapter(tmp_path / "whole")
+
+
+@pytest.mark.slow  # three runs in processes of their own
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_a_killed_run_resumes_bit_for_bit(step: int, profile: str, tmp_path: Path) -> None:
+    """After a step of a stage, and between the stages."""
+    assert train(tmp_path / "whole", profile).status == 0
+    with Run(tmp_path / "run", "--profile", profile, small=()) as running:
+        running.wait_until(lambda: (tmp_path / "run" / "checkpoints" / f"step-{step:06d}").is_dir())
+        running.kill(after_seconds=0.0)
+    assert train(tmp_path / "run", profile, "--resume").status == 0
+    assert adapter(tmp_path / "run") == adapter(tmp_path / "whole")
+
+
+def test_one_kind_of_stage_runs_alone(profile: str, tmp_path: Path) -> None:
+    """From the first step on; a resumed run with all stages is another run, and is refused."""
+    assert train(tmp_path / "run", profile, "--stage", "rl", "--eval", "off").status == 0
+    found = metrics(tmp_path / "run")
+    assert [line["sft/epochs"] for line in found] == [None, None]
+    refused = train(tmp_path / "run", profile, "--resume", "--eval", "off")
+    assert refused.status == 2
+    assert "stage" in refused.err
+
+
+def test_the_last_stage_of_a_run_can_be_made_longer(profile: str, tmp_path: Path) -> None:
+    """A resumed run trains the further steps of it."""
+    flags = ("--eval", "off")
+    assert train(tmp_path / "run", profile, *flags).status == 0
+    text = Path(profile).read_text(encoding="utf-8").replace("steps = 2", "steps = 3")
+    Path(profile).write_text(text, encoding="utf-8")
+    assert train(tmp_path / "run", profile, *flags, "--resume").status == 0
+    assert [line["stages/stage"] for line in metrics(tmp_path / "run")] == [1, 1, 1, 2, 2, 2]
+
+
+def stages(profile: str, **settings: Any) -> tuple[RunStage, ...]:
+    """Return the stages of a profile with further settings."""
+
+    def load(*layers: Any) -> Profile:
+        return load_profile(profile, settings, adjust=lambda below: [*below, *layers])
+
+    return stages_of(load(), load)
+
+
+def test_a_stage_has_its_settings_and_those_of_the_profile(profile: str) -> None:
+    """What its objective makes useless, such as the size of groups, does not count."""
+    first, second = stages(profile)
+    assert first.profile.learner.objective.__struct_config__.tag == "sft"
+    assert (first.first_step, first.profile.steps, first.profile.learner.batch_size) == (0, 3, 6)
+    assert (second.first_step, second.profile.steps, second.profile.learner.batch_size) == (3, 5, 4)
+    assert (first.number, second.number) == (1, 2)
+    assert first.profile.data.heldout == second.profile.data.heldout
+
+
+def test_a_new_run_and_a_complete_one_have_stages_to_run(profile: str, tmp_path: Path) -> None:
+    """All, or the last one, which ends at once."""
+    directory = open_run(tmp_path / "run", resume=False, clean=False)
+    try:
+        found = []
+        for step in (None, 3, 5):
+            directory.resume_step = step
+            found.append([one.number for one in remaining(stages(profile), directory)])
+    finally:
+        directory.close()
+    assert found == [[1, 2], [2], [2]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ('kind = "rl"', 'kind = "rl"\nsettings = {seed = 3}', "seed"),
+        ('kind = "rl"', 'kind = "rl"\nsettings = {learner = {objectiv = "grpo"}}', "stages[1]"),
+        ("batch_size = 6", 'objective = "grpo"', "stages[0]"),
+        ('kind = "rl"', 'kind = "sft"', "records"),
+        ("async = false", 'async = false\nstage = "dpo"', "stage"),
+        ("async = false", "async = false\nsteps = 7", "steps"),
+        ('schedule = "linear"', 'objective = "sft"', "learner.objective"),
+    ],
+    ids=["fixed", "unknown", "contradiction", "no answers", "kind", "steps", "objective"],
+)
+def test_stages_that_cannot_work_are_refused(before: str, after: str, said: str, profile: str, tmp_path: Path) -> None:
+    """With the key, and the number of the stage, when it begins at the latest."""
+    text = Path(profile).read_text(encoding="utf-8").replace(before, after)
+    Path(profile).write_text(text, encoding="utf-8")
+    result = train(tmp_path / "run", profile, "--eval", "off")
+    assert result.status == 2
+    assert said in result.err
