@@ -118,8 +118,11 @@ class _ErrorResponse(Response):
 
 
 def error_body(error: ApiError, scope: Scope) -> ErrorFormat:
-    """Return the body of an error in the format of the endpoint that a request asks."""
-    places: Mapping[str, str] = scope["app"].state.error_formats if "app" in scope else {}
+    """Return the body of an error in the format of the endpoint that a request asks.
+
+    Applications that only show pages, such as that of a run that loads, have no other formats.
+    """
+    places: Mapping[str, str] = getattr(scope["app"].state, "error_formats", {}) if "app" in scope else {}
     found: type[ErrorFormat] = extension.provided(places.get(scope["path"], ERRORS))
     return found.of(error)
 
