@@ -69,11 +69,12 @@ def test_the_experts_of_a_token_share_the_rank() -> None:
 
 def test_the_reached_share_counts_the_experts_of_one_token() -> None:
     """Attention alone, in one of two blocks: its weights over those of both blocks with 2 of 4 experts each."""
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
     model = tiny("qwen3_moe")
-    _, adapted = install_adapter(
-        model, Lora(target_modules=("q_proj", "k_proj", "v_proj", "o_proj"), num_layers=1), seed=0
-    )
-    attention, expert, router = 32 * (32 + 16 + 16 + 32), 3 * 32 * 16, 32 * 4
+    attention = sum(model.layers[0].self_attn[name].weight.size for name in names)
+    mixture = model.layers[0].mlp
+    expert, router = 3 * mixture.switch_mlp.up_proj.weight[0].size, mixture.gate.weight.size
+    _, adapted = install_adapter(model, Lora(target_modules=names, num_layers=1), seed=0)
     found = reached_share(adapter_targets(model, adapted), [one.name for one in adapted], 2)
     assert found == pytest.approx(attention / (2 * (attention + 2 * expert + router)))
 
