@@ -68,7 +68,7 @@ def cut_shares(name: str, table: dict[str, Any]) -> Row:
 
 def read() -> list[Row]:
     """The shares of the built-in objectives, of corrections, and of a ratio to the sampler where it is no default."""
-    names = [name for name in CHOICES["learner.objective.type"] if name != "custom"]
+    names = [name for name in CHOICES["learner.objective.type"] if name not in ("custom", "sft")]
     corrections = [name for name in CHOICES["learner.objective.importance_correction.type"] if name != "off"]
     to_sampler = {"ratio_reference": "sampler", "importance_correction": {"type": "off"}}
     return [
