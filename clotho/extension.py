@@ -83,7 +83,6 @@ OWNERS: Mapping[str, str] = {
     "gguf": "files",
     "npz": "files",
     "peft": "files",
-    "environment": "agents",
     "judge": "graders",
     "math_verify": "graders",
     "reasoning_gym": "reasoning_gym",

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from attachments.agents.sections import AGENT, PythonAgent
-from clotho.settings.bounds import Off
 from training_run.attachment import Attach, Attachment, MakeEpisodes, Plan
-from training_run.profile.rules import Complaint, Rule
+from training_run.episodes.limits import EpisodeLimits, ends_messages, episode_metrics
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from attachments.agents.episodes import PythonEpisodes
     from clotho.models.tokenizer import ChatTokenizer
+    from training_run.episodes.episodes import EnvironmentEpisodes
     from training_run.memory.need import MemoryNeed
     from training_run.profile.command_profiles import EvaluationProfile
     from training_run.profile.schema import Profile
@@ -24,31 +23,12 @@ if TYPE_CHECKING:
 class Agents(Attachment):
     """`[agent]` of a profile."""
 
-    contradictions = (
-        Rule(
-            "sampling.stop sampling.stop_token_ids sampling.ignore_eos",
-            lambda v, x: bool(x) and v["agent.type"] != "off",
-            "= {} and agent exclude each other: a message of an episode ends with an end token of the model",
-        ),
-    )
-    metrics: ClassVar[Mapping[str, str]] = {
-        "agent/turns": "Messages of the policy per episode since the last step; null without an agent.",
-        "agent/tool_calls": "Calls of tools per episode.",
-        "agent/tool_errors": "Share of the calls of tools that failed; null without calls.",
-        "agent/limited": "Share of the episodes that a limit of `agent` ended.",
-        "agent/failed": "Number of episodes that failed, because the environment did; they are not trained on.",
-        "agent/seconds": "Seconds per episode in which it waited for its environment.",
-    }
+    contradictions = (ends_messages("agent", lambda v: v["agent.type"] != "off"),)
+    metrics: ClassVar[Mapping[str, str]] = episode_metrics("agent")
 
     def slots(self, profile: Profile) -> Mapping[str, str]:
         """What an episode is."""
         return {"episodes": 'agent = "python"'} if isinstance(AGENT.of(profile), PythonAgent) else {}
-
-    def complaints(self, profile: Profile) -> Iterable[Complaint]:
-        """Refuse the reward of an environment without an environment."""
-        if AGENT.of(profile) == Off() and any(reward.name == "environment" for reward in profile.rewards):
-            text = 'rewards.name = "environment" is the reward of the environment in agent, which is off'
-            yield Complaint("rewards.name", text)
 
     def memory(self, need: MemoryNeed) -> None:
         """Episodes are sequences of which any part may be sampled."""
@@ -64,7 +44,7 @@ class Agents(Attachment):
         async def attach(run: RunContext) -> None:
             """Make episodes with the tokenizer of the policy."""
             run.attached.episodes = episodes = make(run.policy.tokenizer, run.policy.context_length)
-            run.attached.measures.append(lambda _: measured(episodes))
+            run.attached.measures.append(lambda _: episodes.measured("agent"))
 
         return attach
 
@@ -74,46 +54,32 @@ class Agents(Attachment):
 
     async def _episodes(
         self, profile: Profile | EvaluationProfile, ending: ExitStack, *, in_rounds: bool
-    ) -> Callable[[ChatTokenizer, int], PythonEpisodes] | None:
+    ) -> Callable[[ChatTokenizer, int], EnvironmentEpisodes] | None:
         settings = AGENT.of(profile)
         if not isinstance(settings, PythonAgent):
             return None
         from attachments.agents.workers import Workers
 
+        limits = EpisodeLimits(max_turns=settings.max_turns, max_tokens=settings.max_tokens, credit=settings.credit)
         workers = Workers(settings)
         ending.callback(workers.close)
         tools = await workers.tools()
 
-        def make(tokenizer: ChatTokenizer, context_length: int) -> PythonEpisodes:
+        def make(tokenizer: ChatTokenizer, context_length: int) -> EnvironmentEpisodes:
             """Return the source of episodes."""
-            from attachments.agents.episodes import PythonEpisodes
+            from training_run.episodes.conversations import ChatWriter
+            from training_run.episodes.episodes import EnvironmentEpisodes
 
-            return PythonEpisodes(
-                settings,
+            return EnvironmentEpisodes(
+                limits,
                 workers,
-                tokenizer,
-                tools=tools,
+                ChatWriter(tokenizer, tools=tools, system=profile.data.system),
                 sampling=profile.sampling,
-                system=profile.data.system,
                 context_length=context_length,
                 in_rounds=in_rounds,
             )
 
         return make
-
-
-def measured(episodes: PythonEpisodes) -> dict[str, Any]:
-    """Return the values of the metrics since the last call."""
-    counts = episodes.take_counts()
-    number = counts.episodes or 1
-    return {
-        "agent/turns": counts.turns / number,
-        "agent/tool_calls": counts.tool_calls / number,
-        "agent/tool_errors": counts.tool_errors / counts.tool_calls if counts.tool_calls else None,
-        "agent/limited": counts.limited / number,
-        "agent/failed": counts.failed,
-        "agent/seconds": counts.seconds / number,
-    }
 
 
 ATTACHMENT = Agents()

@@ -23,12 +23,12 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from numbers import Real
 from typing import Any
 
-from attachments.agents.messages import EpisodeEnded, PolicyTurn
 from protocols.prompt import Problem
+from training_run.episodes.messages import Ask, EpisodeEnded, PolicyTurn
 
 OWN = frozenset({"reset", "step", "done", "reward", "turn_rewards"})
 """Public names of an environment that are no tools."""
@@ -39,8 +39,8 @@ MAX_RESULT = 32_768
 MAX_IGNORED = 8
 """How often a function may ask for another message after the end of its episode."""
 
-Ask = Callable[[Sequence[Mapping[str, Any]], int], Awaitable[PolicyTurn]]
-"""Asks the policy for a message, after further messages and a number of calls that failed."""
+AskPolicy = Callable[[Ask], Awaitable[PolicyTurn]]
+"""Asks the policy for a message."""
 
 
 class EnvironmentFailed(Exception):
@@ -50,17 +50,18 @@ class EnvironmentFailed(Exception):
 class PolicyChat:
     """The conversation of an episode, as a function of the user leads it."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: AskPolicy) -> None:
         self._ask, self._ignored = ask, 0
 
-    async def __call__(self, *messages: str | Mapping[str, Any]) -> PolicyTurn:
+    async def __call__(self, *messages: str | Mapping[str, Any], begin: bool = False) -> PolicyTurn:
         """Return the next message of the policy. messages: texts of the user, or messages with a role, before it.
 
-        Texts of the first call are added to the prompt. When the episode has reached a limit, messages are empty and
-        have `finish = "limit"`.
+        Texts of the first call are added to the prompt. begin: they are the whole conversation instead, for example
+        with a summary of what was said; the messages before are kept as a row of their own, with the same reward. When
+        the episode has reached a limit, messages are empty and have `finish = "limit"`.
         """
-        written = [{"role": "user", "content": one} if isinstance(one, str) else dict(one) for one in messages]
-        turn = await self._ask(written, 0)
+        written = tuple({"role": "user", "content": one} if isinstance(one, str) else dict(one) for one in messages)
+        turn = await self._ask(Ask(messages=written, whole=begin))
         if turn.finish == "limit":
             self._ignored += 1
             if self._ignored > MAX_IGNORED:
@@ -92,7 +93,7 @@ def described(target: Any) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
-async def play(target: Any, problem: Problem, ask: Ask) -> EpisodeEnded:
+async def play(target: Any, problem: Problem, ask: AskPolicy) -> EpisodeEnded:
     """Lead one episode; return its rewards. Raises what the code of the user raises, and EnvironmentFailed."""
     if inspect.iscoroutinefunction(target):
         return EpisodeEnded(reward=_number(await target(problem, PolicyChat(ask))))
@@ -107,10 +108,12 @@ async def _value(environment: Any, name: str) -> Any:
     return await _result(found() if callable(found) else found)
 
 
-async def _converse(environment: Any, tools: Mapping[str, Callable[..., Any]], problem: Problem, ask: Ask) -> None:
+async def _converse(
+    environment: Any, tools: Mapping[str, Callable[..., Any]], problem: Problem, ask: AskPolicy
+) -> None:
     begin, step = getattr(environment, "reset", None), getattr(environment, "step", None)
     first = await _result(begin(**_accepted(begin, problem.extra))) if begin is not None else None
-    turn = await ask([] if first is None else [{"role": "user", "content": str(first)}], 0)
+    turn = await ask(Ask(messages=() if first is None else ({"role": "user", "content": str(first)},)))
     while turn.finish == "stop" and (turn.calls or step is not None):
         if turn.calls:
             results = [await _called(environment, tools, call.name, call.arguments) for call in turn.calls]
@@ -125,7 +128,7 @@ async def _converse(environment: Any, tools: Mapping[str, Callable[..., Any]], p
             messages = [{"role": "user", "content": str(text)}]
         if getattr(environment, "done", False):
             return
-        turn = await ask(messages, errors)
+        turn = await ask(Ask(messages=tuple(messages), tool_errors=errors))
 
 
 async def _called(

@@ -16,21 +16,18 @@ import msgspec
 from attachments.agents.environment import described, play
 from attachments.agents.messages import (
     Answer,
-    Ask,
     Begin,
     Continue,
     Describe,
     Described,
     EnvironmentSettings,
-    EpisodeEnded,
-    Failed,
     Forget,
     Loaded,
-    PolicyTurn,
     Request,
 )
 from clotho.user_code import load_named
 from protocols.errors import ProfileError, error_text
+from training_run.episodes.messages import Ask, EpisodeEnded, Failed, PolicyTurn
 from training_run.supervision.guarded_process import WorkerChannel, end_descendants, exit_if_forked, guard
 
 MAX_TRACEBACK = 16_000
@@ -55,8 +52,8 @@ class PlayedEpisode:
             end = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
             self._events.put_nowait(Failed(message=text, traceback=end))
 
-    async def _ask(self, messages: Any, errors: int) -> PolicyTurn:
-        self._events.put_nowait(Ask(messages=tuple(messages), tool_errors=errors))
+    async def _ask(self, ask: Ask) -> PolicyTurn:
+        self._events.put_nowait(ask)
         return await self._turns.get()
 
     def go_on(self, turn: PolicyTurn) -> None:

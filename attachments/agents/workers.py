@@ -12,21 +12,19 @@ from msgspec import msgpack
 
 from attachments.agents.messages import (
     Answer,
-    Ask,
     Begin,
     Continue,
     Describe,
     Described,
     EnvironmentSettings,
-    Failed,
     Forget,
     Loaded,
-    PolicyTurn,
     Request,
 )
 from attachments.agents.sections import PythonAgent
 from protocols.errors import ProfileError
 from protocols.prompt import Problem
+from training_run.episodes.messages import Ask, Event, Failed, PolicyTurn
 from training_run.supervision.guarded_process import GRACE_SECONDS, IMPORT_SECONDS, GuardedProcess, OutputLog, frame
 
 ANSWERS: Any = Answer
@@ -151,14 +149,14 @@ class EnvironmentEpisode:
         self._workers, self._number, self._problem = workers, number, problem
         self._worker: EnvironmentWorker | None = None
         self._turns: list[PolicyTurn] = []
-        self._asks: list[Answer] = []
+        self._asks: list[Event] = []
 
-    async def begin(self) -> Answer:
+    async def begin(self) -> Event:
         """Return what the environment does first."""
         self._asks.append(found := await self._guarded(Begin(number=self._number, problem=self._problem)))
         return found
 
-    async def go_on(self, turn: PolicyTurn) -> Answer:
+    async def go_on(self, turn: PolicyTurn) -> Event:
         """Pass a message of the policy on; return what the environment does next."""
         request = Continue(number=self._number, turn=turn)
         found = await self._guarded(request)
@@ -179,13 +177,14 @@ class EnvironmentEpisode:
             worker.episodes -= 1
         return worker
 
-    async def _guarded(self, request: Request) -> Answer:
+    async def _guarded(self, request: Request) -> Event:
         for _ in range(1 + MAX_REPLAYS):
             try:
                 if self._worker is None and (failure := await self._replay()) is not None:
                     return failure
                 assert self._worker is not None
-                return await self._worker.answer(request)
+                found = await self._worker.answer(request)
+                return Failed(message="it sent an invalid answer") if isinstance(found, Loaded | Described) else found
             except WorkerGone:
                 self._leave()
             except (EnvironmentEnded, ProfileError) as error:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from attachments.agents.episodes import PythonEpisodes
 from attachments.agents.sections import PythonAgent
 from attachments.agents.workers import Workers
 from bench.contenders.worker import Case, MeasureOnce, Metrics
@@ -15,6 +14,9 @@ from clotho.lanes.sampling_client import Refusal
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.prompt import Problem
 from protocols.sampling import Completion, SampleRequest, Sampling
+from training_run.episodes.conversations import ChatWriter
+from training_run.episodes.episodes import EnvironmentEpisodes
+from training_run.episodes.limits import EpisodeLimits
 
 PROFILES = ROOT / "profiles"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 23, "b": 45}}\n</tool_call>'
@@ -35,13 +37,11 @@ async def measure(case: Case) -> Metrics:
     agent = PythonAgent(environment=environment, max_tokens=8192, max_workers=case["workers"])
     workers, sampling = Workers(agent), Sampling(max_tokens=64)
     try:
-        episodes = PythonEpisodes(
-            agent,
+        episodes = EnvironmentEpisodes(
+            EpisodeLimits(max_turns=agent.max_turns, max_tokens=agent.max_tokens),
             workers,
-            tokenizer,
-            tools=await workers.tools(),
+            ChatWriter(tokenizer, tools=await workers.tools(), system=""),
             sampling=sampling,
-            system="",
             context_length=agent.max_tokens,
             in_rounds=True,
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from clotho.extension import absence, extension_rewards, provided
-from clotho.rewards import choice_correctness, exact, jaccard, math_eval, tag_format
+from clotho.rewards import choice_correctness, environment, exact, jaccard, math_eval, tag_format
 from clotho.rewards.answer import PLACES
 from clotho.user_code import load_named
 from protocols.errors import ProfileError, did_you_mean
@@ -62,6 +62,7 @@ CORE: Mapping[str, BuiltIn] = {
     "choice_correctness": BuiltIn(
         expects="the letter or text of the correct option {place}", function=choice_correctness.reward
     ),
+    "environment": BuiltIn(expects="what the environment of an episode gives", function=environment.reward),
     "exact": BuiltIn(expects="the answer itself {place}", function=exact.reward),
 }
 """Built-in reward functions of the library."""

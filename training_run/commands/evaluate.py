@@ -218,7 +218,7 @@ def problems_of(arguments: EvaluationArguments, base: BaseModel) -> tuple[Render
 def require_graded(rendered: Rendered, rewards: RewardRunner, *, in_episodes: bool) -> None:
     """Raise ProfileError if no reward with `correct = true` applies to any problem, or one lacks its environment."""
     if not in_episodes and (names := rewards.from_environments):
-        raise ProfileError(f"the reward {names[0]!r} is that of an environment, and agent is off")
+        raise ProfileError(f"the reward {names[0]!r} is that of an environment, and the profile has none: set agent")
     types = {problem.type for problem in rendered.problems}
     if set(rewards.types_without_correct(types)) == types:
         raise ProfileError("rewards: no reward with correct = true applies to the problems")

@@ -164,6 +164,7 @@ def first_complaint(profile: Profile) -> Complaint | None:
         learnable_distribution,
         violated_rows,
         one_setting_per_slot,
+        rewards_of_environments,
         *(attachment.complaints for attachment in installed_attachments()),
     ]
     return next((complaint for check in checks for complaint in check(profile)), None)
@@ -200,6 +201,13 @@ def one_setting_per_slot(profile: Profile) -> Iterator[Complaint]:
     for slot, what in SLOTS.items():
         for setting, other in pairwise(slot_settings(profile, slot)):
             yield Complaint(other.partition(" ")[0], f"{other} contradicts {setting}: both decide {what}")
+
+
+def rewards_of_environments(profile: Profile) -> Iterator[Complaint]:
+    """The reward of an environment needs one."""
+    if any(reward.name == "environment" for reward in profile.rewards) and not slot_settings(profile, "episodes"):
+        text = 'rewards.name = "environment" is the reward of an environment, and the profile has none: set agent'
+        yield Complaint("rewards.name", text)
 
 
 def rules_without_effect() -> tuple[Rule, ...]:

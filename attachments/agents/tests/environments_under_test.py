@@ -96,6 +96,15 @@ async def twice(problem: Any, chat: Any) -> float:
     return len(first.content) + len(second.content) / 10
 
 
+async def summarizes(problem: Any, chat: Any) -> float:
+    """Begin the conversation anew after two messages, with a summary of them."""
+    await chat("one?")
+    second = await chat("two?")
+    summary = {"role": "assistant", "content": f"I said {second.content}"}
+    await chat("go", summary, "three?", begin=True)
+    return 3.0
+
+
 async def silent(problem: Any, chat: Any) -> float:
     """Ask twice without a message."""
     await chat()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from attachments.agents.credit import EPSILON, turn_advantages
-from attachments.agents.episodes import Counts, PythonEpisodes
+from attachments.agents.environment import described
 from attachments.agents.sections import PythonAgent
+from attachments.agents.tests.environments_under_test import Calculator
 from attachments.agents.workers import Workers
 from clotho.lanes.sampling_client import Refusal
 from protocols.errors import ProfileError, RequestError
@@ -22,6 +22,10 @@ from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleRequest, Sampling
 from tests.inference.engine_helpers import make_engine, run
 from tests.small_models import byte_tokenizer
+from training_run.episodes.conversations import ChatWriter
+from training_run.episodes.credit import EPSILON, turn_advantages
+from training_run.episodes.episodes import Counts, EnvironmentEpisodes
+from training_run.episodes.limits import EpisodeLimits
 from training_run.supervision.guarded_process import MAX_LINE_CHARACTERS
 
 TEMPLATE = (
@@ -69,18 +73,16 @@ def call(name: str, **arguments: Any) -> str:
 
 
 @asynccontextmanager
-async def episodes(environment: str, *, in_rounds: bool = True, **settings: Any) -> AsyncIterator[PythonEpisodes]:
+async def episodes(environment: str, *, in_rounds: bool = True, **settings: Any) -> AsyncIterator[EnvironmentEpisodes]:
     """Episodes with an environment of the tests, two in a group."""
     agent = PythonAgent(environment=f"{HERE}:{environment}", **{"max_workers": 2, **settings})
     workers = Workers(agent)
     try:
-        yield PythonEpisodes(
-            agent,
+        yield EnvironmentEpisodes(
+            EpisodeLimits(max_turns=agent.max_turns, max_tokens=agent.max_tokens, credit=agent.credit),
             workers,
-            byte_tokenizer(chat_template=TEMPLATE),
-            tools=await workers.tools(),
+            ChatWriter(byte_tokenizer(chat_template=TEMPLATE), tools=await workers.tools(), system=""),
             sampling=Sampling(max_tokens=200),
-            system="",
             context_length=4096,
             in_rounds=in_rounds,
         )
@@ -97,7 +99,7 @@ def prompts(*columns: dict[str, Any]) -> list[Prompt]:
 
 
 async def groups(
-    made: PythonEpisodes, sampler: ScriptedSampler, *columns: dict[str, Any]
+    made: EnvironmentEpisodes, sampler: ScriptedSampler, *columns: dict[str, Any]
 ) -> list[RolloutGroup | Discarded]:
     """Return the groups of problems with these columns."""
     return [group async for group in made.source(sampler, 2).groups(prompts(*columns))]
@@ -121,7 +123,7 @@ async def test_a_episode_is_the_conversation_as_the_template_renders_it() -> Non
                 {"role": "tool", "content": "5"},
                 {"role": "assistant", "content": calls[1]},
             ],
-            tools=await made.workers.tools(),
+            tools=described(Calculator),
             add_generation_prompt=False,
         )
         for episode in group.completions:
@@ -229,6 +231,15 @@ async def test_a_episode_ends_at_its_limits_and_is_rewarded(limits: dict[str, An
         assert all(one.sampled[-1] for one in group.completions), "nothing is inserted behind the last message"
 
 
+async def test_a_prompt_that_leaves_no_room_for_a_message_costs_its_episode() -> None:
+    """Nothing is sampled."""
+    async with episodes("Talk", max_tokens=4) as made:
+        sampler = ScriptedSampler(script("abc"))
+        (group,) = await groups(made, sampler, {})
+        assert isinstance(group, Discarded)
+        assert sampler.requests == []
+
+
 async def test_a_message_that_the_limit_on_tokens_cuts_ends_its_episode() -> None:
     """The environment does not act on it, and the episode is rewarded as it is."""
     async with episodes("Talk") as made:
@@ -247,8 +258,7 @@ async def test_a_call_that_fails_is_a_result_that_the_policy_reads() -> None:
         assert "there is no tool 'fly'" in text
         assert "missing 1 required positional argument" in text
         assert group.completions[0].reward == 1.0
-        counts = made.take_counts()
-        assert (counts.tool_calls, counts.tool_errors, counts.turns) == (6, 4, 6)
+        assert (made.counts.tool_calls, made.counts.tool_errors, made.counts.turns) == (6, 4, 6)
         called = [turn.tools for turn in group.completions[0].turns if turn.sampled]
         assert called == [("fly",), ("add",), ("submit",)]
 
@@ -262,9 +272,10 @@ async def test_an_episode_is_counted_when_it_has_ended() -> None:
             return "a"
 
         await groups(made, ScriptedSampler(answer), {})
-        counts = made.take_counts()
-        assert (counts.episodes, counts.turns, counts.limited) == (2, 6, 2)
-        assert counts.seconds > 0
+        assert made.counts.seconds > 0
+        found = made.measured("agent")
+        assert (found["agent/turns"], found["agent/limited"], found["agent/tool_errors"]) == (3, 1, None)
+        assert made.counts == Counts(), "the next step begins"
 
 
 async def test_held_out_episodes_are_not_counted() -> None:
@@ -278,7 +289,7 @@ async def test_held_out_episodes_are_not_counted() -> None:
         problems = [Problem(prompt="go", answer="", type="t", extra={"does": does}) for does in ("says", "raises")]
         found = await made.held_out(problems, Sampling(max_tokens=200), [(0,), (0,)], complete)
         assert [one.finish_reason for (one,) in found] == ["stop", "abort"]
-        assert made.take_counts() == Counts()
+        assert made.counts == Counts()
 
 
 async def test_what_an_environment_adds_to_the_prompt_is_part_of_it() -> None:
@@ -309,6 +320,27 @@ async def test_a_function_leads_the_conversation_itself() -> None:
         assert byte_tokenizer().decode(group.prompt.tokens).endswith("go\n\none?\nassistant: ")
 
 
+async def test_a_conversation_that_is_begun_anew_is_a_further_row_with_the_same_reward() -> None:
+    """Its prompt is what the template writes of the new messages; nothing of the row before is lost."""
+    async with episodes("summarizes") as made:
+        (group,) = await groups(made, ScriptedSampler(script("abc", "de", "f")), {})
+        assert isinstance(group, RolloutGroup)
+        first, second, *_ = group.completions
+        assert [one.reward for one in group.completions] == [3.0] * 4
+        prompt = byte_tokenizer(chat_template=TEMPLATE).render_chat(
+            [
+                {"role": "user", "content": "go"},
+                {"role": "assistant", "content": "I said de"},
+                {"role": "user", "content": "three?"},
+            ]
+        )
+        shared = group.prompt.tokens
+        assert (*shared, *second.tokens) == (*prompt, *byte_tokenizer().encode("de"), END)
+        assert second.sampled == (*[False] * (len(prompt) - len(shared)), True, True, True)
+        assert [turn.sampled for turn in first.turns] == [False, True, False, True]
+        assert made.counts.forked == 2
+
+
 @pytest.mark.parametrize("does", ["raises", "hangs", "exits", "nan"])
 async def test_an_environment_that_fails_costs_its_own_episodes(does: str) -> None:
     """The others go on, also those whose worker has ended: they are begun again and are the same."""
@@ -319,7 +351,7 @@ async def test_an_environment_that_fails_costs_its_own_episodes(does: str) -> No
         for group in (found[0], found[2]):
             assert isinstance(group, RolloutGroup)
             assert [one.reward for one in group.completions] == [2.0, 2.0]
-        assert made.take_counts().failed == 2
+        assert made.counts.failed == 2
 
 
 async def test_a_copy_that_an_environment_forks_does_no_harm() -> None:
@@ -402,15 +434,6 @@ async def test_what_cannot_work_is_refused_at_the_start(name: str, reason: str) 
     workers = Workers(agent)
     try:
         with pytest.raises(ProfileError, match=reason):
-            PythonEpisodes(
-                agent,
-                workers,
-                byte_tokenizer(chat_template=NO_END),
-                tools=await workers.tools(),
-                sampling=Sampling(),
-                system="",
-                context_length=512,
-                in_rounds=True,
-            )
+            ChatWriter(byte_tokenizer(chat_template=NO_END), tools=await workers.tools(), system="")
     finally:
         workers.close()

@@ -152,6 +152,7 @@ UNUSED = (
     "agent/tool_errors",
     "agent/limited",
     "agent/failed",
+    "agent/forked",
     "agent/seconds",
     "sessions/open",
     "sessions/rewarded",

@@ -1,0 +1,1 @@
+"""Episodes: conversations of the policy with environments, which come in the place of completions."""
