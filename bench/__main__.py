@@ -25,6 +25,7 @@ BENCHMARKS = {
     "save": "How long saving a checkpoint delays decoding.",
     "soak": "Training under load with injected faults: groups lost, requests unanswered, growth of memory.",
     "compare": "Compare two sets of results; also --compare BEFORE AFTER.",
+    "reproduce": "Measure a table of the documentation again, and show it beside the stored one.",
     "figures": "Write the charts and tables of the documentation from the results.",
     "screenshot": "Capture the terminal display of the default run.",
     "dashboard_screenshots": "Take pictures of the dashboard of the default run in headless Chromium.",

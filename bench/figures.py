@@ -46,6 +46,7 @@ PAGES = {
 """Page that has the table of a benchmark, between markers of its name."""
 
 OBJECTIVES_PAGE, OBJECTIVES = "docs/numerics.md", "objectives"
+REPORT = "docs/report.md"
 
 
 def write_between(path: Path, name: str, text: str) -> None:
@@ -75,14 +76,16 @@ def main(argv: Sequence[str]) -> int:
     for name, lines in ((summary.KERNELS, summary.SAME_KERNELS), (summary.NAME, summary.ON_LINUX)):
         if beside_others := summary.table(RESULTS, lines):
             write_between(ROOT / "docs" / "benchmarks.md", name, beside_others)
-            write_between(ROOT / "README.md", name, summary.table(RESULTS, lines, headlines=True))
+            for page in ("README.md", REPORT):
+                write_between(ROOT / page, name, summary.table(RESULTS, lines, headlines=True))
     if outcomes := methods.read():
         write_between(ROOT / OBJECTIVES_PAGE, OBJECTIVES, methods.objectives(outcomes))
     missing = []
-    for name, path in PAGES.items():
-        question, page = import_module(module_of(name)), ROOT / path
+    for name in PAGES:
+        question = import_module(module_of(name))
         if results := question.read():
-            write_between(page, name, illustrated(question, results, page))
+            for path in (PAGES[name], *([REPORT] if name == "learning" else ())):
+                write_between(ROOT / path, name, illustrated(question, results, ROOT / path))
         else:
             missing.append(name)
     if missing:
