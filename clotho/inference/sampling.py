@@ -150,17 +150,7 @@ def sample(
     x_B_V = process_logits(x_B_V, parameters, seen_B_V, count_R_V)
     if parameters.filters is not None:
         x_B_V = apply_filters(x_B_V, parameters.filters)
-    peak_B_1 = mx.max(x_B_V, axis=-1, keepdims=True)
-    weight_B_V = mx.exp(x_B_V - peak_B_1)
-    if uniform_B_2 is None:
-        token_B, total_B = mx.argmax(x_B_V, axis=-1), mx.sum(weight_B_V, axis=-1)
-    else:
-        token_B, total_B = choose_token(weight_B_V, uniform_B_2)
-        if parameters.greedy_B is not None:
-            token_B = mx.where(parameters.greedy_B, mx.argmax(x_B_V, axis=-1), token_B)
-    token_B = token_B.astype(mx.int32)
-    log_total_B = peak_B_1[:, 0] + mx.log(total_B)
-    logp_B = mx.take_along_axis(x_B_V, token_B[:, None], axis=-1)[:, 0] - log_total_B
+    token_B, logp_B, log_total_B = _drawn(x_B_V, uniform_B_2, parameters.greedy_B)
     sampled = SampledRows(token_B, logp_B)
     if parameters.alternatives is not None:
         sampled = SampledRows(token_B, logp_B, *_most_probable(x_B_V, log_total_B, parameters.alternatives))
@@ -168,6 +158,28 @@ def sample(
         return sampled
     token_R_K = support_tokens(x_B_V[parameters.recording.row_R], parameters.recording.width)
     return sampled._replace(supports=Supports(parameters.recording.row_R, token_R_K))
+
+
+@mx.compile
+def _drawn(
+    x_B_V: mx.array, uniform_B_2: mx.array | None, greedy_B: mx.array | None
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Return a token per row, its log-probability, and the logarithm of the sum of exponentials of the row.
+
+    Compiled, because it consists of many small operations. MLX keeps a graph per shape: one per number of rows.
+    """
+    peak_B_1 = mx.max(x_B_V, axis=-1, keepdims=True)
+    weight_B_V = mx.exp(x_B_V - peak_B_1)
+    if uniform_B_2 is None:
+        token_B, total_B = mx.argmax(x_B_V, axis=-1), mx.sum(weight_B_V, axis=-1)
+    else:
+        token_B, total_B = choose_token(weight_B_V, uniform_B_2)
+        if greedy_B is not None:
+            token_B = mx.where(greedy_B, mx.argmax(x_B_V, axis=-1), token_B)
+    token_B = token_B.astype(mx.int32)
+    log_total_B = peak_B_1[:, 0] + mx.log(total_B)
+    logp_B = mx.take_along_axis(x_B_V, token_B[:, None], axis=-1)[:, 0] - log_total_B
+    return token_B, logp_B, log_total_B
 
 
 def exclude_tokens(x_B_V: mx.array, masks: TokenMasks) -> mx.array:
@@ -274,7 +286,7 @@ def invert_cdf(weight_B_N: mx.array, uniform_B_1: mx.array) -> tuple[mx.array, m
     prefix_B_N = mx.cumsum(weight_B_N, axis=-1)
     total_B_1 = prefix_B_N[:, -1:]
     above_B_N = (prefix_B_N > uniform_B_1 * total_B_1) & (weight_B_N > 0)
-    index_B = mx.where(mx.any(above_B_N, axis=-1), mx.argmax(above_B_N, axis=-1), mx.argmax(weight_B_N, axis=-1))
+    index_B = mx.argmax(mx.where(above_B_N, mx.inf, weight_B_N), axis=-1)
     return index_B, total_B_1[:, 0]
 
 

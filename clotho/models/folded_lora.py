@@ -6,6 +6,9 @@ layers of this module compute the same from A and scale B in the type of their i
     z = x A           with the A matrices of all layers that read the same input (queries, keys and values) side by side
     y = W x + z B'    with B' = scale B, and zero rows for the columns of z that belong to other layers
 
+The frozen W of layers that read the same input are rows of one matrix (`clotho.models.joined_weights`), and their B'
+are side by side: z, W x and z B' are one product each.
+
 For the served weights A and B' are computed once, at a weight swap. For other weights, which can be traced by a
 gradient, they are computed from the float32 weights in each call. Decode engine and learner therefore round alike.
 """
@@ -20,6 +23,7 @@ import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from clotho.backend import backend
+from clotho.models.joined_weights import JoinedLinear, can_join
 from clotho.models.lora import watched_calls
 
 MAX_PADDED_RANK = 64
@@ -30,7 +34,10 @@ Layer = Any
 
 
 class FoldedWeights(NamedTuple):
-    """A and B' of a group of layers in the compute type, and the float32 weights that they were computed from."""
+    """A and B' of a group of layers in the compute type, and the float32 weights that they were computed from.
+
+    b: B' of each layer, or of all layers side by side.
+    """
 
     dtype: mx.Dtype
     lora_a: tuple[mx.array, ...]
@@ -42,7 +49,8 @@ class FoldedWeights(NamedTuple):
 class LayerGroup:
     """Adapted layers that are called with the same input, in the order of their calls.
 
-    dtype: type that the layers compute in. names: names of the layers in the model.
+    dtype: type that the layers compute in. names: names of the layers in the model. base: the base layers as one layer;
+    None if they cannot be joined. adds_at_once: whether one product adds the adapters of all layers.
     """
 
     def __init__(self, layers: Sequence[Layer], names: Sequence[str], dtype: mx.Dtype) -> None:
@@ -52,6 +60,9 @@ class LayerGroup:
         self._ranks = [layer.rank for layer in layers]
         self._starts = [sum(self._ranks[:i]) for i in range(len(layers))]
         self._pads = sum(self._ranks) <= MAX_PADDED_RANK
+        bases = [layer.linear for layer in layers]
+        self.base = JoinedLinear(bases) if can_join(bases) else None
+        self.adds_at_once = self.base is not None and self._pads
         self._folded: FoldedWeights | None = None
         self._input: tuple[Any, ...] = ()
         self._low_rank: Any = None
@@ -61,8 +72,9 @@ class LayerGroup:
         """Compute A and B' from float32 weights by parameter name; not evaluated."""
         lora_a = tuple(arrays[f"{name}.lora_a"] for name in self.names)
         lora_b = tuple(arrays[f"{name}.lora_b"] for name in self.names)
-        b = tuple(self._b(index, array, self.dtype) for index, array in enumerate(lora_b))
-        return FoldedWeights(self.dtype, lora_a, lora_b, self._a(lora_a, self.dtype), b)
+        b = [self._b(index, array, self.dtype) for index, array in enumerate(lora_b)]
+        one_or_all = (mx.concatenate(b, axis=-1),) if self.adds_at_once else tuple(b)
+        return FoldedWeights(self.dtype, lora_a, lora_b, self._a(lora_a, self.dtype), one_or_all)
 
     def serve(self, folded: FoldedWeights | None) -> None:
         """Use `folded` whenever the layers hold the weights that it was computed from; None: convert in every call."""
@@ -83,6 +95,13 @@ class LayerGroup:
         if folded is not None and folded.dtype == dtype and current is folded.lora_b[index]:
             return folded.b[index]
         return self._b(index, current, dtype)
+
+    def all_b(self, dtype: mx.Dtype) -> mx.array:
+        """Return B' of all layers side by side, for the current weights, if the group `adds_at_once`."""
+        current, folded = tuple(layer["lora_b"] for layer in self.layers), self._folded
+        if folded is not None and folded.dtype == dtype and _are_same(current, folded.lora_b):
+            return folded.b[0]
+        return mx.concatenate([self._b(index, array, dtype) for index, array in enumerate(current)], axis=-1)
 
     def shared(self, index: int, *given: Any) -> Any:
         """Return the result of `low_rank` for the input `given`, computed once for all layers of the group.
@@ -127,10 +146,11 @@ def converted_bytes(model: nn.Module, itemsize: int) -> int:
 
 
 class LowRank(NamedTuple):
-    """The input as a matrix, and its product with A."""
+    """The input as a matrix, its product with A, and the outputs of joined layers; with their adapters if at once."""
 
     x_N_I: mx.array
     z_N_R: mx.array
+    y_N_O: tuple[mx.array, ...]
 
 
 class FoldedLoRALinear(LoRALinear):
@@ -161,14 +181,23 @@ class FoldedLoRALinear(LoRALinear):
             y = self.linear(x)
             z = self.dropout(x) @ self.lora_a.astype(x.dtype)
             return y + (z @ (self.scale * self.lora_b).astype(x.dtype)).astype(y.dtype)
-        x_N_I, z_N_R = group.shared(index, x)
-        y_N_O = mx.addmm(self.linear(x_N_I), group.own(index, z_N_R), group.b(index, x.dtype))
+        x_N_I, z_N_R, joined = group.shared(index, x)
+        y_N_O = joined[index] if joined else self.linear(x_N_I)
+        if not group.adds_at_once:
+            y_N_O = mx.addmm(y_N_O, group.own(index, z_N_R), group.b(index, x.dtype))
         return y_N_O.reshape(*x.shape[:-1], -1)
 
     def low_rank(self, x: mx.array) -> LowRank:
-        """Compute z of all layers of the group."""
+        """Compute z of all layers of the group, and their outputs if they are joined."""
+        group = self.group
         x_N_I = mx.flatten(x, 0, -2)
-        return LowRank(x_N_I, x_N_I @ self.group.a(x.dtype))
+        z_N_R = x_N_I @ group.a(x.dtype)
+        if group.base is None:
+            return LowRank(x_N_I, z_N_R, ())
+        y_N_O = group.base(x_N_I)
+        if group.adds_at_once:
+            y_N_O = mx.addmm(y_N_O, z_N_R, group.all_b(x.dtype))
+        return LowRank(x_N_I, z_N_R, group.base.parts(y_N_O))
 
 
 class FoldedLoRASwitchLinear(LoRASwitchLinear):

