@@ -8,16 +8,20 @@ are the same on every machine.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from attachments.metal import norm_rotation
+from attachments.metal.attention import fusible, install
 from bench.shapes import unending
 from clotho.inference.engine import DecodeEngine
 from clotho.models.policy import Policy
@@ -96,6 +100,21 @@ def fused_operations() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def metal_kernels() -> Iterator[None]:
+    """Let a kernel of `attachments.metal` be one operation inside the context; its results are meaningless."""
+
+    def launched(*, inputs: Sequence[mx.array], output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+        sizes = [math.prod(shape) for shape in output_shapes]
+        result = mx.zeros(sum(sizes), output_dtypes[0])
+        mx.eval(result)
+        parts = mx.split(_one_operation(result, *inputs), list(accumulate(sizes))[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, output_shapes, strict=True)]
+
+    with patch.object(norm_rotation, "kernel", lambda: launched):
+        yield
+
+
 def _one_operation(x: mx.array, *inputs: Any, **_: Any) -> mx.array:
     """Return an array like `x` by one operation, whose gradient is one more, and which waits for all inputs."""
     arrays = [array for array in inputs if isinstance(array, mx.array)]
@@ -118,17 +137,19 @@ def counted_evaluations() -> Iterator[list[GraphCounts]]:
 
 
 def decode_step(policy: Policy, *, rows: int) -> GraphCounts:
-    """Count the operations of one decode step with sampling, for `rows` rows of equal length.
+    """Count the operations of one decode step with sampling, for `rows` rows of equal length, as on Metal.
 
     The policy must decode on the device path. The policy may not be used afterwards: its engine holds meaningless
     values.
     """
-    engine = DecodeEngine(policy, EngineSection(max_num_seqs=rows))
-    engine.submit(unending(policy, rows), lambda _: None)
-    while engine.running < rows:
+    install(fusible(policy.model))
+    with metal_kernels():
+        engine = DecodeEngine(policy, EngineSection(max_num_seqs=rows))
+        engine.submit(unending(policy, rows), lambda _: None)
+        while engine.running < rows:
+            engine.tick()
         engine.tick()
-    engine.tick()
-    with counted_evaluations() as started:
-        engine.tick()
+        with counted_evaluations() as started:
+            engine.tick()
     (step,) = started
     return step
