@@ -143,6 +143,31 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
             "null without a teacher."
         ),
     ] = 0.0
+    preference_accuracy: Annotated[
+        float | None,
+        Meta(
+            description="Fraction of pairs whose better completion has the higher implicit reward (`kto`: of "
+            "completions on the right side of the reference point); null without an objective of preferences."
+        ),
+    ] = None
+    preference_margin: Annotated[
+        float | None,
+        Meta(
+            description="Mean difference of the implicit rewards of better and worse completions (`kto`: distance from "
+            "the reference point in the right direction); null without an objective of preferences."
+        ),
+    ] = None
+    better_log_ratio: Annotated[
+        float | None,
+        Meta(
+            description="Mean log-ratio of policy and reference policy, in nats, of better completions (`ipo`: per "
+            "token); null without an objective with a reference policy."
+        ),
+    ] = None
+    worse_log_ratio: Annotated[
+        float | None,
+        Meta(description="Mean log-ratio of policy and reference policy of worse completions, as `better_log_ratio`."),
+    ] = None
     expert_share_max: Annotated[
         float | None,
         Meta(

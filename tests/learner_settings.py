@@ -15,7 +15,13 @@ from training_run.profile.keys import CHOICES, KEYS, PROFILE_KEYS
 OBJECTIVES = tuple(name for name in CHOICES["learner.objective.type"] if name != "custom")
 """Names of the built-in objectives."""
 
-OF_SAMPLES = tuple(name for name in OBJECTIVES if name != "sft")
+PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
+"""Those that compare completions."""
+
+OF_TOKENS = tuple(name for name in OBJECTIVES if name not in PREFERENCES)
+"""Those whose loss can be cut between any two completions."""
+
+OF_SAMPLES = tuple(name for name in OF_TOKENS if name != "sft")
 """Those that learn from what a policy has sampled; `sft` needs advantages per token, and knows no sampler."""
 
 SHORT = {
@@ -40,6 +46,7 @@ SHORT = {
     "entropy_step": "entropy_bonus.step",
     "epsilon": "optimizer.epsilon",
     "objective": "objective.type",
+    "objective_reference": "objective.reference",
     "optimizer": "optimizer.type",
     "schedule": "schedule.type",
     "step_scale": "step_scale.type",

@@ -238,7 +238,12 @@ class LearnerRanks:
         """See `OtherRanks`."""
         self._send_weights(parameters)
         parts = [
-            replace(part(index, micro), reference_N=_numpy(fixed.reference_N), proximal_N=_numpy(fixed.proximal_N))
+            replace(
+                part(index, micro),
+                reference_N=_numpy(fixed.reference_N),
+                proximal_N=_numpy(fixed.proximal_N),
+                reference_point=fixed.reference_point,
+            )
             for index, (micro, fixed) in enumerate(zip(micro_batches, fixed_logprobs, strict=True))
         ]
 

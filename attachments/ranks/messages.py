@@ -62,14 +62,17 @@ class SharePart(Struct, frozen=True, kw_only=True):
     index: int
     table: TokenTable
     members: tuple[int, ...]
+    group_B: NDArray[np.int32]
     layout: str
     inputs: tuple[NDArray[np.int32], ...]
     reference_N: NDArray[np.float32] | None = None
     proximal_N: NDArray[np.float32] | None = None
+    reference_point: float = 0.0
 
     def micro_batch(self) -> MicroBatch:
         """Return the micro-batch."""
-        return MicroBatch(table=self.table, members=self.members, inputs=LAYOUTS[self.layout](*self.inputs))
+        inputs = LAYOUTS[self.layout](*self.inputs)
+        return MicroBatch(table=self.table, members=self.members, group_B=self.group_B, inputs=inputs)
 
 
 def part(index: int, micro: MicroBatch) -> SharePart:
@@ -78,6 +81,7 @@ def part(index: int, micro: MicroBatch) -> SharePart:
         index=index,
         table=micro.table,
         members=micro.members,
+        group_B=micro.group_B,
         layout=type(micro.inputs).__name__,
         inputs=tuple(micro.inputs),
     )

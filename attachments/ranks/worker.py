@@ -179,6 +179,7 @@ class ShareComputer:
             fixed = FixedLogprobs(
                 None if part.reference_N is None else mx.array(part.reference_N),
                 None if part.proximal_N is None else mx.array(part.proximal_N),
+                part.reference_point,
             )
             found = micro_batch_gradient(
                 self._policy,

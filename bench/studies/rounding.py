@@ -53,6 +53,7 @@ def cut_shares(name: str, table: dict[str, Any]) -> Row:
         on_policy_mask_N=ones_N,
         sequence_N=mx.array(np.repeat(np.arange(COMPLETIONS), TOKENS)),
         sequences=COMPLETIONS,
+        group_B=mx.arange(COMPLETIONS),
     )
     *_, cut_N = policy_loss(
         logp_N,
@@ -66,9 +67,14 @@ def cut_shares(name: str, table: dict[str, Any]) -> Row:
     return Row(name, cut_B[advantage_B > 0].mean(), cut_B[advantage_B < 0].mean())
 
 
+def has_ratio(objective: str) -> bool:
+    """Whether the loss of an objective compares the policy with the sampler."""
+    return convert({"objective": {"type": objective}}, LearnerSection).objective.has_ratio
+
+
 def read() -> list[Row]:
     """The shares of the built-in objectives, of corrections, and of a ratio to the sampler where it is no default."""
-    names = [name for name in CHOICES["learner.objective.type"] if name not in ("custom", "sft")]
+    names = [name for name in CHOICES["learner.objective.type"] if name != "custom" and has_ratio(name)]
     corrections = [name for name in CHOICES["learner.objective.importance_correction.type"] if name != "off"]
     to_sampler = {"ratio_reference": "sampler", "importance_correction": {"type": "off"}}
     return [

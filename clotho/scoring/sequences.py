@@ -99,11 +99,13 @@ class MicroBatch(NamedTuple):
     """Sequences that go through the model together.
 
     table: the completion tokens of the sequences. members: indices of the sequences among all sequences, in the order
-    of `table.sequence_N`. inputs: inputs of the blocks, in the form of the layout.
+    of `table.sequence_N`. group_B: (B,) int32, the group of each sequence, numbered from 0 in the micro-batch. inputs:
+    inputs of the blocks, in the form of the layout.
     """
 
     table: TokenTable
     members: tuple[int, ...]
+    group_B: NDArray[np.int32]
     inputs: NamedTuple
 
     @property

@@ -18,7 +18,7 @@ from clotho.settings.bounds import (
     Variant,
     about,
 )
-from clotho.settings.objectives import Grpo, Objective
+from clotho.settings.objectives import Grpo, Objective, ReferencedPreference
 
 Estimator = Literal["k1", "k2", "k3", "abs"]
 Layout = Literal["auto", "padded", "packed", "shared"]
@@ -231,7 +231,9 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def reference(self) -> Reference | None:
-        """The reference policy of the KL penalty; None without a penalty."""
+        """The reference policy of the objective, else of the KL penalty; None without either."""
+        if isinstance(self.objective, ReferencedPreference):
+            return BaseReference() if self.objective.reference == "base" else SnapshotReference()
         return None if isinstance(self.kl_penalty, Off) else self.kl_penalty.reference
 
     def with_rate(self, *, in_full: bool) -> LearnerSection:

@@ -9,7 +9,7 @@ function there.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import field
 
@@ -75,12 +75,16 @@ class OptimalBaselineAdvantage(NormalizedAdvantage, frozen=True, kw_only=True, t
     ] = "probabilities"
 
 
+class BestWorstAdvantage(Variant, frozen=True, kw_only=True, tag="best_worst"):
+    """1 for the completion with the highest reward of its group, -1 for that with the lowest, 0 for all others."""
+
+
 class EnvironmentAdvantage(Variant, frozen=True, kw_only=True, tag="environment"):
     """Advantages per token, which every group must contain."""
 
 
 Normalized = GroupAdvantage | BatchAdvantage | BatchCentredAdvantage | BatchScaledAdvantage | OptimalBaselineAdvantage
-Other = MeanAdvantage | LeaveOneOutAdvantage | MaxRLAdvantage | EnvironmentAdvantage
+Other = MeanAdvantage | LeaveOneOutAdvantage | MaxRLAdvantage | BestWorstAdvantage | EnvironmentAdvantage
 Advantage = Annotated[Normalized | Other, about("How advantages follow from rewards, if groups contain no advantages.")]
 
 
@@ -142,7 +146,12 @@ MaxRatio = Annotated[NonNegativeFloat, about("Most groups per update, in batches
 
 
 class ObjectiveSettings(Variant, frozen=True, kw_only=True):
-    """The settings that every objective has."""
+    """The settings that every objective has.
+
+    has_ratio: whether the loss compares the policy with the sampler; demonstrations, for example, nobody has sampled.
+    """
+
+    has_ratio: ClassVar[bool] = True
 
     advantage: Advantage = GroupAdvantage()
     loss_aggregation: Aggregation = "token_mean"
@@ -302,7 +311,71 @@ class Sapo(RatioObjective, frozen=True, kw_only=True, tag="sapo"):
 class Sft(ObjectiveSettings, frozen=True, kw_only=True, tag="sft"):
     """Supervised fine-tuning: the cross-entropy of demonstrations, which come in the place of completions."""
 
+    has_ratio: ClassVar[bool] = False
+
     advantage: Advantage = EnvironmentAdvantage()
+
+
+Beta = Annotated[PositiveFloat, about("Factor of the log-ratios: a larger one keeps the policy nearer its reference.")]
+
+
+class PreferenceObjective(ObjectiveSettings, frozen=True, kw_only=True):
+    """An objective of completions that are better or worse: the sign of their advantage says which.
+
+    The pairs of a dataset come in the place of completions; of sampled groups, it learns the best and the worst.
+    in_pairs: whether the loss compares the completions of a group, of which it then has one of each sign.
+    """
+
+    has_ratio: ClassVar[bool] = False
+    in_pairs: ClassVar[bool] = True
+
+    advantage: Advantage = BestWorstAdvantage()
+    loss_aggregation: Aggregation = "sequence_mean"
+
+
+class ReferencedPreference(PreferenceObjective, frozen=True, kw_only=True):
+    """A preference objective with a reference policy."""
+
+    beta: Beta = 0.1
+    reference: Annotated[
+        Literal["snapshot", "base"],
+        about("Reference policy: snapshot is that at the start of the run or stage."),
+    ] = "snapshot"
+
+
+class Dpo(ReferencedPreference, frozen=True, kw_only=True, tag="dpo"):
+    """Direct Preference Optimization (arXiv:2305.18290)."""
+
+    label_smoothing: Annotated[
+        float, about("Probability that the labels of a pair are exchanged (cDPO).", ge=0.0, le=0.5)
+    ] = 0.0
+    nll_weight: Annotated[NonNegativeFloat, about("Weight of the cross-entropy of the better completion (RPO).")] = 0.0
+
+
+class Ipo(ReferencedPreference, frozen=True, kw_only=True, tag="ipo"):
+    """Identity Preference Optimization: a squared loss with a target margin of 1 / (2 beta) (arXiv:2310.12036)."""
+
+
+class Kto(ReferencedPreference, frozen=True, kw_only=True, tag="kto"):
+    """Kahneman-Tversky Optimization: completions with a label, without pairs (arXiv:2402.01306)."""
+
+    in_pairs: ClassVar[bool] = False
+
+    desirable_weight: Annotated[NonNegativeFloat, about("Weight of completions that are better.")] = 1.0
+    undesirable_weight: Annotated[NonNegativeFloat, about("Weight of completions that are worse.")] = 1.0
+
+
+class Orpo(PreferenceObjective, frozen=True, kw_only=True, tag="orpo"):
+    """Odds Ratio Preference Optimization: no reference policy (arXiv:2403.07691)."""
+
+    odds_weight: Annotated[PositiveFloat, about("Weight of the odds ratio beside the cross-entropy.")] = 0.1
+
+
+class Simpo(PreferenceObjective, frozen=True, kw_only=True, tag="simpo"):
+    """Simple Preference Optimization: mean log-probabilities and a margin, no reference policy (arXiv:2405.14734)."""
+
+    beta: Annotated[PositiveFloat, about("Factor of the mean log-probabilities.")] = 2.0
+    target_margin: Annotated[NonNegativeFloat, about("Margin between the rewards of a pair.")] = 1.0
 
 
 class Custom(ClippedObjective, frozen=True, kw_only=True, tag="custom"):
@@ -315,4 +388,5 @@ class Custom(ClippedObjective, frozen=True, kw_only=True, tag="custom"):
 
 
 PaperObjective = Grpo | DrGrpo | Bnpo | Dapo | Gspo | GspoToken | Cispo | Rloo | Reinforce | ReinforcePlusPlus
-Objective = PaperObjective | PpoDecoupled | DppoTv | Sapo | Sft | Custom
+Preference = Dpo | Ipo | Kto | Orpo | Simpo
+Objective = PaperObjective | PpoDecoupled | DppoTv | Sapo | Sft | Preference | Custom

@@ -20,6 +20,7 @@ from clotho.settings.objectives import (
     BatchAdvantage,
     BatchCentredAdvantage,
     BatchScaledAdvantage,
+    BestWorstAdvantage,
     GroupAdvantage,
     LeaveOneOutAdvantage,
     MaxRLAdvantage,
@@ -127,6 +128,20 @@ def batch_scaled(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]
     return [_centred(reward_G) / scale for reward_G in rewards]
 
 
+def best_worst(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
+    """A_i = 1 for the highest reward of the group, -1 for the lowest, else 0: a pair for objectives of preferences.
+
+    Of equal rewards, the first completion counts. A group of equal rewards has no pair, and exact zeros.
+    """
+    return [_best_and_worst(reward_G) for reward_G in rewards]
+
+
+def _best_and_worst(reward_G: Array) -> Array:
+    place_G = np.arange(reward_G.size)
+    signs_G = (place_G == reward_G.argmax()).astype(np.float64) - (place_G == reward_G.argmin())
+    return np.asarray(signs_G)
+
+
 ADVANTAGES: Mapping[type[Advantage], Advantages] = MappingProxyType(
     {
         GroupAdvantage: group,
@@ -136,6 +151,7 @@ ADVANTAGES: Mapping[type[Advantage], Advantages] = MappingProxyType(
         BatchAdvantage: batch,
         BatchCentredAdvantage: batch_centred,
         BatchScaledAdvantage: batch_scaled,
+        BestWorstAdvantage: best_worst,
     }
 )
 """Struct of the advantage -> advantages, for all that need nothing but rewards."""

@@ -17,7 +17,14 @@ from clotho.scoring.layouts.micro_batches import build_micro_batches, positions
 from clotho.scoring.sequences import MicroBatch, TeacherRows, TrainingSequence, sampled_mask_T
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.learner import EnvironmentReference, KLPenalty, LearnerSection, RewardKLPenalty
-from clotho.settings.objectives import EnvironmentAdvantage, GradientNorm, OptimalBaselineAdvantage, RatioObjective
+from clotho.settings.objectives import (
+    EnvironmentAdvantage,
+    GradientNorm,
+    Kto,
+    OptimalBaselineAdvantage,
+    PreferenceObjective,
+    RatioObjective,
+)
 from clotho.training.advantages import advantages, environment_advantages
 from clotho.training.gradient import FixedLogprobs, LossConfig, OtherRanks, compute_logprobs, score_norm_squared
 from clotho.training.objectives.kl import ESTIMATORS
@@ -208,7 +215,13 @@ def _minibatch(
     layout: str,
     least: int,
 ) -> Minibatch:
-    lengths = [[_trained_tokens(c, settings) for c in groups[g].group.completions] for g in part]
+    lengths = [
+        [
+            _trained_tokens(c, a_T, settings)
+            for c, a_T in zip(groups[g].group.completions, token_advantages[g], strict=True)
+        ]
+        for g in part
+    ]
     shares = loss_weights(settings.objective.loss_aggregation, lengths, max_tokens=max_tokens)
     origins, sequences = [], []
     for g, lengths_G, shares_G in zip(part, lengths, shares, strict=True):
@@ -216,18 +229,28 @@ def _minibatch(
             if length:
                 origins.append((g, i))
                 sequences.append(training_sequence(g, groups[g], i, token_advantages[g][i], float(share), settings))
-    budget = settings.micro_batch_tokens
-    micro = build_micro_batches(sequences, layout=layout, budget=budget) if sequences else ()
-    while budget and len(micro) < min(least, len(sequences)):
-        budget = min(budget, max(map(positions, micro))) // 2
-        micro = build_micro_batches(sequences, layout=layout, budget=budget)
+    in_pairs = isinstance(settings.objective, PreferenceObjective) and settings.objective.in_pairs
+    micro = _micro_batches(sequences, settings, layout=layout, least=least, whole_groups=in_pairs)
     return Minibatch(micro, sum(map(sum, lengths)), tuple(origins))
 
 
-def _trained_tokens(completion: Completion, settings: LearnerSection) -> int:
-    """Return the number of trained tokens of a completion."""
+def _micro_batches(
+    sequences: Sequence[TrainingSequence], settings: LearnerSection, *, layout: str, least: int, whole_groups: bool
+) -> tuple[MicroBatch, ...]:
+    """Return at least `least` micro-batches, as far as the sequences can be divided; none without a sequence."""
+    budget = settings.micro_batch_tokens
+    micro: tuple[MicroBatch, ...] = ()
+    while sequences and budget and len(micro) < min(least, len(sequences)):
+        budget = min(budget, max(map(positions, micro))) // 2 if micro else budget
+        micro = build_micro_batches(sequences, layout=layout, budget=budget, whole_groups=whole_groups)
+    return micro
+
+
+def _trained_tokens(completion: Completion, advantage_T: NDArray[np.float64], settings: LearnerSection) -> int:
+    """Return the number of trained tokens of a completion; objectives of preferences leave out all but a pair."""
     cut_off = settings.objective.mask_truncated and completion.finish_reason == "length"
-    return 0 if cut_off else completion.length
+    outside = isinstance(settings.objective, PreferenceObjective) and not advantage_T.any()
+    return 0 if cut_off or outside else completion.length
 
 
 Scores = list[list[mx.array]]
@@ -305,10 +328,23 @@ def prepare(
     token_advantages = compute_advantages(groups, penalties, settings, log_weights)
     if in_reward or log_weights:
         minis = divided(token_advantages)
+    point = 0.0
+    if isinstance(settings.objective, Kto):
+        point = _reference_point(
+            _of_other_prompts(groups, token_advantages, settings),
+            policy,
+            forcing,
+            loss_config,
+            (parameters, reference),
+            turns=turns,
+            ranks=ranks,
+        )
     fixed_logprobs = tuple(
         tuple(
             FixedLogprobs(
-                references[m][k] if references else None, at_start[m][k] if any(at_start[m : m + 1]) else None
+                references[m][k] if references else None,
+                at_start[m][k] if any(at_start[m : m + 1]) else None,
+                point,
             )
             for k in range(len(mini.micro_batches))
         )
@@ -407,6 +443,46 @@ def _scored(
             found |= ranks.collect_logprobs(turns)
         scores.append([found[k] for k in range(len(mini.micro_batches))])
     return scores
+
+
+def _of_other_prompts(
+    groups: Sequence[ScoredGroup], token_advantages: PerTokenAdvantages, settings: LearnerSection
+) -> list[TrainingSequence]:
+    """Return the trained completions behind the prompts of the next group each; none if there is one group."""
+    if len(groups) < 2:
+        return []
+    found = []
+    for g, (group, rows) in enumerate(zip(groups, token_advantages, strict=True)):
+        other = groups[(g + 1) % len(groups)].group.prompt.tokens
+        for i, advantage_T in enumerate(rows):
+            if _trained_tokens(group.group.completions[i], advantage_T, settings):
+                sequence = training_sequence(g, group, i, advantage_T, 0.0, settings)
+                found.append(sequence._replace(prompt=other, supports=(), teacher=None))
+    return found
+
+
+def _reference_point(
+    sequences: Sequence[TrainingSequence],
+    policy: WeightedModel,
+    forcing: TeacherForcing,
+    loss_config: LossConfig,
+    compared: tuple[Parameters, ReferencePolicy],
+    *,
+    turns: TurnBudget,
+    ranks: OtherRanks | None,
+) -> float:
+    """Return max(0, the mean of log pi(y') - log ref(y') over sequences): KTO (arXiv:2402.01306), section 4.1."""
+    least = 1 if ranks is None else ranks.pieces
+    micro = _micro_batches(sequences, loss_config.settings, layout=forcing.layout, least=least, whole_groups=False)
+    if not micro:
+        return 0.0
+    mini = Minibatch(micro, 0, ())
+    own, reference = (_scored([mini], policy, forcing, loss_config, one, turns, ranks)[0] for one in compared)
+    ratios = [
+        one.sum_B(np.array(own_N, dtype=np.float64) - np.array(reference_N, dtype=np.float64))
+        for one, own_N, reference_N in zip(micro, own, reference, strict=True)
+    ]
+    return max(0.0, float(np.concatenate(ratios).mean()))
 
 
 def _given_logprobs(minis: Sequence[Minibatch]) -> Scores:

@@ -42,11 +42,13 @@ class FixedLogprobs(NamedTuple):
     """Log-probabilities of a micro-batch's tokens under fixed policies, (N,) float32; None if not needed.
 
     reference_N: under the reference policy. proximal_N: under the policy at the start of the batch; the first optimizer
-    step takes those of its own pass, so that the rounding of another one is in no ratio.
+    step takes those of its own pass, so that the rounding of another one is in no ratio. reference_point: that of the
+    update (`ObjectiveInputs`).
     """
 
     reference_N: mx.array | None
     proximal_N: mx.array | None
+    reference_point: float = 0.0
 
 
 class StepPosition(NamedTuple):
@@ -311,6 +313,8 @@ def _inputs(micro: MicroBatch, fixed_logprobs: FixedLogprobs, position: StepPosi
         on_policy_mask_N=mx.array(on_policy_mask_N.astype("float32")),
         sequence_N=mx.array(table.sequence_N),
         sequences=micro.sequences,
+        group_B=mx.array(micro.group_B),
+        reference_point=fixed_logprobs.reference_point,
         teacher_mask_N=mx.array(table.teacher_mask_N) if table.teacher is not None else None,
     )
 

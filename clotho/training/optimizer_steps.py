@@ -18,7 +18,6 @@ from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch, sampled_mask_T
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.learner import EssStepScale, LearnerSection
-from clotho.settings.objectives import Sft
 from clotho.training.batch import Minibatch, TrainingBatch
 from clotho.training.gradient import (
     FixedLogprobs,
@@ -271,7 +270,7 @@ def completion_weights(
 
     parts: the gradients of the micro-batches.
     """
-    if isinstance(settings.objective, Sft):
+    if not settings.objective.has_ratio:
         return [np.zeros(micro.sequences) for micro in mini.micro_batches]
     logps = (np.array(part.logp_N, dtype=np.float64) for part in parts)
     return [micro.log_weight_B(logp_N) for micro, logp_N in zip(mini.micro_batches, logps, strict=True)]

@@ -1,4 +1,4 @@
-"""The reference policy of the KL penalty: the base model, a snapshot of the policy, or its moving average."""
+"""The reference policy of an objective or a penalty: the base model, a snapshot of the policy, or its average."""
 
 from __future__ import annotations
 

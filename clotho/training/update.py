@@ -53,7 +53,6 @@ from clotho.models.turns import UNSHARED, TurnBudget, Turns
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.learner import LearnerSection
-from clotho.settings.objectives import Sft
 from clotho.training.batch import PerTokenAdvantages, TrainingBatch, prepare
 from clotho.training.gradient import LossConfig, OtherRanks
 from clotho.training.learner_state import LearnerSnapshot, LearnerState, state_arrays, state_from_arrays, with_prefix
@@ -136,7 +135,7 @@ class PolicyLearner:
         to minibatches.
         measure_update_kl: measure how far updates move the policy (`UpdateMetrics.update_kl`): each of the first steps,
         and later so many in a row of every `UPDATE_KL_INTERVAL`, because this takes up to a quarter of an update; 0:
-        none; also none if nothing is sampled (`sft`).
+        none; also none if the loss has no importance ratio (`sft`).
         token_values: return the values of tokens (`Update.tokens`).
         ranks: the other ranks of a data-parallel learner; updates use them, rehearsals do not.
         lane: between turns, others compute.
@@ -147,7 +146,7 @@ class PolicyLearner:
         self._policy, self._settings, self._seed = policy, learner, seed
         self._steps, self._first_step = steps, first_step
         self._max_tokens = sampling.max_tokens
-        self._measure_update_kl = 0 if isinstance(learner.objective, Sft) else measure_update_kl
+        self._measure_update_kl = measure_update_kl if learner.objective.has_ratio else 0
         self._token_values, self._ranks = token_values, ranks
         self._distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
         self._objective = objective(learner.objective)

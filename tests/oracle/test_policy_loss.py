@@ -11,7 +11,7 @@ import pytest
 from clotho.settings.learner import LearnerSection
 from clotho.training.objectives.functions import objective
 from clotho.training.objectives.loss import TokenLossInputs, initial_loss_coefficients, loss_weights, policy_loss
-from tests.learner_settings import OBJECTIVES, learner_settings
+from tests.learner_settings import OF_TOKENS, learner_settings
 from tests.oracle.policy_loss import TOKEN_LOSSES, Example, Rows, loss, slopes
 
 MAX_TOKENS = 9
@@ -99,6 +99,7 @@ def inputs(examples: list[Example], settings: LearnerSection, *, several_steps: 
         on_policy_mask_N=masked([[1.0] * len(e.learned) for e in examples]),
         sequence_N=mx.array([i for i, e in enumerate(examples) for _ in e.learned] + [0, 0], dtype=mx.int32),
         sequences=len(examples),
+        group_B=mx.array([e.group for e in examples], dtype=mx.int32),
     )
 
 
@@ -141,6 +142,6 @@ def test_loss_and_gradient_equal_the_loops(case: str, several_steps: bool) -> No
         np.testing.assert_allclose(np.array(found), [*slope, 0.0, 0.0], atol=2e-5 * scale + 1e-9)
 
 
-def test_the_loops_know_every_objective() -> None:
+def test_the_loops_know_every_objective_of_tokens() -> None:
     """An objective without an oracle is not verified."""
-    assert TOKEN_LOSSES.keys() == {*OBJECTIVES}
+    assert TOKEN_LOSSES.keys() == {*OF_TOKENS}

@@ -60,6 +60,11 @@ def test_epsilon_is_added_to_the_deviation() -> None:
         assert judged(kind, [[1.0, 0.0]], epsilon=0.5) == [[0.5, -0.5]]
 
 
+def test_the_best_and_the_worst_completion_of_a_group_are_a_pair() -> None:
+    """The first of equal ones; a group of equal rewards has none."""
+    assert judged("best_worst", [[0.5, 2.0, -1.0, 2.0], [3.0, 3.0]]) == [[0.0, 1.0, -1.0, 0.0], [0.0, 0.0]]
+
+
 @pytest.mark.parametrize("kind", list(ADVANTAGES))
 def test_equal_rewards_teach_nothing(kind: str) -> None:
     """No rounding of a mean may turn equal rewards into a signal, nor a group of one."""

@@ -11,7 +11,7 @@ from itertools import chain
 from math import isfinite
 
 from clotho.settings.learner import EnvironmentReference, LearnerSection
-from clotho.settings.objectives import EnvironmentAdvantage
+from clotho.settings.objectives import EnvironmentAdvantage, PreferenceObjective
 from protocols.errors import visible
 from protocols.rollout import MAX_GROUP_REWARD, Discarded, DiscardReason, GroupOutcome, ScoredGroup, bounded
 
@@ -100,19 +100,7 @@ def _faults(
         return
     if not bounded(scored.rewards):
         yield "invalid", f"a reward is not finite, or beyond {MAX_GROUP_REWARD:g} in absolute size"
-    if isinstance(settings.objective.advantage, EnvironmentAdvantage):
-        if not scored.token_advantages:
-            yield (
-                "invalid",
-                'the group has no token advantages, and learner.objective.advantage = "environment" needs them',
-            )
-        if not all(map(isfinite, chain.from_iterable(scored.token_advantages))):
-            yield "invalid", "a token advantage is not finite"
-    if isinstance(settings.reference, EnvironmentReference) and not scored.reference_logprobs:
-        yield (
-            "invalid",
-            'the group has no reference log-probabilities, and learner.kl_penalty.reference = "environment" needs them',
-        )
+    yield from _lacking(scored, settings)
     if settings.objective.mask_truncated and all(c.finish_reason == "length" or not c.length for c in completions):
         yield (
             "zero_variance",
@@ -124,6 +112,33 @@ def _faults(
     limit = settings.max_staleness
     if limit is not None and version - sampled > limit:
         yield "stale", f"{version - sampled} versions old, learner.max_staleness is {limit}"
+
+
+def _lacking(scored: ScoredGroup, settings: LearnerSection) -> Iterator[tuple[DiscardReason, str]]:
+    """Yield what the objective needs, and the group lacks."""
+    if isinstance(settings.objective.advantage, EnvironmentAdvantage):
+        if not scored.token_advantages:
+            yield (
+                "invalid",
+                'the group has no token advantages, and learner.objective.advantage = "environment" needs them',
+            )
+        if not all(map(isfinite, chain.from_iterable(scored.token_advantages))):
+            yield "invalid", "a token advantage is not finite"
+    if isinstance(settings.objective, PreferenceObjective) and settings.objective.in_pairs and not _is_pair(scored):
+        yield "invalid", "it is not one better and one worse completion with tokens, as its objective needs them"
+    if isinstance(settings.reference, EnvironmentReference) and not scored.reference_logprobs:
+        yield (
+            "invalid",
+            'the group has no reference log-probabilities, and learner.kl_penalty.reference = "environment" needs them',
+        )
+
+
+def _is_pair(scored: ScoredGroup) -> bool:
+    """Whether a group has one better and one worse completion to compare, by its own advantages or by its rewards."""
+    if not all(completion.length for completion in scored.group.completions) or any(scored.zero_advantage):
+        return False
+    sums = sorted(map(sum, scored.token_advantages)) if scored.token_advantages else [-1.0, 1.0]
+    return sums[0] < 0 < sums[-1] and not any(sums[1:-1])
 
 
 MAX_SHOWN = 200

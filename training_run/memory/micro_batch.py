@@ -12,6 +12,7 @@ from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.layouts.rows import PackedInputs, PaddedInputs
 from clotho.scoring.layouts.shared_prefix import SharedInputs
 from clotho.scoring.sequences import MicroBatch, TrainingSequence
+from clotho.settings.objectives import PreferenceObjective
 from training_run.memory.need import memory_need
 from training_run.profile.schema import Profile
 
@@ -68,14 +69,20 @@ def most_groups(profile: Profile) -> int:
 def largest_micro_batch(profile: Profile, *, prompt: int, completion: int) -> MicroBatchShape:
     """Return the largest micro-batch of an update whose completions all have the longest length.
 
-    Builds only as many groups as fill two micro-batches.
+    Builds only as many groups as fill two micro-batches. Objectives of preferences learn two completions of a group.
     """
-    learner, size = profile.learner, profile.sampling.group_size
+    learner, objective = profile.learner, profile.learner.objective
+    size = 2 if isinstance(objective, PreferenceObjective) else profile.sampling.group_size
     most = most_groups(profile)
     groups = -(-most // min(learner.num_minibatches, most))
     enough = 1 + 2 * learner.micro_batch_tokens // (size * completion)
     sequences = [_sequence(group, prompt, completion) for group in range(min(groups, enough)) for _ in range(size)]
-    micro_batches = build_micro_batches(sequences, layout=learner.layout, budget=learner.micro_batch_tokens)
+    micro_batches = build_micro_batches(
+        sequences,
+        layout=learner.layout,
+        budget=learner.micro_batch_tokens,
+        whole_groups=isinstance(objective, PreferenceObjective) and objective.in_pairs,
+    )
     largest = max(micro_batches, key=lambda micro: len(micro.table.position_N))
     return MicroBatchShape(
         passes=_passes(largest), scored=len(largest.table.position_N), several=len(micro_batches) > 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
 from clotho.serving.loopback import is_loopback
+from clotho.settings.objectives import Preference
 from protocols.learnability import unlearnable
 from protocols.sampling import PARAMETERS, in_use
 from training_run.attachment import SLOTS, installed_attachments, slot_settings
@@ -43,6 +44,8 @@ ADVANTAGE, FROM_GROUPS = "learner.objective.advantage.type", "environment"
 OVERLONG = "learner.objective.overlong_penalty.type"
 MAX_RATIO = "learner.objective.dynamic_sampling_max_ratio"
 CLIP_RANGE = " ".join(f"learner.objective.{key}" for key in ("clip_low", "clip_high", "dual_clip"))
+PREFERENCES = tuple(one.__struct_config__.tag for one in get_args(Preference))
+RATIO_MASKS = " ".join(f"learner.objective.{key}" for key in ("outlier_low", "outlier_high", "off_policy_mask"))
 SIGMOID = "learner.objective.sapo_tau_pos learner.objective.sapo_tau_neg"
 
 
@@ -98,6 +101,10 @@ NO_EFFECT = (
          lambda v, _: v.get(RATIO, "sampler") != "sampler" and one_step(v) and v["learner.objective.type"] != "custom",
          "with one optimizer step per batch (learner.update_epochs, learner.num_minibatches) the importance ratio is 1",
          f"{RATIO} learner.update_epochs learner.num_minibatches"),
+    Rule(f"learner.objective.mask_truncated {RATIO_MASKS}", lambda v, _: v["learner.objective.type"] in PREFERENCES,
+         "objectives of preferences compare completions, and leave none out", "learner.objective.type"),
+    Rule("learner.step_scale.type", lambda v, _: v["learner.objective.type"] in ("sft", *PREFERENCES),
+         "it follows the importance ratio, which learner.objective does not have", "learner.objective.type"),
 )
 """Settings that are refused unless they have their default. Ordered: a row precedes rows that depend on its keys."""
 
@@ -122,6 +129,15 @@ CONTRADICTIONS = (
          '= "{}" needs groups with advantages per token: from environments (atropos) or from a custom actor'),
     Rule("learner.objective.type", lambda v, x: x == "sft" and "sft.train_on" not in v and not custom_flow(v),
          "= \"{}\" learns demonstrations, which the attachment 'sft' reads; this installation lacks it"),
+    Rule(ADVANTAGE, lambda v, x: x != "best_worst" and v["learner.objective.type"] in PREFERENCES,
+         '= "{}" marks no pair, and learner.objective = "{v[learner.objective.type]}" needs one: set "best_worst"'),
+    Rule("learner.objective.loss_aggregation",
+         lambda v, x: x != "sequence_mean" and v["learner.objective.type"] in PREFERENCES,
+         '= "{}" would weigh pairs by their lengths: set "sequence_mean"'),
+    Rule("learner.kl_penalty.type", lambda v, x: x != "off" and v["learner.objective.type"] in PREFERENCES,
+         '= "{}" and an objective of preferences exclude each other: learner.objective.beta limits the divergence'),
+    Rule("learner.batch_size", lambda v, x: x == 1 and v["learner.objective.type"] == "kto",
+         '= {} and learner.objective = "kto" exclude each other: the reference point needs other prompts'),
     Rule(f"{OVERLONG} learner.kl_penalty.type", lambda v, x: x in ("linear", "reward") and v[ADVANTAGE] == FROM_GROUPS,
          '= "{}" has no effect: learner.objective.advantage = "environment" ignores rewards'),
     Rule("learner.kl_penalty.reference.type", lambda v, x: x == "environment" and not has_environments(v),

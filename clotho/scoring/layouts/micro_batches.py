@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import TypeVar
@@ -104,10 +105,13 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def build_micro_batches(sequences: Sequence[TrainingSequence], *, layout: str, budget: int) -> tuple[MicroBatch, ...]:
+def build_micro_batches(
+    sequences: Sequence[TrainingSequence], *, layout: str, budget: int, whole_groups: bool = False
+) -> tuple[MicroBatch, ...]:
     """Split sequences into micro-batches of at most `budget` positions, padding included.
 
-    A sequence longer than the budget gets a micro-batch of its own. layout: a key of `LAYOUTS`. Sequences with recorded
+    A sequence longer than the budget gets a micro-batch of its own. whole_groups: the sequences of a group stay in one
+    micro-batch, which a group longer than the budget has alone. layout: a key of `LAYOUTS`. Sequences with recorded
     supports, or with a teacher, are not mixed with others. Prompts have at least one token, completions at least one
     sampled token. Equal input gives equal output; the split depends on tokens, supports and teachers only.
     """
@@ -115,9 +119,10 @@ def build_micro_batches(sequences: Sequence[TrainingSequence], *, layout: str, b
         MicroBatch(
             table=token_table([sequences[member] for member in placement.members], placement.positions),
             members=placement.members,
+            group_B=_numbered([sequences[member].group for member in placement.members]),
             inputs=placement.inputs,
         )
-        for placement in _placements(sequences, layout, budget)
+        for placement in _placements(sequences, _of_whole_groups(layout) if whole_groups else LAYOUTS[layout], budget)
     )
 
 
@@ -126,12 +131,40 @@ def positions(micro: MicroBatch) -> int:
     return sum(array.size for name, array in micro.inputs._asdict().items() if name.startswith("tokens"))
 
 
-def _placements(sequences: Sequence[TrainingSequence], layout: str, budget: int) -> Iterator[Placement]:
+def _numbered(groups: Sequence[int]) -> NDArray[np.int32]:
+    return np.unique(groups, return_inverse=True)[1].astype(np.int32)
+
+
+def _of_whole_groups(layout: str) -> Layout:
+    """Return a layout that adds group after group to a micro-batch, the longest first, while the budget allows."""
+
+    def place(sequences: Sequence[TrainingSequence], order: Sequence[int], budget: int) -> Iterator[Placement]:
+        """Yield micro-batches of whole groups."""
+        groups: dict[int, list[int]] = {}
+        for member in order:
+            groups.setdefault(sequences[member].group, []).append(member)
+        members: list[int] = []
+        placed: Placement | None = None
+        for group in groups.values():
+            together = sorted([*members, *group], key=order.index)
+            (larger,) = LAYOUTS[layout](sequences, together, sys.maxsize)
+            if placed is not None and larger.tokens > budget:
+                yield placed
+                together = group
+                (larger,) = LAYOUTS[layout](sequences, together, sys.maxsize)
+            members, placed = together, larger
+        if placed is not None:
+            yield placed
+
+    return place
+
+
+def _placements(sequences: Sequence[TrainingSequence], layout: Layout, budget: int) -> Iterator[Placement]:
     order = sorted(range(len(sequences)), key=lambda index: -sequences[index].inputs)
     for kind in product((False, True), repeat=2):
         part = [index for index in order if _kind(sequences[index]) == kind]
         if part:
-            yield from LAYOUTS[layout](sequences, part, budget)
+            yield from layout(sequences, part, budget)
 
 
 def _kind(sequence: TrainingSequence) -> tuple[bool, bool]:

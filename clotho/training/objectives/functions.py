@@ -35,6 +35,7 @@ from clotho.settings.objectives import (
     Sapo,
     SequenceObjective,
 )
+from clotho.training.objectives import preferences
 from clotho.training.objectives.contract import Objective, ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.kl import MAX_LOG_RATIO, bounded_log_ratio
 from clotho.user_code import load_named
@@ -195,6 +196,11 @@ OBJECTIVES: Mapping[type[ObjectiveSettings], Objective] = {
     GspoToken: gspo_token,
     Rloo: rloo,
     settings.Sft: reinforce,
+    settings.Dpo: preferences.dpo,
+    settings.Ipo: preferences.ipo,
+    settings.Kto: preferences.kto,
+    settings.Orpo: preferences.orpo,
+    settings.Simpo: preferences.simpo,
 }
 """The objective function of each struct: objective(log pi, tokens, settings)."""
 
@@ -229,7 +235,9 @@ def _checked(name: str, function: Objective) -> Objective:
 
     def checked(logp_N: mx.array, tokens: ObjectiveInputs, settings: Any) -> PolicyLoss:
         result = function(logp_N, tokens, settings)
-        if not isinstance(result, PolicyLoss) or any(getattr(part, "shape", None) != logp_N.shape for part in result):
+        if not isinstance(result, PolicyLoss) or any(
+            getattr(part, "shape", None) != logp_N.shape for part in result[:2]
+        ):
             raise ProfileError(f"learner.objective {name!r} must return a PolicyLoss of two arrays of {logp_N.shape}")
         return result
 

@@ -29,7 +29,7 @@ from clotho.settings.learner import (
     LearnerSection,
     LossKLPenalty,
 )
-from clotho.settings.objectives import ObjectiveSettings, RatioObjective, Sft
+from clotho.settings.objectives import ObjectiveSettings, RatioObjective
 from clotho.training.objectives.contract import Objective, ObjectiveInputs
 from clotho.training.objectives.importance_correction import CorrectionWeights, correction_weights
 from clotho.training.objectives.kl import ESTIMATORS, bounded_log_ratio, k3, ratio_weighted
@@ -45,7 +45,9 @@ class TokenLossInputs(NamedTuple):
     loss_mask_N: loss mask: 1 for trained tokens, else 0. loss_weight_N: weight of the token in the loss of the update.
     on_policy_mask_N: 1 for tokens that the learner's current weights sampled.
     sequence_N: int32, index of the token's completion among `sequences`.
+    group_B: (B,) int32, index of the group of each completion among the groups of the micro-batch.
     teacher_mask_N: 1 for tokens with a teacher; None without a teacher.
+    reference_point: see `ObjectiveInputs`.
     """
 
     rollout_logp_N: mx.array
@@ -57,7 +59,9 @@ class TokenLossInputs(NamedTuple):
     on_policy_mask_N: mx.array
     sequence_N: mx.array
     sequences: int
+    group_B: mx.array
     teacher_mask_N: mx.array | None = None
+    reference_point: float = 0.0
 
 
 class LossCoefficients(NamedTuple):
@@ -104,7 +108,7 @@ def policy_loss(
         and not isinstance(chosen.importance_correction, Off)
     ):
         raise ValueError("an importance correction needs ratio_reference = 'batch_start': it would count twice")
-    if isinstance(chosen, Sft):  # nobody sampled the tokens: ratios are 1
+    if not chosen.has_ratio:  # nobody may have sampled the tokens: ratios are 1
         inputs = inputs._replace(rollout_logp_N=mx.stop_gradient(logp_N))
     tokens = _tokens(logp_N, inputs, chosen)
     token_loss = objective(logp_N, tokens, chosen)
@@ -136,6 +140,7 @@ def policy_loss(
     }
     if cross_entropy_N is not None and inputs.teacher_mask_N is not None:
         means["distillation_loss"] = (cross_entropy_N, inputs.teacher_mask_N * mask_N)
+    means |= token_loss.means
     sums = {name: _sum_and_count(value_N, mask_N) for name, (value_N, mask_N) in means.items()}
     return loss, sums, cut_N
 
@@ -163,6 +168,9 @@ def _tokens(logp_N: mx.array, inputs: TokenLossInputs, settings: ObjectiveSettin
         loss_mask_N=inputs.loss_mask_N,
         sequence_N=inputs.sequence_N,
         sequences=inputs.sequences,
+        group_B=inputs.group_B,
+        reference_logp_N=inputs.reference_N,
+        reference_point=inputs.reference_point,
     )
 
 

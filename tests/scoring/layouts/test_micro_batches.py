@@ -93,6 +93,23 @@ def test_a_micro_batch_is_within_its_budget_or_no_larger_than_a_sequence_alone(l
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("budget", [1, 100, 10_000])
+def test_whole_groups_stay_together_within_the_budget(layout: str, budget: int) -> None:
+    """Only a group that is longer alone exceeds it; groups are numbered in their micro-batch."""
+    sequences = random_sequences(SHAPES)
+    batches = build_micro_batches(sequences, layout=layout, budget=budget, whole_groups=True)
+    found = [{sequences[member].group for member in micro.members} for micro in batches]
+    assert sorted(group for groups in found for group in groups) == sorted({one.group for one in sequences})
+    assert len(batches) == {1: 5, 10_000: 1}.get(budget, len(batches))
+    for micro, groups in zip(batches, found, strict=True):
+        assert positions(micro) <= budget or len(groups) == 1
+        assert len({*zip(micro.group_B.tolist(), (sequences[m].group for m in micro.members), strict=True)}) == len(
+            groups
+        )
+        assert set(micro.group_B.tolist()) == set(range(len(groups)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_padding_of_the_table_weighs_nothing_and_repeats_its_first_token(layout: str) -> None:
     """The table has a bucketed length; what fills it is as finite as the first token."""
     (micro,) = build_micro_batches(random_sequences(((2, (3,)),)), layout=layout, budget=100)

@@ -48,6 +48,7 @@ def tokens(
         loss_mask_N=float_array([1.0] * N if loss_mask_N is None else loss_mask_N),
         sequence_N=mx.array(list(sequence_N), dtype=mx.int32),
         sequences=max(sequence_N) + 1,
+        group_B=mx.arange(max(sequence_N) + 1),
     )
 
 
@@ -61,6 +62,7 @@ def select_tokens(tokens: ObjectiveInputs, index_N: ArrayLike, new_B: ArrayLike)
         loss_mask_N=tokens.loss_mask_N[at_N],
         sequence_N=mx.array(np.asarray(new_B))[tokens.sequence_N[at_N]],
         sequences=tokens.sequences,
+        group_B=tokens.group_B,
     )
 
 

@@ -15,7 +15,7 @@ from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.functions import OBJECTIVES as FUNCTIONS
 from clotho.training.objectives.functions import objective
 from protocols.errors import ProfileError
-from tests.learner_settings import OBJECTIVES, learner_settings
+from tests.learner_settings import OBJECTIVES, OF_TOKENS, learner_settings
 from tests.training.objectives.objective_inputs import (
     evaluate_objective,
     float_array,
@@ -24,7 +24,7 @@ from tests.training.objectives.objective_inputs import (
     tokens,
 )
 
-NAMES = OBJECTIVES
+NAMES = OF_TOKENS
 
 
 def settings(name: str, **keys: Any) -> LearnerSection:
@@ -97,7 +97,7 @@ def test_log_ratios_of_500_nats_give_finite_losses(name: str) -> None:
 
 def test_every_objective_struct_has_a_function_and_vice_versa() -> None:
     """The tagged union of the profile and the registry have the same names."""
-    assert {type(settings(name).objective) for name in NAMES} == set(FUNCTIONS)
+    assert {type(settings(name).objective) for name in OBJECTIVES} == set(FUNCTIONS)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,6 @@ def test_a_custom_objective_with_a_wrong_result_is_refused() -> None:
 
 def test_every_objective_has_a_function_and_a_description_of_its_own() -> None:
     """The description names the paper."""
-    kinds = [type(settings(name).objective) for name in NAMES]
+    kinds = [type(settings(name).objective) for name in OBJECTIVES]
     assert set(kinds) == FUNCTIONS.keys()
-    assert len({kind.__doc__ for kind in kinds}) == len(NAMES)
+    assert len({kind.__doc__ for kind in kinds}) == len(OBJECTIVES)

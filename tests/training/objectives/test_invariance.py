@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from clotho.training.objectives.functions import objective
 from clotho.training.objectives.loss import TokenLossInputs, initial_loss_coefficients, loss_weights, policy_loss
-from tests.learner_settings import OBJECTIVES, learner_settings, short_names
+from tests.learner_settings import OF_TOKENS, learner_settings, short_names
 from tests.training.objectives.objective_inputs import float_array
 
 LENGTHS = [[3, 5], [1, 4, 2], [6, 3]]
@@ -58,6 +58,7 @@ class Batch:
             on_policy_mask_N=float_array(at_N % 2),
             sequence_N=mx.array([place[i] for i in self.sequence_N[at_N]]),
             sequences=len(completions),
+            group_B=mx.arange(len(completions)),
         )
         loss_coefficients = initial_loss_coefficients(self.settings)
         (loss, metrics, _), gradient_N = mx.value_and_grad(
@@ -76,7 +77,7 @@ class Batch:
         return np.array([loss.item(), *(sums[0].item() for sums in metrics.values())]), whole_N
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", OF_TOKENS)
 def test_any_split_and_padding_give_the_same_sums_and_gradients(name: str) -> None:
     """One micro-batch, one per group, and completions assigned at random in a random order."""
     batch = Batch(name)

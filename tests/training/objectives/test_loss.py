@@ -38,6 +38,7 @@ def inputs(advantage_N: list[float], **fields: Any) -> TokenLossInputs:
         on_policy_mask_N=mx.ones(N),
         sequence_N=mx.zeros(N, dtype=mx.int32),
         sequences=1,
+        group_B=mx.zeros(1, dtype=mx.int32),
     )
     return made._replace(**fields)
 

@@ -115,6 +115,22 @@ def test_what_is_no_training_data_is_invalid() -> None:
     assert (why(GOOD, advantage="environment") or ("",))[0] == "invalid"
 
 
+@pytest.mark.parametrize(
+    ("fields", "pair"),
+    [
+        ({}, True),
+        ({"token_advantages": ((1.0,), (-1.0,))}, True),
+        ({"token_advantages": ((1.0,), (0.0,))}, False),
+        ({"token_advantages": ((1.0,), (-1.0,)), "zero_advantage": (False, True)}, False),
+    ],
+    ids=["of rewards", "given", "without a worse one", "one of them is silent"],
+)
+def test_objectives_of_pairs_need_a_better_and_a_worse_completion(fields: dict[str, Any], pair: bool) -> None:
+    """Others would be compared with nothing; `kto` compares no completions."""
+    assert ((why(replace(GOOD, **fields), objective="dpo") or ("",))[0] == "invalid") == (not pair)
+    assert why(replace(GOOD, **fields), objective="kto") is None
+
+
 def test_a_group_of_nothing_but_masked_completions_has_zero_variance() -> None:
     """It would be booked as learned from, replayed, and never replaced, though no token of it teaches anything."""
     completions = GOOD.group.completions

@@ -24,6 +24,7 @@ UNSCALED = {"max_grad_norm": 0.0, "epsilon": 1e-2}
 
 CORRECTED = {"ratio_reference": "batch_start", "correction": "truncate"}
 TWO_STEPS = {"ratio_reference": "batch_start", "num_minibatches": 2}
+OF_PAIRS = {"objective": "dpo", **UNSCALED}
 
 EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "objective": ("cispo", {}),
@@ -58,6 +59,14 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "reference": ("snapshot", {"kl_beta": 0.5}),
     "reference_interval": (1, {"kl_beta": 0.5, "reference": "snapshot"}),
     "ref_ema": (0.1, {"kl_beta": 0.5, "reference": "average"}),
+    "beta": (0.5, OF_PAIRS),
+    "objective_reference": ("base", OF_PAIRS),
+    "label_smoothing": (0.25, OF_PAIRS),
+    "nll_weight": (0.5, OF_PAIRS),
+    "desirable_weight": (0.5, {**OF_PAIRS, "objective": "kto"}),
+    "undesirable_weight": (0.5, {**OF_PAIRS, "objective": "kto"}),
+    "odds_weight": (0.5, {**OF_PAIRS, "objective": "orpo"}),
+    "target_margin": (0.5, {**OF_PAIRS, "objective": "simpo"}),
     "entropy_weight": (0.5, {}),
     "entropy_decay": (0.1, {"entropy_weight": 0.5}),
     "entropy_target": (9.0, {}),

@@ -53,7 +53,10 @@ def test_a_key_of_a_union_names_the_types_that_have_it_and_their_defaults() -> N
     """The defaults of an objective are the values of its paper; those of grpo are DAPO's."""
     key = KEYS["learner.objective.clip_high"]
     assert PROFILE_KEYS.types_of(key, "learner.objective.type")[:2] == ("grpo", "dr_grpo")
-    assert availability(key) == "Not with learner.objective = reinforce or sapo or sft."
+    assert (
+        availability(key)
+        == "Not with learner.objective = reinforce or sapo or sft or dpo or ipo or kto or orpo or simpo."
+    )
     assert default_in_words(key) == (
         "0.28; 0.2 for dr_grpo, bnpo, rloo, reinforce_plus_plus, ppo_decoupled, dppo_tv, custom; "
         "0.0004 for gspo, gspo_token; 4.0 for cispo"

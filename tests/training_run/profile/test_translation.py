@@ -186,7 +186,7 @@ def test_a_name_with_one_meaning_is_accepted_with_a_remark(
         ("--resume runs/x/", ["--resume"], "--resume --run-dir runs/x"),
         ("--batch-size 4", ["--batch-size"], "--learner.batch-size 4"),
         ("--batch-size 4 --world-size 1", ["--batch-size", "--world-size"], "--learner.micro-batch-tokens 8192"),
-        ("--algorithm dpo", ["--algorithm"], "--learner.objective VALUE"),
+        ("--algorithm ppo", ["--algorithm"], "--learner.objective VALUE"),
         ("--max-steps 7 --deepspeed x --seed 3", ["--max-steps", "--deepspeed"], "--steps 7 --seed 3"),
     ],
 )  # fmt: skip
@@ -236,7 +236,6 @@ def test_flags_override_a_file_of_an_earlier_system(capsys: pytest.CaptureFixtur
     ("line", "words"),
     [
         ("--learner.objective ppo", "ppo_decoupled"),
-        ("--learner.objective dpo", "preference pairs is planned"),
         ("--policy.method adalora", "policy.method.ranks"),
     ],
 )
