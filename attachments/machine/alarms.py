@@ -78,7 +78,7 @@ class MachineCheck(Check):
                 advice=advice,
                 remedy=LESS_MEMORY,
             )
-        if (growth := reading.swap_change_bytes or 0) >= SWAP_GROWTH:
+        if reading.swap_matters and (growth := reading.swap_change_bytes or 0) >= SWAP_GROWTH:
             yield Finding(
                 name="swap_growing",
                 severity="warning",

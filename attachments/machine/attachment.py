@@ -64,7 +64,17 @@ class Machine(Attachment):
 
             compute.decode.submit(limit)
 
-        watch = MemoryWatch(engine.stats().rows_limit, apply=apply, read=read_memory)
+        def updates() -> int:
+            return sum(compute.turn_times()["update"].seconds.counts)
+
+        rehearsed = updates()
+
+        def settled() -> bool:
+            """Whether the first completions have ended and, beside a learner, its first update has."""
+            learns = rehearsed and (updates() == rehearsed or compute.arbiter.works("update"))
+            return bool(sum(engine.stats().finished.values())) and not learns
+
+        watch = MemoryWatch(engine.stats().rows_limit, apply=apply, read=read_memory, settled=settled)
         return [permanent(PeriodicCheck("memory watch", watch.check, seconds=CHECK_SECONDS))]
 
     async def prepare(self, plan: Plan) -> Attach | None:

@@ -17,6 +17,7 @@ from clotho.models.machine import backend_name, physical_memory
 from clotho.process import REFERENCE_BLAS
 from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, Remedy
 from protocols.summary import MemoryEstimate
+from training_run.memory.report import beside_macos
 from training_run.profile.schema import Profile
 from training_run.records.terminal_text import memory, number
 
@@ -33,9 +34,6 @@ SOME_SWAP = 64 * 2**20
 
 LEAST_DISK = GIB // 2
 """Bytes of free disk space that a run needs for its log files."""
-
-LEFT_FOR_MACOS = 4 * GIB
-"""Bytes, or an eighth of the memory if that is more, that the wired limit has to leave to macOS."""
 
 RECENT_DAYS = 14.0
 """Age of the kernel panics that are a finding."""
@@ -212,15 +210,15 @@ def _mac(mac: MacState, state: MachineState, needs: RunNeeds) -> Iterator[Findin
             "update macOS",
             remedy=CHECK,
         )
+    most = beside_macos(state.memory_bytes)
     left = state.memory_bytes - (mac.wired_limit_mb or 0) * 2**20
-    needed = max(LEFT_FOR_MACOS, state.memory_bytes // 8)
-    if left < needed:
+    if left < state.memory_bytes - most:
         yield Finding(
             name="wired_limit_high",
             severity="warning",
             fact=f"iogpu.wired_limit_mb = {mac.wired_limit_mb} leaves {_gib(max(0, left))} to macOS",
             consequence="macOS panics when the GPU takes the memory that it needs itself",
-            advice=f"sudo sysctl iogpu.wired_limit_mb={max(0, state.memory_bytes - needed) // 2**20}",
+            advice=f"sudo sysctl iogpu.wired_limit_mb={most // 2**20}",
             remedy=CHECK,
         )
     yield from power_findings(on_battery=mac.power == "battery", low_power=mac.low_power_mode or False)

@@ -31,7 +31,7 @@ SCARCE, CRITICAL = 0.05, 0.02
 
 CHECK_SECONDS = 5.0
 SWAP_GROWTH = 256 * 2**20
-"""Growth of the used swap, in bytes, within `SWAP_CHECKS` checks that lowers the limit."""
+"""Growth of the used swap, in bytes, within `SWAP_CHECKS` checks that counts as pressure."""
 SWAP_CHECKS = 12
 
 HOLD_CHECKS = 3
@@ -41,29 +41,38 @@ CALM_CHECKS = 12
 """Consecutive checks without pressure after which the limit is raised; doubled each time that raising it failed."""
 MOST_CALM_CHECKS = 16 * CALM_CHECKS
 
-SMALLEST_SHARE, RAISED_SHARE = 8, 8
-"""The limit is never below this fraction of its maximum (1/8), and is raised by this fraction (1/8) at a time."""
+SMALLEST_SHARE = 8
+"""The limit is never below this fraction of its maximum (1/8)."""
 
 
 class MemoryReading(Struct, frozen=True, kw_only=True):
     """State of the machine's memory. swap_bytes: used swap of all programs. available_bytes: free without swapping.
 
     level: memory pressure as the kernel of macOS reports it; elsewhere by the fraction of memory that is available.
+    by_kernel: whether the kernel reports the level.
     """
 
     level: Level
     swap_bytes: int
     available_bytes: int
+    by_kernel: bool = False
+
+    @property
+    def swap_matters(self) -> bool:
+        """Whether growing swap is pressure. macOS moves idle memory to the swap without any: there, its level says."""
+        return self.level != "normal" or not self.by_kernel
 
 
 def read_memory() -> MemoryReading:
     """Read swap and memory pressure. In a container with a memory limit, only memory below the limit is available."""
     memory, headroom = psutil.virtual_memory(), cgroup_headroom()
     available = memory.available if headroom is None else max(0, min(memory.available, headroom))
+    level = kernel_level()
     return MemoryReading(
-        level=kernel_level() or _level(available / memory.total),
+        level=level or _level(available / memory.total),
         swap_bytes=psutil.swap_memory().used,
         available_bytes=available,
+        by_kernel=level is not None,
     )
 
 
@@ -83,11 +92,11 @@ def _level(available: float) -> Level:
 
 
 class RowsLimit:
-    """Limit on the sequences that are decoded at once: halved under memory pressure, raised in steps afterwards.
+    """Limit on the sequences that are decoded at once: halved under memory pressure, doubled after each calm minute.
 
-    The pressure is critical if the kernel says so or if the swap grows by `SWAP_GROWTH` within `SWAP_CHECKS` checks. A
-    level `warning` keeps the limit. Additive increase and multiplicative decrease, as in TCP (Chiu and Jain, 1989),
-    with a pause after each change. If pressure returns after the limit was raised, the next rise takes twice as long.
+    The pressure is critical if the level says so, or if the swap grows by `SWAP_GROWTH` within `SWAP_CHECKS` checks and
+    the swap matters (`MemoryReading.swap_matters`). A level `warning` keeps the limit. After a change, the next waits.
+    If pressure returns after the limit was raised, the next rise takes twice as long.
 
     value: the limit, at most `maximum`. reason: why the limit was changed last; empty before the first change.
     swap_growth: growth of the used swap, in bytes, over its lowest value of the last checks since a change.
@@ -107,15 +116,19 @@ class RowsLimit:
         self._swap.append(reading.swap_bytes)
         self._since_change += 1
         self.swap_growth = reading.swap_bytes - min(self._swap)
-        swapping = self.swap_growth >= SWAP_GROWTH
+        swapping = self.swap_growth >= SWAP_GROWTH and reading.swap_matters
         critical = reading.level == "critical"
         self._calm = self._calm + 1 if reading.level == "normal" and not swapping else 0
         before = self.value
         if (critical or swapping) and self._since_change > HOLD_CHECKS:
             self._lower("memory_pressure" if critical else "swap")
         elif self._calm >= self._calm_needed and self.value < self.maximum:
-            self._change(min(self.maximum, self.value + max(1, self.maximum // RAISED_SHARE)), "recovered")
+            self._change(min(self.maximum, 2 * self.value), "recovered")
         return self.value != before
+
+    def forget_swap(self) -> None:
+        """Count growth of the swap from the next reading on."""
+        self._swap.clear()
 
     def _lower(self, reason: Literal["memory_pressure", "swap"]) -> None:
         if self.reason == "recovered":
@@ -127,19 +140,27 @@ class RowsLimit:
     def _change(self, value: int, reason: Literal["memory_pressure", "swap", "recovered"]) -> None:
         self.value, self.reason = value, reason
         self._calm = self._since_change = 0
-        self._swap.clear()
+        self.forget_swap()
 
 
 class MemoryWatch:
     """Reads the memory, and lowers and raises the concurrency of the decode engine.
 
-    read: the current state of the memory. apply: called with a new limit. An unreadable state is logged once, and the
-    limit stays as it is.
+    read: the current state of the memory. apply: called with a new limit. settled: whether the first batch is done; the
+    swap that grew before counts only as what is there. An unreadable state is logged once, and the limit stays as it
+    is.
     """
 
-    def __init__(self, maximum: int, *, apply: Callable[[int], None], read: Callable[[], MemoryReading]) -> None:
+    def __init__(
+        self,
+        maximum: int,
+        *,
+        apply: Callable[[int], None],
+        read: Callable[[], MemoryReading],
+        settled: Callable[[], bool],
+    ) -> None:
         """maximum: `engine.max_num_seqs`."""
-        self._limit, self._apply, self._read = RowsLimit(maximum), apply, read
+        self._limit, self._apply, self._read, self._settled = RowsLimit(maximum), apply, read, settled
         self._failed = False
 
     def check(self) -> None:
@@ -153,6 +174,8 @@ class MemoryWatch:
             return
         limit = self._limit
         before = limit.value
+        if not self._settled():
+            limit.forget_swap()
         if not limit.observe(reading):
             return
         self._apply(limit.value)

@@ -49,9 +49,9 @@ class ResourceReading(Struct, frozen=True, kw_only=True):
 
     resident_bytes, cpu_share: resident memory of the process, and its CPU seconds per second since the reading before;
     1 is one core. swap_bytes, available_bytes: of the machine. swap_change_bytes: since the first reading.
-    memory_level: memory pressure. gpu_share: fraction of the time in which the GPU works. power_watts: of the GPU
-    (NVIDIA) or of the whole machine (macOS). thermal: how much heat limits the speed. on_battery, low_power: power
-    source and power mode of the system.
+    memory_level: memory pressure. swap_matters: see `MemoryReading.swap_matters`. gpu_share: fraction of the time in
+    which the GPU works. power_watts: of the GPU (NVIDIA) or of the whole machine (macOS). thermal: how much heat limits
+    the speed. on_battery, low_power: power source and power mode of the system.
     """
 
     resident_bytes: int | None = None
@@ -60,6 +60,7 @@ class ResourceReading(Struct, frozen=True, kw_only=True):
     swap_change_bytes: int | None = None
     available_bytes: int | None = None
     memory_level: Literal["normal", "warning", "critical"] | None = None
+    swap_matters: bool = True
     gpu_share: float | None = None
     power_watts: float | None = None
     thermal: Literal["nominal", "moderate", "heavy"] | None = None
@@ -147,6 +148,7 @@ class ResourceProbe:
             self._swap_at_start = memory.swap_bytes
         return {
             "memory_level": memory.level,
+            "swap_matters": memory.swap_matters,
             "available_bytes": memory.available_bytes,
             "swap_bytes": memory.swap_bytes,
             "swap_change_bytes": memory.swap_bytes - self._swap_at_start,

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf, evaluation_mode, set_state
 from clotho.inference.row_runs import RowRun, even_runs, longest_first, min_saved_scores, wasted
-from clotho.inference.rows import PrefilledPrompt, PromptState, spare_columns
+from clotho.inference.rows import PrefilledPrompt, PromptState, rounded_columns, spare_columns
 from clotho.inference.shared_prompts import PromptArrays, SharedPrompts, grouped_attention
 from clotho.models.attention import install_cache_attention
 from clotho.models.stages import recorded_stages
@@ -93,15 +93,27 @@ class ColumnState:
             cache.values = _moved(cache.values, self.column - kept, self.column, column, capacity, index_N)
         self.column, self.capacity = column, capacity
 
+    def drop_beyond(self, columns: int) -> None:
+        """Drop the columns after this number that are not written yet. Layers with a window have few."""
+        capacity = max(self.column, columns)
+        if self.window is not None or capacity >= self.capacity:
+            return
+        for cache in self.caches:
+            cache.keys, cache.values = cache.keys[:, :, :capacity], cache.values[:, :, :capacity]
+        self.capacity = capacity
+
     def _ahead(self, column: int, ahead: Ahead) -> int:
         """Return how many columns to allocate behind `column`: for all tokens that rows can still sample, if allowed.
 
-        With a window, few columns: a copy of the window costs less than columns that no row sees.
+        The buffer then has one of few sizes (`rounded_columns`). With a window, few columns: a copy of the window costs
+        less than columns that no row sees.
         """
         least = spare_columns(column)
         if self.window is not None:
             return least
-        return max(1, min(ahead.steps, max(least, ahead.columns - column)))
+        allowed = ahead.columns - column
+        wanted = max(1, min(ahead.steps, max(least, allowed)))
+        return max(wanted, min(rounded_columns(column + wanted) - column, allowed))
 
     def begin(
         self, positions_B: NDArray[np.int32], live_B: NDArray[np.bool_], offset_B: mx.array, ahead: Ahead
@@ -459,7 +471,10 @@ class BatchKVCache:
         return wasted(columns.held(positions_B) + 1, live_B, columns.min_saved)
 
     def grow(self, rows: int) -> None:
-        """Append empty slots."""
+        """Append empty slots. Columns that no row has reserved are dropped if the rows exceed the limit with them."""
+        shared = self.prompts.tokens if self.prompts is not None else 0
+        for columns in self.columns.values():
+            columns.drop_beyond((self.limit - shared) // (self.rows + rows))
         for leaf in self.leaves:
             if isinstance(leaf, LayerKVCache):
                 leaf.grow(rows)

@@ -19,6 +19,9 @@ BLOCK = 128
 ONE_STAGE = 512
 """Vocabularies up to this size are sampled in one stage."""
 
+COLUMNS_STEP = 256
+"""Columns of a large KV cache are a multiple of this number, as in mlx-lm."""
+
 PADDING = 2**32 - 1
 """Fills up rows of an array of supports; never a token identifier."""
 
@@ -227,3 +230,14 @@ class RowSampler(Protocol):
 def spare_columns(visible: int) -> int:
     """Return how many KV cache columns to allocate in advance; the cache is copied once per that many steps."""
     return max(64, visible // 8)
+
+
+def rounded_columns(columns: int) -> int:
+    """Return the number of columns of a buffer for so many: a multiple of 256, below that a power of two from 64 on.
+
+    MLX reuses a freed buffer only for an array of about the same size. Odd sizes would be returned to the system, and
+    fetched from it again, whenever rows join.
+    """
+    if columns > COLUMNS_STEP // 2:
+        return -(-columns // COLUMNS_STEP) * COLUMNS_STEP
+    return max(64, 1 << (columns - 1).bit_length())

@@ -12,6 +12,7 @@ from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout
 from clotho.inference.engine import DecodeEngine
 from clotho.inference.kv_cache import BatchKVCache, ColumnState
+from clotho.inference.rows import rounded_columns
 from protocols.sampling import Sampling
 from tests.inference.cache_rows import Rows
 from tests.inference.engine_helpers import make_engine, make_prompt, submit_request, tick_until
@@ -55,7 +56,14 @@ def test_buffers_are_allocated_for_whole_completions(monkeypatch: pytest.MonkeyP
     while engine.running == 2:
         columns.add(buffers(engine))
         engine.tick()
-    assert columns == {208}
+    assert columns == {256}
+
+
+def test_buffers_have_one_of_few_sizes() -> None:
+    """So that MLX reuses one that was freed: powers of two up to 128 columns, then multiples of 256."""
+    assert [rounded_columns(columns) for columns in (1, 64, 65, 128, 129, 256, 257, 1000)] == [
+        64, 64, 128, 128, 256, 256, 512, 1024,
+    ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("device_path")

@@ -15,6 +15,7 @@ from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout
 from clotho.inference.engine import DecodeEngine
 from clotho.inference.kv_cache import BatchKVCache
+from clotho.inference.rows import rounded_columns
 from clotho.inference.shared_prompts import SharedPrompts
 from clotho.settings.engine import EngineSection
 from clotho.settings.model import PolicySection
@@ -189,7 +190,7 @@ def test_a_group_stores_its_prompt_once() -> None:
     engine = make_engine()
     submit_request(engine, make_prompt(200), LONG, range(8))
     tick_until(engine, lambda: engine.running == 8)
-    assert engine.stats().cache_tokens == 2 * 199 + 8 * (LONG.max_tokens + 1)
+    assert engine.stats().cache_tokens == 2 * 199 + 8 * rounded_columns(LONG.max_tokens + 1)
 
 
 SHAPE = Shape(layers=2, width=128, heads=4, key_heads=2, feed_forward=128, vocabulary=256)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from clotho import extension
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
 from clotho.inference.prefill import MAX_ENTRIES
-from clotho.inference.rows import spare_columns
+from clotho.inference.rows import rounded_columns, spare_columns
 from clotho.inference.scheduler import client_rows
 from clotho.models.attention import calls_attention
 from clotho.models.experts import experts_per_token
@@ -283,7 +283,10 @@ def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:
     for leaf in layout.leaves:
         if isinstance(leaf, AttentionLeaf):
             visible = tokens if leaf.window is None else min(tokens, leaf.window)
-            total += rows * (visible + spare_columns(visible)) * leaf.token_bytes
+            columns = visible + spare_columns(visible)
+            if leaf.window is None:
+                columns = max(columns, rounded_columns(visible))
+            total += rows * columns * leaf.token_bytes
         else:
             total += rows * _state_bytes(leaf)
     return total

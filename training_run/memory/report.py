@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import structlog
 
 from clotho.models.machine import limit_mlx_memory, memory_limit, wire_memory
@@ -20,8 +22,10 @@ HIGHER_LIMIT = 1.05
 """Limit of Metal that a refusal suggests, as a multiple of the memory that the run needs."""
 
 LEFT_FOR_MACOS = 4 * GIB
-"""Bytes, or an eighth of the memory if that is more, that a suggested limit leaves to the system: macOS panics
-without memory."""
+"""Bytes, or an eighth of the memory if that is more, that a limit leaves to the system: macOS panics without memory."""
+
+RECOMMENDED_SHARE = 2 / 3
+"""Fraction of the memory that Metal recommends on the smallest Macs; so much is always beside macOS."""
 
 LENGTHS = "sampling.max_tokens, or the length of the prompts"
 ADAPTER = "policy.method.rank, policy.method.num_layers, or policy.method = lora"
@@ -106,11 +110,35 @@ def too_large(estimate: MemoryEstimate, limit: MemoryLimit) -> ProfileError | No
     """Return the refusal of a run that cannot fit into `limit`; None if it may fit.
 
     A run that fits with the cache of one sequence may fit: how many tokens its caches hold depends on how long
-    completions get. The message names the largest parts that every run needs, and the settings that make them smaller.
-    On Metal, it also has the command that raises the limit, if the installed memory is large enough.
+    completions get. On a Mac, it must also fit beside macOS with full caches, because there Metal ends a process that
+    gets no memory. The message names the largest parts, and the settings that make them smaller. On Metal, it also has
+    the command that raises the limit, if the installed memory is large enough.
     """
-    if estimate.minimum <= limit.bytes:
-        return None
+    beside = limit.bytes if limit.source != "metal" else beside_macos(limit.installed)
+    available = describe_limit(limit)
+    if beside < limit.bytes:
+        available += f", and macOS needs {(limit.installed - beside) / GIB:.1f} GiB of these"
+    if estimate.minimum > min(limit.bytes, beside):
+        return ProfileError(
+            f"at least {estimate.minimum / GIB:.1f} GiB of memory are needed and {available}; the largest parts are "
+            f"{_largest(_least_parts(estimate))}{_higher_limit(estimate, limit)}"
+        )
+    if limit.source == "metal" and estimate.total > beside:
+        return ProfileError(
+            f"up to {estimate.total / GIB:.1f} GiB of memory are needed when the KV caches are full, and beside macOS "
+            f"there are {beside / GIB:.1f} of {limit.installed / GIB:.1f} GiB; the largest parts are "
+            f"{_largest(describe(estimate))}"
+        )
+    return None
+
+
+def beside_macos(installed: int) -> int:
+    """Return how many of the `installed` bytes a Mac can leave to a run."""
+    return max(installed - max(LEFT_FOR_MACOS, installed // 8), int(installed * RECOMMENDED_SHARE))
+
+
+def _least_parts(estimate: MemoryEstimate) -> list[MemoryPart]:
+    """Return the parts of a run with the cache of one sequence, at the moment that needs most."""
     turns = {
         ("gradients", "activations", "logits"): estimate.gradients + estimate.activations + estimate.logits,
         ("sums",): estimate.sums,
@@ -120,22 +148,23 @@ def too_large(estimate: MemoryEstimate, limit: MemoryLimit) -> ProfileError | No
     needed = {*ALWAYS_HELD, *max(turns, key=lambda names: turns[names])}
     parts = [part for part in describe(estimate) if _field(part) in needed]
     parts.append(MemoryPart(component="KV cache of one sequence", bytes=estimate.one_sequence, change=LENGTHS))
+    return parts
+
+
+def _largest(parts: Sequence[MemoryPart]) -> str:
+    """Name the largest parts, and what makes them smaller."""
     largest = sorted(parts, key=lambda part: -part.bytes)[:NAMED_PARTS]
-    named = "; ".join(f"{part.bytes / GIB:.1f} GiB of {part.component} (change {part.change})" for part in largest)
-    return ProfileError(
-        f"at least {estimate.minimum / GIB:.1f} GiB of memory are needed and {describe_limit(limit)}; "
-        f"the largest parts are {named}{_higher_limit(estimate.minimum, limit)}"
-    )
+    return "; ".join(f"{part.bytes / GIB:.1f} GiB of {part.component} (change {part.change})" for part in largest)
 
 
 def _field(part: MemoryPart) -> str:
     return next(name for name, component, _ in PARTS if component == part.component)
 
 
-def _higher_limit(needed: int, limit: MemoryLimit) -> str:
-    """Return how to raise the limit of Metal so that `needed` bytes fit; empty if too little is left for macOS."""
-    raised = int(needed * HIGHER_LIMIT)
-    if limit.source != "metal" or raised > limit.installed - max(LEFT_FOR_MACOS, limit.installed // 8):
+def _higher_limit(estimate: MemoryEstimate, limit: MemoryLimit) -> str:
+    """Return how to raise the limit of Metal so that the run fits; empty if too little is left for macOS."""
+    raised, beside = int(estimate.minimum * HIGHER_LIMIT), beside_macos(limit.installed)
+    if limit.source != "metal" or not limit.bytes < raised <= beside or estimate.total > beside:
         return ""
     return f"; or raise the limit until the next restart: sudo sysctl iogpu.wired_limit_mb={-(-raised // 2**20)}"
 

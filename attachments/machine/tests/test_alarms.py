@@ -30,9 +30,10 @@ HEALTHY = ResourceReading(
         (replace(HEALTHY, thermal="heavy"), "thermal_pressure"),
         (replace(HEALTHY, low_power=True), "low_power_mode"),
         (replace(HEALTHY, on_battery=True), "on_battery"),
+        (replace(HEALTHY, swap_change_bytes=2**30, swap_matters=False), None),
         (ResourceReading(), None),
     ],
-    ids=["swap", "pressure", "critical pressure", "heat", "low power", "battery", "nothing is known"],
+    ids=["swap", "pressure", "critical pressure", "heat", "low power", "battery", "swap of a calm Mac", "nothing"],
 )
 def test_a_state_of_the_machine_that_slows_the_run_is_a_finding(reading: ResourceReading, expected: str | None) -> None:
     """It lasts as long as the state."""

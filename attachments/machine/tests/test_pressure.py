@@ -24,11 +24,12 @@ from attachments.machine.pressure import (
 )
 
 GIB = 2**30
+MB = 10**6
 
 
-def reading(level: Level = "normal", *, swap: int = GIB) -> MemoryReading:
+def reading(level: Level = "normal", *, swap: int = GIB, by_kernel: bool = False) -> MemoryReading:
     """Return a reading. One GiB of swap that does not grow is no pressure."""
-    return MemoryReading(level=level, swap_bytes=swap, available_bytes=4 * GIB)
+    return MemoryReading(level=level, swap_bytes=swap, available_bytes=4 * GIB, by_kernel=by_kernel)
 
 
 def values(limit: RowsLimit, readings: Sequence[MemoryReading]) -> list[int]:
@@ -77,15 +78,50 @@ def test_swap_that_grows_slowly_does_not_change_the_limit() -> None:
     assert set(values(RowsLimit(64), slow)) == {64}
 
 
-def test_the_limit_rises_in_steps_of_an_eighth_after_a_minute_without_pressure() -> None:
+BURSTS = {
+    "300 MB at once": [0, *[300 * MB] * 400],
+    "3 GB within a minute": [min(step, 12) * 250 * MB for step in range(400)],
+    "300 MB every two minutes": [step // 24 * 300 * MB for step in range(400)],
+    "64 MB with every reading": [step * 64 * MB for step in range(400)],
+}
+"""Used swap in readings of 33 minutes, beyond what was used before."""
+
+
+@pytest.mark.parametrize("burst", BURSTS)
+def test_no_burst_of_swap_lowers_the_limit_while_macos_reports_the_level_normal(burst: str) -> None:
+    """macOS moves idle programs to the swap when much memory is taken, without any pressure."""
+    readings = [reading(swap=GIB + swap, by_kernel=True) for swap in BURSTS[burst]]
+    assert set(values(RowsLimit(64), readings)) == {64}
+
+
+@pytest.mark.parametrize("burst", BURSTS)
+def test_a_burst_of_swap_lowers_the_limit_where_a_level_tells_little(burst: str) -> None:
+    """On Linux in any case, and on macOS at the level `warning`."""
+    cases: tuple[tuple[Level, bool], ...] = (("normal", False), ("warning", True))
+    for level, by_kernel in cases:
+        readings = [reading(level, swap=GIB + swap, by_kernel=by_kernel) for swap in BURSTS[burst]]
+        assert min(values(RowsLimit(64), readings)) <= 32
+
+
+def test_a_critical_level_of_macos_halves_the_limit_with_and_without_swap() -> None:
+    """Its end is followed by the maximum within minutes."""
+    for swap in (0, GIB):
+        limit = RowsLimit(64)
+        assert values(limit, [reading("critical", swap=swap, by_kernel=True)] * 3)[0] == 32
+        assert values(limit, [reading(swap=swap + GIB, by_kernel=True)] * CALM_CHECKS)[-1] == 64
+
+
+def test_the_limit_is_doubled_after_each_minute_without_pressure() -> None:
     """Up to the maximum. A warning of the kernel interrupts the minute and lowers nothing."""
+    limit = RowsLimit(64)
+    values(limit, [reading("critical")] * (2 + HOLD_CHECKS))
+    assert limit.value == 16
+    assert values(limit, [reading()] * (3 * CALM_CHECKS))[CALM_CHECKS - 2 :: CALM_CHECKS] == [16, 32, 64]
     limit = RowsLimit(64)
     limit.observe(reading("critical"))
     assert values(limit, [reading()] * (CALM_CHECKS - 1)) == [32] * (CALM_CHECKS - 1)
     assert values(limit, [reading("warning")]) == [32]
-    calm = values(limit, [reading()] * (6 * CALM_CHECKS))
-    assert calm[CALM_CHECKS - 2 : CALM_CHECKS] == [32, 40]
-    assert sorted(set(calm)) == [32, 40, 48, 56, 64]
+    assert values(limit, [reading()] * CALM_CHECKS)[-2:] == [32, 64]
     assert limit.reason == "recovered"
 
 
@@ -111,11 +147,11 @@ def test_a_watch_applies_and_logs_every_change() -> None:
     """Events are constant; the values, the reason and the reading are fields."""
     applied: list[int] = []
     readings = iter([reading(), reading("critical"), *[reading()] * CALM_CHECKS])
-    watch = MemoryWatch(8, apply=applied.append, read=lambda: next(readings))
+    watch = MemoryWatch(8, apply=applied.append, read=lambda: next(readings), settled=lambda: True)
     with capture_logs() as logs:
         for _ in range(2 + CALM_CHECKS):
             watch.check()
-    assert applied == [4, 5]
+    assert applied == [4, 8]
     lowered, raised = logs
     assert (lowered["event"], lowered["log_level"]) == ("concurrency_reduced", "warning")
     assert (raised["event"], raised["log_level"]) == ("concurrency_raised", "info")
@@ -123,7 +159,20 @@ def test_a_watch_applies_and_logs_every_change() -> None:
     assert [lowered[name] for name in fields] == [
         "engine.max_num_seqs", 4, 8, 8, "memory_pressure", "critical", 1024, 0, 4096,
     ]  # fmt: skip
-    assert [raised[name] for name in fields[:5]] == ["engine.max_num_seqs", 5, 4, 8, "recovered"]
+    assert [raised[name] for name in fields[:5]] == ["engine.max_num_seqs", 8, 4, 8, "recovered"]
+
+
+def test_swap_that_grows_until_the_first_batch_is_done_is_no_pressure() -> None:
+    """A run that loads and allocates moves other programs to the swap once. Growth counts from then on."""
+    applied: list[int] = []
+    grown = iter([GIB, 3 * GIB, 4 * GIB, 4 * GIB, 4 * GIB + SWAP_GROWTH])
+    settled = iter([False, False, False, True, True])
+    watch = MemoryWatch(8, apply=applied.append, read=lambda: reading(swap=next(grown)), settled=lambda: next(settled))
+    for _ in range(4):
+        watch.check()
+    assert applied == []
+    watch.check()
+    assert applied == [4]
 
 
 def test_memory_that_cannot_be_read_is_logged_once_and_changes_nothing() -> None:
@@ -133,7 +182,7 @@ def test_memory_that_cannot_be_read_is_logged_once_and_changes_nothing() -> None
         raise psutil.AccessDenied(pid=1)
 
     applied: list[int] = []
-    watch = MemoryWatch(8, apply=applied.append, read=unreadable)
+    watch = MemoryWatch(8, apply=applied.append, read=unreadable, settled=lambda: True)
     with capture_logs() as logs:
         watch.check()
         watch.check()
@@ -154,7 +203,9 @@ def simulate(monkeypatch: pytest.MonkeyPatch, *, available: int, kernel: Level |
 def test_the_level_of_the_kernel_counts_where_there_is_one(monkeypatch: pytest.MonkeyPatch, kernel: Level) -> None:
     """macOS compresses memory, so that little available memory alone means nothing."""
     simulate(monkeypatch, available=GIB // 10, kernel=kernel, headroom=None)
-    assert read_memory() == MemoryReading(level=kernel, swap_bytes=3 * GIB, available_bytes=GIB // 10)
+    expected = MemoryReading(level=kernel, swap_bytes=3 * GIB, available_bytes=GIB // 10, by_kernel=True)
+    assert read_memory() == expected
+    assert expected.swap_matters == (kernel != "normal")
 
 
 @pytest.mark.parametrize(("available", "level"), [(8 * GIB, "normal"), (GIB // 2, "warning"), (GIB // 4, "critical")])
@@ -164,6 +215,7 @@ def test_elsewhere_the_level_follows_from_the_available_memory(
     """Below 5 % it is a warning, below 2 % critical; in a container, memory below its limit is available."""
     simulate(monkeypatch, available=available, kernel=None, headroom=None)
     assert read_memory().level == level
+    assert read_memory().swap_matters
     simulate(monkeypatch, available=12 * GIB, kernel=None, headroom=available)
     assert (read_memory().level, read_memory().available_bytes) == (level, available)
 

@@ -12,7 +12,7 @@ from protocols.errors import ProfileError
 from protocols.summary import MemoryEstimate, MemoryLimit
 from tests.models.simulated_devices import MAC_16_GB, simulate_gpu
 from training_run.memory.estimate import estimate_memory
-from training_run.memory.report import PARTS, describe, require_wired_limit, too_large
+from training_run.memory.report import PARTS, beside_macos, describe, require_wired_limit, too_large
 from training_run.profile.flags import parse_arguments
 from training_run.profile.keys import PROFILE_KEYS
 from training_run.profile.load import load_profile
@@ -105,6 +105,22 @@ def test_only_metal_has_a_limit_that_can_be_raised() -> None:
     small = msgspec.structs.replace(metal, installed=16 * 2**30)
     for limit in (small, *(msgspec.structs.replace(metal, source=other) for other in ("gpu", "cgroup", "installed"))):
         assert "iogpu" not in refusal(ESTIMATE, limit)
+
+
+def test_on_a_mac_a_run_must_fit_beside_macos_with_full_caches() -> None:
+    """Metal ends a process that gets no memory. A raised limit changes nothing about what macOS needs itself."""
+    assert [beside_macos(gib * 2**30) // 2**20 for gib in (8, 16, 64)] == [5461, 12288, 56 * 1024]
+    full = msgspec.structs.replace(ESTIMATE, caches=20 * 2**30)
+    metal = MemoryLimit(bytes=21 * 2**30, source="metal", installed=32 * 2**30)
+    assert full.minimum < metal.bytes
+    message = refusal(full, metal)
+    assert "engine.kv_cache_tokens" in message
+    assert "28.0 of 32.0 GiB" in message
+    assert too_large(full, installed(full.total - 1)) is None
+    assert too_large(ESTIMATE, metal) is None
+    raised = MemoryLimit(bytes=15 * 2**30, source="metal", installed=16 * 2**30)
+    assert ESTIMATE.minimum < raised.bytes
+    assert "macOS needs 4.0 GiB" in refusal(ESTIMATE, raised)
 
 
 def test_a_wired_limit_needs_metal_and_stays_below_its_limit() -> None:
