@@ -163,6 +163,12 @@ class Attachment:
         None: it is the process of the run. argv: the arguments of the run. Called before MLX is imported.
         """
 
+    def supervise(self, profile: Profile) -> None:
+        """Replace the process of a run by a supervisor of it, if the profile says so.
+
+        Called before the run directory is opened; never in a program that calls `main` with arguments.
+        """
+
     def slots(self, profile: Profile) -> Mapping[str, str]:
         """Return the slots that the attachment fills, or that have no use with it: name -> the setting that says so.
 

@@ -292,6 +292,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
         refuse_same_run(path, fork)
     if arguments.resume:
         refuse_missing_run(path)
+    supervise(profile)
     with process_signals.postponed():
         directory = open_run(
             path, resume=arguments.resume, clean=arguments.clean, resume_step=arguments.resume_step, fork=fork
@@ -304,6 +305,15 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
         directory.close()
         raise
     return PreparedRun(profile, stages, directory, console)
+
+
+def supervise(profile: Profile) -> None:
+    """Let an attachment replace this process by a supervisor of the run, if it is the process of the program."""
+    from training_run.attachment import installed_attachments
+
+    if process_signals.installed:
+        for attachment in installed_attachments():
+            attachment.supervise(profile)
 
 
 def adjusted(arguments: Arguments, layers: list[Layer]) -> list[Layer]:

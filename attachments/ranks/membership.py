@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from attachments.ranks.links import Link, Watch
 from attachments.ranks.messages import Lost, encode
 from attachments.ranks.sections import DistributedSection
-from attachments.ranks.supervision import RANK_LOST, RankSupervisor
+from attachments.ranks.supervision import CONNECTION, RANK_LOST
 from attachments.ranks.supervision import rank as supervision_rank
 from protocols.errors import ProfileError
+from training_run.supervision.restarting import SupervisorLink
 
 log = structlog.get_logger(actor="learner")
 
@@ -75,7 +76,7 @@ class Membership:
         self._receive, self._exit = receive, exit_process
         self._links: dict[int, Link] = {}
         self._ending = threading.Lock()  # held from the first reason to end the process
-        self._supervisor = RankSupervisor(on_end=lambda: self._exit(RANK_LOST))
+        self._supervisor = SupervisorLink(CONNECTION, on_end=lambda: self._exit(RANK_LOST))
         self._supervisor.tell(restarts=settings.restarts)
         self._group = _join()  # blocks all threads of this process; the supervisor waits for the first heartbeat
         self.rank, self.size = self._group.rank(), self._group.size()

@@ -152,8 +152,8 @@ class RunDirectory:
     from; absent if these are the base model alone. preflight: findings of the last start, as JSON.
 
     resumed: whether the directory held a run that continues now. resume_step: step of the checkpoint from which it
-    continues; None for the newest. fork: checkpoint of another run that the run starts from. stage: the present one, if
-    the run has several. run_id: identifies the run
+    continues; None for the newest. fork: checkpoint of another run that the run starts from. clean: whether an earlier
+    run is deleted when this one begins. stage: the present one, if the run has several. run_id: identifies the run
     across restarts; adapters that the run writes carry it. `--clean` keeps the id, so that the new run may overwrite
     the adapters of the old one.
     """
@@ -169,7 +169,7 @@ class RunDirectory:
         resume_step: int | None = None,
         fork: Path | None = None,
     ) -> None:
-        """clean: delete the earlier run in `begin`. created: directories that `open_run` created, innermost first."""
+        """created: directories that `open_run` created, innermost first."""
         self.path = path
         self.profile, self.log = path / "profile.toml", path / "log.jsonl"
         self.metrics, self.evaluations = path / "metrics.jsonl", path / "evaluations.jsonl"
@@ -181,7 +181,7 @@ class RunDirectory:
         self.resumed, self.resume_step, self.fork = resumed, resume_step, fork
         id_file = path / RUN_ID
         self.run_id = id_file.read_text().strip() if id_file.is_file() else uuid.uuid4().hex
-        self._lock, self._clean, self._created = lock, clean, created
+        self._lock, self.clean, self._created = lock, clean, created
         self.stage: RunStage | None = None
 
     def written(self) -> Iterator[str]:
@@ -200,7 +200,7 @@ class RunDirectory:
         with disk_errors_as(RunDirectoryError, f"run directory {self.path} cannot be used"):
             for created in self._created:
                 sync_directory(created.parent)
-            if self._clean:
+            if self.clean:
                 _clean(self.path)
                 sync_directory(self.path)  # a power failure cannot bring back checkpoints of the earlier run
             for directory in (self.path, *(self.path / name for name in _directories())):
@@ -211,7 +211,7 @@ class RunDirectory:
 
     def go_on(self) -> None:
         """Let the next stage continue from the newest checkpoint."""
-        self.resumed, self.resume_step, self.fork, self._clean = True, None, None, False
+        self.resumed, self.resume_step, self.fork, self.clean = True, None, None, False
 
     def close(self) -> None:
         """Release the directory. Directories that were created for a run that did not begin are removed."""

@@ -25,6 +25,7 @@ ATTACHED = {
     "generator": "remote",
     "monitor.token_values_mb": "dashboard",
     "replay": "replay",
+    "restarts": "restarts",
     "server.accept_weights": "remote",
     "server.allow_pause": "dialects",
     "server.api_keys_file": "keys",

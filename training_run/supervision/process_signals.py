@@ -25,15 +25,19 @@ class ProcessSignals:
 
     `os._exit` instead of an exception: an exception would appear inside whichever code runs, also inside callbacks that
     print and drop it. Files need no clean-up, because every write is atomic or can be repaired.
+
+    installed: whether the handlers are, which is so in the process of the program only.
     """
 
     def __init__(self) -> None:
         self._clean_up: list[Callable[[], object]] = []
+        self.installed = False
         self._postponed = False
         self._received: int | None = None
 
     def install(self) -> None:
         """Handle the signals from now on. An ignored SIGHUP (`nohup`) stays ignored."""
+        self.installed = True
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._end)

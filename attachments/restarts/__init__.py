@@ -1,0 +1,1 @@
+"""Restarts of a run of one process."""

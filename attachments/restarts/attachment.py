@@ -1,0 +1,63 @@
+"""`restarts` of a profile: a run of one process is continued after its process was ended, for example by Metal."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from attachments.restarts.sections import RESTARTS
+from protocols.errors import ProfileError
+from training_run.attachment import Attach, Attachment, Plan
+
+if TYPE_CHECKING:
+    from training_run.profile.schema import Profile
+    from training_run.run import RunContext
+
+CONNECTION = "CLOTHO_RESTARTS"
+"""Environment variable with the file descriptor of the connection to the supervisor."""
+
+
+class Restarts(Attachment):
+    """A supervisor of the process of a run."""
+
+    may_change = ("restarts",)
+
+    def check(self, profile: Profile) -> None:
+        """Refuse the setting for ranks, whose supervisors have one of their own."""
+        if RESTARTS.of(profile) and "MLX_RANK" in os.environ:
+            raise ProfileError("restarts: mlx.launch has started this process; distributed.restarts is for its ranks")
+
+    def supervise(self, profile: Profile) -> None:
+        """Make this process the supervisor of the run, unless it has one."""
+        restarts = RESTARTS.of(profile)
+        if not restarts or CONNECTION in os.environ:
+            return
+        from attachments.restarts.supervision import become_supervisor
+
+        become_supervisor(restarts)
+
+    async def prepare(self, plan: Plan) -> Attach | None:
+        """Tell the supervisor how long turns are, and from when on the run can be resumed.
+
+        A new run can be as soon as its directory has any file. One that deletes or forks another is started afresh
+        until it has begun.
+        """
+        if CONNECTION not in os.environ:
+            return None
+        from training_run.supervision.restarting import SupervisorLink
+
+        link = SupervisorLink(CONNECTION, on_end=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        directory = plan.directory
+        link.tell(turn_ms=plan.profile.learner.max_turn_ms)
+        if not directory.clean and directory.fork is None:
+            link.tell(run_directory=str(directory.path))
+
+        async def attach(run: RunContext) -> None:
+            """From now on, the run directory has the run."""
+            link.tell(run_directory=str(run.directory.path))
+
+        return attach
+
+
+ATTACHMENT = Restarts()
