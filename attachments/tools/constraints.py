@@ -3,7 +3,7 @@
 The library intersects the vocabulary with an Earley parser, so that every token keeps the completion a prefix of a
 sentence of the grammar. Its work per token is limited (`LIMITS`): a grammar whose parser or lexer grows too much ends
 its own request. Compilation is not limited by the library, and a thread cannot be ended: a grammar is compiled in a
-process of its own first, which is killed when it has computed for `CHECK_SECONDS`.
+process of its own first, which is killed when it has computed for `CHECK_SECONDS`, or holds `CHECK_BYTES`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
 
@@ -53,18 +55,22 @@ FIRST_SECONDS, TOKEN_SECONDS = 0.25, 0.002
 CHECK_SECONDS = 5
 """CPU time in which a grammar must compile, in whole seconds. On a busy machine this takes longer."""
 
+CHECK_BYTES = 2**30
+"""Resident memory in which a grammar must compile. It is read from outside, because macOS limits no address space."""
+
+WATCH_SECONDS = 0.05
+"""Time between two readings of the resident memory."""
+
 WAIT_SECONDS = 120.0
 """Time after which a compilation is ended that does not use its CPU time."""
 
 CHECK = """
-import contextlib, json, resource, sys
+import json, resource, sys
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 body = json.load(sys.stdin)
-limits = (resource.RLIMIT_AS, 2**32), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, body["seconds"])
-for kind, most in limits:
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
+for kind, most in (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, body["seconds"]):
+    resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
 limits = LLParserLimits(**body["limits"])
 matcher = LLMatcher(LLTokenizer("byte"), body["definition"], log_level=0, limits=limits)
 matcher.compute_bitmask()
@@ -187,17 +193,33 @@ def _check(definition: str) -> None:
     every token that the grammar names by its number.
     """
     body = json.dumps({"definition": TOKEN.sub("<[0]>", definition), "limits": LIMITS, "seconds": CHECK_SECONDS})
-    command = [sys.executable, "-P", "-c", CHECK]
-    try:
-        done = subprocess.run(command, input=body, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(f"it is not compiled after {WAIT_SECONDS:g} seconds") from error
-    if done.returncode == -signal.SIGXCPU:
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-P", "-c", CHECK], text=True, **streams) as process:  # type: ignore[call-overload]
+        try:
+            output = _watched_output(process, body)
+        finally:
+            process.kill()
+    if process.returncode == -signal.SIGXCPU:
         raise ValueError(f"it takes more than {CHECK_SECONDS} seconds of CPU time to compile")
-    if done.returncode:
+    if process.returncode:
         raise ValueError("it needs too much memory to compile")
-    if message := json.loads(done.stdout.splitlines()[-1]):
+    if message := json.loads(output.splitlines()[-1]):
         raise ValueError("no text satisfies it" if "NoExtension" in message else " ".join(message.split()))
+
+
+def _watched_output(process: subprocess.Popen[str], body: str) -> str:
+    """Return what a process writes about its input. Raises ValueError if it exceeds its memory or its time."""
+    until, given = time.monotonic() + WAIT_SECONDS, body
+    while True:
+        try:
+            return process.communicate(given or None, timeout=WATCH_SECONDS)[0]
+        except subprocess.TimeoutExpired:
+            given = ""  # `communicate` continues with what was given at first
+        with suppress(psutil.Error):
+            if psutil.Process(process.pid).memory_info().rss > CHECK_BYTES:
+                raise ValueError(f"it needs more than {CHECK_BYTES // 2**20} MB of memory to compile")
+        if time.monotonic() > until:
+            raise ValueError(f"it is not compiled after {WAIT_SECONDS:g} seconds")
 
 
 def _refused(grammar: Grammar, reason: str) -> RequestError:

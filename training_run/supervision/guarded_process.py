@@ -67,8 +67,9 @@ Request = TypeVar("Request")
 class ProcessSettings(Struct, frozen=True, kw_only=True):
     """Parent -> process that runs code of the user, in the command line.
 
-    memory_bytes: limit of the private memory; Linux enforces it, macOS does not. The start of the process sets the
-    others. path: `sys.path`. parent: process id. descriptor: of the socket.
+    memory_bytes: limit of the private memory, which Linux enforces, and of the resident memory, which the parent reads
+    on every system: macOS has no limit of its own. The start of the process sets the others. path: `sys.path`. parent:
+    process id. descriptor: of the socket.
     """
 
     memory_bytes: int
@@ -281,16 +282,16 @@ class GuardedProcess:
                 left = deadline - self._loop.time()
                 await asyncio.wait({receiving}, timeout=max(0.0, min(POLL_SECONDS, left)))
                 if receiving.done():
-                    return receiving.result()
+                    message = receiving.result()
+                    self._require_memory()
+                    return message
                 if left <= 0:
                     raise self.end(f"took longer than {limit_seconds:g} s")
                 if not self.alive:
                     await asyncio.wait({receiving}, timeout=POLL_SECONDS)  # an answer may have arrived before the end
                     if not receiving.done():
                         raise self.end(self._how_it_ended())
-                if self._resident_bytes() > self._memory_bytes:
-                    limit = self._memory_bytes // 2**20
-                    raise self.end(f"used more than {limit} MB of memory ({self._limit_key})")
+                self._require_memory()
         except asyncio.CancelledError:
             self.kill()
             raise
@@ -330,13 +331,14 @@ class GuardedProcess:
             return f"ended its process with signal {_signal_name(-status)}"
         return f"ended its process with exit status {status}"
 
-    def _resident_bytes(self) -> int:
-        import psutil  # only calls that take longer than `POLL_SECONDS` need it
+    def _require_memory(self) -> None:
+        """Raise `ended`, and end the process, if it holds more memory than its limit."""
+        import psutil  # the process itself does not need it
 
-        try:
-            return int(psutil.Process(self._process.pid).memory_info().rss)
-        except psutil.Error:
-            return 0
+        with suppress(psutil.Error):
+            if psutil.Process(self._process.pid).memory_info().rss > self._memory_bytes:
+                limit = self._memory_bytes // 2**20
+                raise self.end(f"used more than {limit} MB of memory ({self._limit_key})")
 
     def _read_output(self) -> None:
         try:

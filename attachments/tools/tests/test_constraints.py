@@ -243,6 +243,15 @@ def test_a_compilation_that_does_nothing_is_ended(monkeypatch: pytest.MonkeyPatc
     assert not any("time.sleep(600)" in command for command in commands)
 
 
+def test_a_grammar_that_takes_too_much_memory_to_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its resident memory is read from outside, so that a system without limits of address spaces needs none."""
+    monkeypatch.setattr(constraints, "CHECK_BYTES", 100 * 2**20)
+    monkeypatch.setattr(constraints, "CHECK", "import time; kept = b'x' * 2**28; time.sleep(600)")
+    with pytest.raises(RequestError, match="memory to compile") as raised:
+        compiled("regex", "large")
+    assert raised.value.param == "field"
+
+
 def test_the_work_per_token_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A completion that has used its CPU time fails at its next token, and names the field."""
     constraint = compiled("regex", "(ab)*")

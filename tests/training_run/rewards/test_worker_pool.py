@@ -25,7 +25,7 @@ from tests.e2e.child_processes import wait_until_ended
 from tests.rewards.groups import group, problem
 from training_run.rewards import worker_pool, worker_process
 from training_run.rewards.runner import RewardRunner
-from training_run.supervision.guarded_process import MAX_OUTPUT_LINES, GuardedProcess
+from training_run.supervision.guarded_process import MAX_OUTPUT_LINES
 from training_run.supervision.queues import Queue
 
 HOSTILE = "tests.rewards.hostile_rewards:"
@@ -171,15 +171,18 @@ async def test_a_function_that_uses_too_much_memory_is_stopped(name: str) -> Non
     assert "raised MemoryError" in outcome.detail or "used more than 300 MB of memory" in outcome.detail
 
 
-async def test_the_resident_memory_is_checked_where_the_system_ignores_its_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As on macOS. The check is simulated: a small limit for the check only."""
-    async with runner("misbehaves") as rewards:
-        monkeypatch.setattr(GuardedProcess, "_resident_bytes", lambda self: 2**50)
-        outcome = await rewards.score(group("hangs 1", "hangs 22"))
+@pytest.mark.parametrize("name", ["grows_without_limit", "keeps_memory"])
+async def test_the_parent_watches_the_resident_memory_where_the_system_has_no_limit(name: str) -> None:
+    """As on macOS: within a call, and from one call to the next. The process is ended, and another one goes on."""
+    section = RewardSection(name=f"{HOSTILE}misbehaves", memory_limit_mb=200)
+    rewards = RewardRunner((section,))
+    try:
+        outcome = await rewards.score(group(f"{name} 1", f"{name} 22"))
+        assert isinstance(await rewards.score(group("a", "abc")), ScoredGroup)
+    finally:
+        rewards.close()
     assert isinstance(outcome, Discarded)
-    assert "used more than 4096 MB of memory" in outcome.detail
+    assert "used more than 200 MB of memory (rewards.memory_limit_mb)" in outcome.detail
 
 
 @pytest.mark.parametrize(
