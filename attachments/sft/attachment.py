@@ -82,7 +82,8 @@ class SftAttachment(Attachment):
         async def attach(run: RunContext) -> None:
             """Read the demonstrations with the tokenizer of the policy."""
             from attachments.sft.demonstrations import Demonstrator
-            from attachments.sft.source import DemonstrationCounts, DemonstrationSource
+            from attachments.sft.source import DemonstrationSource
+            from training_run.groups.demonstrations import DatasetCounts
 
             tokenizer = run.policy.tokenizer
             source = DemonstrationSource(
@@ -92,7 +93,7 @@ class SftAttachment(Attachment):
                 version=lambda: run.weights.value.version,
             )
             run.attached.episodes = source
-            run.attached.hooks.append(DemonstrationCounts(len(run.prompts.problems)))
+            run.attached.hooks.append(DatasetCounts("sft", len(run.prompts.problems)))
 
         return attach
 

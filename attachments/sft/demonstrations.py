@@ -1,14 +1,9 @@
-"""Records as demonstrations: their tokens, and which of them are learned.
-
-The chat template decides where an answer begins and ends, not a search for its text. The tokens of an answer are those
-by which the rendered conversation with the answer is longer than the prompt before it, up to the end token. So the
-policy learns what it has to sample behind a prompt of a run or of the HTTP API, token by token.
-"""
+"""Records as demonstrations: their tokens, and which of them are learned."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from attachments.sft.sections import SftSection
 from clotho.data.problems import ASSISTANT, COMPLETION, conversation
@@ -16,15 +11,7 @@ from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.data import DataSection
 from protocols.errors import ProfileError, RequestError, visible
 from protocols.prompt import Problem
-
-Message = Mapping[str, Any]
-
-
-class Demonstration(NamedTuple):
-    """One sequence to learn from. learned: whether each token is learned; never the first, which nothing predicts."""
-
-    tokens: tuple[int, ...]
-    learned: tuple[bool, ...]
+from training_run.groups.demonstrations import Demonstration, Message, answers_of, messages_of
 
 
 class Demonstrator:
@@ -40,13 +27,12 @@ class Demonstrator:
         conversation, else the text that contains the answer (`data.answer_pattern`).
         """
         written = problem.extra.get(self._data.prompt_key, problem.extra.get(self._data.messages_key))
-        answers: Sequence[Message] = written[len(problem.messages) :] if isinstance(written, list) else ()
+        answers: Any = written[len(problem.messages) :] if isinstance(written, list) else ()
         if isinstance(given := problem.extra.get(COMPLETION), list):
             answers = given
         elif problem.completion and (isinstance(given, str) or not answers):
-            answers = [{"role": ASSISTANT, "content": problem.completion}]
-        found = [{key: value for key, value in one.items() if value is not None} for one in answers]
-        return [*conversation(problem, self._data.system), *found]
+            answers = problem.completion
+        return [*conversation(problem, self._data.system), *messages_of(answers)]
 
     def require(self, problems: Sequence[Problem]) -> None:
         """Raise ProfileError if a problem has no answer to learn, or the first one cannot be rendered."""
@@ -63,15 +49,11 @@ class Demonstrator:
             raise ProfileError(f"data.train cannot be learned: {error}") from None
 
     def demonstrations(self, problem: Problem) -> list[Demonstration]:
-        """Return the sequences of a problem: one, or several if the template does not only append to a conversation.
+        """Return the sequences of a problem; see `answers_of`, whose errors it raises.
 
-        Such a template writes an answer otherwise when more messages follow, for example without its reasoning; each
-        answer is then learned behind the prompt that it had. Longer sequences than `sft.max_tokens` are cut, and left
-        out if nothing is learned then. Raises RequestError if the chat template cannot render the messages, or does not
-        write an answer behind its generation prompt.
+        Longer sequences than `sft.max_tokens` are cut, and left out if nothing is learned then.
         """
-        limit = self._settings.max_tokens
-        cut = [Demonstration(one.tokens[:limit], one.learned[:limit]) for one in self._whole(problem)]
+        cut = [one.cut(self._settings.max_tokens) for one in self._whole(problem)]
         return [one for one in cut if any(one.learned)]
 
     def _has_answer(self, problem: Problem) -> bool:
@@ -84,28 +66,8 @@ class Demonstrator:
         if self._settings.train_on == "all":
             return [_all(self._tokenizer.render_chat(messages, add_generation_prompt=False, tools=problem.tools))]
         turns = [index for index, one in enumerate(messages) if index and one.get("role") == ASSISTANT]
-        found: list[Demonstration] = []
-        for index in turns[-1:] if self._settings.train_on == "last" else turns:
-            tokens, start = self._answer(messages[: index + 1], problem.tools)
-            before = found[-1] if found else Demonstration((), ())
-            if start < len(before.tokens) or tokens[: len(before.tokens)] != before.tokens:
-                before = Demonstration((), ())
-            context, answer = start - len(before.tokens), len(tokens) - start
-            joined = Demonstration(tokens, (*before.learned, *[False] * context, *[True] * answer))
-            found = [*(found[:-1] if before.tokens else found), joined]
-        return found
-
-    def _answer(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[tuple[int, ...], int]:
-        """Return a conversation up to the end token of its last message, and the index of the first token of it."""
-        prompt = self._tokenizer.render_chat(messages[:-1], tools=tools)
-        tokens = self._tokenizer.render_chat(messages, add_generation_prompt=False, tools=tools)
-        start = len(prompt)
-        if tokens[:start] != prompt or len(tokens) == start:
-            raise RequestError(
-                "the chat template does not write an answer behind its generation prompt", param="messages"
-            )
-        ends = (at + 1 for at in range(start, len(tokens)) if tokens[at] in self._tokenizer.eos_ids)
-        return tokens[: next(ends, len(tokens))], start
+        chosen = turns[-1:] if self._settings.train_on == "last" else turns
+        return answers_of(messages, chosen, problem.tools, self._tokenizer)
 
     def _text(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text with an end token, as mlx-lm trains on its format `text`."""

@@ -10,7 +10,7 @@ from attachments.stages.sections import STAGE, STAGES, StageSection
 from clotho.settings.objectives import Sft
 from protocols.errors import ProfileError
 from training_run.attachment import Attach, Attachment, Plan
-from training_run.profile.rules import Complaint, Rule
+from training_run.profile.rules import PREFERENCES, Complaint, Rule
 
 if TYPE_CHECKING:
     from training_run.profile.schema import Profile
@@ -21,6 +21,9 @@ FIXED = ("model", "policy", "seed", "run_dir", "steps", "stages", "stage")
 """Tables and keys that are the same in all stages."""
 
 OBJECTIVE = "learner.objective.type"
+
+OBJECTIVES: Mapping[str, Sequence[str]] = {"sft": ("sft",), "preference": PREFERENCES}
+"""The objectives of a kind of stage, of which the first is its default."""
 
 
 class StagesAttachment(Attachment):
@@ -78,8 +81,14 @@ def _plan(number: int, stage: StageSection, profile: Profile) -> StagePlan:
     values = located(flatten(stage.settings, label), Path.cwd(), label)
     if fixed := [key for key in values if key.partition(".")[0] in FIXED]:
         raise ProfileError(f"{label}: {fixed[0]} is the same in all stages: set it outside of them")
-    if stage.kind == "sft" and values.setdefault(OBJECTIVE, "sft") != "sft":
-        raise ProfileError(f'{label}: kind = "sft" and {OBJECTIVE} = "{values[OBJECTIVE]}" contradict each other')
+    objective = values.get(OBJECTIVE, profile.learner.objective.__struct_config__.tag)
+    if of_kind := OBJECTIVES.get(stage.kind, ()):
+        if OBJECTIVE not in values and objective not in of_kind:
+            objective = values[OBJECTIVE] = of_kind[0]
+        if objective not in of_kind:
+            raise ProfileError(f'{label}: kind = "{stage.kind}" and {OBJECTIVE} = "{objective}" contradict each other')
+    if objective in PREFERENCES:
+        values.setdefault("preference.pairs", "dataset" if stage.kind == "preference" else "rewards")
     if stage.data:
         values = {"data.heldout": profile.data.heldout, **values, "data.train": stage.data}
     return StagePlan(label=label, steps=stage.steps, settings={**values, "stages": [], "stage": "all"})

@@ -36,6 +36,12 @@ TOOLS = "tools"
 COMPLETION = "completion"
 """Column with a reference completion, as in TRL: text, or a list of one message of the assistant."""
 
+CHOSEN = "chosen"
+"""Column with the better completion of a pair, as in TRL: like the one above, or a conversation that ends with it."""
+
+LABEL = "label"
+"""Column with whether a completion is desirable, as in TRL."""
+
 ASSISTANT, LAST_ROLES = "assistant", ("user", "tool")
 
 
@@ -150,6 +156,8 @@ def _problem(record: Any, columns: ProblemColumns, where: str) -> Problem:
     if len(record) > MAX_KEYS:
         raise DatasetError(f"{where}: has {len(record)} keys; at most {MAX_KEYS} are permitted")
     column = columns.prompt if columns.prompt in record or columns.messages not in record else columns.messages
+    if column not in record and isinstance(record.get(CHOSEN), list):
+        column = CHOSEN
     prompt = _required(record, column, "prompt", where)
     messages, completion = ((), None) if isinstance(prompt, str) else _conversation(prompt, column, where)
     text = prompt if isinstance(prompt, str) else str(messages[-1]["content"])
@@ -215,10 +223,16 @@ def _answer(record: dict[str, Any], columns: ProblemColumns, completion: str | N
 def _reference(record: dict[str, Any], columns: ProblemColumns, last_message: str | None) -> str:
     """Return the reference completion: the column, else the last message of the assistant, else a worked answer.
 
-    A column with something else than text or one message of the assistant is not a reference completion.
+    A column with something else than text or one message of the assistant is not a reference completion; of the better
+    completion of a pair, the last message is. A completion that is labelled as undesirable is none.
     """
+    if record.get(LABEL) is False:
+        return ""
     match record.get(COMPLETION):
         case str(text) | [{"role": "assistant", "content": str(text)}]:
+            return text
+    match record.get(CHOSEN):
+        case str(text) | [*_, {"role": "assistant", "content": str(text)}]:
             return text
     if last_message is not None:
         return last_message

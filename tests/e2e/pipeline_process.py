@@ -181,6 +181,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def adapter(run_dir: Path) -> bytes:
+    """Return the bytes of the final adapter."""
+    return (run_dir / "adapters" / "adapters.safetensors").read_bytes()
+
+
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl."""
     return lines(run_dir / "metrics.jsonl")

@@ -24,6 +24,7 @@ ATTACHED = {
     "environments": "atropos",
     "generator": "remote",
     "monitor.token_values_mb": "dashboard",
+    "preference": "preference",
     "replay": "replay",
     "restarts": "restarts",
     "server.accept_weights": "remote",

@@ -144,8 +144,8 @@ class RewardRunner:
 
         The group is discarded with the reason `reward_error` if a function fails, no function applies to a
         completion, or a value or sum is beyond `MAX_REWARD`. It is discarded with the reason `zero_variance` if all
-        rewards are equal (within `ZERO_VARIANCE_THRESHOLD`) and `keep_zero_variance` is not set. A group of one
-        completion always has equal rewards.
+        rewards are equal (within `ZERO_VARIANCE_THRESHOLD`), `keep_zero_variance` is not set, and the completions have
+        no advantages of their own. A group of one completion always has equal rewards.
         """
         problem = group.prompt.problem
         components = self._applicable(problem)
@@ -173,7 +173,7 @@ class RewardRunner:
         scored = ScoredGroup(
             group=group, rewards=rewards, parts=parts, correct=correct, token_advantages=given if any(given) else ()
         )
-        return scored if self._keep_zero_variance else scored.unless_equal()
+        return scored if self._keep_zero_variance or scored.token_advantages else scored.unless_equal()
 
     async def grade(self, problem: Problem, completions: Sequence[Completion]) -> list[Grade]:
         """Grade completions of a held-out problem, which are one group for rewards over groups.

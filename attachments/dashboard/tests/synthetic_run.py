@@ -160,6 +160,8 @@ UNUSED = (
     "sessions/refused",
     "sessions/forked",
     "sessions/untrainable",
+    "preference/epochs",
+    "preference/cut",
     "sft/epochs",
     "sft/cut",
     "stages/stage",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mlx_lm.tuner.datasets import CompletionsDataset, TextDataset
 
-from attachments.sft.demonstrations import Demonstration, Demonstrator
+from attachments.sft.demonstrations import Demonstrator
 from attachments.sft.sections import SftSection
 from attachments.sft.source import DemonstrationSource
 from clotho.data.problems import ProblemColumns, _problem
@@ -21,6 +21,7 @@ from protocols.rollout import Discarded, RolloutGroup
 from tests.library_policy import EMBEDDED
 from tests.models.real_templates import TEMPLATES
 from tests.small_models import byte_tokenizer
+from training_run.groups.demonstrations import Demonstration
 
 END = 256
 PLAIN = (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attachments.sft.attachment import ATTACHMENT
-from tests.e2e.pipeline_process import PROBLEMS, lines, metrics, run
+from tests.e2e.pipeline_process import PROBLEMS, adapter, lines, metrics, run
 
 SMALL = {
     "--profile": "local-m3", "--learner.objective": "sft", "--learner.batch-size": "4", "--server": "off",
@@ -33,11 +33,6 @@ def demonstrations(directory: Path, **record: Any) -> str:
     written = [{**one, "completion": f"<think></think><answer>{one['answer']}</answer>", **record} for one in problems]
     path.write_text("".join(f"{json.dumps(one)}\n" for one in written), encoding="utf-8")
     return str(path)
-
-
-def adapter(run_dir: Path) -> bytes:
-    """Return the bytes of the final adapter."""
-    return (run_dir / "adapters" / "adapters.safetensors").read_bytes()
 
 
 def test_a_run_learns_demonstrations_and_resumes_bit_for_bit(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.pipeline_process import PROBLEMS, Run, RunResult, lines, metrics, run
+from tests.e2e.pipeline_process import PROBLEMS, Run, RunResult, adapter, lines, metrics, run
 from training_run.directory.run_directory import open_run
 from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
@@ -69,11 +69,6 @@ def profile(tmp_path: Path) -> str:
 def train(run_dir: Path, profile: str, *flags: str) -> RunResult:
     """Run to the end."""
     return run(run_dir, "--profile", profile, *flags, small=())
-
-
-def adapter(run_dir: Path) -> bytes:
-    """Return the bytes of the final adapter."""
-    return (run_dir / "adapters" / "adapters.safetensors").read_bytes()
 
 
 def test_a_run_goes_from_stage_to_stage_and_resumes_bit_for_bit_in_and_between_them(
