@@ -16,7 +16,7 @@ from clotho.inference.rows import RowAdapter
 from clotho.lanes.compute_thread import Compute, ComputeThread, finish
 from clotho.lanes.sampling_client import EngineSampler, Flight, Item, Progress, event_or_error
 from clotho.library import DEFAULT, compute, result_of, settings
-from clotho.models.machine import core_division
+from clotho.models.machine import backend_name, core_division
 from clotho.models.parameters import Parameters
 from clotho.models.policy import BaseModel, PinnedWeights, Policy
 from clotho.models.turns import TurnBudget
@@ -45,21 +45,29 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 TURN_SECONDS = 0.25
-"""Longest turn of prefill and scoring beside a learner, where both share a device."""
+"""Longest turn of prefill and scoring beside a learner, where both share a device, and on any GPU: macOS ends a process
+whose work delays the display.
+"""
 
 
 class OwnThreads(Struct, frozen=True, kw_only=True, eq=False):
     """The compute threads of a program, in which one sampler decodes, and how it decodes there.
 
     settings: of the engine. adapters: limits of the adapters that requests can name; None: all requests use the policy.
-    prefill_seconds, scoring_seconds: limits of a turn of either; None or 0: a chunk is one turn.
+    prefill_seconds, scoring_seconds: limits of a turn of either; 0: a chunk is one turn; None: as 0 on the CPU, and
+    `TURN_SECONDS` on a GPU.
     """
 
     compute: Compute
     settings: EngineSection
     adapters: AdaptersSection | None = None
     prefill_seconds: float | None = None
-    scoring_seconds: float = 0.0
+    scoring_seconds: float | None = None
+
+
+def _turn_seconds(limit: float | None) -> float | None:
+    """Return the limit of a turn; None on the CPU without one. limit: as of `OwnThreads`."""
+    return TURN_SECONDS if limit is None and backend_name() != "CPU" else limit
 
 
 class _Engines:
@@ -208,12 +216,12 @@ class Sampler:
             policy.copy_model(),
             chunk=self.settings.prefill_chunk,
             rows=self.engine.row_weights,
-            turns=TurnBudget(threads.scoring_seconds, self.compute.scoring.lane),
+            turns=TurnBudget(_turn_seconds(threads.scoring_seconds) or 0.0, self.compute.scoring.lane),
         )
         self.failure = self._begin()
 
     def _make_engine(self, threads: OwnThreads) -> DecodeEngine:
-        limit = threads.prefill_seconds
+        limit = _turn_seconds(threads.prefill_seconds)
         turns = None if limit is None else TurnBudget(limit, self._decode.lane)
         return DecodeEngine(self._source, self.settings, threads.adapters, turns=turns)
 

@@ -6,12 +6,14 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import pytest
 from anyio.lowlevel import checkpoint
 
 import clotho
 from clotho.lanes.compute_thread import finish
+from clotho.models.turns import TurnBudget
 from clotho.sampler import OwnThreads, Sampler
 from clotho.settings.engine import EngineSection
 from protocols.errors import GenerationError, ProfileError, RequestError
@@ -218,6 +220,25 @@ def test_the_sampler_of_a_program_serves_what_its_policy_publishes() -> None:
         assert asyncio.run(score(one)) == pytest.approx(one.logprobs, abs=1e-3)
         with pytest.raises(RequestError):
             asyncio.run(sampler.prompt_logprobs(prompts()[0], weights="unknown"))
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("CPU", [0.0]), ("Metal", [0.25, 0.25])])
+def test_on_a_gpu_prefill_and_scoring_take_turns_without_a_learner_too(
+    monkeypatch: pytest.MonkeyPatch, backend: str, expected: list[float]
+) -> None:
+    """So in `serve` and `eval`: macOS ends a process whose work delays the display."""
+    limits: list[float] = []
+
+    def turns(seconds: float, lane: Any) -> TurnBudget:
+        limits.append(seconds)
+        return TurnBudget(seconds, lane)
+
+    monkeypatch.setattr("clotho.sampler.backend_name", lambda: backend)
+    monkeypatch.setattr("clotho.sampler.TurnBudget", turns)
+    with compute_thread() as compute:
+        sampler = Sampler(policy(), threads=OwnThreads(compute=compute, settings=EngineSection()))
+        assert [len(group) for group in sampler.sample(prompts(), SAMPLING)] == [1, 1, 1]
+    assert limits == expected
 
 
 def test_a_failed_step_in_a_program_is_its_failure_until_it_restarts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from clotho.models.machine import limit_mlx_memory, memory_limit
 from clotho.models.model_files import model_fingerprint
 from clotho.models.parameters import Arrays, fingerprint, flat, layout, nested
 from clotho.models.policy import Policy, TrainablePolicy, load_policy
-from clotho.models.turns import UNDIVIDED
+from clotho.models.turns import TurnBudget
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.engine import SamplingSection
@@ -139,6 +139,7 @@ class ShareComputer:
         self._distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
         self._forcing = TeacherForcing(self._policy.model, self._policy.vocab_size, layout=learner.layout)
         self._reference = ReferencePolicy(policy, learner)
+        self._turns = TurnBudget(learner.max_turn_ms / 1000.0)  # nobody waits, but macOS ends long work of a GPU
         self._parameters = policy.trainable()
         self._fingerprint = ""
         self._received: Arrays = {}
@@ -189,7 +190,7 @@ class ShareComputer:
                 fixed,
                 loss_config=config,
                 position=share.position,
-                turns=UNDIVIDED,
+                turns=self._turns,
                 token_gradients=share.token_gradients,
             )
             self._gradient = add(self._gradient, found)
@@ -222,7 +223,7 @@ class ShareComputer:
             self._policy.use(self._parameters)
         for part in share.parts:
             micro = part.micro_batch()
-            logp_N = compute_logprobs(self._policy, self._forcing, micro, self._distribution, turns=UNDIVIDED)
+            logp_N = compute_logprobs(self._policy, self._forcing, micro, self._distribution, turns=self._turns)
             results.append(MicroBatchResult(index=part.index, logp_N=np.array(logp_N)))
         return Computed(number=share.number, fingerprint=self._fingerprint, results=tuple(results))
 
