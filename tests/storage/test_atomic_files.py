@@ -1,4 +1,4 @@
-"""Syncs to disk, the write cache of the drive included."""
+"""Syncs to disk, and the write cache of the drive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.storage.atomic_files import make_directory, new_directory, replace_file, sync
+from clotho.storage.atomic_files import F_BARRIERFSYNC, make_directory, new_directory, replace_file, sync, write_file
 from training_run.directory.jsonl import sync_files
 
 F_FULLFSYNC = 51
@@ -19,17 +19,16 @@ F_FULLFSYNC = 51
 
 
 @pytest.fixture
-def full_syncs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Simulate macOS: record the inodes of F_FULLFSYNC calls."""
-    inodes: list[int] = []
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Simulate macOS: record the inodes and the commands of syncs."""
+    found: list[tuple[int, int]] = []
 
     def record(descriptor: int, command: int) -> int:
-        assert command == F_FULLFSYNC
-        inodes.append(os.fstat(descriptor).st_ino)
+        found.append((os.fstat(descriptor).st_ino, command))
         return 0
 
     simulate_macos(monkeypatch, record)
-    return inodes
+    return found
 
 
 def simulate_macos(monkeypatch: pytest.MonkeyPatch, control: Callable[[int, int], int]) -> None:
@@ -39,26 +38,35 @@ def simulate_macos(monkeypatch: pytest.MonkeyPatch, control: Callable[[int, int]
     monkeypatch.setattr(fcntl, "fcntl", control)
 
 
-def test_on_macos_every_sync_includes_the_write_cache_of_the_drive(tmp_path: Path, full_syncs: list[int]) -> None:
-    """Files before their rename, histories, and the directories of both."""
+def test_on_macos_a_sync_keeps_the_order_and_only_a_checkpoint_empties_the_cache_of_the_drive(
+    tmp_path: Path, synced: list[tuple[int, int]]
+) -> None:
+    """A flush contains everything that was synced before it. It comes when a checkpoint has its name."""
+
+    def inode(path: Path) -> int:
+        return path.stat().st_ino
+
     make_directory(tmp_path / "new")
-    assert full_syncs == [tmp_path.stat().st_ino]
-    full_syncs.clear()
+    assert synced == [(inode(tmp_path), F_BARRIERFSYNC)]
+    synced.clear()
     path = tmp_path / "file"
     replace_file(path, [b"content"])
     sync_files([path])
-    assert full_syncs == [path.stat().st_ino, tmp_path.stat().st_ino, path.stat().st_ino]
-    full_syncs.clear()
-    with new_directory(tmp_path / "checkpoint"):
-        pass
-    assert full_syncs == [(tmp_path / "checkpoint").stat().st_ino, tmp_path.stat().st_ino]
+    assert synced == [(inode(one), F_BARRIERFSYNC) for one in (path, tmp_path, path)]
+    synced.clear()
+    with new_directory(tmp_path / "checkpoint") as unfinished:
+        write_file(unfinished / "weights", [b"content"])
+    complete = tmp_path / "checkpoint"
+    assert synced == [
+        (inode(complete / "weights"), F_BARRIERFSYNC), (inode(complete), F_BARRIERFSYNC), (inode(tmp_path), F_FULLFSYNC)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("code", "refused"), [(errno.ENOTSUP, False), (errno.EINVAL, False), (errno.EIO, True)])
-def test_a_file_system_without_full_syncs_is_synced_by_fsync(
+def test_a_file_system_without_barriers_is_synced_by_fsync(
     code: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Network volumes of macOS do not know F_FULLFSYNC. Errors of the drive are raised."""
+    """Network volumes of macOS know neither barriers nor flushes. Errors of the drive are raised."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
 
