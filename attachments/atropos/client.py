@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from clotho.lanes.daemon_threads import DaemonThreads
-from clotho.serving.loopback import is_loopback
+from clotho.serving.loopback import is_loopback, local_network_hint
 from protocols.errors import ProfileError
 
 GZIP = 31  # zlib window bits for the gzip format
@@ -218,4 +218,5 @@ def _decoded(content: bytes, request: str, kind: type[T]) -> T:
 
 
 def _transport_error(method: str, path: str, error: httpx.HTTPError) -> str:
-    return f"{method} {path}: {str(error) or type(error).__name__}"
+    hint = local_network_hint(error, error.request.url.host)
+    return f"{method} {path}: {str(error) or type(error).__name__}{hint}"

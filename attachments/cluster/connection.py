@@ -21,6 +21,7 @@ import structlog
 from attachments.cluster.messages import RESOURCE, EngineWorkerSettings
 from attachments.cluster.sections import RayCluster
 from attachments.cluster.worker_process import RolloutWorker
+from clotho.serving.loopback import local_network_hint
 from protocols.errors import ProfileError, RemoteError, visible
 from training_run.supervision.signals import reinstall_handlers
 
@@ -161,7 +162,7 @@ class RayConnection:
                 self._lost = True
                 raise RemoteError(
                     f"Ray has ended at {host}:{port} ({error.strerror or error}): start the cluster again, and "
-                    "continue the run with --resume"
+                    f"continue the run with --resume{local_network_hint(error, host)}"
                 ) from error
 
     def put(self, content: bytes) -> Any:

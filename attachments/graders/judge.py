@@ -24,7 +24,7 @@ from msgspec import Meta, Struct, field
 
 from clotho.rewards.answer import after_thoughts
 from clotho.rewards.registry import RewardFunction, RewardOptions
-from clotho.serving.loopback import is_loopback
+from clotho.serving.loopback import is_loopback, local_network_hint
 from protocols.errors import ProfileError, did_you_mean, visible
 from protocols.prompt import Problem
 
@@ -141,7 +141,8 @@ class Judge:
         self._url = base if base.endswith("/chat/completions") else f"{base}/chat/completions"
         self._shown = self._url.partition("?")[0]
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        proxied = not is_loopback(urlsplit(base).hostname or "")
+        self._host = urlsplit(base).hostname or ""
+        proxied = not is_loopback(self._host)
         self._client = httpx.AsyncClient(headers=headers, timeout=limit_seconds, trust_env=proxied)
         self._slots: anyio.Semaphore | None = None
 
@@ -162,7 +163,8 @@ class Judge:
                     try:
                         response = await self._client.post(self._url, json=request)
                     except httpx.TransportError as error:
-                        last, pause = self._masked(f"{type(error).__name__}: {error}"), None
+                        hint = local_network_hint(error, self._host)
+                        last, pause = self._masked(f"{type(error).__name__}: {error}") + hint, None
                     else:
                         if response.status_code not in RETRIED:
                             return self._score(response)

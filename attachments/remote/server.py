@@ -20,7 +20,7 @@ from attachments.remote.messages import (
     ServedPolicy,
 )
 from attachments.remote.weights import Delivery, OverHttp, Weights
-from clotho.serving.loopback import is_loopback
+from clotho.serving.loopback import is_loopback, local_network_hint
 from protocols.errors import ProfileError, RequestError, visible
 from protocols.sampling import SampleRequest
 
@@ -162,7 +162,8 @@ class RemoteServer:
         except TimeoutError:
             raise RemoteFailure(f"{method} {path}: no complete response within {seconds:g} seconds") from None
         except httpx.HTTPError as error:
-            raise RemoteFailure(f"{method} {path}: {type(error).__name__}: {visible(str(error), 200)}") from error
+            hint = local_network_hint(error, self._http.base_url.host)
+            raise RemoteFailure(f"{method} {path}: {type(error).__name__}: {visible(str(error), 200)}{hint}") from error
         if status != 200:
             raise _refusal(f"{method} {path}", status, content)
         try:
