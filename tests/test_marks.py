@@ -30,3 +30,21 @@ def test_modules_for_the_device_path_assert_that_they_use_it() -> None:
     modules = [path for path in TESTS if any("device_path" in mark for mark in marks(path))]
     assert len(modules) >= 4
     assert [path.name for path in modules if DEVICE_PATH not in path.read_text(encoding="utf-8")] == []
+
+
+def test_marks_of_linux_state_their_reason() -> None:
+    """By name: on another system, the reason is that of the skipped test."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in TESTS
+        if "needs_linux" in (text := path.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "needs_linux"
+        and "needs_linux(reason=" not in _line(text, node)
+    ]
+    assert found == []
+
+
+def _line(text: str, node: ast.Attribute) -> str:
+    return text.splitlines()[node.lineno - 1]

@@ -9,6 +9,7 @@ import mlx.nn as nn
 import pytest
 
 from bench.graph_counts import operations
+from clotho.backend import Backend, backend
 from clotho.models.joined_weights import JoinedLinear, can_join
 from clotho.models.parameters import flat
 from tests.models.test_folded_lora import TOKENS_2_T, base, in_bfloat16, in_four_bits, make_policy
@@ -16,6 +17,11 @@ from tests.models.test_folded_lora import TOKENS_2_T, base, in_bfloat16, in_four
 pytestmark = [pytest.mark.usefixtures("device_path"), pytest.mark.needs_float32]
 
 WIDTH = 64
+
+
+def test_this_module_computes_on_the_device_path() -> None:
+    """As a Mac does."""
+    assert type(backend()) is Backend
 
 
 def linear(outputs: int, *, inputs: int = WIDTH, bias: bool = False, bits: int = 0, seed: int = 0) -> Any:

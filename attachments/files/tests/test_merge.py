@@ -287,7 +287,7 @@ def test_the_command_reports_and_never_overwrites(
 
 
 @pytest.mark.slow
-@pytest.mark.needs_linux("the unit of the largest memory is KiB")
+@pytest.mark.needs_linux(reason="the unit of the largest memory is KiB")
 def test_a_model_of_three_gigabytes_is_merged_in_less_than_one(tmp_path: Path) -> None:
     """The largest memory of the process, with the comparison."""
     script = str(Path(__file__).with_name("large_model.py"))

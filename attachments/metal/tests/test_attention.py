@@ -12,12 +12,19 @@ from mlx_lm.models import qwen3
 from attachments.metal import attention, backend, norm_rotation
 from attachments.metal.attention import FusedAttention, fusible, install
 from attachments.metal.backend import MetalBackend
+from clotho.backend import Backend
+from clotho.backend import backend as computing
 from clotho.extension import extensions
 from clotho.models.parameters import flat
 from tests.inference.engine_helpers import SAMPLED, make_engine, make_prompt, run, submit_request
 from tests.small_models import FixedSource, tiny, tiny_source
 
 pytestmark = [pytest.mark.usefixtures("device_path"), pytest.mark.needs_float32]
+
+
+def test_this_module_computes_on_the_device_path() -> None:
+    """As a Mac does."""
+    assert type(computing()) is Backend
 
 
 def by_operations(layer: Any, _: mx.array, q: mx.array, k: mx.array, offset: mx.array) -> list[mx.array]:
