@@ -135,12 +135,12 @@ def run_pipeline(arguments: Sequence[str]) -> Record:
     return record
 
 
-def run_until(arguments: Sequence[str], *, seconds: float) -> Record:
+def run_until(arguments: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> Record:
     """Run as `run_pipeline`, and drain the run after this time of training.
 
     Raises subprocess.CalledProcessError if the exit status is neither 0 nor that of a drained run.
     """
-    with PipelineRun(arguments) as running:
+    with PipelineRun(arguments, environment=environment) as running:
         while not running.ended():
             time.sleep(POLL_SECONDS)
             if running.training_seconds() >= seconds:

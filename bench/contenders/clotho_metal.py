@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from bench.contenders.measured_turns import MeasuredTurns
 from bench.contenders.metal_model import (
@@ -17,6 +18,7 @@ from bench.contenders.metal_model import (
     SCALE,
     WARM_UP,
     counted_configuration,
+    first_token_metrics,
     measure_steps,
     metal_configuration,
     packed_model,
@@ -82,6 +84,39 @@ def decode(case: Case) -> Metrics:
     while engine.running < case["rows"]:
         engine.tick()
     return measure_steps(engine.tick, rows=case["rows"], steps=case["steps"], seconds=case["seconds"])
+
+
+def first_token(case: Case) -> Metrics:
+    """From the request of one completion to its first token, on an idle engine."""
+    policy = _policy(case["model"])
+    engine = _engine(policy, rows=1)
+    (prompt,) = random_prompts(1, case["prompt_tokens"], policy.vocab_size)
+
+    def once() -> float:
+        events: list[SampleEvent] = []
+        sampling = Sampling(max_tokens=16, ignore_eos=True)
+        began = time.perf_counter()
+        asked = engine.submit(
+            SampleRequest(prompt=tuple(prompt), sampling=sampling, seeds=(0,), stream=True), events.append
+        )
+        while engine.has_work and not events:
+            engine.tick()
+        seconds = time.perf_counter() - began
+        engine.abort(asked)
+        while engine.has_work:
+            engine.tick()
+        return seconds
+
+    return first_token_metrics(once, seconds=case["seconds"])
+
+
+def precision(case: Case) -> Metrics:
+    """The relative error of a product of float32 matrices: about 1e-7 in float32, and 1e-4 in TF32."""
+    numbers = np.random.default_rng(0)
+    a, b = (numbers.standard_normal((case["size"], case["size"])).astype(np.float32) for _ in range(2))
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    found = np.array(mx.array(a) @ mx.array(b), dtype=np.float64)
+    return {"float32_error": float(np.linalg.norm(found - exact) / np.linalg.norm(exact))}
 
 
 def graph(case: Case) -> Metrics:
@@ -202,6 +237,8 @@ def determinism(case: Case) -> Metrics:
 
 PHASES = {
     "decode": decode,
+    "first_token": first_token,
+    "precision": precision,
     "graph": graph,
     "swap": swap,
     "parity": parity,

@@ -35,6 +35,11 @@ ROWS = 4
 def adapted(case: Case) -> Any:
     """The model with a new trainable adapter."""
     model, _ = named_model(case["model"], vocabulary=case["vocabulary"])
+    return trainable(model)
+
+
+def trainable(model: Any) -> Any:
+    """Add a new trainable adapter to a model."""
     model.freeze()
     linear_to_lora_layers(model, len(model.layers), {"rank": RANK, "scale": SCALE, "dropout": 0.0})
     model.train()
@@ -67,7 +72,12 @@ def advantages_of(sampled: Rollouts) -> tuple[mx.array, dict[str, mx.array]]:
 
 def prepare(case: Case) -> MeasureOnce:
     """A model, its optimizer, and one batch that every run trains on."""
-    model, sampled = adapted(case), rollouts(case)
+    return updates(adapted(case), case)
+
+
+def updates(model: Any, case: Case) -> MeasureOnce:
+    """The update of a model with an adapter on the rollouts of the case."""
+    sampled = rollouts(case)
     optimizer = optim.Adam(learning_rate=RATE)
     completions = [mx.array(tokens, dtype=mx.int32) for tokens in sampled.completions]
     gradient_of = nn.value_and_grad(model, grpo_loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from bench.contenders.metal_model import (
     SCALE,
     WARM_UP,
     counted_configuration,
+    first_token_metrics,
     measure_steps,
     metal_configuration,
     packed_model,
@@ -75,6 +77,21 @@ def decode(case: Case) -> Metrics:
         generator.close()
 
 
+def first_token(case: Case) -> Metrics:
+    """From the insertion of one prompt to its first token."""
+    model, vocabulary = _model(case["model"])
+    prompts = random_prompts(1, case["prompt_tokens"], vocabulary)
+
+    def once() -> float:
+        began = time.perf_counter()
+        generator = _decoding(model, prompts, steps=16)
+        seconds = time.perf_counter() - began
+        generator.close()
+        return seconds
+
+    return first_token_metrics(once, seconds=case["seconds"])
+
+
 def graph(case: Case) -> Metrics:
     """Operations of a decode step, on a narrow model of the same depth."""
     config = counted_configuration(case["model"])
@@ -87,7 +104,7 @@ def graph(case: Case) -> Metrics:
     return {"nodes": sum(one.nodes for one in started), "kernels": sum(one.kernels for one in started)}
 
 
-PHASES = {"decode": decode, "graph": graph}
+PHASES = {"decode": decode, "first_token": first_token, "graph": graph}
 
 
 def prepare(case: Case) -> MeasureOnce:

@@ -58,13 +58,20 @@ SEMANTICS = {
         "update, with checkpointed blocks; a turn is the time for which it keeps its thread. peak_bytes: with "
         "weights. swap_seconds: with the rest of the decode step that runs at the time. mean_kl, largest_nats, "
         "served_kl: the parity check of a run, between sampler and learner and between decode steps with the same "
-        "weights. samples_equal: fraction of the completions that are equal, bit for bit, when they are sampled again "
+        "weights. first_token_seconds: from the request of one completion to its first token, on an idle engine. "
+        "float32_error: relative error of a product of float32 matrices, 1e-7 in float32 and 1e-4 in TF32. "
+        "samples_equal: fraction of the completions that are equal, bit for bit, when they are sampled again "
         "with equal seeds. updates_equal: 1 if the weights after the update are equal, bit for bit, when it is "
         "computed again."
     ),
     "mlx_lm_metal": (
         "BatchGenerator with the same weights, and the same adapter as LoRA layers of mlx-lm. decode: steady decode "
-        "steps of all rows, without prefill; log-probabilities are computed and not read."
+        "steps of all rows, without prefill; log-probabilities are computed and not read. first_token_seconds: from "
+        "the insertion of a prompt to its first token. BatchGenerator wires the recommended memory while it lives."
+    ),
+    "mlx_lm_lora_metal": (
+        "The update of its trainer after an equal one, with the same base weights, a new adapter on every linear layer "
+        "of the blocks, and checkpointed blocks."
     ),
     "clotho_swap": (
         "Everything that the broadcaster runs in the decode thread for one update: the served parameters become "
@@ -121,6 +128,7 @@ PROGRAMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("update", "trl"): ("trl_update",),
     ("metal", "clotho"): ("clotho_metal",),
     ("metal", "mlx-lm"): ("mlx_lm_metal",),
+    ("metal", "mlx-lm-lora"): ("mlx_lm_lora_metal",),
     ("serve", "clotho"): ("clotho_serve",),
     ("serve", "mlx_lm.server"): ("mlx_lm_serve",),
     ("swap", "clotho"): ("clotho_swap",),

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -11,15 +16,18 @@ import pytest
 
 from bench import metal
 from bench.contenders import clotho_metal, mlx_lm_metal
-from bench.contenders.metal_model import LOGITS, SHAPES, metal_configuration, packed_model
-from bench.contenders.process import Contender
+from bench.contenders.metal_model import LOGITS, OTHERS, SHAPES, metal_configuration, packed_model
+from bench.contenders.process import VARIABLE, Contender, running
 from bench.measurement import Case, Measurement, Metric, read
+from bench.metal_report import NOT_MEASURED, report, write_report
 from clotho.backend import Backend, backend
 from tests.bench.made_measurements import HERE
+from training_run.main import RELAXED_GPU_TIMEOUT
 
 pytestmark = pytest.mark.usefixtures("device_path")
 
-QUICK = metal.phases(quick=True)
+TINY = metal.TINY[0]
+QUICK = metal.phases(TINY, quick=True)
 
 
 def test_this_module_computes_on_the_device_path() -> None:
@@ -30,7 +38,7 @@ def test_this_module_computes_on_the_device_path() -> None:
 def cases(phase: str, **changes: str | float) -> list[Case]:
     """The quick cases of a phase, with enough time."""
     found = [one.case for one in QUICK if one.case["phase"] == phase]
-    return [{"model": metal.TINY, "seconds": 60.0, **case, **changes} for case in found]
+    return [{"model": TINY, "seconds": 60.0, **case, **changes} for case in found]
 
 
 @pytest.mark.parametrize("phase", clotho_metal.PHASES)
@@ -51,7 +59,7 @@ def test_every_phase_reports_metrics_that_the_report_knows(phase: str) -> None:
 
 def test_both_contenders_compute_the_same_function() -> None:
     """Equal base weights and equal adapters: logits are equal up to the rounding of bfloat16, and have its range."""
-    config = metal_configuration(metal.TINY)
+    config = metal_configuration(TINY)
     tokens_1_T = mx.array([[5, 7, 900, 3, 44]])
     ours, theirs = clotho_metal.adapted(config).model, mlx_lm_metal.adapted(config)
     found, expected, bare = (
@@ -65,12 +73,23 @@ def test_both_contenders_compute_the_same_function() -> None:
 
 def test_mlx_lm_reports_the_same_metrics_and_needs_more_kernels() -> None:
     """Its LoRA layers are not folded."""
-    for phase in ("decode", "graph"):
+    for phase in ("decode", "first_token", "graph"):
         for case in cases(phase):
             ours, theirs = clotho_metal.prepare(case)(), mlx_lm_metal.prepare(case)()
             assert set(ours) == set(theirs)
     assert ours["kernels"] < theirs["kernels"]
     assert ours["nodes"] < theirs["nodes"]
+
+
+@pytest.mark.parametrize("model", metal.TINY[1:])
+def test_other_layers_have_decode_steps_and_an_update(model: str) -> None:
+    """Recurrent layers, and experts; the shapes for a Mac have the same architectures."""
+    assert OTHERS[model]["model_type"] == OTHERS[model.removeprefix("tiny ")]["model_type"]
+    planned = metal.phases(model, quick=True)
+    assert [phase.case["phase"] for phase in planned] == ["decode", "update"]
+    for phase in planned:
+        metrics = clotho_metal.prepare({"model": model, "seconds": 60.0, **phase.case})()
+        assert all(map(math.isfinite, metrics.values()))
 
 
 def test_a_phase_without_time_reports_what_it_has() -> None:
@@ -116,17 +135,69 @@ def test_a_process_that_ends_or_hangs_costs_its_phase_only(monkeypatch: pytest.M
         seconds=2000.0,
     )
     assert [(one.case["phase"], one.metric) for one in found] == [
-        ("a", metal.NOT_MEASURED), ("b", metal.NOT_MEASURED), ("c", "runs"),
+        ("a", NOT_MEASURED), ("b", NOT_MEASURED), ("c", "runs"),
     ]  # fmt: skip
     assert "no result within" in found[1].semantics
-    table = metal.report(found)
+    table = report(found)
     assert all(one.semantics in table for one in found[:2])
 
 
 def test_phases_after_the_end_of_the_time_are_listed() -> None:
     """No process is started for them."""
     phase = metal.Phase({"phase": "a"}, (Contender(name="none", module="no.such.module"),), 1.0)
-    assert [one.metric for one in measured(phase, seconds=0.5)] == [metal.NOT_MEASURED]
+    assert [one.metric for one in measured(phase, seconds=0.5)] == [NOT_MEASURED]
+
+
+def test_one_contender_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All phases of a contender come before those of the next, whose process starts when the first one has ended."""
+    alive: list[str] = []
+    most: list[int] = []
+
+    @contextmanager
+    def process(contender: Contender) -> Iterator[Any]:
+        alive.append(contender.name)
+        most.append(len(alive))
+        try:
+            with running(contender) as started:
+                yield started
+        finally:
+            alive.remove(contender.name)
+
+    monkeypatch.setitem(metal.METRICS, "runs", Metric(name="runs", unit="runs", better="higher"))
+    monkeypatch.setattr(metal, "running", process)
+    both = (fake("one"), fake("two"))
+    phases = [metal.Phase({"phase": name}, both, 1.0) for name in ("a", "b")]
+    found = measured(*phases, seconds=2000.0)
+    assert [(one.contender, one.case["phase"]) for one in found] == [
+        ("one", "a"), ("one", "b"), ("two", "a"), ("two", "b"),
+    ]  # fmt: skip
+    assert most == [1, 1]
+
+
+def test_a_contender_without_its_environment_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report says how to install it; the phase of others goes on."""
+    monkeypatch.setenv(VARIABLE, "/nonexistent/python")
+    (one,) = measured(metal.Phase({"phase": "update"}, (metal.MLX_LM_LORA,), 1.0), seconds=100.0)
+    assert one.metric == NOT_MEASURED
+    assert "requirements.txt" in one.semantics
+
+
+def test_measurements_are_protected_as_runs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Mac: no sleep, and a driver of the GPU that waits longer."""
+    inside: list[bool] = []
+
+    @contextmanager
+    def awake(*, enabled: bool) -> Iterator[None]:
+        inside.append(enabled)
+        yield
+
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(metal, "no_idle_sleep", awake)
+    monkeypatch.delenv(RELAXED_GPU_TIMEOUT, raising=False)
+    with metal.protected():
+        assert inside == [True]
+        assert os.environ[RELAXED_GPU_TIMEOUT] == "1"
+    monkeypatch.delenv(RELAXED_GPU_TIMEOUT)
 
 
 def test_unused_time_is_given_to_later_phases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +218,15 @@ def test_the_command_writes_tables_and_a_file(tmp_path: Path, capsys: pytest.Cap
     file = tmp_path / "metal.jsonl"
     assert metal.main(["--quick", "--out", str(file)]) == 0
     results = read(file)
-    assert {one.case["phase"] for one in results} == {"memory", *clotho_metal.PHASES}
-    assert metal.NOT_MEASURED not in {one.metric for one in results}
+    assert {one.case["phase"] for one in results} == {"machine", "learning", *clotho_metal.PHASES}
+    assert {one.contender for one in results if one.metric == NOT_MEASURED} <= {"mlx-lm-lora"}
     assert all(one.fingerprint == results[0].fingerprint for one in results)
     assert {one.contender for one in results if one.metric == "tokens_per_second"} == {"clotho", "mlx-lm"}
+    assert {one.case["profile"] for one in results if one.metric == "accuracy"} == set(metal.PROFILES)
+    page = tmp_path / "page.md"
+    page.write_text("<!-- macs:begin --><!-- macs:end -->")
+    assert "```text" in write_report([file], page)
+    assert "no Mac yet" in page.read_text()  # the tiny models are none of README's
     table = capsys.readouterr().out
     assert str(file) in table
     assert all(word in table for word in ("kernels", "clotho / mlx-lm", "mean kl", "longest turn seconds"))
