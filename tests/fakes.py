@@ -40,6 +40,7 @@ class CharacterTokenizer:
     vocab_size = 97
     longest_token_bytes = 4  # a character outside ASCII
     chat_template = "{{ messages }} {{ tools }} <tool_call>"
+    special_tokens: Mapping[str, str] = {"eos_token": "<end>"}
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return one token per character. Characters outside ASCII become a question mark."""

@@ -15,7 +15,7 @@ from attachments.dialects.native import GenerationResult, NativeRequest
 from attachments.dialects.responses_format import ResponsesBuilder
 from attachments.dialects.responses_requests import ResponsesRequest, parse_responses_request
 from attachments.dialects.routes_generate import parse_generate_request
-from attachments.dialects.routes_tokenize import detokenize, tokenize_text
+from attachments.dialects.routes_tokenize import detokenize, tokenize_text, tokenizer_info
 from attachments.dialects.routes_tokens import parse_tokens_request
 from attachments.dialects.routes_trl import parse_trl_request
 from clotho.serving.limits import until_disconnect
@@ -69,6 +69,10 @@ class DialectRoutes:
     async def detokenize(self, http: Request) -> Response:
         """Serve POST /detokenize."""
         return await self._text(detokenize, http)
+
+    async def tokenizer_info(self, http: Request) -> Response:
+        """Serve GET /tokenizer_info."""
+        return json_response(tokenizer_info(self._parts.context), self._parts.context.weights().version)
 
     async def _native(self, parser: Callable[[bytes, ServerContext], NativeRequest], http: Request) -> Response:
         """Serve an endpoint whose responses are whole."""

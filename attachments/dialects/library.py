@@ -98,6 +98,10 @@ def sampling_endpoints(parts: ServerParts) -> Iterator[Endpoint]:
         ("routes_tokenize:DetokenizeRequest",),
         ("routes_tokenize:DetokenizeResponse",),
     )
+    info = f"{HERE}.routes_tokenize:TokenizerInfo"
+    yield Endpoint(
+        "GET", "/tokenizer_info", routes.method("tokenizer_info"), "Describe the tokenizer", responses=(info,)
+    )
 
 
 def control_endpoints(parts: ServerParts, access: EngineAccess) -> Iterator[Endpoint]:

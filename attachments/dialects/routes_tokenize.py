@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize in the formats of vLLM: text or a conversation to token IDs, and back."""
+"""The routes of vLLM about tokens: text or a conversation to token IDs and back, and what the tokenizer is."""
 
 from __future__ import annotations
 
@@ -60,6 +60,30 @@ class DetokenizeResponse(Struct, frozen=True, kw_only=True):
     """The text of tokens, special tokens included."""
 
     prompt: str
+
+
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    """The response of GET /tokenizer_info: the texts of special tokens, null where the tokenizer has none.
+
+    chat_template: source of the template; null if there is none. model_max_length: tokens of the context.
+    """
+
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    chat_template: str | None
+    model_max_length: int
+
+
+def tokenizer_info(context: ServerContext) -> TokenizerInfo:
+    """Return the response of /tokenizer_info."""
+    texts = context.tokenizer.special_tokens
+    return TokenizerInfo(
+        **{name: texts[name] for name in TokenizerInfo.__struct_fields__ if name in texts},
+        chat_template=context.tokenizer.chat_template or None,
+        model_max_length=context.context_length,
+    )
 
 
 def tokenize_text(body: bytes, context: ServerContext) -> TokenizeResponse:

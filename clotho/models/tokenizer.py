@@ -121,6 +121,12 @@ class ChatTokenizer:
         found: PreTrainedTokenizerBase = self._wrapper._tokenizer
         return found
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The texts of special tokens by name, such as `eos_token`, without those that the tokenizer lacks."""
+        found = self.hugging_face.special_tokens_map
+        return {name: text for name, text in found.items() if isinstance(text, str)}
+
     @cached_property
     def longest_token_bytes(self) -> int:
         """Length in UTF-8 of the longest token of the vocabulary: no token stands for more bytes of text."""

@@ -44,6 +44,10 @@ class Tokenizer(Protocol):
     def chat_template(self) -> str:
         """The source of the chat template; empty if there is none."""
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The texts of special tokens by name, such as `eos_token`, without those that the tokenizer lacks."""
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's forms."""
+"""POST /tokenize and /detokenize and GET /tokenizer_info, in vLLM's forms."""
 
 from __future__ import annotations
 
@@ -38,6 +38,15 @@ async def test_tokens_become_text_with_special_tokens() -> None:
         tokens = [*CharacterTokenizer().encode("abc"), END]
         assert (await served.post("/detokenize", tokens=tokens)).json() == {"prompt": "abc<end>"}
         assert (await served.post("/detokenize", tokens=[])).json() == {"prompt": ""}
+
+
+async def test_a_client_can_ask_for_special_tokens_and_template() -> None:
+    """A special token that the tokenizer lacks is null."""
+    async with serving() as served:
+        found = (await served.http.get("/tokenizer_info")).json()
+        assert (found["eos_token"], found["bos_token"]) == ("<end>", None)
+        assert found["chat_template"] == CharacterTokenizer.chat_template
+        assert found["model_max_length"] == CONTEXT
 
 
 @pytest.mark.parametrize(
