@@ -334,14 +334,14 @@ def wire_rollouts(
     prompts: Channel[Prompt | Discarded] = custom.channel("prompts", profile.queues.prompts)
     rollouts: Channel[RolloutGroup | Discarded] = custom.channel("rollouts", profile.queues.rollouts)
     limit, chooser = context.replaced_groups_limit, context.attached.chooser
-    rule, rewards = context.staleness_rule, context.rewards
+    rule = context.staleness_rule
     scorer = custom.actor(
         "scorer",
         Scorer,
         inbox=rollouts.inbox(),
         outbox=scored.outbox(),
-        rewards=rewards,
-        concurrency=rewards.concurrency,
+        rewards=context.scoring,
+        concurrency=context.rewards.concurrency,
     )
     generator = custom.actor(
         "generator",

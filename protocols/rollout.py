@@ -99,12 +99,13 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
     parts: value of each reward function per completion; None where it does not apply. correct: whether every reward
     with `correct = true` accepts a completion; None where none applies. Empty from environments.
 
-    Only environments set the following fields. Each is empty, or has one entry per completion:
+    Only environments and teachers set the following fields. Each is empty, or has one entry per completion:
     token_advantages: advantage per token; used in place of advantages from rewards.
     reference_logprobs: log-probability per token under the environment's reference policy.
     temperatures: sampling temperature, above 0. Empty: `sampling.temperature`.
     zero_advantage: the completion's advantage is 0; its reward still counts in the group's statistics.
     teacher: the teacher's alternatives, for distillation.
+    teacher_logprobs: log-probability per token under a teacher. It is added to the advantage, less that of the policy.
     logprob_error: largest difference in nats between the log-probabilities in the message and those of the sample log;
     None if the sample log contains none.
     """
@@ -118,6 +119,7 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
     temperatures: tuple[float, ...] = ()
     zero_advantage: tuple[bool, ...] = ()
     teacher: tuple[TeacherTokens, ...] = ()
+    teacher_logprobs: tuple[tuple[float, ...], ...] = ()
     logprob_error: float | None = None
 
     def __post_init__(self) -> None:
@@ -137,6 +139,7 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
             raise ValueError("temperatures must be finite, and above 0 in float32")
         _require_token_lengths("token_advantages", self.token_advantages, completions)
         _require_token_lengths("reference_logprobs", self.reference_logprobs, completions)
+        _require_token_lengths("teacher_logprobs", self.teacher_logprobs, completions)
         _require_token_lengths("teacher", tuple(one.tokens for one in self.teacher), completions)
         _require_token_lengths("teacher", tuple(one.logprobs for one in self.teacher), completions)
 

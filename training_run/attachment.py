@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from protocols.finding import Finding
     from protocols.prompt import Problem
     from protocols.queues import Inbox
+    from protocols.rollout import GroupRewards
     from protocols.step import PolicyUpdated, UpdateMetrics
     from protocols.summary import MemoryEstimate
     from training_run.directory.checkpoint_parts import CheckpointParts
@@ -60,7 +61,8 @@ class Plan(Struct, kw_only=True, eq=False):
     ending: closed when the run ends, also if its start fails; last in, first out. token_values: updates return the
     values of their tokens; may be set, and is never cleared. measured_updates: of so many updates in a row it is
     measured how far they move the policy; may be raised. ranks: compute shares of every gradient; None: this process
-    computes them alone. workers: what starts the workers of rewards, by the value of `rewards.where`.
+    computes them alone. workers: what starts the workers of rewards, by the value of `rewards.where`. learns_equal:
+    groups with equal rewards are trained on, because there is more to learn from than rewards; may be set.
     """
 
     profile: Profile
@@ -70,6 +72,7 @@ class Plan(Struct, kw_only=True, eq=False):
     measured_updates: int = 0
     ranks: OtherRanks | None = None
     workers: dict[str, NewWorker] = field(default_factory=dict)
+    learns_equal: bool = False
 
 
 class Wired(Struct, frozen=True, kw_only=True, eq=False):
@@ -95,6 +98,8 @@ class Attached(Struct, kw_only=True, eq=False):
     Children: services: beside the flow of groups. receivers: start before those that make groups. senders: start last.
     recorders: return children that record the flow.
 
+    scoring: wraps what scores groups, the rewards of the run or what was wrapped before.
+
     samples: records what clients of the HTTP server have sampled. measures: return values of metrics for the next line
     of metrics.jsonl. metrics: yield metrics for /metrics. balances: how what they count has ended, by the name in the
     summary. sampled_elsewhere: returns the number of tokens that others than the engine of the run have sampled.
@@ -113,6 +118,7 @@ class Attached(Struct, kw_only=True, eq=False):
     sampler: GroupSampler | None = None
     groups: GroupSupply[Any] | None = None
     episodes: Episodes | None = None
+    scoring: list[Callable[[GroupRewards], GroupRewards]] = field(default_factory=list)
     samples: SampleRecorder | None = None
     measures: list[Measure] = field(default_factory=list)
     metrics: list[Callable[[], Iterable[Metric]]] = field(default_factory=list)

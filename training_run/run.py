@@ -17,6 +17,7 @@ from clotho.settings.data import RewardSection
 from clotho.training.update import PolicyLearner
 from protocols.evaluation import HeldOut
 from protocols.prompt import Prompt
+from protocols.rollout import GroupRewards
 from protocols.sampling import PromptLogprobs
 from protocols.summary import MemoryEstimate
 from training_run.attachment import Attached
@@ -117,6 +118,14 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
         """The prompt of a group, with the problem that an attachment chooses if one does."""
         chooser = self.attached.chooser
         return self.prompts.prompt(group_id, None if chooser is None else chooser.choose(group_id))
+
+    @property
+    def scoring(self) -> GroupRewards:
+        """What scores groups: the rewards, and what attachments wrap around them."""
+        found: GroupRewards = self.rewards
+        for wrap in self.attached.scoring:
+            found = wrap(found)
+        return found
 
     def rollouts(self, sampler: GroupSampler, *, group_size: int) -> RolloutSource:
         """Return what makes groups: completions of prompts, or the episodes of an attachment."""

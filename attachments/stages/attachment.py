@@ -21,6 +21,7 @@ FIXED = ("model", "policy", "seed", "run_dir", "steps", "stages", "stage")
 """Tables and keys that are the same in all stages."""
 
 OBJECTIVE = "learner.objective.type"
+TEACHER, WEIGHT = "distillation.teacher", "learner.distillation_weight"
 
 OBJECTIVES: Mapping[str, Sequence[str]] = {"sft": ("sft",), "preference": PREFERENCES}
 """The objectives of a kind of stage, of which the first is its default."""
@@ -89,9 +90,25 @@ def _plan(number: int, stage: StageSection, profile: Profile) -> StagePlan:
             raise ProfileError(f'{label}: kind = "{stage.kind}" and {OBJECTIVE} = "{objective}" contradict each other')
     if objective in PREFERENCES:
         values.setdefault("preference.pairs", "dataset" if stage.kind == "preference" else "rewards")
+    _decide_teacher(values, stage, profile, label)
     if stage.data:
         values = {"data.heldout": profile.data.heldout, **values, "data.train": stage.data}
     return StagePlan(label=label, steps=stage.steps, settings={**values, "stages": [], "stage": "all"})
+
+
+def _decide_teacher(values: dict[str, Any], stage: StageSection, profile: Profile, label: str) -> None:
+    """Let a stage of the kind `distill` learn from its teacher, and other stages from none unless they name one.
+
+    Raises ProfileError.
+    """
+    section = getattr(profile, "distillation", None)  # of an attachment
+    if stage.kind != "distill":
+        if section is not None:
+            values.setdefault(TEACHER, "")
+        return
+    values.setdefault(WEIGHT, profile.learner.distillation_weight or 1.0)
+    if not values.setdefault(TEACHER, "" if section is None else section.teacher):
+        raise ProfileError(f'{label}: kind = "distill" needs {TEACHER}, in the profile or in the settings of the stage')
 
 
 ATTACHMENT = StagesAttachment()

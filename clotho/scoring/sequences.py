@@ -38,7 +38,8 @@ class TrainingSequence(NamedTuple):
     sampled_mask_T: True at tokens that the policy sampled; None if the policy sampled every token. Other tokens are
     context, and their other values are ignored.
     temperature: sampling temperature; 0 means the temperature of the run. reference_T: log-probabilities under the
-    reference policy, if the group contains them. teacher: a teacher's distribution at each token.
+    reference policy, if the group contains them. teacher: a teacher's distribution at each token. teacher_logp_T:
+    log-probabilities of the tokens under a teacher.
     """
 
     group: int
@@ -54,6 +55,7 @@ class TrainingSequence(NamedTuple):
     temperature: float = 0.0
     reference_T: NDArray[np.float32] | None = None
     teacher: TeacherRows | None = None
+    teacher_logp_T: NDArray[np.float32] | None = None
 
     @property
     def inputs(self) -> int:
@@ -70,7 +72,7 @@ class TokenTable(NamedTuple):
     target_N: the token. sequence_N: index of its completion in the micro-batch. Other fields: see `TrainingSequence`.
     support_N_K: tokens that could have been sampled, padded with -1; None if the support is the whole vocabulary.
     temperature_N: 0 means the temperature of the run; None if every token has it. reference_N: None if the groups
-    contain no reference log-probabilities.
+    contain no reference log-probabilities. teacher_logp_N: None if they contain none of a teacher.
     teacher: rows of shape (N, K); None without a teacher. Padding in N repeats the first token with weights 0.
     """
 
@@ -86,6 +88,7 @@ class TokenTable(NamedTuple):
     temperature_N: NDArray[np.float32] | None = None
     reference_N: NDArray[np.float32] | None = None
     teacher: TeacherRows | None = None
+    teacher_logp_N: NDArray[np.float32] | None = None
 
     @property
     def teacher_mask_N(self) -> NDArray[np.float32]:

@@ -208,7 +208,7 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     step_scale: Annotated[StepScale, about("Scale of the learning rate for stale rollouts.")] = Off()
     kl_penalty: Annotated[AnyKLPenalty, about("Penalty for the divergence from a reference.")] = Off()
     entropy_bonus: Annotated[EntropyBonus, about("Bonus for the policy's entropy.")] = Off()
-    distillation_weight: Annotated[NonNegativeFloat, about("Coefficient of the cross-entropy with a teacher.")] = 0.0
+    distillation_weight: Annotated[NonNegativeFloat, about("Weight of what a teacher says in the loss.")] = 0.0
     batch_size: Annotated[Positive, about("Number of prompts (groups) per update.")] = 16
     update_epochs: Annotated[Positive, about("Number of passes over each batch.")] = 1
     num_minibatches: Annotated[Positive, about("Number of optimizer steps per pass over the batch.")] = 1

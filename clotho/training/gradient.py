@@ -236,7 +236,7 @@ def score_norm_squared(
 ) -> float:
     """Return |grad sum_t log pi_t|^2 over the tokens of a micro-batch, with respect to the trainable parameters."""
     plain = replace(loss_config.settings, objective=Reinforce(importance_correction=Off()), kl_penalty=Off())
-    table = micro.table._replace(loss_weight_N=micro.table.loss_mask_N, teacher=None)
+    table = micro.table._replace(loss_weight_N=micro.table.loss_mask_N, teacher=None, teacher_logp_N=None)
     gradient = micro_batch_gradient(
         policy,
         forcing,
@@ -316,6 +316,7 @@ def _inputs(micro: MicroBatch, fixed_logprobs: FixedLogprobs, position: StepPosi
         group_B=mx.array(micro.group_B),
         reference_point=fixed_logprobs.reference_point,
         teacher_mask_N=mx.array(table.teacher_mask_N) if table.teacher is not None else None,
+        teacher_logp_N=None if table.teacher_logp_N is None else mx.array(table.teacher_logp_N),
     )
 
 

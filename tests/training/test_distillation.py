@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from clotho.models.parameters import flat
 from clotho.models.turns import UNDIVIDED
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
@@ -23,9 +24,11 @@ from tests.training.policies_and_groups import (
     BigramPolicy,
     learner,
     model_with,
+    random_groups,
     same_bits,
     scored_group,
     tiny_policy,
+    whole_gradient,
 )
 
 pytestmark = pytest.mark.needs_float32
@@ -112,3 +115,134 @@ def test_log_probabilities_that_are_known_before_a_gradient_ask_no_teacher() -> 
     assert forcing(micro, distribution=SamplingDistribution(1.0)).cross_entropy_N is not None
     compute_logprobs(policy, forcing, micro, SamplingDistribution(1.0), turns=UNDIVIDED)
     assert asked == [True, False]
+
+
+WEIGHT = 0.7
+
+
+def judged(groups: list[ScoredGroup], *, alone: bool, seed: int = 3) -> list[ScoredGroup]:
+    """The same groups; a teacher has scored every token. alone: rewards are not learned."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for group in groups:
+        rows = [rng.uniform(-3.0, -0.1, len(one.tokens)).tolist() for one in group.group.completions]
+        zero = (True,) * len(rows) if alone else ()
+        found.append(replace(group, teacher_logprobs=tuple(map(tuple, rows)), zero_advantage=zero))
+    return found
+
+
+def slow_loss(
+    embed: np.ndarray, head: np.ndarray, groups: list[ScoredGroup], *, clips: bool
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """Return the loss of the sampled tokens of a bigram, and its gradients, in float64.
+
+    clips: -min(r A, clip(r, 0.8, 1.28) A) with r = pi / mu; otherwise -min(r, 2) A log pi, whose r has no gradient.
+    """
+    d_embed, d_head, loss, count = np.zeros_like(embed), np.zeros_like(head), 0.0, 0
+    for group in groups:
+        mean = sum(group.rewards) / len(group.rewards)
+        for i, one in enumerate(group.group.completions):
+            before = [group.group.prompt.tokens[-1], *one.tokens]
+            for t, token in enumerate(one.tokens):
+                z_V = head @ embed[before[t]]
+                logp_V = z_V - z_V.max() - np.log(np.exp(z_V - z_V.max()).sum())
+                logp, ratio = logp_V[token], np.exp(logp_V[token] - one.logprobs[t])
+                reward = 0.0 if group.zero_advantage else group.rewards[i] - mean
+                advantage = reward + WEIGHT * (group.teacher_logprobs[i][t] - logp)
+                if clips:
+                    free, bound = ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage
+                    loss, slope = loss - min(free, bound), -free if free <= bound else 0.0
+                else:
+                    loss, slope = loss - min(ratio, 2.0) * advantage * logp, -min(ratio, 2.0) * advantage
+                d_V = slope * ((np.arange(len(z_V)) == token) - np.exp(logp_V))
+                d_embed[before[t]] += head.T @ d_V
+                d_head += np.outer(d_V, embed[before[t]])
+                count += 1
+    return loss / count, d_embed / count, d_head / count
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["the teacher alone", "beside rewards"])
+@pytest.mark.parametrize("objective", ["grpo", "reinforce"])
+def test_log_probabilities_of_a_teacher_are_advantages(objective: str, alone: bool) -> None:
+    """Loss and gradient are those of float64, to 1e-6: A + weight (log T - log pi), with the clip or the correction.
+
+    A token counts with the importance ratio of its objective, as it does for a reward: the samples are of another
+    policy.
+    """
+    policy = BigramPolicy()
+    groups = judged(random_groups(5), alone=alone)
+    settings = learner_settings(objective=objective, advantage="mean", distillation_weight=WEIGHT, layout="padded")
+    loss, gradient = whole_gradient(policy, groups, settings, distribution=SamplingDistribution(1.0))
+    weights = {name: np.array(array, dtype=np.float64) for name, array in flat(policy.trainable()).items()}
+    expected, d_embed, d_head = slow_loss(
+        weights["model.weight"], weights["lm_head.weight"], groups, clips=objective == "grpo"
+    )
+    assert loss == pytest.approx(expected, abs=1e-6)
+    np.testing.assert_allclose(gradient["model.weight"], d_embed, atol=1e-6)
+    np.testing.assert_allclose(gradient["lm_head.weight"], d_head, atol=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "reinforce", "cispo", "dppo_tv"])
+def test_a_policy_that_equals_its_teacher_stays(objective: str) -> None:
+    """Whichever policy sampled: the difference is that of the policy that learns, not that of the sampler."""
+    policy = BigramPolicy()
+    weights = {name: np.array(array, dtype=np.float64) for name, array in flat(policy.trainable()).items()}
+    logits_V_V = weights["model.weight"] @ weights["lm_head.weight"].T
+    logp_V_V = logits_V_V - np.log(np.exp(logits_V_V).sum(axis=-1, keepdims=True))
+    groups = []
+    for group in random_groups(5):
+        rows = []
+        for one in group.group.completions:
+            before = (group.group.prompt.tokens[-1], *one.tokens)
+            rows.append(
+                tuple(float(logp_V_V[source, token]) for source, token in zip(before, one.tokens, strict=False))
+            )
+        groups.append(replace(group, teacher_logprobs=tuple(rows), zero_advantage=(True,) * len(rows)))
+    keys = {"quadratic_kl": 0.0} if objective == "dppo_tv" else {}
+    settings = learner_settings(objective=objective, distillation_weight=1.0, layout="padded", **keys)
+    _, gradient = whole_gradient(policy, groups, settings, distribution=SamplingDistribution(1.0))
+    assert max(float(np.abs(array).max()) for array in gradient.values()) < 1e-6
+
+
+@pytest.mark.parametrize("budget", [1, 8192])
+def test_any_split_learns_the_same_from_a_teacher(budget: int) -> None:
+    """Groups that a teacher has scored beside groups that none has."""
+    groups = [*judged(random_groups(32), alone=True), *random_groups(32, seed=5)]
+    metrics = [
+        learner(tiny_policy(), distillation_weight=0.5, micro_batch_tokens=tokens).update(groups).metrics
+        for tokens in (200, budget)
+    ]
+    assert metrics[1].loss == pytest.approx(metrics[0].loss, rel=1e-5)
+    assert metrics[1].grad_norm == pytest.approx(metrics[0].grad_norm, rel=1e-4)
+
+
+def test_log_probabilities_of_a_teacher_have_no_effect_with_the_weight_0() -> None:
+    """Not a bit of the weights changes."""
+    plain = random_groups(5)
+    one, two = (learner(BigramPolicy()).update(groups) for groups in (plain, judged(plain, alone=False)))
+    assert same_bits(one.parameters, two.parameters)
+
+
+@pytest.mark.parametrize("stale", [0, 4], ids=["its own samples", "samples of older policies"])
+def test_the_policy_comes_to_sample_as_its_teacher_does(stale: int) -> None:
+    """From the teacher's log-probabilities of sampled tokens alone, also if each sample is four versions old."""
+    policy, rng = tiny_policy(), np.random.default_rng(0)
+    taught_V = np.exp(rng.normal(0.0, 1.5, 32))
+    taught_V /= taught_V.sum()
+    one = learner(policy, objective="cispo", distillation_weight=1.0, learning_rate=1e-2, max_grad_norm=0.0)
+    policies = []
+    distances = []
+    for _ in range(150):
+        logits_V = np.array(model_with(policy, one.parameters)(mx.array([[1, 2]]))[0, -1], dtype=np.float64)
+        policies.append(np.exp(logits_V - logits_V.max()) / np.exp(logits_V - logits_V.max()).sum())
+        distances.append(float(np.sum(policies[-1] * np.log(policies[-1] / taught_V))))
+        sampler_V = policies[max(0, len(policies) - 1 - stale)]
+        tokens = rng.choice(32, size=64, p=sampler_V)
+        group = scored_group([[int(token)] for token in tokens], [0.0] * 64)
+        completions = tuple(
+            replace(completion, logprobs=(float(np.log(sampler_V[token])),))
+            for completion, token in zip(group.group.completions, tokens, strict=True)
+        )
+        group = replace(group, group=replace(group.group, completions=completions))
+        one.update([replace(group, teacher_logprobs=tuple((float(np.log(taught_V[token])),) for token in tokens))])
+    assert distances[-1] < 0.1 * distances[0], distances[::15]

@@ -158,16 +158,17 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     clients = client_rows(seqs) if isinstance(profile.server, HttpServer) else 0
     rows = max(1, min(seqs + clients, profile.engine.kv_cache_tokens // length))
     logits = logits_bytes(micro, vocabulary)
-    draft_weights, draft_caches = _draft_model(need, rows, length)
+    draft_weights, draft_caches = _beside(need.draft_model, rows, length + need.step_tokens - 1)
+    teacher_weights, teacher_caches = _beside(need.teacher, 1, length)
     estimate = MemoryEstimate(
-        base=weights - learning.in_full + draft_weights,
+        base=weights - learning.in_full + draft_weights + teacher_weights,
         trained=learning.trained + converted_bytes(base, _itemsize(base, config)),
         optimizer=learning.optimizer,
         reference=learning.reference,
         rollback=learning.rollback,
         published=learning.published,
         midway=learning.midway,
-        caches=_caches(layout, rows, length) + draft_caches,
+        caches=_caches(layout, rows, length) + draft_caches + teacher_caches,
         prefixes=_prefixes(layout, profile.engine.prefix_cache_tokens, min(prompt_tokens, length)),
         evaluation=_caches(layout, _evaluated_rows(profile, length), length),
         gradients=learning.gradient * (2 if micro.several else 1),
@@ -199,7 +200,7 @@ def serving_memory(
     vocabulary = describe_model(base, config).vocab_size
     need = memory_need(engine)
     decode = _draw_copies(sampling) * rows * need.step_tokens * vocabulary * FLOAT32
-    draft_weights, draft_caches = _draft_model(need, rows, length)
+    draft_weights, draft_caches = _beside(need.draft_model, rows, length + need.step_tokens - 1)
     return MemoryEstimate(
         base=sum(array.nbytes for array in flat(base.parameters()).values()) + draft_weights,
         trained=0,
@@ -262,13 +263,13 @@ def _draw_copies(sampling: Sampling) -> int:
     return DECODE_COPIES + sum(PARAMETERS[name].logits_copies for name in in_use(sampling))
 
 
-def _draft_model(need: MemoryNeed, rows: int, tokens: int) -> tuple[int, int]:
-    """Return the bytes of the weights of the draft model and of its KV caches; 0 without a draft model."""
-    if not need.draft_model:
+def _beside(path: str, rows: int, tokens: int) -> tuple[int, int]:
+    """Return the bytes of the weights of a further model and of its KV caches; 0 without a path."""
+    if not path:
         return 0, 0
-    draft, _, _ = _open(ModelSection(path=need.draft_model))
-    weights = sum(array.nbytes for array in flat(draft.parameters()).values())
-    return weights, _caches(CacheLayout(draft), rows, tokens + need.step_tokens - 1)
+    model, _, _ = _open(ModelSection(path=path))
+    weights = sum(array.nbytes for array in flat(model.parameters()).values())
+    return weights, _caches(CacheLayout(model), rows, tokens)
 
 
 def _adapters(base: nn.Module, config: dict[str, Any], limits: AdaptersSection) -> int:

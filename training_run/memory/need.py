@@ -16,7 +16,8 @@ class MemoryNeed(Struct, kw_only=True):
     update beside those of its batch. sequence_tokens: length of a sequence of which any part may be sampled; None: of a
     prompt with a completion. published: weights that are trained in full are kept until their next version. sums:
     gradients of several processes are added. step_tokens: tokens of a row that a decode step computes at most.
-    draft_model: samples the others of these tokens; empty: no model does. rollbacks: older policies are kept.
+    draft_model: samples the others of these tokens; empty: no model does. teacher: a model that scores completions one
+    by one; empty: none does. rollbacks: older policies are kept.
     """
 
     engine: EngineSection
@@ -28,6 +29,7 @@ class MemoryNeed(Struct, kw_only=True):
     rollbacks: bool = False
     step_tokens: int = 1
     draft_model: str = ""
+    teacher: str = ""
 
 
 def memory_need(engine: EngineSection, profile: Profile | None = None) -> MemoryNeed:

@@ -19,6 +19,7 @@ ATTACHED = {
     "collapse_detection": "alarms",
     "data.curriculum": "curriculum",
     "data.reasoning_gym": "reasoning_gym",
+    "distillation": "distillation",
     "distributed": "ranks",
     "engine.speculation": "speculation",
     "environments": "atropos",

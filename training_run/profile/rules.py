@@ -71,8 +71,9 @@ def from_clients(v: Values) -> bool:
 
 # fmt: off
 NO_EFFECT = (
-    Rule("learner.distillation_weight", lambda v, _: not has_environments(v),
-         "only environments (atropos) send a teacher's alternatives", "atropos.type"),
+    Rule("learner.distillation_weight", lambda v, _: not (has_environments(v) or v.get("distillation.teacher")),
+         "there is no teacher: set distillation.teacher, or take groups from environments (atropos)",
+         "atropos.type distillation.teacher"),
     Rule(f"queues.prompts queues.rollouts {MAX_RATIO} {OVERLONG}", lambda v, _: from_clients(v),
          "groups and their rewards come over HTTP (atropos, sessions)", "atropos.type sessions.type"),
     Rule("learner.max_failed_batches", lambda v, _: from_clients(v) and not custom_flow(v),

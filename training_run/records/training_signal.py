@@ -106,7 +106,7 @@ class TrainingSignal:
         """Take groups into account, as the checks of rewards and truncation need them."""
         for group in groups:
             if isinstance(group, ScoredGroup):
-                if not group.token_advantages:  # with them, a group is learned whatever its rewards are
+                if not (group.token_advantages or group.teacher_logprobs or group.teacher):  # else learned in any case
                     self._add(group.group.prompt.problem.prompt, group.group.completions, group)
             elif group.reason == "reward_error":
                 self._failed, self._error = self._failed + 1, self._error or group.detail

@@ -375,8 +375,13 @@ def _accepted(components: Sequence[_Component], values: Mapping[str, float | Non
     return all(judged) if judged else None
 
 
-def rewards_of(profile: Profile, *, workers: Mapping[str, NewWorker] = MappingProxyType({})) -> RewardRunner:
-    """Return the rewards of a profile. workers: as of `RewardRunner`, whose errors it raises."""
+def rewards_of(
+    profile: Profile, *, workers: Mapping[str, NewWorker] = MappingProxyType({}), learns_equal: bool = False
+) -> RewardRunner:
+    """Return the rewards of a profile. workers: as of `RewardRunner`, whose errors it raises.
+
+    learns_equal: groups with equal rewards are scored, whatever the advantage is.
+    """
     objective, overlong = profile.learner.objective, None
     if isinstance(penalty := objective.overlong_penalty, LinearOverlongPenalty):
         overlong = Overlong(max_tokens=profile.sampling.max_tokens, buffer=penalty.buffer, penalty=penalty.max_penalty)
@@ -385,7 +390,7 @@ def rewards_of(profile: Profile, *, workers: Mapping[str, NewWorker] = MappingPr
         profile.rewards,
         concurrency=profile.rollouts.scoring,
         overlong=overlong,
-        keep_zero_variance=not within_group,
+        keep_zero_variance=learns_equal or not within_group,
         max_steps=profile.steps,
         workers=workers,
     )

@@ -76,7 +76,7 @@ async def build_context(
     prepared = [await attachment.prepare(plan) for attachment in installed_attachments()]
     with watch.phase("custom actors and rewards"):
         require_importable(profile)
-        rewards = rewards_of(profile, workers=plan.workers)
+        rewards = rewards_of(profile, workers=plan.workers, learns_equal=plan.learns_equal)
         ending.callback(rewards.close)
     prepare_struct_types()
     context = await _build_context(plan, compute, rewards, watch, address=address)

@@ -159,6 +159,35 @@ def test_a_new_run_and_a_complete_one_have_stages_to_run(profile: str, tmp_path:
     assert found == [[1, 2], [2], [2]]
 
 
+DISTILLED = """
+[distillation]
+teacher = "./teacher"
+loss = "forward_kl"
+
+[learner]
+distillation_weight = 0.5
+"""
+
+
+def test_a_teacher_of_the_profile_is_that_of_its_stages_of_this_kind(profile: str, tmp_path: Path) -> None:
+    """With their settings on top; other stages learn from no teacher."""
+    text = (
+        Path(profile)
+        .read_text(encoding="utf-8")
+        .replace('kind = "rl"', 'kind = "distill"')
+        .replace("[learner]\n", DISTILLED, 1)
+    )
+    further = '[stages.settings.distillation]\nbeside_rewards = true\n\n[[stages]]\nkind = "rl"\nsteps = 1\n'
+    Path(profile).write_text(f"{text}\n{further}", encoding="utf-8")
+    (tmp_path / "teacher").mkdir()
+    found = [one.profile for one in stages(profile)]
+    taught: list[Any] = [getattr(one, "distillation") for one in found]  # noqa: B009
+    assert [Path(one.teacher).name for one in taught] == ["", "teacher", ""]
+    assert [one.loss for one in taught] == ["reverse_kl", "forward_kl", "reverse_kl"]
+    assert [one.beside_rewards for one in taught] == [False, True, False]
+    assert [one.learner.distillation_weight for one in found] == [0.0, 0.5, 0.0]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
@@ -169,8 +198,9 @@ def test_a_new_run_and_a_complete_one_have_stages_to_run(profile: str, tmp_path:
         ("async = false", 'async = false\nstage = "dpo"', "stage"),
         ("async = false", "async = false\nsteps = 7", "steps"),
         ('schedule = "linear"', 'objective = "sft"', "learner.objective"),
+        ('kind = "rl"', 'kind = "distill"', "distillation.teacher"),
     ],
-    ids=["fixed", "unknown", "contradiction", "no answers", "kind", "steps", "objective"],
+    ids=["fixed", "unknown", "contradiction", "no answers", "kind", "steps", "objective", "teacher"],
 )
 def test_stages_that_cannot_work_are_refused(before: str, after: str, said: str, profile: str, tmp_path: Path) -> None:
     """With the key, and the number of the stage, when it begins at the latest."""

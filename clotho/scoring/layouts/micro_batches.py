@@ -20,8 +20,8 @@ Number = TypeVar("Number", np.int32, np.float32)
 def token_table(sequences: Sequence[TrainingSequence], positions: Sequence[NDArray[np.int32]]) -> TokenTable:
     """Concatenate the sampled tokens of all sequences. positions: of the hidden states that predict them, (T,) each.
 
-    Either all sequences have supports or none has, and likewise reference log-probabilities and teachers. Raises
-    ValueError if the support of a sampled token is empty.
+    Either all sequences have supports or none has, and likewise log-probabilities of a reference and of a teacher, and
+    teachers. Raises ValueError if the support of a sampled token is empty.
     """
     sampled = [np.flatnonzero(_sampled_T(sequence)) for sequence in sequences]
     padding = -sum(map(len, sampled)) % TOKEN_BUCKET
@@ -34,6 +34,7 @@ def token_table(sequences: Sequence[TrainingSequence], positions: Sequence[NDArr
         return np.full(len(sequence.tokens), value, dtype=dtype)
 
     references = [sequence.reference_T for sequence in sequences if sequence.reference_T is not None]
+    taught = [sequence.teacher_logp_T for sequence in sequences if sequence.teacher_logp_T is not None]
     has_temperatures = any(sequence.temperature for sequence in sequences)
     return TokenTable(
         position_N=row_N(positions),
@@ -48,6 +49,7 @@ def token_table(sequences: Sequence[TrainingSequence], positions: Sequence[NDArr
         temperature_N=row_N([same_N(s.temperature, s, np.float32) for s in sequences]) if has_temperatures else None,
         reference_N=row_N(references) if references else None,
         teacher=_teacher(sequences, sampled, padding),
+        teacher_logp_N=row_N(taught) if taught else None,
     )
 
 
@@ -161,11 +163,11 @@ def _of_whole_groups(layout: str) -> Layout:
 
 def _placements(sequences: Sequence[TrainingSequence], layout: Layout, budget: int) -> Iterator[Placement]:
     order = sorted(range(len(sequences)), key=lambda index: -sequences[index].inputs)
-    for kind in product((False, True), repeat=2):
+    for kind in product((False, True), repeat=3):
         part = [index for index in order if _kind(sequences[index]) == kind]
         if part:
             yield from layout(sequences, part, budget)
 
 
-def _kind(sequence: TrainingSequence) -> tuple[bool, bool]:
-    return sequence.teacher is not None, bool(sequence.supports)
+def _kind(sequence: TrainingSequence) -> tuple[bool, bool, bool]:
+    return sequence.teacher is not None, sequence.teacher_logp_T is not None, bool(sequence.supports)

@@ -46,7 +46,8 @@ class TokenLossInputs(NamedTuple):
     on_policy_mask_N: 1 for tokens that the learner's current weights sampled.
     sequence_N: int32, index of the token's completion among `sequences`.
     group_B: (B,) int32, index of the group of each completion among the groups of the micro-batch.
-    teacher_mask_N: 1 for tokens with a teacher; None without a teacher.
+    teacher_mask_N: 1 for tokens with a teacher; None without a teacher. teacher_logp_N: log-probability under a teacher
+    of sampled tokens; None without one.
     reference_point: see `ObjectiveInputs`.
     """
 
@@ -62,6 +63,7 @@ class TokenLossInputs(NamedTuple):
     group_B: mx.array
     teacher_mask_N: mx.array | None = None
     reference_point: float = 0.0
+    teacher_logp_N: mx.array | None = None
 
 
 class LossCoefficients(NamedTuple):
@@ -110,6 +112,7 @@ def policy_loss(
         raise ValueError("an importance correction needs ratio_reference = 'batch_start': it would count twice")
     if not chosen.has_ratio:  # nobody may have sampled the tokens: ratios are 1
         inputs = inputs._replace(rollout_logp_N=mx.stop_gradient(logp_N))
+    inputs = _taught(logp_N, inputs, settings)
     tokens = _tokens(logp_N, inputs, chosen)
     token_loss = objective(logp_N, tokens, chosen)
     correction = correction_weights(logp_N, tokens.old_logp_N, tokens, chosen)
@@ -155,6 +158,20 @@ def _cut(loss_mask_N: mx.array, correction: CorrectionWeights, clipped_N: mx.arr
 
 def _sum_and_count(value_N: mx.array, mask_N: mx.array) -> mx.array:
     return mx.stop_gradient(mx.stack([mx.sum(mask_N * value_N), mx.sum(mask_N)]))
+
+
+def _taught(logp_N: mx.array, inputs: TokenLossInputs, settings: LearnerSection) -> TokenLossInputs:
+    """Add the teacher to the advantages: A_t + distillation_weight (log T_t - log pi_t), without gradient.
+
+    Each token is judged by itself: at pi = mu and A = 0, the gradient is that of KL(policy || teacher) given the tokens
+    before it, estimated from the sampled token (MiniLLM, arXiv:2306.08543, without the KL of later tokens). pi is the
+    policy whose gradient is computed, not the one that sampled. So a policy that equals its teacher has no gradient,
+    whichever policy sampled; importance weights apply as to rewards. The difference is clamped as in `kl`.
+    """
+    if inputs.teacher_logp_N is None:
+        return inputs
+    gap_N = mx.stop_gradient(bounded_log_ratio(inputs.teacher_logp_N, logp_N))
+    return inputs._replace(advantage_N=inputs.advantage_N + settings.distillation_weight * gap_N)
 
 
 def _tokens(logp_N: mx.array, inputs: TokenLossInputs, settings: ObjectiveSettings) -> ObjectiveInputs:

@@ -1,0 +1,95 @@
+"""What a teacher adds to groups after their rewards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import Any
+
+import structlog
+from msgspec.structs import replace
+
+from attachments.distillation.sections import DistillationSection
+from attachments.distillation.teacher import GroupTeacher, TeacherError, TeacherScores
+from protocols.rollout import Discarded, GroupOutcome, GroupRewards, RolloutGroup, ScoredGroup, TeacherTokens
+from protocols.sampling import Completion
+from training_run.supervision.hooks import UpdateHook
+
+log = structlog.get_logger(actor="distillation")
+
+
+class TeacherScoring(UpdateHook):
+    """Scores groups with rewards, then with a teacher. A group that the teacher cannot score is discarded."""
+
+    def __init__(self, teacher: GroupTeacher, settings: DistillationSection, *, vocab_size: int) -> None:
+        """vocab_size: width of the logits of the policy, which a teacher's may exceed."""
+        self._teacher, self._settings, self._vocab_size = teacher, settings, vocab_size
+        self._rewards: GroupRewards | None = None
+        self._tokens, self._kl, self._logprob = 0, 0.0, 0.0
+        self._seconds, self._failed, self._retries = 0.0, 0, 0
+
+    def around(self, rewards: GroupRewards) -> GroupRewards:
+        """Return what scores groups with these rewards and the teacher."""
+        self._rewards = rewards
+        return self
+
+    async def score(self, group: RolloutGroup) -> GroupOutcome:
+        """Score every completion."""
+        assert self._rewards is not None
+        scored = await self._rewards.score(group)
+        if isinstance(scored, Discarded):
+            return scored
+        completions = [one for one in group.completions if one.tokens]
+        began = time.monotonic()
+        try:
+            found = await self._teacher.score(group.prompt.tokens, [one.tokens for one in completions])
+        except TeacherError as error:
+            if not self._failed:
+                log.warning("teacher_failed", error=str(error), hint="groups that it cannot score are discarded")
+            self._failed += 1
+            return scored.discarded("reward_error", f"teacher: {error}")
+        finally:
+            self._seconds += time.monotonic() - began
+        for completion, one in zip(completions, found, strict=True):
+            self._count(completion, one)
+        scores = iter(found)
+        return self._taught(
+            scored, [next(scores) if one.tokens else TeacherScores(logprobs=()) for one in group.completions]
+        )
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return the means over the tokens scored since the last step, and the counts."""
+        tokens, retries = self._tokens, self._teacher.retries
+        found = {
+            "distillation/kl": self._kl / tokens if tokens else None,
+            "distillation/teacher_logprob": self._logprob / tokens if tokens else None,
+            "distillation/seconds": self._seconds,
+            "distillation/retries": retries - self._retries,
+            "distillation/failed": self._failed,
+        }
+        self._tokens, self._kl, self._logprob = 0, 0.0, 0.0
+        self._seconds, self._failed, self._retries = 0.0, 0, retries
+        return found
+
+    def _taught(self, scored: ScoredGroup, found: Sequence[TeacherScores]) -> ScoredGroup:
+        if not self._settings.beside_rewards:
+            scored = replace(scored, zero_advantage=(True,) * len(found))
+        if self._settings.loss == "reverse_kl":
+            return replace(scored, teacher_logprobs=tuple(one.logprobs for one in found))
+        return replace(scored, teacher=tuple(map(self._alternatives, found)))
+
+    def _alternatives(self, one: TeacherScores) -> TeacherTokens:
+        """Return the best tokens that the policy has; others have no share."""
+        inside = [[(k, nats) if k < self._vocab_size else (0, -inf) for k, nats in position] for position in one.best]
+        return TeacherTokens(
+            tokens=tuple(tuple(k for k, _ in position) for position in inside),
+            logprobs=tuple(tuple(nats for _, nats in position) for position in inside),
+        )
+
+    def _count(self, completion: Completion, one: TeacherScores) -> None:
+        for t, (own, taught) in enumerate(zip(completion.logprobs, one.logprobs, strict=True)):
+            if not completion.sampled or completion.sampled[t]:
+                self._tokens += 1
+                self._kl += own - taught
+                self._logprob += taught
