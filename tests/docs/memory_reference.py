@@ -27,6 +27,7 @@ ROWS = (
     ("qwen3-m3", ""),
     ("qwen3-m3", "mlx-community/Qwen3-4B-4bit"),
     ("qwen3-14b", ""),
+    ("gsm8k", ""),
 )
 """Profile, and a model that replaces that of the profile."""
 

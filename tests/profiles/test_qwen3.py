@@ -28,7 +28,7 @@ NO_THOUGHT = "<think>\n\n</think>\n\n"
 MARGIN_FOR_OTHERS = 0.75
 """Share of Metal's limit that a profile may use, so that other programs and freed buffers have room."""
 
-FOR_16_GB = sorted(["long-qwen3", *(path.stem for path in PROFILES.glob("*-m3.toml"))])
+FOR_16_GB = sorted(["gsm8k", "long-qwen3", *(path.stem for path in PROFILES.glob("*-m3.toml"))])
 """The profiles for Macs with 16 GB; those that are named for an M3 are."""
 
 
