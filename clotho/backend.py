@@ -37,7 +37,9 @@ class Backend:
         import mlx.core as mx
 
         if mx.default_device() != mx.Device(mx.cpu):
-            return "GPU: MLX"
+            from clotho.models.machine import uses_tf32
+
+            return "GPU: MLX, float32 products in TF32 (11 bits)" if uses_tf32() else "GPU: MLX"
         return f"host: MLX kernels{'' if _is_on() else f' ({SWITCH}=0)'}, {blas}"
 
     def install_layers(self, model: nn.Module) -> None:

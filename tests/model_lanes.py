@@ -51,7 +51,8 @@ class Lane(Struct, frozen=True, kw_only=True):
 
     atol: largest difference of two log-probabilities of one token that two computations of the same value give, in
     nats. rtol: largest relative difference of two sums over a micro-batch, such as the gradient of one matrix. In
-    float32 each test states its tolerance. bfloat16 has 8 significant bits: logits between 8 and 16 are multiples of
+    float32 each test states its tolerance. float16 has 11 significant bits, and no exponent for large values. bfloat16
+    has 8 significant bits: logits between 8 and 16 are multiples of
     2^-4, and every layer rounds its result to 2^-8 of it. In 4 bits, products are in bfloat16 too, and MLX's CPU
     kernels also add them in it. docs/numerics-internals.md has measurements.
     """
@@ -70,6 +71,7 @@ LANES = {
     for lane in (
         DEFAULT,
         Lane(name="float32"),
+        Lane(name="float16", dtype="float16", atol=0.015, rtol=0.03),
         Lane(name="bfloat16", dtype="bfloat16", atol=0.1, rtol=0.15),
         Lane(name="4bit", dtype="bfloat16", bits=4, atol=0.1, rtol=0.25),
     )
@@ -185,7 +187,7 @@ def converted(model: nn.Module) -> nn.Module:
     Skips the test if MLX cannot compute the model: expert layers in 16 bits on the CPU (GatherMM).
     """
     if _current.dtype != "float32":
-        convert(model, _current.bits)
+        convert(model, _current.bits, _current.dtype)
         import mlx.core as mx
         from mlx_lm.models.switch_layers import SwitchLinear
 
@@ -194,8 +196,8 @@ def converted(model: nn.Module) -> nn.Module:
     return model
 
 
-def convert(model: nn.Module, bits: int = 0) -> None:
-    """Convert weights to bfloat16, and quantize them as mlx-lm does if `bits` is not 0."""
+def convert(model: nn.Module, bits: int = 0, dtype: str = "bfloat16") -> None:
+    """Convert weights to a type of 16 bits, and quantize them as mlx-lm does if `bits` is not 0."""
     import mlx.core as mx
     from mlx.utils import tree_map_with_path
 
@@ -203,7 +205,7 @@ def convert(model: nn.Module, bits: int = 0) -> None:
     model.update(
         tree_map_with_path(
             lambda name, array: (
-                array.astype(mx.bfloat16) if keeps(name) and mx.issubdtype(array.dtype, mx.floating) else array
+                array.astype(getattr(mx, dtype)) if keeps(name) and mx.issubdtype(array.dtype, mx.floating) else array
             ),
             model.parameters(),
         )

@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import cast
@@ -19,6 +20,9 @@ from protocols.summary import MachineDescription, MemoryLimit
 
 CGROUP = Path("/sys/fs/cgroup")
 CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
+
+TF32_SIZE = 512
+"""Rows and columns of a product for which MLX takes the kernels of large matrices."""
 
 LEAST_CACHE = 256 * 2**20
 """Bytes of freed buffers that MLX may keep even if what the run always holds leaves no memory for them."""
@@ -116,6 +120,16 @@ def backend_name() -> str:
     if mx.default_device().type == mx.cpu:
         return "CPU"
     return "Metal" if mx.metal.is_available() else "CUDA"
+
+
+@cache
+def uses_tf32() -> bool:
+    """Whether products of large float32 matrices keep 11 significant bits of their inputs (TF32), as on recent GPUs.
+
+    It is measured, because it depends on the chip, the version of macOS, the wheel of MLX and `MLX_ENABLE_TF32`.
+    """
+    inputs = mx.full((TF32_SIZE, TF32_SIZE), 1.0 + 2.0**-12)  # rounded to 1 in TF32, exact in float32
+    return bool(mx.any(mx.matmul(inputs, mx.eye(TF32_SIZE)) != inputs).item())
 
 
 def _processor() -> str:

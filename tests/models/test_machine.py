@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from clotho.backend import Backend
 from clotho.models import machine
 from clotho.models.machine import (
     cgroup_headroom,
@@ -18,6 +19,7 @@ from clotho.models.machine import (
     memory_limit,
     random_state,
     restore_random_state,
+    uses_tf32,
     wire_memory,
 )
 from protocols.errors import ProfileError
@@ -25,6 +27,26 @@ from protocols.summary import MemoryLimit
 from tests.models.simulated_devices import MAC_16_GB, simulate_gpu
 
 GIB = 2**30
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_the_compute_line_says_whether_a_gpu_rounds_float32_products(
+    monkeypatch: pytest.MonkeyPatch, rounds: bool
+) -> None:
+    """An M5 and recent NVIDIA GPUs do by default: inputs of large products have 11 significant bits."""
+
+    def product(a: mx.array, b: mx.array) -> mx.array:
+        bits = (mx.view(x, mx.uint32) + mx.array(2**12, mx.uint32) & mx.array(0xFFFFE000, mx.uint32) for x in (a, b))
+        rounded = [mx.view(x, mx.float32) for x in bits]
+        return rounded[0] @ rounded[1]
+
+    uses_tf32.cache_clear()
+    simulate_gpu(monkeypatch, MAC_16_GB)
+    if rounds:
+        monkeypatch.setattr(mx, "matmul", product)
+    line = Backend().compute_path("Accelerate")
+    uses_tf32.cache_clear()
+    assert line == ("GPU: MLX, float32 products in TF32 (11 bits)" if rounds else "GPU: MLX")
 
 
 def test_every_field_of_the_machine_has_a_value() -> None:
