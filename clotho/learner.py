@@ -157,7 +157,7 @@ class Learner:
             )
         if isinstance(loss, str) and loss not in ("objective", "cross_entropy"):
             raise ValueError(f'loss is "objective", "cross_entropy" or a function, not {loss!r}')
-        groups = _groups(data)
+        groups = groups_of(data)
         return self._submit(lambda: self._learner.forward_backward(groups, loss) if groups else NOTHING)
 
     def forward(self, data: Sequence[Datum]) -> list[tuple[float, ...]]:
@@ -172,7 +172,7 @@ class Learner:
         return await finish(self._forward(data))
 
     def _forward(self, data: Sequence[Datum]) -> Future[list[tuple[float, ...]]]:
-        groups = _groups(data)
+        groups = groups_of(data)
         return self._submit(lambda: list(self._learner.logprobs(groups)) if groups else [])
 
     def optim_step(self, *, learning_rate: float | None = None) -> Update:
@@ -268,7 +268,7 @@ def _scored(
     return ScoredGroup(group=group, rewards=tuple(map(float, rewards)), parts={})
 
 
-def _groups(data: Sequence[Datum]) -> list[ScoredGroup]:
+def groups_of(data: Sequence[Datum]) -> list[ScoredGroup]:
     """Return data as groups with advantages per token, in their order: neighbours with one prompt are a group."""
     groups = []
     for number, (prompt, members) in enumerate(groupby(data, key=lambda one: tuple(one.prompt))):

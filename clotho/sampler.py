@@ -467,6 +467,17 @@ class ReplaceablePolicy(Struct, frozen=True, kw_only=True, eq=False):
     kv_policy: KvPolicy = "keep"
 
 
+class BaseAccess(Struct, frozen=True, kw_only=True, eq=False):
+    """The base model of a server that trains nothing itself, for attachments that train adapters of it beside it.
+
+    compute: its threads, of which the learner's is free. engine: samples from the base model.
+    """
+
+    base: BaseModel
+    engine: DecodeEngine
+    compute: Compute
+
+
 async def swap_weights(
     decode: ComputeThread,
     policy: Policy,

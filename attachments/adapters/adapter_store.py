@@ -150,6 +150,19 @@ class AdapterStore:
             scales=scales,
         )
 
+    def provided(self, name: str, arrays: Arrays, scales: Mapping[str, float], fingerprint: str) -> LoadedAdapter:
+        """Return an adapter that the store does not hold, with a version of its own. arrays: evaluated."""
+        rank = max(array.shape[-1] for key, array in arrays.items() if key.endswith("lora_a"))
+        return LoadedAdapter(
+            name=name,
+            version=next(self._loads),
+            fingerprint=fingerprint,
+            rank=int(rank),
+            path="",
+            arrays=arrays,
+            scales=scales,
+        )
+
     def _to_evict(
         self, name: str, size: int, in_use: Collection[LoadedAdapter], protected: Collection[str]
     ) -> list[str]:

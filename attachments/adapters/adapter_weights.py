@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from attachments.adapters.adapter_rows import AdapterRows
@@ -31,6 +32,7 @@ class AdapterWeights(RowWeights):
         """adapted: modules of `model` that hold the policy's own adapter."""
         super().__init__()
         self.store = store
+        self._provided: dict[str, LoadedAdapter] = {}
         self._model, self._adapted = model, adapted
         self._rows: AdapterRows | None = None
 
@@ -43,6 +45,8 @@ class AdapterWeights(RowWeights):
         """Return the newest version of an adapter, and count this as a use. Raises RequestError."""
         if name == POLICY:
             return None
+        if name in self._provided:
+            return self._provided[name]
         try:
             self.rows()
             return self.store.use(name)
@@ -78,6 +82,29 @@ class AdapterWeights(RowWeights):
         """Load an adapter before the first request. Raises AdapterRequestError."""
         self.rows().require(contents)
         self.store.load(name, contents, protected=protected)
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """Versions of the adapters that requests can name."""
+        return frozenset(
+            (*(info.version for info in self.store.loaded()), *(a.version for a in self._provided.values()))
+        )
+
+    def provide(
+        self, name: str, arrays: Mapping[str, mx.array], scales: Mapping[str, float], fingerprint: str
+    ) -> tuple[RowAdapter | None, RowAdapter]:
+        """Let requests name an adapter whose arrays belong to somebody else. Raises RequestError."""
+        try:
+            self.rows()
+        except AdapterRequestError as error:
+            raise RequestError(str(error), param="model") from error
+        old = self._provided.get(name)
+        self._provided[name] = new = self.store.provided(name, dict(arrays), scales, fingerprint)
+        return old, new
+
+    def withdraw(self, name: str) -> None:
+        """Forget a provided adapter; its requests finish."""
+        self._provided.pop(name, None)
 
 
 class EngineAdapters:
@@ -122,4 +149,4 @@ class EngineAdapters:
 
     def _release(self) -> None:
         """Free what belongs to adapters that are neither loaded nor in use."""
-        self._engine.release_adapters({info.version for info in self.store.loaded()})
+        self._engine.release_adapters(self._weights.versions)

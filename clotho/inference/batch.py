@@ -180,6 +180,11 @@ class SlotTable:
         self._adapters, self._rows_changed = self._adapters if now == self._adapters else now, False
         return self._adapters
 
+    def adapters_changed(self) -> None:
+        """Read the adapter of every row again."""
+        self.adapter[:] = [row.active.weights_version if row is not None else 0 for row in self.rows]
+        self._rows_changed = True
+
     def versions(self, slots: NDArray[np.int64], policy_version: int) -> NDArray[np.int64]:
         """Return the version of the weights that sample in these slots."""
         adapter_N = self.adapter[slots]

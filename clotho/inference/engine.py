@@ -7,7 +7,7 @@ or HTTP: one thread creates it, submits requests to it, and calls `tick()` while
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from itertools import chain
 from time import perf_counter
@@ -563,6 +563,31 @@ class DecodeEngine:
         for active in filter(lambda one: one.adapter is old, self._sender.requests.values()):
             active.adapter = new
         self._restart(lambda active: active.adapter is new, interrupt=True)
+
+    def provide_adapter(
+        self, name: str, arrays: Mapping[str, mx.array], scales: Mapping[str, float], fingerprint: str
+    ) -> RowAdapter:
+        """Let requests name an adapter, as `RowWeights.provide`.
+
+        Requests of an earlier adapter of this name continue with the new one from the next token on; their KV caches
+        stay (`keep`) or are computed again (`recompute`). Raises RequestError.
+        """
+        old, new = self.row_weights.provide(name, arrays, scales, fingerprint)
+        if old is not None:
+            for decoding in self._decodings:
+                decoding.complete()
+            for active in filter(lambda one: one.adapter is old, self._sender.requests.values()):
+                active.adapter = new
+            for decoding in self._decodings:
+                decoding.batch.table.adapters_changed()
+            self._restart(lambda active: active.adapter is new, interrupt=self._settings.kv_policy == "recompute")
+        self.release_adapters(self.row_weights.versions)
+        return new
+
+    def withdraw_adapter(self, name: str) -> None:
+        """Forget a provided adapter; its requests finish."""
+        self.row_weights.withdraw(name)
+        self.release_adapters(self.row_weights.versions)
 
     def release_adapters(self, loaded: Set[int]) -> None:
         """Free what belongs to adapters that are neither in use nor in `loaded`, which are versions."""

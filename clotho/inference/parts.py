@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from clotho import extension
@@ -73,6 +74,24 @@ class RowWeights:
     def load(self, name: str, contents: Adapter, *, protected: Collection[str]) -> None:
         """Load an adapter before the first request. protected: names that it does not evict. Raises as `read`."""
         raise ProfileError(f"--adapter: {name}: {self._refusal}")
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """Versions of the adapters that requests can name."""
+        return frozenset()
+
+    def provide(
+        self, name: str, arrays: Mapping[str, mx.array], scales: Mapping[str, float], fingerprint: str
+    ) -> tuple[RowAdapter | None, RowAdapter]:
+        """Let requests name an adapter whose arrays belong to somebody else, such as a learner of this process.
+
+        arrays, scales: as of a `RowAdapter`; evaluated. Returns what the name stood for until now, and the new adapter.
+        No limit of `server.adapters` applies. Raises RequestError.
+        """
+        raise RequestError(self._refusal, param="model")
+
+    def withdraw(self, name: str) -> None:
+        """Forget a provided adapter; its requests finish. An unknown name is ignored."""
 
 
 class Batches:

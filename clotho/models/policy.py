@@ -217,7 +217,7 @@ class Policy:
 class BaseModel:
     """A base model as the decode engine samples from it: nothing is trained, so the version is always 0.
 
-    files: directory or GGUF file of model and tokenizer.
+    files: directory or GGUF file of model and tokenizer. config: the configuration that mlx-lm built the model from.
     """
 
     version, step, keeps_base = 0, 0, True
@@ -233,6 +233,7 @@ class BaseModel:
             backend().install_layers(model)
             self.description = describe_model(model, config)
         self.model: nn.Module = model
+        self.config = config
         self._template = PolicyModel(
             model,
             vocab_size=self.description.vocab_size,

@@ -75,14 +75,16 @@ class RequestBodies:
         self._total = 0
 
     @asynccontextmanager
-    async def read(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
+    async def read(self, scope: Scope, receive: Receive, *, binary: str = "") -> AsyncIterator[bytes]:
         """Yield the whole body. Its bytes count towards the memory of all bodies until the block ends.
 
-        Raises ApiError with status 415 for another media type than JSON, 413 if the body is too large, 408 if it has
-        not arrived in time, and 503 if it gave way to other bodies. Raises ClientDisconnect if the client disconnects.
+        binary: another media type that is accepted. Raises ApiError with status 415 for another media type than JSON,
+        413 if the body is too large, 408 if it has not arrived in time, and 503 if it gave way to other bodies. Raises
+        ClientDisconnect if the client disconnects.
         """
         headers = Headers(scope=scope)
-        require_json(headers)
+        if not binary or headers.get("content-type", "") != binary:
+            require_json(headers)
         if declares_more(headers, self._max_bytes):
             raise self._too_large()
         body = _Body()

@@ -73,7 +73,7 @@ class Endpoint(NamedTuple):
     POST request waits for admission, and its body is read before.
     """
 
-    method: Literal["GET", "POST", "PUT"]
+    method: Literal["GET", "POST", "PUT", "DELETE"]
     path: str
     handle: Handler
     about: str = ""

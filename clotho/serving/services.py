@@ -24,7 +24,7 @@ from protocols.step import WeightsReady
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from clotho.sampler import ReplaceablePolicy
+    from clotho.sampler import BaseAccess, ReplaceablePolicy
 
 
 class Tokenizer(Protocol):
@@ -207,8 +207,9 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     sample_log: records completions of clients. record_supports: request the support of the sampling distribution if
     top-k limits its size. chat: `module:name` of the `ChatExtension` that serves the fields of tools, grammars and
     reasoning. engine: None: clients do not control it. base_model: id of the base model of adapters. replaceable: the
-    policy whose weights a training run of another process may replace; None: nobody replaces them. run_directory: of
-    the training run that the server shows; None: there is none.
+    policy whose weights a training run of another process may replace; None: nobody replaces them. base: what adapters
+    can be trained on; None: this server serves a policy. run_directory: of the training run that the server shows;
+    None: there is none.
     """
 
     sampler: SamplerClient
@@ -228,6 +229,7 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     engine: EngineAccess | None = None
     base_model: str = ""
     replaceable: ReplaceablePolicy | None = None
+    base: BaseAccess | None = None
     run_directory: Path | None = None
 
 

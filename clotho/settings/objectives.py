@@ -136,8 +136,8 @@ class LinearOverlongPenalty(Variant, frozen=True, kw_only=True, tag="linear"):
 
 
 OverlongPenalty = Annotated[Off | LinearOverlongPenalty, about("Penalty near sampling.max_tokens.")]
-AnyMean = Literal["token_mean", "sequence_mean", "token_sum", "group_mean"]
-Aggregation = Annotated[AnyMean, about("Mean of token losses by token, sequence, sampling.max_tokens or group.")]
+Sums = Literal["token_mean", "sequence_mean", "token_sum", "group_mean", "sum"]
+Aggregation = Annotated[Sums, about("Mean of token losses by token, sequence, sampling.max_tokens or group; or sum.")]
 Denominator = Literal["sampler", "batch_start", "batch_start_interpolated"]
 RatioReference = Annotated[Denominator, about("Denominator of the importance ratio; interpolated: an approximation.")]
 ClipLow = Annotated[PositiveFraction, about("Lower end of the clip range: 1 - clip_low (dppo_tv: a probability).")]

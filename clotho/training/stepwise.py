@@ -7,7 +7,7 @@ minibatch and one epoch, given to `forward_backward`, lead to the same weights b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -15,16 +15,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from clotho.models.loading import computing_dtype
 from clotho.models.parameters import Arrays, flat, nested
 from clotho.scoring.sequences import sampled_mask_T
 from clotho.settings.bounds import Off
-from clotho.settings.learner import LearnerSection
-from clotho.settings.objectives import Sft
+from clotho.settings.learner import LearnerSection, Optimizer
+from clotho.settings.objectives import Objective, ObjectiveSettings, Sft
 from clotho.training import gradient as micro
 from clotho.training.batch import Minibatch, compute_advantages, minibatches
 from clotho.training.gradient import FixedLogprobs, LossConfig, StepPosition, compute_logprobs
 from clotho.training.learner_state import with_prefix
-from clotho.training.objectives.functions import reinforce
+from clotho.training.objectives.functions import objective, reinforce, require_exact_ratio
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizer_steps import (
     MetricTotals,
@@ -35,6 +36,7 @@ from clotho.training.optimizer_steps import (
     take_step,
 )
 from clotho.training.optimizers import learning_rate as scheduled_rate
+from clotho.training.optimizers import rule_name
 from clotho.training.update import PolicyLearner, Update
 from protocols.errors import CheckpointError
 from protocols.rollout import ScoredGroup
@@ -63,7 +65,7 @@ class LossInputs(NamedTuple):
 CustomLoss = Callable[[mx.array, LossInputs], tuple[mx.array, Mapping[str, mx.array | float]]]
 """loss(logp_B_T, inputs) -> (scalar to be minimized, metrics). logp_B_T: with gradient, in nats, 0 at padding."""
 
-Loss = Literal["objective", "cross_entropy"] | CustomLoss
+Loss = Literal["objective", "cross_entropy"] | ObjectiveSettings | CustomLoss
 
 
 class Gradient(Struct, frozen=True, kw_only=True):
@@ -102,13 +104,17 @@ class StepwiseLearner(PolicyLearner):
 
         groups: with advantages per token. objective: the loss of an update of these groups, with
         its KL penalty and its entropy bonus. cross_entropy: minus advantage times log-probability, averaged as the
-        objective's `loss_aggregation` says. A loss of one's own is called once, with all data.
-        Raises ValueError if the policy sampled no token, or if the loss returns something else.
+        objective's `loss_aggregation` says. The settings of an objective: that objective in place of the learner's. A
+        loss of one's own is called once, with all data.
+        Raises ValueError if the policy sampled no token, or if the loss returns something else, and ProfileError for an
+        objective that the learner cannot evaluate.
         """
         self.turns.begin()
         try:
-            if loss == "objective":
+            if loss == "objective" or isinstance(loss, ObjectiveSettings):
                 config = self._loss_config(replace(self._settings, num_minibatches=1, update_epochs=1))
+                if isinstance(loss, ObjectiveSettings):
+                    config = self._with_objective(config, cast(Objective, loss))
                 batch = self._prepare(groups, config, step=self._state.updates)
                 if not batch.minibatches:  # all completions are truncated, and masked therefore
                     return NOTHING
@@ -134,12 +140,27 @@ class StepwiseLearner(PolicyLearner):
         finally:
             self.model.release()
 
-    def optim_step(self, *, learning_rate: float | None = None) -> Update:
+    def optim_step(
+        self,
+        *,
+        learning_rate: float | None = None,
+        optimizer: Optimizer | None = None,
+        max_grad_norm: float | None = None,
+    ) -> Update:
         """Take one optimizer step along the gradient that is held, and hold none afterwards.
 
         All or nothing: without a gradient, with one that is exactly zero or not finite, the weights stay.
-        learning_rate: that of the schedule by default.
+        learning_rate: that of the schedule by default. optimizer, max_grad_norm: of this step, in place of the
+        learner's. Raises ValueError for an optimizer of another type than the learner's, whose state it continues.
         """
+        settings = self._settings
+        if optimizer is not None and type(optimizer) is not type(settings.optimizer):
+            raise ValueError(f"the state is that of {rule_name(settings.optimizer)}, not of {rule_name(optimizer)}")
+        settings = replace(
+            settings,
+            optimizer=settings.optimizer if optimizer is None else optimizer,
+            max_grad_norm=settings.max_grad_norm if max_grad_norm is None else max_grad_norm,
+        )
         held, self._held = self._held, None
         rate = learning_rate
         if rate is None:
@@ -149,7 +170,7 @@ class StepwiseLearner(PolicyLearner):
         progress: OptimizerProgress | None = OptimizerProgress(self.parameters, self._state.optimizer)
         if held is not None and progress is not None:
             progress = take_step(
-                progress, held.total, held.log_weights, settings=self._settings, learning_rate=rate, totals=totals
+                progress, held.total, held.log_weights, settings=settings, learning_rate=rate, totals=totals
             )
         metrics = totals.metrics(
             tokens=held.tokens if held is not None else 0,
@@ -189,6 +210,10 @@ class StepwiseLearner(PolicyLearner):
         self._held = None
         self._set_parameters(parameters)
         self.version = version
+
+    def _with_objective(self, config: LossConfig, chosen: Objective) -> LossConfig:
+        require_exact_ratio(chosen, computing_dtype(self.model.model))
+        return config._replace(settings=replace(config.settings, objective=chosen), objective=objective(chosen))
 
     def _plain_config(self) -> LossConfig:
         """Return the configuration of a loss that is linear in the log-probabilities, without penalties."""

@@ -19,7 +19,7 @@ from clotho.models.loading import find_model
 from clotho.models.machine import compute_slots, describe_machine
 from clotho.models.policy import BaseModel, Policy, load_policy
 from clotho.process import load_blas
-from clotho.sampler import OwnThreads, ReplaceablePolicy, Sampler
+from clotho.sampler import BaseAccess, OwnThreads, ReplaceablePolicy, Sampler
 from clotho.serving.server import ApiServer, base_url, listen, while_loading
 from clotho.serving.services import ServedModel, ServerContext
 from protocols.step import WeightsReady
@@ -70,7 +70,15 @@ class Serving(Struct, frozen=True, kw_only=True, eq=False):
             vocab_size=base.vocab_size,
             measure=partial(state.metrics, self.model.id),
             replaceable=self.replaceable(),
+            base=self.base(),
         )
+
+    def base(self) -> BaseAccess | None:
+        """The base model that attachments may train adapters of; None if this server serves a policy."""
+        sampler = self.sampler
+        if not isinstance(sampler.policy, BaseModel):
+            return None
+        return BaseAccess(base=sampler.policy, engine=sampler.engine, compute=sampler.compute)
 
     def replaceable(self) -> ReplaceablePolicy | None:
         """The policy whose weights training runs of other processes replace, if the server accepts weights."""

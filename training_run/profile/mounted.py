@@ -32,6 +32,7 @@ ATTACHED = {
     "server.allow_pause": "dialects",
     "server.api_keys_file": "keys",
     "server.reasoning_parser": "tools",
+    "server.tinker": "tinker",
     "server.tool_parser": "tools",
     "server.weights_root": "remote",
     "sessions": "sessions",

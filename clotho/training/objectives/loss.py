@@ -298,9 +298,18 @@ def group_mean(lengths: Lengths, max_tokens: int) -> Coefficients:
     return [_where_trained(length_G, share * _share(float(length_G.sum()))) for length_G in lengths]
 
 
-AGGREGATIONS: Mapping[str, Callable[[Lengths, int], Coefficients]] = MappingProxyType(
-    {"token_mean": token_mean, "sequence_mean": sequence_mean, "token_sum": token_sum, "group_mean": group_mean}
-)
+def plain_sum(lengths: Lengths, max_tokens: int) -> Coefficients:
+    """Return 1: the sum of all token losses, which several gradients of one step add up to, as in Tinker's API.
+
+    The gradient grows with the number of tokens; AdamW divides by its size.
+    """
+    return [_where_trained(length_G, 1.0) for length_G in lengths]
+
+
+AGGREGATIONS: Mapping[str, Callable[[Lengths, int], Coefficients]] = MappingProxyType({
+    "token_mean": token_mean, "sequence_mean": sequence_mean, "token_sum": token_sum, "group_mean": group_mean,
+    "sum": plain_sum,
+})  # fmt: skip
 """`learner.objective.loss_aggregation` -> aggregation(lengths, max_tokens)."""
 
 

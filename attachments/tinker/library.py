@@ -1,0 +1,90 @@
+"""What `tinker` adds to the library: the routes of Tinker's API, if the server has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from attachments.tinker.sections import TINKER, TinkerApi
+from clotho.extension import Extension
+from protocols.errors import ProfileError
+
+if TYPE_CHECKING:
+    from clotho.sampler import BaseAccess
+    from clotho.serving.parts import Endpoint, ServerParts
+
+HERE, PREFIX = "attachments.tinker", "/api/v1"
+
+TRAINING = {
+    "client/config": "config", "client/dynamic_config": "dynamic_config", "telemetry": "telemetry",
+    "create_session": "create_session", "session_heartbeat": "heartbeat", "sessions/{session_id}/finish": "finish",
+    "create_model": "create_model", "get_info": "get_info", "unload_model": "unload",
+    "forward_backward": "forward_backward", "optim_step": "optim_step", "save_weights": "save_weights",
+    "save_weights_for_sampler": "save_for_sampler", "load_weights": "load_weights",
+    "create_sampling_session": "create_sampling_session", "asample": "sample", "retrieve_future": "retrieve",
+    "cancel_future": "cancel",
+}  # fmt: skip
+"""POST routes below the prefix, with the methods of `TinkerRoutes` that answer them."""
+
+CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
+REST = (
+    ("GET", "training_runs", "runs"), ("GET", "training_runs/{run_id}", "run"),
+    ("GET", "training_runs/{run_id}/checkpoints", "checkpoints_of_run"), ("GET", "checkpoints", "checkpoints"),
+    ("DELETE", CHECKPOINT, "delete"), ("PUT", f"{CHECKPOINT}/ttl", "set_ttl"),
+    ("GET", f"{CHECKPOINT}/archive", "archive"), ("POST", "weights_info", "weights_info"),
+    ("POST", "copy_weights", "copy"), ("GET", "sessions", "sessions"), ("GET", "sessions/{session_id}", "session"),
+)  # fmt: skip
+
+REFUSED = (
+    ("POST", "save_weights_external", "External weights are not served: save_weights_for_sampler writes an adapter of "
+     "mlx-lm, which `clotho convert` turns into one of PEFT."),
+    ("POST", "create_custom_loss", "Losses run in the client: use forward_backward_custom with a function."),
+    ("POST", f"{CHECKPOINT}/publish", "Checkpoints are not published: they are files below server.tinker.directory."),
+    ("DELETE", f"{CHECKPOINT}/publish", "Checkpoints are not published."),
+    ("GET", f"{CHECKPOINT}/external_weights_urls", "External weights are not served."),
+    ("PUT", "sessions/{session_id}/project", "There are no projects: API keys separate what belongs to whom."),
+    ("GET", "sessions/{session_id}/trace_export", "Traces are not served."),
+    ("POST", "sessions/search", "Sessions are not searched; list_sessions lists those that are open."),
+)  # fmt: skip
+"""Routes of Tinker that are refused by name."""
+
+
+class TinkerExtension(Extension):
+    """The routes of Tinker's API."""
+
+    def server(self, parts: ServerParts) -> None:
+        """Add the routes, if the setting says so and this server has a base model. Raises ProfileError."""
+        settings = TINKER.of(parts.offered.settings)
+        if not isinstance(settings, TinkerApi):
+            return
+        if find_spec("google.protobuf") is None:
+            raise ProfileError('server.tinker needs protobuf: pip install "clotho-mlx[tinker]"')
+        if (access := parts.offered.base) is None:
+            raise ProfileError("server.tinker trains adapters of a base model: it excludes server.accept_weights")
+        parts.endpoints += endpoints(parts, access, settings)
+
+
+def endpoints(parts: ServerParts, access: BaseAccess, settings: TinkerApi) -> Iterator[Endpoint]:
+    """Return the routes."""
+    from clotho.serving.parts import Endpoint, Handlers
+
+    training = Handlers(f"{HERE}.routes:TinkerRoutes", parts, access, settings)
+    rest = Handlers(f"{HERE}.routes_rest:RestRoutes", parts, training)
+
+    def endpoint(method: Any, path: str, handle: Any) -> Endpoint:
+        return Endpoint(method, f"{PREFIX}/{path}", handle, admitted=False)
+
+    for path, name in TRAINING.items():
+        yield endpoint("POST", path, training.method(name))
+    yield endpoint("POST", "forward", training.method("forward_backward", forward_only=True))
+    yield endpoint("GET", "healthz", training.method("health"))
+    yield endpoint("GET", "get_server_capabilities", training.method("capabilities"))
+    yield endpoint("GET", "samplers/{sampler_id}", training.method("sampler"))
+    for method, path, name in REST:
+        yield endpoint(method, path, rest.method(name))
+    for method, path, advice in REFUSED:
+        yield endpoint(method, path, training.method("refused", advice=advice))
+
+
+EXTENSION = TinkerExtension()

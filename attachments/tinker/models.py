@@ -1,0 +1,200 @@
+"""The models of clients: adapters over the base model of the server, with a learner for each.
+
+They share the arrays of the base model. Each has modules, parameters and an optimizer of its own, so that what one
+computes is a function of its own requests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
+
+from attachments.tinker.bodies import AdamFields, LoraFields
+from attachments.tinker.losses import IMPORTANCE_SAMPLING, CheckedData, loss_of
+from attachments.tinker.sections import TinkerApi
+from attachments.tinker.store import ModelWeights, SavedCheckpoint, TinkerStore
+from attachments.tinker.wire import GradientResult
+from clotho.learner import groups_of
+from clotho.models.adapter_reading import FLOAT32_BYTES
+from clotho.models.adapters import adapter_targets
+from clotho.models.experts import configuration_of, experts_per_token
+from clotho.models.lora import linear_modules, module_ranks
+from clotho.models.machine import free_buffers
+from clotho.models.parameters import flat
+from clotho.models.policy import BaseModel, Policy
+from clotho.sampler import BaseAccess
+from clotho.serving.errors import ApiError, invalid_field
+from clotho.settings.learner import AdamW, ConstantSchedule, LearnerSection
+from clotho.settings.model import Lora, PolicySection
+from clotho.storage.adapters import read_adapter
+from clotho.training.stepwise import Loss, StepwiseLearner
+from protocols.sampling import Sampling
+
+FEED_FORWARD = ("mlp", "feed_forward", "ffn", "moe", "experts", "switch_mlp", "block_sparse_moe", "shared_expert")
+"""Parts of the names of layers that are no mixers of tokens, in the models of mlx-lm."""
+
+COPIES = 6
+"""Arrays of the size of an adapter that training holds: weights, two moments, the gradient that is held, one that is
+being computed, and the weights before a step."""
+
+
+def lora_method(base: BaseModel, fields: LoraFields) -> Lora:
+    """Return the adapter that a client asks for. Raises ApiError if no layer would have one."""
+    names = linear_modules(base.model.layers)
+    wanted = [
+        name
+        for name in module_ranks(base.model.layers, Lora(rank=fields.rank))
+        if (fields.train_mlp if _is_feed_forward(name) else fields.train_attn)
+    ]
+    if not wanted:
+        raise invalid_field("lora_config", "trains nothing: set train_attn or train_mlp")
+    targets = () if len(wanted) == len(names) else tuple(wanted)
+    return Lora(rank=fields.rank, target_modules=targets)
+
+
+def _is_feed_forward(name: str) -> bool:
+    return any(part in FEED_FORWARD for part in name.split("."))
+
+
+def training_bytes(base: BaseModel, method: Lora) -> int:
+    """Return the memory that the training of an adapter takes, without activations."""
+    blocks = base.model.layers
+    ranks = module_ranks(blocks, method, experts_per_token=experts_per_token(configuration_of(base.model)))
+    size = 0
+    for name, target in adapter_targets(base.model).items():
+        rank = next((rank for module, rank in ranks.items() if name.endswith(f".{module}")), 0)
+        size += rank * max(1, target.experts) * (target.inputs + target.outputs)
+    return COPIES * FLOAT32_BYTES * size
+
+
+class TrainedModel:
+    """One adapter in training. All methods but the constructor belong to the learner's thread.
+
+    bytes: estimate of the memory. steps: of the optimizer so far, as of the last finished request.
+    """
+
+    def __init__(self, model_id: str, session_id: str, lora: LoraFields, size: int) -> None:
+        self.model_id, self.session_id, self.lora, self.bytes = model_id, session_id, lora, size
+        self.steps = 0
+        self._policy: Policy | None = None
+        self._learner: StepwiseLearner | None = None
+
+    def build(self, access: BaseAccess, method: Lora, settings: TinkerApi) -> None:
+        """Make the adapter and its learner. Raises ModelError."""
+        base = access.base
+        self._policy = Policy(
+            base.copy_model().model,
+            base.tokenizer,
+            PolicySection(method=method),
+            config=base.config,
+            seed=self.lora.seed or 0,
+            keep_reference=False,
+            base_path=str(base.files or ""),
+            files=base.files,
+        )
+        section = LearnerSection(
+            objective=IMPORTANCE_SAMPLING,
+            optimizer=AdamW(learning_rate=1e-4, beta2=0.95, epsilon=1e-12),
+            schedule=ConstantSchedule(warmup_steps=0),
+            micro_batch_tokens=settings.micro_batch_tokens,
+            max_grad_norm=0.0,
+            layout="padded",
+        )
+        sampling = Sampling(max_tokens=base.context_length)
+        self._learner = StepwiseLearner(
+            self._policy, section, sampling, steps=0, seed=0, lane=access.compute.learner.lane
+        )
+
+    @property
+    def learner(self) -> StepwiseLearner:
+        """The learner. Raises ApiError if the model was released."""
+        if self._learner is None:
+            raise ApiError(410, f"The model {self.model_id} was unloaded.", code="unloaded")
+        return self._learner
+
+    @property
+    def policy(self) -> Policy:
+        """The adapter. Raises ApiError if the model was released."""
+        if self._policy is None:
+            raise ApiError(410, f"The model {self.model_id} was unloaded.", code="unloaded")
+        return self._policy
+
+    def release(self) -> None:
+        """Free the memory."""
+        self._policy = self._learner = None
+        free_buffers()
+
+    def forward(self, batch: CheckedData) -> GradientResult:
+        """Return log-probabilities and the loss, without a gradient."""
+        logprobs = self.learner.logprobs(groups_of(batch.data))
+        return _result(batch, logprobs, {"loss:sum": loss_of(batch, logprobs)})
+
+    def forward_backward(self, batch: CheckedData) -> GradientResult:
+        """Add a gradient to the one that the next step takes."""
+        loss: Loss = "cross_entropy" if batch.chosen is None else batch.chosen
+        found = self.learner.forward_backward(groups_of(batch.data), loss)
+        means = {f"{name}:mean": found.metrics[name] for name in ("clip_fraction", "ratio_mean") if found.metrics}
+        return _result(batch, found.logprobs, {"loss:sum": found.loss, "tokens:sum": float(found.tokens), **means})
+
+    def optim_step(self, adam: AdamFields) -> dict[str, float]:
+        """Take a step of AdamW, and return its metrics. Nothing changes without a gradient that is finite."""
+        update = self.learner.optim_step(
+            learning_rate=adam.learning_rate,
+            optimizer=AdamW(
+                learning_rate=max(adam.learning_rate, 1e-30),
+                beta1=adam.beta1,
+                beta2=adam.beta2,
+                epsilon=adam.eps,
+                weight_decay=adam.weight_decay,
+            ),
+            max_grad_norm=max(0.0, adam.grad_clip_norm),
+        )
+        self.steps = update.version
+        return {
+            "grad_norm:max": update.metrics.grad_norm,
+            "update_applied:min": float(update.applied),
+            "gradient_is_finite:min": float(update.finite),
+            "version:max": float(update.version),
+        }
+
+    def weights(self) -> ModelWeights:
+        """Return the newest weights."""
+        learner = self.learner
+        parameters, config = self.policy.loadable(learner.parameters)
+        return ModelWeights(
+            parameters=parameters, config=config, fingerprint=learner.fingerprint, version=learner.version
+        )
+
+    def save(self, store: TinkerStore, checkpoint: SavedCheckpoint) -> SavedCheckpoint:
+        """Write a checkpoint: of training with all that the learner needs, of a sampler the weights only."""
+        now = self.weights()
+        found = replace(checkpoint, step=now.version)
+        store.write(found, now, self.learner.whole_state() if found.kind == "weights" else None)
+        return found
+
+    def load(self, place: Path, *, optimizer: bool) -> None:
+        """Continue from a checkpoint. optimizer: with its optimizer, bit by bit; without it, from its weights only.
+
+        Raises CheckpointError, and changes nothing, if it does not fit this model.
+        """
+        learner = self.learner
+        if optimizer:
+            learner.restore_whole(TinkerStore.state(place))
+        else:
+            _, config = self.policy.loadable(learner.parameters)
+            parameters = flat(read_adapter(place, learner.parameters, config))
+            learner.begin()
+            named = {f"parameters.{name}": array for name, array in parameters.items()}
+            learner.restore_whole(learner.whole_state() | named)
+        self.steps = learner.version
+
+
+def _result(batch: CheckedData, logprobs: tuple[tuple[float, ...], ...], metrics: dict[str, float]) -> GradientResult:
+    rows = [np.asarray(row, dtype=np.float32) for row in logprobs]
+    outputs = {"logprobs": rows}
+    if batch.chosen is None:
+        weights = (np.asarray(one.advantages, dtype=np.float32) for one in batch.data)
+        outputs["elementwise_loss"] = [-weight * row for weight, row in zip(weights, rows, strict=True)]
+    return GradientResult(outputs=outputs, metrics=metrics)

@@ -1,0 +1,185 @@
+"""What clients sample from: the base model, and adapters that the decode engine gets from memory or from disk.
+
+All requests are rows of one engine, whatever they sample from. The rows of an adapter at one moment (`snapshot`) keep
+its weights; those of an adapter in flight continue with the newest weights that were published.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+from msgspec import Struct
+
+from attachments.tinker.sessions import TinkerSession
+from attachments.tinker.store import ModelWeights, TinkerStore
+from clotho.lanes.compute_thread import finish
+from clotho.models.parameters import flat
+from clotho.sampler import BaseAccess
+from clotho.serving.auth import Client
+from clotho.serving.errors import ApiError
+from clotho.storage.adapters import write_adapter
+from protocols.errors import visible
+from protocols.sampling import POLICY, Completion
+
+
+class SamplingSource(Struct, frozen=True, kw_only=True):
+    """One sampling session. weights: name in the engine. path: of the checkpoint; empty if there is none."""
+
+    sampler_id: str
+    session: TinkerSession
+    base_model: str
+    weights: str = POLICY
+    path: str = ""
+
+
+class _Adapter(Struct, kw_only=True, eq=False):
+    """What the engine samples from under one name. place: on disk; None if it is in memory only.
+
+    versions: steps of the optimizer, by version in the engine. weights: None if the engine does not hold them.
+    in_flight: newer weights take their place, and they stay in memory.
+    """
+
+    name: str
+    session_id: str
+    step: int
+    place: Path | None = None
+    versions: dict[int, int] = {}
+    weights: ModelWeights | None = None
+    in_flight: bool = False
+
+
+class Samplers:
+    """The sampling sessions of a server. All methods belong to the event loop.
+
+    At most `limit` adapters are in memory beside those in flight. The least recently used one leaves for the disk, and
+    returns when it is sampled from.
+    """
+
+    def __init__(self, access: BaseAccess, store: TinkerStore, *, limit: int) -> None:
+        self._access, self._store, self._limit = access, store, limit
+        self._samplers: dict[str, SamplingSource] = {}
+        self._adapters: OrderedDict[str, _Adapter] = OrderedDict()
+        self._lock = anyio.Lock()
+
+    @property
+    def resident(self) -> int:
+        """Number of adapters that the engine holds."""
+        return sum(one.weights is not None for one in self._adapters.values())
+
+    def get(self, sampler_id: str, client: Client) -> SamplingSource:
+        """Return a sampling session. Raises ApiError with status 404."""
+        found = self._samplers.get(sampler_id)
+        if found is None or client.owner not in ("", found.session.owner):
+            shown = visible(sampler_id, 80)
+            message = f"There is no sampling session {shown!r}: its session has ended, or the server was started again."
+            raise ApiError(404, message, code="not_found")
+        return found
+
+    def add(
+        self, session: TinkerSession, number: int, base_model: str, weights: str = POLICY, path: str = ""
+    ) -> SamplingSource:
+        """Add a sampling session."""
+        sampler_id = f"{session.session_id}:sample:{number}"
+        found = SamplingSource(
+            sampler_id=sampler_id, session=session, base_model=base_model, weights=weights, path=path
+        )
+        self._samplers[sampler_id] = found
+        session.samplers.append(sampler_id)
+        return found
+
+    def open(
+        self, session: TinkerSession, number: int, base_model: str, path: str, place: Path, step: int
+    ) -> SamplingSource:
+        """Add a sampling session for a checkpoint, which is read when it is sampled from."""
+        name = f"tinker:{session.session_id}:{path}"
+        if name not in self._adapters:
+            self._adapters[name] = _Adapter(name=name, session_id=session.session_id, place=place, step=step)
+        return self.add(session, number, base_model, name, path)
+
+    async def snapshot(
+        self, session: TinkerSession, number: int, base_model: str, weights: ModelWeights
+    ) -> SamplingSource:
+        """Add a sampling session for the weights of a model at one moment."""
+        found = self.add(session, number, base_model, f"tinker:{session.session_id}:sample:{number}")
+        adapter = _Adapter(name=found.weights, session_id=session.session_id, step=weights.version)
+        self._adapters[found.weights] = adapter
+        async with self._lock:
+            await self._provide(adapter, weights)
+        return found
+
+    async def follow(
+        self, session: TinkerSession, number: int, base_model: str, model_id: str, weights: ModelWeights
+    ) -> SamplingSource:
+        """Publish the weights of a model to its sampling sessions in flight, and add one."""
+        name = f"tinker:{model_id}:inflight"
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            adapter = _Adapter(name=name, session_id=session.session_id, step=weights.version, in_flight=True)
+            self._adapters[name] = adapter
+        async with self._lock:
+            await self._provide(adapter, weights)
+        return self.add(session, number, base_model, name)
+
+    async def ready(self, sampler: SamplingSource) -> None:
+        """Let the engine hold what is sampled from. Raises CheckpointError if it cannot be read from disk."""
+        adapter = self._adapters.get(sampler.weights)
+        if adapter is None:
+            return
+        self._adapters.move_to_end(adapter.name)
+        if adapter.weights is not None:
+            return
+        async with self._lock:
+            if adapter.weights is None:
+                place, step = adapter.place, adapter.step
+                assert place is not None
+                read = self._access.compute.scoring.submit(lambda: TinkerStore.adapter(place, step))
+                await self._provide(adapter, await finish(read))
+
+    def steps(self, sampler: SamplingSource, completions: Sequence[Completion]) -> list[tuple[int, ...]]:
+        """Return the steps of the optimizer before each token was sampled; 0 for the base model."""
+        adapter = self._adapters.get(sampler.weights)
+        versions = adapter.versions if adapter is not None else {}
+        return [tuple(versions.get(version, 0) for version in one.versions) for one in completions]
+
+    def end(self, session: TinkerSession) -> None:
+        """Forget what belongs to a session."""
+        for sampler_id in session.samplers:
+            self._samplers.pop(sampler_id, None)
+        for name, adapter in list(self._adapters.items()):
+            if adapter.session_id == session.session_id:
+                self._withdraw(adapter)
+                del self._adapters[name]
+        shutil.rmtree(self._store.scratch(session.session_id), ignore_errors=True)
+
+    async def _provide(self, adapter: _Adapter, weights: ModelWeights) -> None:
+        engine, scales = self._access.engine, weights.scales
+
+        def provide() -> int:
+            arrays = flat(weights.parameters)
+            return engine.provide_adapter(adapter.name, arrays, scales, weights.fingerprint).version
+
+        version = await finish(self._access.compute.decode.submit(provide))
+        adapter.versions = {**(adapter.versions if adapter.in_flight else {}), version: weights.version}
+        adapter.weights = weights
+        here = [one for one in self._adapters.values() if one.weights is not None and not one.in_flight]
+        for one in here[: max(0, len(here) - self._limit)]:
+            await self._leave(one)
+
+    async def _leave(self, adapter: _Adapter) -> None:
+        weights = adapter.weights
+        assert weights is not None
+        if adapter.place is None:
+            place = self._store.scratch(adapter.session_id) / adapter.name.rpartition(":")[2]
+            await anyio.to_thread.run_sync(lambda: write_adapter(place, weights.parameters, weights.config))
+            adapter.place = place
+        self._withdraw(adapter)
+
+    def _withdraw(self, adapter: _Adapter) -> None:
+        engine, name = self._access.engine, adapter.name
+        if adapter.weights is not None:
+            self._access.compute.decode.submit(lambda: engine.withdraw_adapter(name))
+        adapter.weights = None
