@@ -15,7 +15,7 @@ gradient, they are computed from the float32 weights in each call. Decode engine
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -23,7 +23,7 @@ import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from clotho.backend import backend
-from clotho.models.joined_weights import JoinedLinear, can_join
+from clotho.models.joined_weights import JOINABLE, JoinedLinear, SharedResult, are_same, can_join, join
 from clotho.models.lora import watched_calls
 
 MAX_PADDED_RANK = 64
@@ -64,9 +64,7 @@ class LayerGroup:
         self.base = JoinedLinear(bases) if can_join(bases) else None
         self.adds_at_once = self.base is not None and self._pads
         self._folded: FoldedWeights | None = None
-        self._input: tuple[Any, ...] = ()
-        self._low_rank: Any = None
-        self._waiting: set[int] = set()
+        self._results = SharedResult(len(layers))
 
     def fold(self, arrays: Mapping[str, mx.array]) -> FoldedWeights:
         """Compute A and B' from float32 weights by parameter name; not evaluated."""
@@ -79,13 +77,13 @@ class LayerGroup:
     def serve(self, folded: FoldedWeights | None) -> None:
         """Use `folded` whenever the layers hold the weights that it was computed from; None: convert in every call."""
         self._folded = folded
-        self._input, self._low_rank, self._waiting = (), None, set()
+        self._results.forget()
 
     def a(self, dtype: mx.Dtype) -> mx.array:
         """Return A of all layers side by side, for the current weights."""
         current = tuple(layer["lora_a"] for layer in self.layers)
         folded = self._folded
-        if folded is not None and folded.dtype == dtype and _are_same(current, folded.lora_a):
+        if folded is not None and folded.dtype == dtype and are_same(current, folded.lora_a):
             return folded.a
         return self._a(current, dtype)
 
@@ -99,23 +97,13 @@ class LayerGroup:
     def all_b(self, dtype: mx.Dtype) -> mx.array:
         """Return B' of all layers side by side, for the current weights, if the group `adds_at_once`."""
         current, folded = tuple(layer["lora_b"] for layer in self.layers), self._folded
-        if folded is not None and folded.dtype == dtype and _are_same(current, folded.lora_b):
+        if folded is not None and folded.dtype == dtype and are_same(current, folded.lora_b):
             return folded.b[0]
         return mx.concatenate([self._b(index, array, dtype) for index, array in enumerate(current)], axis=-1)
 
     def shared(self, index: int, *given: Any) -> Any:
-        """Return the result of `low_rank` for the input `given`, computed once for all layers of the group.
-
-        The result is kept until every layer has read it, or until a layer gets another input.
-        """
-        if index not in self._waiting or not _are_same(given, self._input):
-            self._input, self._low_rank = given, self.layers[index].low_rank(*given)
-            self._waiting = set(range(len(self.layers)))
-        low_rank = self._low_rank
-        self._waiting.discard(index)
-        if not self._waiting:
-            self._input, self._low_rank = (), None
-        return low_rank
+        """Return the result of `low_rank` for the input `given`, computed once for all layers of the group."""
+        return self._results.read(index, given, lambda: self.layers[index].low_rank(*given))
 
     def own(self, index: int, z: mx.array) -> mx.array:
         """Return the columns of z that one layer multiplies by its B'."""
@@ -250,15 +238,14 @@ class FoldedAdapter:
     """The LoRA layers of a model that this module computes; empty without LoRA, and on the host in float32.
 
     Modules stay the same objects; their class changes. Their float32 weights stay the parameters of the model. DoRA
-    layers and fused projections of some architectures stay those of mlx-lm.
+    layers and fused projections of some architectures stay those of mlx-lm. Frozen layers without an adapter that read
+    the same input are joined.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Find the layers that read the same input by one call of the model, which is not evaluated."""
-        named = {name: module for name, module in model.named_modules() if type(module) in FOLDED}
+        named = {name: module for name, module in model.named_modules() if type(module) in (*FOLDED, *JOINABLE)}
         self.groups: list[LayerGroup] = []
-        if not named:
-            return
         names = {id(module): name for name, module in named.items()}
         kinds = {name: type(module) for name, module in named.items()}
         with watched_calls(named.values()) as calls:
@@ -271,12 +258,16 @@ class FoldedAdapter:
                 dtypes[name] = call.given.dtype
                 parent = name.rpartition(".")[0]
                 together.setdefault((parent, kinds[name], id(call.given)), []).append(call.module)
-        for layers in together.values():
-            self._add(layers, [names[id(layer)] for layer in layers], dtypes[names[id(layers[0])]])
+        for (_, kind, _), layers in together.items():
+            dtype = dtypes[names[id(layers[0])]]
+            if not backend().folds_adapters(dtype.size):
+                continue
+            if kind in FOLDED:
+                self._add(layers, [names[id(layer)] for layer in layers], dtype)
+            else:
+                join(layers)
 
     def _add(self, layers: Sequence[Layer], names: Sequence[str], dtype: mx.Dtype) -> None:
-        if not backend().folds_adapters(dtype.size):
-            return
         for layer in layers:
             layer.__class__ = FOLDED[type(layer)]
         group = LayerGroup(layers, names, layers[0].compute_type(dtype))
@@ -295,8 +286,3 @@ class FoldedAdapter:
         """Release the converted weights."""
         for group in self.groups:
             group.serve(None)
-
-
-def _are_same(some: Iterable[Any], others: Sequence[Any]) -> bool:
-    given = tuple(some)
-    return len(given) == len(others) and all(a is b for a, b in zip(given, others, strict=True))

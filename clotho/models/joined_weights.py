@@ -1,4 +1,4 @@
-"""Base weights of linear layers that read the same input, as the rows of one matrix, so that one product computes all.
+"""Frozen weights of linear layers that read the same input, as the rows of one matrix: one product computes all layers.
 
 The layers keep their names: the weights of each layer become a view of its rows, which takes no memory.
 """
@@ -6,7 +6,7 @@ The layers keep their names: the weights of each layer become a view of its rows
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -63,3 +63,74 @@ def _form(layer: nn.Module) -> tuple[Any, ...] | None:
         *quantization,
         *((key, layer[key].dtype, layer[key].shape[1:]) for key in ARRAYS if key in layer),
     )
+
+
+class SharedResult:
+    """A result that several layers read, computed once for their common input.
+
+    It is kept until every layer has read it, or until a layer gets another input.
+    """
+
+    _input: tuple[Any, ...]
+    _result: Any
+    _waiting: set[int]
+
+    def __init__(self, readers: int) -> None:
+        self._readers = readers
+        self.forget()
+
+    def read(self, reader: int, given: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+        """Return the result of `compute` for the input `given`. reader: number of the layer."""
+        if reader not in self._waiting or not are_same(given, self._input):
+            self._input, self._result = given, compute()
+            self._waiting = set(range(self._readers))
+        result = self._result
+        self._waiting.discard(reader)
+        if not self._waiting:
+            self.forget()
+        return result
+
+    def forget(self) -> None:
+        """Release input and result."""
+        self._input, self._result, self._waiting = (), None, set()
+
+
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two sequences consist of the same objects."""
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+class _Joined:
+    """A frozen layer whose outputs are part of those of a `JoinedLinear`."""
+
+    joined: JoinedLinear
+    results: SharedResult
+    index: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Compute y, (..., outputs), of x, (..., inputs)."""
+        parts = self.results.read(self.index, (x,), lambda: self.joined.parts(self.joined(x)))
+        y: mx.array = parts[self.index]
+        return y
+
+
+class JoinedPlainLinear(_Joined, nn.Linear):
+    """A layer with plain weights."""
+
+
+class JoinedQuantizedLinear(_Joined, nn.QuantizedLinear):
+    """A layer with quantized weights."""
+
+
+CLASSES: dict[type, type] = {nn.Linear: JoinedPlainLinear, nn.QuantizedLinear: JoinedQuantizedLinear}
+
+
+def join(layers: Sequence[nn.Module]) -> None:
+    """Let one product compute layers that read the same input, if they `can_join`. Modules stay the same objects."""
+    if not can_join(layers):
+        return
+    joined, results = JoinedLinear(layers), SharedResult(len(layers))
+    for index, layer in enumerate(layers):
+        joining: Any = layer
+        joining.__class__ = CLASSES[type(layer)]
+        joining.joined, joining.results, joining.index = joined, results, index

@@ -10,9 +10,19 @@ import pytest
 
 from bench.graph_counts import operations
 from clotho.backend import Backend, backend
-from clotho.models.joined_weights import JoinedLinear, can_join
+from clotho.models.joined_weights import JoinedLinear, JoinedQuantizedLinear, can_join, join
 from clotho.models.parameters import flat
-from tests.models.test_folded_lora import TOKENS_2_T, base, in_bfloat16, in_four_bits, make_policy
+from clotho.models.policy import Policy
+from clotho.settings.model import Lora, PolicySection
+from tests.models.test_folded_lora import (
+    NO_TOKENIZER,
+    TOKENS_2_T,
+    base,
+    in_bfloat16,
+    in_four_bits,
+    largest_difference,
+    make_policy,
+)
 
 pytestmark = [pytest.mark.usefixtures("device_path"), pytest.mark.needs_float32]
 
@@ -76,6 +86,38 @@ def test_a_block_has_four_quantized_products_and_four_additions_of_adapters() ->
     blocks, head = 2, 1
     assert found["AddMM"] == 4 * blocks
     assert found["QuantizedMatmul"] == 4 * blocks + head
+
+
+def test_blocks_without_an_adapter_have_four_quantized_products_too() -> None:
+    """A policy often has its adapter in the last blocks only."""
+    policy = make_policy("qwen3", Lora(num_layers=1), convert=in_four_bits)
+    found = operations([policy.model(TOKENS_2_T)])
+    assert found["AddMM"] == 4
+    assert found["QuantizedMatmul"] == 4 * 2 + 1
+    assert {type(one) for one in policy.model.layers[0].modules() if "scales" in one} >= {JoinedQuantizedLinear}
+
+
+@pytest.mark.parametrize("convert", [in_bfloat16, in_four_bits])
+def test_logits_of_joined_blocks_equal_those_of_mlx_lm(convert: Any) -> None:
+    """A base model that is served computes what mlx-lm computes; so does a copy of its modules."""
+    plain, config = base("qwen3", convert)
+    served, _ = base("qwen3", convert)
+    policy = Policy(
+        served, NO_TOKENIZER, PolicySection(method=Lora(num_layers=1)), config=config, seed=0, keep_reference=False
+    )
+    expected = plain(TOKENS_2_T)
+    for model in (policy.model, policy.copy_model().model):
+        assert largest_difference(model(TOKENS_2_T), expected) < 0.01
+
+
+def test_a_layer_that_gets_another_input_computes_it() -> None:
+    """The result for the last input is not used for another one."""
+    layers = [linear(outputs, seed=outputs) for outputs in (8, 16)]
+    x, other = mx.random.normal((3, WIDTH)), mx.random.normal((3, WIDTH))
+    expected = [layers[0](x), layers[0](other), layers[1](other), layers[1](x)]
+    join(layers)
+    found = [layers[0](x), layers[0](other), layers[1](other), layers[1](x)]
+    assert all(mx.allclose(a, b, atol=1e-5).item() for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(
