@@ -143,6 +143,13 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
             "null without a teacher."
         ),
     ] = 0.0
+    perplexity: Annotated[
+        float | None,
+        Meta(
+            description="Perplexity of the demonstrations: exp of the mean cross-entropy of their learned tokens; null "
+            "without demonstrations."
+        ),
+    ] = None
     preference_accuracy: Annotated[
         float | None,
         Meta(

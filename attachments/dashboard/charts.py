@@ -69,6 +69,7 @@ CORE: dict[str, dict[str, dict[str, str]]] = {
     },
     "Update": {
         "Loss": {"loss": "loss"},
+        "Perplexity": {"demonstrations": "perplexity"},
         "Preferences": {"share of pairs in order": "preference_accuracy", "margin": "preference_margin"},
         "Log-ratio to the reference": {"better": "better_log_ratio", "worse": "worse_log_ratio"},
         "KL": {"to the reference policy": "kl", "of the update": "update_kl"},

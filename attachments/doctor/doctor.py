@@ -29,6 +29,7 @@ from attachments.doctor.completions import (
     stop_reasons,
     trainable,
 )
+from attachments.doctor.learnability import learnability
 from attachments.doctor.problems import problem_findings, unparsable_finding
 from attachments.doctor.progress import Progress
 from attachments.doctor.rehearsal import (
@@ -360,6 +361,9 @@ def _describe_rewards(found: Diagnosis, profile: Profile, outcomes: Sequence[Gro
         found.add(f"{name} expects", text)
     for name, values in reward_rows(outcomes):
         found.add(f"reward: {name}", values)
+    sampled = [one for one in outcomes if not (isinstance(one, ScoredGroup) and one.token_advantages)]
+    if estimate := learnability(sampled, batch_size=profile.learner.batch_size):
+        found.add("learnability", estimate)
     found.findings += completion_findings(outcomes, expected)
     found.completions = list(examples(outcomes))
 

@@ -49,6 +49,8 @@ def _few(problems: Sequence[Problem], batch_size: int) -> Iterator[Finding]:
 
 
 def _without_reward(problems: Sequence[Problem], rewards: Sequence[RewardSection]) -> Iterator[Finding]:
+    if not rewards:  # nothing is learned from them
+        return
     listed = [reward for reward in rewards if reward.weight]
     types = {problem.type for problem in problems}
     missing = sorted(kind for kind in types if not any(_applies(reward, kind) for reward in listed))

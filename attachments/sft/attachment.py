@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -99,9 +98,9 @@ class SftAttachment(Attachment):
 
     def shown(self, line: Mapping[str, Any]) -> Iterator[str]:
         """Yield the perplexity of the demonstrations, and how often they have been seen."""
-        epochs, loss = line.get("sft/epochs"), line.get("loss")
-        if epochs is not None and loss is not None:
-            yield f"perplexity {math.exp(min(loss, 700.0)):.3g} (epoch {epochs:.2f})"
+        epochs, perplexity = line.get("sft/epochs"), line.get("perplexity")
+        if epochs is not None and perplexity is not None:
+            yield f"perplexity {perplexity:.3g} (epoch {epochs:.2f})"
 
 
 ATTACHMENT = SftAttachment()

@@ -39,14 +39,21 @@ UNMEASURED: dict[str, Any] = {field.name: 0.0 for field in fields(UpdateMetrics)
 """The metrics of an update without a token, or with a loss that does not measure them."""
 
 
+MAX_CROSS_ENTROPY = 700.0
+"""Bound in nats: the exponential function of more overflows."""
+
+
 def metric_means(sums: Mapping[str, ArrayLike]) -> dict[str, float]:
     """Return the mean of each metric from its sum over tokens and their number, (2,); 0 without a token.
 
-    The tokens of experts become the shares of the most and least used expert, and the fraction of unused experts.
+    The tokens of experts become the shares of the most and least used expert, and the fraction of unused experts; the
+    cross-entropy of demonstrations becomes their perplexity.
     """
     pairs = {name: np.array(pair, dtype=np.float64) for name, pair in sums.items()}
     load = pairs.pop("expert_load", None)
     means = {name: float(total / count) if count else 0.0 for name, (total, count) in pairs.items()}
+    if (cross_entropy := means.pop("cross_entropy", None)) is not None:
+        means["perplexity"] = math.exp(min(cross_entropy, MAX_CROSS_ENTROPY))
     return means if load is None else means | _expert_metrics(load)
 
 

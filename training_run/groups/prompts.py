@@ -167,7 +167,7 @@ def read_split(profile: Profile | EvaluationProfile) -> HeldOutSplit:
     columns = ProblemColumns(
         prompt=data.prompt_key,
         messages=data.messages_key,
-        answer=data.answer_key,
+        answer=data.answer_key if profile.rewards or data.answer_pattern else "",
         answer_pattern=data.answer_pattern,
         type=data.type_key,
         default_type=data.default_type,

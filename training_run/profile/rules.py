@@ -69,6 +69,12 @@ def from_clients(v: Values) -> bool:
     return has_environments(v) or v.get("sessions.type", "off") != "off"
 
 
+def needs_rewards(v: Values) -> bool:
+    """Whether something is learned from rewards: not in a run of demonstrations or pairs. Stages say it themselves."""
+    of_dataset = v["learner.objective.type"] in PREFERENCES and v.get("preference.pairs") == "dataset"
+    return not (v["learner.objective.type"] == "sft" or of_dataset or v.get("stages"))
+
+
 # fmt: off
 NO_EFFECT = (
     Rule("learner.distillation_weight", lambda v, _: not (has_environments(v) or v.get("distillation.teacher")),
@@ -161,9 +167,11 @@ CONTRADICTIONS = (
          '= 0 means no held-out problems: set data.heldout, or eval = "off"'),
     Rule("run_dir", lambda v, x: not x or "{" in x.replace("{profile}", ""),
          'must name a directory, and {{profile}} is the only placeholder, not "{}"'),
-    Rule("rewards", lambda v, x: all(reward.weight == 0 for reward in x),
+    Rule("rewards", lambda v, x: not x and needs_rewards(v),
+         "are missing: list at least one in [[rewards]]; only demonstrations and pairs of a dataset need none"),
+    Rule("rewards", lambda v, x: bool(x) and all(reward.weight == 0 for reward in x),
          "need a weight other than 0, because every advantage would be 0"),
-    Rule("rewards", lambda v, x: v["eval.type"] != "off" and not any(reward.correct for reward in x),
+    Rule("rewards", lambda v, x: bool(x) and v["eval.type"] != "off" and not any(reward.correct for reward in x),
          'need one with correct = true for evaluation; mark one, or set eval = "off"'),
     Rule("rewards",
          lambda v, x: v.get("cluster.type", "off") == "off" and any(reward.where == "cluster" for reward in x),

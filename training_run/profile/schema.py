@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
 from clotho.settings.bounds import (
     Fraction,
@@ -134,7 +134,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     model: ModelSection
     data: DataSection
-    rewards: Annotated[tuple[RewardSection, ...], Meta(min_length=1)]
+    rewards: tuple[RewardSection, ...] = ()
     steps: Annotated[Positive, about("Number of batches that the run trains on.")] = 100
     seed: Annotated[int, about("Seed of all random number generators.", ge=0, lt=2**32)] = 0
     asynchronous: Asynchronous = field(name="async", default=True)

@@ -100,7 +100,7 @@ class RewardRunner:
         """Load and check every function of `sections`.
 
         Args:
-            sections: the `[[rewards]]` tables of the profile.
+            sections: the `[[rewards]]` tables of the profile. Without any, rewards are 0 and nothing is graded.
             concurrency: maximum number of concurrent calls; None: as many as the largest `max_workers` can use, and at
                 least `DEFAULT_MAX_WORKERS`. Waiting for a call does not count towards a time limit.
             overlong: length penalty, added to every reward as the component `overlong`.
@@ -121,7 +121,8 @@ class RewardRunner:
         self._loops: list[WorkerLoop] = []
         self._failed: set[str] = set()
         self._pools: list[WorkerPool] = []
-        self.concurrency = concurrency or max(DEFAULT_MAX_WORKERS, *(section.max_workers or 0 for section in sections))
+        most = max((section.max_workers or 0 for section in sections), default=0)
+        self.concurrency = concurrency or max(DEFAULT_MAX_WORKERS, most)
         self._limiter = anyio.Semaphore(self.concurrency)
         self._groups = _Occupancy(self.concurrency)
         self._components = [self._load(section) for section in sections]
@@ -334,7 +335,7 @@ class RewardRunner:
                 for component in components
                 if (value := parts[component.name][i]) is not None
             ]
-            if not terms:
+            if not terms and self._components:
                 raise RewardError(f"no reward applies to completion {i} of a problem of type {problem.type!r}")
             total = sum(terms)
             if too_large(total):

@@ -309,7 +309,7 @@ def _require_correct_rewards(profile: Profile, held_out: HeldOut, rewards: Rewar
 
     Raises ProfileError if no held-out problem has such a reward.
     """
-    if isinstance(profile.eval, Off):
+    if isinstance(profile.eval, Off) or not profile.rewards:
         return ()
     types = {problem.type for problem in held_out.problems}
     missing = rewards.types_without_correct(types)

@@ -138,3 +138,22 @@ def test_settings_that_cannot_work_are_refused(
     assert result.status == 2
     assert key in result.err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_run_of_pairs_needs_no_rewards(objective: str, tmp_path: Path) -> None:
+    """Nor answers: its evaluations have the held-out loss alone. Sampled completions have nothing else to compare."""
+    train = pairs(tmp_path)
+    records = [json.loads(line) for line in Path(train).read_text(encoding="utf-8").splitlines()]
+    kept = ("prompt", "chosen", "rejected")
+    bare = "\n".join(json.dumps({key: one[key] for key in kept}) for one in records)
+    Path(train).write_text(bare, encoding="utf-8")
+    flags = {"--learner.objective": objective, "--data.train": train, "--data.heldout": train, "--rewards": "[]"}
+    result = run(tmp_path / "run", *words(flags | {"--steps": "1", "--eval.problems": "4"}), small=())
+    assert result.status == 0, result.err
+    (before, _) = lines(tmp_path / "run" / "evaluations.jsonl")
+    assert before["accuracy"] is None
+    assert before["loss"]["problems"] == 4
+    refused = run(tmp_path / "other", *words(flags | {"--preference.pairs": "rewards"}), small=())
+    assert refused.status == 2
+    assert "rewards" in refused.err

@@ -29,7 +29,7 @@ from clotho.settings.learner import (
     LearnerSection,
     LossKLPenalty,
 )
-from clotho.settings.objectives import ObjectiveSettings, RatioObjective
+from clotho.settings.objectives import ObjectiveSettings, RatioObjective, Sft
 from clotho.training.objectives.contract import Objective, ObjectiveInputs
 from clotho.training.objectives.importance_correction import CorrectionWeights, correction_weights
 from clotho.training.objectives.kl import ESTIMATORS, bounded_log_ratio, k3, ratio_weighted
@@ -144,6 +144,8 @@ def policy_loss(
     if cross_entropy_N is not None and inputs.teacher_mask_N is not None:
         means["distillation_loss"] = (cross_entropy_N, inputs.teacher_mask_N * mask_N)
     means |= token_loss.means
+    if isinstance(chosen, Sft):
+        means["cross_entropy"] = (-logp_N, mask_N)
     sums = {name: _sum_and_count(value_N, mask_N) for name, (value_N, mask_N) in means.items()}
     return loss, sums, cut_N
 

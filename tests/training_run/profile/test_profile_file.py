@@ -350,8 +350,8 @@ def test_a_mistake_is_named_on_one_line(text: str, message: str, here: Path) -> 
         ("", "model.path is missing: Model directory, GGUF file, package:NAME/FILE or hub repository."),
         ('[model]\npath = "x"\n', "data.train is missing: Dataset: file, directory, OWNER/NAME on the hub, "
          "reasoning_gym:NAME."),
-        ('[model]\npath = "x"\n[data]\ntrain = "y"\n', "[[rewards]] is missing: One reward "
-         "function; the reward of a completion is the weighted sum of those that apply."),
+        ('[model]\npath = "x"\n[data]\ntrain = "y"\n', "rewards are missing: list at least one in [[rewards]]; "
+         "only demonstrations and pairs of a dataset need none"),
         ('rewards = 3\n', "rewards must be a list of tables: [[rewards]], then one key per line"),
     ],
 )  # fmt: skip
