@@ -35,6 +35,7 @@ def test_a_mac_without_a_route_to_the_local_network_gets_the_hint_about_its_priv
     monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     """Other systems, other errors and hosts of the internet have no such rule."""
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
     assert local_network_hint(unreachable(), host) == ""
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     assert "Local Network" in local_network_hint(unreachable(), host)
