@@ -146,9 +146,9 @@ class RowsLimit:
 class MemoryWatch:
     """Reads the memory, and lowers and raises the concurrency of the decode engine.
 
-    read: the current state of the memory. apply: called with a new limit. settled: whether the first batch is done; the
-    swap that grew before counts only as what is there. An unreadable state is logged once, and the limit stays as it
-    is.
+    read: the current state of the memory. apply: called with a new limit. settled: whether the first batch is done,
+    asked until it is; the swap that grew before counts only as what is there. An unreadable state is logged once, and
+    the limit stays as it is.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class MemoryWatch:
     ) -> None:
         """maximum: `engine.max_num_seqs`."""
         self._limit, self._apply, self._read, self._settled = RowsLimit(maximum), apply, read, settled
-        self._failed = False
+        self._has_settled = self._failed = False
 
     def check(self) -> None:
         """Read the memory once, and apply and log a change of the limit."""
@@ -174,7 +174,8 @@ class MemoryWatch:
             return
         limit = self._limit
         before = limit.value
-        if not self._settled():
+        self._has_settled = self._has_settled or self._settled()
+        if not self._has_settled:
             limit.forget_swap()
         if not limit.observe(reading):
             return

@@ -12,6 +12,7 @@ from attachments.machine.attachment import ATTACHMENT
 from attachments.machine.pressure import MemoryReading
 from attachments.machine.resources import ResourceProbe, ResourceReading
 from attachments.machine.tests import simulated_mac
+from protocols.sampling import SampleRequest, Sampling
 from tests.training_run.built_context import open_context, tiny_profile
 from training_run.memory.estimate import estimate_memory
 from training_run.run_monitor import RunMonitor
@@ -33,6 +34,37 @@ async def test_memory_pressure_limits_the_engine_of_the_run(tmp_path: Path, monk
         run.compute.decode.submit(lambda: None).result()
         assert (run.sampler.engine.stats().rows_limit, monitor.gauges().rows_limit) == (128, 128)
     assert len(freed) == 1
+
+
+async def test_growing_swap_counts_after_the_first_completions_and_the_first_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then, a run takes memory once, and the system makes room for it."""
+    swap = 0
+
+    def read() -> MemoryReading:
+        nonlocal swap
+        swap += 2**30
+        return MemoryReading(level="normal", swap_bytes=swap, available_bytes=2**33)
+
+    monkeypatch.setattr("attachments.machine.pressure.read_memory", read)
+    async with open_context(tiny_profile(tmp_path)) as run:
+        (child,) = ATTACHMENT.watches(run.compute, run.sampler.engine)
+        watch = child.actor
+        assert isinstance(watch, PeriodicCheck)
+
+        def limit_after_two_checks() -> int:
+            watch.check()
+            watch.check()
+            run.compute.decode.submit(lambda: None).result()
+            return run.sampler.engine.stats().rows_limit
+
+        assert limit_after_two_checks() == 256
+        request = SampleRequest(prompt=(1, 2, 3), sampling=Sampling(max_tokens=2), seeds=(1,))
+        await run.sampler.client.complete_all([request])
+        assert limit_after_two_checks() == 256
+        run.compute.learner.submit(lambda: None).result()
+        assert limit_after_two_checks() == 128
 
 
 async def test_a_run_has_the_readings_of_its_machine_and_their_findings(
