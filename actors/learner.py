@@ -264,6 +264,8 @@ class LearnerActor:
         """Compute the update, and read the random state after it, in the learner's thread."""
         update = None
         if groups:
+            for hook in self._hooks:
+                groups = hook.judged(groups)
             update = self._policy_learner.update(groups, step=self._progress.step, replayed=replayed)
         return update, random_state()
 

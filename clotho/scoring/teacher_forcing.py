@@ -69,13 +69,12 @@ class TeacherForcing:
 
         None for a model without experts.
         """
-        position_N, draws = mx.array(micro.table.position_N), sampled_tokens_of(micro.table, distribution)
+        draws = sampled_tokens_of(micro.table, distribution)
         with self._mixtures.recorded() as chosen:
             if self._split is None or self._head is None:
-                scores = score(self._whole(micro)[position_N], draws)
+                scores = score(self._whole(micro)[mx.array(micro.table.position_N)], draws)
             else:
-                hidden_N_D = hidden_states(self._split, self._layers, micro.inputs)[position_N]
-                scores = self._head(hidden_N_D, draws, logp_only=logp_only)
+                scores = self._head(self.hidden(micro), draws, logp_only=logp_only)
         return scores, self._load(micro, chosen) if chosen else None
 
     def _load(self, micro: MicroBatch, chosen: Sequence[mx.array]) -> mx.array:
@@ -85,12 +84,20 @@ class TeacherForcing:
         choices_N_C = choices_P_C[mx.array(micro.table.position_N)]
         return expert_load(choices_N_C, self._mixtures.counts, mx.array(micro.table.loss_mask_N))
 
+    def hidden(self, micro: MicroBatch) -> mx.array:
+        """Compute the hidden states that predict the tokens of the table, (N, D), in the type of the model.
+
+        Raises ModelError if blocks and head of the model cannot be separated.
+        """
+        if self._split is None:
+            raise ModelError("the blocks and the head of this model cannot be separated")
+        return hidden_states(self._split, self._layers, micro.inputs)[mx.array(micro.table.position_N)]
+
     def logits(self, micro: MicroBatch) -> mx.array:
         """Compute the logits that predict the tokens of the table, (N, V), in the type of the model."""
-        position_N = mx.array(micro.table.position_N)
         if self._split is None:
-            return self._whole(micro)[position_N]
-        return self._split.head(hidden_states(self._split, self._layers, micro.inputs)[position_N])
+            return self._whole(micro)[mx.array(micro.table.position_N)]
+        return self._split.head(self.hidden(micro))
 
     def _whole(self, micro: MicroBatch) -> mx.array:
         """Compute the logits at all positions, (B * S, V)."""

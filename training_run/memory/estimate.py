@@ -63,9 +63,9 @@ class LearningBytes(NamedTuple):
     """Bytes of the arrays that training keeps.
 
     trained: trainable parameters. in_full: trainable parameters of the base model, without the adapter. gradient: one
-    gradient of all trainable parameters. optimizer: optimizer state. reference, rollback, published: older versions.
-    midway: parameters and state between the optimizer steps of one update. update: the gradient of an optimizer step,
-    its new arrays and its temporary arrays.
+    gradient of all trainable parameters. optimizer: optimizer state, and a critic with its own. reference, rollback,
+    published: older versions. midway: parameters and state between the optimizer steps of one update. update: the
+    gradient of an optimizer step, its new arrays and its temporary arrays.
     """
 
     trained: int
@@ -98,13 +98,14 @@ def learning_bytes(base: nn.Module, profile: Profile, need: MemoryNeed) -> Learn
     snapshot = trained if isinstance(learner.reference, SnapshotReference) else 0
     taken_anew = snapshot if isinstance(learner.reference, SnapshotReference) and learner.reference.interval else 0
     initial = in_full if isinstance(learner.reference, BaseReference) else 0
+    critic = trained + 2 * float32 if need.critic else 0
     largest = FLOAT32 * max((array.size for array in arrays.values()), default=0)
     several = learner.update_epochs * min(learner.num_minibatches, most_groups(profile)) > 1
     return LearningBytes(
         trained=trained,
         in_full=in_full,
         gradient=float32,
-        optimizer=optimizer,
+        optimizer=optimizer + critic,
         reference=average + snapshot + initial,
         rollback=2 * (trained + optimizer + average + taken_anew) if need.rollbacks else 0,
         published=trained if in_full and need.published else 0,

@@ -17,6 +17,7 @@ ATTACHED = {
     "atropos": "atropos",
     "cluster": "cluster",
     "collapse_detection": "alarms",
+    "critic": "critic",
     "data.curriculum": "curriculum",
     "data.reasoning_gym": "reasoning_gym",
     "distillation": "distillation",

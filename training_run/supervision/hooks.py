@@ -34,7 +34,7 @@ class Verdict(Struct, frozen=True, kw_only=True, eq=False):
 class UpdateHook:
     """Takes part in the updates of the learner. Every method adds nothing by default.
 
-    They are called in the event loop, in the order below.
+    They are called in the order below, and in the event loop unless they say otherwise.
     """
 
     def extra(self, *, step: int, version: int) -> Sequence[ScoredGroup]:
@@ -43,6 +43,13 @@ class UpdateHook:
         step: number of batches before this one. version: the policy version before the update.
         """
         return ()
+
+    def judged(self, groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
+        """Return the fresh groups of a batch as the learner trains on them, such as with advantages per token.
+
+        Called in the learner's thread, before the update of a batch that has any.
+        """
+        return groups
 
     def ended(self, trained: Sequence[TrainedGroup], discarded: Sequence[Discarded], *, version: int) -> None:
         """Take groups into account that have ended; also called between two batches. version: the policy's now."""

@@ -1,0 +1,82 @@
+"""Runs with a critic: the whole program with the embedded policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attachments.critic.attachment import ATTACHMENT
+from tests.e2e.pipeline_process import PROBLEMS, Run, metrics, run
+from training_run.memory.estimate import estimate_memory
+from training_run.profile.load import load_profile
+
+SMALL = {
+    "--profile": "local-m3", "--critic": "value_head", "--critic.warmup-steps": "2", "--learner.batch-size": "4",
+    "--sampling.group-size": "4", "--server": "off", "--async": "false", "--learner.schedule": "constant",
+    "--eval": "off", "--sampling.max-tokens": "48", "--checkpoint.interval": "1",
+    "--data.train": str(PROBLEMS / "train.jsonl"), "--data.heldout": str(PROBLEMS / "heldout.jsonl"),
+}  # fmt: skip
+
+
+def words(flags: dict[str, str]) -> list[str]:
+    """Return the command line of a small run with further flags."""
+    return [word for pair in (SMALL | flags).items() for word in pair]
+
+
+def adapter(run_dir: Path) -> bytes:
+    """Return the bytes of the final adapter."""
+    return (run_dir / "adapters" / "adapters.safetensors").read_bytes()
+
+
+def test_a_run_with_a_critic_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """In its warm-up: the state of the critic is part of the checkpoint. Groups with equal rewards are trained on."""
+    whole = run(tmp_path / "whole", *words({"--steps": "5"}), small=())
+    assert whole.status == 0, whole.err
+    assert whole.accounting.trained == 20
+    found = metrics(tmp_path / "whole")
+    assert all(line["critic/value_loss"] > 0 for line in found)
+    assert found[0]["critic/value"] == 0.0
+    assert found[-1]["critic/value"] != 0.0
+    assert "explained variance" in " ".join(ATTACHMENT.shown(found[-1]))
+    assert run(tmp_path / "run", *words({"--steps": "1"}), small=()).status == 0
+    assert run(tmp_path / "run", *words({"--steps": "5"}), "--resume", small=()).status == 0
+    assert adapter(tmp_path / "run") == adapter(tmp_path / "whole")
+
+
+@pytest.mark.slow  # three runs in processes of their own
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_killed_run_resumes_bit_for_bit(step: int, tmp_path: Path) -> None:
+    """In the warm-up, at its end and after it."""
+    flags = words({"--steps": "4"})
+    assert run(tmp_path / "whole", *flags, small=()).status == 0
+    with Run(tmp_path / "run", *flags, small=()) as running:
+        running.wait_until(lambda: (tmp_path / "run" / "checkpoints" / f"step-{step:06d}").is_dir())
+        running.kill(after_seconds=0.0)
+    assert run(tmp_path / "run", *flags, "--resume", small=()).status == 0
+    assert adapter(tmp_path / "run") == adapter(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("policy.method", "full", "policy.method"),
+        ("learner.objective.dynamic-sampling-max-ratio", "4", "dynamic_sampling_max_ratio"),
+        ("learner.kl-penalty", "reward", "learner.kl_penalty"),
+        ("replay", "uniform", "replay"),
+        ("critic", "value", "critic"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(key: str, value: str, said: str, tmp_path: Path) -> None:
+    """With the key, and before anything is trained."""
+    result = run(tmp_path / "run", *words({"--steps": "1", f"--{key}": value}), small=())
+    assert result.status == 2
+    assert said in result.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_estimate_of_memory_counts_the_critic() -> None:
+    """A second adapter, and two numbers of the optimizer for each of its own."""
+    profiles = [load_profile("local-m3", {"critic.type": kind}) for kind in ("off", "value_head")]
+    off, on = (estimate_memory(profile.model, profile) for profile in profiles)
+    assert on.optimizer - off.optimizer == pytest.approx(3 * off.trained, rel=0.05)
