@@ -157,6 +157,9 @@ class Broadcaster:
         self._last_check_seconds = time.monotonic() - began
         self._check_seconds += self._last_check_seconds
         self.largest_drift = max(self.largest_drift, parity.max_difference)
+        if parity.flipped_routes and not self._policy.flips_routes:
+            self._policy.flips_routes = True
+            log.warning("routes_flipped", per_1000_tokens=parity.flipped_routes, kl=parity.unreplayed_kl)
         differ = f"differ at version {self._policy.version}: the served weights are not the trained weights"
         self._stop_above(limits.stop_kl, parity.mean_kl, differ)
         self._stop_above(SERVED_KL, parity.served_kl, differ)

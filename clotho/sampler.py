@@ -300,6 +300,7 @@ class Sampler:
                 seeds=completion_seeds(group_seed(seed, position), n),
                 background=True,
                 record_support=can_record_support(sampling),
+                record_routes=True,
             )
             for position, prompt in enumerate(_many(prompts))
         ]

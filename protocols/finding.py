@@ -42,6 +42,7 @@ FindingName = Literal[
     "reward_collapse",
     "reward_drop",
     "rewards_fail",
+    "routes_flip",
     "run_refused",
     "scorer_full",
     "slow",

@@ -329,6 +329,8 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     reuse_prefix: read the prompt's KV cache from the prefix cache and store it there.
     record_support: report which tokens could have been sampled at each position (`Completion.supports`) if top-p, top-k
         or min-p exclude any; requires 1 <= top_k <= MAX_SUPPORT.
+    record_routes: report which experts computed each token (`Completion.routes`); without effect for models without
+        experts.
     background: nobody waits for the first token, as with rollouts; other requests are started first.
     weights: what samples: `POLICY`, `BASE`, or an adapter's name. request_id: name for aborts; empty if it has none.
     constraint: grammar of every completion, unless `max_tokens` ends it early; log-probabilities are constrained too.
@@ -344,6 +346,7 @@ class SampleRequest(Struct, frozen=True, kw_only=True):
     stream: bool = False
     reuse_prefix: bool = False
     record_support: bool = False
+    record_routes: bool = False
     background: bool = False
     weights: str = POLICY
     request_id: str = ""
@@ -372,6 +375,24 @@ class CompletionTurn(Struct, frozen=True, kw_only=True):
     tools: tuple[str, ...] = ()
 
 
+class ExpertRoutes(Struct, frozen=True, kw_only=True):
+    """The experts of every token of a prompt and its completion but the last, which is not computed.
+
+    experts: their numbers, tokens x layers x per_token, as bytes, or as little-endian uint16 if a layer has more than
+    256 experts. layers: number of layers with experts. number_bytes: bytes per number.
+    """
+
+    experts: bytes
+    layers: int
+    per_token: int
+    number_bytes: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the route of one token."""
+        return self.layers * self.per_token * self.number_bytes
+
+
 class Completion(Struct, frozen=True, kw_only=True):
     """One finished completion.
 
@@ -388,6 +409,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     top_logprobs: per token, up to `Sampling.top_logprobs` pairs (token, log-probability), most probable first.
     supports: per token, the tokens that could have been sampled, as little-endian uint32 in ascending order; empty if
         they were not requested or the support is the whole vocabulary.
+    routes: which experts computed the tokens; None if that was not requested, or the model has no experts.
     weights: what sampled: `POLICY`, `BASE` or the name of an adapter; `versions` are then those of the adapter.
     fingerprint: of the adapter that sampled; empty for the policy, whose version names its weights.
     reward: of the environment that the completion acted in; None if there was none, or it gave none.
@@ -402,6 +424,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     supports: tuple[bytes, ...] = ()
+    routes: ExpertRoutes | None = None
     sampled: tuple[bool, ...] = ()
     turns: tuple[CompletionTurn, ...] = ()
     weights: str = POLICY

@@ -190,6 +190,16 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
         float | None,
         Meta(description="Fraction of the experts of all layers that compute no trained token; null without experts."),
     ] = None
+    flipped_routes: Annotated[
+        float | None,
+        Meta(
+            description="Experts that the learner's routers choose for trained tokens and the sampler's did not, per "
+            "layer and 1,000 tokens; null if the sampler has recorded none."
+        ),
+    ] = None
+    replayed_routes: Annotated[
+        bool, Meta(description="Whether the update took the routes of the sampler (`learner.router_replay`).")
+    ] = False
 
 
 class StepReport(Struct, frozen=True, kw_only=True, tag=True):

@@ -267,7 +267,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     published: the older version that weight patches for the workers of a cluster are made from.
     midway: weights and optimizer state between the optimizer steps of one update.
     caches: KV caches of the running sequences. prefixes: the prefix cache. evaluation: KV caches of an evaluation
-    during training. adapters: adapters that are loaded for clients, with their copies in the compute type.
+    during training. routes: routes of the rollouts that are trained on and of those in progress, which are no arrays of
+    MLX (`learner.router_replay`). adapters: those that are loaded for clients, with their copies in the compute type.
     gradients: in float32; counted twice if an update has several micro-batches.
     sums: a gradient and the copies that are made while the gradients of several ranks are added.
     activations, logits: backward pass of one micro-batch, in the blocks and in the head.
@@ -288,6 +289,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     caches: int
     prefixes: int
     evaluation: int = 0
+    routes: int = 0
     adapters: int = 0
     gradients: int
     sums: int = 0
@@ -304,7 +306,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def held(self) -> int:
         """Bytes of arrays that are held between two turns of the compute threads."""
         learning = self.trained + self.optimizer + self.reference + self.rollback + self.published + self.midway
-        return self.base + learning + self.caches + self.prefixes + self.evaluation + self.adapters
+        return self.base + learning + self.caches + self.prefixes + self.evaluation + self.routes + self.adapters
 
     @property
     def total(self) -> int:

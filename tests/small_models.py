@@ -100,6 +100,7 @@ DELTA: dict[str, Any] = {
 
 NEWER: dict[str, dict[str, Any]] = {
     "qwen3_5": DELTA,
+    "qwen3_5_moe": {**DELTA, **ARCHITECTURES["qwen3_moe"], "shared_expert_intermediate_size": 16},
     "qwen3_next": {**DELTA, **ARCHITECTURES["qwen3_moe"], "shared_expert_intermediate_size": 16},
     "kimi_linear": {
         "linear_attn_config": {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "kda_layers": [1]},
@@ -129,7 +130,7 @@ LANE_SIZES: dict[str, dict[str, Any]] = {
 """Sizes of `ARCHITECTURES` that depend on the hidden size or the head size, or that 4-bit groups of 64 divide."""
 
 
-SCANNED = frozenset({"mamba2", "falcon_h1", "qwen3_5", "qwen3_next", "kimi_linear"})
+SCANNED = frozenset({"mamba2", "falcon_h1", "qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear"})
 """Architectures whose layers update a state at every token."""
 
 WIDE: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 320, "head_dim": 32}
@@ -140,6 +141,7 @@ WIDER: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 16, "expand": 2},
     "falcon_h1": {"mamba_d_ssm": 256, "mamba_d_state": 16, "mamba_d_head": 32, "mamba_n_heads": 8},
     "qwen3_5": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "qwen3_5_moe": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
     "qwen3_next": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
     "kimi_linear": {
         "linear_attn_config": {**NEWER["kimi_linear"]["linear_attn_config"], "head_dim": 32, "kda_layers": [1, 3]},

@@ -131,7 +131,13 @@ class RunContext(Struct, frozen=True, kw_only=True, eq=False):
         """Return what makes groups: completions of prompts, or the episodes of an attachment."""
         if self.attached.episodes is not None:
             return self.attached.episodes.source(sampler, group_size)
-        return SingleTurn(sampler, sampling=self.profile.sampling, group_size=group_size)
+        profile = self.profile
+        return SingleTurn(
+            sampler,
+            sampling=profile.sampling,
+            group_size=group_size,
+            record_routes=profile.learner.router_replay != "off",
+        )
 
     async def recompute_logprobs(self, tokens: tuple[int, ...], temperature: float) -> PromptLogprobs:
         """Log-probabilities of tokens under the run's sampling distribution at a temperature."""

@@ -52,13 +52,14 @@ class Alarms(Attachment):
 
         async def attach(run: RunContext) -> None:
             """Add the checks, and the hooks of the collapse detection."""
-            from attachments.alarms.checks import CollapseCheck, CutCheck, ExpertCheck, ThroughputCheck
+            from attachments.alarms.checks import CollapseCheck, CutCheck, ExpertCheck, RouteCheck, ThroughputCheck
             from attachments.alarms.hooks import detect_collapses, keep_state
             from clotho.lanes.compute_thread import finish
 
             run.findings.add_check(CollapseCheck())
             run.findings.add_check(CutCheck(plan.profile.learner.objective))
             run.findings.add_check(ExpertCheck())
+            run.findings.add_check(RouteCheck())
             run.findings.add_check(ThroughputCheck())
             if isinstance(settings, CollapseChecks):
                 await finish(run.compute.learner.submit(lambda: detect_collapses(run, settings)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,8 +107,8 @@ class DecodeAttention:
         """Store the scaled queries of the step."""
         np.multiply(queries_B_K_R_D.transpose(1, 0, 2, 3), scale, out=self.query_K_B_R_D)
 
-    def write(self, columns_K_B_C_D: Floats, new_B_K_D: Floats) -> None:
-        """Write the new keys, or the new values, of the step into its columns."""
+    def write(self, columns_K_B_C_D: Floats, new_B_K_D: NDArray[Any]) -> None:
+        """Write the new keys, values or routes of the step into its columns."""
         columns_K_B_C_D[:, :, -1] = new_B_K_D.transpose(1, 0, 2)
 
     def divide(self, sum_K_B_R_D: Floats, weight_K_B_R_1: Floats, out_B_K_R_D: Floats) -> None:
@@ -147,8 +147,8 @@ class VerifyAttention(DecodeAttention):
         query_K_B_T_R_D = self.query_K_B_R_D.reshape(self._shape_K_B_T_R_D)
         query_K_B_T_R_D[:, self._row_N, self._index_N] = queries_B_K_R_D.transpose(1, 0, 2, 3) * scale
 
-    def write(self, columns_K_B_C_D: Floats, new_B_K_D: Floats) -> None:
-        """Write the new keys, or the new values, of the N tokens into the columns of their rows."""
+    def write(self, columns_K_B_C_D: Floats, new_B_K_D: NDArray[Any]) -> None:
+        """Write the new keys, values or routes of the N tokens into the columns of their rows."""
         columns_K_B_C_D[:, self._row_N, self._column_N] = new_B_K_D.transpose(1, 0, 2)
 
     def divide(self, sum_K_B_R_D: Floats, weight_K_B_R_1: Floats, out_B_K_R_D: Floats) -> None:

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attachments.cpu.attention import DecodeAttention
 from attachments.cpu.blas import Floats, Matrix, part
@@ -26,7 +27,12 @@ from attachments.cpu.decoder_layers import (
 
 
 class StepBuffers:
-    """Matrices of a decode step of B rows, reused by all blocks. x: the residual stream."""
+    """Matrices of a decode step of B rows, reused by all blocks. x: the residual stream.
+
+    expert_B_C: the experts that the last mixture chose.
+    """
+
+    expert_B_C: NDArray[np.int64]
 
     def __init__(self, rows: int, width: int) -> None:
         self.rows = rows

@@ -29,12 +29,13 @@ from attachments.cpu.delta_layer import DeltaLayer, RowState
 from attachments.cpu.experts import Experts
 from attachments.cpu.layers import rope_frequencies
 from clotho.inference.rows import RowAdapter
+from clotho.models.experts import Mixtures
 
 T = TypeVar("T")
 
 
 class StepCaches(NamedTuple):
-    """What a step reads and writes. layers: caches by block."""
+    """What a step reads and writes. layers: caches by block, then that of the routes of a model with experts."""
 
     attention: DecodeAttention
     layers: list[AttentionCache | RowState]
@@ -52,6 +53,7 @@ class DecoderBlock:
             self.mixer = Attention(block.self_attn, f"{name}.self_attn")
         self.mlp = (Experts if "switch_mlp" in block.mlp else GatedLinear)(block.mlp, f"{name}.mlp")
         self.groups = *self.mixer.groups, *self.mlp.groups
+        self.choices = self.mlp.per_token if isinstance(self.mlp, Experts) else 0
 
 
 def text_part(model: nn.Module) -> tuple[Any, str]:
@@ -63,6 +65,8 @@ class HostDecoder:
     """Decodes a model that `supported` supports. key_shape: (key heads, size).
 
     state_shapes: of the arrays that layers with the gated delta rule keep of a row, by layer. depth: number of blocks.
+    column_shapes: (heads, size of keys, size of values) of the layers that keep columns. The last ones of a model with
+    experts are its routes, in float32. expert_layers: number of layers with experts. route_dtype: of routes elsewhere.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -75,10 +79,16 @@ class HostDecoder:
         if "lm_head" in text:
             self._head = ProjectionGroup(Projection(text.lm_head, f"{prefix}lm_head"))
         self.depth = len(self._blocks)
-        self._is_delta = [bool(block.mixer.state_shapes) for block in self._blocks]
+        choices = sum(block.choices for block in self._blocks)
+        mixtures = Mixtures(model)
+        self.expert_layers, self.route_dtype = len(mixtures.counts), np.dtype(f"u{mixtures.dtype.size}")
+        self._is_delta = [bool(block.mixer.state_shapes) for block in self._blocks] + [False] * bool(mixtures)
         self.state_shapes = [block.mixer.state_shapes for block in self._blocks if block.mixer.state_shapes]
         attention = next(block.mixer for block in self._blocks if isinstance(block.mixer, Attention))
         self.key_shape: tuple[int, int] = (attention.key_heads, attention.size)
+        heads, size = self.key_shape
+        self.column_shapes = [(heads, size, size)] * (self.depth - len(self.state_shapes))
+        self.column_shapes += [(1, choices, 0)] * bool(mixtures)
         self._repeats = attention.repeats
         rope = next(block.self_attn.rope for block in inner.layers if "self_attn" in block)
         self._frequency_H = as_numpy(rope_frequencies(rope.dims, rope.base)) * np.float32(rope.scale)
@@ -149,13 +159,18 @@ class HostDecoder:
         if arrangement is not None:
             token_B, position_B = arrangement.sorted(token_B), arrangement.sorted(position_B)
         np.take(self._embeddings().array.T, token_B, axis=0, out=buffers.x.array, mode="clip")
-        step = HostStep(buffers, caches.attention, cosines_and_sines(position_B, self._frequency_H))
-        for block, cache in zip(self._blocks, caches.layers, strict=True):
+        step, choice = HostStep(buffers, caches.attention, cosines_and_sines(position_B, self._frequency_H)), 0
+        for block, cache in zip(self._blocks, caches.layers[: self.depth], strict=True):
             with np.errstate(all="ignore"):  # log-probabilities reveal values that are not finite
                 block.before_mixer(buffers.x.array, buffers.normed.array)
                 block.mixer(step, cache)
                 block.before_mlp(buffers.x.array, buffers.normed.array)
                 block.mlp(buffers)
+            if block.choices:
+                expert_B_C = buffers.expert_B_C if arrangement is None else arrangement.by_slot(buffers.expert_B_C)
+                routes = caches.layers[-1][0][..., choice : choice + block.choices]
+                caches.attention.write(routes, expert_B_C[:, None])
+                choice += block.choices
             yield
         with np.errstate(all="ignore"):
             self._norm(buffers.x.array, buffers.normed.array)

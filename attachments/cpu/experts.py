@@ -47,12 +47,12 @@ class ExpertLayer:
 class Experts:
     """Gated linear layers, of which each token has the chosen ones, weighted by the probabilities of the router.
 
-    Beside them, all tokens can have an expert that they share (Qwen3.5).
+    Beside them, all tokens can have an expert that they share (Qwen3.5). per_token: number of chosen ones.
     """
 
     def __init__(self, mlp: Any, name: str) -> None:
         self._router = projections(mlp, name, "gate")
-        self._chosen, self._is_normalised = int(mlp.top_k), bool(mlp.norm_topk_prob)
+        self.per_token, self._is_normalised = int(mlp.top_k), bool(mlp.norm_topk_prob)
         experts = f"{name}.switch_mlp"
         self._layers = [
             ExpertLayer(mlp.switch_mlp[key], f"{experts}.{key}") for key in ("gate_proj", "up_proj", "down_proj")
@@ -65,12 +65,13 @@ class Experts:
             self.groups += self._shared.groups
 
     def __call__(self, buffers: StepBuffers) -> None:
-        """Add the output for `buffers.normed` to the residual stream."""
+        """Add the output for `buffers.normed` to the residual stream, and keep the choices as `buffers.expert_B_C`."""
         (router,) = buffers.matrices("router", 1, self._router.outputs)
         self._router(buffers.normed, (router,), buffers.low_rank)
         share_B_E = np.exp(router.array - router.array.max(axis=-1, keepdims=True))
         share_B_E /= share_B_E.sum(axis=-1, keepdims=True)
-        expert_B_C = np.argpartition(share_B_E, -self._chosen, axis=-1)[:, -self._chosen :]
+        expert_B_C = np.argpartition(share_B_E, -self.per_token, axis=-1)[:, -self.per_token :]
+        buffers.expert_B_C = expert_B_C
         share_B_C = np.take_along_axis(share_B_E, expert_B_C, axis=-1)
         if self._is_normalised:
             share_B_C /= share_B_C.sum(axis=-1, keepdims=True)
@@ -93,7 +94,7 @@ class Experts:
     ) -> None:
         """Add the outputs of the C experts of every row to `out`, one expert after another."""
         weights, order_N = [layer.weights() for layer in self._layers], np.argsort(expert_B_C, axis=None, kind="stable")
-        row_N, expert_N = order_N // self._chosen, expert_B_C.ravel()[order_N]
+        row_N, expert_N = order_N // self.per_token, expert_B_C.ravel()[order_N]
         starts = [0, *(np.flatnonzero(np.diff(expert_N)) + 1).tolist(), len(expert_N)]
         for first, stop in pairwise(starts):
             expert, rows = int(expert_N[first]), row_N[first:stop]

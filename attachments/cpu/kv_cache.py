@@ -25,7 +25,7 @@ from attachments.cpu.decoder_layers import allocated, as_numpy
 from attachments.cpu.delta_layer import RowStates
 from attachments.cpu.layers import MASKED_SCORE
 from clotho.inference.row_runs import RowRun, even_runs, longest_first, wasted
-from clotho.inference.rows import DraftedTokens, PrefilledPrompt, PromptState, spare_columns, undivided
+from clotho.inference.rows import DraftedTokens, PrefilledPrompt, PromptState, RouteArray, spare_columns, undivided
 
 MIN_SHARED_TOKENS = 256
 """Minimum number of copied prompt tokens that sharing must save, because it needs more matrix products."""
@@ -63,8 +63,8 @@ class HostKVCache:
         self._shared: list[SharedPrompt] | None = None
         self._states = RowStates(decoder.state_shapes, rows)
         self._columns: list[tuple[Floats, Floats]] = [
-            (_zeros(decoder, rows, 0), _zeros(decoder, rows, 0))
-            for _ in range(decoder.depth - len(decoder.state_shapes))
+            (allocated((heads, rows, 0, keys)), allocated((heads, rows, 0, values)))
+            for heads, keys, values in decoder.column_shapes
         ]
 
     @property
@@ -108,17 +108,24 @@ class HostKVCache:
 
     def state(self, slot: int, tokens: int) -> PromptState:
         """Return a copy of the KV cache of a row of `tokens` tokens, as prefill returns it."""
-        end, key = self.column - int(self._lag_B[slot]), int(self.prompt_B[slot])
-        prompts = self._prompts.get(key, [])
-        held = tokens - (_tokens(prompts) if prompts else 0)
-        layers = []
-        for n, layer in enumerate(self._columns):
-            own = [columns[:, slot, end - held : end] for columns in layer]
-            whole = [np.concatenate(parts, axis=1) for parts in zip(prompts[n], own, strict=True)] if prompts else own
-            layers.append(tuple(mx.array(np.ascontiguousarray(one)[None]) for one in whole))
+        read = [self._read(layer, slot, tokens) for layer in range(len(self._columns))]
+        layers = [tuple(mx.array(np.ascontiguousarray(one)[None]) for one in arrays) for arrays in read]
         state = self._decoder.joined(layers, self._states.of(slot))
         mx.eval(state)
         return tuple(state)
+
+    def _read(self, layer: int, slot: int, tokens: int) -> list[Floats]:
+        """Return keys and values of a row of `tokens` tokens, (K, tokens, D), with its shared prompt."""
+        end, key = self.column - int(self._lag_B[slot]), int(self.prompt_B[slot])
+        prompts = self._prompts.get(key, [])
+        held = tokens - (_tokens(prompts) if prompts else 0)
+        own = [columns[:, slot, end - held : end] for columns in self._columns[layer]]
+        return [np.concatenate(parts, axis=1) for parts in zip(prompts[layer], own, strict=True)] if prompts else own
+
+    def routes(self, slot: int, tokens: int) -> RouteArray | None:
+        """Return a copy of the routes of a row of `tokens` tokens; None for a model without experts."""
+        layers, dtype = self._decoder.expert_layers, self._decoder.route_dtype
+        return self._read(-1, slot, tokens)[0][0].astype(dtype).reshape(tokens, layers, -1) if layers else None
 
     def take(self, slots: Sequence[int], positions_N: NDArray[np.int32]) -> None:
         """Keep only these slots, in this order, with `positions_N` tokens, and free unused columns."""
@@ -313,7 +320,7 @@ class HostKVCache:
 
         def moved_columns(held: Floats) -> Floats:
             """Return keys or values in a buffer of the new capacity, in the new order of rows and columns."""
-            moved = _zeros(self._decoder, self._room, self.capacity)
+            moved = allocated((len(held), self._room, self.capacity, held.shape[-1]))
             target = moved[:, : held_rows if slots is None else len(slots), column - kept : column]
             if lag_B is None:
                 target[:] = held[:, rows, start:stop]
@@ -346,12 +353,6 @@ def _is_shared(prompt: PrefilledPrompt) -> bool:
 def _columns_needed(prompts: Sequence[PrefilledPrompt]) -> int:
     """Return the number of columns that the prompts need."""
     return max((prompt.tokens for prompt in prompts if not _is_shared(prompt)), default=0)
-
-
-def _zeros(decoder: HostDecoder, rows: int, columns: int) -> Floats:
-    """Return a buffer for keys or values, (K, rows, columns, D)."""
-    heads, size = decoder.key_shape
-    return allocated((heads, rows, columns, size))
 
 
 def _copied(x: Floats) -> Floats:

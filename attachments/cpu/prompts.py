@@ -34,12 +34,12 @@ class HostPrompts:
 
     def __init__(self, decoder: HostDecoder, rows: int, tokens: int) -> None:
         """tokens: maximum number of tokens of a prompt."""
-        heads, size = decoder.key_shape
         self._decoder, self._rows, self._tokens = decoder, rows, tokens
-        zeros = np.zeros((rows, heads, tokens, size), np.float32)
         self._states = RowStates(decoder.state_shapes, rows)
-        attention = range(decoder.depth - len(decoder.state_shapes))
-        self._arrays = tuple((mx.array(zeros), mx.array(zeros)) for _ in attention)
+        self._arrays = tuple(
+            tuple(mx.array(np.zeros((rows, heads, tokens, size), np.float32)) for size in sizes)
+            for heads, *sizes in decoder.column_shapes
+        )
         self._layers = [(as_numpy(keys), as_numpy(values)) for keys, values in self._arrays]
 
     def restore(self, row: int, state: PromptState, tokens: int) -> None:

@@ -85,6 +85,7 @@ CORE: dict[str, dict[str, dict[str, str]]] = {
         "Tokens per expert": {
             "most used": "expert_share_max", "least used": "expert_share_min", "unused": "unused_experts_fraction",
         },
+        "Flipped routes": {"per layer and 1,000 tokens": "flipped_routes"},
         "Learning rate": {"rate": "learning_rate"},
         "Step scale": {"factor of the learning rate": "step_scale"},
     },

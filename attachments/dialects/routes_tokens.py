@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import struct
+from base64 import b64encode
 from typing import Annotated, Any
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from attachments.dialects.native import (
     GenerationResult,
@@ -29,30 +30,59 @@ from clotho.serving.openai_responses import (
     prompt_positions,
 )
 from clotho.serving.services import ServerContext, find_served
-from protocols.sampling import MAX_SUPPORT, Completion, TokenId, TopLogprobs, can_record_support, restricts_support
+from protocols.sampling import (
+    MAX_SUPPORT,
+    Completion,
+    ExpertRoutes,
+    TokenId,
+    TopLogprobs,
+    can_record_support,
+    restricts_support,
+)
 
 
 class TokenParams(NativeFields, frozen=True, kw_only=True):
-    """`sampling_params`. logprobs, prompt_logprobs: alternatives per completion token and per prompt token."""
+    """`sampling_params`. logprobs, prompt_logprobs: alternatives per completion token and per prompt token.
+
+    routed_experts_prompt_start: first token of the prompt whose experts are returned.
+    """
 
     logprobs: TopLogprobs | None = None
     prompt_logprobs: TopLogprobs | None = None
+    routed_experts_prompt_start: Annotated[int, Meta(ge=0)] = 0
 
 
 class TokensRequest(Struct, frozen=True, kw_only=True):
-    """The request body. return_sampling_mask: return the tokens that could have been sampled at each position."""
+    """The request body. return_sampling_mask: return the tokens that could have been sampled at each position.
+
+    return_routed_experts: return the experts that computed each token.
+    """
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     sampling_params: dict[str, Any] | None = None
     model: str | None = None
     request_id: RequestId | None = None
     return_sampling_mask: bool | None = None
+    return_routed_experts: bool | None = None
+
+
+class RoutedExperts(Struct, frozen=True, kw_only=True):
+    """The experts of the tokens from `start` on, prompt included, without the last token, which is not computed.
+
+    data: numbers of the experts as little-endian `dtype`, in base64. shape: (tokens, layers with experts, experts).
+    """
+
+    data: str
+    shape: tuple[int, int, int]
+    dtype: str
+    start: int
 
 
 class TokensChoice(Struct, frozen=True, kw_only=True):
     """One completion. Each token of `logprobs` is named `token_id:ID`.
 
     sampling_mask: per token, the IDs that could have been sampled; null if that is the whole vocabulary.
+    routed_experts: null for a model without experts.
     """
 
     index: int
@@ -61,6 +91,7 @@ class TokensChoice(Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None
     logprobs: ChatLogprobs | None
     sampling_mask: list[tuple[int, ...]] | UnsetType | None = UNSET
+    routed_experts: RoutedExperts | UnsetType | None = UNSET
 
 
 class TokensResponse(ServedBy, frozen=True, kw_only=True):
@@ -92,6 +123,9 @@ def parse_tokens_request(body: bytes, context: ServerContext) -> NativeRequest:
         record_support=with_mask,
         request_id=request_id,
     )
+    if fields.return_routed_experts:
+        samples = tuple(structs.replace(sample, record_routes=True) for sample in request.samples)
+        request = structs.replace(request, samples=samples)
     sampling = request.samples[0].sampling
     if with_mask and restricts_support(sampling) and not can_record_support(sampling):
         raise invalid_field("return_sampling_mask", f"requires top_k of 1 to {MAX_SUPPORT}, or no filter")
@@ -101,7 +135,14 @@ def parse_tokens_request(body: bytes, context: ServerContext) -> NativeRequest:
         """Build the response of vLLM's route for tokens."""
         counts = sum(len(completion.tokens) for completion in result.completions)
         choices = [
-            _choice(index, completion, params.logprobs, context, with_mask=with_mask)
+            _choice(
+                index,
+                completion,
+                params.logprobs,
+                context,
+                with_mask=with_mask,
+                experts_from=params.routed_experts_prompt_start if fields.return_routed_experts else None,
+            )
             for index, completion in enumerate(result.completions)
         ]
         return TokensResponse(
@@ -118,8 +159,15 @@ def parse_tokens_request(body: bytes, context: ServerContext) -> NativeRequest:
 
 
 def _choice(
-    index: int, completion: Completion, top: int | None, context: ServerContext, *, with_mask: bool
+    index: int,
+    completion: Completion,
+    top: int | None,
+    context: ServerContext,
+    *,
+    with_mask: bool,
+    experts_from: int | None,
 ) -> TokensChoice:
+    """Return one completion. experts_from: first token whose experts are returned; None: of no token."""
     logprobs = None
     if top is not None:
         names = TokenIdTexts(context.tokenizer)
@@ -132,4 +180,17 @@ def _choice(
         stop_reason=completion.stop_reason,
         logprobs=logprobs,
         sampling_mask=(masks or None) if with_mask else UNSET,
+        routed_experts=UNSET if experts_from is None else _routed_experts(completion.routes, experts_from),
+    )
+
+
+def _routed_experts(routes: ExpertRoutes | None, start: int) -> RoutedExperts | None:
+    if routes is None:
+        return None
+    data = routes.experts[start * routes.token_bytes :]
+    return RoutedExperts(
+        data=b64encode(data).decode(),
+        shape=(len(data) // routes.token_bytes, routes.layers, routes.per_token),
+        dtype=f"uint{8 * routes.number_bytes}",
+        start=start,
     )

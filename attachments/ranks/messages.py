@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from attachments.ranks.sections import DistributedSection
 from clotho.scoring.layouts.rows import PackedInputs, PaddedInputs
 from clotho.scoring.layouts.shared_prefix import SharedInputs
-from clotho.scoring.sequences import MicroBatch, TokenTable
+from clotho.scoring.sequences import MicroBatch, RouteInputs, TokenTable
 from clotho.settings.engine import SamplingSection
 from clotho.settings.learner import LearnerSection
 from clotho.settings.model import ModelSection, PolicySection
@@ -57,7 +57,10 @@ class RankWeights(Struct, frozen=True, kw_only=True, tag="weights"):
 
 
 class SharePart(Struct, frozen=True, kw_only=True):
-    """One micro-batch of a share, with its index in the minibatch and its fixed log-probabilities."""
+    """One micro-batch of a share, with its index in the minibatch and its fixed log-probabilities.
+
+    routes: arrays of its `RouteInputs`, of the same layout; empty without routes. replays: whether they are replayed.
+    """
 
     index: int
     table: TokenTable
@@ -65,18 +68,30 @@ class SharePart(Struct, frozen=True, kw_only=True):
     group_B: NDArray[np.int32]
     layout: str
     inputs: tuple[NDArray[np.int32], ...]
+    routes: tuple[NDArray[Any], ...] = ()
+    replays: bool = False
     reference_N: NDArray[np.float32] | None = None
     proximal_N: NDArray[np.float32] | None = None
     reference_point: float = 0.0
 
     def micro_batch(self) -> MicroBatch:
         """Return the micro-batch."""
-        inputs = LAYOUTS[self.layout](*self.inputs)
-        return MicroBatch(table=self.table, members=self.members, group_B=self.group_B, inputs=inputs)
+        kind, routes = LAYOUTS[self.layout], None
+        if self.routes:
+            *inputs, table_X_E, known_X = self.routes
+            routes = RouteInputs(kind(*inputs), table_X_E, known_X, self.replays)
+        return MicroBatch(
+            table=self.table,
+            members=self.members,
+            group_B=self.group_B,
+            inputs=kind(*self.inputs),
+            routes=routes,
+        )
 
 
 def part(index: int, micro: MicroBatch) -> SharePart:
     """Return a micro-batch as a part of a share, without fixed log-probabilities."""
+    routes = micro.routes
     return SharePart(
         index=index,
         table=micro.table,
@@ -84,6 +99,8 @@ def part(index: int, micro: MicroBatch) -> SharePart:
         group_B=micro.group_B,
         layout=type(micro.inputs).__name__,
         inputs=tuple(micro.inputs),
+        routes=() if routes is None else (*routes.inputs, routes.table_X_E, routes.known_X),
+        replays=routes is not None and routes.replays,
     )
 
 

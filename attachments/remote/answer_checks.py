@@ -51,6 +51,8 @@ def _check_tokens(completion: Completion, sampling: Sampling, vocab_size: int) -
         _check_token(token, vocab_size)
     if completion.sampled:
         raise RemoteFailure("returned tokens that it did not sample")
+    if completion.routes is not None:
+        raise RemoteFailure("returned routes, which were not requested")
     if completion.weights != POLICY or completion.fingerprint:
         raise RemoteFailure("sampled with an adapter, not with the policy")
 

@@ -224,7 +224,7 @@ class VerifyingKVCache(BatchKVCache):
             columns.begin_verification(tokens, positions_B, due_B, offset_B, ahead)
         token_B_T = mx.array(np.maximum(tokens.padded(tokens.token_N), 0))
         with evaluation_mode(self.layout.model):
-            logits_B_T_V: mx.array = self.layout.model(token_B_T, cache=self.nested)
+            logits_B_T_V = self.layout.compute(token_B_T, self.nested)
         flat = mx.flatten(logits_B_T_V, 0, 1)
         if flat.shape[0] == len(tokens.token_N):
             return flat

@@ -384,6 +384,19 @@ class Batch:
         """Free a slot and return its row with the tokens it has sampled."""
         return self.table.leave(slot)
 
+    def record_routes(self, slot: int) -> None:
+        """Give a row that will leave the routes of its tokens but the newest, if its request wants them.
+
+        A row that was interrupted before keeps the routes that it had then, also if they were computed again.
+        """
+        row, table = self.table.rows[slot], self.table
+        if row is None or self._cache is None or not row.active.request.record_routes:
+            return
+        routes = self._cache.routes(slot, int(table.positions[slot]))
+        if routes is not None:
+            before, tokens = len(row.routes), len(row.active.request.prompt) + int(table.sampled[slot]) - 1
+            row.routes = np.concatenate([row.routes, routes[before:tokens]]) if before else routes[:tokens]
+
     def limit_cache(self, tokens: int) -> None:
         """Set the number of tokens of all rows that the buffers may have room for."""
         self._limit = tokens

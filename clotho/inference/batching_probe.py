@@ -70,7 +70,8 @@ def probe_batching(layout: CacheLayout) -> None:
             reason = error
             continue
         if shape[:2] == (heads + 1, 1):
-            _read_probe(layout, [leaf for leaf in cache.leaves if isinstance(leaf, _ProbedCache)])
+            leaves = cache.leaves[:-1] if layout.mixtures else cache.leaves
+            _read_probe(layout, [leaf for leaf in leaves if isinstance(leaf, _ProbedCache)])
             return
     raise ModelError(f"this model cannot decode several sequences at once: {reason}")
 
@@ -80,7 +81,7 @@ def _probe(layout: CacheLayout, rows: int) -> tuple[BatchKVCache, tuple[int, ...
     positions_B, live_B = np.arange(rows, dtype=np.int32) % 3, np.ones(rows, dtype=np.bool_)
     cache.make_room(positions_B, live_B, [PrefilledPrompt(rows=1, tokens=2, state=None, reserved=4)])
     cache.begin(positions_B, live_B)
-    logits: mx.array = layout.model(mx.zeros((rows, 1), dtype=mx.int32), cache=cache.nested)
+    logits = layout.compute(mx.zeros((rows, 1), dtype=mx.int32), cache.nested)
     return cache, tuple(logits.shape)
 
 

@@ -17,7 +17,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from clotho.inference.rows import DraftedTokens, PrefilledPrompt, PromptState, RowAdapter
+from clotho.inference.rows import DraftedTokens, PrefilledPrompt, PromptState, RouteArray, RowAdapter
+from clotho.models.experts import Mixtures
 from protocols.errors import ModelError
 
 MIN_SAVED_BYTES = {"cpu": 2**21, "gpu": 2**23}
@@ -58,6 +59,8 @@ Leaf = AttentionLeaf | StateLeaf
 class CacheLayout:
     """The caches of one model, derived from a forward pass of one token that is never evaluated.
 
+    A model with experts has one more, behind those of its layers: the routes of the tokens, as keys (1, C) of C choices
+    (`Mixtures.routes`), with values of size 0. They stay with the keys and values that were computed along them.
     `probe_batching` sets: mask_axes, number of axes of attention masks; query_heads, number of query heads if it is the
     same in all layers and they take masks as given; shares_prompts, whether rows can share a prompt. Raises ModelError
     for caches that cannot hold several sequences.
@@ -65,8 +68,9 @@ class CacheLayout:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.mixtures = Mixtures(model)
         cache = self.fresh()
-        model(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
+        self.compute(mx.zeros((1, 1), dtype=mx.int32), cache)
         self.mask_axes = 4
         self.query_heads: int | None = None
         self.shares_prompts = False
@@ -75,7 +79,19 @@ class CacheLayout:
 
     def fresh(self) -> list[Any]:
         """Return an empty cache of mlx-lm for prefill."""
-        return list(make_prompt_cache(self.model))
+        routes: list[Any] = [KVCache()] if self.mixtures else []  # type: ignore[no-untyped-call]
+        return [*make_prompt_cache(self.model), *routes]
+
+    def compute(self, token_B_T: mx.array, cache: Sequence[Any]) -> mx.array:
+        """Return the logits of a pass, (B, T, V). Its tokens are appended to the caches, in the order of `nest`."""
+        if not self.mixtures:
+            logits_B_T_V: mx.array = self.model(token_B_T, cache=cache)
+            return logits_B_T_V
+        with self.mixtures.recorded() as chosen:
+            logits_B_T_V = self.model(token_B_T, cache=cache[:-1])
+        route_B_1_T_C = self.mixtures.routes(chosen)[:, None]
+        cache[-1].update_and_fetch(route_B_1_T_C, route_B_1_T_C[..., :0])
+        return logits_B_T_V
 
     @property
     def right_padding_limit(self) -> int | None:
@@ -110,7 +126,7 @@ class CacheLayout:
             return None
         cache = self.fresh()
         with evaluation_mode(self.model):
-            self.model(mx.array([list(tokens)]), cache=cache)
+            self.compute(mx.array([list(tokens)]), cache)
         state = self.extract(cache, 0, len(tokens))
         mx.eval(state)
         return state
@@ -231,6 +247,9 @@ class RowCaches(Protocol):
 
     def state(self, slot: int, tokens: int) -> PromptState:
         """Return an evaluated copy of the KV cache of a row of `tokens` tokens, as prefill returns it."""
+
+    def routes(self, slot: int, tokens: int) -> RouteArray | None:
+        """Return a copy of the routes of a row of `tokens` tokens; None for a model without experts."""
 
     def take(self, slots: Sequence[int], positions_N: NDArray[np.int32]) -> None:
         """Keep only these slots, in this order, with `positions_N` tokens, and free unused columns."""

@@ -252,6 +252,8 @@ class Decoding:
         """Remove the rows of some requests, with the tokens they have sampled. clear: zero their KV caches."""
         self.complete()
         slots = [slot for slot, row in enumerate(self.batch.table.rows) if row and row.active in ended]
+        for slot in () if clear else slots:
+            self.batch.record_routes(slot)
         rows = [self.batch.leave(slot) for slot in slots]
         for slot in slots if clear else ():
             self.batch.clear(slot)
@@ -275,6 +277,7 @@ class Decoding:
         reserved for it when it continues.
         """
         state = self.batch.state(slot) if with_state else None
+        self.batch.record_routes(slot)
         row = self.batch.leave(slot)
         job = PrefillJob(row.active, (*row.active.request.prompt, *row.tokens), [row])
         if with_state:

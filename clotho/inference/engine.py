@@ -7,7 +7,7 @@ or HTTP: one thread creates it, submits requests to it, and calls `tick()` while
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from itertools import chain
 from time import perf_counter
@@ -28,7 +28,7 @@ from clotho.inference.kv_budget import KVBudget, Loads, short_tokens
 from clotho.inference.outputs import EventSender
 from clotho.inference.parts import EngineParts
 from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill
-from clotho.inference.rows import RowAdapter
+from clotho.inference.rows import RouteArray, RowAdapter
 from clotho.inference.sampling import validate
 from clotho.inference.scheduler import ActiveRequest, Listener, PrefillJob, Row, Scheduler
 from clotho.inference.stop_strings import IncrementalDetokenizer
@@ -486,10 +486,10 @@ class DecodeEngine:
 
     def teacher_forced_logits(
         self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int, weights: str = POLICY
-    ) -> Iterator[mx.array]:
-        """Yield the logits before each token from decode steps; see `ForcedDecoder`. Running rows are not affected.
+    ) -> Generator[mx.array, None, list[RouteArray]]:
+        """Yield the logits before each token from decode steps, and return their routes; see `ForcedDecoder`.
 
-        weights: as in `SampleRequest`.
+        Running rows are not affected. weights: as in `SampleRequest`.
         """
         return self._forced.teacher_forced_logits(
             prompt, completions, rows=rows, adapter=self.row_weights.admit(weights)

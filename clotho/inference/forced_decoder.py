@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,7 +12,7 @@ from clotho.backend import backend
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout, Computing, pass_context
 from clotho.inference.parts import EngineParts, MakeCaches
-from clotho.inference.rows import PrefilledPrompt, RowAdapter, undivided
+from clotho.inference.rows import PrefilledPrompt, RouteArray, RowAdapter, undivided
 from clotho.settings.engine import EngineSection
 
 
@@ -41,9 +41,10 @@ class ForcedDecoder:
         *,
         rows: int,
         adapter: RowAdapter | None = None,
-    ) -> Iterator[mx.array]:
+    ) -> Generator[mx.array, None, list[RouteArray]]:
         """Yield the logits before each token, (rows, V), evaluated, from decode steps of `rows` rows.
 
+        Returns the routes of prompt and tokens but the last of each completion; nothing for a model without experts.
         completions: of equal lengths; row i has completion i modulo their number. adapter: None for the policy.
         """
         adapter_B = [adapter] * rows
@@ -63,3 +64,5 @@ class ForcedDecoder:
             mx.eval(logits_B_V, *caches.arrays)
             yield logits_B_V
             positions_B = positions_B + 1
+        routes = [caches.routes(row, int(positions_B[row])) for row in range(min(rows, len(completions)))]
+        return [one for one in routes if one is not None]

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf, evaluation_mode, set_state
 from clotho.inference.row_runs import RowRun, even_runs, longest_first, min_saved_scores, wasted
-from clotho.inference.rows import PrefilledPrompt, PromptState, rounded_columns, spare_columns
+from clotho.inference.rows import PrefilledPrompt, PromptState, RouteArray, rounded_columns, spare_columns
 from clotho.inference.shared_prompts import PromptArrays, SharedPrompts, grouped_attention
 from clotho.models.attention import install_cache_attention
 from clotho.models.stages import recorded_stages
@@ -442,6 +442,11 @@ class BatchKVCache:
         mx.eval(copied)
         return copied
 
+    def routes(self, slot: int, tokens: int) -> RouteArray | None:
+        """Return a copy of the routes of a row of `tokens` tokens; None for a model without experts."""
+        layers = len(self.layout.mixtures.counts)
+        return np.array(self.leaves[-1].read(slot, tokens)[0]).reshape(tokens, layers, -1) if layers else None
+
     def take(self, slots: Sequence[int], positions_N: NDArray[np.int32]) -> None:
         """Keep only these slots, in this order, with `positions_N` tokens, and free unused columns."""
         self.rows = len(slots)
@@ -513,7 +518,7 @@ class BatchKVCache:
         self.begin(positions_B, due_B)
         recording = recorded_stages(getattr(model, "layers", ()), gradients=False) if divided else nullcontext()
         with evaluation_mode(model), recording as stages:
-            logits_B_V: mx.array = model(mx.array(token_B)[:, None], cache=self.nested)[:, -1]
+            logits_B_V = self.layout.compute(mx.array(token_B)[:, None], self.nested)[:, -1]
         for columns in self.columns.values():
             columns.end()
         yield

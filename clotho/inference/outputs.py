@@ -11,10 +11,19 @@ import numpy as np
 import structlog
 
 from clotho.inference.batch import Batch, StepOutput
+from clotho.inference.rows import RouteArray
 from clotho.inference.scheduler import ActiveRequest, Row
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import RequestError
-from protocols.sampling import Completion, CompletionDone, FinishReason, SampleEvent, SampleFailed, TokenSampled
+from protocols.sampling import (
+    Completion,
+    CompletionDone,
+    ExpertRoutes,
+    FinishReason,
+    SampleEvent,
+    SampleFailed,
+    TokenSampled,
+)
 from protocols.summary import Distribution
 
 log = structlog.get_logger(__name__)
@@ -164,9 +173,19 @@ class EventSender:
             stop_reason=stop_reason,
             top_logprobs=tuple(row.top_logprobs),
             supports=tuple(row.supports),
+            routes=_routes(row.routes),
             weights=row.active.request.weights,
             fingerprint=row.active.adapter.fingerprint if row.active.adapter is not None else "",
         )
+
+
+def _routes(route_T_L_K: RouteArray) -> ExpertRoutes | None:
+    if not route_T_L_K.size:
+        return None
+    _, layers, per_token = route_T_L_K.shape
+    size = route_T_L_K.dtype.itemsize
+    experts = route_T_L_K.astype(f"<u{size}", copy=False).tobytes()
+    return ExpertRoutes(experts=experts, layers=layers, per_token=per_token, number_bytes=size)
 
 
 Ending = tuple[FinishReason, str | int | None]
@@ -201,6 +220,7 @@ class OutputProcessor:
             if ending is not None:
                 endings[n] = ending
         for n, ending in sorted(endings.items()):
+            self._batch.record_routes(int(output.slot_N[n]))
             self._sender.done(self._batch.leave(int(output.slot_N[n])), *ending)
         return len(output.slot_N)
 

@@ -131,12 +131,12 @@ class PrefillBatch:
         self._done += count
         with pass_context(self._computing, adapters), evaluation_mode(model):
             if turns is None:
-                model(chunk, cache=self._cache)
+                self._layout.compute(chunk, self._cache)
                 mx.async_eval([c.state for c in self._cache])
                 return
             turns.begin()
             with turns.recorded(model, gradients=False) as stages:
-                model(chunk, cache=self._cache)
+                self._layout.compute(chunk, self._cache)
         blocks = [stage._replace(kind="prefill") for stage in stages.take()[:-1]]  # nothing reads the last output
         self._parts = turns.parts(blocks, [c.state for c in self._cache])
 

@@ -6,7 +6,7 @@ The engine's GPU implementation (`clotho.inference`) uses the same types.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -28,6 +28,9 @@ PADDING = 2**32 - 1
 PromptState = tuple[tuple[mx.array, ...], ...]
 """The KV cache of a prompt: per layer, (keys, values) of shape (1, heads, tokens, size), or the arrays of a fixed-size
 state."""
+
+RouteArray = NDArray[np.unsignedinteger[Any]]
+"""Routes of tokens: the numbers of the K experts that compute each in L layers, (T, L, K)."""
 
 T = TypeVar("T")
 

@@ -10,8 +10,10 @@ from functools import partial, reduce
 from time import perf_counter
 from typing import Literal
 
+import numpy as np
+
 from clotho.inference.kv_budget import MARGIN, OUTLIER, KVBudget, Load, Loads, Waiting
-from clotho.inference.rows import PromptState, RowAdapter
+from clotho.inference.rows import PromptState, RouteArray, RowAdapter
 from clotho.inference.stop_strings import IncrementalDetokenizer
 from clotho.lanes.fair_queue import FairQueue
 from protocols.constraints import ConstraintState
@@ -71,8 +73,8 @@ class ActiveRequest:
 class Row:
     """One completion. `tokens`, `logprobs` and `versions` are filled in when it leaves the batch.
 
-    top_logprobs, supports: per token sampled so far, if the request needs them. constraint: has accepted every token
-    sampled so far.
+    top_logprobs, supports: per token sampled so far, if the request needs them. routes: of prompt and tokens but the
+    newest, filled in as `tokens` is, if the request needs them. constraint: has accepted every token sampled so far.
     """
 
     active: ActiveRequest
@@ -85,6 +87,7 @@ class Row:
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     supports: list[bytes] = field(default_factory=list)
+    routes: RouteArray = field(default_factory=lambda: np.zeros((0, 0, 0), dtype=np.uint8))
 
     def __post_init__(self) -> None:
         """Begin the constraint of the request."""

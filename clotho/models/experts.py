@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache, cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -61,6 +62,33 @@ class Mixtures:
         """Find the experts; there are none in most models."""
         self._experts = [module for module in model.modules() if isinstance(module, EXPERTS)]
         self.counts = [_first_layer(module).num_experts for module in self._experts]
+        self._model = model
+
+    def __bool__(self) -> bool:
+        """Whether the model has experts."""
+        return bool(self._experts)
+
+    @cached_property
+    def per_token(self) -> list[int]:
+        """Number of experts that compute a token, by layer, as a pass over one token that is not evaluated shows."""
+        with self.recorded() as chosen:
+            self._model(mx.zeros((1, 1), dtype=mx.int32))
+        return [choices.shape[-1] for choices in chosen]
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Type of the number of an expert: one byte if there are at most 256 in a layer."""
+        return mx.uint8 if max(self.counts, default=0) <= 256 else mx.uint16
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of the route of a token: of the numbers of all experts that compute it."""
+        return sum(self.per_token) * self.dtype.size
+
+    def routes(self, chosen: Sequence[mx.array]) -> mx.array:
+        """Return what was chosen in a pass over tokens (B, T) as routes, (B, T, C): C choices, layer by layer."""
+        B, T = chosen[0].shape[:2]
+        return mx.concatenate([choices.reshape(B, T, -1) for choices in chosen], axis=-1).astype(self.dtype)
 
     @contextmanager
     def recorded(self) -> Iterator[list[Choices]]:
@@ -91,6 +119,7 @@ def record_choices(choices: Choices) -> None:
         chosen.append(choices)
 
 
+@cache
 def _recording_class(cls: type[Any]) -> type[Any]:
     def call(module: nn.Module, x: mx.array, indices: mx.array) -> Any:
         record_choices(indices)

@@ -68,10 +68,11 @@ def _usable(section: ModelSection) -> Iterator[None]:
 
 
 class TrainablePolicy(Protocol):
-    """The part of `Policy` that the learner uses."""
+    """The part of `Policy` that the learner uses. flips_routes: see there."""
 
     version: int
     fingerprint: str
+    flips_routes: bool
 
     def trainable(self) -> Parameters:
         """Return the tree of the served trainable parameters."""
@@ -87,7 +88,10 @@ class Policy:
     version, step, fingerprint: of the served parameters; initially 0, 0 and that of the initial weights.
     files: directory or GGUF file of base model and tokenizer, also for models of the hub.
     adapter_config: settings with which mlx-lm rebuilds the trained layers from a file.
+    flips_routes: whether a parity check has found experts that the learner chooses and the sampler does not.
     """
+
+    flips_routes = False
 
     def __init__(
         self,

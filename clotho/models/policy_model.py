@@ -22,6 +22,7 @@ from clotho.models.attention import KeysAndValues, LayerKeys
 from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.lora import AdaptedModule
 from clotho.models.parameters import Parameters, ParameterSlots, flat, locate, nested
+from clotho.models.routes import again, current_pass
 from clotho.models.stages import backward_of, current_block
 
 
@@ -229,7 +230,7 @@ def _checkpointed_class(cls: type[Any]) -> type[Any]:
         if any(isinstance(arg, _BaseCache) for arg in given):
             return forward(block, *args, **kwargs)
         keys = next((arg for arg in given if isinstance(arg, LayerKeys)), LayerKeys())
-        number = current_block()
+        number, mark = current_block(), current_pass()
 
         parameters = flat(block.trainable_parameters())
         P, H = len(parameters), len(keys.held)
@@ -242,7 +243,7 @@ def _checkpointed_class(cls: type[Any]) -> type[Any]:
             def mine(arg: Any) -> Any:
                 return own if arg is keys else next(rest) if isinstance(arg, mx.array) else arg
 
-            with backward_of(number):  # without effect in the forward pass
+            with backward_of(number), again(mark):  # without effect in the forward pass
                 output = forward(block, *map(mine, args), **{name: mine(arg) for name, arg in kwargs.items()})
             # New nodes, because returning the same array twice would lose a gradient if a block also returns its keys.
             return output, tuple(mx.contiguous(array) for array in own.held)

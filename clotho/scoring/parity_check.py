@@ -13,7 +13,7 @@ of rows. The check compares these steps with two computations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from clotho.inference.engine import DecodeEngine
 from clotho.inference.forced_decoder import ForcedDecoder
+from clotho.inference.rows import RouteArray
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
 from clotho.models.policy_model import WeightedModel
@@ -80,7 +81,9 @@ class ParityReport(Struct, frozen=True, kw_only=True):
     mean_kl: KL(sampler || learner) over the whole vocabulary, mean over tokens. max_difference: largest absolute
     difference of the log-probabilities of the tokens. served_kl: mean KL divergence between decode steps with the
     served weights and with the learner's; 0 if decode steps with the same weights are not reproducible. rows: number of
-    rows of the decode batch.
+    rows of the decode batch. flipped_routes: experts that the learner's routers choose for these tokens and the
+    sampler's did not, per layer and 1,000 tokens; None without experts. If there are any and the learner can replay the
+    routes of the sampler, it does so for the other values, and unreplayed_kl is the mean KL divergence without it.
     """
 
     rows: int
@@ -88,6 +91,8 @@ class ParityReport(Struct, frozen=True, kw_only=True):
     mean_kl: float
     max_difference: float
     served_kl: float
+    flipped_routes: float | None = None
+    unreplayed_kl: float | None = None
 
 
 class TeacherForcedDecoder(Protocol):
@@ -95,8 +100,11 @@ class TeacherForcedDecoder(Protocol):
 
     def teacher_forced_logits(
         self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int
-    ) -> Iterator[mx.array]:
-        """Yield the logits before each token, (rows, V), from decode steps. Completions repeat until rows are full."""
+    ) -> Generator[mx.array, None, Sequence[RouteArray]]:
+        """Yield the logits before each token, (rows, V), from decode steps. Completions repeat until rows are full.
+
+        Returns the routes of prompt and tokens but the last of each completion; nothing for a model without experts.
+        """
 
 
 class ParitySample(NamedTuple):
@@ -142,13 +150,15 @@ def check_parity(
     forcing: TeacherForcing,
     parameters: Parameters,
     turns: TurnBudget = UNDIVIDED,
+    replays: bool = False,
 ) -> ParityReport:
     """Compare distributions of decode steps under the served weights with those of the learner.
 
     served: the decoder of the served weights. policy: a model that nothing else computes with, and decoder, forcing:
     over this model, forcing with the learner's layout. parameters: of the learner. temperature: 0 (greedy) compares at
     temperature 1. rows: number of rows of the decode batch; at least the number of completions is used, and at most
-    `MAX_ROWS`. turns: limits the duration of turns. Raises ValueError if the prompt or a completion is empty.
+    `MAX_ROWS`. turns: limits the duration of turns. replays: whether the learner may replay routes. Raises ValueError
+    if the prompt or a completion is empty.
     """
     if not sample.prompt or not sample.steps:
         raise ValueError("a parity check needs at least one token of prompt and of completion")
@@ -156,15 +166,20 @@ def check_parity(
     sample = sample._replace(prompt=sample.prompt[-MAX_PROMPT:])
     distribution = SamplingDistribution(temperature=temperature or 1.0)
     learner = flat(parameters)
-    served_N_V = _decoded(served, sample, rows, turns)
+    served_N_V, routes = _decoded(served, sample, rows, turns)
     policy.use(nested({name: mx.stop_gradient(array) for name, array in learner.items()}))
-    decoded_N_V = _decoded(decoder, sample, rows, turns)
-    learner_N_V = _traced(policy, forcing, sample, nested(learner), turns)
+    decoded_N_V, _ = _decoded(decoder, sample, rows, turns)
+    learner_N_V, flips = _traced(policy, forcing, sample, nested(learner), turns, routes, replays=False)
     target_N = np.concatenate([np.asarray(one, dtype=np.int32) for one in sample.completions])
     kl_N, difference_N = _differences(served_N_V, learner_N_V, target_N, distribution, turns)
+    unreplayed_kl = None
+    if flips and replays and forcing.can_replay:
+        unreplayed_kl = float(kl_N.mean())
+        learner_N_V, _ = _traced(policy, forcing, sample, nested(learner), turns, routes, replays=True)
+        kl_N, difference_N = _differences(served_N_V, learner_N_V, target_N, distribution, turns)
     served_kl = 0.0
     if not _are_equal(served_N_V, decoded_N_V):
-        repeated_N_V = _decoded(served, sample, rows, turns)
+        repeated_N_V, _ = _decoded(served, sample, rows, turns)
         if _are_equal(served_N_V, repeated_N_V):
             served_kl_N, _ = _differences(served_N_V, decoded_N_V, target_N, distribution, turns)
             served_kl = float(served_kl_N.mean())
@@ -174,6 +189,8 @@ def check_parity(
         mean_kl=float(kl_N.mean()),
         max_difference=float(difference_N.max()),
         served_kl=served_kl,
+        flipped_routes=flips,
+        unreplayed_kl=unreplayed_kl,
     )
 
 
@@ -186,14 +203,23 @@ class ServedDecoder:
 
     def teacher_forced_logits(
         self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int
-    ) -> Iterator[mx.array]:
-        """Yield the logits before each token, (rows, V), from decode steps."""
+    ) -> Generator[mx.array, None, Sequence[RouteArray]]:
+        """Yield the logits before each token, (rows, V), from decode steps; return the routes."""
         steps = self._engine.teacher_forced_logits(prompt, completions, rows=rows)
+        routes: list[RouteArray] = []
+
+        def step() -> mx.array | None:
+            try:
+                return next(steps)
+            except StopIteration as end:
+                routes.extend(end.value)
+                return None
+
         while True:
             with self._turns.outside():
-                logits_B_V = self._decode(lambda: next(steps, None)).result()
+                logits_B_V = self._decode(step).result()
             if logits_B_V is None:
-                return
+                return routes
             yield logits_B_V
 
 
@@ -219,6 +245,7 @@ class ParityChecker:
         self._model, self._rows = policy.copy_model(), settings.max_num_seqs
         self._decoder = ForcedDecoder.of_model(self._model.model, settings)
         self._forcing = TeacherForcing(self._model.model, self._model.vocab_size, layout=learner.layout)
+        self._replays = learner.router_replay != "off"
 
     def check(self, sample: ParitySample, parameters: Parameters, *, temperature: float) -> ParityReport:
         """Compare the served weights with `parameters`, with as many rows as are running, or as can run."""
@@ -233,51 +260,74 @@ class ParityChecker:
                 forcing=self._forcing,
                 parameters=parameters,
                 turns=self._turns,
+                replays=self._replays,
             )
         finally:
             self._model.release()
 
 
-def _decoded(decoder: TeacherForcedDecoder, sample: ParitySample, rows: int, turns: TurnBudget) -> mx.array:
-    """Return the logits of decode steps, (N, V), by completion."""
-    logits_T_n_V = []
-    for logits_B_V in decoder.teacher_forced_logits(sample.prompt, sample.completions, rows=rows):
+def _decoded(
+    decoder: TeacherForcedDecoder, sample: ParitySample, rows: int, turns: TurnBudget
+) -> tuple[mx.array, Sequence[RouteArray]]:
+    """Return the logits of decode steps, (N, V), by completion, and the routes of each completion."""
+    logits_T_n_V, routes = [], list[RouteArray]()
+
+    def steps() -> Generator[mx.array, None, None]:
+        routes.extend((yield from decoder.teacher_forced_logits(sample.prompt, sample.completions, rows=rows)) or ())
+
+    for logits_B_V in steps():
         logits_T_n_V.append(logits_B_V[: len(sample.completions)])
         turns.pause()
     logits_n_T_V = mx.stack(logits_T_n_V, axis=1)
-    return logits_n_T_V.reshape(-1, logits_n_T_V.shape[-1])
+    return logits_n_T_V.reshape(-1, logits_n_T_V.shape[-1]), routes
 
 
 def _traced(
-    policy: WeightedModel, forcing: TeacherForcing, sample: ParitySample, parameters: Parameters, turns: TurnBudget
-) -> mx.array:
+    policy: WeightedModel,
+    forcing: TeacherForcing,
+    sample: ParitySample,
+    parameters: Parameters,
+    turns: TurnBudget,
+    routes: Sequence[RouteArray],
+    *,
+    replays: bool,
+) -> tuple[mx.array, float | None]:
     """Return the logits before each token of the completions, (N, V), as the learner computes them for a gradient.
 
-    Without dropout. The gradient itself is not evaluated.
+    The second result is the number of flipped routes per layer and 1,000 tokens; None without routes. Without dropout.
+    The gradient itself is not evaluated. routes: of each completion. replays: whether the learner takes them.
     """
     turns.begin()
-    (micro,) = build_micro_batches(
-        [scored_only(sample.prompt, one) for one in sample.completions], layout=forcing.layout, budget=UNLIMITED_BUDGET
-    )
+    sequences = [scored_only(sample.prompt, one) for one in sample.completions]
+    if routes:
+        sequences = [
+            one._replace(
+                route_I_E=route_I_L_K.reshape(len(route_I_L_K), -1).view(np.uint8),
+                loss_mask_T=np.ones(len(one.tokens), dtype=np.float32),
+            )
+            for one, route_I_L_K in zip(sequences, routes, strict=True)
+        ]
+    (micro,) = build_micro_batches(sequences, layout=forcing.layout, budget=UNLIMITED_BUDGET, replays=replays)
 
-    def summed(traced: Parameters) -> tuple[mx.array, mx.array]:
+    def summed(traced: Parameters) -> tuple[mx.array, mx.array, mx.array]:
         policy.use(traced)
-        logits_N_V = forcing.logits(micro)
-        return mx.sum(logits_N_V), logits_N_V
+        logits_N_V, flips_2 = forcing.logits(micro)
+        return mx.sum(logits_N_V), logits_N_V, mx.zeros(2) if flips_2 is None else flips_2
 
     try:
         with policy.training_mode(), turns.recorded(policy.model, gradients=False) as stages:
             for module in policy.model.modules():
                 if isinstance(module, nn.Dropout):
                     module.eval()
-            (_, logits_N_V), _ = mx.value_and_grad(summed)(nested(flat(parameters)))
+            (_, logits_N_V, flips_2), _ = mx.value_and_grad(summed)(nested(flat(parameters)))
     finally:
         policy.use(parameters)
     tokens = sum(map(len, sample.completions))
     member_N = np.asarray(micro.members)[micro.table.sequence_N[:tokens]]
     logits_N_V = logits_N_V[mx.array(np.argsort(member_N, kind="stable"))]
-    turns.evaluate(stages.take(), logits_N_V)
-    return logits_N_V
+    turns.evaluate(stages.take(), (logits_N_V, flips_2))
+    flips, places = np.array(flips_2).tolist()
+    return logits_N_V, flips / places if places else None
 
 
 def _are_equal(p_N_V: mx.array, q_N_V: mx.array) -> bool:

@@ -39,7 +39,8 @@ class TrainingSequence(NamedTuple):
     context, and their other values are ignored.
     temperature: sampling temperature; 0 means the temperature of the run. reference_T: log-probabilities under the
     reference policy, if the group contains them. teacher: a teacher's distribution at each token. teacher_logp_T:
-    log-probabilities of the tokens under a teacher.
+    log-probabilities of the tokens under a teacher. route_I_E: E bytes of the route of each of the I inputs; None if
+    the sampler has recorded none.
     """
 
     group: int
@@ -56,6 +57,7 @@ class TrainingSequence(NamedTuple):
     reference_T: NDArray[np.float32] | None = None
     teacher: TeacherRows | None = None
     teacher_logp_T: NDArray[np.float32] | None = None
+    route_I_E: NDArray[np.uint8] | None = None
 
     @property
     def inputs(self) -> int:
@@ -98,18 +100,33 @@ class TokenTable(NamedTuple):
         return np.asarray((self.teacher.share_T_K > 0).any(axis=-1), dtype=np.float32)
 
 
+class RouteInputs(NamedTuple):
+    """The routes of the tokens of a micro-batch (`Completion.routes`), each once.
+
+    inputs: those of the micro-batch, with the index of its route in place of each token. table_X_E: E bytes of each
+    route; the first is that of padding. known_X: whether the sampler has recorded the route; it is never used for
+    padding. replays: whether the learner takes these routes; otherwise it only counts how many differ from its own.
+    """
+
+    inputs: NamedTuple
+    table_X_E: NDArray[np.uint8]
+    known_X: NDArray[np.bool_]
+    replays: bool
+
+
 class MicroBatch(NamedTuple):
     """Sequences that go through the model together.
 
     table: the completion tokens of the sequences. members: indices of the sequences among all sequences, in the order
     of `table.sequence_N`. group_B: (B,) int32, the group of each sequence, numbered from 0 in the micro-batch. inputs:
-    inputs of the blocks, in the form of the layout.
+    inputs of the blocks, in the form of the layout. routes: None if the sampler has recorded none.
     """
 
     table: TokenTable
     members: tuple[int, ...]
     group_B: NDArray[np.int32]
     inputs: NamedTuple
+    routes: RouteInputs | None = None
 
     @property
     def sequences(self) -> int:

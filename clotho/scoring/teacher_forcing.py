@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,10 +12,11 @@ import numpy as np
 
 from clotho.models.attention import AttentionLayers, install_cache_attention
 from clotho.models.experts import Mixtures, RecordedPasses, expert_load
-from clotho.models.head import split_model
+from clotho.models.head import Blocks, split_model
+from clotho.models.routes import can_replay, install_routes
 from clotho.scoring.head_scores import HeadScores
 from clotho.scoring.layouts.forward import check_layout, hidden_states
-from clotho.scoring.layouts.rows import PaddedInputs
+from clotho.scoring.routed_blocks import MicroBatchRoutes
 from clotho.scoring.sequences import MicroBatch, TokenTable
 from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, Teacher, TokenScores, score
 from protocols.errors import ModelError
@@ -39,6 +42,8 @@ class TeacherForcing:
         self._model = model
         self._split = split_model(model, vocab_size)
         self._mixtures = Mixtures(model)
+        if self._mixtures:
+            install_routes()
         self._head = HeadScores(self._split, vocab_size) if self._split else None
         self._layers: AttentionLayers | None = None
         self.layout = layout
@@ -60,27 +65,45 @@ class TeacherForcing:
 
         Scores have shape (N,), in the order of the table. logp_only: only log-probabilities will be differentiated.
         """
-        return self.with_load(micro, distribution=distribution, logp_only=logp_only)[0]
+        return self.with_experts(micro, distribution=distribution, logp_only=logp_only)[0]
 
-    def with_load(
+    def with_experts(
         self, micro: MicroBatch, *, distribution: SamplingDistribution, logp_only: bool = False
-    ) -> tuple[TokenScores, mx.array | None]:
-        """Return the scores, and how many of the trained tokens each expert computes (`expert_load`).
+    ) -> tuple[TokenScores, dict[str, mx.array]]:
+        """Return the scores, and sums of metrics of the experts; none for a model without experts.
 
-        None for a model without experts.
+        `expert_load`: how many of the trained tokens each expert computes. `flipped_routes`: how many routes differ
+        from those of the sampler, if the micro-batch has these.
         """
+        output_N_D, metrics = self._outputs(micro)
         draws = sampled_tokens_of(micro.table, distribution)
+        if self._head is None:
+            return score(output_N_D, draws), metrics
+        return self._head(output_N_D, draws, logp_only=logp_only), metrics
+
+    def _outputs(self, micro: MicroBatch) -> tuple[mx.array, dict[str, mx.array]]:
+        """Compute what predicts the tokens: hidden states, or logits if the model cannot be split; and the metrics."""
+        blocks: Blocks = _Whole(self._model) if self._split is None else self._split
+        routes = self._routes(micro)
+        replaying = routes.replaying(blocks) if routes and micro.routes and micro.routes.replays else None
         with self._mixtures.recorded() as chosen:
-            if self._split is None or self._head is None:
-                scores = score(self._whole(micro)[mx.array(micro.table.position_N)], draws)
-            else:
-                scores = self._head(self.hidden(micro), draws, logp_only=logp_only)
-        return scores, self._load(micro, chosen) if chosen else None
+            output_P_D = self._walk(blocks if replaying is None else replaying, micro.inputs)
+        metrics = {"expert_load": self._load(micro, chosen)} if chosen else {}
+        if routes is not None:
+            metrics["flipped_routes"] = routes.flips(chosen if replaying is None else replaying.own)
+        return output_P_D[mx.array(micro.table.position_N)], metrics
+
+    def _routes(self, micro: MicroBatch) -> MicroBatchRoutes | None:
+        if micro.routes is None or not self._mixtures:
+            return None
+        return MicroBatchRoutes(self._mixtures, micro, micro.routes, self._walk)
+
+    def _walk(self, blocks: Blocks, inputs: NamedTuple) -> mx.array:
+        return hidden_states(blocks, self._layers, inputs)
 
     def _load(self, micro: MicroBatch, chosen: Sequence[mx.array]) -> mx.array:
         """Return the tokens of each expert; see `expert_load`."""
-        passes = RecordedPasses(chosen, len(self._mixtures.counts))
-        choices_P_C = hidden_states(passes, self._layers, micro.inputs)
+        choices_P_C = self._walk(RecordedPasses(chosen, len(self._mixtures.counts)), micro.inputs)
         choices_N_C = choices_P_C[mx.array(micro.table.position_N)]
         return expert_load(choices_N_C, self._mixtures.counts, mx.array(micro.table.loss_mask_N))
 
@@ -91,20 +114,33 @@ class TeacherForcing:
         """
         if self._split is None:
             raise ModelError("the blocks and the head of this model cannot be separated")
-        return hidden_states(self._split, self._layers, micro.inputs)[mx.array(micro.table.position_N)]
+        return self._outputs(micro)[0]
 
-    def logits(self, micro: MicroBatch) -> mx.array:
-        """Compute the logits that predict the tokens of the table, (N, V), in the type of the model."""
-        if self._split is None:
-            return self._whole(micro)[mx.array(micro.table.position_N)]
-        return self._split.head(self.hidden(micro))
+    @cached_property
+    def can_replay(self) -> bool:
+        """Whether the model has experts, and its routers can take the routes of the sampler."""
+        return bool(self._mixtures) and can_replay(self._model, self._mixtures)
 
-    def _whole(self, micro: MicroBatch) -> mx.array:
-        """Compute the logits at all positions, (B * S, V)."""
-        if not isinstance(micro.inputs, PaddedInputs):
-            raise ValueError(f"a model that cannot be split needs padded rows, not {type(micro.inputs).__name__}")
-        logits_B_S_V: mx.array = self._model(mx.array(micro.inputs.tokens_B_S))
-        return logits_B_S_V.reshape(-1, logits_B_S_V.shape[-1])
+    def logits(self, micro: MicroBatch) -> tuple[mx.array, mx.array | None]:
+        """Compute the logits that predict the tokens of the table, (N, V), in the type of the model.
+
+        The second result is the sum of the metric `flipped_routes`; None if the micro-batch has no routes.
+        """
+        output_N_D, metrics = self._outputs(micro)
+        logits_N_V = output_N_D if self._split is None else self._split.head(output_N_D)
+        return logits_N_V, metrics.get("flipped_routes")
+
+
+class _Whole:
+    """A model that cannot be split, in place of its blocks: logits in place of hidden states."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def blocks(self, tokens_B_S: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        """Compute logits, (B, S, V)."""
+        logits_B_S_V: mx.array = self._model(tokens_B_S)
+        return logits_B_S_V
 
 
 def sampled_tokens_of(table: TokenTable, distribution: SamplingDistribution) -> SampledTokens:

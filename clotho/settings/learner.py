@@ -22,6 +22,7 @@ from clotho.settings.objectives import Grpo, Objective, ReferencedPreference
 
 Estimator = Literal["k1", "k2", "k3", "abs"]
 Layout = Literal["auto", "padded", "packed", "shared"]
+RouterReplay = Literal["auto", "on", "off"]
 EntropyCoefficient = Annotated[NonNegativeFloat, about("Entropy coefficient at the first update.")]
 Beta1 = Annotated[FractionBelowOne, about("Decay of the moving average of the gradient.")]
 Beta2 = Annotated[FractionBelowOne, about("Decay of the moving average of the squared gradient.")]
@@ -215,6 +216,9 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     micro_batch_tokens: Annotated[Positive, about("Padded tokens per forward and backward pass.")] = 1024
     max_turn_ms: Annotated[NonNegativeFloat, about("Longest turn of updates and prefill in ms; 0: no limit.")] = 250.0
     layout: Annotated[Layout, about("Rows of a micro-batch; shared: one prompt; auto: padded or shared.")] = "auto"
+    router_replay: Annotated[
+        RouterReplay, about("Experts of the sampler replace the learner's; auto: if the parity check finds others.")
+    ] = "auto"
     max_grad_norm: Annotated[NonNegativeFloat, about("Limit on the gradient's norm; 0 means none.")] = 1.0
     lora_plus: Annotated[float, about("Factor of the B matrices' learning rate (LoRA+).", ge=1.0)] = 1.0
     max_staleness: Annotated[

@@ -61,7 +61,18 @@ def training_sequence(
         reference_T=_reference_T(group, i) if reference_from_groups(settings) else None,
         teacher=_teacher_rows(group.teacher[i], completion) if distils and group.teacher else None,
         teacher_logp_T=None if taught_T is None else np.asarray(taught_T, dtype=np.float32),
+        route_I_E=None if settings.router_replay == "off" else route_rows(group.group.prompt.tokens, completion),
     )
+
+
+def route_rows(prompt: Sequence[int], completion: Completion) -> NDArray[np.uint8] | None:
+    """Return the bytes of the routes of all tokens but the last, (I, E); None if the sampler has recorded none."""
+    if completion.routes is None:
+        return None
+    inputs, experts = len(prompt) + len(completion.tokens) - 1, completion.routes.experts
+    if len(experts) != inputs * completion.routes.token_bytes:
+        raise ValueError(f"a completion has {len(experts)} bytes of routes for {inputs} tokens")
+    return np.frombuffer(experts, dtype=np.uint8).reshape(inputs, -1)
 
 
 def reference_from_groups(settings: LearnerSection) -> bool:
@@ -189,13 +200,14 @@ def minibatches(
     layout: str,
     seed: Sequence[int],
     least: int = 1,
+    replays: bool = False,
 ) -> tuple[Minibatch, ...]:
     """Deal the groups to at most `num_minibatches` minibatches, and cut each into micro-batches.
 
     `seed` determines the assignment. least: lowest number of micro-batches of a minibatch, as far as it has so many
-    completions. Completions that are not trained on are excluded. Raises ValueError if the policy
-    sampled no token, if a group has no reference log-probabilities although the settings need them, or if a temperature
-    is invalid.
+    completions. replays: whether the learner takes the routes of the sampler. Completions that are not trained on are
+    excluded. Raises ValueError if the policy sampled no token, if a group has no reference log-probabilities although
+    the settings need them, or if a temperature is invalid.
     """
     if not any(c.length for g in groups for c in g.group.completions):
         raise ValueError("an update needs at least one completion token that the policy sampled")
@@ -204,7 +216,10 @@ def minibatches(
     if parts > 1:
         order = [int(index) for index in np.random.default_rng(list(seed)).permutation(len(groups))]
     strides = [sorted(order[start::parts]) for start in range(parts)]
-    batches = [_minibatch(part, groups, token_advantages, settings, max_tokens, layout, least) for part in strides]
+    batches = [
+        _minibatch(part, groups, token_advantages, settings, max_tokens, layout, least, replays=replays)
+        for part in strides
+    ]
     return tuple(batch for batch in batches if batch.tokens)
 
 
@@ -216,6 +231,8 @@ def _minibatch(
     max_tokens: int,
     layout: str,
     least: int,
+    *,
+    replays: bool,
 ) -> Minibatch:
     lengths = [
         [
@@ -232,19 +249,25 @@ def _minibatch(
                 origins.append((g, i))
                 sequences.append(training_sequence(g, groups[g], i, token_advantages[g][i], float(share), settings))
     in_pairs = isinstance(settings.objective, PreferenceObjective) and settings.objective.in_pairs
-    micro = _micro_batches(sequences, settings, layout=layout, least=least, whole_groups=in_pairs)
+    micro = _micro_batches(sequences, settings, layout=layout, least=least, whole_groups=in_pairs, replays=replays)
     return Minibatch(micro, sum(map(sum, lengths)), tuple(origins))
 
 
 def _micro_batches(
-    sequences: Sequence[TrainingSequence], settings: LearnerSection, *, layout: str, least: int, whole_groups: bool
+    sequences: Sequence[TrainingSequence],
+    settings: LearnerSection,
+    *,
+    layout: str,
+    least: int,
+    whole_groups: bool,
+    replays: bool,
 ) -> tuple[MicroBatch, ...]:
     """Return at least `least` micro-batches, as far as the sequences can be divided; none without a sequence."""
     budget = settings.micro_batch_tokens
     micro: tuple[MicroBatch, ...] = ()
     while sequences and budget and len(micro) < min(least, len(sequences)):
         budget = min(budget, max(map(positions, micro))) // 2 if micro else budget
-        micro = build_micro_batches(sequences, layout=layout, budget=budget, whole_groups=whole_groups)
+        micro = build_micro_batches(sequences, layout=layout, budget=budget, whole_groups=whole_groups, replays=replays)
     return micro
 
 
@@ -286,9 +309,10 @@ def prepare(
     max_tokens: int,
     seed: Sequence[int],
     turns: TurnBudget,
+    replays: bool = False,
     ranks: OtherRanks | None = None,
 ) -> TrainingBatch:
-    """Prepare an update from `parameters`.
+    """Prepare an update from `parameters`. replays: whether the learner takes the routes of the sampler.
 
     A KL penalty in the reward is the sum of the KL estimates of a completion's tokens, computed with the sampler
     log-probabilities. The penalty is subtracted before advantages are computed. Reference log-probabilities in groups
@@ -306,6 +330,7 @@ def prepare(
             layout=forcing.layout,
             seed=seed,
             least=1 if ranks is None else ranks.pieces,
+            replays=replays,
         )
 
     preliminary = compute_advantages(groups, (), settings)
@@ -323,9 +348,8 @@ def prepare(
         at_start = _scored(minis, policy, forcing, loss_config, parameters, turns, ranks)
         log_weights = log_variance_weights(groups, minis, at_start, gradient_norm=advantage.gradient_norm)
         if advantage.gradient_norm == "exact":
-            log_norms = _exact_norms(
-                groups, preliminary, policy, forcing, parameters, loss_config, max_tokens=max_tokens, turns=turns
-            )
+            given = (groups, preliminary, policy, forcing, parameters, loss_config)
+            log_norms = _exact_norms(*given, max_tokens=max_tokens, turns=turns, replays=replays)
             log_weights = [weight_G + norm_G for weight_G, norm_G in zip(log_weights, log_norms, strict=True)]
     token_advantages = compute_advantages(groups, penalties, settings, log_weights)
     if in_reward or log_weights:
@@ -392,12 +416,13 @@ def _exact_norms(
     *,
     max_tokens: int,
     turns: TurnBudget,
+    replays: bool,
 ) -> Weights:
     """Return log |grad log pi|^2 of every completion, computed in micro-batches of one completion."""
     alone = replace(loss_config.settings, micro_batch_tokens=1, num_minibatches=1)
     found = [np.zeros(len(group.rewards)) for group in groups]
     for mini in minibatches(
-        groups, token_advantages, settings=alone, max_tokens=max_tokens, layout="padded", seed=(0,)
+        groups, token_advantages, settings=alone, max_tokens=max_tokens, layout="padded", seed=(0,), replays=replays
     ):
         for micro in mini.micro_batches:
             group, completion = mini.origins[micro.members[0]]
@@ -424,26 +449,29 @@ def _scored(
     turns: TurnBudget,
     ranks: OtherRanks | None,
 ) -> Scores:
-    """Score the tokens of every minibatch under some parameters, or under the reference policy."""
+    """Score the tokens of every minibatch under some parameters, or under the reference policy, with its own routes."""
     scores: Scores = []
     if isinstance(scoring, ReferencePolicy):
         scoring.use(policy)
     else:
         policy.use(scoring)
     for mini in minis:
-        own: Sequence[int] = range(len(mini.micro_batches))
+        micros = mini.micro_batches
+        if isinstance(scoring, ReferencePolicy):
+            micros = tuple(micro._replace(routes=None) for micro in micros)
+        own: Sequence[int] = range(len(micros))
         if ranks is not None:
             own = ranks.assign_logprobs(
-                mini.micro_batches,
+                micros,
                 *((None, scoring.arrays()) if isinstance(scoring, ReferencePolicy) else (scoring, {})),
             )
         found: dict[int, mx.array] = {}
         for k in own:
-            found[k] = compute_logprobs(policy, forcing, mini.micro_batches[k], loss_config.distribution, turns=turns)
+            found[k] = compute_logprobs(policy, forcing, micros[k], loss_config.distribution, turns=turns)
             turns.pause()
         if ranks is not None:
             found |= ranks.collect_logprobs(turns)
-        scores.append([found[k] for k in range(len(mini.micro_batches))])
+        scores.append([found[k] for k in range(len(micros))])
     return scores
 
 
@@ -459,7 +487,7 @@ def _of_other_prompts(
         for i, advantage_T in enumerate(rows):
             if _trained_tokens(group.group.completions[i], advantage_T, settings):
                 sequence = training_sequence(g, group, i, advantage_T, 0.0, settings)
-                found.append(sequence._replace(prompt=other, supports=(), teacher=None))
+                found.append(sequence._replace(prompt=other, supports=(), teacher=None, route_I_E=None))
     return found
 
 
@@ -475,7 +503,9 @@ def _reference_point(
 ) -> float:
     """Return max(0, the mean of log pi(y') - log ref(y') over sequences): KTO (arXiv:2402.01306), section 4.1."""
     least = 1 if ranks is None else ranks.pieces
-    micro = _micro_batches(sequences, loss_config.settings, layout=forcing.layout, least=least, whole_groups=False)
+    micro = _micro_batches(
+        sequences, loss_config.settings, layout=forcing.layout, least=least, whole_groups=False, replays=False
+    )
     if not micro:
         return 0.0
     mini = Minibatch(micro, 0, ())

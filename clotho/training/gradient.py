@@ -188,7 +188,7 @@ def _gradient_graph(
     def loss(traced: Parameters) -> tuple[mx.array, MetricSums, mx.array, mx.array]:
         """Return the loss under traced parameters, with metrics and log-probabilities."""
         policy.use(traced)
-        scores, expert_load = forcing.with_load(micro, distribution=loss_config.distribution, logp_only=logp_only)
+        scores, of_experts = forcing.with_experts(micro, distribution=loss_config.distribution, logp_only=logp_only)
         seen = inputs
         if between:
             proximal_N = interpolated_proximal(
@@ -208,9 +208,7 @@ def _gradient_graph(
             loss_coefficients=loss_config.loss_coefficients,
             objective=loss_config.objective,
         )
-        if expert_load is not None:
-            metrics["expert_load"] = expert_load
-        return value, metrics, mx.stop_gradient(scores.logp_N), cut_N
+        return value, metrics | of_experts, mx.stop_gradient(scores.logp_N), cut_N
 
     # While it traces, MLX puts its tracers into the very containers it is given; others read the learner's.
     own = nested(flat(parameters))

@@ -52,7 +52,7 @@ from clotho.models.policy import TrainablePolicy
 from clotho.models.turns import UNSHARED, TurnBudget, Turns
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
-from clotho.settings.learner import LearnerSection
+from clotho.settings.learner import LearnerSection, RouterReplay
 from clotho.training.batch import PerTokenAdvantages, TrainingBatch, prepare
 from clotho.training.gradient import LossConfig, OtherRanks
 from clotho.training.learner_state import LearnerSnapshot, LearnerState, state_arrays, state_from_arrays, with_prefix
@@ -62,6 +62,7 @@ from clotho.training.optimizer_steps import MetricTotals, OptimizerProgress, Tok
 from clotho.training.optimizers import initial_state, learning_rate
 from clotho.training.reference_policy import ReferencePolicy
 from clotho.training.update_checks import AdapterCheck, update_kl
+from protocols.errors import ModelError
 from protocols.learnability import require_learnable
 from protocols.rollout import ScoredGroup
 from protocols.sampling import Sampling
@@ -140,7 +141,7 @@ class PolicyLearner:
         ranks: the other ranks of a data-parallel learner; updates use them, rehearsals do not.
         lane: between turns, others compute.
         Raises ProfileError if the learner cannot evaluate the sampling distribution, cannot load the objective or
-        rounds too much for its ratio, and ModelError if the model does not support the layout.
+        rounds too much for its ratio, and ModelError if the model does not support the layout or the replay of routes.
         """
         require_learnable(sampling)
         self._policy, self._settings, self._seed = policy, learner, seed
@@ -153,6 +154,7 @@ class PolicyLearner:
         self.model = policy.copy_model()
         require_exact_ratio(learner.objective, computing_dtype(self.model.model))
         self._forcing = TeacherForcing(self.model.model, self.model.vocab_size, layout=learner.layout)
+        _require_replay(learner.router_replay, self._forcing)
         self.turns = TurnBudget(learner.max_turn_ms / 1000.0, lane)
         self._adapter_check = AdapterCheck()
         self.begin()
@@ -265,6 +267,8 @@ class PolicyLearner:
         )
         if progress is not None and metrics.update_applied and measure_update_kl:
             metrics = replace(metrics, update_kl=self._update_kl(groups, batch, progress))
+        if metrics.flipped_routes is not None:
+            metrics = replace(metrics, replayed_routes=self._replays)
         return _Computed(batch, progress, metrics, record)
 
     def _loss_config(self, settings: LearnerSection) -> LossConfig:
@@ -283,8 +287,16 @@ class PolicyLearner:
             max_tokens=self._max_tokens,
             seed=(self._seed, step),
             turns=self.turns,
+            replays=self._replays,
             ranks=ranks,
         )
+
+    @property
+    def _replays(self) -> bool:
+        """Whether the next update takes the routes of the sampler; once that is so, it stays so."""
+        mode = self._settings.router_replay
+        asked = mode == "on" or (mode == "auto" and (self._state.replays or self._policy.flips_routes))
+        return asked and self._forcing.can_replay
 
     def _update_kl(self, groups: Sequence[ScoredGroup], batch: TrainingBatch, progress: OptimizerProgress) -> float:
         kl: float = update_kl(
@@ -309,7 +321,9 @@ class PolicyLearner:
         )
         updates = before.updates + 1
         self._reference.follow(progress.parameters, updates=updates)
-        self._state = LearnerState(progress.optimizer, loss_coefficients, before.rate_factor, updates)
+        self._state = LearnerState(
+            progress.optimizer, loss_coefficients, before.rate_factor, updates, replays=self._replays
+        )
         self._set_parameters(progress.parameters)
 
     def _set_parameters(self, parameters: Parameters) -> None:
@@ -344,6 +358,15 @@ class PolicyLearner:
         self._reference.restore(with_prefix(state, "reference."))
         self._start_from_served()
         self._state = restored
+
+
+def _require_replay(mode: RouterReplay, forcing: TeacherForcing) -> None:
+    """Raise ModelError if routes have to be replayed, and the model cannot."""
+    if mode == "on" and not forcing.can_replay:
+        raise ModelError(
+            'learner.router_replay = "on" needs a model with experts whose routers choose with mx.argpartition outside '
+            'compiled functions; choose "auto" or "off"'
+        )
 
 
 def _per_completion(groups: Sequence[ScoredGroup], advantages: PerTokenAdvantages) -> tuple[tuple[float, ...], ...]:

@@ -19,7 +19,7 @@ from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import TrainingSequence, sampled_mask_T, scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
-from clotho.training.batch import Minibatch, temperature_of
+from clotho.training.batch import Minibatch, route_rows, temperature_of
 from clotho.training.gradient import compute_logprobs
 from clotho.training.objectives.kl import MAX_LOG_RATIO
 from protocols.errors import AdapterError
@@ -70,7 +70,8 @@ def update_kl(
     sequences = [one.sequence for one in sampled]
     total, tokens = 0.0, 0
     policy.use(after)
-    for micro in build_micro_batches(sequences, layout=forcing.layout, budget=micro_batch_tokens):
+    replays = any(micro.routes is not None and micro.routes.replays for micro in mini.micro_batches)
+    for micro in build_micro_batches(sequences, layout=forcing.layout, budget=micro_batch_tokens, replays=replays):
         logp_N = compute_logprobs(policy, forcing, micro, distribution, turns=turns)
         after_N = np.array(logp_N, dtype=np.float64)
         turns.pause()
@@ -95,6 +96,7 @@ def _spread_completions(groups: Sequence[ScoredGroup], mini: Minibatch, before: 
             supports=completion.supports,
             sampled_mask_T=sampled_mask_T(completion),
             temperature=temperature_of(groups[group], i),
+            route_I_E=route_rows(groups[group].group.prompt.tokens, completion),
         )
         own_N = (micro.table.sequence_N == b) & (micro.table.loss_mask_N > 0)
         before_T = np.array(before[m], dtype=np.float64)[own_N]

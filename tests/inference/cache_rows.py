@@ -37,7 +37,7 @@ def arrival_of(layout: CacheLayout, tokens: Sequence[int], rows: int = 1) -> Pre
     if not held:
         return PrefilledPrompt(rows=rows, tokens=0, state=None, reserved=RESERVED)
     cache = layout.fresh()
-    layout.model(mx.array([list(tokens[:-1])]), cache=cache)
+    layout.compute(mx.array([list(tokens[:-1])]), cache)
     state = layout.extract(cache, 0, held)
     mx.eval(state)
     return PrefilledPrompt(rows=rows, tokens=held, state=state, reserved=held + RESERVED)

@@ -104,6 +104,5 @@ def test_every_layout_counts_the_same_tokens_of_experts(layout: str) -> None:
             expected = expected.at[chosen_T_2 + 4 * layer].add(mx.ones(chosen_T_2.shape))
     forcing = TeacherForcing(model, 64, layout=layout)
     (micro,) = build_micro_batches(sequences, layout=layout, budget=1000)
-    _, load = forcing.with_load(micro, distribution=SamplingDistribution(1.0))
-    assert load is not None
-    assert mx.array_equal(load, mx.concatenate([expected, mx.array([9.0])])).item()
+    _, metrics = forcing.with_experts(micro, distribution=SamplingDistribution(1.0))
+    assert mx.array_equal(metrics["expert_load"], mx.concatenate([expected, mx.array([9.0])])).item()

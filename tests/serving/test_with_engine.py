@@ -35,10 +35,10 @@ TEMPLATE = (
 class Stack:
     """The engine and its compute thread."""
 
-    def __init__(self, template: str = TEMPLATE) -> None:
+    def __init__(self, template: str = TEMPLATE, architecture: str = "qwen3") -> None:
         self.compute = Compute(decode_share=0.5, slots=2)
         self.compute.start()
-        self.source: FixedSource = self.compute.decode.submit(lambda: tiny_source("qwen3")).result()
+        self.source: FixedSource = self.compute.decode.submit(lambda: tiny_source(architecture)).result()
         self.source.tokenizer = byte_tokenizer(chat_template=template)
         self.engine = self.compute.decode.submit(lambda: DecodeEngine(self.source, EngineSection())).result()
         self.compute.decode.attach(self.engine)
@@ -76,9 +76,9 @@ def services_of(stack: Stack) -> ServerContext:
 
 
 @asynccontextmanager
-async def serving(template: str = TEMPLATE) -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
+async def serving(template: str = TEMPLATE, architecture: str = "qwen3") -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
     """Serve a tiny model."""
-    stack = Stack(template)
+    stack = Stack(template, architecture)
     services = services_of(stack)
     try:
         async with anyio.create_task_group() as tasks:

@@ -60,7 +60,7 @@ class BigramPolicy:
         self.model = model or Bigram(vocab_size=vocab_size)
         self.vocab_size = vocab_size
         self.version = 0
-        self.fingerprint = "initial"
+        self.fingerprint, self.flips_routes = "initial", False
         self._used = self.model.trainable_parameters()
         self._frozen = frozen or tree_map(lambda array: array + 0.3 * mx.sin(7 * array), self._used)
         mx.eval(self._used, self._frozen)

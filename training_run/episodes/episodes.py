@@ -228,6 +228,7 @@ class EnvironmentEpisodes:
             sampling=structs.replace(sampling, max_tokens=left),
             seeds=(derive(seed, "turn", turn) if turn else seed,),
             record_support=True,  # the learner evaluates the sampling distribution
+            record_routes=True,
             reuse_prefix=True,
             background=True,
             special_tokens=True,

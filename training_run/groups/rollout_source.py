@@ -40,8 +40,12 @@ class Episodes(Protocol):
 class SingleTurn:
     """Samples completions. Each is a function of (weights, prompt, sampling, seed)."""
 
-    def __init__(self, sampler: GroupSampler, *, sampling: Sampling, group_size: int) -> None:
+    def __init__(
+        self, sampler: GroupSampler, *, sampling: Sampling, group_size: int, record_routes: bool = False
+    ) -> None:
+        """record_routes: as in `SampleRequest`."""
         self._sampler, self._sampling, self._group_size = sampler, sampling, group_size
+        self._record_routes = record_routes
 
     async def groups(self, prompts: Sequence[Prompt]) -> AsyncGenerator[RolloutGroup | Discarded, None]:
         """Sample the groups of all prompts in one call."""
@@ -51,6 +55,7 @@ class SingleTurn:
                 sampling=self._sampling,
                 seeds=completion_seeds(prompt.seed, self._group_size),
                 record_support=True,  # the learner evaluates the sampling distribution
+                record_routes=self._record_routes,
                 background=True,
             )
             for prompt in prompts

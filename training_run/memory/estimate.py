@@ -172,6 +172,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
         caches=_caches(layout, rows, length) + draft_caches + teacher_caches,
         prefixes=_prefixes(layout, profile.engine.prefix_cache_tokens, min(prompt_tokens, length)),
         evaluation=_caches(layout, _evaluated_rows(profile, length), length),
+        routes=_routes(layout, profile, length),
         gradients=learning.gradient * (2 if micro.several else 1),
         sums=SUM_COPIES * learning.gradient if need.sums else 0,
         activations=_activations(base, config, layout, micro, profile, logits=logits),
@@ -304,6 +305,14 @@ def _prefixes(layout: CacheLayout, tokens: int, prompt: int) -> int:
         else:
             total += entries * _state_bytes(leaf)
     return total
+
+
+def _routes(layout: CacheLayout, profile: Profile, length: int) -> int:
+    """Return the bytes of the routes of all rollouts that exist at once, prompts included."""
+    if not layout.mixtures or profile.learner.router_replay == "off":
+        return 0
+    groups = most_groups(profile) + profile.max_batches_ahead * profile.learner.batch_size
+    return groups * profile.sampling.group_size * length * layout.mixtures.route_bytes
 
 
 def _state_bytes(leaf: StateLeaf) -> int:

@@ -48,6 +48,7 @@ PARTS = (
     ("caches", "KV caches", "engine.kv_cache_tokens, engine.max_num_seqs, sampling.max_tokens"),
     ("prefixes", "prefix cache", "engine.prefix_cache_tokens"),
     ("evaluation", "KV caches of evaluations", "engine.max_num_seqs, eval.problems_between, or eval.interval = 0"),
+    ("routes", "routes of rollouts", "learner.router_replay = off, learner.batch_size or rollouts.max_batches_ahead"),
     ("adapters", "adapters of clients", "server.adapters.max_bytes, max_loaded or max_rank"),
     ("gradients", "gradients", ADAPTER),
     ("sums", "sums of gradients", ADAPTER),

@@ -11,9 +11,11 @@ from attachments.alarms.checks import (
     CALM_UPDATES,
     CUT_REPORTS,
     EXPERT_UPDATES,
+    FLIPPED_REPORTS,
     CollapseCheck,
     CutCheck,
     ExpertCheck,
+    RouteCheck,
     ThroughputCheck,
 )
 from attachments.alarms.tests.collapse_reports import completion, scored
@@ -186,3 +188,20 @@ def test_experts_that_compute_no_token_any_more_are_a_finding() -> None:
     assert finding.remedy.before_step == 3
     assert EXPERT_UPDATES == 3
     assert run.step(update(8, 0.2)) == set()
+
+
+def test_other_experts_than_those_of_the_sampler_are_a_finding() -> None:
+    """At three updates in a row; stale groups, whose weights were others, and replayed routes do not count."""
+
+    def update(flips: float | None, *, replayed: bool = False, staleness: int = 0) -> StepReport:
+        changed = replace(UPDATE, flipped_routes=flips, replayed_routes=replayed)
+        return replace(step(1, groups=groups(1.0), update=changed), staleness=(staleness,))
+
+    run = ObservedRun(lambda clock: RouteCheck())
+    for report in (update(None), update(50.0), update(50.0, staleness=1), update(9.0), update(50.0), update(50.0)):
+        assert run.step(report) == set()
+    assert run.step(update(50.0)) == {"routes_flip"}
+    assert FLIPPED_REPORTS == 3
+    (finding,) = run.findings.now
+    assert finding.remedy.changes == (Change(key="learner.router_replay", value="on"),)
+    assert run.step(update(50.0, replayed=True)) == set()

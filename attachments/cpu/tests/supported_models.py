@@ -16,7 +16,7 @@ from attachments.cpu.decoder import HostDecoder
 from attachments.cpu.kv_cache import HostKVCache
 from clotho.models.lora import adapter_layer
 from tests.inference.cache_rows import Rows
-from tests.small_models import ARCHITECTURES, NEWER, FixedSource, tiny_source
+from tests.small_models import ARCHITECTURES, FixedSource, tiny_source
 
 PLAIN = ("qwen3", "qwen2", "llama")
 """Architectures that the host knows, with attention and linear layers."""
@@ -35,7 +35,7 @@ ADAPTED = {
 
 def plain_source(architecture: str, **overrides: Any) -> FixedSource:
     """Build a tiny model of a known architecture whose norms and biases all differ, so that none can be left out."""
-    with patch.dict(ARCHITECTURES, {"qwen2": {}, "qwen3_5_moe": NEWER["qwen3_5"]}):
+    with patch.dict(ARCHITECTURES, {"qwen2": {}}):
         source = tiny_source(architecture, **overrides)
     leaves: Any = tree_flatten(source.model.parameters())
     vectors = [(name, array) for name, array in leaves if array.ndim == 1]

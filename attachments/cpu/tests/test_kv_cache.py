@@ -20,6 +20,7 @@ DECODER = cast(
     SimpleNamespace(
         depth=1,
         key_shape=(1, 4),
+        column_shapes=[(1, 4, 4)],
         state_shapes=[],
         divided=lambda layers: (list(layers), []),
         joined=lambda attention, _: list(attention),

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
+import mlx.core as mx
+import numpy as np
 import openai
 import pytest
 
+from clotho.models.experts import Mixtures
 from tests.fakes import CharacterTokenizer
 from tests.serving.embedded_server import serving as serving_embedded
 from tests.serving.running_server import CONTEXT, Served, serving
+from tests.serving.test_with_engine import serving as serving_engine
 
 ROUTE = "/inference/v1/generate"
 IDS = [5, 9, 33]
@@ -130,3 +136,35 @@ async def test_the_sampling_mask_contains_the_tokens_that_could_be_sampled(tmp_p
         assert free["sampling_mask"] is None
         (plain,) = (await client.post(ROUTE, json={"token_ids": IDS})).json()["choices"]
         assert "sampling_mask" not in plain
+
+
+@pytest.mark.parametrize(("architecture", "start"), [("qwen3_moe", 0), ("qwen3_moe", 2), ("qwen3", 0)])
+async def test_routed_experts_are_those_of_the_computed_tokens(architecture: str, start: int) -> None:
+    """As clients of vLLM's routing replay read them: base64 of (tokens, layers, experts), null without experts."""
+    async with serving_engine(architecture=architecture) as (stack, client):
+        root = str(client.base_url).rstrip("/").removesuffix("/v1")
+        params = {"max_tokens": 5, "ignore_eos": True, "routed_experts_prompt_start": start}
+        body: dict[str, Any] = {"token_ids": IDS, "sampling_params": params, "return_routed_experts": True}
+        answer = await client.post(f"{root}{ROUTE}", cast_to=httpx.Response, body=body)
+        (choice,) = answer.json()["choices"]
+        plain = await client.post(f"{root}{ROUTE}", cast_to=httpx.Response, body={"token_ids": IDS})
+        assert "routed_experts" not in plain.json()["choices"][0]
+        found = choice["routed_experts"]
+        if architecture == "qwen3":
+            assert found is None
+            return
+        assert answer.content.index(b'"routed_experts":{"data":"')
+        assert (found["shape"], found["dtype"], found["start"]) == ([7 - start, 2, 2], "uint8", start)
+        expected_T_C = await anyio.to_thread.run_sync(
+            stack.compute.decode.submit(lambda: routes_of(stack.source.model, [*IDS, *choice["token_ids"]])).result
+        )
+        experts = np.frombuffer(b64decode(found["data"]), dtype=np.uint8).reshape(found["shape"])
+        assert np.array_equal(np.sort(experts, -1), np.sort(expected_T_C.reshape(7, 2, 2)[start:], -1))
+
+
+def routes_of(model: Any, tokens: list[int]) -> Any:
+    """Return the routes of all tokens but the last, (T, C)."""
+    mixtures = Mixtures(model)
+    with mixtures.recorded() as chosen:
+        model(mx.array([tokens[:-1]]))
+    return np.array(mixtures.routes(chosen))[0]

@@ -50,8 +50,13 @@ def assert_same(first: object, second: object) -> None:
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 @pytest.mark.parametrize(
     "sequences",
-    [SEQUENCES[1:], [sequence(0, teacher=TEACHER)], [sequence(0, supports=(b"\4\0\0\0",) * 3)]],
-    ids=["temperature and reference", "teacher", "support"],
+    [
+        SEQUENCES[1:],
+        [sequence(0, teacher=TEACHER)],
+        [sequence(0, supports=(b"\4\0\0\0",) * 3)],
+        [sequence(0)._replace(route_I_E=np.arange(2 * sequence(0).inputs, dtype=np.uint8).reshape(-1, 2))],
+    ],
+    ids=["temperature and reference", "teacher", "support", "routes"],
 )
 def test_a_micro_batch_is_rebuilt_from_its_message(layout: str, sequences: list[TrainingSequence]) -> None:
     """Every array keeps type, shape and values, and what is missing stays missing."""

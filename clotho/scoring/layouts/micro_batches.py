@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from clotho.scoring.layouts.route_table import RouteTable
 from clotho.scoring.layouts.rows import TOKEN_BUCKET, Layout, Placement, bucket, place_packed, place_padded
 from clotho.scoring.layouts.shared_prefix import place_shared
 from clotho.scoring.sequences import MicroBatch, TeacherRows, TokenTable, TrainingSequence
@@ -108,23 +109,38 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def build_micro_batches(
-    sequences: Sequence[TrainingSequence], *, layout: str, budget: int, whole_groups: bool = False
+    sequences: Sequence[TrainingSequence],
+    *,
+    layout: str,
+    budget: int,
+    whole_groups: bool = False,
+    replays: bool = False,
 ) -> tuple[MicroBatch, ...]:
     """Split sequences into micro-batches of at most `budget` positions, padding included.
 
     A sequence longer than the budget gets a micro-batch of its own. whole_groups: the sequences of a group stay in one
     micro-batch, which a group longer than the budget has alone. layout: a key of `LAYOUTS`. Sequences with recorded
     supports, or with a teacher, are not mixed with others. Prompts have at least one token, completions at least one
-    sampled token. Equal input gives equal output; the split depends on tokens, supports and teachers only.
+    sampled token. Equal input gives equal output; the split depends on tokens, supports and teachers only. replays:
+    whether the learner takes the routes of the sequences.
     """
-    return tuple(
+    place = _of_whole_groups(layout) if whole_groups else LAYOUTS[layout]
+    batches = tuple(
         MicroBatch(
             table=token_table([sequences[member] for member in placement.members], placement.positions),
             members=placement.members,
             group_B=_numbered([sequences[member].group for member in placement.members]),
             inputs=placement.inputs,
         )
-        for placement in _placements(sequences, _of_whole_groups(layout) if whole_groups else LAYOUTS[layout], budget)
+        for placement in _placements(sequences, place, budget)
+    )
+    if all(sequence.route_I_E is None for sequence in sequences):
+        return batches
+    routes = RouteTable(sequences)
+    placements = _placements(routes.indexed, place, budget)
+    return tuple(
+        micro._replace(routes=routes.of(placement.inputs, replays=replays))
+        for micro, placement in zip(batches, placements, strict=True)
     )
 
 

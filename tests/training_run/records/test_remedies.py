@@ -16,7 +16,15 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from attachments.alarms.checks import CUT_REPORTS, EXPERT_UPDATES, CollapseCheck, CutCheck, ExpertCheck
+from attachments.alarms.checks import (
+    CUT_REPORTS,
+    EXPERT_UPDATES,
+    FLIPPED_REPORTS,
+    CollapseCheck,
+    CutCheck,
+    ExpertCheck,
+    RouteCheck,
+)
 from attachments.alarms.tests import test_checks as alarms
 from attachments.alarms.tests.collapse_reports import GOOD, batch, metrics, report
 from attachments.alarms.tests.test_collapse_detection import detector_with_baseline
@@ -101,6 +109,15 @@ def of_the_experts() -> Iterator[Finding]:
     run = ObservedRun(lambda clock: ExpertCheck())
     for unused in (0.0, *[0.25] * EXPERT_UPDATES):
         run.step(step(1, groups=groups(1.0), update=replace(UPDATE, unused_experts_fraction=unused)))
+    yield from run.findings.now
+
+
+def of_the_routes() -> Iterator[Finding]:
+    """The learner chooses other experts than the sampler."""
+    run = ObservedRun(lambda clock: RouteCheck())
+    for number in range(FLIPPED_REPORTS):
+        report = step(number + 1, groups=groups(1.0), update=replace(UPDATE, flipped_routes=50.0))
+        run.step(replace(report, staleness=(0,)))
     yield from run.findings.now
 
 
@@ -256,6 +273,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
             of_a_collapsed_run(),
             of_the_objective(),
             of_the_experts(),
+            of_the_routes(),
             of_the_scorer(),
             of_the_kv_cache(),
             of_the_rewards(),
