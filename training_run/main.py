@@ -74,6 +74,10 @@ def _run(argv: Sequence[str], load_train: LoadTrain) -> tuple[int, bool]:
     """Return the exit status, and whether a run was started."""
     is_training = False
     try:
+        if argv and argv[0] == "train":
+            from training_run.profile.short_forms import spelled_out
+
+            argv = spelled_out(argv)
         known = commands() if argv and not argv[0].startswith("-") else {}
         if known and (own := COMMANDS.get(argv[0])):
             from training_run.profile.program import announce

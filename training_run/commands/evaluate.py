@@ -127,6 +127,32 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
     """
     flags, profile = arguments.flags, arguments.profile
     output = new_file(flags.output) if flags.output else None
+    outcomes = await outcomes_of(arguments, console)
+    results = {name: result_of(name, found, outcomes.get(BASE_NAME)) for name, found in outcomes.items()}
+    found = Evaluation(
+        model=profile.model.path,
+        dataset=profile.data.train,
+        part=flags.part,
+        problems=len(next(iter(outcomes.values()))),
+        samples=flags.samples,
+        temperature=profile.sampling.temperature,
+        seed=profile.seed,
+        policies=results,
+    )
+    if output is not None:
+        replace_file(output, [msgspec.json.format(msgspec.json.encode(found), indent=1), b"\n"])
+    show(console, found, as_json=flags.json)
+    return 0
+
+
+async def outcomes_of(
+    arguments: EvaluationArguments, console: Console, *, must_judge: bool = True
+) -> dict[str, list[Outcome]]:
+    """Sample and grade the completions of each policy; return the outcomes of the problems by its name.
+
+    must_judge: completions must be correct or wrong. Raises ClothoError if an input cannot be used.
+    """
+    flags, profile = arguments.flags, arguments.profile
     with ExitStack() as stack:
         stack.enter_context(event_log(console))
         rewards = RewardRunner(profile.rewards, overlong=None, keep_zero_variance=True)
@@ -141,7 +167,7 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
         base = await finish(compute.decode.submit(lambda: load(arguments)))
         sampler = await run_sync(make_sampler, arguments, base, compute)
         rendered, references = problems_of(arguments, base)
-        require_graded(rendered, rewards, in_episodes=make_episodes is not None)
+        require_graded(rendered, rewards, in_episodes=make_episodes is not None, must_judge=must_judge)
         rewards.require_columns(rendered.problems)
         episodes = None if make_episodes is None else make_episodes(base.tokenizer, base.context_length)
         outcomes: dict[str, list[Outcome]] = {}
@@ -149,21 +175,7 @@ async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
             log.info("evaluating", policy=name, problems=len(rendered.problems))
             completions, losses = await completions_of(arguments, name, rendered, references, sampler, episodes)
             outcomes[name] = await graded(rendered.problems, completions, rewards.grade, losses=losses)
-    results = {name: result_of(name, found, outcomes.get(BASE_NAME)) for name, found in outcomes.items()}
-    found = Evaluation(
-        model=profile.model.path,
-        dataset=profile.data.train,
-        part=flags.part,
-        problems=len(rendered.problems),
-        samples=flags.samples,
-        temperature=profile.sampling.temperature,
-        seed=profile.seed,
-        policies=results,
-    )
-    if output is not None:
-        replace_file(output, [msgspec.json.format(msgspec.json.encode(found), indent=1), b"\n"])
-    show(console, found, as_json=flags.json)
-    return 0
+    return outcomes
 
 
 def load(arguments: EvaluationArguments) -> BaseModel:
@@ -215,12 +227,15 @@ def problems_of(arguments: EvaluationArguments, base: BaseModel) -> tuple[Render
     return rendered, renderer.references(rendered)
 
 
-def require_graded(rendered: Rendered, rewards: RewardRunner, *, in_episodes: bool) -> None:
-    """Raise ProfileError if no reward with `correct = true` applies to any problem, or one lacks its environment."""
+def require_graded(rendered: Rendered, rewards: RewardRunner, *, in_episodes: bool, must_judge: bool) -> None:
+    """Raise ProfileError if a reward lacks its environment, or none with `correct = true` applies to any problem.
+
+    must_judge: whether one must apply.
+    """
     if not in_episodes and (names := rewards.from_environments):
         raise ProfileError(f"the reward {names[0]!r} is that of an environment, and the profile has none: set agent")
     types = {problem.type for problem in rendered.problems}
-    if set(rewards.types_without_correct(types)) == types:
+    if must_judge and set(rewards.types_without_correct(types)) == types:
         raise ProfileError("rewards: no reward with correct = true applies to the problems")
 
 

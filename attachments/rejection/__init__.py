@@ -1,0 +1,1 @@
+"""Rejection sampling: the best completions of a policy as demonstrations."""
