@@ -87,6 +87,7 @@ OWNERS: Mapping[str, str] = {
     "math_verify": "graders",
     "reasoning_gym": "reasoning_gym",
     "reasoning_gym:": "reasoning_gym",
+    "verifiers:": "verifiers",
 }
 """The attachment that each name of the tables below belongs to, so that a name is refused by its attachment."""
 

@@ -25,7 +25,14 @@ from attachments.agents.sections import PythonAgent
 from protocols.errors import ProfileError
 from protocols.prompt import Problem
 from training_run.episodes.messages import Ask, Event, Failed, PolicyTurn
-from training_run.supervision.guarded_process import GRACE_SECONDS, IMPORT_SECONDS, GuardedProcess, OutputLog, frame
+from training_run.supervision.guarded_process import (
+    GRACE_SECONDS,
+    IMPORT_SECONDS,
+    GuardedProcess,
+    OutputLog,
+    frame,
+    python_module,
+)
 
 ANSWERS: Any = Answer
 MAX_REPLAYS = 3
@@ -57,7 +64,7 @@ class EnvironmentWorker:
         )
         self.process = GuardedProcess(
             "the environment",
-            "attachments.agents.worker",
+            python_module("attachments.agents.worker"),
             limits,
             limit_key="agent.memory_limit_mb",
             ended=EnvironmentEnded,

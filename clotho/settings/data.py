@@ -22,7 +22,7 @@ Where = Literal["local", "cluster"]
 
 
 class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Problems for training and evaluation: files, directories, datasets of the Hugging Face hub or Reasoning Gym."""
+    """Problems for training and evaluation: files, directories, datasets of the hub, Reasoning Gym or verifiers."""
 
     train: Annotated[str, about("Dataset: file, directory, OWNER/NAME on the hub, reasoning_gym:NAME.", min_length=1)]
     heldout: Annotated[str, about("Dataset of the held-out problems; empty: a part of data.train.")] = ""

@@ -13,13 +13,21 @@ from tokenizers import Tokenizer
 from profiles.calculator_maker.problems import GENERATORS, episode
 from profiles.maker.command import run_command
 from profiles.maker.problem import Problem, make_problems, write_problems
-from profiles.maker.tokenizer import CHAT_TEMPLATE, save_tokenizer, train_tokenizer
+from profiles.maker.tokenizer import save_tokenizer, train_tokenizer
 
 HELD_OUT, TRAINING = 256, 2048
 """Problems in heldout.jsonl and in train.jsonl; no prompt occurs twice in the two together."""
 
-TEMPLATE = "{#- tools are called as in [name(a=1, b=2)] #}" + CHAT_TEMPLATE
-"""That of the embedded policy. The policy knows the tools, so that they are not in its prompt."""
+TEMPLATE = (
+    "{#- tools are called as in [name(a=1, b=2)] #}{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+    "{%- for call in message.tool_calls or [] %}{{- '[' if loop.first else ', ' }}{{- call.function.name + '(' }}"
+    "{%- for name, value in call.function.arguments.items() %}"
+    "{{- name + '=' + (value | string) + (')' if loop.last else ', ') }}{%- endfor %}"
+    "{{- ']' if loop.last }}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""That of the embedded policy, with calls as the policy writes them. It knows the tools: they are not in its prompt."""
 
 
 def problems(seed: int) -> tuple[list[Problem], list[Problem]]:

@@ -20,6 +20,7 @@ ATTACHED = {
     "critic": "critic",
     "data.curriculum": "curriculum",
     "data.reasoning_gym": "reasoning_gym",
+    "data.verifiers": "verifiers",
     "distillation": "distillation",
     "distributed": "ranks",
     "engine.speculation": "speculation",

@@ -24,7 +24,7 @@ from training_run.rewards.worker import (
     WorkerMessage,
     WorkerSettings,
 )
-from training_run.supervision.guarded_process import GRACE_SECONDS, IMPORT_SECONDS, GuardedProcess, frame
+from training_run.supervision.guarded_process import GRACE_SECONDS, IMPORT_SECONDS, GuardedProcess, frame, python_module
 
 MESSAGES: Any = WorkerMessage
 
@@ -107,7 +107,7 @@ class WorkerProcess:
         )
         self._process = GuardedProcess(
             f"reward {function.name}",
-            "training_run.rewards.worker",
+            python_module("training_run.rewards.worker"),
             settings,
             limit_key="rewards.memory_limit_mb",
             ended=WorkerEnded,

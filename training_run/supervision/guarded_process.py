@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -44,6 +44,9 @@ IMPORT_SECONDS = 300.0
 
 POLL_SECONDS = 0.1
 """Interval of the checks whether the process of a running call is alive and within its memory limit."""
+
+WATCH_SECONDS = 1.0
+"""Interval of the checks whether a process that nobody asks is within its memory limit."""
 
 EXIT_SECONDS = 1.0
 """Time for a worker to exit by itself."""
@@ -85,6 +88,11 @@ def boot(module: str) -> str:
     """
     path = "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']"
     return f"{path}; from {module} import main; main(sys.argv[1])"
+
+
+def python_module(module: str) -> tuple[str, ...]:
+    """Return the command of a process whose program is `main` of a module of the project."""
+    return sys.executable, "-c", boot(module)
 
 
 def frame(message: Struct) -> bytes:
@@ -197,7 +205,7 @@ class GuardedProcess:
     def __init__(
         self,
         name: str,
-        module: str,
+        command: Sequence[str],
         settings: ProcessSettings,
         *,
         limit_key: str,
@@ -206,7 +214,7 @@ class GuardedProcess:
     ) -> None:
         """Start the process. Needs a running event loop. Raises OSError if the system refuses.
 
-        name: in errors, such as `reward length`. module: its `main` is the program of the process. limit_key: setting
+        name: in errors, such as `reward length`. command: without its last argument, the settings. limit_key: setting
         of the memory limit. ended: error for a process that ended or was killed.
         """
         self._name, self._limit_key, self._ended, self._on_output = name, limit_key, ended, on_output
@@ -219,7 +227,7 @@ class GuardedProcess:
         whole = replace(settings, path=sys.path, parent=os.getpid(), descriptor=theirs.fileno())
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", boot(module), msgspec.json.encode(whole).decode()],
+                [*command, msgspec.json.encode(whole).decode()],
                 stdin=subprocess.DEVNULL,
                 stdout=their_output,
                 stderr=their_output,
@@ -303,8 +311,36 @@ class GuardedProcess:
         finally:
             receiving.cancel()
 
+    async def send(self, request: bytes) -> None:
+        """Send a request, one at a time. Raises `ended` if the process has ended."""
+        try:
+            await self._loop.sock_sendall(self._socket, request)
+        except OSError:
+            await self._wait_for_exit()
+            raise self.end(self._how_it_ended()) from None
+
+    async def receive(self, kind: type[Message]) -> Message:
+        """Wait for a message. Raises `ended` if the process has ended, or is over its memory limit."""
+        receiving = asyncio.ensure_future(self._received(kind))
+        try:
+            while not receiving.done():
+                await asyncio.wait({receiving}, timeout=WATCH_SECONDS)
+                if not receiving.done():
+                    self._require_memory()
+            return receiving.result()
+        except (EOFError, OSError):
+            await self._wait_for_exit()
+            raise self.end(self._how_it_ended()) from None
+        except ValueError:
+            raise self.end("sent an invalid answer") from None
+        finally:
+            receiving.cancel()
+
     async def _exchange(self, request: bytes, kind: type[Message]) -> Message:
         await self._loop.sock_sendall(self._socket, request)
+        return await self._received(kind)
+
+    async def _received(self, kind: type[Message]) -> Message:
         size = int.from_bytes(await self._receive(LENGTH_BYTES), "little")
         if size > MAX_ANSWER_BYTES:
             raise msgspec.ValidationError("the answer is too long")
@@ -365,11 +401,12 @@ class OutputLog:
     """
 
     def __init__(self, kind: str, name: str) -> None:
-        """kind: of the code, such as `reward`."""
+        """kind: of the code, such as `reward`. last_line: the last one with text."""
         import structlog  # the process itself does not need it
 
         self._log = structlog.get_logger(__name__)
         self._kind, self._name = kind, name
+        self.last_line = ""
         self._partial = b""
         self._held: list[bytes] | None = []
         self._lines = 0
@@ -378,6 +415,8 @@ class OutputLog:
         """Add output of any process of the code."""
         *lines, rest = (self._partial + content).split(b"\n")
         self._partial = rest[:MAX_LINE_CHARACTERS]
+        with_text = (line for line in reversed(lines) if line.strip())
+        self.last_line = next(with_text, b"").decode(errors="replace")[:MAX_LINE_CHARACTERS] or self.last_line
         for line in lines[: MAX_OUTPUT_LINES + 1 - self._lines]:
             self._lines += 1
             if self._held is None:

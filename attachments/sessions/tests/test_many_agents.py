@@ -21,6 +21,9 @@ from tests.e2e.pipeline_process import FEW_PROBLEMS, Run, assert_recorded, metri
 from training_run.directory.checkpoints import latest_checkpoint, read_state
 
 AGENTS = 50
+PATIENCE_SECONDS = 3600.0
+"""Upper limit of a start of the run, which shares the processors with the agents. No assertion depends on it."""
+
 FLAGS = (
     "--profile", "local-m3", "--sessions", "http", "--sampling.group-size", "4", "--learner.batch-size", "4",
     "--checkpoint.interval", "1", "--eval", "off", *FEW_PROBLEMS,
@@ -97,6 +100,11 @@ def saved_step(run_dir: Path) -> int:
     return read_state(found).step if found else 0
 
 
+def started(run_dir: Path, *flags: str) -> Run:
+    """Start the run, or resume it."""
+    return Run(run_dir, *flags, *resume_flag(run_dir), small=(), patience_seconds=PATIENCE_SECONDS)
+
+
 def killed_agents(directory: Path, *, kills: int, seed: int) -> dict[str, object]:
     """Kill the run or an agent at random moments, let the run end, and check every promise. Returns what happened."""
     moments, run_dir, notes = random.Random(seed), directory / "run", directory / "notes"
@@ -109,7 +117,7 @@ def killed_agents(directory: Path, *, kills: int, seed: int) -> dict[str, object
         left = kills
         while left:
             before = saved_step(run_dir)
-            with Run(run_dir, *flags, "--steps", "1000", *resume_flag(run_dir), small=()) as running:
+            with started(run_dir, *flags, "--steps", "1000") as running:
                 running.wait_until(lambda: is_ready(port))
                 of_agents = min(left - 1, moments.randint(0, 6))
                 for _ in range(of_agents):
@@ -125,7 +133,7 @@ def killed_agents(directory: Path, *, kills: int, seed: int) -> dict[str, object
                 assert kept.items() <= now.items(), "what a checkpoint has is never lost"
                 kept = now
         steps = saved_step(run_dir) + 2
-        with Run(run_dir, *flags, "--steps", str(steps), *resume_flag(run_dir), small=()) as running:
+        with started(run_dir, *flags, "--steps", str(steps)) as running:
             result = running.finish()
     assert result.status == 0, result.err
     assert_recorded(run_dir, result.accounting, steps=steps)

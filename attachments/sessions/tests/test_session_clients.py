@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
 from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,25 +17,16 @@ import pytest
 from openai import AsyncOpenAI
 
 from profiles.environments.calculator import Calculator
+from tests.docs.pages import DOCS, blocks
 from tests.docs.test_commands import free_port, is_ready
 from tests.e2e.pipeline_process import FEW_PROBLEMS, REPOSITORY, lines, metrics, run
 
 EXTRA = "openai-agents"
+PAGE = next(block.text for block in blocks(DOCS / "sessions.md") if block.file_name == "calculator_agent.py")
 QUESTION, TURNS, GROUP = "What is 37 plus 47, then times 7?", 3, 4
 FUNCTIONS: dict[str, Callable[..., int]] = {
     name: getattr(Calculator(), name) for name in ("add", "multiply", "subtract")
 }
-TEMPLATE = (
-    "{#- tools are called as in [name(a=1, b=2)] #}{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
-    "{%- for call in message.tool_calls or [] %}{{- '[' if loop.first else ', ' }}{{- call.function.name + '(' }}"
-    "{%- for name, value in call.function.arguments.items() %}"
-    "{{- name + '=' + (value | string) + (')' if loop.last else ', ') }}{%- endfor %}"
-    "{{- ']' if loop.last }}{%- endfor %}"
-    "{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-"""Repeats calls as the policy writes them."""
-
 FLAGS = (
     "--profile", "local-m3", "--model", str(REPOSITORY / "profiles" / "calculator"), "--sessions", "http",
     "--sampling.group-size", str(GROUP), "--learner.batch-size", "1", "--engine.kv-policy", "recompute",
@@ -103,6 +96,17 @@ def of_openai_agents(api: str, address: str, session: str) -> str:
         return ""
 
 
+def of_the_page(address: str, session: str) -> str:
+    """The agent of docs/sessions.md, with another session and the address of the run."""
+    import agents
+
+    mine = PAGE.replace('"attempt-1"}', f'"{session}"}}, extra_body={{"seed": {len(session)}}}')
+    assert mine != PAGE
+    with redirect_stdout(io.StringIO()) as printed, suppress(agents.AgentsException):
+        exec(compile(mine.replace("sys.argv[1]", repr(f"{address}/v1")), "calculator_agent.py", "exec"), {})
+    return printed.getvalue()
+
+
 def called(name: str, arguments: Any) -> int | str:
     """Return the result of a call, or why it failed."""
     try:
@@ -138,17 +142,15 @@ class Agents(threading.Thread):
             pytest.param(partial(of_openai_agents, api), id=f"agents-{api}", marks=pytest.mark.needs_extra(EXTRA))
             for api in ("chat", "responses")
         ),
+        pytest.param(of_the_page, id="agents-page", marks=pytest.mark.needs_extra(EXTRA)),
     ],
 )
 def test_an_agent_with_tools_and_streams_trains_the_policy(tmp_path: Path, solve: Solve) -> None:
     """All turns of a session are one sequence: calls as they were sampled, and their results as context."""
-    template = tmp_path / "calls.jinja"
-    template.write_text(TEMPLATE, encoding="utf-8")
     agents = Agents(free_port(), solve)
     agents.start()
     try:
-        given = ("--server.port", str(agents.port), "--model.chat-template", str(template))
-        result = run(tmp_path / "run", *FLAGS, *given, small=())
+        result = run(tmp_path / "run", *FLAGS, "--server.port", str(agents.port), small=())
     finally:
         agents.ended.set()
         agents.join()

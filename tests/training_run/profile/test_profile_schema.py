@@ -21,7 +21,7 @@ def test_every_key_has_help_and_says_what_is_allowed() -> None:
     assert [key.path for key in KEYS.values() if not key.help] == []
     table = {key.path for key in KEYS.values() if key.allowed == "a table"}
     names = {path.rpartition(".")[2] for path in table}
-    assert names == {"options", "chat_template_kwargs", "type_weights", "settings"}
+    assert names == {"options", "chat_template_kwargs", "type_weights", "settings", "environment"}
 
 
 def test_the_schema_covers_every_field_of_every_section() -> None:

@@ -1,0 +1,1 @@
+"""Tasksets of the library verifiers, whose environments the policy acts in."""

@@ -1,0 +1,125 @@
+"""Tasksets of verifiers in a run: the policy acts in their environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from attachments.verifiers.sections import TASKSET, VERIFIERS, VerifiersSection
+from training_run.attachment import Attach, Attachment, MakeEpisodes, Plan
+from training_run.episodes.limits import EpisodeLimits, ends_messages, episode_metrics
+from training_run.profile.rules import Complaint, Rule, Values
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from clotho.models.tokenizer import ChatTokenizer
+    from training_run.episodes.episodes import EnvironmentEpisodes
+    from training_run.memory.need import MemoryNeed
+    from training_run.profile.command_profiles import EvaluationProfile
+    from training_run.profile.schema import Profile
+    from training_run.run import RunContext
+
+
+KEYS = " ".join(f"{TASKSET.path}.{name}" for name in VerifiersSection.__struct_fields__)
+"""The keys of the table."""
+
+
+def plays(v: Values) -> bool:
+    """Whether a resolved profile names a taskset."""
+    return bool(v["data.train"].startswith(VERIFIERS))
+
+
+class VerifiersRuns(Attachment):
+    """`data.train = "verifiers:TASKSET"` and `[data.verifiers]` of a profile."""
+
+    no_effect = (
+        Rule(KEYS, lambda v, _: not plays(v), "data.train is not verifiers:TASKSET", "data.train"),
+        Rule("data.system", lambda v, _: plays(v), "a task brings its own system message", "data.train"),
+    )
+    contradictions = (
+        ends_messages('data.train = "verifiers:"', plays),
+        Rule(
+            "data.heldout data.heldout_split",
+            lambda v, x: bool(x) and (plays(v) or x.startswith(VERIFIERS)),
+            "= {} is not possible with a taskset of verifiers: data.heldout_fraction holds out tasks of data.train",
+        ),
+    )
+    may_change = ("data.verifiers.python", "data.verifiers.memory_limit_mb", "data.verifiers.step_seconds")
+    metrics: ClassVar[Mapping[str, str]] = episode_metrics("verifiers")
+
+    def slots(self, profile: Profile) -> Mapping[str, str]:
+        """What an episode is."""
+        return {"episodes": f'data.train = "{profile.data.train}"'} if _taskset(profile) else {}
+
+    def complaints(self, profile: Profile) -> Iterable[Complaint]:
+        """A taskset has a name."""
+        if profile.data.train == VERIFIERS:
+            yield Complaint("data.train", f"data.train must be {VERIFIERS}TASKSET, with the name of a taskset")
+
+    def check(self, profile: Profile) -> None:
+        """Raise ProfileError unless the interpreter of the taskset exists."""
+        if _taskset(profile):
+            from attachments.verifiers.tasks import require_python
+
+            require_python(profile.data)
+
+    def memory(self, need: MemoryNeed) -> None:
+        """Episodes are sequences of which any part may be sampled."""
+        if need.profile is not None and _taskset(need.profile):
+            need.sequence_tokens = TASKSET.of(need.profile.data).max_tokens
+
+    async def prepare(self, plan: Plan) -> Attach | None:
+        """Start the process that plays tasks."""
+        make = await self._episodes(plan.profile, plan.ending, in_rounds=not plan.profile.asynchronous)
+        if make is None:
+            return None
+
+        async def attach(run: RunContext) -> None:
+            """Make episodes with the tokenizer of the policy."""
+            run.attached.episodes = episodes = make(run.policy.tokenizer, run.policy.context_length)
+            run.attached.measures.append(lambda _: episodes.measured("verifiers"))
+
+        return attach
+
+    async def evaluated(self, profile: EvaluationProfile, ending: ExitStack) -> MakeEpisodes | None:
+        """Start the process that plays tasks, and make episodes in rounds."""
+        return await self._episodes(profile, ending, in_rounds=True)
+
+    async def _episodes(
+        self, profile: Profile | EvaluationProfile, ending: ExitStack, *, in_rounds: bool
+    ) -> Callable[[ChatTokenizer, int], EnvironmentEpisodes] | None:
+        if not _taskset(profile):
+            return None
+        from attachments.verifiers.player import TasksetPlayer
+        from attachments.verifiers.tasks import require_python
+
+        require_python(profile.data)
+        settings = TASKSET.of(profile.data)
+        player = TasksetPlayer(profile.data)
+        ending.callback(player.close)
+        await player.start()
+
+        def make(tokenizer: ChatTokenizer, context_length: int) -> EnvironmentEpisodes:
+            """Return the source of episodes."""
+            from training_run.episodes.conversations import ChatWriter
+            from training_run.episodes.episodes import EnvironmentEpisodes
+
+            return EnvironmentEpisodes(
+                EpisodeLimits(max_turns=settings.max_turns, max_tokens=settings.max_tokens),
+                player,
+                ChatWriter(tokenizer, tools=(), system=""),
+                sampling=profile.sampling,
+                context_length=context_length,
+                in_rounds=in_rounds,
+            )
+
+        return make
+
+
+def _taskset(profile: Profile | EvaluationProfile) -> bool:
+    return profile.data.train.startswith(VERIFIERS)
+
+
+ATTACHMENT = VerifiersRuns()
+"""`data.train = "verifiers:TASKSET"` and `[data.verifiers]` of a profile."""

@@ -1,0 +1,57 @@
+"""Profiles with a taskset: what cannot work is refused with its key, before anything is started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.pipeline_process import lines, metrics, run
+from tests.extras import VERIFIERS
+
+GAME = ("--profile", "verifiers-guessing", "--server.port", "0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (("--data.heldout", "heldout.jsonl"), "data.heldout"),
+        (("--data.system", "Be short."), "data.system"),
+        (("--sampling.stop", '["x"]'), "sampling.stop"),
+        (("--agent", "python", "--agent.environment", "guessing:Guessing"), "agent"),
+        (("--data.train", "verifiers:"), "data.train"),
+        (("--data.verifiers.python", "/nowhere/python"), "data.verifiers.python"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(flags: tuple[str, ...], key: str, tmp_path: Path) -> None:
+    """With the key, and status 2."""
+    result = run(tmp_path / "run", *GAME, *flags, small=())
+    assert result.status == 2
+    assert key in result.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_table_without_a_taskset_has_no_effect_and_is_refused(tmp_path: Path) -> None:
+    """As every setting without an effect."""
+    result = run(tmp_path / "run", "--profile", "local-m3", "--data.verifiers.tasks", "3", small=())
+    assert result.status == 2
+    assert "data.verifiers.tasks" in result.err
+
+
+@pytest.mark.slow  # a run with the library
+@pytest.mark.needs_extra("verifiers")
+def test_a_run_trains_on_a_taskset_and_evaluates_with_it(tmp_path: Path) -> None:
+    """What the sampler recorded of several turns equals what the learner computes; no conversation forks."""
+    python = os.environ.get(VERIFIERS, "")
+    flags = ("--data.verifiers.python", python, "--async", "false", "--learner.batch-size", "4")
+    result = run(tmp_path / "run", *GAME, *flags, "--steps", "2", "--eval.problems", "4", small=())
+    assert result.status == 0, result.err
+    assert result.accounting.prompted == 8
+    for line in metrics(tmp_path / "run"):
+        assert 1 < line["verifiers/turns"] <= 3
+        assert (line["verifiers/failed"], line["verifiers/forked"]) == (0, 0)
+        assert line["mismatch_kl"] < 1e-9
+    first, last = lines(tmp_path / "run" / "evaluations.jsonl")
+    assert first["problems"] == last["problems"] == 4
+    assert 0 <= first["rewards"]["environment"]["value"] <= 1
