@@ -88,7 +88,7 @@ def full_fsync() -> None:
         os.fsync(descriptor)
         return 0
 
-    fcntl.F_FULLFSYNC, fcntl.fcntl = F_FULLFSYNC, called  # type: ignore[attr-defined]
+    vars(fcntl).update(F_FULLFSYNC=F_FULLFSYNC, fcntl=called)
 
 
 def no_memory_limits() -> None:
