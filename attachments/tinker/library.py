@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,9 @@ from clotho.extension import Extension
 from protocols.errors import ProfileError
 
 if TYPE_CHECKING:
-    from clotho.sampler import BaseAccess
-    from clotho.serving.parts import Endpoint, ServerParts
+    from prometheus_client.core import Metric
+
+    from clotho.serving.parts import Endpoint, Handlers, ServerParts
 
 HERE, PREFIX = "attachments.tinker", "/api/v1"
 
@@ -62,14 +64,26 @@ class TinkerExtension(Extension):
             raise ProfileError('server.tinker needs protobuf: pip install "clotho-mlx[tinker]"')
         if (access := parts.offered.base) is None:
             raise ProfileError("server.tinker trains adapters of a base model: it excludes server.accept_weights")
-        parts.endpoints += endpoints(parts, access, settings)
+        from clotho.serving.parts import Handlers
+
+        training = Handlers(f"{HERE}.routes:TinkerRoutes", parts, access, settings)
+        parts.endpoints += endpoints(parts, training)
+        parts.gauges.append(partial(measured, training))
 
 
-def endpoints(parts: ServerParts, access: BaseAccess, settings: TinkerApi) -> Iterator[Endpoint]:
-    """Return the routes."""
+def measured(training: Handlers) -> Iterable[Metric]:
+    """Return metrics once a client has asked for anything."""
+    if not training.is_loaded:
+        return ()
+    from attachments.tinker.gauges import tinker_metrics
+
+    return tinker_metrics(training.loaded.service)
+
+
+def endpoints(parts: ServerParts, training: Handlers) -> Iterator[Endpoint]:
+    """Return the routes. training: those that hold the state of the API."""
     from clotho.serving.parts import Endpoint, Handlers
 
-    training = Handlers(f"{HERE}.routes:TinkerRoutes", parts, access, settings)
     rest = Handlers(f"{HERE}.routes_rest:RestRoutes", parts, training)
 
     def endpoint(method: Any, path: str, handle: Any) -> Endpoint:

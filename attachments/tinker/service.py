@@ -54,7 +54,7 @@ MIB = 2**20
 
 
 class TinkerService:
-    """The state of the API of one server."""
+    """The state of the API of one server. budget: memory that models in training may take, in bytes."""
 
     def __init__(self, access: BaseAccess, context: ServerContext, settings: TinkerApi) -> None:
         self.access, self.context, self.settings = access, context, settings
@@ -68,7 +68,7 @@ class TinkerService:
             explain=self.store.left,
         )
         left = memory_limit().bytes - mx.get_active_memory()
-        self._budget = settings.max_bytes or max(0, left) // 2
+        self.budget = settings.max_bytes or max(0, left) // 2
 
     @property
     def names(self) -> list[str]:
@@ -127,10 +127,10 @@ class TinkerService:
         method = lora_method(self.access.base, run.lora)
         size = training_bytes(self.access.base, method)
         used = sum(model.bytes for one in self.sessions.open("") for model in one.models.values())
-        if used + size > self._budget:
+        if used + size > self.budget:
             raise ApiError(
                 400,
-                f"The model needs {size / MIB:.0f} MiB, and {used / MIB:.0f} of {self._budget / MIB:.0f} MiB are used "
+                f"The model needs {size / MIB:.0f} MiB, and {used / MIB:.0f} of {self.budget / MIB:.0f} MiB are used "
                 "by others: choose a smaller rank, wait, or raise --server.tinker.max-bytes.",
                 code="no_memory",
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -25,6 +25,8 @@ from clotho.serving.struct_types import prepare_struct_types
 from protocols.errors import ProfileError
 
 if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
     from clotho.serving.answering import Answering
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -52,6 +54,11 @@ class Handlers:
         found = extension.provided(self._place)(*self._parts)
         prepare_struct_types()  # bodies are decoded in several threads
         return found
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a request has asked for any of them."""
+        return "loaded" in vars(self)
 
     def method(self, name: str, **fixed: Any) -> Handler:
         """Return what answers by the method of this name, called with the request and `fixed`."""
@@ -104,8 +111,8 @@ class ServerParts:
     offered: the interface to the program. endpoints: routes beside those of the library. sources: of further models.
     pauses: each returns why requests wait; empty: they do not. chat: `module:name` of the
     `ChatExtension` that serves the fields of tools, grammars and reasoning. pages: each returns routes that
-    openapi.json leaves out; its argument is set when the server stops. bodies: reads the bodies of requests that do not
-    wait for admission.
+    openapi.json leaves out; its argument is set when the server stops. gauges: each returns metrics for /metrics.
+    bodies: reads the bodies of requests that do not wait for admission.
 
     When all attachments have added theirs: context: the interface to the program, as requests see it. clients, metrics:
     shared by all endpoints. limit: of the running server.
@@ -121,9 +128,12 @@ class ServerParts:
         self.pauses: list[Callable[[], str]] = []
         self.chat = offered.chat
         self.pages: list[Callable[[anyio.Event], Sequence[Route]]] = []
+        self.gauges: list[Callable[[], Iterable[Metric]]] = []
         for one in extension.extensions():
             one.server(self)
-        self.context = structs.replace(offered, models=self._models, health=self._health, chat=self.chat)
+        self.context = structs.replace(
+            offered, models=self._models, health=self._health, chat=self.chat, measure=self._measure
+        )
         self.clients = Clients(settings)
         self.limit = ConcurrencyLimit(settings.max_concurrent)
         self.metrics = ServerMetrics(self.context, lambda: self.limit, self.clients.quotas)
@@ -136,6 +146,10 @@ class ServerParts:
         extension.provided(self.chat)
         prepare_struct_types()  # bodies are decoded in several threads
         return Answering(self.context, self.metrics)
+
+    def _measure(self, timed_out: Mapping[str, int]) -> Iterator[Metric]:
+        yield from self.offered.measure(timed_out)
+        yield from (metric for gauges in self.gauges for metric in gauges())
 
     def _models(self) -> Sequence[ServedModel]:
         return (*self.offered.models(), *(model for source in self.sources for model in source.models()))
