@@ -266,6 +266,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     reference: weights of the reference policy for the KL penalty. rollback: the two older versions for rollbacks.
     published: the older version that weight patches for the workers of a cluster are made from.
     midway: weights and optimizer state between the optimizer steps of one update.
+    padded: matrices of experts with the rank that they have in files, while a checkpoint is written.
     caches: KV caches of the running sequences. prefixes: the prefix cache. evaluation: KV caches of an evaluation
     during training. routes: routes of the rollouts that are trained on and of those in progress, which are no arrays of
     MLX (`learner.router_replay`). adapters: those that are loaded for clients, with their copies in the compute type.
@@ -286,6 +287,7 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     rollback: int
     published: int = 0
     midway: int
+    padded: int = 0
     caches: int
     prefixes: int
     evaluation: int = 0
@@ -306,7 +308,8 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     def held(self) -> int:
         """Bytes of arrays that are held between two turns of the compute threads."""
         learning = self.trained + self.optimizer + self.reference + self.rollback + self.published + self.midway
-        return self.base + learning + self.caches + self.prefixes + self.evaluation + self.routes + self.adapters
+        caches = self.caches + self.prefixes + self.evaluation
+        return self.base + learning + self.padded + caches + self.routes + self.adapters
 
     @property
     def total(self) -> int:

@@ -56,7 +56,7 @@ def pad_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str
     The padded arrays must be evaluated and float32. All other arrays are returned unchanged.
     """
     result = dict(arrays)
-    for name, (_, _, file_rank) in _smaller_ranks(arrays, config).items():
+    for name, (_, _, file_rank) in smaller_ranks(arrays, config).items():
         result[name] = mx.array(padded(name, np.asarray(arrays[name]), file_rank))
     return result
 
@@ -68,7 +68,7 @@ def unpad_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[s
     not zero.
     """
     result = dict(arrays)
-    for name, (axis, rank, file_rank) in _smaller_ranks(arrays, config).items():
+    for name, (axis, rank, file_rank) in smaller_ranks(arrays, config).items():
         if arrays[name].shape[axis] == file_rank:
             kept, padding = mx.split(arrays[name], [rank], axis=axis)
             if mx.any(padding != 0).item():
@@ -78,7 +78,7 @@ def unpad_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[s
     return result
 
 
-def _smaller_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str, tuple[int, int, int]]:
+def smaller_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict[str, tuple[int, int, int]]:
     """Return (axis, rank, rank in the file) of every low-rank matrix whose module has a rank of its own."""
     found: dict[str, tuple[int, int, int]] = {}
     if config.lora_parameters is None or not config.ranks:

@@ -26,7 +26,9 @@ ROWS = (
     ("learn-m3", ""),
     ("qwen3-m3", ""),
     ("qwen3-m3", "mlx-community/Qwen3-4B-4bit"),
+    ("qwen35-m3", ""),
     ("qwen3-14b", ""),
+    ("qwen3-30b-a3b", ""),
     ("gsm8k", ""),
 )
 """Profile, and a model that replaces that of the profile."""

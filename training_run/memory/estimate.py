@@ -41,6 +41,7 @@ from clotho.settings.engine import EngineSection
 from clotho.settings.learner import AverageReference, BaseReference, SnapshotReference
 from clotho.settings.model import FullMethod, ModelSection
 from clotho.settings.server import AdaptersSection, HttpServer
+from clotho.storage.adapters import smaller_ranks
 from clotho.training.optimizers import state_bytes
 from protocols.errors import ModelError
 from protocols.sampling import PARAMETERS, Sampling, in_use
@@ -64,8 +65,9 @@ class LearningBytes(NamedTuple):
 
     trained: trainable parameters. in_full: trainable parameters of the base model, without the adapter. gradient: one
     gradient of all trainable parameters. optimizer: optimizer state, and a critic with its own. reference, rollback,
-    published: older versions. midway: parameters and state between the optimizer steps of one update. update: the
-    gradient of an optimizer step, its new arrays and its temporary arrays.
+    published: older versions. midway: parameters and state between the optimizer steps of one update. padded: matrices
+    of a smaller rank than the largest, as the file of the adapter has them, while it is written. update: the gradient
+    of an optimizer step, its new arrays and its temporary arrays.
     """
 
     trained: int
@@ -76,6 +78,7 @@ class LearningBytes(NamedTuple):
     rollback: int
     published: int
     midway: int
+    padded: int
     update: int
 
 
@@ -84,12 +87,12 @@ def learning_bytes(base: nn.Module, profile: Profile, need: MemoryNeed) -> Learn
     learner, method = profile.learner, profile.policy.method
     full = isinstance(method, FullMethod)
     if isinstance(method, FullMethod):
-        open_all_weights(base)
-        beside: set[str] = set()
+        config = open_all_weights(base)
     else:
         config, _ = install_adapter(base, method, seed=profile.seed)
-        beside = set(config.trained_weights)
+    beside = set() if full else set(config.trained_weights)
     arrays = flat(base.trainable_parameters())
+    padded = ((arrays[name].size, of_file / rank) for name, (_, rank, of_file) in smaller_ranks(arrays, config).items())
     trained = sum(array.nbytes for array in arrays.values())
     in_full = trained if full else sum(array.nbytes for name, array in arrays.items() if name in beside)
     float32 = FLOAT32 * sum(array.size for array in arrays.values())
@@ -110,6 +113,7 @@ def learning_bytes(base: nn.Module, profile: Profile, need: MemoryNeed) -> Learn
         rollback=2 * (trained + optimizer + average + taken_anew) if need.rollbacks else 0,
         published=trained if in_full and need.published else 0,
         midway=trained + optimizer if several else 0,
+        padded=FLOAT32 * int(sum(size * ratio for size, ratio in padded)),
         update=float32 + trained + optimizer + average + largest,
     )
 
@@ -169,6 +173,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
         rollback=learning.rollback,
         published=learning.published,
         midway=learning.midway,
+        padded=learning.padded,
         caches=_caches(layout, rows, length) + draft_caches + teacher_caches,
         prefixes=_prefixes(layout, profile.engine.prefix_cache_tokens, min(prompt_tokens, length)),
         evaluation=_caches(layout, _evaluated_rows(profile, length), length),
@@ -333,7 +338,8 @@ def _activations(
     blocks = list(model.layers)
     first = next((i for i, block in enumerate(blocks) if flat(block.trainable_parameters())), 0)
     full, experts = isinstance(profile.policy.method, FullMethod), experts_per_token(config)
-    attention_blocks = min(len(blocks), sum(isinstance(leaf, AttentionLeaf) for leaf in layout.leaves))
+    attention_blocks = sum(isinstance(leaf, AttentionLeaf) for leaf in layout.leaves) - bool(layout.mixtures)
+    attention_blocks = min(len(blocks), attention_blocks)
     divides = calls_attention(blocks)
     scores = attention_heads(config) * itemsize * attention_blocks // len(blocks) * (1 if divides else SOFT_CAPPED)
     in_blocks = activation_bytes(

@@ -45,6 +45,7 @@ PARTS = (
         "weights between optimizer steps",
         f"learner.num_minibatches = 1 with learner.update_epochs = 1; {ADAPTER}",
     ),
+    ("padded", "file of the adapter", f"policy.method.rank, policy.method.num_layers; {ADAPTER}"),
     ("caches", "KV caches", "engine.kv_cache_tokens, engine.max_num_seqs, sampling.max_tokens"),
     ("prefixes", "prefix cache", "engine.prefix_cache_tokens"),
     ("evaluation", "KV caches of evaluations", "engine.max_num_seqs, eval.problems_between, or eval.interval = 0"),
