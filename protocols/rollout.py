@@ -104,8 +104,9 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
     reference_logprobs: log-probability per token under the environment's reference policy.
     temperatures: sampling temperature, above 0. Empty: `sampling.temperature`.
     zero_advantage: the completion's advantage is 0; its reward still counts in the group's statistics.
-    teacher: the teacher's alternatives, for distillation.
+    teacher: the teacher's alternatives, for distillation; without tokens for a completion that has no teacher.
     teacher_logprobs: log-probability per token under a teacher. It is added to the advantage, less that of the policy.
+    Empty for a completion that has no teacher.
     logprob_error: largest difference in nats between the log-probabilities in the message and those of the sample log;
     None if the sample log contains none.
     """
@@ -139,9 +140,9 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
             raise ValueError("temperatures must be finite, and above 0 in float32")
         _require_token_lengths("token_advantages", self.token_advantages, completions)
         _require_token_lengths("reference_logprobs", self.reference_logprobs, completions)
-        _require_token_lengths("teacher_logprobs", self.teacher_logprobs, completions)
-        _require_token_lengths("teacher", tuple(one.tokens for one in self.teacher), completions)
-        _require_token_lengths("teacher", tuple(one.logprobs for one in self.teacher), completions)
+        _require_token_lengths("teacher_logprobs", self.teacher_logprobs, completions, or_none=True)
+        _require_token_lengths("teacher", tuple(one.tokens for one in self.teacher), completions, or_none=True)
+        _require_token_lengths("teacher", tuple(one.logprobs for one in self.teacher), completions, or_none=True)
 
     @property
     def prompt(self) -> Prompt:
@@ -168,9 +169,12 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
 
 
 def _require_token_lengths(
-    name: str, rows: tuple[tuple[object, ...], ...], completions: tuple[Completion, ...]
+    name: str, rows: tuple[tuple[object, ...], ...], completions: tuple[Completion, ...], *, or_none: bool = False
 ) -> None:
-    if rows and [len(row) for row in rows] != [len(completion.tokens) for completion in completions]:
+    """Raise ValueError unless there are no rows, or one per completion with its length, or with none if `or_none`."""
+    lengths = [len(row) for row in rows]
+    expected = [0 if or_none and not n else len(c.tokens) for n, c in zip(lengths, completions, strict=False)]
+    if rows and (len(rows) != len(completions) or lengths != expected):
         raise ValueError(f"{name} must have one entry per token of each completion")
 
 

@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attachments.distillation.sections import DISTILLATION
-from protocols.sampling import in_use
+from protocols.sampling import POLICY, in_use
 from training_run.attachment import Attach, Attachment, Plan, slot_settings
 from training_run.profile.rules import Complaint, Rule
 
 if TYPE_CHECKING:
-    from attachments.distillation.sections import DistillationSection
-    from attachments.distillation.teacher import Encode, GroupTeacher
     from clotho.models.tokenizer import ChatTokenizer
     from protocols.finding import Finding
     from protocols.prompt import Problem
@@ -40,6 +38,18 @@ class Distillation(Attachment):
             TEACHER,
         ),
         Rule(
+            "distillation.hint",
+            lambda v, _: v[TEACHER] != POLICY,
+            f'only {TEACHER} = "{POLICY}" reads a hint',
+            TEACHER,
+        ),
+        Rule(
+            "distillation.beside_rewards",
+            lambda v, _: v[TEACHER] == POLICY,
+            f'with {TEACHER} = "{POLICY}" completions without a hint learn from rewards',
+            TEACHER,
+        ),
+        Rule(
             "distillation.top_k",
             lambda v, _: v["distillation.loss"] != "forward_kl",
             'only distillation.loss = "forward_kl" learns the teacher\'s best tokens',
@@ -48,7 +58,7 @@ class Distillation(Attachment):
         Rule(
             "learner.objective.advantage.type learner.objective.overlong_penalty.type "
             "learner.objective.dynamic_sampling_max_ratio",
-            lambda v, _: bool(v[TEACHER]) and not v["distillation.beside_rewards"],
+            lambda v, _: bool(v[TEACHER]) and v[TEACHER] != POLICY and not v["distillation.beside_rewards"],
             "without distillation.beside_rewards the policy learns from its teacher alone",
             f"{TEACHER} distillation.beside_rewards",
         ),
@@ -65,6 +75,7 @@ class Distillation(Attachment):
         "distillation/kl": "Mean of log policy - log teacher over the sampled tokens that the teacher scored since the "
         "line before, in nats: the divergence of the policy from its teacher; null without a teacher.",
         "distillation/teacher_logprob": "Mean log-probability of these tokens under the teacher, in nats.",
+        "distillation/taught": "Share of the completions that the teacher scored.",
         "distillation/seconds": "Seconds that groups waited for the teacher since the line before, added up.",
         "distillation/retries": "Requests to the server of the teacher that were repeated since the line before.",
         "distillation/failed": "Groups that the teacher could not score since the line before; they are discarded.",
@@ -85,6 +96,9 @@ class Distillation(Attachment):
             yield Complaint("learner.objective.type", text)
         for setting in slot_settings(profile, "groups"):
             yield Complaint(TEACHER, f"{TEACHER} and {setting} exclude each other: such groups have no teacher here")
+        if DISTILLATION.of(profile).is_own and not any(one.correct for one in profile.rewards):
+            text = f'{TEACHER} = "{POLICY}" needs a reward with correct = true, which says which completions failed'
+            yield Complaint(TEACHER, text)
         if any(actor.mode == "replace" and actor.at == "scorer" for actor in profile.actors):
             yield Complaint(TEACHER, f"{TEACHER} belongs to the built-in scorer, which a custom actor replaces")
 
@@ -95,17 +109,18 @@ class Distillation(Attachment):
 
     def memory(self, need: MemoryNeed) -> None:
         """Hold the teacher."""
-        if need.profile is not None and not (settings := DISTILLATION.of(need.profile)).is_served:
+        if need.profile is not None and (settings := DISTILLATION.of(need.profile)).is_model:
             need.teacher = settings.teacher
 
     def findings_when_loaded(
         self, profile: Profile, tokenizer: ChatTokenizer, problems: Sequence[Problem]
     ) -> Iterable[Finding]:
         """Find nothing. Raises ProfileError if the teacher is not there, or has another tokenizer than the policy."""
-        if (settings := DISTILLATION.of(profile)).teacher:
+        if (settings := DISTILLATION.of(profile)).teacher and not settings.is_own:
+            from attachments.distillation.chosen import encoder_of
             from attachments.distillation.teacher import require_equal_tokens
 
-            require_equal_tokens(tokenizer, problems, _encoder(settings), settings.teacher)
+            require_equal_tokens(tokenizer, problems, encoder_of(settings), settings.teacher)
         return ()
 
     async def prepare(self, plan: Plan) -> Attach | None:
@@ -118,9 +133,11 @@ class Distillation(Attachment):
 
         async def attach(run: RunContext) -> None:
             """Load the teacher."""
+            from attachments.distillation.chosen import teacher_of
             from attachments.distillation.scoring import TeacherScoring
 
-            scoring = TeacherScoring(await _teacher(run), settings, vocab_size=run.policy.vocab_size)
+            teacher, prompts = await teacher_of(run)
+            scoring = TeacherScoring(teacher, settings, vocab_size=run.policy.vocab_size, prompts=prompts)
             run.attached.scoring.append(scoring.around)
             run.attached.hooks.append(scoring)
 
@@ -130,35 +147,6 @@ class Distillation(Attachment):
         """Yield the distance from the teacher."""
         if (kl := line.get("distillation/kl")) is not None:
             yield f"KL to the teacher {kl:.3g}"
-
-
-def _encoder(settings: DistillationSection) -> Encode:
-    """Return what encodes texts as the teacher reads them. Raises ModelError, and ProfileError for its server."""
-    if settings.is_served:
-        from attachments.distillation.served_teacher import ServedTeacher
-
-        return ServedTeacher(settings).encode
-    from attachments.distillation.local_teacher import encoder
-
-    return encoder(settings.teacher)
-
-
-async def _teacher(run: RunContext) -> GroupTeacher:
-    """Return the teacher of a run. Raises ModelError, and ProfileError for its server."""
-    settings = DISTILLATION.of(run.profile)
-    if settings.is_served:
-        from attachments.distillation.served_teacher import ServedTeacher
-
-        return ServedTeacher(settings)
-    from attachments.distillation.local_teacher import load_teacher
-
-    return await load_teacher(
-        settings.teacher,
-        run.compute,
-        top=settings.top_k if settings.loss == "forward_kl" else 0,
-        micro_batch_tokens=run.profile.learner.micro_batch_tokens,
-        turn_seconds=run.profile.learner.max_turn_ms / 1000.0,
-    )
 
 
 ATTACHMENT = Distillation()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -11,10 +11,19 @@ import structlog
 from msgspec.structs import replace
 
 from attachments.distillation.sections import DistillationSection
-from attachments.distillation.teacher import GroupTeacher, TeacherError, TeacherScores
+from attachments.distillation.teacher import GroupTeacher, TeacherError, TeacherScores, Tokens
 from protocols.rollout import Discarded, GroupOutcome, GroupRewards, RolloutGroup, ScoredGroup, TeacherTokens
 from protocols.sampling import Completion
 from training_run.supervision.hooks import UpdateHook
+
+TeacherPrompts = Callable[[ScoredGroup], Sequence[Tokens | None]]
+"""Returns the prompt with which a teacher reads each completion of a group; None: it does not read it."""
+
+
+def own_prompt(scored: ScoredGroup) -> list[Tokens | None]:
+    """Let a teacher read every completion that has a token, behind the prompt of its group."""
+    return [scored.group.prompt.tokens if one.tokens else None for one in scored.group.completions]
+
 
 log = structlog.get_logger(actor="distillation")
 
@@ -22,9 +31,12 @@ log = structlog.get_logger(actor="distillation")
 class TeacherScoring(UpdateHook):
     """Scores groups with rewards, then with a teacher. A group that the teacher cannot score is discarded."""
 
-    def __init__(self, teacher: GroupTeacher, settings: DistillationSection, *, vocab_size: int) -> None:
-        """vocab_size: width of the logits of the policy, which a teacher's may exceed."""
-        self._teacher, self._settings, self._vocab_size = teacher, settings, vocab_size
+    def __init__(
+        self, teacher: GroupTeacher, settings: DistillationSection, *, vocab_size: int, prompts: TeacherPrompts
+    ) -> None:
+        """vocab_size: width of the logits of the policy, which a teacher's may exceed. prompts: of the teacher."""
+        self._teacher, self._settings, self._vocab_size, self._prompts = teacher, settings, vocab_size, prompts
+        self._taught_completions, self._completions = 0, 0
         self._rewards: GroupRewards | None = None
         self._tokens, self._kl, self._logprob = 0, 0.0, 0.0
         self._seconds, self._failed, self._retries = 0.0, 0, 0
@@ -40,10 +52,9 @@ class TeacherScoring(UpdateHook):
         scored = await self._rewards.score(group)
         if isinstance(scored, Discarded):
             return scored
-        completions = [one for one in group.completions if one.tokens]
         began = time.monotonic()
         try:
-            found = await self._teacher.score(group.prompt.tokens, [one.tokens for one in completions])
+            found = await self._scores(group.completions, self._prompts(scored))
         except TeacherError as error:
             if not self._failed:
                 log.warning("teacher_failed", error=str(error), hint="groups that it cannot score are discarded")
@@ -51,12 +62,21 @@ class TeacherScoring(UpdateHook):
             return scored.discarded("reward_error", f"teacher: {error}")
         finally:
             self._seconds += time.monotonic() - began
-        for completion, one in zip(completions, found, strict=True):
+        for completion, one in zip(group.completions, found, strict=True):
             self._count(completion, one)
-        scores = iter(found)
-        return self._taught(
-            scored, [next(scores) if one.tokens else TeacherScores(logprobs=()) for one in group.completions]
-        )
+        return self._taught(scored, found)
+
+    async def _scores(
+        self, completions: Sequence[Completion], prompts: Sequence[Tokens | None]
+    ) -> list[TeacherScores | None]:
+        """Return what the teacher says of each completion behind its prompt; None without one."""
+        found: list[TeacherScores | None] = [None] * len(completions)
+        for prompt in dict.fromkeys(one for one in prompts if one is not None):
+            members = [i for i, one in enumerate(prompts) if one == prompt]
+            scores = await self._teacher.score(prompt, [completions[i].tokens for i in members])
+            for i, one in zip(members, scores, strict=True):
+                found[i] = one
+        return found
 
     def metrics(self) -> Mapping[str, Any]:
         """Return the means over the tokens scored since the last step, and the counts."""
@@ -64,30 +84,37 @@ class TeacherScoring(UpdateHook):
         found = {
             "distillation/kl": self._kl / tokens if tokens else None,
             "distillation/teacher_logprob": self._logprob / tokens if tokens else None,
+            "distillation/taught": self._taught_completions / self._completions if self._completions else None,
             "distillation/seconds": self._seconds,
             "distillation/retries": retries - self._retries,
             "distillation/failed": self._failed,
         }
-        self._tokens, self._kl, self._logprob = 0, 0.0, 0.0
+        self._tokens, self._kl, self._logprob, self._taught_completions, self._completions = 0, 0.0, 0.0, 0, 0
         self._seconds, self._failed, self._retries = 0.0, 0, retries
         return found
 
-    def _taught(self, scored: ScoredGroup, found: Sequence[TeacherScores]) -> ScoredGroup:
+    def _taught(self, scored: ScoredGroup, found: Sequence[TeacherScores | None]) -> ScoredGroup:
         if not self._settings.beside_rewards:
-            scored = replace(scored, zero_advantage=(True,) * len(found))
+            scored = replace(scored, zero_advantage=tuple(one is not None for one in found))
         if self._settings.loss == "reverse_kl":
-            return replace(scored, teacher_logprobs=tuple(one.logprobs for one in found))
+            return replace(scored, teacher_logprobs=tuple(() if one is None else one.logprobs for one in found))
         return replace(scored, teacher=tuple(map(self._alternatives, found)))
 
-    def _alternatives(self, one: TeacherScores) -> TeacherTokens:
+    def _alternatives(self, one: TeacherScores | None) -> TeacherTokens:
         """Return the best tokens that the policy has; others have no share."""
+        if one is None:
+            return TeacherTokens(tokens=(), logprobs=())
         inside = [[(k, nats) if k < self._vocab_size else (0, -inf) for k, nats in position] for position in one.best]
         return TeacherTokens(
             tokens=tuple(tuple(k for k, _ in position) for position in inside),
             logprobs=tuple(tuple(nats for _, nats in position) for position in inside),
         )
 
-    def _count(self, completion: Completion, one: TeacherScores) -> None:
+    def _count(self, completion: Completion, one: TeacherScores | None) -> None:
+        self._completions += 1
+        if one is None:
+            return
+        self._taught_completions += 1
         for t, (own, taught) in enumerate(zip(completion.logprobs, one.logprobs, strict=True)):
             if not completion.sampled or completion.sampled[t]:
                 self._tokens += 1

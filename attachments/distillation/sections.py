@@ -8,7 +8,10 @@ from msgspec import Struct
 
 from clotho.settings.bounds import PositiveFloat, about
 from clotho.settings.mounted import Setting
-from protocols.sampling import MAX_TOP_LOGPROBS
+from protocols.sampling import MAX_TOP_LOGPROBS, POLICY
+
+HINT = "A correct solution is:\n\n{solution}\n\nNow solve the problem yourself."
+"""Default of `hint`: the form of SDPO (arXiv:2601.20802), without feedback."""
 
 
 class DistillationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,7 +21,7 @@ class DistillationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         about(
             "Teacher: model directory, GGUF file or hub repository, or the URL of a server whose `/v1/completions` has "
-            "`prompt_logprobs`; empty: none."
+            "`prompt_logprobs`; `@policy`: the policy itself with a hint; empty: none."
         ),
     ] = ""
     loss: Annotated[
@@ -29,11 +32,29 @@ class DistillationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         MAX_TOP_LOGPROBS
     )
     beside_rewards: Annotated[bool, about("Learn from rewards too; false: rewards are only reported.")] = False
+    hint: Annotated[
+        str,
+        about(
+            "What the policy reads as its own teacher behind the last message; {solution}: a correct completion of the "
+            "group, {feedback}: the last message of the environment, {answer}: that of the problem.",
+            min_length=1,
+        ),
+    ] = HINT
     model: Annotated[str, about("Name of the teacher at its server; empty: the server's only model.")] = ""
     api_key_env: Annotated[str, about("Environment variable with the API key of the server; empty: no key.")] = ""
     timeout_seconds: Annotated[PositiveFloat, about("Time for a group at the server, repeated requests included.")] = (
         60.0
     )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the policy itself is the teacher."""
+        return self.teacher == POLICY
+
+    @property
+    def is_model(self) -> bool:
+        """Whether the teacher is a further model in the process."""
+        return bool(self.teacher) and not self.is_own and not self.is_served
 
     @property
     def is_served(self) -> bool:

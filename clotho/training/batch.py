@@ -45,7 +45,8 @@ def training_sequence(
     completion = group.group.completions[i]
     loss_mask_T = sampled_mask_T(completion).astype(np.float32)
     distils = settings.distillation_weight > 0
-    taught_T = group.teacher_logprobs[i] if distils and group.teacher_logprobs else None
+    taught_T = group.teacher_logprobs[i] if distils and group.teacher_logprobs else ()
+    has_teacher = distils and bool(group.teacher) and bool(group.teacher[i].tokens)
     return TrainingSequence(
         group=number,
         prompt=group.group.prompt.tokens,
@@ -59,8 +60,8 @@ def training_sequence(
         sampled_mask_T=sampled_mask_T(completion) if completion.sampled else None,
         temperature=temperature_of(group, i),
         reference_T=_reference_T(group, i) if reference_from_groups(settings) else None,
-        teacher=_teacher_rows(group.teacher[i], completion) if distils and group.teacher else None,
-        teacher_logp_T=None if taught_T is None else np.asarray(taught_T, dtype=np.float32),
+        teacher=_teacher_rows(group.teacher[i], completion) if has_teacher else None,
+        teacher_logp_T=np.asarray(taught_T, dtype=np.float32) if taught_T else None,
         route_I_E=None if settings.router_replay == "off" else route_rows(group.group.prompt.tokens, completion),
     )
 

@@ -159,6 +159,7 @@ UNUSED = (
     "critic/value",
     "distillation/kl",
     "distillation/teacher_logprob",
+    "distillation/taught",
     "distillation/seconds",
     "distillation/retries",
     "distillation/failed",

@@ -1,0 +1,119 @@
+"""Self-distillation: which completions have the policy with a hint as their teacher, and what they learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from attachments.distillation.own_teacher import HintedPrompts, feedback
+from attachments.distillation.scoring import TeacherScoring
+from attachments.distillation.sections import HINT, DistillationSection
+from attachments.distillation.teacher import TeacherScores, Tokens
+from attachments.distillation.tests.teachers import EMBEDDED
+from attachments.distillation.tests.test_distillation_runs import words
+from clotho.models.tokenizer import ChatTokenizer
+from clotho.training.batch import compute_advantages, minibatches
+from protocols.rollout import GroupOutcome, RolloutGroup, ScoredGroup
+from protocols.sampling import CompletionTurn
+from tests.e2e.pipeline_process import metrics, run
+from tests.learner_settings import learner_settings
+from tests.rewards.groups import answered, group
+
+TOKENIZER = ChatTokenizer.from_files(EMBEDDED)
+
+
+def scored(*correct: bool | None) -> ScoredGroup:
+    """Return a group with completions that say their number."""
+    found = group(*(answered(str(i)) for i in range(len(correct))))
+    return ScoredGroup(group=found, rewards=tuple(float(bool(one)) for one in correct), parts={}, correct=correct)
+
+
+def texts(prompts: HintedPrompts, of: ScoredGroup) -> list[str | None]:
+    """Return the prompts of a group as texts."""
+    return [None if one is None else TOKENIZER.decode(one) for one in prompts(of)]
+
+
+def prompts(hint: str = HINT, *, context_length: int = 1024) -> HintedPrompts:
+    """Return prompts with the tokenizer of the embedded policy."""
+    return HintedPrompts(hint, TOKENIZER, system="", context_length=context_length)
+
+
+def test_failed_completions_are_read_with_a_correct_one_of_their_group() -> None:
+    """Correct completions, and those that no reward judges, have no teacher; a group without any solution has none."""
+    found = texts(prompts(), scored(False, True, None, False))
+    assert [one is not None for one in found] == [True, False, False, True]
+    assert found[0] is not None
+    assert "What is 15 + 27?" in found[0]
+    assert answered("1") in found[0]
+    assert prompts()(scored(False, False)) == [None, None]
+    assert prompts(context_length=8)(scored(False, True)) == [None, None]
+
+
+def test_a_hint_can_be_the_answer_or_what_the_environment_said() -> None:
+    """Without such a message, a completion has no hint that contains it."""
+    assert "It is 42." in str(texts(prompts("It is {answer}."), scored(False))[0])
+    plain = scored(False)
+    assert prompts("{feedback}")(plain) == [None]
+    (completion,) = plain.group.completions
+    parts = ((True, "print(1"), (False, "SyntaxError"), (True, "print(2)"))
+    turns = tuple(CompletionTurn(sampled=by, tokens=1, characters=len(text)) for by, text in parts)
+    told = replace(completion, turns=turns, text="".join(text for _, text in parts))
+    assert feedback(told) == "SyntaxError"
+    found = texts(prompts("{feedback}"), replace(plain, group=replace(plain.group, completions=(told,))))
+    assert "SyntaxError" in str(found[0])
+
+
+class Rewards:
+    """Rewards that say which of four completions are correct."""
+
+    async def score(self, group: RolloutGroup) -> GroupOutcome:
+        """Return the first as failed."""
+        return replace(scored(False, True), group=group)
+
+
+class Fixed:
+    """A teacher that gives every token the same log-probability."""
+
+    retries = 0
+
+    async def score(self, prompt: Tokens, completions: list[Tokens]) -> list[TeacherScores]:
+        """Score the completions."""
+        return [
+            TeacherScores(logprobs=(-0.25,) * len(one), best=(((3, -0.25), (4, -2.0)),) * len(one))
+            for one in completions
+        ]
+
+
+@pytest.mark.parametrize("loss", ["reverse_kl", "forward_kl"])
+async def test_correct_completions_learn_from_rewards_and_failed_ones_from_the_teacher(loss: str) -> None:
+    """SRPO's routing: a completion has an advantage from rewards or a teacher, and not both."""
+    settings = DistillationSection(teacher="@policy", loss=loss)  # type: ignore[arg-type]
+    scoring = TeacherScoring(Fixed(), settings, vocab_size=99, prompts=prompts())  # type: ignore[arg-type]
+    found = await scoring.around(Rewards()).score(scored(False, True).group)
+    assert isinstance(found, ScoredGroup)
+    assert scoring.metrics()["distillation/taught"] == 0.5
+    learner = learner_settings(distillation_weight=1.0)
+    advantages = compute_advantages([found], (), learner)
+    assert [float(np.abs(row_T).max()) > 0 for row_T in advantages[0]] == [False, True]
+    (mini,) = minibatches([found], advantages, settings=learner, max_tokens=9, layout="padded", seed=(0,))
+    taught = {
+        mini.origins[micro.members[0]][1]: (micro.table.teacher_logp_N is not None, micro.table.teacher is not None)
+        for micro in mini.micro_batches
+    }
+    assert taught == {0: (loss == "reverse_kl", loss == "forward_kl"), 1: (False, False)}
+
+
+def test_a_run_learns_from_itself_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """With the answer as the hint, all failed completions have a teacher."""
+    flags = words("@policy", {"--distillation.hint": "The answer is {answer}."})
+    whole = run(tmp_path / "whole", *flags, "--steps", "3", small=())
+    assert whole.status == 0, whole.err
+    found = metrics(tmp_path / "whole")
+    assert all(0 < line["distillation/taught"] < 1 and line["distillation/kl"] is not None for line in found)
+    assert run(tmp_path / "run", *flags, "--steps", "1", small=()).status == 0
+    assert run(tmp_path / "run", *flags, "--steps", "3", "--resume", small=()).status == 0
+    file = Path("adapters") / "adapters.safetensors"
+    assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
