@@ -55,8 +55,8 @@ class _Adapter(Struct, kw_only=True, eq=False):
 class Samplers:
     """The sampling sessions of a server. All methods belong to the event loop.
 
-    At most `limit` adapters are in memory beside those in flight. The least recently used one leaves for the disk, and
-    returns when it is sampled from.
+    At most `limit` adapters are in memory beside those in flight. The one that came first leaves for the disk, and
+    returns when it is sampled from: if the one used least recently left, few samplers would keep the places of all.
     """
 
     def __init__(self, access: BaseAccess, store: TinkerStore, *, limit: int) -> None:
@@ -129,7 +129,6 @@ class Samplers:
         adapter = self._adapters.get(sampler.weights)
         if adapter is None:
             return
-        self._adapters.move_to_end(adapter.name)
         if adapter.weights is not None:
             return
         async with self._lock:
@@ -165,6 +164,7 @@ class Samplers:
         version = await finish(self._access.compute.decode.submit(provide))
         adapter.versions = {**(adapter.versions if adapter.in_flight else {}), version: weights.version}
         adapter.weights = weights
+        self._adapters.move_to_end(adapter.name)
         here = [one for one in self._adapters.values() if one.weights is not None and not one.in_flight]
         for one in here[: max(0, len(here) - self._limit)]:
             await self._leave(one)
