@@ -49,8 +49,8 @@ def kto(logp_N: mx.array, tokens: ObjectiveInputs, settings: Kto) -> PolicyLoss:
 
     L = w (1 - sigmoid(s beta (r - z))), r = log pi(y) / ref(y), with s = 1 and the weight w of desirable completions
     for a positive advantage, s = -1 and the other weight for a negative one. z is the reference point: the mean of r
-    over completions of other prompts of the batch, and at least 0 (`clotho.training.reference_point`). It has no
-    gradient, and is that of the policy at the start of the batch.
+    over completions of other prompts of the batch, and at least 0 (`clotho.training.batch`). It has no gradient, and is
+    that of the policy at the start of the batch.
     """
     ratio_B, sign_B = _log_ratio_B(logp_N, tokens), _sign_B(tokens)
     margin_B = settings.beta * sign_B * (ratio_B - tokens.reference_point)
