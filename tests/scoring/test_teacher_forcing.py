@@ -93,5 +93,5 @@ def test_an_unsplittable_model_runs_whole_on_padded_rows() -> None:
     ]
     np.testing.assert_allclose(np.array(scores.logp_N), expected, rtol=1e-5)
     (micro,) = build_micro_batches([scored_only(PROMPT, TOKENS)], layout="shared", budget=1)
-    with pytest.raises(ValueError, match="cannot be split"):
+    with pytest.raises(ValueError, match="SharedInputs"):
         forcing(micro, distribution=SamplingDistribution(1.0))
