@@ -10,8 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
-from mlx_lm.utils import load_model, save_config, save_model
+from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 import clotho
 from clotho.models.lora import TOKEN_LOOPS, install_adapter, open_all_weights
@@ -57,6 +58,49 @@ def test_a_saved_model_is_sampled_trained_and_saved(tmp_path: Path, architecture
     assert max(np.abs(np.subtract(*pair)).max() for pair in zip(before, after, strict=True)) > 1e-3
     adapter = learner.save(tmp_path / "adapter")
     np.testing.assert_allclose(logprobs(model, adapter, tuple(group[0].tokens)), after[0], atol=1e-4)
+
+
+def test_the_text_part_of_a_model_with_a_vision_tower_is_loaded(tmp_path: Path) -> None:
+    """As Qwen3.5 is published: names of transformers, the settings of the text in `text_config`, and a vision tower."""
+    model = tiny("qwen3_5")
+    tokens = mx.array([[5, 9, 33]])
+    arrays: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    names = {name: name.replace("language_model.model.", "model.language_model.") for name in arrays}
+    tensors = {names[name].replace("language_model.lm_head", "lm_head"): array for name, array in arrays.items()}
+    tower = {f"model.visual.blocks.{number}.attn.qkv.weight": mx.zeros((8, 8)) for number in range(3)}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors | tower)
+    text = configuration("qwen3_5", 64) | {"model_type": "qwen3_5_text"}
+    config = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 3, "hidden_size": 8}}
+    save_config(config, tmp_path / "config.json")
+    save_tokenizer(tmp_path)
+    policy = clotho.load(str(tmp_path), method=clotho.LoRA(rank=2))
+    with clotho.Sampler(policy) as sampler:
+        ((completion,),) = sampler.sample([(5, 9, 33)], clotho.Sampling(max_tokens=1), n=1, seed=0)
+    logits_V = model(tokens)[0, -1]
+    expected = logits_V[completion.tokens[0]] - mx.logsumexp(logits_V)
+    assert completion.logprobs[0] == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_gpt_oss_is_trained_with_its_mxfp4_weights(tmp_path: Path) -> None:
+    """The experts stay packed, sampler and learner agree, and mlx-lm computes with the adapter."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    config = configuration("gpt_oss", 64) | sizes
+    quantized, config = quantize_model(tiny("gpt_oss", **sizes), config, 32, 4, mode="mxfp4")
+    save_model(tmp_path / "model", quantized)
+    save_config(config, tmp_path / "model" / "config.json")
+    save_tokenizer(tmp_path / "model")
+    policy = clotho.load(str(tmp_path / "model"), method=clotho.LoRA(rank=2, scale=4.0))
+    learner = clotho.Learner(policy)
+    with clotho.Sampler(policy) as sampler:
+        (group,) = sampler.sample([PROMPT], clotho.Sampling(max_tokens=12), n=2, seed=0)
+    data = [clotho.Datum(PROMPT, one, advantage) for one, advantage in zip(group, (1.0, -1.0), strict=True)]
+    for completion, logp in zip(group, learner.forward(data), strict=True):
+        np.testing.assert_allclose(completion.logprobs, logp, atol=1e-4)
+    learner.forward_backward(data)
+    learner.optim_step(learning_rate=0.01)
+    adapter = learner.save(tmp_path / "adapter")
+    found = logprobs(tmp_path / "model", adapter, tuple(group[0].tokens))
+    np.testing.assert_allclose(found, learner.forward(data)[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("name", TOKEN_LOOPS)

@@ -9,10 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
+from numpy.typing import NDArray
 
 from attachments.recurrent import delta_rule as module
 from attachments.recurrent.delta_rule import delta_rule
 
+Float64 = NDArray[np.float64]
 Rule = Callable[..., tuple[mx.array, mx.array]]
 DECAYS: dict[str, Callable[[mx.array], mx.array]] = {
     "usual": lambda u: -u,
@@ -91,18 +93,42 @@ def test_chunks_of_the_usual_size_equal_the_loop(channels: bool) -> None:
     assert max(differences(inputs(1, 97, channels=channels, decay="near 1", repeated=True))) < 1e-5
 
 
+def tokens_in_float64(
+    queries: Float64, keys: Float64, values: Float64, log_decay: Float64, beta: Float64, state: Float64
+) -> Float64:
+    """Compute the outputs of the equation of the module, token by token and head by head; log_decay: per channel."""
+    B, S, H, _ = values.shape
+    output = np.zeros_like(values)
+    for b, h in np.ndindex(B, H):
+        g, state_K_V = h * queries.shape[2] // H, state[b, h].T
+        for t in range(S):
+            k = keys[b, t, g]
+            state_K_V = np.exp(log_decay[b, t, h])[:, None] * state_K_V
+            state_K_V = state_K_V + np.outer(k, beta[b, t, h] * (values[b, t, h] - state_K_V.T @ k))
+            output[b, t, h] = state_K_V.T @ queries[b, t, g]
+    return output
+
+
 @pytest.mark.usefixtures("small")
-def test_gradients_equal_finite_differences() -> None:
-    """Along one direction in all arguments."""
-    arrays = inputs(0, 11, channels=True, decay="usual")
+def test_gradients_equal_finite_differences_in_float64() -> None:
+    """Of an independent implementation, along one direction in all arguments, over three chunks."""
+    arrays = inputs(0, 19, channels=True, decay="usual")
     directions = [mx.random.normal(array.shape, key=mx.random.key(9)) for array in arrays]
 
-    def along(step: float) -> mx.array:
+    def along(step: mx.array) -> mx.array:
         output, _ = delta_rule(*(a + step * d for a, d in zip(arrays, directions, strict=True)))
         return mx.sum(mx.sin(output))
 
-    gradient = mx.grad(lambda step: along(step))(mx.array(0.0)).item()
-    assert gradient == pytest.approx((along(1e-2) - along(-1e-2)).item() / 2e-2, rel=1e-2)
+    exact = [np.array(array, dtype=np.float64) for array in (*arrays, *directions)]
+
+    def along_in_float64(step: float) -> float:
+        output = tokens_in_float64(*(a + step * d for a, d in zip(exact[:6], exact[6:], strict=True)))
+        return float(np.sin(output).sum())
+
+    value, gradient = mx.value_and_grad(along)(mx.array(0.0))
+    assert value.item() == pytest.approx(along_in_float64(0.0), abs=1e-4)
+    expected = (along_in_float64(1e-6) - along_in_float64(-1e-6)) / 2e-6
+    assert gradient.item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_outputs_have_the_type_of_the_queries() -> None:
