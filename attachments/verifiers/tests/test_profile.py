@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from attachments.verifiers.sections import TASKSET, VerifiersSection
+from attachments.verifiers.tasks import listed
+from clotho.settings.data import DataSection
 from tests.e2e.pipeline_process import lines, metrics, run
 from tests.extras import VERIFIERS
+from training_run.profile.load import PROFILES
 
 GAME = ("--profile", "verifiers-guessing", "--server.port", "0")
 
@@ -55,3 +60,28 @@ def test_a_run_trains_on_a_taskset_and_evaluates_with_it(tmp_path: Path) -> None
     first, last = lines(tmp_path / "run" / "evaluations.jsonl")
     assert first["problems"] == last["problems"] == 4
     assert 0 <= first["rewards"]["environment"]["value"] <= 1
+
+
+@pytest.mark.slow  # two runs, one with the library
+@pytest.mark.needs_extra("verifiers")
+def test_a_game_trains_the_same_policy_as_a_taskset_and_as_an_environment_in_python(tmp_path: Path) -> None:
+    """Bit by bit, in synchronous runs with the same problems: the way does not change what is sampled and learned."""
+    python = os.environ.get(VERIFIERS, "")
+    problems = tmp_path / "games.jsonl"
+    tasks = listed(section(python), "verifiers:guessing_taskset", seed=0)
+    columns = [{"prompt": one.prompt, "answer": "", "type": one.type, **one.extra["story"]} for one in tasks]
+    problems.write_text("".join(f"{json.dumps(one)}\n" for one in columns), encoding="utf-8")
+    flags = ("--async", "false", "--server.port", "0", "--eval", "off", "--steps", "3", "--learner.batch-size", "4")
+    games = ("--profile", "guessing", "--data.train", str(problems), "--data.heldout", "")
+    split = ("--data.heldout-fraction", "0.2")
+    for name, own in (("taskset", (*GAME, "--data.verifiers.python", python)), ("python", (*games, *split))):
+        result = run(tmp_path / name, *own, *flags, small=())
+        assert result.status == 0, result.err
+    adapters = [(tmp_path / name / "adapters" / "adapters.safetensors").read_bytes() for name in ("taskset", "python")]
+    assert adapters[0] == adapters[1]
+
+
+def section(python: str) -> DataSection:
+    """Return `[data]` of the profile."""
+    taskset = VerifiersSection(python=python, directory=str(PROFILES / "environments"))
+    return TASKSET.put(DataSection(train="verifiers:guessing_taskset"), taskset)
