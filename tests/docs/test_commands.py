@@ -153,8 +153,8 @@ def script(block: Block, port: int) -> str:
 
 
 def server_flag(command: str, port: int) -> str:
-    """The flag that sets the port, if the command starts a server: a run, or `serve`."""
-    other = re.match(rf"{PROGRAM} (?!serve\b)[a-z]", command)
+    """The flag that sets the port, if the command starts a server: a run, also in its short form, or `serve`."""
+    other = re.match(rf"{PROGRAM} (?!(serve|train)\b)[a-z]", command)
     return "" if other or "--help" in command or "--server." in command else f"--server.port {port}"
 
 
