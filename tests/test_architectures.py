@@ -13,6 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+from msgspec.structs import replace
 
 import clotho
 from clotho.models.lora import TOKEN_LOOPS, install_adapter, open_all_weights
@@ -79,6 +80,21 @@ def test_the_text_part_of_a_model_with_a_vision_tower_is_loaded(tmp_path: Path) 
     logits_V = model(tokens)[0, -1]
     expected = logits_V[completion.tokens[0]] - mx.logsumexp(logits_V)
     assert completion.logprobs[0] == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_a_learner_of_the_library_replays_the_routes_of_its_sampler(tmp_path: Path) -> None:
+    """In gradients of every loss, and in log-probabilities: routes of another completion change them."""
+    policy = clotho.load(str(saved(tmp_path, "qwen3_moe")), method=clotho.LoRA(rank=2))
+    learner = clotho.Learner(policy, router_replay="on")
+    with clotho.Sampler(policy) as sampler:
+        ((one, other),) = sampler.sample([PROMPT], clotho.Sampling(max_tokens=12, ignore_eos=True), n=2, seed=0)
+    data = [clotho.Datum(PROMPT, one, advantage=1.0)]
+    np.testing.assert_allclose(learner.forward(data)[0], one.logprobs, atol=1e-4)
+    swapped = [clotho.Datum(PROMPT, replace(one, routes=other.routes), advantage=1.0)]
+    assert np.abs(np.subtract(learner.forward(swapped)[0], one.logprobs)).max() > 1e-3
+    assert (
+        learner.forward_backward(data, "cross_entropy").loss != learner.forward_backward(swapped, "cross_entropy").loss
+    )
 
 
 def test_gpt_oss_is_trained_with_its_mxfp4_weights(tmp_path: Path) -> None:

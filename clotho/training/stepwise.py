@@ -231,6 +231,7 @@ class StepwiseLearner(PolicyLearner):
             max_tokens=self._max_tokens,
             layout=self._forcing.layout,
             seed=(),
+            replays=self._replays,
         )
         return mini
 
