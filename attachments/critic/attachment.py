@@ -52,7 +52,7 @@ class Critic(Attachment):
         "critic.",
         "critic/explained_variance": "Share of the variance of returns that values explain, 1 - Var(return - value) / "
         "Var(return), over the tokens of the batch before the critic learned it; null if all returns are equal.",
-        "critic/value": "Mean value of a token, in units of the reward.",
+        "critic/mean_value": "Mean value of a token, in units of the reward.",
     }
 
     def complaints(self, profile: Profile) -> Iterator[Complaint]:

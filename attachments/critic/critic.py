@@ -72,7 +72,7 @@ class CriticUpdates(UpdateHook):
         self._metrics = {
             "critic/value_loss": loss,
             "critic/explained_variance": explained_variance(values, returns),
-            "critic/value": float(values.mean()) if values.size else None,
+            "critic/mean_value": float(values.mean()) if values.size else None,
         }
         self._batches, self._arrays = self._batches + 1, self._model.arrays()
         if self._batches <= self._settings.warmup_steps:

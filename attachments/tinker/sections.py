@@ -19,7 +19,7 @@ class TinkerApi(Variant, frozen=True, kw_only=True, tag="on"):
     ] = 0
     max_pending: Annotated[Positive, about("Requests of a session that are not finished; more are refused.")] = 1024
     max_samplers: Annotated[Positive, about("Adapters in memory that are sampled from; others wait on disk.")] = 16
-    micro_batch_tokens: Annotated[Positive, about("Padded tokens per forward and backward pass.")] = 1024
+    micro_batch_tokens: Annotated[Positive, about("Padded tokens per forward and backward pass of a request.")] = 1024
 
 
 TINKER = Setting[Off | TinkerApi](

@@ -247,13 +247,13 @@ class Keys:
         """Return the end of the refusal of the unknown key, table or flag `path`. spelled: how a path is written.
 
         A name of another program leads to the corresponding key. Otherwise the most similar candidate is suggested, if
-        possible of the same table; if no candidate is similar, the keys and types of the table are listed.
+        possible of the same table or of one inside; if none is similar, the keys and types of the table are listed.
         """
         table, _, name = path.rpartition(".")
         if hint := self._advice(path, spelled) or self._advice(name, spelled):
             return hint
         parents = {candidate: candidate.removesuffix(f".{TYPE}").rpartition(".") for candidate in candidates}
-        ranks = {c: similarity(name, last) - HANDICAP * (parent != table) for c, (parent, _, last) in parents.items()}
+        ranks = {c: similarity(name, last) - _handicap(parent, table) for c, (parent, _, last) in parents.items()}
         best = max(ranks, key=ranks.__getitem__)
         if ranks[best] >= CUTOFF:
             return f"did you mean {spelled(best)}?"
@@ -303,6 +303,11 @@ class Keys:
         if key.path in self.choices and isinstance(value, str):
             hint = self._planned(key.path, value) or did_you_mean(value, self.choices[key.path])
         return f"{inside} must be {allowed}, not {shown(value)}{hint}"
+
+
+def _handicap(parent: str, table: str) -> float:
+    """Return what similarity a key of the table `parent` loses as a suggestion for one of `table`."""
+    return 0.0 if parent == table else HANDICAP / 2 if table and parent.startswith(f"{table}.") else HANDICAP
 
 
 def shown(value: object) -> str:

@@ -40,7 +40,12 @@ def modules_with(symbol: str) -> set[str]:
     word = re.compile(rf"\b{symbol}\b")
     sources = [
         ROOT / "pipeline.py",
-        *(path for name in ROOMS for path in (ROOT / name).rglob("*.py") if "tests" not in path.parts),
+        *(
+            path
+            for name in ROOMS
+            for path in (ROOT / name).rglob("*.py")
+            if not {"tests", "examples"} & set(path.parts)
+        ),
     ]
     return {str(path.relative_to(ROOT)) for path in sources if word.search(path.read_text(encoding="utf-8"))}
 

@@ -36,8 +36,8 @@ def test_a_run_with_a_critic_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert whole.accounting.trained == 20
     found = metrics(tmp_path / "whole")
     assert all(line["critic/value_loss"] > 0 for line in found)
-    assert found[0]["critic/value"] == 0.0
-    assert found[-1]["critic/value"] != 0.0
+    assert found[0]["critic/mean_value"] == 0.0
+    assert found[-1]["critic/mean_value"] != 0.0
     assert "explained variance" in " ".join(ATTACHMENT.shown(found[-1]))
     assert run(tmp_path / "run", *words({"--steps": "1"}), small=()).status == 0
     assert run(tmp_path / "run", *words({"--steps": "5"}), "--resume", small=()).status == 0

@@ -156,7 +156,7 @@ UNUSED = (
     "agent/seconds",
     "critic/value_loss",
     "critic/explained_variance",
-    "critic/value",
+    "critic/mean_value",
     "distillation/kl",
     "distillation/teacher_logprob",
     "distillation/taught",

@@ -266,8 +266,8 @@ def test_the_same_value_may_be_given_twice() -> None:
          "--server.dashboard, --server.host, --server.max-answer-seconds, --server.max-body-bytes, "
          "--server.max-choices, --server.max-concurrent, "
          "--server.max-queue-seconds, --server.model-name, --server.port, --server.reasoning-parser, "
-         "--server.send-seconds, --server.shutdown-seconds, --server.tool-parser, --server (off, http), "
-         "--server.weights-root"),
+         "--server.send-seconds, --server.shutdown-seconds, --server.tinker (off, on), --server.tool-parser, "
+         "--server (off, http), --server.weights-root"),
         ("--qqqqqqqq", "unknown flag --qqqqqqqq; see --help"),
         ("--sampling.stop a b", "unexpected argument 'b': repeat --sampling.stop for every value of the list"),
         ("train.jsonl", "unexpected argument 'train.jsonl': every setting is a flag, see --help"),

@@ -162,7 +162,7 @@ def test_the_interpolated_batch_start_policy_differs_from_the_computed_one() -> 
 def test_no_key_of_the_learner_was_forgotten() -> None:
     """Every other key decides only how an update is computed, or takes effect in an actor."""
     known = {f"learner.{path_of(name)}" for name in EFFECTS.keys() | SAME_BY_LAW | IN_THE_ACTORS - {"overlong_penalty"}}
-    known |= {"learner.lora_plus", "learner.objective.function", "learner.objective.options"}
+    known |= {"learner.lora_plus", "learner.objective.function", "learner.objective.options", "learner.router_replay"}
     found = {path for path in KEYS if path.startswith("learner.") and ".overlong_penalty." not in path}
     assert {path.removesuffix(".type") for path in found} == {path.removesuffix(".type") for path in known} | {
         "learner.kl_penalty.control",
