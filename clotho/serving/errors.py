@@ -33,7 +33,7 @@ ATTACHMENTS: Mapping[str, tuple[str, ...]] = {
     "adapters": ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora/load", "/lora/unload", "/lora/status"),
     "dialects": (
         "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/generate", "/v1/generate",
-        "/inference/v1/generate", "/tokenize", "/detokenize",
+        "/inference/v1/generate", "/tokenize", "/detokenize", "/tokenizer_info",
         "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/abort_requests", "/abort_request",
         "/pause_generation", "/continue_generation", "/flush_cache",
     ),

@@ -49,6 +49,7 @@ BIN = ".bin"
 EXTRA = re.compile(r"pip install -e '\.\[([\w-]+)\]'")
 PARSED = {
     "view": "attachments.dashboard.view",
+    "harness": "attachments.harness.command",
     **{name: f"attachments.files.{name}" for name in ("show", "convert", "merge", "push")},
 }
 """Commands with a parser of their own, and their modules."""
@@ -60,6 +61,7 @@ PLAIN = re.compile(rf"(?:{PROGRAM} |python (?:\w+\.py|-m mlx_lm ))[^|&;<>$`~*]*"
 FILES = re.compile(r"cp [^|&;<>$`~*\n]*|cat > \S+ <<'END'\n.*?\nEND$", re.DOTALL | re.MULTILINE)
 """A shell command that writes a file."""
 
+SERVE = re.compile(rf"^{PROGRAM} serve\b(?!.*--help)", re.MULTILINE)
 COMMAND = re.compile(rf"^{PROGRAM}\b[^\n&|#]*", re.MULTILINE)
 INSTALLED = '#!/bin/sh\nexec python -m training_run "$@"\n'
 """The command that the installation puts on the path, with the test's interpreter and checkout."""
@@ -95,6 +97,7 @@ def test_the_commands_of_a_page_work(page: Path, tmp_path: Path, monkeypatch: py
             run_beside(block, following, tmp_path, port)
         else:
             text = script(block, port)
+            assert not SERVE.search(text), "a server ends only beside a block that is executed during the run above"
             commands_here = FILES.sub("", text).strip()
             if page.stem != "README" and all(map(PLAIN.fullmatch, commands_here.splitlines())):
                 if files := "\n".join(FILES.findall(text)):

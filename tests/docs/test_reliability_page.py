@@ -10,7 +10,7 @@ import pytest
 
 from tests.docs.pages import DOCS, ROOT
 
-CASES = 107
+CASES = 108
 CASE = re.compile(r"^\| (?P<number>\d+) \| (?P<case>[^|]+) \| [^|]+ \|$", re.MULTILINE)
 TESTS = re.compile(r"^\| (?P<number>\d+) \| (?P<tests>[^|]+) \|$", re.MULTILINE)
 REFERENCE = re.compile(r"`(?P<file>[\w/]+\.py)::(?P<name>\w+)`")

@@ -23,5 +23,5 @@ FINITE_CALLS = 2
 
 def nan_after_two_calls(logp_N: mx.array, tokens: ObjectiveInputs, settings: Custom) -> PolicyLoss:
     """Importance sampling whose loss becomes NaN after `FINITE_CALLS` calls of the process."""
-    loss_N, clipped_N = importance_weighted(logp_N, tokens, settings)
-    return PolicyLoss(loss_N if next(CALLS) <= FINITE_CALLS else loss_N * math.nan, clipped_N)
+    found = importance_weighted(logp_N, tokens, settings)
+    return found if next(CALLS) <= FINITE_CALLS else found._replace(loss_N=found.loss_N * math.nan)

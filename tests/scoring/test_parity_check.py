@@ -14,6 +14,7 @@ import pytest
 from clotho.inference.cache_layout import Logits
 from clotho.inference.engine import DecodeEngine
 from clotho.inference.forced_decoder import ForcedDecoder
+from clotho.inference.rows import RouteArray
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy, TrainablePolicy
 from clotho.models.turns import TurnBudget
@@ -45,6 +46,8 @@ from tests.recorded_turns import RecordedTurns
 from tests.scoring.checked_parity import checked
 from tests.small_models import ARCHITECTURES, tiny_source
 from tests.training.policies_and_groups import BigramPolicy, tiny_policy
+
+Decoded = Generator[mx.array, None, Sequence[RouteArray]]
 
 
 def check(
@@ -124,12 +127,13 @@ class DoubledLogits:
 
     def teacher_forced_logits(
         self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int
-    ) -> Iterator[mx.array]:
+    ) -> Decoded:
         """From the whole sequence before each token."""
         (tokens,) = completions
         sequence = [*prompt, *tokens]
         for end in range(len(prompt), len(sequence)):
             yield self._model(mx.array([sequence[:end]] * rows))[:, -1] * 2.0
+        return ()
 
 
 def test_an_engine_with_other_logits_fails_the_parity_check() -> None:
@@ -220,7 +224,7 @@ def test_the_prompt_of_a_check_is_bounded() -> None:
     decode = engine.teacher_forced_logits
 
     class Recording:
-        def teacher_forced_logits(self, prompt: Sequence[int], *given: Any, **options: Any) -> Iterator[mx.array]:
+        def teacher_forced_logits(self, prompt: Sequence[int], *given: Any, **options: Any) -> Decoded:
             prompts.append(tuple(prompt))
             return decode(prompt, *given, **options)
 
@@ -264,7 +268,7 @@ class FailingOnce(TeacherForcing):
 
     failed = False
 
-    def logits(self, micro: MicroBatch) -> mx.array:
+    def logits(self, micro: MicroBatch) -> tuple[mx.array, mx.array | None]:
         if not self.failed:
             self.failed = True
             raise RuntimeError("fails once")
@@ -290,10 +294,11 @@ class NoisyDecoder:
 
     def teacher_forced_logits(
         self, prompt: Sequence[int], completions: Sequence[Sequence[int]], *, rows: int
-    ) -> Iterator[mx.array]:
+    ) -> Decoded:
         """Add noise to the logits of the engine."""
         for logits_R_V in self._engine.teacher_forced_logits(prompt, completions, rows=rows):
             yield logits_R_V + 0.01 * mx.random.normal(logits_R_V.shape)
+        return ()
 
 
 def test_a_device_that_is_not_reproducible_passes() -> None:
