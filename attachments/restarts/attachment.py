@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from training_run.profile.schema import Profile
     from training_run.run import RunContext
 
-CONNECTION = "CLOTHO_RESTARTS"
-"""Environment variable with the file descriptor of the connection to the supervisor."""
-
 
 class Restarts(Attachment):
     """A supervisor of the process of a run."""
@@ -30,12 +27,12 @@ class Restarts(Attachment):
 
     def supervise(self, profile: Profile) -> None:
         """Make this process the supervisor of the run, unless it has one."""
-        restarts = RESTARTS.of(profile)
-        if not restarts or CONNECTION in os.environ:
+        if not (restarts := RESTARTS.of(profile)):
             return
-        from attachments.restarts.supervision import become_supervisor
+        from attachments.restarts.supervision import CONNECTION, become_supervisor
 
-        become_supervisor(restarts)
+        if CONNECTION not in os.environ:
+            become_supervisor(restarts)
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Tell the supervisor how long turns are, and from when on the run can be resumed.
@@ -43,10 +40,13 @@ class Restarts(Attachment):
         A new run can be as soon as its directory has any file. One that deletes or forks another is started afresh
         until it has begun.
         """
-        if CONNECTION not in os.environ:
+        if not RESTARTS.of(plan.profile):
             return None
+        from attachments.restarts.supervision import CONNECTION
         from training_run.supervision.restarting import SupervisorLink
 
+        if CONNECTION not in os.environ:
+            return None
         link = SupervisorLink(CONNECTION, on_end=lambda: os.kill(os.getpid(), signal.SIGTERM))
         directory = plan.directory
         link.tell(turn_ms=plan.profile.learner.max_turn_ms)

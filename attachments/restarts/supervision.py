@@ -16,7 +16,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from attachments.restarts.attachment import CONNECTION
 from training_run.supervision.restarting import (
     PASSED_ON,
     PassedSignals,
@@ -29,6 +28,9 @@ from training_run.supervision.restarting import (
     was_killed,
     without,
 )
+
+CONNECTION = "CLOTHO_RESTARTS"
+"""Environment variable with the file descriptor of the connection to the supervisor."""
 
 TURN_MS = 250.0
 """Longest turn of an update after the first SIGABRT, in ms, if turns had no limit."""

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from attachments.restarts import supervision
-from attachments.restarts.attachment import ATTACHMENT, CONNECTION
-from attachments.restarts.supervision import LEAST_TURN_MS, TURN_MS, shorter, with_turns
+from attachments.restarts.attachment import ATTACHMENT
+from attachments.restarts.supervision import CONNECTION, LEAST_TURN_MS, TURN_MS, shorter, with_turns
 from clotho.storage.atomic_files import UNFINISHED
 from protocols.errors import ProfileError
 from tests.e2e.pipeline_process import (
