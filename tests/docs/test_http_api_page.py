@@ -14,6 +14,7 @@ import pytest
 from attachments.ranks.tests import test_metrics as ranks
 from attachments.remote.tests import test_metrics as remote
 from attachments.sessions.tests import test_metrics as sessions
+from attachments.tinker.tests import test_metrics as tinker
 from tests import test_engine_metrics
 from tests.serving import test_metrics as server
 from tests.serving.running_server import serving
@@ -65,6 +66,6 @@ def test_the_table_contains_every_metric_with_its_type() -> None:
     table = PAGE[PAGE.index("## Metrics") :]
     rows = re.findall(r"^\| (`[^|]+`) \| (\w+) \|", table, re.MULTILINE)
     listed = {name: kind for names, kind in rows for name in re.findall(r"`([^`]+)`", names)}
-    tested = (server, test_engine_metrics, test_run_metrics, ranks, remote, sessions)
+    tested = (server, test_engine_metrics, test_run_metrics, ranks, remote, sessions, tinker)
     metrics = {name: kind for module in tested for name, kind in module.METRICS.items() if name != "clotho_measured"}
     assert listed == metrics | {"clotho_child_restarts": "counter", "clotho_log_events_lost": "counter"}

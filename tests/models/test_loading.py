@@ -174,7 +174,7 @@ def test_every_shipped_configuration_builds_a_model(directory: Path) -> None:
     repository = directory.name.replace("--", "/")
     assert shipped_shape(repository) == directory
     model, config = open_shape(directory, ModelSection(path=repository))
-    assert len(model.layers) == config["num_hidden_layers"]
+    assert len(model.layers) == config.get("text_config", config)["num_hidden_layers"]
 
 
 def test_unknown_repositories_have_no_shape() -> None:

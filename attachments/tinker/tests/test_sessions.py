@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import mlx.core as mx
 import pytest
 
@@ -158,17 +157,3 @@ def test_aliases_name_the_base_model(place: Path) -> None:
         model_id = client.model("Qwen/Qwen3-0.6B")
         data = client.post("get_info", model_id=model_id)["model_data"]
         assert (data["model_name"], data["tokenizer_id"]) == ("Qwen/Qwen3-0.6B", str(place / "model"))
-
-
-def test_metrics_show_the_sessions_and_their_models(place: Path) -> None:
-    """Nothing before the first request; then the version of the SDK, the steps of models and their memory."""
-    with tinker_server(place / "model", place / "measured") as live:
-        address = f"{live.url}/metrics"
-        assert "clotho_tinker" not in httpx.get(address).text
-        client = live.client()
-        model_id = client.model(str(place / "model"))
-        client.gradient(model_id, DATA)
-        client.step(model_id, learning_rate=1e-3)
-        shown = httpx.get(address).text
-    assert 'clotho_tinker_sessions{sdk="test"} 1.0' in shown
-    assert f'clotho_tinker_steps{{model="{model_id}"}} 1.0' in shown
