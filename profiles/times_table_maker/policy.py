@@ -15,6 +15,14 @@ from profiles.times_table_maker.records import PolicyRecord, write_policy_record
 
 TIMES_TABLE_SHAPE = SHAPE | {"num_hidden_layers": 2}
 SCHEDULE = Schedule(steps=1000)
+TEACHER_SHAPE = SHAPE | {
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "intermediate_size": 704,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+TEACHER_SCHEDULE = Schedule(steps=260, batch_size=48, learning_rate=2e-3, warmup_steps=30)
 
 
 def make_times_table(out: Path, problems: tuple[list[Problem], list[Problem]], seed: int) -> None:
@@ -42,3 +50,8 @@ def make_times_table(out: Path, problems: tuple[list[Problem], list[Problem]], s
     )
     write_policy_record(out, record)
     write_card(out)
+
+
+def teacher_recipe(problems: tuple[list[Problem], list[Problem]]) -> Recipe:
+    """Return how a teacher of the policy is made, which is larger."""
+    return Recipe(problems=problems, draw=draw, shape=TEACHER_SHAPE, schedule=TEACHER_SCHEDULE)

@@ -166,3 +166,16 @@ def test_the_profile_uses_these_files() -> None:
     profile = load_profile("learn-m3")
     assert [Path(profile.data.train), Path(profile.data.heldout)] == [TIMES_TABLE / name for name in FILES]
     assert Path(profile.model.path) == TIMES_TABLE
+
+
+def test_the_teacher_has_the_tokenizer_of_the_policy_and_6_million_parameters() -> None:
+    """A policy learns from tokens that are its own."""
+    from profiles.maker.directory import make_model
+    from profiles.maker.pretrain import parameter_arrays
+    from profiles.times_table_maker.policy import teacher_recipe
+
+    recipe = teacher_recipe(problems(0))
+    tokenizer = train_tokenizer(problem.prompt for problem in recipe.problems[0])
+    assert tokenizer.get_vocab() == Tokenizer.from_file(str(TIMES_TABLE / "tokenizer.json")).get_vocab()
+    model = make_model(recipe, tokenizer, 0)
+    assert sum(array.size for array in parameter_arrays(model).values()) == 5_976_576
