@@ -213,7 +213,7 @@ def violated_rows(profile: Profile) -> Iterator[Complaint]:
     chosen = PROFILE_KEYS.chosen_types(v)
     without_effect = rules_without_effect()
     for rule in (*without_effect, *contradictions()):
-        for key in rule.keys.split():
+        for key in filter(SETTABLE.__contains__, rule.keys.split()):  # another attachment may be absent
             variant = SETTABLE[key].variant(chosen)
             if variant and rule.refused(v, v[key]) and not (rule in without_effect and v[key] == variant.default):
                 reason = rule.reason.format(v[key], v=v)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from tests.training_run.profile.profile_faults import TAP, decoded, fault
+from training_run.profile.keys import SETTABLE
+from training_run.profile.rules import contradictions, rules_without_effect
 
 RESTARTED: dict[str, Any] = {
     "type": "remote", "server_url": ["http://127.0.0.1:1"], "weights": {"type": "restart"},
@@ -149,3 +151,9 @@ def test_the_limit_on_staleness_follows_from_the_batches_ahead(
     """Groups of a run that is far ahead are not discarded, unless the profile says so."""
     profile = decoded(**sections)
     assert (profile.max_batches_ahead, profile.max_staleness) == (ahead, staleness)
+
+
+def test_every_rule_is_about_keys_that_exist() -> None:
+    """A key that is absent belongs to an attachment that is: a misspelt one would never be refused."""
+    keys = {key for rule in (*rules_without_effect(), *contradictions()) for key in rule.keys.split()}
+    assert keys - SETTABLE.keys() == set()
