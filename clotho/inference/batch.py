@@ -392,7 +392,8 @@ class Batch:
         row, table = self.table.rows[slot], self.table
         if row is None or self._cache is None or not row.active.request.record_routes:
             return
-        routes = self._cache.routes(slot, int(table.positions[slot]))
+        outside = self.inflight is not None and slot not in self.inflight.slot_N  # whose column this row has too
+        routes = self._cache.routes(slot, int(table.positions[slot]) + outside)
         if routes is not None:
             before, tokens = len(row.routes), len(row.active.request.prompt) + int(table.sampled[slot]) - 1
             row.routes = np.concatenate([row.routes, routes[before:tokens]]) if before else routes[:tokens]

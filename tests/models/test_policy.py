@@ -105,6 +105,7 @@ def test_publish_copies_and_evaluates_no_array() -> None:
     assert all(served[name] is used[name] is array for name, array in published.items())
 
 
+@pytest.mark.usefixtures("no_buffer_cache")
 def test_a_thousand_weight_swaps_keep_the_memory_flat() -> None:
     """The replaced weights are released. Sampling between the swaps keeps none of them."""
     policy = make()

@@ -133,7 +133,7 @@ def test_computing_with_a_copy_does_not_change_what_the_policy_computes(kind: st
         assert same(logits(policy), served)
 
 
-@pytest.mark.usefixtures("any_path")
+@pytest.mark.usefixtures("any_path", "no_buffer_cache")
 @pytest.mark.parametrize("kind", KINDS)
 def test_replaced_parameters_are_freed(kind: str) -> None:
     """A policy and a released copy keep none of them, whatever part of the weights is trained."""

@@ -76,7 +76,8 @@ def test_replayed_experts_are_weighted_by_the_own_scores_which_get_the_gradient(
     block, mixtures = model.layers[0].mlp, Mixtures(model.layers[0])
     mixtures.per_token = [2]
     assert can_replay(model, Mixtures(model))
-    x_1_T_D = mx.random.normal((1, 5, 32), key=mx.random.key(3))
+    width = block.gate.weight.shape[-1]
+    x_1_T_D = mx.random.normal((1, 5, width), key=mx.random.key(3))
     route_T_K = np.array([[0, 3], [1, 2], [3, 1], [2, 0], [0, 1]])
     routes = PassRoutes(mx.array(route_T_K[None].astype(np.uint8)), None)
 
@@ -84,14 +85,14 @@ def test_replayed_experts_are_weighted_by_the_own_scores_which_get_the_gradient(
         block.gate.weight = gate_E_D
         with routed(mixtures, routes):
             output: mx.array = block(x_1_T_D)
-        return mx.sum(output * mx.sin(mx.arange(32)))
+        return mx.sum(output * mx.sin(mx.arange(width)))
 
     gate_E_D = block.gate.weight
     value, gradient_E_D = mx.value_and_grad(total)(gate_E_D)
     x_T_D, gate = np.array(x_1_T_D[0], dtype=np.float64), np.array(gate_E_D, dtype=np.float64)
 
     def oracle(gate: NDArray[np.float64]) -> float:
-        return float((moe_output(x_T_D, block, route_T_K, gate) * np.sin(np.arange(32))).sum())
+        return float((moe_output(x_T_D, block, route_T_K, gate) * np.sin(np.arange(width))).sum())
 
     block.gate.weight = gate_E_D
     assert float(value) == pytest.approx(oracle(gate), abs=1e-4)

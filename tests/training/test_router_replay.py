@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from protocols.errors import ModelError
 from protocols.rollout import RolloutGroup, ScoredGroup
 from protocols.sampling import Completion, Sampling
+from tests import model_lanes
 from tests.inference.engine_helpers import make_engine, make_prompt, run, submit_request
 from tests.small_models import tiny_source
 from tests.training.policies_and_groups import BigramPolicy, learner, scored_group
@@ -23,6 +24,7 @@ def policy_and_groups(scale: float = 1.0) -> tuple[BigramPolicy, list[ScoredGrou
 
     The routers of the sampler are those of the policy with their outputs in reverse order. scale: of both.
     """
+    model_lanes.skip_quantized()
     source = tiny_source("qwen3_moe")
     plain = [block.mlp.gate.weight for block in source.model.layers]
     for block in source.model.layers:
