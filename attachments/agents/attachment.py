@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from attachments.agents.sections import AGENT, PythonAgent
-from training_run.attachment import Attach, Attachment, MakeEpisodes, Plan
-from training_run.episodes.limits import EpisodeLimits, ends_messages, episode_metrics
+from training_run.episodes.attachment import EpisodeAttachment, EpisodeLimits, ends_messages, episode_metrics
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -17,14 +16,14 @@ if TYPE_CHECKING:
     from training_run.memory.need import MemoryNeed
     from training_run.profile.command_profiles import EvaluationProfile
     from training_run.profile.schema import Profile
-    from training_run.run import RunContext
 
 
-class Agents(Attachment):
+class Agents(EpisodeAttachment):
     """`[agent]` of a profile."""
 
     contradictions = (ends_messages("agent", lambda v: v["agent.type"] != "off"),)
-    metrics: ClassVar[Mapping[str, str]] = episode_metrics("agent")
+    prefix = "agent"
+    metrics: ClassVar[Mapping[str, str]] = episode_metrics(prefix)
 
     def slots(self, profile: Profile) -> Mapping[str, str]:
         """What an episode is."""
@@ -35,26 +34,10 @@ class Agents(Attachment):
         if need.profile is not None and isinstance(settings := AGENT.of(need.profile), PythonAgent):
             need.sequence_tokens = settings.max_tokens
 
-    async def prepare(self, plan: Plan) -> Attach | None:
-        """Import the environment in a worker process, and describe its tools."""
-        make = await self._episodes(plan.profile, plan.ending, in_rounds=not plan.profile.asynchronous)
-        if make is None:
-            return None
-
-        async def attach(run: RunContext) -> None:
-            """Make episodes with the tokenizer of the policy."""
-            run.attached.episodes = episodes = make(run.policy.tokenizer, run.policy.context_length)
-            run.attached.measures.append(lambda _: episodes.measured("agent"))
-
-        return attach
-
-    async def evaluated(self, profile: EvaluationProfile, ending: ExitStack) -> MakeEpisodes | None:
-        """Import the environment, and make episodes in rounds."""
-        return await self._episodes(profile, ending, in_rounds=True)
-
-    async def _episodes(
+    async def episodes(
         self, profile: Profile | EvaluationProfile, ending: ExitStack, *, in_rounds: bool
     ) -> Callable[[ChatTokenizer, int], EnvironmentEpisodes] | None:
+        """Import the environment in worker processes, and describe its tools."""
         settings = AGENT.of(profile)
         if not isinstance(settings, PythonAgent):
             return None

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from attachments.verifiers.sections import TASKSET, VERIFIERS, VerifiersSection
-from training_run.attachment import Attach, Attachment, MakeEpisodes, Plan
-from training_run.episodes.limits import EpisodeLimits, ends_messages, episode_metrics
+from training_run.episodes.attachment import EpisodeAttachment, EpisodeLimits, ends_messages, episode_metrics
 from training_run.profile.rules import Complaint, Rule, Values
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from training_run.memory.need import MemoryNeed
     from training_run.profile.command_profiles import EvaluationProfile
     from training_run.profile.schema import Profile
-    from training_run.run import RunContext
 
 
 KEYS = " ".join(f"{TASKSET.path}.{name}" for name in VerifiersSection.__struct_fields__)
@@ -30,7 +28,7 @@ def plays(v: Values) -> bool:
     return bool(v["data.train"].startswith(VERIFIERS))
 
 
-class VerifiersRuns(Attachment):
+class VerifiersRuns(EpisodeAttachment):
     """`data.train = "verifiers:TASKSET"` and `[data.verifiers]` of a profile."""
 
     no_effect = (
@@ -46,7 +44,8 @@ class VerifiersRuns(Attachment):
         ),
     )
     may_change = ("data.verifiers.python", "data.verifiers.memory_limit_mb", "data.verifiers.step_seconds")
-    metrics: ClassVar[Mapping[str, str]] = episode_metrics("verifiers")
+    prefix = "verifiers"
+    metrics: ClassVar[Mapping[str, str]] = episode_metrics(prefix)
 
     def slots(self, profile: Profile) -> Mapping[str, str]:
         """What an episode is."""
@@ -69,26 +68,10 @@ class VerifiersRuns(Attachment):
         if need.profile is not None and _taskset(need.profile):
             need.sequence_tokens = TASKSET.of(need.profile.data).max_tokens
 
-    async def prepare(self, plan: Plan) -> Attach | None:
-        """Start the process that plays tasks."""
-        make = await self._episodes(plan.profile, plan.ending, in_rounds=not plan.profile.asynchronous)
-        if make is None:
-            return None
-
-        async def attach(run: RunContext) -> None:
-            """Make episodes with the tokenizer of the policy."""
-            run.attached.episodes = episodes = make(run.policy.tokenizer, run.policy.context_length)
-            run.attached.measures.append(lambda _: episodes.measured("verifiers"))
-
-        return attach
-
-    async def evaluated(self, profile: EvaluationProfile, ending: ExitStack) -> MakeEpisodes | None:
-        """Start the process that plays tasks, and make episodes in rounds."""
-        return await self._episodes(profile, ending, in_rounds=True)
-
-    async def _episodes(
+    async def episodes(
         self, profile: Profile | EvaluationProfile, ending: ExitStack, *, in_rounds: bool
     ) -> Callable[[ChatTokenizer, int], EnvironmentEpisodes] | None:
+        """Start the process that plays tasks."""
         if not _taskset(profile):
             return None
         from attachments.verifiers.player import TasksetPlayer

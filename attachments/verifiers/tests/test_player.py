@@ -25,9 +25,9 @@ from protocols.sampling import Sampling
 from tests.extras import VERIFIERS
 from tests.scripted_policy import END, TEMPLATE, Answers, ScriptedSampler, call, script
 from tests.small_models import byte_tokenizer
+from training_run.episodes.attachment import EpisodeLimits
 from training_run.episodes.conversations import ChatWriter
 from training_run.episodes.episodes import EnvironmentEpisodes
-from training_run.episodes.limits import EpisodeLimits
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.needs_extra("verifiers")

@@ -1,0 +1,88 @@
+"""What attachments with environments have in common: limits, metrics, excluded settings, and how they take part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from msgspec import Struct
+
+from training_run.attachment import Attach, Attachment, MakeEpisodes, Plan
+from training_run.profile.rules import Rule, Values
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from clotho.models.tokenizer import ChatTokenizer
+    from training_run.episodes.episodes import EnvironmentEpisodes
+    from training_run.profile.command_profiles import EvaluationProfile
+    from training_run.profile.schema import Profile
+    from training_run.run import RunContext
+
+Credit = Literal["episode", "turn"]
+
+
+class EpisodeLimits(Struct, frozen=True, kw_only=True):
+    """Limits of an episode: messages of the policy, and tokens of a row. credit: what advantages follow from."""
+
+    max_turns: int
+    max_tokens: int
+    credit: Credit = "episode"
+
+
+METRICS: Mapping[str, str] = {
+    "turns": "Messages of the policy per episode since the last step; null without an environment.",
+    "tool_calls": "Calls of tools per episode.",
+    "tool_errors": "Share of the calls of tools that failed; null without calls.",
+    "limited": "Share of the episodes that a limit ended.",
+    "failed": "Number of episodes that failed, because the environment did; they are not trained on.",
+    "forked": "Number of conversations that were begun anew, each as one more row.",
+    "seconds": "Seconds per episode in which it waited for its environment.",
+}
+"""Metrics of the episodes of an attachment, with descriptions."""
+
+
+def episode_metrics(attachment: str) -> dict[str, str]:
+    """Return the metrics of the episodes of an attachment under their names in metrics.jsonl."""
+    return {f"{attachment}/{name}": text for name, text in METRICS.items()}
+
+
+def ends_messages(setting: str, active: Callable[[Values], bool]) -> Rule:
+    """Refuse other ends of messages than end tokens, where a setting makes episodes."""
+    return Rule(
+        "sampling.stop sampling.stop_token_ids sampling.ignore_eos",
+        lambda v, x: bool(x) and active(v),
+        f"= {{}} and {setting} exclude each other: a message of an episode ends with an end token of the model",
+    )
+
+
+class EpisodeAttachment(Attachment):
+    """An attachment whose environments make the episodes of runs and of `eval`. prefix: of its metrics."""
+
+    prefix: ClassVar[str]
+
+    async def episodes(
+        self, profile: Profile | EvaluationProfile, ending: ExitStack, *, in_rounds: bool
+    ) -> Callable[[ChatTokenizer, int], EnvironmentEpisodes] | None:
+        """Start the environments. The returned function makes the source of episodes; None: they are not used.
+
+        ending: closed when the run or the command ends. in_rounds: messages are sampled in rounds.
+        """
+        raise NotImplementedError
+
+    async def prepare(self, plan: Plan) -> Attach | None:
+        """Start the environments of a run."""
+        make = await self.episodes(plan.profile, plan.ending, in_rounds=not plan.profile.asynchronous)
+        if make is None:
+            return None
+
+        async def attach(run: RunContext) -> None:
+            """Make episodes with the tokenizer of the policy."""
+            run.attached.episodes = episodes = make(run.policy.tokenizer, run.policy.context_length)
+            run.attached.measures.append(lambda _: episodes.measured(self.prefix))
+
+        return attach
+
+    async def evaluated(self, profile: EvaluationProfile, ending: ExitStack) -> MakeEpisodes | None:
+        """Start the environments of `eval`, and make episodes in rounds."""
+        return await self.episodes(profile, ending, in_rounds=True)
