@@ -349,7 +349,7 @@ def test_a_call_without_a_pause_completes_while_the_threads_stop() -> None:
 
 
 def test_no_call_is_lost_while_a_thread_stops() -> None:
-    """Calls that are submitted at that moment complete, are cancelled or are refused, also while they wait for a turn."""
+    """Calls that are submitted at that moment complete, are cancelled or are refused, also if they wait for a turn."""
     for _ in range(5):
         compute = Compute(decode_share=0.5, slots=2)
         compute.start()
