@@ -6,7 +6,7 @@ python -m tests.docs.memory_reference
 from __future__ import annotations
 
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
@@ -14,68 +14,89 @@ from protocols.summary import MemoryEstimate
 from tests.docs.pages import DOCS, replace_between
 from tests.models.simulated_devices import MAC_16_GB, simulate_gpu
 from training_run.memory.estimate import estimate_memory
+from training_run.profile.flags import parse_arguments
 from training_run.profile.load import load_profile
+from training_run.profile.schema import Profile
 
 PAGE = DOCS / "recipes.md"
 GIB = 2**30
 LONG_SEQUENCE = 256 + 8192
 """Tokens of the longest sequence of `long-qwen3`."""
 
-ROWS = (
-    ("local-m3", ""),
-    ("learn-m3", ""),
-    ("qwen3-m3", ""),
-    ("qwen3-m3", "mlx-community/Qwen3-4B-4bit"),
-    ("qwen35-m3", ""),
-    ("qwen3-14b", ""),
-    ("qwen3-30b-a3b", ""),
-    ("gsm8k", ""),
+PROFILES = ("local-m3", "learn-m3", "qwen3-m3", "qwen35-m3", "qwen3-14b", "qwen3-30b-a3b", "long-qwen3", "gsm8k")
+
+
+class MacRecipe(NamedTuple):
+    """What a Mac trains. memory: of the Mac, in GB. command: the words after `clotho`."""
+
+    memory: int
+    task: str
+    method: str
+    command: str
+
+    def profile(self) -> Profile:
+        """Return the profile that the command trains."""
+        arguments = parse_arguments(self.command.split())
+        return load_profile(arguments.profile, arguments.overrides)
+
+
+def _own(flags: str) -> str:
+    return f"--profile {flags} --dataset my.jsonl"
+
+
+def _long(model: str, rows: int) -> str:
+    model_flag = f"long-qwen3 --model mlx-community/Qwen3-{model}-4bit"
+    return _own(f"{model_flag} --engine.max-num-seqs {rows} --engine.kv-cache-tokens {rows * LONG_SEQUENCE}")
+
+
+MACS = (
+    MacRecipe(16, "own problems, 1,024 tokens", "QLoRA", _own("qwen3-m3")),
+    MacRecipe(16, "own problems, 1,024 tokens, a hybrid model", "QLoRA", _own("qwen35-m3")),
+    MacRecipe(16, "own problems, 8,192 tokens", "QLoRA", _long("0.6B", 4)),
+    MacRecipe(16, "GSM8K", "LoRA", "--profile gsm8k"),
+    MacRecipe(32, "own problems, 1,024 tokens", "QLoRA", _own("qwen3-m3 --model mlx-community/Qwen3-4B-4bit")),
+    MacRecipe(32, "own problems, 8,192 tokens", "QLoRA", _long("4B", 4)),
+    MacRecipe(32, "own problems", "QLoRA", _own("qwen3-14b")),
+    MacRecipe(
+        64, "GSM8K", "all weights", "--profile gsm8k --policy.method full --learner.optimizer.learning-rate 1e-6"
+    ),
+    MacRecipe(64, "own problems, 2,048 tokens, experts", "QLoRA", _own("qwen3-30b-a3b")),
+    MacRecipe(64, "own problems, 8,192 tokens", "QLoRA", _long("14B", 6)),
+    MacRecipe(128, "own problems, 8,192 tokens, experts", "QLoRA", _long("30B-A3B", 16)),
 )
-"""Profile, and a model that replaces that of the profile."""
+"""Recipes in the order of memory."""
 
 
-LONG = ((16, "Qwen3-0.6B-4bit", 4), (32, "Qwen3-4B-4bit", 4), (64, "Qwen3-14B-4bit", 6))
-"""Memory of a Mac in GB, a model, and the number of rows that `long-qwen3` decodes with them."""
-
-
-def table() -> str:
-    """One row per profile and model."""
+def profile_table() -> str:
+    """One row per profile."""
     rows = []
-    for name, model in ROWS:
-        needed, shown = _needed(name, {"model.path": model} if model else {})
-        rows.append(f"| `{name}` | {shown} | {needed.total / GIB:.1f} GiB | {needed.minimum / GIB:.1f} GiB |")
+    for name in PROFILES:
+        needed, model = _needed(load_profile(name))
+        rows.append(f"| `{name}` | {model} | {needed.total / GIB:.1f} GiB | {needed.minimum / GIB:.1f} GiB |")
     return "\n".join(["| profile | model | at most | with one sequence |", "|---|---|---:|---:|", *rows])
 
 
-def long_table() -> str:
-    """One row per size of a Mac."""
+def mac_table() -> str:
+    """One row per recipe."""
     rows = []
-    for memory, model, seqs in LONG:
-        needed, shown = _needed("long-qwen3", long_settings(model, seqs))
+    for recipe in MACS:
+        needed, model = _needed(recipe.profile())
         rows.append(
-            f"| {memory} GB | {shown} | {seqs} | {needed.caches / GIB:.1f} GiB | {needed.total / GIB:.1f} GiB |"
+            f"| {recipe.memory} GB | {model.rpartition('/')[2]} | {recipe.method} | {recipe.task} "
+            f"| {needed.caches / GIB:.1f} GiB | {needed.total / GIB:.1f} GiB | `clotho {recipe.command}` |"
         )
-    return "\n".join(["| Mac | model | `max_num_seqs` | KV caches | at most |", "|---|---|---:|---:|---:|", *rows])
+    head = "| Mac | model | method | task | KV caches | at most | command |"
+    return "\n".join([head, "|---|---|---|---|---:|---:|---|", *rows])
 
 
-def long_settings(model: str, seqs: int) -> dict[str, Any]:
-    """Return the keys of `long-qwen3` that change for a model and a number of rows."""
-    return {
-        "model.path": f"mlx-community/{model}",
-        "engine.max_num_seqs": seqs,
-        "engine.kv_cache_tokens": seqs * LONG_SEQUENCE,
-    }
-
-
-def _needed(name: str, overrides: dict[str, Any]) -> tuple[MemoryEstimate, str]:
+def _needed(profile: Profile) -> tuple[MemoryEstimate, str]:
     """Return estimate and model. Downloaded models are not read, so the tables are the same on every machine."""
     with TemporaryDirectory() as empty, pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", empty)
         simulate_gpu(patch, MAC_16_GB)
-        profile = load_profile(name, overrides)
         return estimate_memory(profile.model, profile), profile.model.path.rpartition("profiles/")[2]
 
 
 if __name__ == "__main__":
-    replace_between(PAGE, "memory", table())
-    replace_between(PAGE, "long", long_table())
+    replace_between(PAGE, "memory", profile_table())
+    replace_between(PAGE, "macs", mac_table())

@@ -55,5 +55,5 @@ def test_the_configuration_page_is_up_to_date() -> None:
 
 def test_the_memory_estimates_of_the_recipes_are_up_to_date() -> None:
     """Regenerate them with `python -m tests.docs.memory_reference`."""
-    assert between(memory_reference.PAGE, "memory") == memory_reference.table()
-    assert between(memory_reference.PAGE, "long") == memory_reference.long_table()
+    assert between(memory_reference.PAGE, "memory") == memory_reference.profile_table()
+    assert between(memory_reference.PAGE, "macs") == memory_reference.mac_table()

@@ -13,7 +13,7 @@ from clotho.models.machine import memory_limit
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.rewards.registry import load_reward
 from protocols.prompt import Problem
-from tests.docs.memory_reference import LONG, long_settings
+from tests.docs.memory_reference import LONG_SEQUENCE, MACS, MacRecipe
 from tests.models.real_templates import TEMPLATES
 from tests.models.simulated_devices import MAC_16_GB, simulate_gpu
 from training_run.memory.estimate import estimate_memory
@@ -76,16 +76,17 @@ def test_a_profile_for_an_m3_leaves_a_quarter_of_the_limit_of_16_gb(
     assert estimate_memory(profile.model, profile).total <= MARGIN_FOR_OTHERS * memory_limit().bytes
 
 
-@pytest.mark.parametrize(("memory", "model", "seqs"), LONG)
-def test_long_completions_leave_a_quarter_of_the_limit_of_larger_macs(
-    memory: int, model: str, seqs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("recipe", MACS, ids=lambda recipe: f"{recipe.memory} GB {recipe.command}")
+def test_a_recipe_leaves_a_quarter_of_the_limit_of_its_mac(
+    recipe: MacRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the settings of the documentation, whose caches hold 8,192 tokens of every row; the limit is two thirds."""
+    """With the flags of its command. The limit is two thirds; long caches hold 8,192 tokens of every row."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     simulate_gpu(monkeypatch, MAC_16_GB)
-    profile = load_profile("long-qwen3", long_settings(model, seqs))
-    assert profile.sampling.max_tokens == 8192
-    assert estimate_memory(profile.model, profile).total <= MARGIN_FOR_OTHERS * memory * 2**30 * 2 / 3
+    profile = recipe.profile()
+    assert estimate_memory(profile.model, profile).total <= MARGIN_FOR_OTHERS * recipe.memory * 2**30 * 2 / 3
+    if profile.sampling.max_tokens == 8192:
+        assert profile.engine.kv_cache_tokens == profile.engine.max_num_seqs * LONG_SEQUENCE
 
 
 def test_a_mixture_of_experts_leaves_a_quarter_of_the_limit_of_64_gb(
