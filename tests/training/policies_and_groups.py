@@ -131,22 +131,12 @@ def model_with(policy: TrainablePolicy, parameters: Parameters) -> Any:
 
 
 def learner(
-    policy: TrainablePolicy,
-    *,
-    steps: int = 10,
-    measure_update_kl: int = 0,
-    lane: Turns = UNSHARED,
-    **keys: Any,
+    policy: TrainablePolicy, *, steps: int = 10, measure_update_kl: int = 0, lane: Turns = UNSHARED, **keys: Any
 ) -> PolicyLearner:
     """A learner with a rate of 1e-2 that stays, and all else by default."""
     settings = learner_settings(**{"learning_rate": 1e-2, "schedule": "constant", "warmup_steps": 0, **keys})
     return PolicyLearner(
-        policy,
-        settings,
-        SamplingSection(),
-        steps=steps,
-        measure_update_kl=measure_update_kl,
-        lane=lane,
+        policy, settings, SamplingSection(), steps=steps, measure_update_kl=measure_update_kl, lane=lane
     )
 
 
@@ -174,11 +164,7 @@ def scored_group(
 def completion(tokens: Sequence[int], logprobs: Sequence[float], version: int = 0) -> Completion:
     """A completion as a sampler would have recorded it."""
     return Completion(
-        tokens=tuple(tokens),
-        logprobs=tuple(logprobs),
-        versions=(version,) * len(tokens),
-        text="",
-        finish_reason="stop",
+        tokens=tuple(tokens), logprobs=tuple(logprobs), versions=(version,) * len(tokens), text="", finish_reason="stop"
     )
 
 

@@ -80,12 +80,6 @@ def test_equal_rewards_teach_nothing_beside_other_groups(kind: str) -> None:
     assert max(judged("batch", [[0.1] * 3, [1.0, 5.0]])[0]) < 0
 
 
-def test_nearly_equal_rewards_stay_bounded() -> None:
-    """A spread of 1e-9 over epsilon 1e-4 gives advantages of 1e-5, not of 1."""
-    for kind in ADVANTAGES:
-        assert np.abs(judged(kind, [[1.0, 1.0 + 1e-9]], epsilon=1e-4)).max() < 1e-5
-
-
 @pytest.mark.parametrize("kind", list(ADVANTAGES))
 def test_shuffling_groups_and_members_permutes_advantages(kind: str) -> None:
     """A completion's advantage depends on the sets of rewards, not on its place."""
@@ -97,13 +91,6 @@ def test_shuffling_groups_and_members_permutes_advantages(kind: str) -> None:
     np.testing.assert_allclose(second[0], first[2], rtol=1e-9)
     np.testing.assert_allclose(second[1], [first[1][i] for i in order_G], rtol=1e-9)
     np.testing.assert_allclose(second[2], first[0], rtol=1e-9)
-
-
-def test_of_one_group_centring_by_group_and_by_batch_agree() -> None:
-    """`group`, `batch` and `batch_centred` differ only between groups."""
-    rewards = [[0.0, 2.0, 2.5, -1.0]]
-    np.testing.assert_allclose(judged("batch", rewards), judged("group", rewards), rtol=1e-12)
-    np.testing.assert_allclose(judged("batch_centred", rewards), judged("group", rewards), rtol=1e-12)
 
 
 @pytest.mark.parametrize("rewards_G", [[], [1.0, math.nan], [1.0, math.inf]])
@@ -142,14 +129,6 @@ def test_max_rl_divides_by_the_mean_of_rewards_above_zero_or_above_the_lowest(
     np.testing.assert_allclose(judged("max_rl", [rewards])[0], expected, rtol=1e-12)
 
 
-def test_max_rl_weighs_prompts_by_how_rarely_they_succeed() -> None:
-    """One success of G: G - 1, and the sum over the successes of a group is G (1 - p), where `mean` gives p (1 - p)."""
-    for successes in (1, 2, 4, 7):
-        (found,) = judged("max_rl", [[1.0] * successes + [0.0] * (8 - successes)])
-        assert sum(found[:successes]) == pytest.approx(8 - successes)
-        assert max(found) <= 7.0
-
-
 @pytest.mark.parametrize(
     ("rewards", "weights", "expected"),
     [
@@ -172,16 +151,6 @@ def test_the_optimal_baseline_by_hand(rewards: list[float], weights: list[float]
     for log_G in logs:
         (found,) = advantages(settings, [rewards], [log_G])
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11)
-
-
-def test_no_other_baseline_has_less_variance() -> None:
-    """The second moment of the estimate, sum_j W_j (r_j - b)^2, grows in both directions from the baseline."""
-    rng = np.random.default_rng(5)
-    reward_G, log_G = rng.normal(size=6), rng.normal(size=6)
-    (found,) = advantages(advantage("optimal_baseline", deviation="population", epsilon=1e-12), [reward_G], [log_G])
-    weight_G, centred_G = np.exp(log_G), found * reward_G.std()
-    moments = [float((weight_G * (centred_G + shift) ** 2).sum()) for shift in (-1e-3, 0.0, 1e-3)]
-    assert min(moments) == moments[1]
 
 
 def test_a_weight_that_is_no_number_makes_the_advantages_of_its_group_none() -> None:

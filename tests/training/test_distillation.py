@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +18,6 @@ from clotho.training.batch import compute_advantages, minibatches
 from clotho.training.gradient import compute_logprobs
 from protocols.rollout import ScoredGroup, TeacherTokens
 from tests.learner_settings import learner_settings
-from tests.training.environment_groups import environment_groups
 from tests.training.policies_and_groups import (
     BigramPolicy,
     learner,
@@ -78,19 +76,6 @@ def test_the_policy_comes_to_say_what_its_teacher_says() -> None:
     assert p_V[[9, 17]] == pytest.approx([7 / 9, 2 / 9], abs=0.02)
     entropy = -(7 * math.log(7 / 9) + 2 * math.log(2 / 9)) / 9
     assert reported[0] > reported[-1] == pytest.approx(entropy, abs=0.02)
-
-
-@pytest.mark.parametrize("budget", [1, 8192])
-def test_micro_batches_add_up_to_the_same_metric(budget: int) -> None:
-    """Teachers of two and of three alternatives, and none, in any split."""
-    keys: dict[str, Any] = {"distillation_weight": 0.3, "epsilon": 1e-3}
-    metrics = [
-        learner(tiny_policy(), micro_batch_tokens=tokens, **keys).update(environment_groups(32)).metrics
-        for tokens in (200, budget)
-    ]
-    assert metrics[0].distillation_loss > 0.0
-    assert metrics[1].distillation_loss == pytest.approx(metrics[0].distillation_loss, rel=1e-5)
-    assert metrics[1].grad_norm == pytest.approx(metrics[0].grad_norm, rel=1e-4)
 
 
 def test_log_probabilities_that_are_known_before_a_gradient_ask_no_teacher() -> None:
@@ -182,68 +167,8 @@ def test_log_probabilities_of_a_teacher_are_advantages(objective: str, alone: bo
     np.testing.assert_allclose(gradient["lm_head.weight"], d_head, atol=1e-6)
 
 
-@pytest.mark.parametrize("objective", ["grpo", "reinforce", "cispo", "dppo_tv"])
-def test_a_policy_that_equals_its_teacher_stays(objective: str) -> None:
-    """Whichever policy sampled: the difference is that of the policy that learns, not that of the sampler."""
-    policy = BigramPolicy()
-    weights = {name: np.array(array, dtype=np.float64) for name, array in flat(policy.trainable()).items()}
-    logits_V_V = weights["model.weight"] @ weights["lm_head.weight"].T
-    logp_V_V = logits_V_V - np.log(np.exp(logits_V_V).sum(axis=-1, keepdims=True))
-    groups = []
-    for group in random_groups(5):
-        rows = []
-        for one in group.group.completions:
-            before = (group.group.prompt.tokens[-1], *one.tokens)
-            rows.append(
-                tuple(float(logp_V_V[source, token]) for source, token in zip(before, one.tokens, strict=False))
-            )
-        groups.append(replace(group, teacher_logprobs=tuple(rows), zero_advantage=(True,) * len(rows)))
-    keys = {"quadratic_kl": 0.0} if objective == "dppo_tv" else {}
-    settings = learner_settings(objective=objective, distillation_weight=1.0, layout="padded", **keys)
-    _, gradient = whole_gradient(policy, groups, settings, distribution=SamplingDistribution(1.0))
-    assert max(float(np.abs(array).max()) for array in gradient.values()) < 1e-6
-
-
-@pytest.mark.parametrize("budget", [1, 8192])
-def test_any_split_learns_the_same_from_a_teacher(budget: int) -> None:
-    """Groups that a teacher has scored beside groups that none has."""
-    groups = [*judged(random_groups(32), alone=True), *random_groups(32, seed=5)]
-    metrics = [
-        learner(tiny_policy(), distillation_weight=0.5, micro_batch_tokens=tokens).update(groups).metrics
-        for tokens in (200, budget)
-    ]
-    assert metrics[1].loss == pytest.approx(metrics[0].loss, rel=1e-5)
-    assert metrics[1].grad_norm == pytest.approx(metrics[0].grad_norm, rel=1e-4)
-
-
 def test_log_probabilities_of_a_teacher_have_no_effect_with_the_weight_0() -> None:
     """Not a bit of the weights changes."""
     plain = random_groups(5)
     one, two = (learner(BigramPolicy()).update(groups) for groups in (plain, judged(plain, alone=False)))
     assert same_bits(one.parameters, two.parameters)
-
-
-@pytest.mark.parametrize("stale", [0, 4], ids=["its own samples", "samples of older policies"])
-def test_the_policy_comes_to_sample_as_its_teacher_does(stale: int) -> None:
-    """From the teacher's log-probabilities of sampled tokens alone; slower if each sample is four versions old."""
-    policy, rng = tiny_policy(), np.random.default_rng(0)
-    taught_V = np.exp(rng.normal(0.0, 1.5, 32))
-    taught_V /= taught_V.sum()
-    rate, left = (5e-3, 0.5) if stale else (1e-2, 0.1)  # longer steps overshoot what old samples say
-    one = learner(policy, objective="cispo", distillation_weight=1.0, learning_rate=rate, max_grad_norm=0.0)
-    policies = []
-    distances = []
-    for _ in range(150):
-        logits_V = np.array(model_with(policy, one.parameters)(mx.array([[1, 2]]))[0, -1], dtype=np.float64)
-        policies.append(np.exp(logits_V - logits_V.max()) / np.exp(logits_V - logits_V.max()).sum())
-        distances.append(float(np.sum(policies[-1] * np.log(policies[-1] / taught_V))))
-        sampler_V = policies[max(0, len(policies) - 1 - stale)]
-        tokens = rng.choice(32, size=64, p=sampler_V)
-        group = scored_group([[int(token)] for token in tokens], [0.0] * 64)
-        completions = tuple(
-            replace(completion, logprobs=(float(np.log(sampler_V[token])),))
-            for completion, token in zip(group.group.completions, tokens, strict=True)
-        )
-        group = replace(group, group=replace(group.group, completions=completions))
-        one.update([replace(group, teacher_logprobs=tuple((float(np.log(taught_V[token])),) for token in tokens))])
-    assert distances[-1] < left * distances[0], distances[::15]

@@ -171,33 +171,6 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(budget: int) -> No
         np.testing.assert_allclose(added, np.array(sums), rtol=model_lanes.rtol(1e-4), atol=model_lanes.atol(1e-4))
 
 
-def test_the_order_of_groups_and_completions_does_not_matter() -> None:
-    """A permutation of the batch gives the same gradient."""
-    policy = tiny_policy()
-    groups = random_groups(32)
-    shuffled = [
-        ScoredGroup(
-            group=type(g.group)(prompt=g.group.prompt, completions=g.group.completions[::-1]),
-            rewards=g.rewards[::-1],
-            parts={},
-        )
-        for g in reversed(groups)
-    ]
-    (one,), (other,) = gradients(policy, groups), gradients(policy, shuffled)
-    assert np.linalg.norm(vector(other) - vector(one)) < model_lanes.rtol(2e-5) * np.linalg.norm(vector(one))
-
-
-def test_longer_padding_never_changes_the_gradient() -> None:
-    """A neighbour without advantage, ten times as long, adds nothing but its share of the denominator."""
-    policy = tiny_policy()
-    group = scored_group([[3, 4, 5], [6, 7]], [1.0, 0.0])
-    neighbour = scored_group([[8] * 60] * 2, [1.0, 1.0], group_id=1)
-    (alone,), (beside,) = gradients(policy, [group]), gradients(policy, [group, neighbour])
-    assert np.linalg.norm(vector(beside) * 125 / 5 - vector(alone)) < model_lanes.rtol(2e-5) * np.linalg.norm(
-        vector(alone)
-    )
-
-
 @pytest.mark.parametrize("grad_checkpoint", [False, True])
 def test_only_the_adapter_is_differentiated(grad_checkpoint: bool) -> None:
     """No frozen weight has a gradient; every adapter weight does, and recomputing blocks does not change it."""
@@ -262,37 +235,6 @@ def test_after_a_gradient_the_model_has_its_parameters_and_no_tracer(*, fails: b
     tokens = mx.array([[1, 2, 3, 4]])
     expected = model_with(policy, parameters)(tokens)
     assert model_lanes.numpy(model.model(tokens)).tobytes() == model_lanes.numpy(expected).tobytes()
-
-
-def test_a_gradient_does_not_change_what_the_policy_serves() -> None:
-    """The learner's model is a copy, so a decode step may run at any time, also while a loss is traced."""
-    policy = tiny_policy(dropout=0.3, grad_checkpoint=True)
-    tokens, seen = mx.array([[1, 2, 3, 4]]), []
-    logits = model_lanes.numpy(policy.model(tokens)).tobytes()
-
-    def looking(logp_N: mx.array, tokens: ObjectiveInputs, settings: Objective) -> PolicyLoss:
-        seen.append(policy.model.training)
-        return objective(settings)(logp_N, tokens, settings)
-
-    micro, known = first_micro_batch(policy)
-    gradient_with(policy.copy_model(), policy.trainable(), micro, known, looking)
-    assert seen == [False]
-    assert model_lanes.numpy(policy.model(tokens)).tobytes() == logits
-
-
-def test_whoever_holds_the_parameters_never_sees_a_tracer() -> None:
-    """A checkpoint is written from the same tree while the next gradient is traced."""
-    policy = tiny_policy()
-    parameters, seen = policy.trainable(), []
-    held = flat(parameters)
-
-    def looking(logp_N: mx.array, tokens: ObjectiveInputs, settings: Objective) -> PolicyLoss:
-        seen.append(all(flat(parameters)[name] is array for name, array in held.items()))
-        return objective(settings)(logp_N, tokens, settings)
-
-    micro, known = first_micro_batch(policy)
-    gradient_with(policy.copy_model(), parameters, micro, known, looking)
-    assert seen == [True]
 
 
 def test_dropout_draws_during_the_gradient_only() -> None:

@@ -234,20 +234,6 @@ def test_the_split_into_micro_batches_does_not_change_an_update_with_variance_co
         np.testing.assert_allclose(found, np.array(value), atol=2e-2 * model_lanes.rtol(1e-3))
 
 
-def test_a_restored_learner_with_variance_control_continues_bit_for_bit() -> None:
-    """It has no state of its own: baseline and scale are functions of the batch and of the weights."""
-    one = learner(tiny_policy(), **VCPO)
-    saved = one.update(random_groups(32))
-    state = {name: mx.array(np.array(value)) for name, value in one.state().items()}
-    policy = tiny_policy()
-    resumed = learner(policy, **VCPO)
-    policy.publish(saved.parameters, version=1, step=1, fingerprint=saved.fingerprint)
-    resumed.restore(state)
-    updates = [x.update(random_groups(32, seed=5)) for x in (one, resumed)]
-    assert same_bits(updates[0].parameters, updates[1].parameters)
-    assert updates[0].metrics == updates[1].metrics
-
-
 def test_a_recorded_log_probability_that_is_no_number_rejects_the_update() -> None:
     """Also where the loss itself does not use it."""
     one = learner(tiny_policy(), objective="grpo", ratio_reference="batch_start", step_scale="ess")
