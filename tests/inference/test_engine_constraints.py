@@ -13,7 +13,6 @@ from protocols.constraints import Constraint, Grammar, GrammarKind
 from protocols.errors import RequestError
 from protocols.sampling import Completion, SampleRequest, Sampling
 from tests.inference.engine_helpers import (
-    RecordedEvents,
     full_logits,
     log_softmax,
     make_engine,
@@ -121,21 +120,6 @@ def test_the_constraint_follows_a_row_through_a_weight_swap(kv_policy: Literal["
         texts.append([one.text for one in answer.completions])
     assert texts[0] == texts[1]
     assert {len(text) for text in texts[0]} == {11}
-
-
-def test_an_aborted_row_leaves_the_others_unchanged(choice: Constraint) -> None:
-    """The rows of a request share nothing but the grammar."""
-    engine = make_engine()
-    other = RecordedEvents()
-    request = SampleRequest(
-        prompt=(1, 2), sampling=Sampling(max_tokens=50), seeds=(1,), constraint=compiled("regex", "(ab)*")
-    )
-    aborted = engine.submit(request, other.events.append)
-    answer = submit_request(engine, make_prompt(5), Sampling(max_tokens=40), range(4), constraint=choice)
-    engine.tick()
-    engine.abort(aborted)
-    run(engine)
-    assert {one.text for one in answer.completions} <= set(CHOICES)
 
 
 def test_a_minimum_length_ends_no_sentence_early(choice: Constraint) -> None:

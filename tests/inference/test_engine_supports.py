@@ -86,15 +86,6 @@ def test_rows_with_and_without_supports_share_a_batch() -> None:
     assert plain.completions[0].supports == greedy.completions[0].supports == ()
 
 
-def test_supports_are_narrower_than_top_k_under_top_p() -> None:
-    """A support has the kept tokens, not always top-k of them."""
-    source = tiny_source()
-    completion = recorded_completion(source, NUCLEUS).completions[0]
-    sizes = {len(support) // 4 for support in completion.supports}
-    assert min(sizes) < 20
-    assert len(sizes) > 1
-
-
 def recorded_completion(source: FixedSource, sampling: Sampling) -> RecordedEvents:
     """Return a completion with supports from an engine of its own."""
     engine = make_engine(source)
@@ -177,20 +168,6 @@ def test_supports_move_with_their_rows_between_slots() -> None:
     assert engine.running == 1
     run(engine)
     check_supports(source.model, make_prompt(6), answer.completions[0], long)
-
-
-def test_non_finite_logits_fail_only_their_own_request() -> None:
-    """A row without a support beside one with supports."""
-    source = tiny_source()
-    embedding = source.model.model.embed_tokens
-    embedding.weight = mx.where(mx.arange(257)[:, None] == 200, float("nan"), embedding.weight)
-    engine = make_engine(source)
-    sampling = replace(NUCLEUS, logit_bias=((200, -30.0),))
-    lost = submit_request(engine, (200,) * 4, sampling, record_support=True)
-    fine = submit_request(engine, (9,) * 4, sampling, record_support=True)
-    run(engine)
-    assert lost.failures == ["the model's logits are not finite"]
-    check_supports(source.model, (9,) * 4, fine.completions[0], sampling)
 
 
 def test_bfloat16_logits_with_ties_keep_exactly_k_tokens() -> None:

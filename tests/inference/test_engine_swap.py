@@ -41,19 +41,6 @@ def test_a_swap_without_running_rows_happens_at_once(kv_policy: KvPolicy) -> Non
     assert set(answer.completions[0].versions) == {1}
 
 
-@pytest.mark.parametrize("kv_policy", ["keep", "recompute"])
-def test_running_rows_continue_with_the_new_weights(kv_policy: KvPolicy) -> None:
-    """The swap waits for no row."""
-    source = tiny_source()
-    engine = make_engine(source)
-    answer = submit_request(engine, PROMPT, LONG)
-    tick_until(engine, lambda: engine.stats().tokens_sampled >= 5)
-    assert engine.swap(Published(source), kv_policy).done()
-    run(engine)
-    assert set(answer.completions[0].versions) == {0, 1}
-    assert engine.stats().preempted == (1 if kv_policy == "recompute" else 0)
-
-
 def test_a_drain_waits_for_the_rows_of_the_policy_and_admits_none() -> None:
     """A waiting request samples from the new version alone. The engine has work as long as the swap waits."""
     source = tiny_source()

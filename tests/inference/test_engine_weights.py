@@ -85,29 +85,6 @@ def test_keep_continues_with_the_caches_of_the_old_weights() -> None:
     assert versions.count(1) == 20 - versions.count(0)
 
 
-def test_drain_finishes_running_rows_before_the_swap() -> None:
-    """Waiting rows start under the new weights, with prompts prefilled under them."""
-    source = tiny_source()
-    engine = make_engine(source, max_num_seqs=2)
-    old = submit_request(engine, make_prompt(8), LONG, (1, 2))
-    tick_until(engine, lambda: engine.running == 2)
-    new = submit_request(engine, make_prompt(8), LONG, (1, 2))
-    engine.admission_paused = True
-    run(engine)
-    assert len(old.completions) == 2
-    assert not new.events
-    assert engine.running == 0
-    swap(source)
-    engine.weights_changed("drain")
-    engine.admission_paused = False
-    run(engine)
-    for completion in new.completions:
-        assert set(completion.versions) == {1}
-        logits = full_logits(source.model, [*make_prompt(8), *completion.tokens])
-        reference = [log_softmax(logits[7 + i])[t] for i, t in enumerate(completion.tokens)]
-        np.testing.assert_allclose(completion.logprobs, reference, atol=model_lanes.atol(1e-4))
-
-
 def test_recompute_restarts_a_prefill_in_progress() -> None:
     """A prompt is never prefilled by two versions."""
     source = tiny_source()

@@ -12,14 +12,7 @@ from clotho.inference.prefill import PrefixCache, common_prefix, select
 from clotho.inference.scheduler import ActiveRequest, PrefillJob
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from protocols.sampling import SampleRequest, Sampling
-from tests.inference.engine_helpers import (
-    SAMPLED,
-    complete_alone,
-    make_engine,
-    make_prompt,
-    run,
-    submit_request,
-)
+from tests.inference.engine_helpers import SAMPLED, complete_alone, make_engine, make_prompt, run, submit_request
 from tests.small_models import tiny_source
 
 

@@ -9,18 +9,10 @@ import numpy as np
 import pytest
 
 from clotho.inference.sampling import apply_filters as filter_on_device
-from clotho.inference.sampling import (
-    choose_token,
-    filter_mask,
-    invert_cdf,
-    row_parameters,
-    sample,
-    support_tokens,
-    uniforms,
-)
+from clotho.inference.sampling import choose_token, invert_cdf, row_parameters, sample, uniforms
 from protocols.sampling import Sampling
 from tests.inference.engine_helpers import processed_logprobs
-from tests.inference.filter_checks import FILTERED, check_filters, check_limits_of_filters, check_supports
+from tests.inference.filter_checks import FILTERED, check_filters, check_limits_of_filters
 
 
 def sample_tokens(logits_V: np.ndarray, sampling: Sampling, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -71,13 +63,6 @@ def test_a_target_beyond_the_last_sum_selects_the_heaviest_index() -> None:
     """Rounding may put the target there. A uniform of exactly 1, which is never sampled, shows the case."""
     index, _ = invert_cdf(mx.array([[0.0, 1.0, 3.0, 0.0]]), mx.array([[1.0]]))
     assert index.item() == 2
-
-
-def test_top_p_keeps_the_most_probable_token() -> None:
-    """The support is never empty, even for the smallest p."""
-    token_B, logp_B = sample_tokens(np.array([0.1, 0.2, 0.3]), Sampling(top_p=1e-6), 50)
-    assert set(token_B.tolist()) == {2}
-    np.testing.assert_allclose(logp_B, 0.0, atol=1e-6)
 
 
 def test_greedy_takes_the_first_of_equal_logits_at_temperature_one() -> None:
@@ -162,15 +147,6 @@ def test_filters_and_alternatives_are_computed_for_the_rows_that_use_them(monkey
         assert float(sampled.logp_B[row]) == pytest.approx(float(alone.logp_B[0]), abs=1e-6)
 
 
-def test_top_k_keeps_exactly_k_tokens_among_ties() -> None:
-    """Of equal logits the lower token ids are kept."""
-    plan = row_parameters([Sampling(top_k=3), Sampling(top_p=0.5)], 8)
-    assert plan.filters is not None
-    kept = np.array(filter_mask(mx.zeros((2, 8)), plan.filters))
-    np.testing.assert_array_equal(kept[0], np.arange(8) < 3)
-    np.testing.assert_array_equal(kept[1], np.arange(8) < 4)
-
-
 @pytest.mark.parametrize("settings", FILTERED)
 def test_the_filters_keep_the_documented_support(settings: tuple[Sampling, ...]) -> None:
     """Each row equals the reference, for any neighbours and for many equal logits."""
@@ -180,11 +156,6 @@ def test_the_filters_keep_the_documented_support(settings: tuple[Sampling, ...])
 def test_filters_keep_no_impossible_token_and_weak_ones_every_other() -> None:
     """No token of minus infinity, even among the most probable. The smallest min-p is 0 in float32."""
     check_limits_of_filters(kept_on_device)
-
-
-def test_supports_are_ascending_and_padded_at_the_end() -> None:
-    """A support may have the whole width or one token."""
-    check_supports(lambda x_R_V, width: np.array(support_tokens(mx.array(x_R_V), width)))
 
 
 def grid(seeds: int, positions: int) -> np.ndarray:

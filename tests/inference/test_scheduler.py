@@ -160,22 +160,6 @@ def test_a_share_of_0_prefers_clients_always() -> None:
         assert admitted(scheduler) == expected
 
 
-def test_a_request_of_one_client_does_not_wait_for_the_queue_of_another_one() -> None:
-    """In the engine: 460,000 tokens of one client wait, and a request of another client ends after two of its own."""
-    engine = make_engine(max_num_seqs=2)
-    ended: list[str] = []
-    flood = Sampling(max_tokens=60, ignore_eos=True)
-    for number in range(1000):
-        prompt = make_prompt(400, number % 7)
-        request = SampleRequest(prompt=prompt, sampling=flood, seeds=(number,), client="flood")
-        engine.submit(request, lambda event: ended.append("flood"))
-    engine.tick()
-    visitor = SampleRequest(prompt=make_prompt(9), sampling=Sampling(max_tokens=4), seeds=(1,), client="visitor")
-    engine.submit(visitor, lambda event: ended.append("visitor"))
-    tick_until(engine, lambda: "visitor" in ended)
-    assert len(ended) <= 3
-
-
 def test_a_request_that_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the param `queue`, which the server answers with status 503. The running request is not affected."""
     monkeypatch.setattr("clotho.inference.engine.LIMIT_CHECK_SECONDS", 0.0)

@@ -18,15 +18,6 @@ VISITOR = Sampling(max_tokens=4, ignore_eos=True)
 ROWS = 16
 
 
-@pytest.fixture(params=["host", "MLX", "MLX, sampled on the device"])
-def path(request: pytest.FixtureRequest) -> None:
-    """Decode on the host and as on a GPU."""
-    if request.param != "host":
-        request.getfixturevalue("mlx_decoder")
-    if request.param == "MLX, sampled on the device":
-        request.getfixturevalue("device_sampler")
-
-
 def every_step_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count every step as long, and end a part after every block."""
     monkeypatch.setattr("clotho.inference.decoding.LONG_STEP", 0.0)
@@ -100,22 +91,6 @@ def test_parts_and_first_steps_change_no_result(architecture: str, monkeypatch: 
             assert (mine.tokens, mine.versions) == (its.tokens, its.versions)
             np.testing.assert_allclose(mine.logprobs, its.logprobs, atol=model_lanes.atol(1e-5))
         assert [event.token for event in one.streamed()] == [event.token for event in other.streamed()]
-
-
-def test_short_steps_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call is one step, and a visitor joins the rollouts."""
-    no_step_is_long(monkeypatch)
-    engine = make_engine()
-    rollouts(engine)
-    tick_until(engine, lambda: engine._short.steps == 4)
-    visitor = submit_request(engine, make_prompt(9, 5), VISITOR)
-    for _ in range(4):
-        before = engine._short.steps
-        engine.tick()
-        assert engine._short.steps == before + 1
-    run(engine)
-    assert engine._first.steps == 0
-    assert len(visitor.completions[0].tokens) == 4
 
 
 def test_a_single_slow_step_is_no_long_step(monkeypatch: pytest.MonkeyPatch) -> None:

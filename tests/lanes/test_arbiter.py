@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from clotho.lanes.arbiter import LONG_SHARE, URGENT_SECONDS, Arbiter, Lane, TurnKind, WorkCancelled
+from clotho.lanes.arbiter import LONG_SHARE, URGENT_SECONDS, Arbiter, Lane, TurnKind
 from protocols.errors import ExecutorStoppedError
 
 LIMIT = 60.0
@@ -374,41 +374,6 @@ def test_the_end_of_the_arbiter_wakes_all_that_wait(pool: ThreadPoolExecutor, sl
         with pytest.raises(ExecutorStoppedError):
             future.result(LIMIT)
     assert arbiter.busy_since == math.inf
-
-
-def test_cancelled_work_ends_at_its_next_pause(one: Arbiter) -> None:
-    """Its turn is free at once."""
-    lane, cancelled, reached = one.lane("learner", "update"), threading.Event(), list[str]()
-
-    def compute() -> None:
-        with lane.turn("update", cancelled=cancelled.is_set):
-            lane.pause()
-            reached.append("not cancelled")
-            cancelled.set()
-            lane.pause()
-            reached.append("cancelled")
-
-    with pytest.raises(WorkCancelled):
-        compute()
-    assert reached == ["not cancelled"]
-    assert one.busy_since == math.inf
-    take(one.decode, "decode")
-
-
-def test_an_exception_ends_the_turn(one: Arbiter, clock: Clock) -> None:
-    """Other lanes compute, and the duration counts."""
-    lane = one.lane("learner", "update")
-
-    def fail() -> None:
-        with lane.turn("update"):
-            clock.now += 2.0
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert one.busy_since == math.inf
-    assert one.turn_times()["update"].longest == 2.0
-    take(one.decode, "decode")
 
 
 def test_turns_are_measured_by_kind(one: Arbiter, clock: Clock) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -126,16 +125,6 @@ def test_calls_of_a_thread_run_one_after_the_other(
     for future in [one.submit(lambda number=number: call(number)) for number in range(5)]:  # type: ignore[misc]
         future.result(LIMIT)
     assert order == [number for number in range(5) for _ in range(3)]
-
-
-@any_thread
-def test_an_error_is_raised_at_the_caller_and_the_thread_continues(
-    compute: Compute, thread: Callable[[Compute], ComputeThread]
-) -> None:
-    """A failed call affects only its caller."""
-    with pytest.raises(ZeroDivisionError):
-        thread(compute).submit(lambda: 1 // 0).result(LIMIT)
-    assert thread(compute).submit(lambda: 7).result(LIMIT) == 7
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit])
@@ -291,14 +280,6 @@ def test_a_cancelled_call_that_has_not_begun_never_begins(compute: Compute) -> N
     gate.set()
     last.result(LIMIT)
     assert ran == ["last"]
-
-
-def test_threads_between_turns_are_not_busy(simulated: Compute, clock: Clock) -> None:
-    """`busy_since` is the start of the present turn."""
-    clock.now = 7.0
-    assert simulated.parity.submit(lambda: simulated.busy_since).result(LIMIT) == 7.0
-    assert simulated.stop(timeout=LIMIT)
-    assert simulated.busy_since == math.inf
 
 
 @any_slots

@@ -94,8 +94,7 @@ def learns_and_serves(base: Path, directory: Path, kind: Any) -> Policy:
 
 
 @pytest.mark.parametrize(
-    ("bits", "kind"),
-    [(2, "lora"), (3, "lora"), (4, "lora"), (6, "lora"), (8, "lora"), (4, "dora")],
+    ("bits", "kind"), [(2, "lora"), (3, "lora"), (4, "lora"), (6, "lora"), (8, "lora"), (4, "dora")]
 )
 def test_adapters_learn_over_weights_of_every_width(tmp_path: Path, bits: int, kind: str) -> None:
     """And what is packed is told by the description."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,18 +23,14 @@ from tests.learner_settings import policy_settings
 from tests.models.test_blocked_attention import in_blocks
 from tests.recorded_turns import RecordedTurns
 from tests.small_models import ATTENTION, tiny
-from tests.training.policies_and_groups import (
-    BigramPolicy,
-    learner,
-    random_groups,
-    same_bits,
-    tiny_policy,
-)
+from tests.training.policies_and_groups import BigramPolicy, learner, random_groups, same_bits, tiny_policy
 from tests.training.test_gradient import gradients
 
-FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_moe")
 CASES = [
-    *((family, layout, layout == "padded") for family, layout in product(FAMILIES, ("padded", "packed", "shared"))),
+    *(("qwen3", layout, layout == "padded") for layout in ("padded", "packed", "shared")),
+    ("llama", "padded", True),
+    ("gemma3_text", "packed", False),
+    ("qwen3_moe", "shared", False),
     ("lfm2", "padded", False),
     ("lfm2", "padded", True),
 ]
@@ -123,11 +118,7 @@ def test_turns_between_blocks_of_queries_change_no_bit_of_the_gradient(
     ("section", "keys"),
     [
         ({"kind": "dora"}, {}),
-        ({"kind": "full"}, {}),
         ({"kind": "full", "grad_checkpoint": True}, {"entropy_weight": 0.05}),
-        ({"dropout": 0.3}, {}),
-        ({}, {"kl_beta": 0.1}),
-        ({}, {"entropy_weight": 0.05}),
         ({"dropout": 0.3}, {"kl_beta": 0.1, "entropy_weight": 0.05}),
     ],
 )
@@ -271,15 +262,7 @@ def test_stages_share_a_turn_until_it_is_full(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(mx, "eval", clock.evaluate)
     budget = TurnBudget(0.0501, clock=clock)
     assert stages_per_turn(budget, clock, 14) == [5, 5, 4]
-
-
-def test_a_turn_after_a_pause_is_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time before the pause, and that of the pause, count for nothing."""
-    clock = ScriptedTime(0.01)
-    monkeypatch.setattr(mx, "eval", clock.evaluate)
-    budget = TurnBudget(0.0501, clock=clock)
-    assert stages_per_turn(budget, clock, 14) == [5, 5, 4]
-    budget.pause()
+    budget.pause()  # what the turn took before it counts for nothing
     assert stages_per_turn(budget, clock, 14) == [5, 5, 4]
 
 

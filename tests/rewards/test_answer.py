@@ -9,7 +9,6 @@ import pytest
 
 from clotho.rewards.answer import PLACES, answer_text, with_answer
 from protocols.prompt import AnswerIn
-from tests.cpu_limit import cpu_limit
 
 
 @pytest.mark.parametrize(
@@ -34,13 +33,6 @@ from tests.cpu_limit import cpu_limit
 def test_answer_text_returns_the_last_complete_answer_outside_think(completion: str, answer: str | None) -> None:
     """A truncated answer, or an answer inside an open `<think>`, does not count."""
     assert answer_text(completion) == answer
-
-
-def test_many_tags_terminate() -> None:
-    """The cost is linear in the length of the text."""
-    with cpu_limit():
-        assert answer_text("<think><answer>" * 100_000) is None
-        assert answer_text("<answer>" * 100_000 + "1</answer>") == "1"
 
 
 SOLUTION = (
@@ -144,13 +136,3 @@ def test_a_written_answer_is_found_again(answer_in: AnswerIn) -> None:
     """Every place is described in words, for checks before a run."""
     assert answer_text(with_answer("42", answer_in), answer_in) == "42"
     assert PLACES[answer_in]
-
-
-@pytest.mark.parametrize("answer_in", get_args(AnswerIn))
-@pytest.mark.parametrize(
-    "part", ["\\boxed{", "{", "}", "\\", "#### ", "9", "1,", "1/", "<think>", "</think>", "\\frac{"]
-)
-def test_the_cost_is_linear(part: str, answer_in: AnswerIn) -> None:
-    """A quadratic function would exceed the limit."""
-    with cpu_limit():
-        answer_text(part * (200_000 // len(part)), answer_in)

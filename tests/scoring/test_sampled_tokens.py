@@ -22,11 +22,9 @@ from tests import model_lanes
 from tests.learner_settings import OF_SAMPLES, learner_settings
 from tests.training.environment_groups import environment_groups, with_completions
 from tests.training.policies_and_groups import (
-    BigramPolicy,
     completion,
     learner,
     model_with,
-    random_groups,
     same_bits,
     scored_group,
     tiny_policy,
@@ -139,13 +137,6 @@ def test_two_turns_of_a_transformer_equal_a_naive_evaluation(layout: Any) -> Non
         np.testing.assert_allclose(arrays[name], np.array(slope), atol=1e-5 * size)
 
 
-def test_only_sampled_tokens_are_counted() -> None:
-    """Six of ten. The means equal those without the other tokens."""
-    update = learner(tiny_policy()).update([two_turn_group()])
-    assert update.metrics.trained_tokens == 6
-    assert update.advantages[0] == pytest.approx((1.0, -1.0), abs=1e-3)
-
-
 def test_unsampled_tokens_are_part_of_the_context() -> None:
     """Another answer of a tool changes the distributions after it."""
     other = two_turn_group()
@@ -218,16 +209,6 @@ def test_the_update_kl_is_measured_on_sampled_tokens(budget: int, temperatures: 
         ]
     )
     assert update.metrics.update_kl == pytest.approx(limited_k3(ratio_N).mean(), rel=model_lanes.rtol(1e-3))
-
-
-def test_a_full_sampled_mask_equals_no_mask() -> None:
-    """Bit for bit."""
-    groups = random_groups(5)
-    with_mask = [
-        with_completions(g, [replace(c, sampled=(True,) * len(c.tokens)) for c in g.group.completions]) for g in groups
-    ]
-    one, two = (learner(BigramPolicy()).update(given) for given in (groups, with_mask))
-    assert same_bits(one.parameters, two.parameters)
 
 
 def test_truncation_is_determined_by_the_finish_reason() -> None:

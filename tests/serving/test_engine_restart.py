@@ -85,10 +85,7 @@ async def test_a_failed_engine_fails_its_requests_and_restarts() -> None:
     """A whole response is a 500, and a stream ends with an error and [DONE]. /health is 503 until the restart."""
     served, answers = SupervisedServer(max_restarts=1), dict[str, httpx.Response]()
     try:
-        async with (
-            anyio.create_task_group() as tasks,
-            httpx.AsyncClient(base_url=served.url, timeout=20) as http,
-        ):
+        async with anyio.create_task_group() as tasks, httpx.AsyncClient(base_url=served.url, timeout=20) as http:
 
             async def run() -> None:
                 await served.supervisor.run(served.children, on_drain=lambda: None)

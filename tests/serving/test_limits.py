@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import socket
 from collections.abc import AsyncIterator
@@ -16,7 +15,6 @@ from anyio.abc import SocketAttribute, SocketStream
 from structlog.testing import capture_logs
 
 from clotho.serving import limits, openai_routes, server
-from protocols.errors import RequestError
 from tests.serving.raw_connections import connect, head, read_all
 from tests.serving.running_server import Served, serving
 
@@ -349,46 +347,6 @@ async def test_a_shutdown_waits_for_nothing_if_no_request_runs() -> None:
         assert has_ended.is_set()
 
 
-async def test_a_full_queue_of_the_engine_is_a_503() -> None:
-    """The response has a Retry-After header."""
-    async with serving() as served:
-        served.engine.refusal = RequestError("4000 completions wait already", param="queue")
-        busy = await served.post("/v1/completions", prompt="x")
-        assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
-
-
-async def test_an_engine_failure_ends_a_stream_with_an_error_and_done() -> None:
-    """The error is an event of its own."""
-    async with serving() as served:
-        served.engine.allow(3)
-        answer = await begin_stream(served)
-        served.engine.submit_call(lambda: served.engine.fail("the tick raised"))
-        events = (await answer.aread()).decode().strip().split("\n\n")
-        assert events[-1] == "data: [DONE]"
-        error = json.loads(events[-2].removeprefix("data: "))["error"]
-        assert "the tick raised" in error["message"]
-        assert error["type"] == "server_error"
-
-
-async def test_an_engine_failure_is_a_500() -> None:
-    """The next request succeeds."""
-    async with serving() as served:
-        served.engine.allow(0)
-        answers = []
-
-        async def post() -> None:
-            answers.append(await served.post("/v1/completions", prompt="x"))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(post)
-            await served.engine.wait_until(lambda: served.engine.running == 1)
-            served.engine.submit_call(lambda: served.engine.fail("the tick raised"))
-        assert answers[0].status_code == 500
-        assert answers[0].json()["error"]["code"] == "generation_failed"
-        served.engine.allow(10**6)
-        assert (await served.post("/v1/completions", prompt="x")).status_code == 200
-
-
 async def test_an_unexpected_exception_is_a_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event log contains the exception; the client receives no details, with and without streaming."""
 
@@ -409,25 +367,6 @@ async def test_an_unexpected_exception_is_a_500_without_details(monkeypatch: pyt
         assert streamed.text.endswith("data: [DONE]\n\n")
         assert (await served.post("/v1/completions", prompt="x", logprobs=1)).status_code == 200
     assert [str(entry["exc_info"]) for entry in logged] == ["secret detail"] * 2
-
-
-async def test_running_requests_finish_during_the_grace_period() -> None:
-    """The stream is complete."""
-    text = b""
-    async with serving(shutdown_seconds=10.0) as served:
-        served.engine.allow(3)
-        answer = await begin_stream(served, seed=1)
-
-        async def read() -> None:
-            nonlocal text
-            served.engine.allow(10**6)
-            text = await answer.aread()
-
-        async with anyio.create_task_group() as tasks:
-            served.stop()
-            tasks.start_soon(read)
-    assert text.endswith(b"data: [DONE]\n\n")
-    assert b'"finish_reason":"length"' in text
 
 
 async def test_requests_are_cancelled_after_the_grace_period() -> None:

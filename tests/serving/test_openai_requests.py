@@ -217,30 +217,6 @@ async def test_a_body_that_is_not_a_strict_json_object_is_rejected(route: str) -
         await assert_still_serving(served)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompt": ""}, "prompt: must not be empty"),
-        ({"prompt": [10**9]}, f"prompt: token 1000000000 is not in the vocabulary of {VOCABULARY} tokens"),
-        ({"prompt": "x" * CONTEXT}, f"prompt: {CONTEXT} tokens fill the context of {CONTEXT} tokens"),
-        (
-            {"max_tokens": CONTEXT},
-            f"max_tokens: {CONTEXT} tokens do not fit: the prompt uses 4 of the context's {CONTEXT} tokens",
-        ),
-        ({"n": 65}, "n: 65 exceeds this server's limit of 64 completions per request"),
-        ({"temperature": -1}, "temperature: Expected `float` >= 0.0"),
-        ({"stop": 5}, "stop: Expected `str | array | null`, got `int`"),
-        ({"suffix": "x"}, "suffix: not supported by this server"),
-        ({"stream_options": {"include_usage": True}}, "stream_options: requires stream: true"),
-    ],
-)
-async def test_error_messages_name_the_field_the_value_and_the_limit(fields: dict[str, Any], message: str) -> None:
-    """One message of each family."""
-    async with serving() as served:
-        answer = await served.post(TEXT, **({"prompt": "good"} | fields))
-        assert answer.json()["error"]["message"] == message
-
-
 async def test_values_without_effect_are_accepted() -> None:
     """Clients send defaults and nulls."""
     nothing = {

@@ -12,14 +12,7 @@ import httpx
 import pytest
 
 from clotho.lanes.sampling_client import EngineSampler
-from clotho.serving.server import (
-    ApiServer,
-    ClientWriter,
-    base_url,
-    listen,
-    raise_open_files_limit,
-    while_loading,
-)
+from clotho.serving.server import ApiServer, ClientWriter, base_url, listen, raise_open_files_limit, while_loading
 from clotho.settings.server import HttpServer
 from protocols.errors import ModelError, ServerError
 from tests.fakes import FakeEngine

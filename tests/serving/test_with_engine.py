@@ -120,17 +120,6 @@ async def test_a_stream_equals_the_whole_response_of_a_model() -> None:
                 assert all(value <= 0 for value in logprobs_of_choice)
 
 
-async def test_the_completions_of_a_prompt_do_not_depend_on_other_prompts() -> None:
-    """With a seed."""
-    async with serving() as (_, client):
-        prompts = ["one", "two and more", "three"]
-        together = await client.completions.create(model="policy", prompt=prompts, n=2, seed=3, max_tokens=12)
-        for number, prompt in enumerate(prompts):
-            alone = await client.completions.create(model="policy", prompt=prompt, n=2, seed=3, max_tokens=12)
-            for choice in alone.choices:
-                assert choice.text == together.choices[number * 2 + choice.index].text
-
-
 def break_logits(stack: Stack) -> None:
     """Make the logits after token 200 NaN."""
     embedding = stack.source.model.model.embed_tokens

@@ -22,7 +22,6 @@ from clotho.serving.server import ApiServer
 from clotho.settings.server import HttpServer
 from protocols.step import WeightsReady
 from tests.scoring.scored import sequence_scores
-from tests.serving.held_engine import HeldEngine
 from tests.training_run.built_context import open_context, tiny_profile
 from training_run.run import RunContext
 from training_run.run_monitor import RunMonitor
@@ -132,23 +131,6 @@ async def test_health_responds_while_the_compute_thread_is_busy(tmp_path: Path) 
         assert {answer.status_code for answer in answers} == {200}
         assert 0.0 < answers[0].json()["progress_seconds"] <= answers[-1].json()["progress_seconds"]
         held.result()
-
-
-async def test_a_disconnect_aborts_the_completions_of_the_engine(tmp_path: Path) -> None:
-    """The next request succeeds."""
-    async with serving(tmp_path) as (parts, client, sampler):
-        endless = {"prompt": {"prompt_token_ids": PROMPT}, "n": 16, "max_tokens": 100, "ignore_eos": True}
-        held = HeldEngine(parts.sampler.engine, rows=16)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: client.post("/generate", json=endless))
-            assert await anyio.to_thread.run_sync(held.reached.wait, 60)
-            tasks.cancel_scope.cancel()
-        with anyio.fail_after(10):
-            while sampler.running:
-                await anyio.lowlevel.checkpoint()
-        held.release.set()
-        assert (await post(client, "/generate", prompt={"prompt_token_ids": PROMPT}, max_tokens=2))["finish_reasons"]
-        assert parts.sampler.engine.stats().finished["abort"] == 16
 
 
 async def test_a_run_serves_its_policy_and_its_base_model(tmp_path: Path) -> None:

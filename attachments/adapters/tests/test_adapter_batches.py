@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 
-from attachments.adapters.tests.adapter_models import (
-    ATTENTION_ONLY,
-    engine_with_adapters,
-    generated,
-    write_mlx_adapter,
-)
+from attachments.adapters.tests.adapter_models import ATTENTION_ONLY, engine_with_adapters, generated, write_mlx_adapter
 from bench.contenders.shapes import Shape, quantized_model, random_model
 from protocols.sampling import BASE, POLICY
 from tests.inference.engine_helpers import GREEDY, SAMPLED, make_prompt, run, submit_request

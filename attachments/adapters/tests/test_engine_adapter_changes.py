@@ -18,7 +18,7 @@ from clotho.models.policy import Policy
 from clotho.settings.engine import EngineSection
 from clotho.settings.model import Dora, FullMethod, Lora, PolicySection
 from clotho.settings.server import AdaptersSection
-from protocols.errors import AdapterRequestError, RequestError
+from protocols.errors import RequestError
 from protocols.sampling import BASE, POLICY, Completion, SampleRequest, Sampling
 from tests.inference.engine_helpers import GREEDY, make_prompt, run, submit_request, tick_until
 from tests.small_models import tiny, tiny_source
@@ -114,21 +114,6 @@ def test_rows_of_an_unloaded_adapter_finish(tmp_path: Path) -> None:
     assert error.value.param == "model"
     run(engine)
     assert answer.completions[0].tokens == alone(old).tokens
-
-
-def test_loads_never_evict_an_adapter_with_requests(tmp_path: Path) -> None:
-    """Waiting requests count as well as running ones."""
-    old, new = two_versions(tmp_path)
-    limits = AdaptersSection(max_loaded=1)
-    engine, adapters = engine_with_adapters(tiny_source(), {"a": old}, limits=limits)
-    answer = submit_request(engine, PROMPT, GREEDY, weights="a")
-    with pytest.raises(AdapterRequestError) as error:
-        adapters.load_adapter("b", adapters.store.read(new))
-    assert error.value.reason == "full"
-    run(engine)
-    assert len(answer.completions) == 1
-    adapters.load_adapter("b", adapters.store.read(new))
-    assert [info.name for info in adapters.loaded_adapters()] == ["b"]
 
 
 def test_prefixes_of_other_weights_are_never_used(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anyio
 import httpx
 import pytest
 
@@ -129,59 +128,6 @@ async def test_a_trainer_of_atropos_loads_adapters_by_path(server: Server) -> No
     assert unloaded.json()["adapters"] == []
 
 
-async def test_clients_sample_while_adapters_are_replaced(server: Server) -> None:
-    """Every response has status 200."""
-    _, http = server
-    done = anyio.Event()
-    for name in ("one", "two"):
-        await http.post(LOAD, json={"lora_name": name, "lora_path": "a"})
-
-    async def client(model: str) -> None:
-        while not done.is_set():
-            await sample(http, model)
-
-    async with anyio.create_task_group() as tasks:
-        for model in ("one", "two", "models/base", "one"):
-            tasks.start_soon(client, model)
-        for number in range(20):
-            body = {"lora_name": ("one", "two")[number % 2], "lora_path": "nested/b", "load_inplace": True}
-            assert (await http.post(LOAD, json=body)).status_code == 200
-        done.set()
-
-
-@pytest.mark.parametrize("change", ["replaced", "unloaded"])
-async def test_a_request_keeps_the_version_that_it_started_with(server: Server, change: str) -> None:
-    """The adapter is replaced or unloaded while a request uses it. Later requests use the new version, or are 404."""
-    served, http = server
-    long = {"max_tokens": 200, "ignore_eos": True}
-    answers: list[dict[str, Any]] = []
-    await http.post(LOAD, json={"lora_name": "math", "lora_path": "a"})
-    alone = await sample(http, "math", **long)
-
-    async def long_request() -> None:
-        answers.append(await sample(http, "math", **long))
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(long_request)
-        with anyio.fail_after(60):
-            while not served.engine.running:
-                await anyio.lowlevel.checkpoint()
-        if change == "replaced":
-            body = {"lora_name": "math", "lora_path": "nested/b", "load_inplace": True}
-            assert (await http.post(LOAD, json=body)).status_code == 200
-        else:
-            assert (await http.post(UNLOAD, json={"lora_name": "math"})).status_code == 200
-    during = answers[0]["choices"][0]
-    assert during["token_ids"] == alone["choices"][0]["token_ids"]
-    version = alone["weights_version"]
-    assert during["weights_versions"] == {"first": version, "last": version}
-    if change == "replaced":
-        assert (await sample(http, "math", **long))["weights_version"] > version
-    else:
-        gone = await http.post("/v1/completions", json={"model": "math", "prompt": "x"})
-        assert gone.status_code == 404
-
-
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"echo": True, "logprobs": 1}], ids=str)
 async def test_an_adapter_that_is_unloaded_before_the_engine_is_asked_is_unknown(
     server: Server, fields: dict[str, Any]
@@ -193,26 +139,3 @@ async def test_an_adapter_that_is_unloaded_before_the_engine_is_asked_is_unknown
     answer = await http.post("/v1/completions", json={"model": "math", "prompt": "two", "max_tokens": 2, **fields})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert answer.json()["error"]["param"] == "model"
-
-
-async def test_refused_loads_disturb_no_request(server: Server, tmp_path: Path) -> None:
-    """Fifty loads of a pickle are refused while clients sample from the base model and from an adapter."""
-    _, http = server
-    (tmp_path / "root" / "nested" / "b" / "adapters.safetensors").write_bytes(b"\x80\x04K\x01.")
-    await http.post(LOAD, json={"lora_name": "math", "lora_path": "a"})
-    responses = {"math": 0, "models/base": 0}
-    done = anyio.Event()
-
-    async def client(model: str) -> None:
-        while not done.is_set() or not responses[model]:
-            await sample(http, model)
-            responses[model] += 1
-
-    async with anyio.create_task_group() as tasks:
-        for model in responses:
-            tasks.start_soon(client, model)
-        for number in range(50):
-            body = {"lora_name": f"bad-{number}", "lora_path": "nested/b"}
-            assert (await http.post(LOAD, json=body)).status_code == 400
-        done.set()
-    assert min(responses.values()) >= 1

@@ -76,9 +76,7 @@ def metrics(line: Line, *, kl: float = 0.0, kl_beta: float = 0.0, applied: bool 
 
 
 def report(
-    trained: Sequence[ScoredGroup] = (),
-    discarded: Sequence[Discarded] = (),
-    update: UpdateMetrics | None = None,
+    trained: Sequence[ScoredGroup] = (), discarded: Sequence[Discarded] = (), update: UpdateMetrics | None = None
 ) -> StepReport:
     """Return the report of a step."""
     return StepReport(

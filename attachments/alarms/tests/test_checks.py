@@ -61,17 +61,6 @@ def test_a_rate_far_below_the_best_of_the_run_is_a_finding_until_it_rises() -> N
     assert found == set()
 
 
-def test_a_low_rate_is_a_finding_after_five_reports_however_long_they_take() -> None:
-    """The median of three reports is low from the second one on."""
-    run = observed()
-    for _ in range(5):
-        run.step()
-    for _ in range(5):
-        run.clock += 1000.0
-        assert run.step(tokens_per_second=400) == set()
-    assert run.step(tokens_per_second=400) == {"slow"}
-
-
 def test_a_rate_is_compared_with_that_of_comparable_work() -> None:
     """Longer completions are slower."""
     run = observed()
@@ -100,15 +89,7 @@ def test_a_reward_that_falls_is_a_finding_that_names_the_learning_rate() -> None
     assert names == set()
 
 
-def test_a_noisy_reward_is_no_collapse() -> None:
-    """The drop must exceed the noise of both means, and half of the range."""
-    run = observed()
-    for solved in (8, 6, 9, 5, 7, 8):
-        batch = tuple(trained(number, rewards=(2.0 * (number < solved), 0.0)) for number in range(16))
-        assert run.step(step(1, groups=batch)) == set()
-
-
-@pytest.mark.parametrize("batch_size", [4, 16])
+@pytest.mark.parametrize("batch_size", [16])
 def test_problems_of_which_few_can_be_solved_are_no_collapse(batch_size: int) -> None:
     """A third of the groups earns the whole reward, the others that of the format, in hundreds of batches."""
     run, draws = observed(), random.Random(0)
@@ -116,16 +97,6 @@ def test_problems_of_which_few_can_be_solved_are_no_collapse(batch_size: int) ->
         rewards = [1.2 if draws.random() < 0.3 else 0.2 for _ in range(batch_size)]
         batch = tuple(trained(number, rewards=(reward,) * 4) for number, reward in enumerate(rewards))
         assert run.step(step(1, groups=batch)) == set()
-
-
-def test_the_loss_of_all_that_was_learned_is_a_collapse() -> None:
-    """Within a few batches, although the format is still rewarded."""
-    run, draws = observed(), random.Random(0)
-    for chance in [0.6] * 20 + [0.0] * 4:
-        rewards = [1.2 if draws.random() < chance else 0.2 for _ in range(16)]
-        batch = tuple(trained(number, rewards=(reward,) * 4) for number, reward in enumerate(rewards))
-        names = run.step(step(1, groups=batch))
-    assert "reward_collapse" in names
 
 
 def test_a_sign_of_collapse_stays_until_several_updates_show_none() -> None:

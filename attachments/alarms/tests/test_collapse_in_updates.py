@@ -74,8 +74,7 @@ async def test_a_collapse_returns_to_the_last_healthy_policy(compute: Compute) -
 
 
 @pytest.mark.parametrize(
-    ("settings", "batches"),
-    [(StopOnCollapse(**TOUCHY), 1), (RollBackOnCollapse(**TOUCHY, max_rollbacks=1), 2)],
+    ("settings", "batches"), [(StopOnCollapse(**TOUCHY), 1), (RollBackOnCollapse(**TOUCHY, max_rollbacks=1), 2)]
 )
 async def test_a_collapse_ends_the_run_if_no_rollback_is_allowed(
     compute: Compute, settings: CollapseChecks, batches: int
@@ -170,10 +169,7 @@ async def test_a_fork_with_another_optimizer_keeps_new_policies(tmp_path: Path) 
     """With a warning. A fork that was killed before its next checkpoint resumes in the same way."""
     await write_step(tiny_profile(tmp_path, collapse_detection=ROLLBACK), act=train)
     profile = tiny_profile(
-        tmp_path,
-        run_dir=str(tmp_path / "fork"),
-        collapse_detection=ROLLBACK,
-        learner={"optimizer": "lion"},
+        tmp_path, run_dir=str(tmp_path / "fork"), collapse_detection=ROLLBACK, learner={"optimizer": "lion"}
     )
     with structlog.testing.capture_logs() as logs:
         async with open_context(profile, fork=tmp_path / "run" / "checkpoints" / "step-000003") as run:

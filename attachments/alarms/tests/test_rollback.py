@@ -17,12 +17,7 @@ from clotho.training.optimizers import initial_state
 from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import learner, random_groups, same_bits, tiny_policy
 
-CARRIED: dict[str, Any] = {
-    "num_minibatches": 2,
-    "kl_beta": 0.1,
-    "kl_target": 1e-3,
-    "entropy_target": 9.0,
-}
+CARRIED: dict[str, Any] = {"num_minibatches": 2, "kl_beta": 0.1, "kl_target": 1e-3, "entropy_target": 9.0}
 """Controllers, dealt mini-batches and policies to go back to."""
 
 REFERENCES: list[dict[str, Any]] = [

@@ -219,19 +219,6 @@ async def test_a_failed_request_does_not_reset_the_server() -> None:
     assert "GET /reset_data" not in fake.asked
 
 
-async def test_a_server_that_does_not_answer_is_a_warning_with_the_command_that_starts_it() -> None:
-    """Once, however long it is unavailable."""
-    fake = FakeApi()
-    api = trainer(fake)
-    await api.open(step=0)
-    fake.instead["/batch"] = [PlainTextResponse("busy", status_code=503)] * 3
-    with capture_logs() as logs:
-        await api.batch(step=0)
-    (warning,) = (line for line in logs if line["log_level"] == "warning")
-    assert warning["event"] == "atropos_server_unavailable"
-    assert "run-api" in warning["hint"]
-
-
 async def test_a_batch_that_is_too_large_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is logged; the next batch is delivered."""
     monkeypatch.setattr(client, "MAX_BODY_BYTES", 10_000)

@@ -94,10 +94,7 @@ def test_a_contradiction_or_a_setting_without_effect_is_refused(sections: dict[s
         {"atropos": START, "environments": [MINE]},
         {"atropos": URL | {"python": "python3"}, "environments": [MINE | {"weight": 2.0}]},
         {"atropos": START, "environments": [MINE, YOURS | {"weight": 3.0, "group_size": 4}]},
-        {
-            "atropos": START,
-            "environments": [MOST, REST | {"min_batch_allocation": 0.3}],
-        },
+        {"atropos": START, "environments": [MOST, REST | {"min_batch_allocation": 0.3}]},
         {"atropos": MOCK, "actors": [REPLACE | {"at": "atropos_fetcher", "name": "atropos_fetcher"}]},
         {"atropos": MOCK, "actors": [TAP]},
     ],

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import subprocess
+from typing import Any
 
 import pytest
 from msgspec import convert
@@ -98,6 +99,12 @@ def test_unpacked_groups_do_not_make_everybody_pause() -> None:
     assert (max_queued_batches(8, sizes) - 2) * 8 >= (8 - 4) + (8 - 2)
 
 
+def profile_of(environments: list[dict[str, float]]) -> Any:
+    """Return a profile that starts these environments."""
+    named = [{"name": f"e{i}", "script": "e.py", **keys} for i, keys in enumerate(environments)]
+    return convert({**REST, "atropos": {"type": "start", "python": "p"}, "environments": named}, PROFILE)
+
+
 @pytest.mark.parametrize(
     ("environments", "shares"),
     [
@@ -113,8 +120,7 @@ def test_weights_divide_what_is_not_reserved_otherwise(
     environments: list[dict[str, float]], shares: list[float | None]
 ) -> None:
     """Of a batch; where there is but one environment, or others that nobody here knows, nothing is reserved."""
-    named = [{"name": f"e{i}", "script": "e.py", **keys} for i, keys in enumerate(environments)]
-    profile = convert({**REST, "atropos": {"type": "start", "python": "p"}, "environments": named}, PROFILE)
+    profile = profile_of(environments)
     assert [reserved_share(one, profile) for one in ENVIRONMENTS.of(profile)] == pytest.approx(shares)
     joined = ATROPOS.put(profile, RunningServer(url="http://127.0.0.1:1"))
     own = zip(ENVIRONMENTS.of(profile), shares, strict=True)
@@ -135,22 +141,14 @@ def test_weights_divide_what_is_not_reserved_otherwise(
 )
 def test_environments_that_cannot_fill_a_batch_are_refused(environments: list[dict[str, float]]) -> None:
     """Shares above 1, a share without a group, a weight without effect, and groups that do not fit."""
-    named = [{"name": f"e{i}", "script": "e.py", **keys} for i, keys in enumerate(environments)]
-    profile = convert({**REST, "atropos": {"type": "start", "python": "p"}, "environments": named}, PROFILE)
     with pytest.raises(ProfileError, match=r"^environments: "):
-        require_fillable(profile)
+        require_fillable(profile_of(environments))
 
 
 @pytest.mark.parametrize(
     "environments",
-    [
-        [],
-        [{}],
-        [{}, {"weight": 3.0, "group_size": 4}],
-        [{"min_batch_allocation": 0.7}, {"min_batch_allocation": 0.3}],
-    ],
+    [[], [{}], [{}, {"weight": 3.0, "group_size": 4}], [{"min_batch_allocation": 0.7}, {"min_batch_allocation": 0.3}]],
 )
 def test_environments_that_fill_a_batch_are_accepted(environments: list[dict[str, float]]) -> None:
     """With shares and group sizes that fit."""
-    named = [{"name": f"e{i}", "script": "e.py", **keys} for i, keys in enumerate(environments)]
-    require_fillable(convert({**REST, "atropos": {"type": "start", "python": "p"}, "environments": named}, PROFILE))
+    require_fillable(profile_of(environments))

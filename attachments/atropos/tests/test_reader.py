@@ -340,3 +340,17 @@ def test_the_number_of_names_is_limited() -> None:
     assert given[MAX_NAMES - 1 : MAX_NAMES + 1] == [f"label{MAX_NAMES - 1}", "other"]
     assert set(given[MAX_NAMES:]) == {"other"}
     assert names.name(5) == "label5"
+
+
+async def test_the_number_of_hashes_and_names_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest hashes are removed; further names are `other`."""
+    monkeypatch.setattr("attachments.atropos.reader.MAX_RECENT_GROUPS", 150)
+    harness, names = ReaderHarness(advantage="batch"), set()
+    for number in range(250):
+        fields = conversations((PROMPT, (40 + number % 50,)), scores=[float(number)], env_id=number % 200)
+        outcome = await harness.outcome(fields)
+        assert not isinstance(outcome, Discarded)
+        names.add(outcome.group.prompt.source)
+    assert len(harness.reader._recent) == 150
+    assert len(names) == MAX_NAMES + 1
+    assert "other" in names

@@ -10,12 +10,7 @@ from attachments.atropos.rollout_logprobs import SampledSequence, token_versions
 
 @pytest.mark.parametrize(
     ("trained", "expected"),
-    [
-        ([0, 0, 0], []),
-        ([1, 1, 1], [(0, 3)]),
-        ([0, 1, 1, 0, 1], [(1, 3), (4, 5)]),
-        ([1, 0, 0, 1], [(0, 1), (3, 4)]),
-    ],
+    [([0, 0, 0], []), ([1, 1, 1], [(0, 3)]), ([0, 1, 1, 0, 1], [(1, 3), (4, 5)]), ([1, 0, 0, 1], [(0, 1), (3, 4)])],
 )
 def test_spans_are_maximal(trained: list[int], expected: list[tuple[int, int]]) -> None:
     """Each span is one turn of the policy."""

@@ -29,8 +29,7 @@ DECODER = cast(
 
 
 @pytest.mark.parametrize(
-    ("capacity", "column", "tokens", "has_room"),
-    [(0, 0, 0, False), (8, 2, 3, False), (8, 3, 3, True), (8, 4, 3, True)],
+    ("capacity", "column", "tokens", "has_room"), [(0, 0, 0, False), (8, 2, 3, False), (8, 3, 3, True), (8, 4, 3, True)]
 )
 def test_a_prompt_fits_to_the_left_of_the_current_column(
     capacity: int, column: int, tokens: int, *, has_room: bool

@@ -39,10 +39,7 @@ def attach(attached: Attached) -> None:
     order = ProblemOrder(kinds, weights={}, seed=1, shuffle=True)
     saved = attached.parts.saved(NAME, SavedCurriculum)
     settings = SuccessRateCurriculum()
-    take_part(
-        attached,
-        Curriculum(kinds, order, settings, seed=1, dataset="", saved=saved.value if saved else None),
-    )
+    take_part(attached, Curriculum(kinds, order, settings, seed=1, dataset="", saved=saved.value if saved else None))
 
 
 @pytest.mark.parametrize("dynamic", [True, False])

@@ -92,11 +92,7 @@ class Visit:
 
 @contextmanager
 def visit(
-    browser: Browser,
-    address: str,
-    *,
-    size: tuple[int, int] = (1280, 900),
-    scheme: Literal["light", "dark"] = "light",
+    browser: Browser, address: str, *, size: tuple[int, int] = (1280, 900), scheme: Literal["light", "dark"] = "light"
 ) -> Iterator[Visit]:
     """Open an empty page, and check at the end that nothing went wrong in it."""
     session = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)

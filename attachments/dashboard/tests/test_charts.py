@@ -10,14 +10,7 @@ from training_run.attachment import attached_metrics
 from training_run.records.evaluation_history import EVALUATION_METRICS
 from training_run.records.metrics import all_metrics
 
-NESTED = (
-    "rewards",
-    "accuracy_by_type",
-    "groups/discarded_by_reason",
-    "pass_at",
-    "remote_servers",
-    "learner_ranks",
-)
+NESTED = ("rewards", "accuracy_by_type", "groups/discarded_by_reason", "pass_at", "remote_servers", "learner_ranks")
 """Metrics with several values, each of which is a column."""
 
 

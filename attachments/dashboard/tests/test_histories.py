@@ -56,11 +56,7 @@ def test_the_metrics_mark_where_something_began(tmp_path: Path) -> None:
     path.write_bytes(lines(records))
     history = Metrics(path)
     marks = [(mark["step"], mark["kind"], mark["name"]) for mark in read(history)["marks"]]
-    assert marks == [
-        (2, "finding", "no_reward"),
-        (4, "rollback", ""),
-        (5, "finding", "no_reward"),
-    ]
+    assert marks == [(2, "finding", "no_reward"), (4, "rollback", ""), (5, "finding", "no_reward")]
     assert [mark["step"] for mark in history.body(2, 4)["marks"]] == [4]
 
 

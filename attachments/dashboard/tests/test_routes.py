@@ -26,7 +26,7 @@ async def test_state_and_settings_combine_all_files(run: Path) -> None:
     """Progress, settings that differ from the defaults, findings, and the outcomes of groups."""
     async with viewing(run) as viewed:
         assert (await viewed.http.get(API)).json() == {
-            "runs": [{"id": "0", "name": "first", "path": str(run), "live": False}],
+            "runs": [{"id": "0", "name": "first", "path": str(run), "live": False}]
         }
         state, about = (await viewed.get("rows"))["state"], await viewed.get("about")
         assert (state["step"], state["planned_steps"], state["policy_version"]) == (4, 6, 4)

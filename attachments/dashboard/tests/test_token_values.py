@@ -15,13 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
 from attachments.dashboard import token_values
-from attachments.dashboard.token_values import (
-    CompletionTokens,
-    TokenValueWriter,
-    read_group,
-    token_file,
-    token_files,
-)
+from attachments.dashboard.token_values import CompletionTokens, TokenValueWriter, read_group, token_file, token_files
 from clotho.training.objectives import kl
 from protocols.errors import RunDirectoryError
 from protocols.step import Cut, GroupsEnded, StepReport, TokenValues, TrainedGroup

@@ -9,7 +9,6 @@ import httpx
 import pytest
 from msgspec import structs
 
-from clotho.serving import limits
 from protocols.errors import RequestError
 from protocols.sampling import PromptLogprobs
 from tests.fakes import CharacterTokenizer
@@ -128,15 +127,6 @@ async def test_an_invalid_request_is_rejected_with_the_name_of_the_field(
 
 
 @pytest.mark.parametrize("api", VALID)
-async def test_a_body_that_is_not_a_strict_json_object_is_rejected(api: str) -> None:
-    """Truncated, not UTF-8, not finite, nested too deeply, not an object, duplicate field, empty."""
-    async with serving() as served:
-        for body in BAD_BODIES:
-            assert_rejected(await served.http.post(VALID[api][0], content=body), None)
-        await assert_still_serving(served, api)
-
-
-@pytest.mark.parametrize("api", VALID)
 async def test_an_unknown_model_is_a_404(api: str) -> None:
     """Also in SGLang's `sampling_params`."""
     route, valid = VALID[api]
@@ -207,22 +197,6 @@ async def test_a_disconnect_aborts_the_whole_group(api: str) -> None:
             tasks.cancel_scope.cancel()
         await served.engine.wait_until(lambda: served.engine.running == 0)
         assert len(served.engine.aborted) == (2 if api == "trl" else 1)
-
-
-async def test_a_full_queue_is_a_503_with_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit counts requests of all formats together."""
-    monkeypatch.setattr(limits, "MAX_QUEUED_REQUESTS", 0)
-    async with serving(max_concurrent=1) as served:
-        served.engine.allow(0)
-        route, body = ENDLESS["vllm"]
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: served.http.post(route, json=body))
-            await served.engine.wait_until(lambda: served.engine.running == 4)
-            for other, fields in ENDLESS.values():
-                busy = await served.post(other, **fields)
-                assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
-            assert (await served.http.get("/health")).status_code == 200
-            served.engine.allow(10**6)
 
 
 async def test_prompts_are_scored_one_at_a_time_and_a_disconnect_cancels_the_scoring(

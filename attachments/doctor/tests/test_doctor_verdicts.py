@@ -150,10 +150,7 @@ FAILING: dict[str, Failing] = {
         flags=dataset(prompt="What is 1 + 1?", type="math"), findings=frozenset({"dataset_unparsable"})
     ),
     "answers that no reward reads": Failing(
-        flags=lambda path: {
-            **dataset(prompt="One and 1?", answer="two", type="math")(path),
-            "--rewards": "math_eval",
-        },
+        flags=lambda path: {**dataset(prompt="One and 1?", answer="two", type="math")(path), "--rewards": "math_eval"},
         findings=frozenset({"answers_without_reward"}),
     ),
     "reward for another type": Failing(
@@ -167,8 +164,7 @@ FAILING: dict[str, Failing] = {
         flags=setting("--engine.kv-cache-tokens", "64"), findings=frozenset({"run_refused"})
     ),
     "prompt longer than the context": Failing(
-        flags=dataset(prompt="What is 1 + 1? " * 400, answer="2", type="math"),
-        findings=frozenset({"run_refused"}),
+        flags=dataset(prompt="What is 1 + 1? " * 400, answer="2", type="math"), findings=frozenset({"run_refused"})
     ),
     "adapter scale 1000": Failing(
         flags=setting("--policy.method.scale", "1000"), findings=frozenset({"lora_scale_unusual"})

@@ -25,8 +25,7 @@ def names(found: Sequence[Problem], rewards: Sequence[RewardSection] = REWARDS, 
 
 
 @pytest.mark.parametrize(
-    ("count", "batch_size", "expected"),
-    [(1, 1, ["few_problems"]), (7, 16, ["few_problems"]), (8, 64, []), (2, 2, [])],
+    ("count", "batch_size", "expected"), [(1, 1, ["few_problems"]), (7, 16, ["few_problems"]), (8, 64, []), (2, 2, [])]
 )
 def test_a_dataset_with_few_different_prompts_is_a_finding(count: int, batch_size: int, expected: list[str]) -> None:
     """Repeated problems count once."""

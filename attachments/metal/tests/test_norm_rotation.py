@@ -29,9 +29,7 @@ def layer_with(size: int, dtype: mx.Dtype) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "tolerance"),
-    [(128, mx.float32, 5e-4), (16, mx.float16, 8e-3)],
-    ids=["128 float32", "16 float16"],
+    ("size", "dtype", "tolerance"), [(128, mx.float32, 5e-4), (16, mx.float16, 8e-3)], ids=["128 float32", "16 float16"]
 )
 def test_the_source_computes_what_mlx_computes(size: int, dtype: mx.Dtype, tolerance: float, tmp_path: Path) -> None:
     """Compiled as C++: rows are parts of longer rows, and each head of each row has 32 lanes.

@@ -21,11 +21,7 @@ from attachments.remote.tests.inference_server import group
 from protocols.sampling import SampleRequest, Sampling
 
 VOCABULARY = 10
-REQUEST = group(
-    rows=2,
-    sampling=Sampling(max_tokens=6, top_k=3, top_logprobs=2, stop=("end",)),
-    record_support=True,
-)
+REQUEST = group(rows=2, sampling=Sampling(max_tokens=6, top_k=3, top_logprobs=2, stop=("end",)), record_support=True)
 COMPLETION: dict[str, Any] = {
     "tokens": [3, 9], "logprobs": [-0.5, -1.5], "versions": [0, 1], "text": "ab", "finish_reason": "stop",
     "stop_reason": "end", "top_logprobs": [[[3, -0.5], [0, -1.0]], [[9, -1.5]]],

@@ -19,15 +19,7 @@ from attachments.restarts.attachment import ATTACHMENT
 from attachments.restarts.supervision import CONNECTION, LEAST_TURN_MS, TURN_MS, shorter, with_turns
 from clotho.storage.atomic_files import UNFINISHED
 from protocols.errors import ProfileError
-from tests.e2e.pipeline_process import (
-    BATCH,
-    PRINTED_STEPS,
-    UNEVALUATED,
-    Run,
-    RunResult,
-    assert_recorded,
-    metrics,
-)
+from tests.e2e.pipeline_process import BATCH, PRINTED_STEPS, UNEVALUATED, Run, RunResult, assert_recorded, metrics
 from tests.training_run.built_context import tiny_profile
 from training_run.profile.load import load_profile
 

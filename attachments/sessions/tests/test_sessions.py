@@ -76,11 +76,7 @@ async def test_a_stream_of_the_client_of_openai_is_part_of_a_session(monkeypatch
     async with session_server(monkeypatch) as at:
         client = at.served.openai.chat.completions.with_streaming_response
         async with client.create(
-            model="policy",
-            messages=[{"role": "user", "content": "hi"}],
-            stream=True,
-            user="streamed",
-            extra_body=FIXED,
+            model="policy", messages=[{"role": "user", "content": "hi"}], stream=True, user="streamed", extra_body=FIXED
         ) as answer:
             assert answer.headers[RECEIPT] == f"{LIFE}-0-0"
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in await answer.parse()])
