@@ -18,7 +18,7 @@ from clotho.models.parameters import Arrays
 from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch, sampled_mask_T
 from clotho.settings.learner import LearnerSection
-from clotho.training.batch import Minibatch, minibatches
+from clotho.training.batch import Division, Minibatch
 from protocols.checkpoint import Part
 from protocols.rollout import ScoredGroup
 from training_run.supervision.hooks import UpdateHook
@@ -96,9 +96,7 @@ class CriticUpdates(UpdateHook):
     def _dealt(self, groups: Sequence[ScoredGroup]) -> Minibatch | None:
         none = [[np.zeros(len(one.tokens)) for one in group.group.completions] for group in groups]
         plain = [replace(group, token_advantages=(), teacher=(), teacher_logprobs=()) for group in groups]
-        minis = minibatches(
-            plain, none, settings=self._learner, max_tokens=self._max_tokens, layout=self._model.layout, seed=(0,)
-        )
+        minis = Division(self._learner, self._max_tokens, self._model.layout).minibatches(plain, none)
         return minis[0] if minis else None
 
     def _assessed(

@@ -17,7 +17,7 @@ from clotho.scoring.prompt_logprobs import MODEL_DISTRIBUTION, PromptScorer
 from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.model import ModelSection
-from clotho.training.gradient import compute_logprobs
+from clotho.training.gradient import LearnerModel
 from protocols.errors import GenerationError
 
 
@@ -57,9 +57,10 @@ class LocalTeacher:
         self, model: BaseModel, compute: Compute, *, top: int, micro_batch_tokens: int, turns: TurnBudget
     ) -> None:
         self._thread, self._top, self._budget, self._turns = compute.scoring, top, micro_batch_tokens, turns
-        self._model, self._context = model.copy_model(), model.context_length
-        self._forcing = TeacherForcing(self._model.model, self._model.vocab_size, layout="auto")
-        self._scorer = PromptScorer(self._model, chunk=micro_batch_tokens, turns=turns)
+        own, self._context = model.copy_model(), model.context_length
+        forcing = TeacherForcing(own.model, own.vocab_size, layout="auto")
+        self._model = LearnerModel(own, forcing, MODEL_DISTRIBUTION, turns)
+        self._scorer = PromptScorer(own, chunk=micro_batch_tokens, turns=turns)
         self.retries = 0
 
     async def score(self, prompt: Tokens, completions: Sequence[Tokens]) -> list[TeacherScores]:
@@ -67,7 +68,7 @@ class LocalTeacher:
         longest = len(prompt) + max(map(len, completions))
         if longest > self._context:
             raise TeacherError(f"a sequence has {longest} tokens, and the context of the teacher is {self._context}")
-        if max((*prompt, *(token for one in completions for token in one))) >= self._model.vocab_size:
+        if max((*prompt, *(token for one in completions for token in one))) >= self._model.policy.vocab_size:
             raise TeacherError("a token is not in the vocabulary of the teacher")
         work = self._best if self._top else self._logprobs
         try:
@@ -81,10 +82,9 @@ class LocalTeacher:
     def _logprobs(self, prompt: Tokens, completions: Sequence[Tokens]) -> list[TeacherScores]:
         sequences = [scored_only(prompt, tokens) for tokens in completions]
         found: dict[int, TeacherScores] = {}
-        for micro in build_micro_batches(sequences, layout=self._forcing.layout, budget=self._budget):
+        for micro in build_micro_batches(sequences, layout=self._model.forcing.layout, budget=self._budget):
             self._turns.begin()
-            logp_N = compute_logprobs(self._model, self._forcing, micro, MODEL_DISTRIBUTION, turns=self._turns)
-            scored, start = np.array(logp_N).tolist(), 0
+            scored, start = np.array(self._model.logprobs(micro)).tolist(), 0
             for member in micro.members:
                 end = start + len(completions[member])
                 found[member], start = TeacherScores(logprobs=tuple(scored[start:end])), end

@@ -44,13 +44,7 @@ from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.engine import SamplingSection
 from clotho.settings.learner import BaseReference, LearnerSection
 from clotho.storage.tensors import parse_tensors
-from clotho.training.gradient import (
-    FixedLogprobs,
-    LossConfig,
-    MicroBatchGradient,
-    compute_logprobs,
-    micro_batch_gradient,
-)
+from clotho.training.gradient import FixedLogprobs, LearnerModel, LossConfig, MicroBatchGradient
 from clotho.training.gradient import add_gradients as add
 from clotho.training.objectives.functions import objective
 from clotho.training.reference_policy import ReferencePolicy
@@ -135,11 +129,14 @@ class ShareComputer:
 
     def __init__(self, policy: TrainablePolicy, learner: LearnerSection, sampling: SamplingSection) -> None:
         """Raises ProfileError if the objective cannot be imported."""
-        self._policy, self._settings, self._objective = policy.copy_model(), learner, objective(learner.objective)
-        self._distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
-        self._forcing = TeacherForcing(self._policy.model, self._policy.vocab_size, layout=learner.layout)
+        model, self._settings, self._objective = policy.copy_model(), learner, objective(learner.objective)
+        self._model = LearnerModel(
+            model,
+            TeacherForcing(model.model, model.vocab_size, layout=learner.layout),
+            SamplingDistribution(sampling.temperature, sampling.logit_bias),
+            TurnBudget(learner.max_turn_ms / 1000.0),  # nobody waits, but macOS ends long work of a GPU
+        )
         self._reference = ReferencePolicy(policy, learner)
-        self._turns = TurnBudget(learner.max_turn_ms / 1000.0)  # nobody waits, but macOS ends long work of a GPU
         self._parameters = policy.trainable()
         self._fingerprint = ""
         self._received: Arrays = {}
@@ -174,7 +171,7 @@ class ShareComputer:
     def compute_gradient(self, share: GradientShare) -> Computed:
         """Compute the gradient of a share, which stays here."""
         mx.random.seed(share.seed)
-        config = LossConfig(self._settings, self._objective, self._distribution, share.loss_coefficients)
+        config = LossConfig(self._settings, self._objective, share.loss_coefficients)
         results = []
         for part in share.parts:
             fixed = FixedLogprobs(
@@ -182,15 +179,12 @@ class ShareComputer:
                 None if part.proximal_N is None else mx.array(part.proximal_N),
                 part.reference_point,
             )
-            found = micro_batch_gradient(
-                self._policy,
-                self._forcing,
+            found = self._model.gradient(
                 self._parameters,
                 part.micro_batch(),
                 fixed,
                 loss_config=config,
                 position=share.position,
-                turns=self._turns,
                 token_gradients=share.token_gradients,
             )
             self._gradient = add(self._gradient, found)
@@ -218,12 +212,11 @@ class ShareComputer:
         """Compute the log-probabilities of a share."""
         results = []
         if share.reference:
-            self._reference.use(self._policy)
+            self._reference.use(self._model.policy)
         else:
-            self._policy.use(self._parameters)
+            self._model.policy.use(self._parameters)
         for part in share.parts:
-            micro = part.micro_batch()
-            logp_N = compute_logprobs(self._policy, self._forcing, micro, self._distribution, turns=self._turns)
+            logp_N = self._model.logprobs(part.micro_batch())
             results.append(MicroBatchResult(index=part.index, logp_N=np.array(logp_N)))
         return Computed(number=share.number, fingerprint=self._fingerprint, results=tuple(results))
 

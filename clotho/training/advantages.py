@@ -177,15 +177,11 @@ def advantages(settings: Advantage, rewards: Sequence[ArrayLike], log_weights: S
     return ADVANTAGES[type(settings)](reward, ddof, epsilon)
 
 
-def environment_advantages(groups: Sequence[ScoredGroup]) -> list[list[Array]]:
-    """Return the advantages per token that the environments gave: (T,) float64 per group and completion.
+def environment_advantages(scored: ScoredGroup) -> list[Array]:
+    """Return the advantages per token that the environment gave: (T,) float64 per completion.
 
     Raises ValueError, naming the group, if there are none, or if one of a sampled token is not finite.
     """
-    return [_of_tokens(scored) for scored in groups]
-
-
-def _of_tokens(scored: ScoredGroup) -> list[Array]:
     name = f"group {scored.group.prompt.group_id}"
     if len(scored.token_advantages) != len(scored.rewards):
         raise ValueError(f"{name} has no token advantages, and learner.objective.advantage = 'environment' needs them")

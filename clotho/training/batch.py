@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, compress
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -10,12 +11,9 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from clotho.models.parameters import Parameters
-from clotho.models.policy_model import WeightedModel
-from clotho.models.turns import TurnBudget
+from clotho.models.parameters import Arrays, Parameters
 from clotho.scoring.layouts.micro_batches import build_micro_batches, positions
 from clotho.scoring.sequences import MicroBatch, TeacherRows, TrainingSequence, sampled_mask_T
-from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.learner import EnvironmentReference, KLPenalty, LearnerSection, RewardKLPenalty
 from clotho.settings.objectives import (
     EnvironmentAdvantage,
@@ -26,7 +24,7 @@ from clotho.settings.objectives import (
     RatioObjective,
 )
 from clotho.training.advantages import advantages, environment_advantages
-from clotho.training.gradient import FixedLogprobs, LossConfig, OtherRanks, compute_logprobs, score_norm_squared
+from clotho.training.gradient import FixedLogprobs, LearnerModel, LossConfig
 from clotho.training.objectives.kl import ESTIMATORS
 from clotho.training.objectives.loss import loss_weights
 from clotho.training.reference_policy import ReferencePolicy
@@ -42,8 +40,8 @@ def training_sequence(
     Reference log-probabilities and teacher are included only if the settings use them. Raises ValueError if the
     reference log-probabilities are missing.
     """
-    completion = group.group.completions[i]
-    loss_mask_T = sampled_mask_T(completion).astype(np.float32)
+    completion, mask_T = group.group.completions[i], sampled_mask_T(group.group.completions[i])
+    loss_mask_T = mask_T.astype(np.float32)
     distils = settings.distillation_weight > 0
     taught_T = group.teacher_logprobs[i] if distils and group.teacher_logprobs else ()
     has_teacher = distils and bool(group.teacher) and bool(group.teacher[i].tokens)
@@ -57,7 +55,7 @@ def training_sequence(
         loss_mask_T=loss_mask_T,
         loss_weight_T=np.float32(share) * loss_mask_T,
         supports=completion.supports,
-        sampled_mask_T=sampled_mask_T(completion) if completion.sampled else None,
+        sampled_mask_T=mask_T if completion.sampled else None,
         temperature=temperature_of(group, i),
         reference_T=_reference_T(group, i) if reference_from_groups(settings) else None,
         teacher=_teacher_rows(group.teacher[i], completion) if has_teacher else None,
@@ -89,8 +87,8 @@ def temperature_of(group: ScoredGroup, i: int) -> float:
 def _reference_T(group: ScoredGroup, i: int) -> NDArray[np.float32]:
     if not group.reference_logprobs:
         raise ValueError(
-            f"{_name(group)} has no reference log-probabilities, which learner.kl_penalty.reference = 'environment' "
-            "requires"
+            f"group {group.group.prompt.group_id} has no reference log-probabilities, which "
+            "learner.kl_penalty.reference = 'environment' requires"
         )
     return np.asarray(group.reference_logprobs[i], dtype=np.float32)
 
@@ -108,10 +106,6 @@ def _teacher_rows(teacher: TeacherTokens, completion: Completion) -> TeacherRows
     rows.token_T_K[at_D, : token_D_K.shape[1]] = np.where(p_D_K == 0, -1, token_D_K)
     rows.share_T_K[at_D, : token_D_K.shape[1]] = p_D_K / np.where(sum_D_1 == 0, 1.0, sum_D_1)
     return rows
-
-
-def _name(group: ScoredGroup) -> str:
-    return f"group {group.group.prompt.group_id}"
 
 
 PerTokenAdvantages = list[list[NDArray[np.float64]]]
@@ -145,22 +139,19 @@ def compute_advantages(
     every advantage from rewards is not finite, and the update is rejected. log_weights: weights of completions in the
     baseline of least variance, (G,) per group; empty for other advantages.
     """
-    own = [
-        isinstance(settings.objective.advantage, EnvironmentAdvantage) or bool(group.token_advantages)
-        for group in groups
-    ]
-    rewarded = [g for g, given in enumerate(own) if not given]
+    in_tokens = isinstance(settings.objective.advantage, EnvironmentAdvantage)
+    rewarded = [not (in_tokens or group.token_advantages) for group in groups]
     of_rewards = iter(
         _by_rewards(
-            [groups[g] for g in rewarded],
-            [penalties[g] for g in rewarded] if penalties else (),
+            list(compress(groups, rewarded)),
+            list(compress(penalties, rewarded)),
+            list(compress(log_weights, rewarded)),
             settings,
-            [log_weights[g] for g in rewarded] if log_weights else (),
         )
     )
     found = [
-        environment_advantages([group])[0] if given else next(of_rewards)
-        for group, given in zip(groups, own, strict=True)
+        next(of_rewards) if by_rewards else environment_advantages(group)
+        for group, by_rewards in zip(groups, rewarded, strict=True)
     ]
     return [_zero_untrained(group, rows) for group, rows in zip(groups, found, strict=True)]
 
@@ -168,8 +159,8 @@ def compute_advantages(
 def _by_rewards(
     groups: Sequence[ScoredGroup],
     penalties: Sequence[NDArray[np.float64]],
-    settings: LearnerSection,
     log_weights: Sequence[NDArray[np.float64]],
+    settings: LearnerSection,
 ) -> PerTokenAdvantages:
     if not all(np.isfinite(penalty_G).all() for penalty_G in penalties):
         return [[np.full(len(c.tokens), np.nan) for c in group.group.completions] for group in groups]
@@ -192,84 +183,68 @@ def _zero_untrained(group: ScoredGroup, rows: Sequence[NDArray[np.float64]]) -> 
     ]
 
 
-def minibatches(
-    groups: Sequence[ScoredGroup],
-    token_advantages: PerTokenAdvantages,
-    *,
-    settings: LearnerSection,
-    max_tokens: int,
-    layout: str,
-    seed: Sequence[int],
-    least: int = 1,
-    replays: bool = False,
-) -> tuple[Minibatch, ...]:
-    """Deal the groups to at most `num_minibatches` minibatches, and cut each into micro-batches.
+class Division(NamedTuple):
+    """How groups are divided into minibatches, and these into micro-batches.
 
-    `seed` determines the assignment. least: lowest number of micro-batches of a minibatch, as far as it has so many
-    completions. replays: whether the learner takes the routes of the sampler. Completions that are not trained on are
-    excluded. Raises ValueError if the policy sampled no token, if a group has no reference log-probabilities although
-    the settings need them, or if a temperature is invalid.
+    max_tokens: largest possible length of a completion. layout: of the micro-batches. seed: of the assignment to
+    minibatches. least: lowest number of micro-batches of a minibatch, as far as it has so many completions. replays:
+    whether the learner takes the routes of the sampler.
     """
-    if not any(c.length for g in groups for c in g.group.completions):
-        raise ValueError("an update needs at least one completion token that the policy sampled")
-    order = list(range(len(groups)))
-    parts = min(settings.num_minibatches, len(groups))
-    if parts > 1:
-        order = [int(index) for index in np.random.default_rng(list(seed)).permutation(len(groups))]
-    strides = [sorted(order[start::parts]) for start in range(parts)]
-    batches = [
-        _minibatch(part, groups, token_advantages, settings, max_tokens, layout, least, replays=replays)
-        for part in strides
-    ]
-    return tuple(batch for batch in batches if batch.tokens)
 
+    settings: LearnerSection
+    max_tokens: int
+    layout: str
+    seed: tuple[int, ...] = (0,)
+    least: int = 1
+    replays: bool = False
 
-def _minibatch(
-    part: Sequence[int],
-    groups: Sequence[ScoredGroup],
-    token_advantages: PerTokenAdvantages,
-    settings: LearnerSection,
-    max_tokens: int,
-    layout: str,
-    least: int,
-    *,
-    replays: bool,
-) -> Minibatch:
-    lengths = [
-        [
-            _trained_tokens(c, a_T, settings)
-            for c, a_T in zip(groups[g].group.completions, token_advantages[g], strict=True)
+    def minibatches(self, groups: Sequence[ScoredGroup], token_advantages: PerTokenAdvantages) -> tuple[Minibatch, ...]:
+        """Deal the groups to at most `num_minibatches` minibatches, and cut each into micro-batches.
+
+        Completions that are not trained on are excluded. Raises ValueError if the policy sampled no token, if a group
+        has no reference log-probabilities although the settings need them, or if a temperature is invalid.
+        """
+        if not any(c.length for g in groups for c in g.group.completions):
+            raise ValueError("an update needs at least one completion token that the policy sampled")
+        parts = min(self.settings.num_minibatches, len(groups))
+        order = np.arange(len(groups)) if parts == 1 else np.random.default_rng(self.seed).permutation(len(groups))
+        strides = [sorted(order[start::parts].tolist()) for start in range(parts)]
+        batches = [self._minibatch(stride, groups, token_advantages) for stride in strides]
+        return tuple(batch for batch in batches if batch.tokens)
+
+    def _minibatch(
+        self, part: Sequence[int], groups: Sequence[ScoredGroup], token_advantages: PerTokenAdvantages
+    ) -> Minibatch:
+        settings = self.settings
+        lengths = [
+            [
+                _trained_tokens(c, a_T, settings)
+                for c, a_T in zip(groups[g].group.completions, token_advantages[g], strict=True)
+            ]
+            for g in part
         ]
-        for g in part
-    ]
-    shares = loss_weights(settings.objective.loss_aggregation, lengths, max_tokens=max_tokens)
-    origins, sequences = [], []
-    for g, lengths_G, shares_G in zip(part, lengths, shares, strict=True):
-        for i, (length, share) in enumerate(zip(lengths_G, shares_G, strict=True)):
-            if length:
-                origins.append((g, i))
-                sequences.append(training_sequence(g, groups[g], i, token_advantages[g][i], float(share), settings))
-    in_pairs = isinstance(settings.objective, PreferenceObjective) and settings.objective.in_pairs
-    micro = _micro_batches(sequences, settings, layout=layout, least=least, whole_groups=in_pairs, replays=replays)
-    return Minibatch(micro, sum(map(sum, lengths)), tuple(origins))
+        shares = loss_weights(settings.objective.loss_aggregation, lengths, max_tokens=self.max_tokens)
+        origins, sequences = [], []
+        for g, lengths_G, shares_G in zip(part, lengths, shares, strict=True):
+            for i, (length, share) in enumerate(zip(lengths_G, shares_G, strict=True)):
+                if length:
+                    origins.append((g, i))
+                    sequences.append(training_sequence(g, groups[g], i, token_advantages[g][i], float(share), settings))
+        in_pairs = isinstance(settings.objective, PreferenceObjective) and settings.objective.in_pairs
+        return Minibatch(self.micro_batches(sequences, whole_groups=in_pairs), sum(map(sum, lengths)), tuple(origins))
 
-
-def _micro_batches(
-    sequences: Sequence[TrainingSequence],
-    settings: LearnerSection,
-    *,
-    layout: str,
-    least: int,
-    whole_groups: bool,
-    replays: bool,
-) -> tuple[MicroBatch, ...]:
-    """Return at least `least` micro-batches, as far as the sequences can be divided; none without a sequence."""
-    budget = settings.micro_batch_tokens
-    micro: tuple[MicroBatch, ...] = ()
-    while sequences and budget and len(micro) < min(least, len(sequences)):
-        budget = min(budget, max(map(positions, micro))) // 2 if micro else budget
-        micro = build_micro_batches(sequences, layout=layout, budget=budget, whole_groups=whole_groups, replays=replays)
-    return micro
+    def micro_batches(
+        self, sequences: Sequence[TrainingSequence], *, whole_groups: bool = False
+    ) -> tuple[MicroBatch, ...]:
+        """Return at least `least` micro-batches, as far as the sequences can be divided; none without a sequence."""
+        budget = self.settings.micro_batch_tokens
+        micro: tuple[MicroBatch, ...] = ()
+        while sequences and budget and len(micro) < min(self.least, len(sequences)):
+            budget = min(budget, max(map(positions, micro))) // 2 if micro else budget
+            micro = build_micro_batches(
+                sequences, layout=self.layout, budget=budget, whole_groups=whole_groups, replays=self.replays
+            )
+        return micro
 
 
 def _trained_tokens(completion: Completion, advantage_T: NDArray[np.float64], settings: LearnerSection) -> int:
@@ -301,71 +276,46 @@ class TrainingBatch(NamedTuple):
 
 def prepare(
     groups: Sequence[ScoredGroup],
+    model: LearnerModel,
+    division: Division,
     *,
-    policy: WeightedModel,
-    forcing: TeacherForcing,
     parameters: Parameters,
     reference: ReferencePolicy,
     loss_config: LossConfig,
-    max_tokens: int,
-    seed: Sequence[int],
-    turns: TurnBudget,
-    replays: bool = False,
-    ranks: OtherRanks | None = None,
 ) -> TrainingBatch:
-    """Prepare an update from `parameters`. replays: whether the learner takes the routes of the sampler.
+    """Prepare an update from `parameters`.
 
     A KL penalty in the reward is the sum of the KL estimates of a completion's tokens, computed with the sampler
     log-probabilities. The penalty is subtracted before advantages are computed. Reference log-probabilities in groups
     are used unchanged. A baseline of least variance is that of `parameters`, for every optimizer step of the update.
     """
     settings = loss_config.settings
-
-    def divided(token_advantages: PerTokenAdvantages) -> tuple[Minibatch, ...]:
-        """Return the minibatches with these advantages."""
-        return minibatches(
-            groups,
-            token_advantages,
-            settings=settings,
-            max_tokens=max_tokens,
-            layout=forcing.layout,
-            seed=seed,
-            least=1 if ranks is None else ranks.pieces,
-            replays=replays,
-        )
-
     preliminary = compute_advantages(groups, (), settings)
-    minis = divided(preliminary)
+    minis = division.minibatches(groups, preliminary)
     references = _given_logprobs(minis) if reference_from_groups(settings) else None
     if reference.needed:
-        references = _scored(minis, policy, forcing, loss_config, reference, turns, ranks)
+        references = scored(model, minis, reference)
     in_reward = references is not None and isinstance(settings.kl_penalty, RewardKLPenalty)
     penalties = _penalties(groups, minis, references, loss_config) if in_reward and references else ()
     advantage, at_start, log_weights = settings.objective.advantage, Scores(), Weights()
     if _proximal_needed(settings, len(minis)) and not isinstance(advantage, OptimalBaselineAdvantage):
         known = int(settings.update_epochs == 1)  # the first optimizer step has those of its own pass
-        at_start = [[]] * known + _scored(minis[known:], policy, forcing, loss_config, parameters, turns, ranks)
+        at_start = [[]] * known + scored(model, minis[known:], parameters)
     if isinstance(advantage, OptimalBaselineAdvantage):
-        at_start = _scored(minis, policy, forcing, loss_config, parameters, turns, ranks)
+        at_start = scored(model, minis, parameters)
         log_weights = log_variance_weights(groups, minis, at_start, gradient_norm=advantage.gradient_norm)
         if advantage.gradient_norm == "exact":
-            given = (groups, preliminary, policy, forcing, parameters, loss_config)
-            log_norms = _exact_norms(*given, max_tokens=max_tokens, turns=turns, replays=replays)
+            singly = replace(settings, micro_batch_tokens=1, num_minibatches=1)
+            alone = division._replace(settings=singly, layout="padded", least=1).minibatches(groups, preliminary)
+            log_norms = _exact_norms(groups, alone, model, parameters, loss_config)
             log_weights = [weight_G + norm_G for weight_G, norm_G in zip(log_weights, log_norms, strict=True)]
     token_advantages = compute_advantages(groups, penalties, settings, log_weights)
     if in_reward or log_weights:
-        minis = divided(token_advantages)
+        minis = division.minibatches(groups, token_advantages)
     point = 0.0
     if isinstance(settings.objective, Kto):
-        point = _reference_point(
-            _of_other_prompts(groups, token_advantages, settings),
-            policy,
-            forcing,
-            loss_config,
-            (parameters, reference),
-            turns=turns,
-            ranks=ranks,
-        )
+        others = _of_other_prompts(groups, token_advantages, settings)
+        point = _reference_point(division._replace(replays=False).micro_batches(others), model, parameters, reference)
     fixed_logprobs = tuple(
         tuple(
             FixedLogprobs(
@@ -378,6 +328,26 @@ def prepare(
         for m, mini in enumerate(minis)
     )
     return TrainingBatch(minis, fixed_logprobs, token_advantages)
+
+
+def _of_completions(
+    groups: Sequence[ScoredGroup],
+    minis: Sequence[Minibatch],
+    values: Iterable[NDArray[np.float64]],
+    *,
+    others: float = 0.0,
+) -> Weights:
+    """Return a number for each completion. values: (B,) per micro-batch. others: of completions in none."""
+    found = [np.full(len(group.rewards), others) for group in groups]
+    origins = [mini.origins[member] for mini in minis for micro in mini.micro_batches for member in micro.members]
+    for (group, completion), value in zip(origins, chain.from_iterable(values), strict=True):
+        found[group][completion] = value
+    return found
+
+
+def _with_scores(minis: Sequence[Minibatch], scores: Scores) -> Iterator[tuple[MicroBatch, mx.array]]:
+    for mini, rows in zip(minis, scores, strict=True):
+        yield from zip(mini.micro_batches, rows, strict=True)
 
 
 def log_variance_weights(
@@ -393,45 +363,34 @@ def log_variance_weights(
 
     scores: log-probabilities under the policy at the start of the update.
     """
-    found = [np.full(len(group.rewards), -np.inf) for group in groups]
-    for mini, rows in zip(minis, scores, strict=True):
-        for micro, logp_N in zip(mini.micro_batches, rows, strict=True):
-            pi_N = np.array(logp_N, dtype=np.float64)
-            norm_N = np.square(np.expm1(pi_N)) if gradient_norm == "probabilities" else np.ones_like(pi_N)
-            norm_B = np.ones(micro.sequences) if gradient_norm == "exact" else micro.sum_B(norm_N)
-            with np.errstate(divide="ignore"):
-                log_weight_B = 2.0 * micro.log_weight_B(pi_N) + np.log(norm_B)
-            for member, log_weight in zip(micro.members, log_weight_B, strict=True):
-                group, completion = mini.origins[member]
-                found[group][completion] = log_weight
-    return found
+
+    def log_weight_B(micro: MicroBatch, logp_N: mx.array) -> NDArray[np.float64]:
+        pi_N = np.array(logp_N, dtype=np.float64)
+        norm_N = np.square(np.expm1(pi_N)) if gradient_norm == "probabilities" else np.ones_like(pi_N)
+        norm_B = np.ones(micro.sequences) if gradient_norm == "exact" else micro.sum_B(norm_N)
+        with np.errstate(divide="ignore"):
+            return 2.0 * micro.log_weight_B(pi_N) + np.log(norm_B)
+
+    values = (log_weight_B(micro, logp_N) for micro, logp_N in _with_scores(minis, scores))
+    return _of_completions(groups, minis, values, others=-np.inf)
 
 
 def _exact_norms(
     groups: Sequence[ScoredGroup],
-    token_advantages: PerTokenAdvantages,
-    policy: WeightedModel,
-    forcing: TeacherForcing,
+    minis: Sequence[Minibatch],
+    model: LearnerModel,
     parameters: Parameters,
     loss_config: LossConfig,
-    *,
-    max_tokens: int,
-    turns: TurnBudget,
-    replays: bool,
 ) -> Weights:
-    """Return log |grad log pi|^2 of every completion, computed in micro-batches of one completion."""
-    alone = replace(loss_config.settings, micro_batch_tokens=1, num_minibatches=1)
-    found = [np.zeros(len(group.rewards)) for group in groups]
-    for mini in minibatches(
-        groups, token_advantages, settings=alone, max_tokens=max_tokens, layout="padded", seed=(0,), replays=replays
-    ):
-        for micro in mini.micro_batches:
-            group, completion = mini.origins[micro.members[0]]
-            norm = score_norm_squared(policy, forcing, parameters, micro, loss_config=loss_config, turns=turns)
-            with np.errstate(divide="ignore"):
-                found[group][completion] = np.log(norm)
-            turns.pause()
-    return found
+    """Return log |grad log pi|^2 of every completion. minis: of micro-batches of one completion."""
+
+    def log_norm_B(micro: MicroBatch) -> NDArray[np.float64]:
+        norm = model.score_norm_squared(parameters, micro, loss_config)
+        model.turns.pause()
+        with np.errstate(divide="ignore"):
+            return np.log([norm])
+
+    return _of_completions(groups, minis, (log_norm_B(micro) for mini in minis for micro in mini.micro_batches))
 
 
 def _proximal_needed(settings: LearnerSection, minis: int) -> bool:
@@ -441,37 +400,29 @@ def _proximal_needed(settings: LearnerSection, minis: int) -> bool:
     return several and isinstance(chosen, RatioObjective) and chosen.ratio_reference == "batch_start"
 
 
-def _scored(
-    minis: Sequence[Minibatch],
-    policy: WeightedModel,
-    forcing: TeacherForcing,
-    loss_config: LossConfig,
-    scoring: Parameters | ReferencePolicy,
-    turns: TurnBudget,
-    ranks: OtherRanks | None,
-) -> Scores:
+def scored(model: LearnerModel, minis: Sequence[Minibatch], scoring: Parameters | ReferencePolicy) -> Scores:
     """Score the tokens of every minibatch under some parameters, or under the reference policy, with its own routes."""
     scores: Scores = []
+    under: tuple[Parameters | None, Arrays]
     if isinstance(scoring, ReferencePolicy):
-        scoring.use(policy)
+        scoring.use(model.policy)
+        under = None, scoring.arrays()
     else:
-        policy.use(scoring)
+        model.policy.use(scoring)
+        under = scoring, {}
     for mini in minis:
         micros = mini.micro_batches
         if isinstance(scoring, ReferencePolicy):
             micros = tuple(micro._replace(routes=None) for micro in micros)
         own: Sequence[int] = range(len(micros))
-        if ranks is not None:
-            own = ranks.assign_logprobs(
-                micros,
-                *((None, scoring.arrays()) if isinstance(scoring, ReferencePolicy) else (scoring, {})),
-            )
+        if model.ranks is not None:
+            own = model.ranks.assign_logprobs(micros, *under)
         found: dict[int, mx.array] = {}
         for k in own:
-            found[k] = compute_logprobs(policy, forcing, micros[k], loss_config.distribution, turns=turns)
-            turns.pause()
-        if ranks is not None:
-            found |= ranks.collect_logprobs(turns)
+            found[k] = model.logprobs(micros[k])
+            model.turns.pause()
+        if model.ranks is not None:
+            found |= model.ranks.collect_logprobs(model.turns)
         scores.append([found[k] for k in range(len(micros))])
     return scores
 
@@ -493,27 +444,16 @@ def _of_other_prompts(
 
 
 def _reference_point(
-    sequences: Sequence[TrainingSequence],
-    policy: WeightedModel,
-    forcing: TeacherForcing,
-    loss_config: LossConfig,
-    compared: tuple[Parameters, ReferencePolicy],
-    *,
-    turns: TurnBudget,
-    ranks: OtherRanks | None,
+    micro: tuple[MicroBatch, ...], model: LearnerModel, parameters: Parameters, reference: ReferencePolicy
 ) -> float:
     """Return max(0, the mean of log pi(y') - log ref(y') over sequences): KTO (arXiv:2402.01306), section 4.1."""
-    least = 1 if ranks is None else ranks.pieces
-    micro = _micro_batches(
-        sequences, loss_config.settings, layout=forcing.layout, least=least, whole_groups=False, replays=False
-    )
     if not micro:
         return 0.0
     mini = Minibatch(micro, 0, ())
-    own, reference = (_scored([mini], policy, forcing, loss_config, one, turns, ranks)[0] for one in compared)
+    own, others = (scored(model, [mini], one)[0] for one in (parameters, reference))
     ratios = [
         one.sum_B(np.array(own_N, dtype=np.float64) - np.array(reference_N, dtype=np.float64))
-        for one, own_N, reference_N in zip(micro, own, reference, strict=True)
+        for one, own_N, reference_N in zip(micro, own, others, strict=True)
     ]
     return max(0.0, float(np.concatenate(ratios).mean()))
 
@@ -525,16 +465,13 @@ def _given_logprobs(minis: Sequence[Minibatch]) -> Scores:
 
 def _penalties(
     groups: Sequence[ScoredGroup], minis: Sequence[Minibatch], references: Scores, loss_config: LossConfig
-) -> list[NDArray[np.float64]]:
-    penalty = loss_config.settings.kl_penalty
+) -> Weights:
+    penalty, beta = loss_config.settings.kl_penalty, loss_config.loss_coefficients.kl_beta
     assert isinstance(penalty, KLPenalty)
     estimate = ESTIMATORS[penalty.estimator]
-    penalties = [np.zeros(len(group.rewards)) for group in groups]
-    for mini, scores in zip(minis, references, strict=True):
-        for micro, reference_N in zip(mini.micro_batches, scores, strict=True):
-            kl_N = np.array(estimate(mx.array(micro.table.rollout_logp_N), reference_N), dtype=np.float64)
-            kl_B = np.bincount(micro.table.sequence_N, kl_N * micro.table.loss_mask_N, minlength=micro.sequences)
-            for member, kl in zip(micro.members, kl_B, strict=True):
-                group, completion = mini.origins[member]
-                penalties[group][completion] = loss_config.loss_coefficients.kl_beta * kl
-    return penalties
+
+    def penalty_B(micro: MicroBatch, reference_N: mx.array) -> NDArray[np.float64]:
+        kl_N = estimate(mx.array(micro.table.rollout_logp_N), reference_N)
+        return beta * micro.sum_B(np.array(kl_N, dtype=np.float64))
+
+    return _of_completions(groups, minis, (penalty_B(*one) for one in _with_scores(minis, references)))

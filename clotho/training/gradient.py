@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy_model import WeightedModel
-from clotho.models.stages import Stage, block_of
+from clotho.models.stages import block_of
 from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
@@ -28,13 +28,11 @@ from clotho.training.optimizers import global_norm
 class LossConfig(NamedTuple):
     """What determines the loss and does not change during an update.
 
-    objective: the objective function. distribution: sampling distribution of the tokens. loss_coefficients: current
-    coefficients of the KL penalty and the entropy bonus.
+    objective: the objective function. loss_coefficients: current coefficients of the KL penalty and the entropy bonus.
     """
 
     settings: LearnerSection
     objective: Objective
-    distribution: SamplingDistribution
     loss_coefficients: LossCoefficients
 
 
@@ -46,8 +44,8 @@ class FixedLogprobs(NamedTuple):
     update (`ObjectiveInputs`).
     """
 
-    reference_N: mx.array | None
-    proximal_N: mx.array | None
+    reference_N: mx.array | None = None
+    proximal_N: mx.array | None = None
     reference_point: float = 0.0
 
 
@@ -128,126 +126,143 @@ class OtherRanks(Protocol):
         """Return the log-probabilities of the others' micro-batches by index."""
 
 
-def micro_batch_gradient(
-    policy: WeightedModel,
-    forcing: TeacherForcing,
-    parameters: Parameters,
-    micro: MicroBatch,
-    fixed_logprobs: FixedLogprobs,
-    *,
-    loss_config: LossConfig,
-    position: StepPosition,
-    turns: TurnBudget,
-    token_gradients: bool = False,
-) -> MicroBatchGradient:
-    """Return the gradient of one micro-batch's loss with respect to `parameters`. Gradients of micro-batches add up.
+class LearnerModel(NamedTuple):
+    """The model of a learner, and how it computes.
 
-    Gradients are float32. Only trainable parameters are differentiated. Afterwards the model has `parameters`, no
-    tracer and no changed mode. Tokens count as on-policy while the weights are those of the start of the update.
-    token_gradients: also return the gradient at each token, which the backward pass contains already.
+    policy: belongs to the learner's thread. forcing: over this model. distribution: the tokens were sampled from it.
+    turns: limits the duration of turns. ranks: compute a share of the micro-batches; None without other ranks.
     """
-    gradient, stages = _gradient_graph(
-        policy,
-        forcing,
-        parameters,
-        micro,
-        fixed_logprobs,
-        loss_config=loss_config,
-        position=position,
-        turns=turns,
-        token_gradients=token_gradients,
-    )
-    turns.evaluate(stages, _in_order_of_blocks(gradient))
-    return gradient
 
+    policy: WeightedModel
+    forcing: TeacherForcing
+    distribution: SamplingDistribution
+    turns: TurnBudget
+    ranks: OtherRanks | None = None
 
-def _gradient_graph(
-    policy: WeightedModel,
-    forcing: TeacherForcing,
-    parameters: Parameters,
-    micro: MicroBatch,
-    fixed_logprobs: FixedLogprobs,
-    *,
-    loss_config: LossConfig,
-    position: StepPosition,
-    turns: TurnBudget,
-    token_gradients: bool,
-) -> tuple[MicroBatchGradient, list[Stage]]:
-    """Build the graph of the gradient, and return its stages."""
-    inputs = _inputs(micro, fixed_logprobs, position)
-    logp_only = loss_config.loss_coefficients.entropy_coef == 0.0 and micro.table.teacher is None
-    chosen = loss_config.settings.objective
-    between = (
-        isinstance(chosen, RatioObjective)
-        and chosen.ratio_reference == "batch_start_interpolated"
-        and position.progress > 0
-    )
+    def logprobs(self, micro: MicroBatch) -> mx.array:
+        """Return the log-probabilities of a micro-batch's tokens with the present weights: (N,) float32, evaluated."""
+        unaided = micro._replace(table=micro.table._replace(teacher=None))
+        with self.turns.recorded(self.policy.model, gradients=False) as stages:
+            logp_N = self.forcing(unaided, distribution=self.distribution).logp_N
+        self.turns.evaluate(stages.take(), logp_N)
+        return logp_N
 
-    slopes: list[mx.array] = []
+    def gradient(
+        self,
+        parameters: Parameters,
+        micro: MicroBatch,
+        fixed_logprobs: FixedLogprobs,
+        *,
+        loss_config: LossConfig,
+        position: StepPosition,
+        token_gradients: bool = False,
+    ) -> MicroBatchGradient:
+        """Return the gradient of one micro-batch's loss with respect to `parameters`. Those of micro-batches add up.
 
-    def loss(traced: Parameters) -> tuple[mx.array, MetricSums, mx.array, mx.array]:
-        """Return the loss under traced parameters, with metrics and log-probabilities."""
-        policy.use(traced)
-        scores, of_experts = forcing.with_experts(micro, distribution=loss_config.distribution, logp_only=logp_only)
-        seen = inputs
-        if between:
-            proximal_N = interpolated_proximal(
-                mx.stop_gradient(scores.logp_N),
-                inputs.rollout_logp_N,
-                mx.array(micro.table.version_N),
-                version_proximal=position.version,
-                version_current=position.version + position.progress,
+        Gradients are float32. Only trainable parameters are differentiated. Afterwards the model has `parameters`, no
+        tracer and no changed mode. Tokens count as on-policy while the weights are those of the start of the update.
+        token_gradients: also return the gradient at each token, which the backward pass contains already.
+        """
+        slopes: list[mx.array] | None = [] if token_gradients else None
+        loss = self._loss(micro, fixed_logprobs, loss_config, position, slopes)
+        # While it traces, MLX puts its tracers into the very containers it is given; others read the learner's.
+        own = nested(flat(parameters))
+        try:
+            with self.policy.training_mode(), self.turns.recorded(self.policy.model, gradients=True) as stages:
+                (value, metrics, logp_N, cut_N), tree = mx.value_and_grad(loss)(own)
+        finally:
+            self.policy.use(parameters)
+        arrays = {name: array.astype(mx.float32) for name, array in flat(tree).items()}
+        tokens: tuple[TokenGradient, ...] = ()
+        if slopes is not None:  # a custom loss may not depend on log-probabilities
+            tokens = (TokenGradient(slopes[0] if slopes else mx.zeros_like(logp_N), cut_N),)
+        gradient = MicroBatchGradient(arrays, value, metrics, logp_N, tokens)
+        self.turns.evaluate(stages.take(arrays), _in_order_of_blocks(gradient))
+        return gradient
+
+    def _loss(
+        self,
+        micro: MicroBatch,
+        fixed_logprobs: FixedLogprobs,
+        loss_config: LossConfig,
+        position: StepPosition,
+        slopes: list[mx.array] | None,
+    ) -> Callable[[Parameters], tuple[mx.array, MetricSums, mx.array, mx.array]]:
+        """Return the loss as a function of traced parameters, with metrics, log-probabilities and cuts.
+
+        slopes: receives the derivative with respect to the log-probabilities when the backward pass is built.
+        """
+        inputs, chosen = _inputs(micro, fixed_logprobs, position), loss_config.settings.objective
+        logp_only = loss_config.loss_coefficients.entropy_coef == 0.0 and micro.table.teacher is None
+        interpolates = isinstance(chosen, RatioObjective) and chosen.ratio_reference == "batch_start_interpolated"
+
+        def loss(traced: Parameters) -> tuple[mx.array, MetricSums, mx.array, mx.array]:
+            """Compute the loss with these parameters."""
+            self.policy.use(traced)
+            scores, of_experts = self.forcing.with_experts(micro, distribution=self.distribution, logp_only=logp_only)
+            seen = inputs
+            if interpolates and position.progress > 0:
+                proximal_N = interpolated_proximal(
+                    mx.stop_gradient(scores.logp_N),
+                    inputs.rollout_logp_N,
+                    mx.array(micro.table.version_N),
+                    version_proximal=position.version,
+                    version_current=position.version + position.progress,
+                )
+                seen = inputs._replace(proximal_N=proximal_N)
+            value, metrics, cut_N = policy_loss(
+                scores.logp_N if slopes is None else _watched(scores.logp_N, slopes),
+                scores.entropy_N,
+                seen,
+                cross_entropy_N=scores.cross_entropy_N,
+                settings=loss_config.settings,
+                loss_coefficients=loss_config.loss_coefficients,
+                objective=loss_config.objective,
             )
-            seen = inputs._replace(proximal_N=proximal_N)
-        value, metrics, cut_N = policy_loss(
-            _watched(scores.logp_N, slopes) if token_gradients else scores.logp_N,
-            scores.entropy_N,
-            seen,
-            cross_entropy_N=scores.cross_entropy_N,
-            settings=loss_config.settings,
-            loss_coefficients=loss_config.loss_coefficients,
-            objective=loss_config.objective,
+            return value, metrics | of_experts, mx.stop_gradient(scores.logp_N), cut_N
+
+        return loss
+
+    def minibatch_gradient(
+        self,
+        parameters: Parameters,
+        micro_batches: Sequence[MicroBatch],
+        fixed_logprobs: Sequence[FixedLogprobs],
+        *,
+        loss_config: LossConfig,
+        position: StepPosition,
+        token_gradients: bool = False,
+    ) -> tuple[MicroBatchGradient, list[MicroBatchGradient]]:
+        """Return the gradient of a minibatch, and the gradients of its micro-batches without their arrays."""
+        own: Sequence[int] = range(len(micro_batches))
+        how: Any = {"loss_config": loss_config, "position": position, "token_gradients": token_gradients}
+        if self.ranks is not None:
+            own = self.ranks.assign_gradients(micro_batches, fixed_logprobs, parameters, **how)
+        total: MicroBatchGradient | None = None
+        parts: dict[int, MicroBatchGradient] = {}
+        for k in own:
+            part = self.gradient(parameters, micro_batches[k], fixed_logprobs[k], **how)
+            total = add_gradients(total, part)
+            parts[k] = part._replace(arrays={})
+            self.turns.pause()
+        assert total is not None
+        if self.ranks is not None:
+            total, others = self.ranks.add_gradients(total, self.turns)
+            parts |= others
+        return total, [parts[k] for k in range(len(micro_batches))]
+
+    def score_norm_squared(self, parameters: Parameters, micro: MicroBatch, loss_config: LossConfig) -> float:
+        """Return |grad sum_t log pi_t|^2 over the tokens of a micro-batch, with respect to the trainable parameters."""
+        plain = replace(loss_config.settings, objective=Reinforce(importance_correction=Off()), kl_penalty=Off())
+        table = micro.table._replace(loss_weight_N=micro.table.loss_mask_N, teacher=None, teacher_logp_N=None)
+        gradient = self.gradient(
+            parameters,
+            micro._replace(table=table),
+            FixedLogprobs(),
+            loss_config=LossConfig(plain, _log_probability, LossCoefficients(0.0, 0.0)),
+            position=StepPosition(0, 0.0),
         )
-        return value, metrics | of_experts, mx.stop_gradient(scores.logp_N), cut_N
-
-    # While it traces, MLX puts its tracers into the very containers it is given; others read the learner's.
-    own = nested(flat(parameters))
-    try:
-        with policy.training_mode(), turns.recorded(policy.model, gradients=True) as stages:
-            (value, metrics, logp_N, cut_N), tree = mx.value_and_grad(loss)(own)
-    finally:
-        policy.use(parameters)
-    arrays = {name: array.astype(mx.float32) for name, array in flat(tree).items()}
-    slope_N = slopes[0] if slopes else mx.zeros_like(logp_N)  # a custom loss may not depend on log-probabilities
-    tokens = (TokenGradient(slope_N, cut_N),) if token_gradients else ()
-    return MicroBatchGradient(arrays, value, metrics, logp_N, tokens), stages.take(arrays)
-
-
-def score_norm_squared(
-    policy: WeightedModel,
-    forcing: TeacherForcing,
-    parameters: Parameters,
-    micro: MicroBatch,
-    *,
-    loss_config: LossConfig,
-    turns: TurnBudget,
-) -> float:
-    """Return |grad sum_t log pi_t|^2 over the tokens of a micro-batch, with respect to the trainable parameters."""
-    plain = replace(loss_config.settings, objective=Reinforce(importance_correction=Off()), kl_penalty=Off())
-    table = micro.table._replace(loss_weight_N=micro.table.loss_mask_N, teacher=None, teacher_logp_N=None)
-    gradient = micro_batch_gradient(
-        policy,
-        forcing,
-        parameters,
-        micro._replace(table=table),
-        FixedLogprobs(None, None),
-        loss_config=loss_config._replace(
-            settings=plain, objective=_log_probability, loss_coefficients=LossCoefficients(0.0, 0.0)
-        ),
-        position=StepPosition(0, 0.0),
-        turns=turns,
-    )
-    return float(np.array(global_norm(gradient.arrays))) ** 2
+        return float(np.array(global_norm(gradient.arrays))) ** 2
 
 
 def _log_probability(logp_N: mx.array, tokens: ObjectiveInputs, settings: Reinforce) -> PolicyLoss:
@@ -267,22 +282,6 @@ def _watched(logp_N: mx.array, slopes: list[mx.array]) -> mx.array:
         return cotangent_N
 
     return cast(mx.array, watch(logp_N))
-
-
-def compute_logprobs(
-    policy: WeightedModel,
-    forcing: TeacherForcing,
-    micro: MicroBatch,
-    distribution: SamplingDistribution,
-    *,
-    turns: TurnBudget,
-) -> mx.array:
-    """Return the log-probabilities of a micro-batch's tokens with the present weights: (N,) float32, evaluated."""
-    unaided = micro._replace(table=micro.table._replace(teacher=None))
-    with turns.recorded(policy.model, gradients=False) as stages:
-        logp_N = forcing(unaided, distribution=distribution).logp_N
-    turns.evaluate(stages.take(), logp_N)
-    return logp_N
 
 
 def add_gradients(total: MicroBatchGradient | None, part: MicroBatchGradient) -> MicroBatchGradient:

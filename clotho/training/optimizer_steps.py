@@ -13,21 +13,10 @@ from msgspec.structs import fields
 from numpy.typing import ArrayLike, NDArray
 
 from clotho.models.parameters import Arrays, Parameters, flat, nested
-from clotho.models.policy_model import WeightedModel
-from clotho.models.turns import TurnBudget
-from clotho.scoring.sequences import MicroBatch, sampled_mask_T
-from clotho.scoring.teacher_forcing import TeacherForcing
+from clotho.scoring.sequences import sampled_mask_T
 from clotho.settings.learner import EssStepScale, LearnerSection
 from clotho.training.batch import Minibatch, TrainingBatch
-from clotho.training.gradient import (
-    FixedLogprobs,
-    LossConfig,
-    MicroBatchGradient,
-    OtherRanks,
-    StepPosition,
-    add_gradients,
-    micro_batch_gradient,
-)
+from clotho.training.gradient import LearnerModel, LossConfig, MicroBatchGradient, StepPosition
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizers import OptimizerState, apply_step, clip_scale, global_norm
 from protocols.rollout import ScoredGroup
@@ -141,38 +130,31 @@ def step_scale(sample_size: float, settings: LearnerSection) -> float:
 
 
 class TokenRecord:
-    """Collects the values of every token from the first gradient of an update that uses the token."""
+    """Collects the values of every token from the first gradient of an update that uses the token.
+
+    Of each completion: log-probabilities, cuts, and absolute slopes of its trained tokens.
+    """
 
     def __init__(self) -> None:
-        self._origins: list[tuple[int, int]] = []
-        self._lengths: list[NDArray[np.int64]] = []
-        self._logp: list[NDArray[np.float32]] = []
-        self._slopes: list[NDArray[np.float32]] = []
-        self._cuts: list[NDArray[np.uint8]] = []
+        self._found: dict[tuple[int, int], list[NDArray[Any]]] = {}
 
-    def add(self, mini: Minibatch, micro: MicroBatch, gradient: MicroBatchGradient) -> None:
-        """Add the tokens of a micro-batch. gradient: with `tokens`."""
-        (found,) = gradient.tokens
-        table = micro.table
-        trained = int(np.count_nonzero(table.loss_mask_N))  # padding is at the end
-        self._origins += [mini.origins[member] for member in micro.members]
-        self._lengths.append(np.bincount(table.sequence_N[:trained], minlength=micro.sequences))
-        self._logp.append(np.array(gradient.logp_N)[:trained])
-        self._slopes.append(np.abs(np.array(found.slope_N)[:trained]))
-        self._cuts.append(np.array(found.cut_N)[:trained])
+    def add(self, mini: Minibatch, parts: Sequence[MicroBatchGradient]) -> None:
+        """Add the tokens of a minibatch. parts: the gradients of its micro-batches, with `tokens`."""
+        for micro, part in zip(mini.micro_batches, parts, strict=True):
+            (found,) = part.tokens
+            table = micro.table
+            trained = int(np.count_nonzero(table.loss_mask_N))  # padding is at the end
+            ends = np.cumsum(np.bincount(table.sequence_N[:trained], minlength=micro.sequences))[:-1]
+            columns = (np.array(part.logp_N), np.array(found.cut_N), np.abs(np.array(found.slope_N)))
+            split = zip(*(np.split(column_N[:trained], ends) for column_N in columns), strict=True)
+            self._found |= {mini.origins[member]: list(own) for member, own in zip(micro.members, split, strict=True)}
 
     def values(self, groups: Sequence[ScoredGroup], batch: TrainingBatch) -> tuple[tuple[TokenValues, ...], ...]:
         """Return the values of each completion of the first groups of the update, in its little-endian form."""
-        ends = np.cumsum(np.concatenate(self._lengths))[:-1]
-        slope_N = np.concatenate(self._slopes)
-        total = float(slope_N.sum(dtype=np.float64))
-        share_N = (slope_N / total if total > 0 else np.zeros_like(slope_N)).astype("<f4")
-        columns = (np.concatenate(self._logp).astype("<f4"), np.concatenate(self._cuts), share_N)
-        parts = zip(*(np.split(column_N, ends) for column_N in columns), strict=True)
-        found = dict(zip(self._origins, parts, strict=True))
+        total = float(np.concatenate([slope_T for *_, slope_T in self._found.values()]).sum(dtype=np.float64))
         return tuple(
             tuple(
-                _completion_values(group, i, batch.advantages[g][i], found.get((g, i)))
+                _completion_values(group, i, batch.advantages[g][i], self._found.get((g, i)), total or 1.0)
                 for i in range(len(group.rewards))
             )
             for g, group in enumerate(groups)
@@ -180,16 +162,16 @@ class TokenRecord:
 
 
 def _completion_values(
-    group: ScoredGroup, i: int, advantage_T: NDArray[np.float64], found: tuple[NDArray[np.generic], ...] | None
+    group: ScoredGroup, i: int, advantage_T: NDArray[np.float64], found: list[NDArray[Any]] | None, total: float
 ) -> TokenValues:
-    """Return the values of a completion. found: log-probability, cut and share of its sampled tokens, if trained on."""
+    """Return the values of a completion. found: of its trained tokens, if any. total: sum of all slopes."""
     completion = group.group.completions[i]
     T = len(completion.tokens)
     logp_T, share_T = np.full(T, np.nan, dtype="<f4"), np.zeros(T, dtype="<f4")
     cut_T = np.full(T, Cut.MASK, dtype=np.uint8)
     if found is not None:
-        sampled_T = sampled_mask_T(completion) if completion.sampled else slice(None)
-        logp_T[sampled_T], cut_T[sampled_T], share_T[sampled_T] = found
+        sampled_T = sampled_mask_T(completion)
+        logp_T[sampled_T], cut_T[sampled_T], share_T[sampled_T] = found[0], found[1], found[2] / total
     if group.zero_advantage and group.zero_advantage[i]:
         cut_T[:] = Cut.MASK
     return TokenValues(
@@ -218,54 +200,44 @@ class OptimizerProgress(NamedTuple):
 def take_optimizer_steps(
     batch: TrainingBatch,
     start: OptimizerProgress,
+    model: LearnerModel,
     *,
-    policy: WeightedModel,
-    forcing: TeacherForcing,
     loss_config: LossConfig,
     version: int,
     learning_rate: float,
     totals: MetricTotals,
-    turns: TurnBudget,
     record: TokenRecord | None = None,
-    ranks: OtherRanks | None = None,
 ) -> OptimizerProgress | None:
     """Take one step for every minibatch of every epoch; return None if a loss or gradient is not finite.
 
     version: policy version of the weights before the first step. totals: receives the metrics. record: receives the
-    tokens. ranks: compute a share of every gradient; every step is taken here. A gradient of exactly zero takes no
+    tokens. Other ranks compute a share of every gradient; every step is taken here. A gradient of exactly zero takes no
     step, because momentum and weight decay would move the weights. The importance weights that scale the learning rate
     are those of the gradient, so they need no other forward pass.
     """
-    progress = start
-    count = loss_config.settings.update_epochs * len(batch.minibatches)
+    progress, settings = start, loss_config.settings
+    count = settings.update_epochs * len(batch.minibatches)
     for number in range(count):
         index = number % len(batch.minibatches)
         mini, recorder = batch.minibatches[index], record if number == index else None
-        total, parts = minibatch_gradient(
-            mini,
-            batch.fixed_logprobs[index],
+        total, parts = model.minibatch_gradient(
             progress.parameters,
-            policy=policy,
-            forcing=forcing,
+            mini.micro_batches,
+            batch.fixed_logprobs[index],
             loss_config=loss_config,
             position=StepPosition(version, number / count),
-            turns=turns,
             token_gradients=recorder is not None,
-            ranks=ranks,
         )
         if recorder is not None:
-            for micro, part in zip(mini.micro_batches, parts, strict=True):
-                recorder.add(mini, micro, part)
-        log_weights = completion_weights(mini, parts, loss_config.settings)
+            recorder.add(mini, parts)
         if number == 0:
             progress = progress._replace(initial_logp=tuple(part.logp_N for part in parts))
-        stepped = take_step(
-            progress, total, log_weights, settings=loss_config.settings, learning_rate=learning_rate, totals=totals
-        )
+        log_weights = completion_weights(mini, parts, settings)
+        stepped = take_step(progress, total, log_weights, settings=settings, learning_rate=learning_rate, totals=totals)
         if stepped is None:
             return None
         if stepped.steps > progress.steps:
-            turns.pause()
+            model.turns.pause()
         progress = stepped
     return progress
 
@@ -303,69 +275,15 @@ def take_step(
         return None
     if norm == 0.0:
         return progress
-    return _step(progress, total.arrays, settings, learning_rate=scale * learning_rate, norm=norm)
-
-
-def minibatch_gradient(
-    mini: Minibatch,
-    fixed_logprobs: Sequence[FixedLogprobs],
-    parameters: Parameters,
-    *,
-    policy: WeightedModel,
-    forcing: TeacherForcing,
-    loss_config: LossConfig,
-    position: StepPosition,
-    turns: TurnBudget,
-    token_gradients: bool,
-    ranks: OtherRanks | None,
-) -> tuple[MicroBatchGradient, list[MicroBatchGradient]]:
-    """Return the gradient of a minibatch, and the gradients of its micro-batches without their arrays."""
-    own: Sequence[int] = range(len(mini.micro_batches))
-    if ranks is not None:
-        own = ranks.assign_gradients(
-            mini.micro_batches,
-            fixed_logprobs,
-            parameters,
-            loss_config=loss_config,
-            position=position,
-            token_gradients=token_gradients,
-        )
-    total: MicroBatchGradient | None = None
-    parts: dict[int, MicroBatchGradient] = {}
-    for k in own:
-        part = micro_batch_gradient(
-            policy,
-            forcing,
-            parameters,
-            mini.micro_batches[k],
-            fixed_logprobs[k],
-            loss_config=loss_config,
-            position=position,
-            turns=turns,
-            token_gradients=token_gradients,
-        )
-        total = add_gradients(total, part)
-        parts[k] = part._replace(arrays={})
-        turns.pause()
-    assert total is not None
-    if ranks is not None:
-        total, others = ranks.add_gradients(total, turns)
-        parts |= others
-    return total, [parts[k] for k in range(len(mini.micro_batches))]
-
-
-def _step(
-    progress: OptimizerProgress, gradients: Arrays, settings: LearnerSection, *, learning_rate: float, norm: float
-) -> OptimizerProgress:
     parameters, optimizer = apply_step(
         flat(progress.parameters),
-        gradients,
+        total.arrays,
         progress.optimizer,
-        learning_rate=learning_rate,
+        learning_rate=scale * learning_rate,
         scale=clip_scale(norm, settings.max_grad_norm),
         settings=settings,
     )
     mx.eval(parameters, optimizer.slots, optimizer.master)
     return progress._replace(
-        parameters=nested(parameters), optimizer=optimizer, steps=progress.steps + 1, gradients=gradients
+        parameters=nested(parameters), optimizer=optimizer, steps=progress.steps + 1, gradients=total.arrays
     )

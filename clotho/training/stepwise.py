@@ -21,9 +21,8 @@ from clotho.scoring.sequences import sampled_mask_T
 from clotho.settings.bounds import Off
 from clotho.settings.learner import LearnerSection, Optimizer
 from clotho.settings.objectives import Objective, ObjectiveSettings, Sft
-from clotho.training import gradient as micro
-from clotho.training.batch import Minibatch, compute_advantages, minibatches
-from clotho.training.gradient import FixedLogprobs, LossConfig, StepPosition, compute_logprobs
+from clotho.training.batch import Minibatch, compute_advantages, scored
+from clotho.training.gradient import FixedLogprobs, LossConfig, MicroBatchGradient, StepPosition, add_gradients
 from clotho.training.learner_state import with_prefix
 from clotho.training.objectives.functions import objective, reinforce, require_exact_ratio
 from clotho.training.objectives.loss import LossCoefficients
@@ -32,7 +31,6 @@ from clotho.training.optimizer_steps import (
     OptimizerProgress,
     completion_weights,
     metric_means,
-    minibatch_gradient,
     take_step,
 )
 from clotho.training.optimizers import learning_rate as scheduled_rate
@@ -89,7 +87,7 @@ NOTHING = Gradient(loss=0.0, metrics={}, tokens=0, logprobs=())
 class _Held(NamedTuple):
     """The sum of the gradients since the last step. log_weights: as for `take_step`."""
 
-    total: micro.MicroBatchGradient
+    total: MicroBatchGradient | None
     log_weights: tuple[NDArray[np.float64], ...]
     tokens: int
 
@@ -115,13 +113,13 @@ class StepwiseLearner(PolicyLearner):
                 config = self._loss_config(replace(self._settings, num_minibatches=1, update_epochs=1))
                 if isinstance(loss, ObjectiveSettings):
                     config = self._with_objective(config, cast(Objective, loss))
-                batch = self._prepare(groups, config, step=self._state.updates)
+                batch = self._prepare(groups, config, self._computing, step=self._state.updates)
                 if not batch.minibatches:  # all completions are truncated, and masked therefore
                     return NOTHING
                 return self._add(groups, batch.minibatches[0], batch.fixed_logprobs[0], config)
             config = self._plain_config()
             mini = self._minibatch(groups, config.settings)
-            fixed = [FixedLogprobs(None, None)] * len(mini.micro_batches)
+            fixed = [FixedLogprobs()] * len(mini.micro_batches)
             if loss == "cross_entropy":
                 found = self._add(groups, mini, fixed, config)
                 return replace(found, metrics={})
@@ -161,19 +159,19 @@ class StepwiseLearner(PolicyLearner):
             optimizer=settings.optimizer if optimizer is None else optimizer,
             max_grad_norm=settings.max_grad_norm if max_grad_norm is None else max_grad_norm,
         )
-        held, self._held = self._held, None
+        held, self._held = self._held or _Held(None, (), 0), None
         rate = learning_rate
         if rate is None:
             rate = scheduled_rate(self._state.updates, steps=self._steps, settings=self._settings)
         rate *= self._state.rate_factor
-        totals = MetricTotals()
-        progress: OptimizerProgress | None = OptimizerProgress(self.parameters, self._state.optimizer)
-        if held is not None and progress is not None:
+        start, totals = OptimizerProgress(self.parameters, self._state.optimizer), MetricTotals()
+        progress: OptimizerProgress | None = start
+        if held.total is not None:
             progress = take_step(
-                progress, held.total, held.log_weights, settings=settings, learning_rate=rate, totals=totals
+                start, held.total, held.log_weights, settings=settings, learning_rate=rate, totals=totals
             )
         metrics = totals.metrics(
-            tokens=held.tokens if held is not None else 0,
+            tokens=held.tokens,
             learning_rate=rate,
             loss_coefficients=self._state.loss_coefficients,
             steps=progress.steps if progress is not None else 0,
@@ -221,27 +219,15 @@ class StepwiseLearner(PolicyLearner):
         settings = replace(
             self._settings, objective=chosen, kl_penalty=Off(), distillation_weight=0.0, num_minibatches=1
         )
-        return LossConfig(settings, reinforce, self._distribution, LossCoefficients(0.0, 0.0))
+        return LossConfig(settings, reinforce, LossCoefficients(0.0, 0.0))
 
     def _minibatch(self, groups: Sequence[ScoredGroup], settings: LearnerSection) -> Minibatch:
-        (mini,) = minibatches(
-            groups,
-            compute_advantages(groups, (), settings),
-            settings=settings,
-            max_tokens=self._max_tokens,
-            layout=self._forcing.layout,
-            seed=(),
-            replays=self._replays,
-        )
+        advantages = compute_advantages(groups, (), settings)
+        (mini,) = self._division(settings, self._computing).minibatches(groups, advantages)
         return mini
 
     def _scores(self, mini: Minibatch) -> list[mx.array]:
-        self.model.use(self.parameters)
-        found = []
-        for part in mini.micro_batches:
-            found.append(compute_logprobs(self.model, self._forcing, part, self._distribution, turns=self.turns))
-            self.turns.pause()
-        return found
+        return scored(self._computing, [mini], self.parameters)[0]
 
     def _slopes(
         self, groups: Sequence[ScoredGroup], mini: Minibatch, loss: CustomLoss
@@ -283,30 +269,20 @@ class StepwiseLearner(PolicyLearner):
         config: LossConfig,
     ) -> Gradient:
         """Add the gradient of a minibatch to the one that is held."""
-        total, parts = minibatch_gradient(
-            mini,
-            fixed,
-            self.parameters,
-            policy=self.model,
-            forcing=self._forcing,
-            loss_config=config,
-            position=StepPosition(self.version, 0.0),
-            turns=self.turns,
-            token_gradients=False,
-            ranks=None,
+        position = StepPosition(self.version, 0.0)
+        total, parts = self._computing.minibatch_gradient(
+            self.parameters, mini.micro_batches, fixed, loss_config=config, position=position
         )
         log_weights = completion_weights(mini, parts, config.settings)
-        held, tokens = self._held, mini.tokens
+        held = self._held or _Held(None, (), 0)
         kept = total._replace(metrics={}) if isinstance(config.settings.objective, Sft) else total
         self._held = _Held(
-            micro.add_gradients(held.total if held is not None else None, kept),
-            (*(held.log_weights if held is not None else ()), *log_weights),
-            (held.tokens if held is not None else 0) + tokens,
+            add_gradients(held.total, kept), (*held.log_weights, *log_weights), held.tokens + mini.tokens
         )
         means = metric_means({name: np.array(sums) for name, sums in total.metrics.items()})
         means.pop("ratio_squared_mean", None)
         rows = _rows(groups, mini, [found.logp_N for found in parts])
-        return Gradient(loss=float(total.loss), metrics=means, tokens=tokens, logprobs=rows)
+        return Gradient(loss=float(total.loss), metrics=means, tokens=mini.tokens, logprobs=rows)
 
 
 def _completions(groups: Sequence[ScoredGroup]) -> list[Completion]:

@@ -5,7 +5,7 @@ An update passes through these modules, in this order:
 1. `update` (`PolicyLearner.update`) receives a batch of scored groups. It combines the settings with the objective
    function, the sampling distribution and the current loss coefficients; they do not change during the update.
 2. `batch` builds the minibatches. If the KL penalty is part of the reward, or a penalty needs them,
-   `reference_policy` makes the learner's model compute as the reference policy, and `gradient.compute_logprobs`
+   `reference_policy` makes the learner's model compute as the reference policy, and `gradient.LearnerModel`
    scores every token under it.
 3. `advantages` turns the rewards of each group (less that penalty) into one advantage per completion. Groups from
    environments may contain advantages per token. Tokens that the policy did not sample and masked completions get 0.
@@ -39,7 +39,7 @@ between which others may compute. An exception at any point changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 from msgspec import Struct
@@ -53,8 +53,8 @@ from clotho.models.turns import UNSHARED, TurnBudget, Turns
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.learner import LearnerSection, RouterReplay
-from clotho.training.batch import PerTokenAdvantages, TrainingBatch, prepare
-from clotho.training.gradient import LossConfig, OtherRanks
+from clotho.training.batch import Division, PerTokenAdvantages, TrainingBatch, prepare
+from clotho.training.gradient import LearnerModel, LossConfig, OtherRanks
 from clotho.training.learner_state import LearnerSnapshot, LearnerState, state_arrays, state_from_arrays, with_prefix
 from clotho.training.objectives.functions import objective, require_exact_ratio
 from clotho.training.objectives.loss import initial_loss_coefficients, next_loss_coefficients
@@ -148,14 +148,14 @@ class PolicyLearner:
         self._steps, self._first_step = steps, first_step
         self._max_tokens = sampling.max_tokens
         self._measure_update_kl = measure_update_kl if learner.objective.has_ratio else 0
-        self._token_values, self._ranks = token_values, ranks
-        self._distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
-        self._objective = objective(learner.objective)
+        self._token_values, self._objective = token_values, objective(learner.objective)
         self.model = policy.copy_model()
         require_exact_ratio(learner.objective, computing_dtype(self.model.model))
-        self._forcing = TeacherForcing(self.model.model, self.model.vocab_size, layout=learner.layout)
-        _require_replay(learner.router_replay, self._forcing)
+        forcing = TeacherForcing(self.model.model, self.model.vocab_size, layout=learner.layout)
+        _require_replay(learner.router_replay, forcing)
         self.turns = TurnBudget(learner.max_turn_ms / 1000.0, lane)
+        distribution = SamplingDistribution(sampling.temperature, sampling.logit_bias)
+        self._computing = LearnerModel(self.model, forcing, distribution, self.turns, ranks)
         self._adapter_check = AdapterCheck()
         self.begin()
 
@@ -187,7 +187,7 @@ class PolicyLearner:
         measures = in_a_row > 0 and (step < FIRST_STEPS or step % UPDATE_KL_INTERVAL < in_a_row)
         try:
             batch, progress, metrics, record = self._compute(
-                [*groups, *replayed], step, self._ranks, measure_update_kl=measures
+                [*groups, *replayed], step, self._computing, measure_update_kl=measures
             )
         finally:
             self.model.release()
@@ -221,13 +221,13 @@ class PolicyLearner:
         """
         found: list[UpdateMetrics | None] = []
         before, random = (self.snapshot(), self.version, self.fingerprint, self._adapter_check), random_state()
-        computed: _Computed | None = None
+        computed, alone = cast(_Computed | None, None), self._computing._replace(ranks=None)
         self._adapter_check = AdapterCheck()
         try:
             for step, groups in batches:
                 if computed is not None and computed.progress is not None and computed.metrics.update_applied:
                     self._apply(computed.progress, computed.metrics)
-                computed = self._compute(groups, step, None, measure_update_kl=measure_update_kl)
+                computed = self._compute(groups, step, alone, measure_update_kl=measure_update_kl)
                 found.append(computed.metrics if computed.progress is not None else None)
                 if computed.progress is None:
                     break
@@ -239,25 +239,22 @@ class PolicyLearner:
         return found
 
     def _compute(
-        self, groups: Sequence[ScoredGroup], step: int, ranks: OtherRanks | None, *, measure_update_kl: bool
+        self, groups: Sequence[ScoredGroup], step: int, model: LearnerModel, *, measure_update_kl: bool
     ) -> _Computed:
         self.turns.begin()
         loss_config = self._loss_config(self._settings)
-        batch = self._prepare(groups, loss_config, step=step, ranks=ranks)
+        batch = self._prepare(groups, loss_config, model, step=step)
         rate = learning_rate(step, steps=self._steps, settings=self._settings) * self._state.rate_factor
         totals, record = MetricTotals(), TokenRecord() if self._token_values else None
         progress = take_optimizer_steps(
             batch,
             OptimizerProgress(self.parameters, self._state.optimizer),
-            policy=self.model,
-            forcing=self._forcing,
+            model,
             loss_config=loss_config,
             version=self.version,
             learning_rate=rate,
             totals=totals,
-            turns=self.turns,
             record=record,
-            ranks=ranks,
         )
         metrics = totals.metrics(
             tokens=batch.tokens,
@@ -266,29 +263,36 @@ class PolicyLearner:
             steps=progress.steps if progress is not None else 0,
         )
         if progress is not None and metrics.update_applied and measure_update_kl:
-            metrics = replace(metrics, update_kl=self._update_kl(groups, batch, progress))
+            kl = update_kl(
+                groups,
+                batch.minibatches[0],
+                progress.initial_logp,
+                model,
+                after=progress.parameters,
+                micro_batch_tokens=self._settings.micro_batch_tokens,
+            )
+            metrics = replace(metrics, update_kl=kl)
         if metrics.flipped_routes is not None:
             metrics = replace(metrics, replayed_routes=self._replays)
         return _Computed(batch, progress, metrics, record)
 
     def _loss_config(self, settings: LearnerSection) -> LossConfig:
-        return LossConfig(settings, self._objective, self._distribution, self._state.loss_coefficients)
+        return LossConfig(settings, self._objective, self._state.loss_coefficients)
+
+    def _division(self, settings: LearnerSection, model: LearnerModel, *, step: int = 0) -> Division:
+        least = 1 if model.ranks is None else model.ranks.pieces
+        return Division(settings, self._max_tokens, model.forcing.layout, (self._seed, step), least, self._replays)
 
     def _prepare(
-        self, groups: Sequence[ScoredGroup], loss_config: LossConfig, *, step: int, ranks: OtherRanks | None = None
+        self, groups: Sequence[ScoredGroup], loss_config: LossConfig, model: LearnerModel, *, step: int
     ) -> TrainingBatch:
         return prepare(
             groups,
-            policy=self.model,
-            forcing=self._forcing,
+            model,
+            self._division(loss_config.settings, model, step=step),
             parameters=self.parameters,
             reference=self._reference,
             loss_config=loss_config,
-            max_tokens=self._max_tokens,
-            seed=(self._seed, step),
-            turns=self.turns,
-            replays=self._replays,
-            ranks=ranks,
         )
 
     @property
@@ -296,21 +300,7 @@ class PolicyLearner:
         """Whether the next update takes the routes of the sampler; once that is so, it stays so."""
         mode = self._settings.router_replay
         asked = mode == "on" or (mode == "auto" and (self._state.replays or self._policy.flips_routes))
-        return asked and self._forcing.can_replay
-
-    def _update_kl(self, groups: Sequence[ScoredGroup], batch: TrainingBatch, progress: OptimizerProgress) -> float:
-        kl: float = update_kl(
-            groups,
-            batch.minibatches[0],
-            progress.initial_logp,
-            policy=self.model,
-            forcing=self._forcing,
-            after=progress.parameters,
-            distribution=self._distribution,
-            micro_batch_tokens=self._settings.micro_batch_tokens,
-            turns=self.turns,
-        )
-        return kl
+        return asked and self._computing.forcing.can_replay
 
     def _apply(self, progress: OptimizerProgress, metrics: UpdateMetrics) -> None:
         before = self._state

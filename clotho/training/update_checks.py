@@ -6,21 +6,16 @@ A large divergence is the earliest symptom of an update that destroys the policy
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from clotho.models.parameters import Arrays, Parameters
-from clotho.models.policy_model import WeightedModel
-from clotho.models.turns import TurnBudget
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import TrainingSequence, sampled_mask_T, scored_only
-from clotho.scoring.teacher_forcing import TeacherForcing
-from clotho.scoring.token_scores import SamplingDistribution
 from clotho.training.batch import Minibatch, route_rows, temperature_of
-from clotho.training.gradient import compute_logprobs
+from clotho.training.gradient import LearnerModel
 from clotho.training.objectives.kl import MAX_LOG_RATIO
 from protocols.errors import AdapterError
 from protocols.rollout import ScoredGroup
@@ -40,24 +35,14 @@ def limited_k3(d_N: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.expm1(bounded_N) - bounded_N + (np.e - 1.0) * (d_N - bounded_N)
 
 
-class _Sampled(NamedTuple):
-    """A completion, and the log-probabilities of its sampled tokens before the update."""
-
-    sequence: TrainingSequence
-    before_T: NDArray[np.float64]
-
-
 def update_kl(
     groups: Sequence[ScoredGroup],
     mini: Minibatch,
     before: Sequence[mx.array],
+    model: LearnerModel,
     *,
-    policy: WeightedModel,
-    forcing: TeacherForcing,
     after: Parameters,
-    distribution: SamplingDistribution,
     micro_batch_tokens: int,
-    turns: TurnBudget,
 ) -> float:
     """Estimate KL(policy before || policy after) in nats per token, by `limited_k3` on completions of a minibatch.
 
@@ -66,42 +51,46 @@ def update_kl(
     stand for samples of the policy before the update. micro_batch_tokens: positions per forward pass. Not
     finite if either policy's log-probabilities are not finite.
     """
-    sampled = _spread_completions(groups, mini, before)
-    sequences = [one.sequence for one in sampled]
+    sequences, before_T = _spread_completions(groups, mini, before)
     total, tokens = 0.0, 0
-    policy.use(after)
+    model.policy.use(after)
     replays = any(micro.routes is not None and micro.routes.replays for micro in mini.micro_batches)
-    for micro in build_micro_batches(sequences, layout=forcing.layout, budget=micro_batch_tokens, replays=replays):
-        logp_N = compute_logprobs(policy, forcing, micro, distribution, turns=turns)
-        after_N = np.array(logp_N, dtype=np.float64)
-        turns.pause()
-        before_N = np.concatenate([sampled[member].before_T for member in micro.members])
+    for micro in build_micro_batches(
+        sequences, layout=model.forcing.layout, budget=micro_batch_tokens, replays=replays
+    ):
+        after_N = np.array(model.logprobs(micro), dtype=np.float64)
+        model.turns.pause()
+        before_N = np.concatenate([before_T[member] for member in micro.members])
         d_N = np.clip(after_N[: len(before_N)] - before_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         total += float(np.sum(limited_k3(d_N)))
         tokens += len(before_N)
     return total / tokens
 
 
-def _spread_completions(groups: Sequence[ScoredGroup], mini: Minibatch, before: Sequence[mx.array]) -> list[_Sampled]:
+def _spread_completions(
+    groups: Sequence[ScoredGroup], mini: Minibatch, before: Sequence[mx.array]
+) -> tuple[list[TrainingSequence], list[NDArray[np.float64]]]:
+    """Return completions, and the log-probabilities of their sampled tokens before the update."""
     candidates = sorted(
         (mini.origins[member], m, b)
         for m, micro in enumerate(mini.micro_batches)
         for b, member in enumerate(micro.members)
     )
-    sampled = []
+    sequences, before_T = [], []
     for (group, i), m, b in candidates[:: -(-len(candidates) // COMPLETIONS)]:
         micro = mini.micro_batches[m]
-        completion = groups[group].group.completions[i]
-        sequence = scored_only(groups[group].group.prompt.tokens, completion.tokens)._replace(
-            supports=completion.supports,
-            sampled_mask_T=sampled_mask_T(completion),
-            temperature=temperature_of(groups[group], i),
-            route_I_E=route_rows(groups[group].group.prompt.tokens, completion),
+        completion, prompt = groups[group].group.completions[i], groups[group].group.prompt.tokens
+        sequences.append(
+            scored_only(prompt, completion.tokens)._replace(
+                supports=completion.supports,
+                sampled_mask_T=sampled_mask_T(completion),
+                temperature=temperature_of(groups[group], i),
+                route_I_E=route_rows(prompt, completion),
+            )
         )
         own_N = (micro.table.sequence_N == b) & (micro.table.loss_mask_N > 0)
-        before_T = np.array(before[m], dtype=np.float64)[own_N]
-        sampled.append(_Sampled(sequence, before_T))
-    return sampled
+        before_T.append(np.array(before[m], dtype=np.float64)[own_N])
+    return sequences, before_T
 
 
 PATIENCE = 3

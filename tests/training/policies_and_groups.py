@@ -20,8 +20,8 @@ from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.engine import SamplingSection
 from clotho.settings.learner import LearnerSection
-from clotho.training.batch import prepare
-from clotho.training.gradient import LossConfig, StepPosition, micro_batch_gradient
+from clotho.training.batch import Division, prepare
+from clotho.training.gradient import LearnerModel, LossConfig, StepPosition
 from clotho.training.objectives.functions import objective
 from clotho.training.objectives.loss import initial_loss_coefficients
 from clotho.training.reference_policy import ReferencePolicy
@@ -187,6 +187,15 @@ def random_groups(vocab_size: int, *, groups: int = 3, size: int = 4, seed: int 
     ]
 
 
+def learner_model(
+    policy: TrainablePolicy, settings: LearnerSection, distribution: SamplingDistribution
+) -> LearnerModel:
+    """Return a copy of the policy's model, which computes as that of a learner with these settings."""
+    model = policy.copy_model()
+    forcing = TeacherForcing(model.model, model.vocab_size, layout=settings.layout)
+    return LearnerModel(model, forcing, distribution, UNDIVIDED)
+
+
 def whole_gradient(
     policy: TrainablePolicy,
     groups: Sequence[ScoredGroup],
@@ -196,32 +205,20 @@ def whole_gradient(
     max_tokens: int = 100,
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradient of a batch at the served parameters, all micro-batches added up in float64."""
-    loss_config = LossConfig(settings, objective(settings.objective), distribution, initial_loss_coefficients(settings))
-    model = policy.copy_model()
-    forcing = TeacherForcing(model.model, model.vocab_size, layout=settings.layout)
+    loss_config = LossConfig(settings, objective(settings.objective), initial_loss_coefficients(settings))
+    model = learner_model(policy, settings, distribution)
     batch = prepare(
         groups,
-        policy=model,
-        forcing=forcing,
+        model,
+        Division(settings, max_tokens, settings.layout),
         parameters=policy.trainable(),
         reference=ReferencePolicy(policy, settings),
         loss_config=loss_config,
-        max_tokens=max_tokens,
-        seed=(0,),
-        turns=UNDIVIDED,
     )
     total, arrays = 0.0, {name: np.zeros(array.shape) for name, array in flat(policy.trainable()).items()}
     for micro, known in zip(batch.minibatches[0].micro_batches, batch.fixed_logprobs[0], strict=True):
-        part = micro_batch_gradient(
-            model,
-            forcing,
-            policy.trainable(),
-            micro,
-            known,
-            loss_config=loss_config,
-            position=StepPosition(0, 0.0),
-            turns=UNDIVIDED,
-        )
+        position = StepPosition(0, 0.0)
+        part = model.gradient(policy.trainable(), micro, known, loss_config=loss_config, position=position)
         total += float(part.loss)
         for name, array in part.arrays.items():
             arrays[name] += np.array(array, dtype=np.float64)

@@ -164,7 +164,7 @@ def test_a_weight_that_is_no_number_makes_the_advantages_of_its_group_none() -> 
 def test_the_environment_gives_advantages_token_by_token() -> None:
     """As they are, per group and completion."""
     group = replace(scored_group([[1, 2], [3]], [0.0, 1.0]), token_advantages=((0.5, -1.0), (2.0,)))
-    assert [[row_T.tolist() for row_T in rows] for rows in environment_advantages([group])] == [[[0.5, -1.0], [2.0]]]
+    assert [row_T.tolist() for row_T in environment_advantages(group)] == [[0.5, -1.0], [2.0]]
 
 
 @pytest.mark.parametrize(("given", "says"), [((), "has no"), (((math.nan,),), "not finite")])
@@ -174,4 +174,4 @@ def test_groups_without_advantages_of_their_own_are_refused_by_name(
     """The message names the group."""
     group = replace(scored_group([[3]], [0.0], group_id=17), token_advantages=given)
     with pytest.raises(ValueError, match=f"group 17 .*{says}"):
-        environment_advantages([group])
+        environment_advantages(group)

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from clotho.scoring.sequences import TrainingSequence
-from clotho.training.batch import compute_advantages, minibatches, training_sequence
+from clotho.training.batch import Division, compute_advantages, training_sequence
 from protocols.rollout import ScoredGroup, TeacherTokens
 from tests.learner_settings import learner_settings
 from tests.training.environment_groups import with_completions
@@ -127,9 +127,7 @@ def test_groups_with_teachers_of_different_sizes_come_together_and_apart_from_ot
         teacher = [TeacherTokens(tokens=(tokens,) * n, logprobs=((-1.5,) * count,) * n) for n in (2, 1)]
         groups[g] = replace(groups[g], teacher=tuple(teacher))
     settings = learner_settings(distillation_weight=0.1, layout="padded")
-    (mini,) = minibatches(
-        groups, compute_advantages(groups, (), settings), settings=settings, max_tokens=9, layout="padded", seed=(0,)
-    )
+    (mini,) = Division(settings, 9, "padded").minibatches(groups, compute_advantages(groups, (), settings))
     without, taught = mini.micro_batches
     assert {mini.origins[member][0] for member in without.members} == {2}
     assert without.table.teacher is None

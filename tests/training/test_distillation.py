@@ -14,8 +14,8 @@ from clotho.models.turns import UNDIVIDED
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution, TokenScores
-from clotho.training.batch import compute_advantages, minibatches
-from clotho.training.gradient import compute_logprobs
+from clotho.training.batch import Division, compute_advantages
+from clotho.training.gradient import LearnerModel
 from protocols.rollout import ScoredGroup, TeacherTokens
 from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import (
@@ -91,14 +91,12 @@ def test_log_probabilities_that_are_known_before_a_gradient_ask_no_teacher() -> 
 
     group = taught(scored_group([[3, 4], [2]], [1.0, 0.0]), (1, 4), (-0.5, -2.0))
     settings = learner_settings(distillation_weight=0.1)
-    (mini,) = minibatches(
-        [group], compute_advantages([group], (), settings), settings=settings, max_tokens=9, layout="padded", seed=(0,)
-    )
+    (mini,) = Division(settings, 9, "padded").minibatches([group], compute_advantages([group], (), settings))
     (micro,) = mini.micro_batches
     policy = BigramPolicy()
     forcing = Watching(policy.model, 5)
     assert forcing(micro, distribution=SamplingDistribution(1.0)).cross_entropy_N is not None
-    compute_logprobs(policy, forcing, micro, SamplingDistribution(1.0), turns=UNDIVIDED)
+    LearnerModel(policy, forcing, SamplingDistribution(1.0), UNDIVIDED).logprobs(micro)
     assert asked == [True, False]
 
 

@@ -18,8 +18,8 @@ from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.objectives import Objective
-from clotho.training.batch import prepare
-from clotho.training.gradient import FixedLogprobs, LossConfig, MicroBatchGradient, StepPosition, micro_batch_gradient
+from clotho.training.batch import Division, prepare
+from clotho.training.gradient import FixedLogprobs, LearnerModel, LossConfig, MicroBatchGradient, StepPosition
 from clotho.training.objectives.contract import Objective as ObjectiveFunction
 from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.functions import objective
@@ -31,6 +31,7 @@ from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import (
     VOCAB,
     BigramPolicy,
+    learner_model,
     model_with,
     random_groups,
     same_bits,
@@ -50,22 +51,10 @@ def gradients(
     """Gradients of every micro-batch of a batch, at the served parameters."""
     plain = {"loss_aggregation": "token_mean", "clip_high": 0.28, "layout": "padded", "micro_batch_tokens": budget}
     settings = learner_settings(**(plain | keys))
-    loss_config = LossConfig(
-        settings, objective(settings.objective), SamplingDistribution(0.8), initial_loss_coefficients(settings)
-    )
-    model = policy.copy_model()
-    forcing = TeacherForcing(model.model, model.vocab_size, layout=settings.layout)
+    loss_config = LossConfig(settings, objective(settings.objective), initial_loss_coefficients(settings))
+    model = learner_model(policy, settings, SamplingDistribution(0.8))._replace(turns=turns)
     return [
-        micro_batch_gradient(
-            model,
-            forcing,
-            policy.trainable(),
-            micro,
-            known,
-            loss_config=loss_config,
-            position=StepPosition(0, 0.0),
-            turns=turns,
-        )
+        model.gradient(policy.trainable(), micro, known, loss_config=loss_config, position=StepPosition(0, 0.0))
         for micro, known in prepared(policy, groups, loss_config)
     ]
 
@@ -74,17 +63,14 @@ def prepared(
     policy: TrainablePolicy, groups: list[ScoredGroup], loss_config: LossConfig
 ) -> list[tuple[MicroBatch, FixedLogprobs]]:
     """The micro-batches of a batch, with what is known of each before its gradient."""
-    model = policy.copy_model()
+    settings = loss_config.settings
     batch = prepare(
         groups,
-        policy=model,
-        forcing=TeacherForcing(model.model, model.vocab_size, layout=loss_config.settings.layout),
+        learner_model(policy, settings, SamplingDistribution(0.8)),
+        Division(settings, 100, settings.layout),
         parameters=policy.trainable(),
-        reference=ReferencePolicy(policy, loss_config.settings),
+        reference=ReferencePolicy(policy, settings),
         loss_config=loss_config,
-        max_tokens=100,
-        seed=(0,),
-        turns=UNDIVIDED,
     )
     return list(zip(batch.minibatches[0].micro_batches, batch.fixed_logprobs[0], strict=True))
 
@@ -194,24 +180,20 @@ def gradient_with(
 ) -> MicroBatchGradient:
     """Return the gradient of a micro-batch for an objective function."""
     settings = learner_settings(layout="padded")
-    return micro_batch_gradient(
-        model,
-        TeacherForcing(model.model, model.vocab_size),
+    forcing = TeacherForcing(model.model, model.vocab_size)
+    return LearnerModel(model, forcing, SamplingDistribution(1.0), UNDIVIDED).gradient(
         parameters,
         micro,
         known,
-        loss_config=LossConfig(settings, function, SamplingDistribution(1.0), initial_loss_coefficients(settings)),
+        loss_config=LossConfig(settings, function, initial_loss_coefficients(settings)),
         position=StepPosition(0, 0.0),
-        turns=UNDIVIDED,
     )
 
 
 def first_micro_batch(policy: TrainablePolicy) -> tuple[MicroBatch, FixedLogprobs]:
     """Return the first micro-batch of random groups."""
     settings = learner_settings(layout="padded")
-    loss_config = LossConfig(
-        settings, objective(settings.objective), SamplingDistribution(1.0), initial_loss_coefficients(settings)
-    )
+    loss_config = LossConfig(settings, objective(settings.objective), initial_loss_coefficients(settings))
     return prepared(policy, random_groups(VOCAB), loss_config)[0]
 
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from clotho.scoring.sequences import MicroBatch
 from clotho.settings.engine import SamplingSection
-from clotho.training import batch
-from clotho.training.gradient import compute_logprobs
+from clotho.training.gradient import LearnerModel
 from clotho.training.update import PolicyLearner
 from protocols.rollout import ScoredGroup
 from protocols.step import Cut, TokenValues
@@ -219,11 +218,12 @@ def test_the_first_optimizer_step_takes_the_policy_at_the_start_of_the_batch_fro
     """
     passes = []
 
-    def rounded(policy: Any, forcing: Any, micro: MicroBatch, *rest: Any, **named: Any) -> mx.array:
+    def rounded(model: LearnerModel, micro: MicroBatch) -> mx.array:
         passes.append(micro.sequences)
-        return compute_logprobs(policy, forcing, micro, *rest, **named) + 0.01
+        return computed(model, micro) + 0.01
 
-    monkeypatch.setattr(batch, "compute_logprobs", rounded)
+    computed = LearnerModel.logprobs
+    monkeypatch.setattr(LearnerModel, "logprobs", rounded)
     metrics = learner(BigramPolicy(), objective="gspo", correction="off", **keys).update(groups()).metrics
     assert sum(passes) == scored
     assert metrics.unmoved_cut_fraction == 0.0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -17,8 +19,7 @@ from bench.graph_counts import GraphCounts, count
 from clotho.lanes.arbiter import WorkCancelled
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
-from clotho.training import optimizer_steps as optimization
-from clotho.training.gradient import MicroBatchGradient, micro_batch_gradient
+from clotho.training.gradient import LearnerModel, MicroBatchGradient
 from clotho.training.update import Update
 from protocols.rollout import ScoredGroup
 from tests import model_lanes
@@ -113,7 +114,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_bit_equal(
         one.update(random_groups(32))
     before, state = learners[0].parameters, learners[0].state()
     with monkeypatch.context() as patch:
-        patch.setattr(optimization, "micro_batch_gradient", PoisonedGradient(bad, number=2))
+        patch.setattr(LearnerModel, "gradient", poisoned(bad, number=2))
         skipped = learners[0].update(random_groups(32, seed=1))
     assert not any((skipped.applied, skipped.finite, skipped.metrics.update_applied))
     assert (skipped.version, skipped.fingerprint) == (learners[1].version, learners[1].fingerprint)
@@ -124,21 +125,20 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_bit_equal(
     assert same_bits(learners[0].state(), learners[1].state())
 
 
-class PoisonedGradient:
-    """`micro_batch_gradient` with one bad number in the last array of one of its results."""
+def poisoned(bad: float, *, number: int) -> Callable[..., MicroBatchGradient]:
+    """`LearnerModel.gradient` with one bad number in the last array of its result number `number`."""
+    computed, calls = LearnerModel.gradient, itertools.count(1)
 
-    def __init__(self, bad: float, *, number: int) -> None:
-        self._bad, self._left = bad, number
+    def gradient(*args: Any, **kwargs: Any) -> MicroBatchGradient:
+        found = computed(*args, **kwargs)
+        if next(calls) != number:
+            return found
+        name = max(found.arrays)
+        array = np.array(found.arrays[name])
+        array.flat[-1] = bad
+        return found._replace(arrays=found.arrays | {name: mx.array(array)})
 
-    def __call__(self, *args: Any, **kwargs: Any) -> MicroBatchGradient:
-        gradient = micro_batch_gradient(*args, **kwargs)
-        self._left -= 1
-        if self._left:
-            return gradient
-        name = max(gradient.arrays)
-        array = np.array(gradient.arrays[name])
-        array.flat[-1] = self._bad
-        return gradient._replace(arrays=gradient.arrays | {name: mx.array(array)})
+    return gradient
 
 
 def test_nonsense_from_a_sampler_never_reaches_the_weights() -> None:
@@ -329,7 +329,7 @@ def test_a_rehearsal_ends_at_the_first_update_that_fails(monkeypatch: pytest.Mon
     one = learner(tiny_policy())
     batches = ((step, random_groups(32, seed=step)) for step in range(3))
     with monkeypatch.context() as patch:
-        patch.setattr(optimization, "micro_batch_gradient", PoisonedGradient(math.nan, number=2))
+        patch.setattr(LearnerModel, "gradient", poisoned(math.nan, number=2))
         found = one.rehearse(batches)
     assert [metrics is not None for metrics in found] == [True, False]
     assert [step for step, _ in batches] == [2]

@@ -14,8 +14,8 @@ from clotho.models.parameters import flat
 from clotho.models.turns import UNDIVIDED
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
-from clotho.training.batch import Minibatch, log_variance_weights, minibatches
-from clotho.training.gradient import LossConfig, score_norm_squared
+from clotho.training.batch import Division, Minibatch, log_variance_weights
+from clotho.training.gradient import LearnerModel, LossConfig
 from clotho.training.objectives.functions import objective
 from clotho.training.objectives.loss import LossCoefficients
 from clotho.training.optimizer_steps import effective_sample_size, step_scale
@@ -99,7 +99,7 @@ def split(groups: list[ScoredGroup], **keys: Any) -> tuple[Minibatch, ...]:
     """The minibatches of these groups."""
     advantages = [[np.ones(len(c.tokens)) for c in group.group.completions] for group in groups]
     settings = learner_settings(layout="padded", **keys)
-    return minibatches(groups, advantages, settings=settings, max_tokens=9, layout="padded", seed=(0,))
+    return Division(settings, 9, "padded").minibatches(groups, advantages)
 
 
 @pytest.mark.parametrize("scale", ["off", "ess"])
@@ -182,15 +182,10 @@ def test_the_exact_norm_is_that_of_the_gradient_of_the_log_probability() -> None
     group = scored_group([[3, 4, 0, 3]], [1.0])
     ((mini,),) = (split([group]),)
     settings = learner_settings(kl_beta=0.3, distillation_weight=0.2)
-    config = LossConfig(settings, objective(settings.objective), SamplingDistribution(1.0, ()), LossCoefficients(1, 1))
-    found = score_norm_squared(
-        policy,
-        TeacherForcing(policy.model, policy.vocab_size, layout="padded"),
-        policy.trainable(),
-        mini.micro_batches[0],
-        loss_config=config,
-        turns=UNDIVIDED,
-    )
+    config = LossConfig(settings, objective(settings.objective), LossCoefficients(1, 1))
+    forcing = TeacherForcing(policy.model, policy.vocab_size, layout="padded")
+    computing = LearnerModel(policy, forcing, SamplingDistribution(1.0, ()), UNDIVIDED)
+    found = computing.score_norm_squared(policy.trainable(), mini.micro_batches[0], config)
     model = Bigram()
 
     def log_probability(weights: dict[str, Any]) -> mx.array:

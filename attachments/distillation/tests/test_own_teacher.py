@@ -15,7 +15,7 @@ from attachments.distillation.teacher import TeacherScores, Tokens
 from attachments.distillation.tests.teachers import EMBEDDED
 from attachments.distillation.tests.test_distillation_runs import words
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.training.batch import compute_advantages, minibatches
+from clotho.training.batch import Division, compute_advantages
 from protocols.rollout import GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import CompletionTurn
 from tests.e2e.pipeline_process import metrics, run
@@ -98,7 +98,7 @@ async def test_correct_completions_learn_from_rewards_and_failed_ones_from_the_t
     learner = learner_settings(distillation_weight=1.0)
     advantages = compute_advantages([found], (), learner)
     assert [float(np.abs(row_T).max()) > 0 for row_T in advantages[0]] == [False, True]
-    (mini,) = minibatches([found], advantages, settings=learner, max_tokens=9, layout="padded", seed=(0,))
+    (mini,) = Division(learner, 9, "padded").minibatches([found], advantages)
     taught = {
         mini.origins[micro.members[0]][1]: (micro.table.teacher_logp_N is not None, micro.table.teacher is not None)
         for micro in mini.micro_batches
