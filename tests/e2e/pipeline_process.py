@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,6 +164,15 @@ def run(
     with redirect_stdout(out), redirect_stderr(err):
         status = main(["--run-dir", str(run_dir), *lane_flags(flags), *small, *flags])
     return RunResult(status=status, out=out.getvalue(), err=err.getvalue())
+
+
+def continued(whole: Path, run_dir: Path, *flags: str, step: int) -> bytes:
+    """Run a copy of a complete run again from its checkpoint of this step; return the bytes of the final adapter."""
+    shutil.copytree(whole, run_dir)
+    shutil.rmtree(run_dir / "adapters")
+    result = run(run_dir, *flags, "--resume-step", str(step), small=())
+    assert result.status == 0, result.err
+    return adapter(run_dir)
 
 
 def lane_flags(flags: tuple[str, ...]) -> tuple[str, ...]:

@@ -205,18 +205,6 @@ def test_a_request_that_is_aborted_twice_before_the_next_step_is_counted_once() 
     assert engine.abort_clients(None) == 0
 
 
-def test_an_idle_engine_holds_no_rows() -> None:
-    """All gauges return to zero."""
-    engine = make_engine()
-    for i in range(3):
-        submit_request(engine, make_prompt(5, i), seeds=(1, 2))
-    run(engine)
-    stats = engine.stats()
-    assert (stats.running_rows, stats.waiting_rows, engine.running, engine.has_work) == (0, 0, 0, False)
-    assert engine.tick() == 0
-    assert engine.stats().cache_tokens == 0
-
-
 class DroppingHead(nn.Module):
     """A head after dropout, as in adapters."""
 

@@ -241,23 +241,6 @@ def test_an_answer_that_takes_too_long_ends_with_its_tokens_so_far() -> None:
     assert engine.stats().timed_out == {"answer": 1}
 
 
-def test_a_streaming_client_gets_its_first_token_beside_a_full_batch_of_rollouts() -> None:
-    """In the engine: within three steps, although no rollout has ended and others wait."""
-    engine = make_engine(max_num_seqs=8)
-    events: list[Any] = []
-    sampling = Sampling(max_tokens=60, ignore_eos=True)
-    for salt in range(4):
-        rollout = SampleRequest(prompt=make_prompt(5, salt), sampling=sampling, seeds=(0, 1, 2, 3), background=True)
-        engine.submit(rollout, lambda event: None)
-    tick_until(engine, lambda: engine.running == 8)
-    client = SampleRequest(prompt=make_prompt(9), sampling=sampling, seeds=(7,), stream=True)
-    engine.submit(client, events.append)
-    for _ in range(3):
-        engine.tick()
-    assert engine.running == 9
-    assert events
-
-
 def test_a_lower_limit_lets_running_rows_finish_and_admits_fewer() -> None:
     """In the engine: eight rows become two, and eight again when the limit is raised; every completion is complete."""
     engine = make_engine(max_num_seqs=8)

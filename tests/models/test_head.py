@@ -101,17 +101,6 @@ def score(model: nn.Module, tokens_B_S: mx.array, position_N: mx.array, target_N
     return HeadScores(split, VOCAB)(hidden_N_D, SampledTokens(target_N, None, LAW))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_padding_changes_no_score(name: str) -> None:
-    """Right padding follows every scored token, so causal models do not see it."""
-    model = build(name)
-    tokens, target_N = [3, 1, 4, 1, 5], mx.array([1, 4, 1, 5, 9])
-    alone = score(model, mx.array([tokens]), mx.arange(5), target_N)
-    padded = score(model, mx.array([tokens + [0] * 11, [7] * 16]), mx.arange(5), target_N)
-    np.testing.assert_allclose(np.array(alone.logp_N), np.array(padded.logp_N), atol=2e-5)
-    np.testing.assert_allclose(np.array(alone.entropy_N), np.array(padded.entropy_N), atol=2e-5)
-
-
 @pytest.mark.parametrize(("name", "weights"), [("llama tied", ["model.embed_tokens"]), ("llama untied", ["lm_head"])])
 def test_the_head_weights_are_its_own_or_tied_embeddings(name: str, weights: list[str]) -> None:
     """Tied embeddings belong to the blocks and count. The embeddings of an untied head and all layers do not."""

@@ -143,18 +143,6 @@ def test_every_kind_of_trainable_parameter_has_a_gradient(kind: Any) -> None:
     assert all(mx.any(gradient != 0).item() for gradient in flat(gradients).values())
 
 
-def test_dropout_applies_to_the_input_of_the_adapter() -> None:
-    """For LoRA and DoRA, in training mode only."""
-    for kind in ("lora", "dora"):
-        model = build()
-        install_adapter(model, adapter_settings(kind, dropout=0.5), seed=0)
-        model.update(nested({name: array + 0.05 for name, array in trainable(model).items()}))
-        plain = model(TOKENS_1_T)
-        assert mx.array_equal(model(TOKENS_1_T), plain).item()
-        model.train()
-        assert not mx.allclose(model(TOKENS_1_T), plain).item()
-
-
 @pytest.mark.parametrize(
     ("config", "bits", "section", "reason"),
     [

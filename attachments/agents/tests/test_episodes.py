@@ -34,7 +34,7 @@ HERE = "attachments.agents.tests.environments_under_test"
 @asynccontextmanager
 async def episodes(environment: str, *, in_rounds: bool = True, **settings: Any) -> AsyncIterator[EnvironmentEpisodes]:
     """Episodes with an environment of the tests, two in a group."""
-    agent = PythonAgent(environment=f"{HERE}:{environment}", **{"max_workers": 2, **settings})
+    agent = PythonAgent(environment=f"{HERE}:{environment}", **{"max_workers": 1, **settings})
     workers = Workers(agent)
     try:
         yield EnvironmentEpisodes(

@@ -9,7 +9,7 @@ import pytest
 
 from attachments.distillation.attachment import ATTACHMENT
 from attachments.distillation.tests.teachers import EMBEDDED, TeacherServer, other_model
-from tests.e2e.pipeline_process import PROBLEMS, Run, lines, metrics, run
+from tests.e2e.pipeline_process import PROBLEMS, Run, adapter, continued, lines, metrics, run
 from training_run.memory.estimate import estimate_memory
 from training_run.profile.load import load_profile
 
@@ -32,28 +32,22 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(other_model(tmp_path_factory.mktemp("models") / "teacher", scale=0.3))
 
 
-def adapter(run_dir: Path) -> bytes:
-    """Return the bytes of the final adapter."""
-    return (run_dir / "adapters" / "adapters.safetensors").read_bytes()
-
-
 @pytest.mark.parametrize("loss", ["reverse_kl", pytest.param("forward_kl", marks=pytest.mark.slow)])
 def test_a_run_learns_from_its_teacher_and_resumes_bit_for_bit(loss: str, teacher: str, tmp_path: Path) -> None:
     """No reward is learned, so that every group is trained on; a run that was interrupted ends with equal weights."""
     flags = words(teacher, {"--distillation.loss": loss})
-    whole = run(tmp_path / "whole", *flags, "--steps", "5", small=())
+    whole = run(tmp_path / "whole", *flags, "--steps", "3", small=())
     assert whole.status == 0, whole.err
-    assert (whole.accounting.trained, whole.accounting.discarded) == (20, 0)
+    assert (whole.accounting.trained, whole.accounting.discarded) == (12, 0)
     found = metrics(tmp_path / "whole")
     assert all(line["distillation/kl"] > 0 for line in found)
     assert all(line["distillation/teacher_logprob"] < 0 < line["distillation/seconds"] for line in found)
-    assert [line["distillation_loss"] is None for line in found] == [loss == "reverse_kl"] * 5
+    assert [line["distillation_loss"] is None for line in found] == [loss == "reverse_kl"] * 3
     assert {line["distillation/failed"] for line in found} == {line["distillation/retries"] for line in found} == {0}
     assert [one for line in found for one in line["findings"]] == []
     assert "KL to the teacher" in " ".join(ATTACHMENT.shown(found[-1]))
-    assert run(tmp_path / "run", *flags, "--steps", "3", small=()).status == 0
-    assert run(tmp_path / "run", *flags, "--steps", "5", "--resume", small=()).status == 0
-    assert adapter(tmp_path / "run") == adapter(tmp_path / "whole")
+    resumed = continued(tmp_path / "whole", tmp_path / "run", *flags, "--steps", "3", step=2)
+    assert resumed == adapter(tmp_path / "whole")
 
 
 @pytest.mark.slow  # three runs in processes of their own

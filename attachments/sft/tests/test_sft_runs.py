@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attachments.sft.attachment import ATTACHMENT
-from tests.e2e.pipeline_process import PROBLEMS, adapter, lines, metrics, run
+from tests.e2e.pipeline_process import PROBLEMS, adapter, continued, lines, metrics, run
 
 SMALL = {
     "--profile": "local-m3", "--learner.objective": "sft", "--learner.batch-size": "4", "--server": "off",
@@ -50,9 +50,8 @@ def test_a_run_learns_demonstrations_and_resumes_bit_for_bit(tmp_path: Path) -> 
     text = " ".join(ATTACHMENT.shown(found[-1]))
     assert "perplexity" in text
     assert "epoch 2.00" in text
-    assert run(tmp_path / "run", *flags, "--steps", "3", small=()).status == 0
-    assert run(tmp_path / "run", *flags, "--steps", "8", "--resume", small=()).status == 0
-    assert adapter(tmp_path / "run") == adapter(tmp_path / "whole")
+    resumed = continued(tmp_path / "whole", tmp_path / "run", *flags, "--steps", "8", step=6)
+    assert resumed == adapter(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

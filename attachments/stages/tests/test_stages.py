@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.pipeline_process import PROBLEMS, Run, RunResult, adapter, lines, metrics, run
+from tests.e2e.pipeline_process import PROBLEMS, Run, RunResult, adapter, continued, lines, metrics, run
 from training_run.directory.run_directory import open_run
 from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
@@ -53,17 +53,31 @@ steps = 2
 """
 
 
-@pytest.fixture
-def profile(tmp_path: Path) -> str:
+def write_profile(directory: Path) -> str:
     """Write demonstrations, and the profile of a run that learns them first."""
     written = []
     for line in (PROBLEMS / "train.jsonl").read_text().splitlines()[:20]:
         one = json.loads(line)
         written.append(json.dumps({**one, "completion": f"<think></think><answer>{one['answer']}</answer>"}))
-    (tmp_path / "demonstrations.jsonl").write_text("\n".join(written), encoding="utf-8")
-    text = TEXT.replace("PROBLEMS", str(PROBLEMS)).replace("DEMONSTRATIONS", str(tmp_path / "demonstrations.jsonl"))
-    (tmp_path / "stages.toml").write_text(text, encoding="utf-8")
-    return str(tmp_path / "stages.toml")
+    (directory / "demonstrations.jsonl").write_text("\n".join(written), encoding="utf-8")
+    text = TEXT.replace("PROBLEMS", str(PROBLEMS)).replace("DEMONSTRATIONS", str(directory / "demonstrations.jsonl"))
+    (directory / "stages.toml").write_text(text, encoding="utf-8")
+    return str(directory / "stages.toml")
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    """A profile that a test may change."""
+    return write_profile(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete run of both stages."""
+    directory = tmp_path_factory.mktemp("stages")
+    result = train(directory / "whole", write_profile(directory))
+    assert result.status == 0, result.err
+    return directory / "whole"
 
 
 def train(run_dir: Path, profile: str, *flags: str) -> RunResult:
@@ -72,39 +86,34 @@ def train(run_dir: Path, profile: str, *flags: str) -> RunResult:
 
 
 def test_a_run_goes_from_stage_to_stage_and_resumes_bit_for_bit_in_and_between_them(
-    profile: str, tmp_path: Path
+    whole: Path, tmp_path: Path
 ) -> None:
     """One directory, adapter and count of groups. The schedule begins anew, evaluations keep their problems."""
-    whole = train(tmp_path / "whole", profile)
-    assert whole.status == 0, whole.err
-    found = metrics(tmp_path / "whole")
+    found = metrics(whole)
     assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
     assert [line["stages/stage"] for line in found] == [1, 1, 1, 2, 2]
     assert [line["groups/trained"] for line in found[:3]] == [6, 6, 6]
     assert [line["sft/epochs"] is None for line in found] == [False, False, False, True, True]
     rates = [line["learning_rate"] for line in found]
     assert rates[3:] == rates[:2], "both begin with the same warm-up"
-    evaluations = lines(tmp_path / "whole" / "evaluations.jsonl")
+    evaluations = lines(whole / "evaluations.jsonl")
     assert [one["step"] for one in evaluations] == [0, 3, 5]
     assert {one["problems"] for one in evaluations} == {4}
-    assert sorted(line["group_id"] for line in lines(tmp_path / "whole" / "rollouts.jsonl")) == list(range(26))
-    for step in (2, 3, 4):
-        again = Path(shutil.copytree(tmp_path / "whole", tmp_path / f"from-{step}"))
-        shutil.rmtree(again / "adapters")
-        assert train(again, profile, "--resume-step", str(step)).status == 0
-        assert adapter(again) == adapter(tmp_path / "whole")
+    assert sorted(line["group_id"] for line in lines(whole / "rollouts.jsonl")) == list(range(26))
+    for step in (2, 3):
+        flags = ("--profile", str(whole.with_name("stages.toml")))
+        assert continued(whole, tmp_path / f"from-{step}", *flags, step=step) == adapter(whole)
 
 
 @pytest.mark.slow  # three runs in processes of their own
 @pytest.mark.parametrize("step", [1, 3, 4])
-def test_a_killed_run_resumes_bit_for_bit(step: int, profile: str, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(step: int, profile: str, whole: Path, tmp_path: Path) -> None:
     """After a step of a stage, and between the stages."""
-    assert train(tmp_path / "whole", profile).status == 0
     with Run(tmp_path / "run", "--profile", profile, small=()) as running:
         running.wait_until(lambda: (tmp_path / "run" / "checkpoints" / f"step-{step:06d}").is_dir())
         running.kill(after_seconds=0.0)
     assert train(tmp_path / "run", profile, "--resume").status == 0
-    assert adapter(tmp_path / "run") == adapter(tmp_path / "whole")
+    assert adapter(tmp_path / "run") == adapter(whole)
 
 
 def test_one_kind_of_stage_runs_alone(profile: str, tmp_path: Path) -> None:
@@ -117,13 +126,12 @@ def test_one_kind_of_stage_runs_alone(profile: str, tmp_path: Path) -> None:
     assert "stage" in refused.err
 
 
-def test_the_last_stage_of_a_run_can_be_made_longer(profile: str, tmp_path: Path) -> None:
+def test_the_last_stage_of_a_run_can_be_made_longer(profile: str, whole: Path, tmp_path: Path) -> None:
     """A resumed run trains the further steps of it."""
-    flags = ("--eval", "off")
-    assert train(tmp_path / "run", profile, *flags).status == 0
-    text = Path(profile).read_text(encoding="utf-8").replace("steps = 2", "steps = 3")
+    shutil.copytree(whole, tmp_path / "run")
+    text = whole.with_name("stages.toml").read_text(encoding="utf-8").replace("steps = 2", "steps = 3")
     Path(profile).write_text(text, encoding="utf-8")
-    assert train(tmp_path / "run", profile, *flags, "--resume").status == 0
+    assert train(tmp_path / "run", profile, "--resume").status == 0
     assert [line["stages/stage"] for line in metrics(tmp_path / "run")] == [1, 1, 1, 2, 2, 2]
 
 
