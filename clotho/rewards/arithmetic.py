@@ -7,8 +7,10 @@ Python's `eval`, and with a limit on every cost.
 
 from __future__ import annotations
 
+import operator
 import re
 import unicodedata
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from math import gcd
 
@@ -189,6 +191,12 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     return Fraction(base ** int(exponent))
 
 
+OPERATORS: Mapping[str, Callable[[Fraction, Fraction], Fraction | int]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
+    "%": operator.mod,
+}  # fmt: skip
+
+
 class _Parser:
     """Recursive-descent parser: sum, product, signed, power, atom."""
 
@@ -212,23 +220,9 @@ class _Parser:
         self.percent_last = False
         return token
 
-    def _apply(self, operator: str, left: Fraction, right: Fraction) -> Fraction:
-        self.operations.append((operator, left, right))
-        match operator:
-            case "+":
-                return _bounded(left + right)
-            case "-":
-                return _bounded(left - right)
-            case "*":
-                return _bounded(left * right)
-            case "/":
-                return _bounded(left / right)
-            case "//":
-                return Fraction(left // right)
-            case "%":
-                return _bounded(left % right)
-            case _:
-                return _power(left, right)
+    def _apply(self, sign: str, left: Fraction, right: Fraction) -> Fraction:
+        self.operations.append((sign, left, right))
+        return _bounded(_power(left, right) if sign == "**" else Fraction(OPERATORS[sign](left, right)))
 
     def sum(self, depth: int) -> Fraction:
         """Parse and compute a sum. depth: number of enclosing parentheses and signs."""

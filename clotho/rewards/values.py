@@ -12,6 +12,7 @@ import math
 import os
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -83,29 +84,34 @@ def call_all(reward: Reward, completions: Completions) -> Values:
     """Call a synchronous function on all completions. Raises RewardError."""
     if reward.group is None:
         return tuple(_value(reward, completions.problem, text) for text in completions.texts)
-    process = os.getpid()
-    try:
-        return _group_values(reward, completions, _call_group(reward, completions))
-    except (Interrupted, RewardError):
-        raise
-    except BaseException as error:  # includes SystemExit: a reward function must not end the run
-        raise _failure(reward, error) from error
-    finally:
-        _end_fork(process)
+    first: Exception | None = None
+    with _reported(reward, passed=Interrupted):
+        for arguments in _arguments(reward, completions):
+            try:
+                return _group_values(reward, completions, reward.function(**arguments))
+            except WRONG_FORM as error:
+                first = first or error
+        raise first or RuntimeError(NO_FORM)
 
 
 async def await_all(reward: Reward, completions: Completions) -> Values:
     """Call an asynchronous function on all completions, concurrently. Raises RewardError."""
-    if reward.group is not None:
-        return await _await_group(reward, completions)
-    calls = (_async_value(reward, completions.problem, text) for text in completions.texts)
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, RewardError):
-            raise outcome
-        if isinstance(outcome, BaseException):
-            raise _failure(reward, outcome) from outcome
-    return tuple(outcome for outcome in outcomes if not isinstance(outcome, BaseException))
+    if reward.group is None:
+        calls = (_async_value(reward, completions.problem, text) for text in completions.texts)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        with _reported(reward):
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        return tuple(outcome for outcome in outcomes if not isinstance(outcome, BaseException))
+    first: Exception | None = None
+    with _reported(reward, passed=asyncio.CancelledError):
+        for arguments in _arguments(reward, completions):
+            try:
+                return _group_values(reward, completions, await reward.function(**arguments))
+            except WRONG_FORM as error:
+                first = first or error
+        raise first or RuntimeError(NO_FORM)
 
 
 def too_large(value: float) -> bool:
@@ -113,63 +119,36 @@ def too_large(value: float) -> bool:
     return not abs(value) <= MAX_REWARD
 
 
-def _value(reward: Reward, problem: Problem, text: str) -> float | None:
-    process = os.getpid()
-    try:
-        value = reward.function(problem, text)
-    except Interrupted:
-        raise
-    except BaseException as error:  # includes SystemExit: a reward function must not end the run
-        raise _failure(reward, error) from error
-    finally:
-        _end_fork(process)
-    return _number(reward.name, value)
-
-
-async def _async_value(reward: Reward, problem: Problem, text: str) -> float | None:
-    process = os.getpid()
-    try:
-        result = reward.function(problem, text)
-        value = await result if inspect.isawaitable(result) else result
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # SystemExit would end the event loop
-        raise _failure(reward, error) from error
-    finally:
-        _end_fork(process)
-    return _number(reward.name, value)
-
-
 WRONG_FORM = (TypeError, AttributeError, LookupError)
 """What a function raises that reads messages and receives texts."""
 
-
-def _call_group(reward: Reward, completions: Completions) -> Any:
-    first: Exception | None = None
-    for arguments in _arguments(reward, completions):
-        try:
-            return reward.function(**arguments)
-        except WRONG_FORM as error:
-            first = first or error
-    raise first or RuntimeError("a group has at least one form of arguments")
+NO_FORM = "a group has at least one form of arguments"
 
 
-async def _await_group(reward: Reward, completions: Completions) -> Values:
+@contextmanager
+def _reported(reward: Reward, *, passed: type[BaseException] = RewardError) -> Iterator[None]:
+    """Raise RewardError for what a function raises, except `passed`, and end a process that the function has forked."""
     process = os.getpid()
-    first: Exception | None = None
     try:
-        for arguments in _arguments(reward, completions):
-            try:
-                return _group_values(reward, completions, await reward.function(**arguments))
-            except WRONG_FORM as error:
-                first = first or error
-    except (asyncio.CancelledError, RewardError):
+        yield
+    except (RewardError, passed):
         raise
-    except BaseException as error:  # SystemExit would end the event loop
+    except BaseException as error:  # includes SystemExit: a function ends neither the run nor an event loop
         raise _failure(reward, error) from error
     finally:
-        _end_fork(process)
-    raise _failure(reward, first or RuntimeError("a group has at least one form of arguments")) from first
+        if os.getpid() != process:
+            os._exit(0)  # a child must not answer a second time
+
+
+def _value(reward: Reward, problem: Problem, text: str) -> float | None:
+    with _reported(reward, passed=Interrupted):
+        return _number(reward.name, reward.function(problem, text))
+
+
+async def _async_value(reward: Reward, problem: Problem, text: str) -> float | None:
+    with _reported(reward, passed=asyncio.CancelledError):
+        result = reward.function(problem, text)
+        return _number(reward.name, await result if inspect.isawaitable(result) else result)
 
 
 def _arguments(reward: Reward, completions: Completions) -> Iterator[dict[str, Any]]:
@@ -202,20 +181,12 @@ def _group_values(reward: Reward, completions: Completions, result: Any) -> Valu
         result.close()
     found = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(found, list | tuple):
-        message = (
-            f"reward {reward.name} returned {type(result).__name__}, not a list of {len(completions.texts)} numbers"
-        )
-        raise RewardError(message, rewards=(reward.name,))
-    if len(found) != len(completions.texts):
-        message = f"reward {reward.name} returned {len(found)} values for {len(completions.texts)} completions"
-        raise RewardError(message, rewards=(reward.name,))
-    return tuple(_number(reward.name, value) for value in found)
-
-
-def _end_fork(process: int) -> None:
-    """End the current process if the function forked it from `process`: it must not answer a second time."""
-    if os.getpid() != process:
-        os._exit(0)
+        message = f"{type(result).__name__}, not a list of {len(completions.texts)} numbers"
+    elif len(found) != len(completions.texts):
+        message = f"{len(found)} values for {len(completions.texts)} completions"
+    else:
+        return tuple(_number(reward.name, value) for value in found)
+    raise RewardError(f"reward {reward.name} returned {message}", rewards=(reward.name,))
 
 
 def _failure(reward: Reward, error: BaseException) -> RewardError:
@@ -246,11 +217,9 @@ def _number(name: str, value: object) -> float | None:
     except Exception as error:  # a number type defined by the user
         message = f"reward {name} returned a number that raised {_describe(error)}"
         raise RewardError(message, rewards=(name,), traceback=_traceback(error)) from error
-    if not math.isfinite(number):
-        raise RewardError(f"reward {name} returned {number}", rewards=(name,))
     if too_large(number):
-        message = f"reward {name} returned {number!r}; a reward is at most {MAX_REWARD:g} in absolute size"
-        raise RewardError(message, rewards=(name,))
+        limit = f"; a reward is at most {MAX_REWARD:g} in absolute size" if math.isfinite(number) else ""
+        raise RewardError(f"reward {name} returned {number!r}{limit}", rewards=(name,))
     return number
 
 
