@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
     import mlx.nn as nn
 
-    from clotho.inference.cache_layout import RowDecoder
+    from clotho.inference.prefill import RowDecoder
     from clotho.inference.rows import RowParameters, RowSampler
 
 SWITCH = "CLOTHO_CPU_KERNELS"

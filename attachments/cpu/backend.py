@@ -9,11 +9,11 @@ import mlx.nn as nn
 
 from attachments.cpu import layers
 from attachments.cpu.kv_cache import HostKVCache
-from attachments.cpu.prompts import HostPrompts
+from attachments.cpu.prompts import HostPrefillBatch
 from attachments.cpu.sampling import can_sample, sample_on_host
 from attachments.cpu.supported import make_host_decoder
 from clotho.backend import Backend
-from clotho.inference.cache_layout import RowDecoder
+from clotho.inference.prefill import RowDecoder
 from clotho.inference.rows import RowParameters, RowSampler
 
 KEPT_ONCE = ("v_proj", "gate_proj", "up_proj", "w1", "w3")
@@ -49,7 +49,7 @@ class CpuBackend(Backend):
         decoder = make_host_decoder(model)
         if decoder is None:
             return None
-        return RowDecoder(decoder.computing, partial(HostKVCache, decoder), partial(HostPrompts, decoder))
+        return RowDecoder(decoder.computing, partial(HostKVCache, decoder), partial(HostPrefillBatch, decoder))
 
     def row_sampler(self, parameters: RowParameters) -> RowSampler | None:
         """Sample in NumPy, except with a repetition penalty or alternatives."""

@@ -6,7 +6,7 @@ of a learner. This prefill uses no MLX graph: it waits for nothing but the cores
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from copy import deepcopy
 from itertools import islice
 
@@ -20,7 +20,11 @@ from attachments.cpu.decoder import HostDecoder, StepCaches
 from attachments.cpu.decoder_layers import as_numpy
 from attachments.cpu.delta_layer import RowStates
 from attachments.cpu.layers import MASKED_SCORE
+from clotho.inference.cache_layout import CacheLayout, pass_context
+from clotho.inference.prefill import PrefillBatch
 from clotho.inference.rows import DraftedTokens, PromptState
+from clotho.inference.scheduler import PrefillJob
+from clotho.models.turns import UNDIVIDED, TurnBudget
 
 MAX_SCORES = 2**24
 """Maximum number of scores of a layer in one pass, as 64 MiB."""
@@ -93,3 +97,51 @@ class HostPrompts:
                 for layer in self._layers
             ]
         return tuple(self._decoder.joined(layers, self._states.of(row)))
+
+
+class HostPrefillBatch(PrefillBatch):
+    """Prompts of clients that are prefilled on the host, which waits for no operation of a learner."""
+
+    on_host = True
+
+    def __init__(
+        self,
+        decoder: HostDecoder,
+        layout: CacheLayout,
+        jobs: Sequence[PrefillJob],
+        turns: TurnBudget | None,
+        version: int,
+    ) -> None:
+        self._decoder, self._count = decoder, 0
+        super().__init__(layout, jobs, turns, version, computing=decoder.computing)
+
+    def _restore(self) -> None:
+        """Begin with what all jobs have computed."""
+        self._caches = HostPrompts(self._decoder, len(self.jobs), self._length)
+        for row, job in enumerate(self.jobs):
+            if self._done and job.state is not None:
+                self._caches.restore(row, job.state, self._done)
+
+    def _most(self, budget: int) -> int:
+        """Return how many tokens of each prompt the next chunk has at most."""
+        return min(super()._most(budget), self._caches.most(self._length))
+
+    def weights_changed(self, kinds: Collection[int]) -> None:
+        """Record a swap of these kinds of weights. A chunk in progress begins again, so that it has those of one."""
+        super().weights_changed(kinds)
+        if self._parts is not None and any(key[0] in kinds for key in self.keys):
+            self._parts = None
+            self._done -= self._count
+
+    def _start(self, count: int) -> None:
+        parts = self._caches.parts(self._token_B_T[:, self._done : self._done + count], self._done)
+        with pass_context(self._computing, [job.active.adapter for job in self.jobs for _ in range(count)]):
+            next(parts)
+        self._done += count
+        self._count, self._parts = count, (self._turns or UNDIVIDED).limited(parts)
+
+    def finish(self) -> None:
+        """Set the state of each job."""
+        for row, job in enumerate(self.jobs):
+            tokens = len(job.tokens) - 1
+            job.computed, job.state_tokens, job.state = True, tokens, self._caches.state(row, tokens)

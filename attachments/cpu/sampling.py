@@ -97,7 +97,7 @@ def sample_on_host(
     if parameters.recording is None:
         return sampled
     x_R_V = x_B_V[np.array(parameters.recording.row_R)]
-    token_R_K = mx.array(support_tokens(x_R_V, parameters.recording.width))
+    token_R_K = mx.array(support_tokens(x_R_V, parameters.recording.number))
     return sampled._replace(supports=Supports(parameters.recording.row_R, token_R_K))
 
 

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attachments.speculation.drafts import Drafted
+from attachments.speculation.verification import VerifyingCaches
 from clotho.backend import backend
-from clotho.inference.cache_layout import CacheLayout, Logits, VerifyingCaches
+from clotho.inference.cache_layout import CacheLayout, Logits
 from clotho.inference.kv_budget import MARGIN
 from clotho.inference.rows import DraftedTokens, PrefilledPrompt, PromptState, RowParameters
 from clotho.inference.sampling import row_parameters, sample, uniforms

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -21,12 +22,13 @@ from numpy.typing import NDArray
 from attachments.speculation.draft_model import ModelDrafter
 from attachments.speculation.drafts import Drafted, Drafter, HistoryDrafter, PromptLookupDrafter
 from attachments.speculation.sections import SPECULATION, Drafts, HistoryDrafts, ModelDrafts
-from attachments.speculation.verification import VerifyingKVCache
+from attachments.speculation.verification import VerifyingCaches, VerifyingKVCache
 from clotho.backend import backend
 from clotho.inference.batch import Batch, Step
 from clotho.inference.batching_probe import probe_batching
-from clotho.inference.cache_layout import CacheLayout, Computing, Logits, RowDecoder, VerifyingCaches
+from clotho.inference.cache_layout import CacheLayout, Computing, Logits
 from clotho.inference.parts import Batches, MakeCaches
+from clotho.inference.prefill import RowDecoder
 from clotho.inference.rows import DraftedTokens, Filters, RowLogitBias, RowParameters, SampledRows
 from clotho.inference.sampling import sample, uniforms
 from clotho.inference.scheduler import PrefillJob, Row
@@ -338,4 +340,4 @@ def verifying_caches(layout: CacheLayout, decoder: RowDecoder | None, limit: int
         )
     if decoder is None:
         return lambda rows: VerifyingKVCache(layout, rows, limit)
-    return decoder.caches
+    return cast("Callable[[int], VerifyingCaches]", decoder.caches)

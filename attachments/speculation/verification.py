@@ -8,16 +8,43 @@ is written next. The columns are aligned again when they are moved, and before a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from clotho.inference.cache_layout import CacheLayout, evaluation_mode
+from clotho.inference.cache_layout import CacheLayout, Logits, RowCaches, evaluation_mode
 from clotho.inference.kv_cache import Ahead, BatchKVCache, ColumnState, LayerKVCache
 from clotho.inference.row_runs import RowRun
 from clotho.inference.rows import DraftedTokens, PrefilledPrompt
 from clotho.inference.shared_prompts import grouped_attention
+
+
+class VerifyingCaches(RowCaches, Protocol):
+    """KV caches whose steps can verify drafts: several tokens per row, of which each row keeps some.
+
+    `VerifyingKVCache` implements it in MLX, and the caches of every `RowDecoder` do.
+    computes_tokens_as_rows: whether adapters are selected per token of a verification, or per row.
+    """
+
+    computes_tokens_as_rows: bool
+
+    @property
+    def is_lagging(self) -> bool:
+        """Whether the rows have kept different numbers of tokens, so that a step without drafts moves columns."""
+
+    def verify(self, tokens: DraftedTokens, positions_B: NDArray[np.int32], due_B: NDArray[np.bool_]) -> Logits:
+        """Return the logits of the newest token and the draft of every row, (N, V), in a new array.
+
+        `keep` must follow: until then, no row has kept a token.
+        """
+
+    def keep(self, kept_B: NDArray[np.int64]) -> None:
+        """Keep the first `kept_B` tokens of each row of the verification, 0 for rows that are not due."""
+
+    def discard(self, count_B: NDArray[np.int64]) -> None:
+        """Discard the newest `count_B` tokens of each row. If any count is not 0, rows with count 0 have no tokens."""
 
 
 class VerifyingColumns(ColumnState):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from clotho.inference.rows import DraftedTokens, PrefilledPrompt, PromptState, RouteArray, RowAdapter
+from clotho.inference.rows import PrefilledPrompt, PromptState, RouteArray, RowAdapter
 from clotho.models.experts import Mixtures
 from protocols.errors import ModelError
 
@@ -282,32 +282,6 @@ class RowCaches(Protocol):
         """
 
 
-class VerifyingCaches(RowCaches, Protocol):
-    """KV caches whose steps can verify drafts: several tokens per row, of which each row keeps some.
-
-    `attachments.speculation.verification.VerifyingKVCache` implements it in MLX.
-    computes_tokens_as_rows: whether adapters are selected per token of a verification, or per row.
-    """
-
-    computes_tokens_as_rows: bool
-
-    @property
-    def is_lagging(self) -> bool:
-        """Whether the rows have kept different numbers of tokens, so that a step without drafts moves columns."""
-
-    def verify(self, tokens: DraftedTokens, positions_B: NDArray[np.int32], due_B: NDArray[np.bool_]) -> Logits:
-        """Return the logits of the newest token and the draft of every row, (N, V), in a new array.
-
-        `keep` must follow: until then, no row has kept a token.
-        """
-
-    def keep(self, kept_B: NDArray[np.int64]) -> None:
-        """Keep the first `kept_B` tokens of each row of the verification, 0 for rows that are not due."""
-
-    def discard(self, count_B: NDArray[np.int64]) -> None:
-        """Discard the newest `count_B` tokens of each row. If any count is not 0, rows with count 0 have no tokens."""
-
-
 Computing = Callable[[Sequence[RowAdapter | None]], AbstractContextManager[None]]
 """Returns a context in which row b of a forward pass uses the adapter at index b; None for the policy."""
 
@@ -315,37 +289,6 @@ Computing = Callable[[Sequence[RowAdapter | None]], AbstractContextManager[None]
 def pass_context(computing: Computing, adapter_B: Sequence[RowAdapter | None]) -> AbstractContextManager[None]:
     """Return the context of a forward pass; it is empty if all rows use the policy."""
     return nullcontext() if all(adapter is None for adapter in adapter_B) else computing(adapter_B)
-
-
-class PromptCaches(Protocol):
-    """KV caches of prompts that are prefilled together without a graph of MLX."""
-
-    def restore(self, row: int, state: PromptState, tokens: int) -> None:
-        """Begin a prompt with the first `tokens` tokens of a state."""
-
-    def most(self, end: int) -> int:
-        """Return how many tokens of every prompt are computed at once at most, if they end before column `end`."""
-
-    def parts(self, token_B_T: NDArray[np.int32], start: int) -> Generator[None, None, None]:
-        """Append T tokens to the first `start` of every prompt.
-
-        Yields when the adapters in use are known, one per token, and after every block.
-        """
-
-    def state(self, row: int, tokens: int) -> PromptState:
-        """Return the evaluated KV cache of the first `tokens` tokens of a prompt, as no view. No other call follows."""
-
-
-class RowDecoder(NamedTuple):
-    """Decodes the rows of one model, and prefills prompts of clients, instead of the model itself.
-
-    computing: selects the adapter of every row, None for the policy, inside the context. caches: makes KV caches for a
-    number of rows. prompts: makes those of a number of prompts with up to so many tokens.
-    """
-
-    computing: Computing
-    caches: Callable[[int], VerifyingCaches]
-    prompts: Callable[[int, int], PromptCaches]
 
 
 @contextmanager

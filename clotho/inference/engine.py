@@ -21,13 +21,13 @@ from msgspec import Struct
 from clotho.backend import backend
 from clotho.inference.batch import Batch
 from clotho.inference.batching_probe import probe_batching
-from clotho.inference.cache_layout import CacheLayout, RowDecoder
+from clotho.inference.cache_layout import CacheLayout
 from clotho.inference.decoding import VISIT_SHARE, Allowance, Decoding, FirstTokens, Turns
 from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.inference.kv_budget import KVBudget, Loads, short_tokens
 from clotho.inference.outputs import EventSender
 from clotho.inference.parts import EngineParts
-from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill
+from clotho.inference.prefill import ALL_KINDS, POLICY_KIND, Prefill, RowDecoder
 from clotho.inference.rows import RouteArray, RowAdapter
 from clotho.inference.sampling import validate
 from clotho.inference.scheduler import ActiveRequest, Listener, PrefillJob, Row, Scheduler
@@ -448,28 +448,20 @@ class DecodeEngine:
         if not jobs:
             return
         try:
-            self._join_together(decoding, jobs)
-        except Exception:
-            log.exception("join_failed")
-            self._scheduler.requeue(decoding.interrupt(lambda _: True))
-            for job in jobs:
-                self._join_alone(decoding, job)
-
-    def _join_together(self, decoding: Decoding, jobs: list[PrefillJob]) -> None:
-        for job, error in decoding.batch.join(jobs):
-            log.error("prompt_cannot_join", request_id=job.active.request_id, exc_info=error)
-            self._refuse(job, error)
-
-    def _join_alone(self, decoding: Decoding, job: PrefillJob) -> None:
-        try:
-            self._join_together(decoding, [job])
+            failed = decoding.batch.join(jobs)
         except Exception as error:
+            log.exception("join_failed")
+            was_running = decoding.running > 0
             self._scheduler.requeue(decoding.interrupt(lambda _: True))
-            self._refuse(job, error)
-
-    def _refuse(self, job: PrefillJob, error: Exception) -> None:
-        job.rows, job.admitted = [], 0
-        self._sender.fail(job.active, f"the prompt could not join the batch: {error}")
+            if was_running or len(jobs) > 1:
+                for job in jobs:
+                    self._join_batch(decoding, [job])
+                return
+            failed = [(jobs[0], error)]
+        for job, error in failed:
+            log.error("prompt_cannot_join", request_id=job.active.request_id, exc_info=error)
+            job.rows, job.admitted = [], 0
+            self._sender.fail(job.active, f"the prompt could not join the batch: {error}")
 
     def fail_all(self, reason: str) -> None:
         """Fail every request and free all rows. For an engine whose `tick` raised: its next tick starts afresh."""
@@ -558,11 +550,8 @@ class DecodeEngine:
 
     def adapter_replaced(self, old: RowAdapter, new: RowAdapter) -> None:
         """Handle a new version of an adapter. With `engine.kv_policy = "recompute"`, its requests continue with it."""
-        if self._settings.kv_policy != "recompute":
-            return
-        for active in filter(lambda one: one.adapter is old, self._sender.requests.values()):
-            active.adapter = new
-        self._restart(lambda active: active.adapter is new, interrupt=True)
+        if self._settings.kv_policy == "recompute":
+            self._continue_with(old, new)
 
     def provide_adapter(
         self, name: str, arrays: Mapping[str, mx.array], scales: Mapping[str, float], fingerprint: str
@@ -574,15 +563,19 @@ class DecodeEngine:
         """
         old, new = self.row_weights.provide(name, arrays, scales, fingerprint)
         if old is not None:
-            for decoding in self._decodings:
-                decoding.complete()
-            for active in filter(lambda one: one.adapter is old, self._sender.requests.values()):
-                active.adapter = new
-            for decoding in self._decodings:
-                decoding.batch.table.adapters_changed()
-            self._restart(lambda active: active.adapter is new, interrupt=self._settings.kv_policy == "recompute")
+            self._continue_with(old, new)
         self.release_adapters(self.row_weights.versions)
         return new
+
+    def _continue_with(self, old: RowAdapter, new: RowAdapter) -> None:
+        """Let the requests of an adapter continue with another one from the next token on."""
+        for decoding in self._decodings:
+            decoding.complete()
+        for active in filter(lambda one: one.adapter is old, self._sender.requests.values()):
+            active.adapter = new
+        for decoding in self._decodings:
+            decoding.batch.table.adapters_changed()
+        self._restart(lambda active: active.adapter is new, interrupt=self._settings.kv_policy == "recompute")
 
     def withdraw_adapter(self, name: str) -> None:
         """Forget a provided adapter; its requests finish."""

@@ -12,8 +12,9 @@ import mlx.nn as nn
 
 from clotho import extension
 from clotho.inference.batch import Batch
-from clotho.inference.cache_layout import CacheLayout, Computing, RowCaches, RowDecoder
+from clotho.inference.cache_layout import CacheLayout, Computing, RowCaches
 from clotho.inference.kv_cache import BatchKVCache
+from clotho.inference.prefill import RowDecoder
 from clotho.inference.rows import RowAdapter
 from clotho.inference.scheduler import Row
 from clotho.models.adapters import Adapter

@@ -11,15 +11,16 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import structlog
 
-from clotho.inference.cache_layout import CacheLayout, Computing, RowDecoder, evaluation_mode, pass_context
+from clotho.inference.cache_layout import CacheLayout, Computing, RowCaches, evaluation_mode, pass_context
 from clotho.inference.rows import PromptState
 from clotho.inference.scheduler import ActiveRequest, PrefillJob
-from clotho.models.turns import UNDIVIDED, TurnBudget
+from clotho.models.turns import TurnBudget
 from clotho.settings.engine import EngineSection
 
 log = structlog.get_logger(__name__)
@@ -56,10 +57,10 @@ class PrefillBatch:
         self,
         layout: CacheLayout,
         jobs: Sequence[PrefillJob],
-        computing: Computing,
         turns: TurnBudget | None,
-        *,
         version: int,
+        *,
+        computing: Computing,
     ) -> None:
         self.jobs = list(jobs)
         self.keys = [weights_key(job.active, version) for job in jobs]
@@ -150,53 +151,16 @@ class PrefillBatch:
         mx.eval([job.state for job in self.jobs])
 
 
-class HostPrefillBatch(PrefillBatch):
-    """Prompts of clients that a `RowDecoder` prefills, which waits for no operation of a learner."""
+class RowDecoder(NamedTuple):
+    """Decodes the rows of one model, and prefills prompts of clients, instead of the model itself.
 
-    on_host = True
+    computing: selects the adapter of every row, None for the policy, inside the context. caches: makes KV caches for a
+    number of rows. prefill: begins prompts; its last argument is the policy version.
+    """
 
-    def __init__(
-        self,
-        decoder: RowDecoder,
-        layout: CacheLayout,
-        jobs: Sequence[PrefillJob],
-        turns: TurnBudget | None,
-        *,
-        version: int,
-    ) -> None:
-        self._decoder, self._count = decoder, 0
-        super().__init__(layout, jobs, decoder.computing, turns, version=version)
-
-    def _restore(self) -> None:
-        """Begin with what all jobs have computed."""
-        self._caches = self._decoder.prompts(len(self.jobs), self._length)
-        for row, job in enumerate(self.jobs):
-            if self._done and job.state is not None:
-                self._caches.restore(row, job.state, self._done)
-
-    def _most(self, budget: int) -> int:
-        """Return how many tokens of each prompt the next chunk has at most."""
-        return min(super()._most(budget), self._caches.most(self._length))
-
-    def weights_changed(self, kinds: Collection[int]) -> None:
-        """Record a swap of these kinds of weights. A chunk in progress begins again, so that it has those of one."""
-        super().weights_changed(kinds)
-        if self._parts is not None and any(key[0] in kinds for key in self.keys):
-            self._parts = None
-            self._done -= self._count
-
-    def _start(self, count: int) -> None:
-        parts = self._caches.parts(self._token_B_T[:, self._done : self._done + count], self._done)
-        with pass_context(self._computing, [job.active.adapter for job in self.jobs for _ in range(count)]):
-            next(parts)
-        self._done += count
-        self._count, self._parts = count, (self._turns or UNDIVIDED).limited(parts)
-
-    def finish(self) -> None:
-        """Set the state of each job."""
-        for row, job in enumerate(self.jobs):
-            tokens = len(job.tokens) - 1
-            job.computed, job.state_tokens, job.state = True, tokens, self._caches.state(row, tokens)
+    computing: Computing
+    caches: Callable[[int], RowCaches]
+    prefill: Callable[[CacheLayout, Sequence[PrefillJob], TurnBudget | None, int], PrefillBatch]
 
 
 def select(waiting: deque[PrefillJob], layout: CacheLayout, budget: int) -> list[PrefillJob]:
@@ -344,9 +308,9 @@ class Prefill:
     def _begin(self, jobs: list[PrefillJob], version: int) -> None:
         try:
             if self._decoder is not None and not jobs[0].active.request.background:
-                batch: PrefillBatch = HostPrefillBatch(self._decoder, self._layout, jobs, self._turns, version=version)
+                batch = self._decoder.prefill(self._layout, jobs, self._turns, version)
             else:
-                batch = PrefillBatch(self._layout, jobs, self._computing, self._turns, version=version)
+                batch = PrefillBatch(self._layout, jobs, self._turns, version, computing=self._computing)
         except Exception as error:
             self._failed(jobs, error)
         else:

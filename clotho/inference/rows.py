@@ -143,8 +143,8 @@ class RowLogitBias(NamedTuple):
     value_B_K: mx.array
 
 
-class Alternatives(NamedTuple):
-    """The rows that report their most probable tokens, and the largest number that any row reports."""
+class Reporting(NamedTuple):
+    """The rows that report alternatives, or their support, with each token, and the largest number that any reports."""
 
     row_R: mx.array
     number: int
@@ -168,13 +168,6 @@ class TokenMasks(NamedTuple):
     word_R_W: NDArray[np.uint32]
 
 
-class SupportRecording(NamedTuple):
-    """The rows that record their support, and the maximum size of a support."""
-
-    row_R: mx.array
-    width: int
-
-
 class RowParameters(Struct, frozen=True, kw_only=True):
     """Sampling parameters of B rows as arrays; None if no row uses the parameter.
 
@@ -187,9 +180,9 @@ class RowParameters(Struct, frozen=True, kw_only=True):
     filters: Filters | None = None
     penalty_B: mx.array | None = None
     bias: RowLogitBias | None = None
-    alternatives: Alternatives | None = None
+    alternatives: Reporting | None = None
     count_penalties: CountPenalties | None = None
-    recording: SupportRecording | None = None
+    recording: Reporting | None = None
 
 
 class Supports(NamedTuple):

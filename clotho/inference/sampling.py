@@ -11,7 +11,7 @@ Random numbers depend on (seed, position) only, so a row samples the same tokens
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 import mlx.core as mx
@@ -23,13 +23,12 @@ from clotho.inference.rows import (
     BLOCK,
     ONE_STAGE,
     PADDING,
-    Alternatives,
     CountPenalties,
     Filters,
+    Reporting,
     RowLogitBias,
     RowParameters,
     SampledRows,
-    SupportRecording,
     Supports,
     TokenMasks,
 )
@@ -64,9 +63,11 @@ def row_parameters(
         filters=_filters(used, vocabulary),
         penalty_B=_array_unless([s.repetition_penalty for s in used], 1.0),
         bias=_bias(used),
-        alternatives=_alternatives(used),
+        alternatives=_reporting({row: s.top_logprobs for row, s in enumerate(used) if s.top_logprobs}),
         count_penalties=_count_penalties(used),
-        recording=_recording([row for row in sorted(recorded) if truncates(used[row], vocabulary)], used, vocabulary),
+        recording=_reporting(
+            {row: min(used[row].top_k, vocabulary) for row in sorted(recorded) if truncates(used[row], vocabulary)}
+        ),
     )
 
 
@@ -94,16 +95,8 @@ def _indices(rows: Iterable[int]) -> mx.array:
     return mx.array(np.array(list(rows), dtype=np.int32))
 
 
-def _alternatives(used: Sequence[Sampling]) -> Alternatives | None:
-    rows = [row for row, s in enumerate(used) if s.top_logprobs]
-    return Alternatives(_indices(rows), max(used[row].top_logprobs for row in rows)) if rows else None
-
-
-def _recording(rows: Sequence[int], used: Sequence[Sampling], vocabulary: int) -> SupportRecording | None:
-    if not rows:
-        return None
-    width = max(used[row].top_k for row in rows)
-    return SupportRecording(_indices(rows), min(width, vocabulary))
+def _reporting(number_of: Mapping[int, int]) -> Reporting | None:
+    return Reporting(_indices(number_of), max(number_of.values())) if number_of else None
 
 
 def _bias(used: Sequence[Sampling]) -> RowLogitBias | None:
@@ -156,7 +149,7 @@ def sample(
         sampled = SampledRows(token_B, logp_B, *_most_probable(x_B_V, log_total_B, parameters.alternatives))
     if parameters.recording is None:
         return sampled
-    token_R_K = support_tokens(x_B_V[parameters.recording.row_R], parameters.recording.width)
+    token_R_K = support_tokens(x_B_V[parameters.recording.row_R], parameters.recording.number)
     return sampled._replace(supports=Supports(parameters.recording.row_R, token_R_K))
 
 
@@ -290,7 +283,7 @@ def invert_cdf(weight_B_N: mx.array, uniform_B_1: mx.array) -> tuple[mx.array, m
     return index_B, total_B_1[:, 0]
 
 
-def _most_probable(x_B_V: mx.array, log_total_B: mx.array, wanted: Alternatives) -> tuple[mx.array, mx.array]:
+def _most_probable(x_B_V: mx.array, log_total_B: mx.array, wanted: Reporting) -> tuple[mx.array, mx.array]:
     """Return the most probable tokens of the rows that report them, in arrays of all rows."""
     logp_R_V = x_B_V[wanted.row_R] - log_total_B[wanted.row_R][:, None]
     token_R_N, logp_R_N = alternatives(logp_R_V, wanted.number)
@@ -385,10 +378,13 @@ def _check_seeds(seeds: tuple[int, ...]) -> None:
 
 
 def _check_sampling(sampling: Sampling, vocabulary: int) -> None:
-    try:
-        msgspec.convert(msgspec.structs.asdict(sampling), Sampling)
-    except msgspec.ValidationError:
-        _check_each_parameter(sampling)
+    for name, parameter in PARAMETERS.items():
+        value = getattr(sampling, name)
+        try:
+            msgspec.convert(value, parameter.annotation)
+        except msgspec.ValidationError as error:
+            shown = reprlib.repr(value)
+            raise RequestError(f"{name} is {shown}; allowed is {parameter.allowed} ({error})", param=name) from error
     if (low := below_least_positive(sampling)) is not None:
         message = f"{low} is {getattr(sampling, low):g}; allowed is {PARAMETERS[low].allowed}"
         raise RequestError(message, param=low)
@@ -399,17 +395,6 @@ def _check_sampling(sampling: Sampling, vocabulary: int) -> None:
     if sampling.min_tokens > sampling.max_tokens:
         message = f"min_tokens is {sampling.min_tokens}; max_tokens is {sampling.max_tokens}"
         raise RequestError(message, param="min_tokens")
-
-
-def _check_each_parameter(sampling: Sampling) -> None:
-    """Raise a RequestError that names the parameter that is not valid."""
-    for name, parameter in PARAMETERS.items():
-        value = getattr(sampling, name)
-        try:
-            msgspec.convert(value, parameter.annotation)
-        except msgspec.ValidationError as error:
-            shown = reprlib.repr(value)
-            raise RequestError(f"{name} is {shown}; allowed is {parameter.allowed} ({error})", param=name) from error
 
 
 def _check_constrained(sampling: Sampling) -> None:
