@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -68,9 +68,9 @@ class ModelFormat(Struct, frozen=True, kw_only=True):
 class Generator(Struct, frozen=True, kw_only=True):
     """A source of generated problems; the key is the prefix of its datasets, such as `reasoning_gym:`.
 
-    open: called with `[data]`, returns a context manager of a `clotho.generators.Generate`. weights: called with
-    `[data]` and the problems, returns the weight of each type in an epoch. rewards: `[[rewards]]` of a profile that
-    lists none.
+    open: called with `[data]`, returns a context manager of a `training_run.groups.generators.Generate`. weights:
+    called with `[data]` and the problems, returns the weight of each type in an epoch. rewards: `[[rewards]]` of a
+    profile that lists none.
     """
 
     open: str
@@ -216,25 +216,6 @@ def needs(attachment: str) -> str:
     return f"needs the attachment {attachment!r}, which this installation lacks"
 
 
-def model_formats() -> dict[str, ModelFormat]:
-    """Return the formats of model files by their suffix."""
-    return _joined(one.model_formats() for one in extensions())
-
-
-def adapter_formats() -> dict[str, str]:
-    """Return what reads adapters of each format that is not the library's own."""
-    return _joined(one.adapter_formats() for one in extensions())
-
-
-def generators() -> dict[str, Generator]:
-    """Return the sources of generated problems by the prefix of their datasets."""
-    return _joined(one.generators() for one in extensions())
-
-
-def extension_rewards() -> dict[str, BuiltIn]:
-    """Return the reward functions of all attachments by name."""
-    return _joined(one.rewards() for one in extensions())
-
-
-def _joined(tables: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
-    return {name: entry for table in tables for name, entry in table.items()}
+def joined(table: Callable[[Extension], Mapping[str, Entry]]) -> dict[str, Entry]:
+    """Return what all attachments provide of one kind, by name. table: of one extension."""
+    return {name: entry for one in extensions() for name, entry in table(one).items()}

@@ -10,17 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from clotho.extension import (
-    OWNERS,
-    absence,
-    adapter_formats,
-    extension_rewards,
-    extensions,
-    generators,
-    model_formats,
-    provided,
-)
-from clotho.generators import Generators, epoch_weights, prefix_of, rewards_of
+from clotho.extension import OWNERS, absence, extensions, joined, provided
 from clotho.models.adapter_reading import read_adapter_of
 from clotho.models.loading import find_model, is_local
 from clotho.models.tokenizer import ChatTokenizer
@@ -29,6 +19,7 @@ from clotho.rewards.weighted_sum import Rewards
 from clotho.settings.data import DataSection
 from protocols.errors import ArtifactError, DatasetError, ModelError, ProfileError
 from tests.absent import without
+from training_run.groups.generators import Generators, epoch_weights, prefix_of, rewards_of
 
 
 def test_every_name_of_a_table_is_known_with_its_attachment() -> None:
@@ -45,10 +36,10 @@ def test_every_name_of_a_table_is_known_with_its_attachment() -> None:
 
 def test_every_row_names_something_that_can_be_imported() -> None:
     """As text, so that nothing is imported before it is used."""
-    places = [row.load for row in extension_rewards().values() if row.function is None]
-    places += [place for row in generators().values() for place in (row.open, row.weights)]
-    places += [place for row in model_formats().values() for place in (row.open, row.tokenizer)]
-    places += adapter_formats().values()
+    places = [row.load for row in joined(lambda one: one.rewards()).values() if row.function is None]
+    places += [place for row in joined(lambda one: one.generators()).values() for place in (row.open, row.weights)]
+    places += [place for row in joined(lambda one: one.model_formats()).values() for place in (row.open, row.tokenizer)]
+    places += joined(lambda one: one.adapter_formats()).values()
     assert all(callable(provided(place)) for place in places)
 
 

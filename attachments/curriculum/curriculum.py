@@ -13,10 +13,10 @@ from msgspec import Struct
 from attachments.curriculum.group_outcomes import INTERVALS, Floats, GroupOutcomes, Indices
 from attachments.curriculum.sections import SuccessRateCurriculum
 from attachments.curriculum.state import CountedGroup, CurriculumState, CurriculumUpdate, SavedCurriculum
-from clotho.data.order import ProblemOrder
 from protocols.errors import CheckpointError
 from protocols.rollout import GroupOutcome, are_equal, bounded
 from protocols.sampling import derive
+from training_run.groups.order import ProblemOrder
 
 log = structlog.get_logger(__name__)
 

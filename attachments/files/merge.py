@@ -29,7 +29,6 @@ from attachments.files.merging import (
 from attachments.files.model_writer import common_dtype, write_beside, write_weights
 from clotho.data.problems import ProblemColumns, conversation, load_problems
 from clotho.data.records import Source
-from clotho.generators import Generators, prefix_of
 from clotho.models.adapter_reading import read_adapter_of
 from clotho.models.adapters import Adapter
 from clotho.models.loading import open_stored, quantize_base
@@ -40,6 +39,7 @@ from clotho.settings.model import ModelSection, QuantizeAtLoad
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ArtifactError, ProfileError
 from training_run.commands.command_line import CommandParser
+from training_run.groups.generators import Generators, prefix_of
 from training_run.profile.load import load_profile
 from training_run.records.terminal_text import memory, percent, print_line
 

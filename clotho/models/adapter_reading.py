@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from clotho.extension import absence, adapter_formats, provided
+from clotho.extension import absence, joined, provided
 from clotho.models.adapter_formats import (
     DTYPES,
     GGUF,
@@ -340,7 +340,7 @@ def read_adapter_of(path: Path, model: str = "") -> Adapter:
         directory, config, base = opened_directory(path, base)
         with opened_tensors(directory / MLX.tensors) as file:
             return adapter_from(file, MLX, config, base, path=path)
-    place = adapter_formats().get(name)
+    place = joined(lambda one: one.adapter_formats()).get(name)
     if place is None:
         raise ArtifactError(f"{path}: the format {name} {absence(name)}", reason="unreadable")
     read: ReadAdapter = provided(place)

@@ -20,7 +20,7 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, Repository
 from mlx.utils import tree_map_with_path
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model
 
-from clotho.extension import OWNERS, ModelFormat, absence, extensions, model_formats, provided
+from clotho.extension import OWNERS, ModelFormat, absence, extensions, joined, provided
 from clotho.models.model_files import BITS, GROUP_SIZES, check_model, one_line, read_config
 from clotho.models.parameters import flat
 from clotho.settings.model import ModelSection, QuantizeAtLoad
@@ -98,12 +98,13 @@ def is_local(path: str) -> bool:
 
 def _has_suffix(path: str) -> bool:
     """Whether a path has the suffix of a format of model files, also if the attachment that reads it is missing."""
-    return path.lower().endswith(tuple(name for name in {**OWNERS, **model_formats()} if name.startswith(".")))
+    names = {**OWNERS, **joined(lambda one: one.model_formats())}
+    return path.lower().endswith(tuple(name for name in names if name.startswith(".")))
 
 
 def file_format(path: Path) -> ModelFormat:
     """Return the format of a file with a model. Raises ModelError if it has none, or its attachment is missing."""
-    suffix, formats = path.suffix.lower(), model_formats()
+    suffix, formats = path.suffix.lower(), joined(lambda one: one.model_formats())
     if suffix in formats:
         return formats[suffix]
     if reason := absence(suffix):

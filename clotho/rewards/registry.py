@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from clotho.extension import absence, extension_rewards, provided
+from clotho.extension import absence, joined, provided
 from clotho.rewards import choice_correctness, environment, exact, jaccard, math_eval, tag_format
 from clotho.rewards.answer import PLACES
 from clotho.user_code import load_named
@@ -70,7 +70,7 @@ CORE: Mapping[str, BuiltIn] = {
 
 def built_in() -> Mapping[str, BuiltIn]:
     """Return the built-in reward functions by name: those of the library, and those of attachments."""
-    return {**CORE, **extension_rewards()}
+    return {**CORE, **joined(lambda one: one.rewards())}
 
 
 LISTS = frozenset({"prompts", "completions", "completion_ids", "environment_rewards"})

@@ -8,9 +8,9 @@ from typing import Literal
 import anyio
 from rich.console import Console
 
-from clotho.data.order import HeldOutSplit
 from clotho.models.machine import memory_limit
 from training_run.attachment import has_own_groups
+from training_run.groups.order import HeldOutSplit
 from training_run.groups.prompts import inspect_dataset, read_split
 from training_run.memory.estimate import estimate_memory, local_files
 from training_run.memory.report import describe, describe_limit

@@ -11,16 +11,16 @@ from statistics import median
 import msgspec
 from msgspec import Struct
 
-from clotho.data.order import HeldOutSplit, ProblemOrder, split_heldout
 from clotho.data.problems import ProblemColumns, conversation, load_problems, problems_fingerprint
 from clotho.data.records import Source
-from clotho.generators import Generators, epoch_weights, prefix_of
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.bounds import Off
 from protocols.errors import DatasetError, ProfileError
 from protocols.evaluation import GradeCompletions, HeldOut
 from protocols.prompt import Problem, Prompt, group_seed
 from protocols.summary import DatasetReport, PromptReport
+from training_run.groups.generators import Generators, epoch_weights, prefix_of
+from training_run.groups.order import HeldOutSplit, ProblemOrder, split_heldout
 from training_run.groups.rendering import CHECKED, Rendered, Renderer, Say
 from training_run.profile.command_profiles import EvaluationProfile
 from training_run.profile.schema import Profile

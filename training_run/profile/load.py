@@ -15,13 +15,13 @@ import tomli_w
 from msgspec import Struct
 
 from clotho.data.records import is_hub_dataset
-from clotho.generators import prefix_of, rewards_of
 from clotho.settings.keys import array_items, is_default, shown
 from clotho.settings.layers import COMMAND_LINE, Layer, Merged, decode_merged, flatten_table, merge_layers
 from clotho.settings.model import FullMethod
 from clotho.settings.mounted import PathKind
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, did_you_mean, visible
+from training_run.groups.generators import prefix_of, rewards_of
 from training_run.profile.aliases import PROFILE_NAMES
 from training_run.profile.earlier_profiles import EARLIER, YAML, import_profile, with_recorded_scale
 from training_run.profile.keys import CHOICES, PROFILE_KEYS, SECTIONS, SETTABLE

@@ -14,10 +14,10 @@ from msgspec import structs
 from attachments.curriculum.curriculum import Curriculum, CurriculumReport
 from attachments.curriculum.sections import SuccessRateCurriculum
 from attachments.curriculum.state import CountedGroup, SavedCurriculum
-from clotho.data.order import ProblemOrder
 from protocols.prompt import Problem
 from protocols.rollout import Discarded, GroupOutcome
 from tests.actors.actor_helpers import prompt
+from training_run.groups.order import ProblemOrder
 
 GROUP_SIZE = 8
 TYPES = ["solved"] * 50 + ["hard"] * 50 + ["useful"] * 100

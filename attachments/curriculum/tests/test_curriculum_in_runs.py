@@ -13,7 +13,6 @@ from attachments.curriculum.curriculum import Curriculum
 from attachments.curriculum.hooks import NAME, CurriculumChooser, CurriculumHook, take_part
 from attachments.curriculum.sections import SuccessRateCurriculum
 from attachments.curriculum.state import SavedCurriculum
-from clotho.data.order import ProblemOrder
 from clotho.lanes.compute_thread import Compute
 from pipeline import wire_rollouts
 from protocols.rollout import Discarded
@@ -22,6 +21,7 @@ from tests.training_run.built_context import lost_groups, open_context, tiny_pro
 from tests.training_run.simulated_run import PROBLEMS, SimulatedRun, SimulationSettings
 from tests.training_run.start.test_startup import write_step
 from training_run.attachment import Attached
+from training_run.groups.order import ProblemOrder
 from training_run.run import RunContext
 from training_run.supervision.custom_actors import CustomActors
 

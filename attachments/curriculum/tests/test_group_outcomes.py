@@ -15,9 +15,9 @@ from attachments.curriculum.curriculum import Curriculum
 from attachments.curriculum.group_outcomes import HALF_LIFE, OLDEST, PRIOR, PRIOR_GROUPS, Floats, GroupOutcomes
 from attachments.curriculum.sections import SuccessRateCurriculum
 from attachments.curriculum.state import CountedGroup
-from clotho.data.order import ProblemOrder
 from protocols.rollout import Discarded
 from tests.actors.actor_helpers import prompt
+from training_run.groups.order import ProblemOrder
 
 
 def record(outcomes: GroupOutcomes, groups: Iterable[tuple[int, int, int]]) -> None:

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from clotho.data.order import ProblemOrder, split_heldout
 from protocols.errors import DatasetError
 from protocols.prompt import Problem
+from training_run.groups.order import ProblemOrder, split_heldout
 
 
 def order_of(problems: int, *, seed: int, shuffle: bool) -> ProblemOrder:

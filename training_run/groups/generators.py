@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-from clotho.extension import OWNERS, Generator, absence, generators, provided
+from clotho.extension import OWNERS, Generator, absence, joined, provided
 from clotho.settings.data import DataSection
 from protocols.errors import DatasetError, visible
 from protocols.prompt import Problem
@@ -26,14 +26,14 @@ class Generate(Protocol):
 
 def prefix_of(dataset: object) -> str:
     """Return the prefix of a dataset that is generated, also if its attachment is missing; empty for other values."""
-    names = {**OWNERS, **generators()}
+    names = OWNERS.keys() | _rows()
     prefix = f"{dataset.partition(':')[0]}:" if isinstance(dataset, str) else ""
     return prefix if prefix in names else ""
 
 
 def rewards_of(dataset: object) -> Sequence[Mapping[str, Any]]:
     """Return the `[[rewards]]` of a dataset that is generated, for profiles that list none."""
-    row = generators().get(prefix_of(dataset))
+    row = _rows().get(prefix_of(dataset))
     return row.rewards if row else ()
 
 
@@ -66,10 +66,14 @@ class Generators:
         return list(self._opened[prefix](path, seed=seed, part=part, excluded=excluded))
 
 
+def _rows() -> dict[str, Generator]:
+    return joined(lambda one: one.generators())
+
+
 def _row(path: str) -> Generator:
     """Return what generates a dataset. Raises DatasetError if its attachment is missing."""
     prefix = prefix_of(path)
-    row = generators().get(prefix)
+    row = _rows().get(prefix)
     if row is None:
         raise DatasetError(f"{visible(path, 200)} {absence(prefix)}")
     return row
