@@ -68,7 +68,7 @@ class ModelFormat(Struct, frozen=True, kw_only=True):
 class Generator(Struct, frozen=True, kw_only=True):
     """A source of generated problems; the key is the prefix of its datasets, such as `reasoning_gym:`.
 
-    open: called with `[data]`, returns a context manager of a `training_run.groups.generators.Generate`. weights:
+    open: called with `[data]`, returns a context manager of a `training_run.profile.generators.Generate`. weights:
     called with `[data]` and the problems, returns the weight of each type in an epoch. rewards: `[[rewards]]` of a
     profile that lists none.
     """

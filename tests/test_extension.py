@@ -16,10 +16,10 @@ from clotho.models.loading import find_model, is_local
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.rewards.registry import load_reward
 from clotho.rewards.weighted_sum import Rewards
-from clotho.settings.data import DataSection
 from protocols.errors import ArtifactError, DatasetError, ModelError, ProfileError
 from tests.absent import without
-from training_run.groups.generators import Generators, epoch_weights, prefix_of, rewards_of
+from training_run.profile.data import DataSection
+from training_run.profile.generators import Generators, epoch_weights, prefix_of, rewards_of
 
 
 def test_every_name_of_a_table_is_known_with_its_attachment() -> None:

@@ -9,11 +9,9 @@ from clotho.lanes.compute_thread import Compute
 from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.machine import describe_machine
 from clotho.models.policy import Policy
-from clotho.rewards.registry import expected
 from clotho.sampler import Sampler
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.bounds import Off
-from clotho.settings.data import RewardSection
 from clotho.training.update import PolicyLearner
 from protocols.evaluation import HeldOut
 from protocols.prompt import Prompt
@@ -27,13 +25,14 @@ from training_run.groups.ledger import Ledger
 from training_run.groups.progress import LearnerProgress, RunWeights, StalenessRule
 from training_run.groups.prompts import PromptBuilder
 from training_run.groups.rollout_source import RolloutSource, SingleTurn
+from training_run.profile.data import RewardSection
 from training_run.profile.schema import Profile
 from training_run.records.display import RunFacts
 from training_run.records.evaluation_history import RunHistory
 from training_run.records.findings import RunFindings
 from training_run.records.forecast import RemainingWork
 from training_run.records.terminal_text import relative_path
-from training_run.rewards.runner import RewardRunner
+from training_run.rewards.runner import RewardRunner, expected
 from training_run.start.starting_point import StartingPoint
 from training_run.supervision.custom_actors import Services
 from training_run.supervision.latest import Latest

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from attachments.cluster.connection import RayConnection
 from attachments.cluster.messages import Ended, RewardFunction, RewardMessage, RewardReply
 from attachments.cluster.reward_process import RewardProcess
 from attachments.remote.server import STATE_SECONDS
-from clotho.rewards.registry import GroupParameters, source_file
+from clotho.rewards.registry import GroupParameters, built_in, split_name
 from clotho.rewards.values import Completions, RewardError, Values, too_large
 from protocols.errors import ProfileError, visible
 from training_run.rewards.worker import Answer, Failure, Ready, Refused
@@ -182,3 +184,20 @@ class RewardWorker:
 def _line(error: Exception) -> str:
     text = str(error).splitlines()
     return visible(text[0] if text else type(error).__name__, 200)
+
+
+def source_file(name: str) -> Path | None:
+    """Return the Python file of a function: that of its name, or the module's file in the current directory.
+
+    None for built-in functions, packages, and modules that Python finds elsewhere. Raises ProfileError if the name is
+    malformed.
+    """
+    if name in built_in():
+        return None
+    module_name, _ = split_name(name)
+    if module_name.endswith(".py"):
+        return Path(module_name).expanduser()
+    here = Path.cwd()
+    found = PathFinder.find_spec(module_name, [*sys.path, str(here)]) if "." not in module_name else None
+    file = Path(found.origin) if found is not None and found.origin is not None else None
+    return file if file is not None and file.suffix == ".py" and file.parent == here else None

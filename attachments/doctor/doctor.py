@@ -52,7 +52,6 @@ from clotho.models.adapters import adapter_targets, reached_share
 from clotho.models.experts import configuration_of, experts_per_token
 from clotho.models.machine import compute_slots, describe_machine, memory_limit, physical_memory
 from clotho.process import load_blas
-from clotho.rewards.registry import expectations
 from clotho.serving.server import listen
 from clotho.settings.bounds import PositiveFloat, about
 from clotho.settings.keys import Keys
@@ -88,6 +87,7 @@ from training_run.records.terminal_text import (
     print_line,
     terminal_text,
 )
+from training_run.rewards.runner import expectations
 from training_run.run import RunContext
 from training_run.start.startup import build_context
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from clotho.rewards.answer import with_answer
 from clotho.rewards.registry import RewardFunction, built_in
-from clotho.settings.data import RewardSection
 from protocols.errors import RecordsError, visible
 from protocols.finding import CHECK, Finding
 from protocols.prompt import Problem
+from training_run.profile.data import RewardSection
 
 SAMPLED = 256
 """Number of problems, spread over the dataset, whose answers are checked."""

@@ -13,12 +13,13 @@ from msgspec import Struct
 
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.rewards.answer import ANSWER, ANSWER_END, THINK, THINK_END
-from clotho.rewards.registry import built_in, expects_tag
+from clotho.rewards.registry import built_in
 from protocols.errors import RequestError, visible
 from protocols.finding import CHECK, Change, Finding, Remedy
 from protocols.prompt import Problem
 from training_run.attachment import has_own_groups
 from training_run.profile.schema import Profile
+from training_run.rewards.runner import expects_tag
 
 Message = Mapping[str, str]
 

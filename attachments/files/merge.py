@@ -34,12 +34,12 @@ from clotho.models.adapters import Adapter
 from clotho.models.loading import open_stored, quantize_base
 from clotho.models.model_files import BITS, GROUP_SIZES
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.settings.data import DataSection
 from clotho.settings.model import ModelSection, QuantizeAtLoad
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ArtifactError, ProfileError
 from training_run.commands.command_line import CommandParser
-from training_run.groups.generators import Generators, prefix_of
+from training_run.profile.data import DataSection
+from training_run.profile.generators import Generators, prefix_of
 from training_run.profile.load import load_profile
 from training_run.records.terminal_text import memory, percent, print_line
 

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from attachments.preference.sections import PreferenceSection
 from clotho.data.problems import ASSISTANT, CHOSEN, COMPLETION, LABEL, conversation
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.settings.data import DataSection
 from protocols.errors import ProfileError, RequestError, visible
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup
@@ -22,6 +21,7 @@ from training_run.groups.demonstrations import (
     messages_of,
     shared_tokens,
 )
+from training_run.profile.data import DataSection
 
 REJECTED = "rejected"
 """Column of the worse completion of a pair, as in TRL."""

@@ -30,11 +30,11 @@ import structlog
 
 from attachments.reasoning_gym.gym_library import BLOCK_SECONDS, BOOT, INSTALL, Entry, Generated, Job, JobRefused
 from attachments.reasoning_gym.sections import GYM, TABLES, GymSection, gym_names
-from clotho.settings.data import DataSection
 from protocols.errors import DatasetError, visible
 from protocols.prompt import Problem
 from protocols.sampling import derive
-from training_run.groups.generators import Generate
+from training_run.profile.data import DataSection
+from training_run.profile.generators import Generate
 
 log = structlog.get_logger(__name__)
 

@@ -8,10 +8,10 @@ from typing import Any
 from attachments.sft.sections import SftSection
 from clotho.data.problems import ASSISTANT, COMPLETION, conversation
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.settings.data import DataSection
 from protocols.errors import ProfileError, RequestError, visible
 from protocols.prompt import Problem
 from training_run.groups.demonstrations import Demonstration, Message, answers_of, messages_of
+from training_run.profile.data import DataSection
 
 
 class Demonstrator:

@@ -12,10 +12,10 @@ import structlog
 from attachments.verifiers.messages import BeginTask, ContinueTask, ForgetTask, Forgotten, Numbered, TasksetLoaded
 from attachments.verifiers.sections import TASKSET
 from attachments.verifiers.tasks import command, program, taskset_of
-from clotho.settings.data import DataSection
 from protocols.errors import ActorError, ProfileError
 from protocols.prompt import Problem
 from training_run.episodes.messages import Event, Failed, PolicyTurn
+from training_run.profile.data import DataSection
 from training_run.supervision.guarded_process import IMPORT_SECONDS, GuardedProcess, OutputLog, frame
 from training_run.supervision.supervisor import RestartCounter, RestartPolicy
 

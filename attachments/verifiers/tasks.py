@@ -17,10 +17,10 @@ import msgspec
 
 from attachments.verifiers.messages import ListedTask, TasksetProgram
 from attachments.verifiers.sections import TASKSET, VERIFIERS
-from clotho.settings.data import DataSection
 from protocols.errors import DatasetError, ProfileError, visible
 from protocols.prompt import Problem
-from training_run.groups.generators import Generate
+from training_run.profile.data import DataSection
+from training_run.profile.generators import Generate
 
 LIST_SECONDS = 600.0
 """Time limit of a taskset that lists its tasks; some download their data."""

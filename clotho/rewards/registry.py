@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.machinery import PathFinder
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
 from clotho.extension import absence, joined, provided
 from clotho.rewards import choice_correctness, environment, exact, jaccard, math_eval, tag_format
-from clotho.rewards.answer import PLACES
 from clotho.user_code import load_named
 from protocols.errors import ProfileError, did_you_mean
 from protocols.prompt import AnswerIn, Problem
-
-if TYPE_CHECKING:  # a worker process does not need the schema
-    from clotho.settings.data import RewardSection
 
 RewardFunction = Callable[..., Any]
 """A reward function of one completion or of a group; `clotho.rewards` documents both signatures."""
@@ -80,29 +73,6 @@ ARGUMENTS = LISTS | {"trainer_state"}
 """Arguments of a function of a group beside the columns of the dataset."""
 
 
-def expected(section: RewardSection) -> str:
-    """Return what a reward expects of a completion; empty for a function of the user."""
-    found = built_in().get(section.name)
-    return found.expects.format(place=PLACES[section.answer_in or "tags"]) if found else ""
-
-
-def expectations(sections: Iterable[RewardSection]) -> dict[str, str]:
-    """Return what the built-in rewards of a profile expect, by name."""
-    found: dict[str, list[str]] = {}
-    for section in sections:
-        if (text := expected(section)) and text not in found.setdefault(section.name, []):
-            found[section.name].append(text)
-    return {name: "; ".join(texts) for name, texts in found.items()}
-
-
-def expects_tag(section: RewardSection) -> bool:
-    """Return whether a built-in reward is 0 for every completion without `<answer>`."""
-    if section.name == "format":
-        return True
-    found = built_in().get(section.name)
-    return found is not None and found.reads_answer and section.answer_in in (None, "tags")
-
-
 def load_reward(name: str, options: RewardOptions | None = None, *, file: str = "") -> RewardFunction:
     """Return the reward function with a name from the profile.
 
@@ -133,23 +103,6 @@ def split_name(name: str) -> tuple[str, str]:
     if not module_name or not attribute.isidentifier():
         raise ProfileError(f"rewards.name {name!r} is malformed; {allowed}")
     return module_name, attribute
-
-
-def source_file(name: str) -> Path | None:
-    """Return the Python file of a function: that of its name, or the module's file in the current directory.
-
-    None for built-in functions, packages, and modules that Python finds elsewhere. Raises ProfileError if the name is
-    malformed.
-    """
-    if name in built_in():
-        return None
-    module_name, _ = split_name(name)
-    if module_name.endswith(".py"):
-        return Path(module_name).expanduser()
-    here = Path.cwd()
-    found = PathFinder.find_spec(module_name, [*sys.path, str(here)]) if "." not in module_name else None
-    file = Path(found.origin) if found is not None and found.origin is not None else None
-    return file if file is not None and file.suffix == ".py" and file.parent == here else None
 
 
 def is_async(function: RewardFunction) -> bool:

@@ -7,9 +7,9 @@ import anyio
 import pytest
 
 from actors.scorer import Scorer
-from clotho.settings.data import RewardSection
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from tests.rewards.groups import group, problem
+from training_run.profile.data import RewardSection
 from training_run.rewards.runner import RewardRunner
 from training_run.supervision.queues import Queue
 

@@ -95,7 +95,7 @@ def test_only_filtered_rows_that_request_it_record_supports() -> None:
     ]
     recording = row_parameters(settings, 400, recorded=[5, 4, 3, 2, 1]).recording
     assert recording is not None
-    assert (np.array(recording.row_R).tolist(), recording.width) == ([1, 4], 6)
+    assert (np.array(recording.row_R).tolist(), recording.number) == ([1, 4], 6)
 
 
 def test_alternatives_are_sorted_by_probability() -> None:

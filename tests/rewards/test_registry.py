@@ -11,14 +11,10 @@ from clotho.rewards.registry import (
     RewardFunction,
     RewardOptions,
     built_in,
-    expectations,
-    expects_tag,
     group_parameters,
     is_async,
     load_reward,
-    source_file,
 )
-from clotho.settings.data import RewardSection
 from protocols.errors import ProfileError
 from tests.rewards import sample_rewards
 from tests.rewards.groups import answered, problem
@@ -52,23 +48,6 @@ def test_the_answer_is_found_where_the_options_say() -> None:
     boxed = RewardOptions(answer_in="boxed")
     assert load_reward("math_eval", boxed)(problem("42"), r"\boxed{42}") == 1.0
     assert load_reward("math_eval", boxed)(problem("42"), answered("42")) == 0.0
-
-
-def test_what_a_reward_expects_follows_the_place_of_the_answer() -> None:
-    """One text per name; the texts of two sections with the same name are joined."""
-    sections = [
-        RewardSection(name="format"),
-        RewardSection(name="exact", types=("a",), answer_in="boxed"),
-        RewardSection(name="exact", types=("b",), answer_in="hashes"),
-        RewardSection(name="mine:reward"),
-    ]
-    found = expectations(sections)
-    assert found.keys() == {"format", "exact"}
-    assert "boxed" in found["exact"]
-    assert "####" in found["exact"]
-    assert [expects_tag(section) for section in [*sections, RewardSection(name="exact")]] == [
-        True, False, False, False, True
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -106,21 +85,6 @@ def test_a_module_in_the_current_directory_is_found(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert load_reward("rewards_of_mine:one")(problem(), "") == 1.0
-
-
-def test_the_file_of_a_function_is_known_where_it_can_be_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files by path, and modules of the current directory; neither built-in functions nor installed packages."""
-    (tmp_path / "rewards_of_mine.py").write_text(FILE)
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    assert source_file("other/mine.py:one") == Path("other/mine.py")
-    assert source_file("rewards_of_mine:one") == tmp_path / "rewards_of_mine.py"
-    assert [source_file(name) for name in ("exact", "package:one", "msgspec:one", "absent:one", f"{HERE}:one")] == (
-        [None] * 5
-    )
 
 
 def test_a_file_path_names_a_reward_module(tmp_path: Path) -> None:

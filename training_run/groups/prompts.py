@@ -19,10 +19,10 @@ from protocols.errors import DatasetError, ProfileError
 from protocols.evaluation import GradeCompletions, HeldOut
 from protocols.prompt import Problem, Prompt, group_seed
 from protocols.summary import DatasetReport, PromptReport
-from training_run.groups.generators import Generators, epoch_weights, prefix_of
 from training_run.groups.order import HeldOutSplit, ProblemOrder, split_heldout
 from training_run.groups.rendering import CHECKED, Rendered, Renderer, Say
 from training_run.profile.command_profiles import EvaluationProfile
+from training_run.profile.generators import Generators, epoch_weights, prefix_of
 from training_run.profile.schema import Profile
 
 DEFAULT_SPLIT = "train"

@@ -14,9 +14,9 @@ import msgspec
 
 from clotho.data.problems import conversation
 from clotho.models.tokenizer import Chat, ChatTokenizer
-from clotho.settings.data import DataSection
 from protocols.errors import DatasetError, ModelError, RequestError, visible
 from protocols.prompt import Problem
+from training_run.profile.data import DataSection
 
 T = TypeVar("T")
 

@@ -21,9 +21,9 @@ from clotho.settings.model import FullMethod
 from clotho.settings.mounted import PathKind
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import ProfileError, did_you_mean, visible
-from training_run.groups.generators import prefix_of, rewards_of
 from training_run.profile.aliases import PROFILE_NAMES
 from training_run.profile.earlier_profiles import EARLIER, YAML, import_profile, with_recorded_scale
+from training_run.profile.generators import prefix_of, rewards_of
 from training_run.profile.keys import CHOICES, PROFILE_KEYS, SECTIONS, SETTABLE
 from training_run.profile.mounted import SETTINGS, with_attachments
 from training_run.profile.program import announce

@@ -16,11 +16,11 @@ from clotho.settings.bounds import (
     Variant,
     about,
 )
-from clotho.settings.data import DataSection, RewardSection
 from clotho.settings.engine import EngineSection, SamplingSection
 from clotho.settings.learner import LearnerSection
 from clotho.settings.model import ModelSection, PolicySection
 from clotho.settings.server import HttpServer, ServerSection
+from training_run.profile.data import DataSection, RewardSection
 
 Mode = Literal["replace", "insert", "tap", "add"]
 Restart = Literal["permanent", "transient", "temporary"]

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from clotho.rewards.overlong import OVERLONG
 from protocols.rollout import GroupOutcome, bounded
+from training_run.rewards.overlong import OVERLONG
 
 Solved = Literal["all", "none", "mixed"]
 

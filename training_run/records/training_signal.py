@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 from msgspec import Struct
 
-from clotho.rewards.overlong import OVERLONG
 from protocols.errors import visible
 from protocols.finding import CHECK, Change, Finding, FindingName, Remedy
 from protocols.rollout import GroupOutcome, ScoredGroup, are_equal, bounded
 from protocols.sampling import Completion
 from protocols.step import GroupsEnded, StepReport
 from training_run.records.solved import Solved, count_solved, solved_by
+from training_run.rewards.overlong import OVERLONG
 
 FEWEST_GROUPS = 4
 """Fewer scored groups are not assessed."""

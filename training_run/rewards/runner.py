@@ -14,7 +14,7 @@ import anyio
 import structlog
 from msgspec import Struct
 
-from clotho.rewards.overlong import OVERLONG, Overlong
+from clotho.rewards.answer import PLACES
 from clotho.rewards.registry import (
     ARGUMENTS,
     GroupParameters,
@@ -26,15 +26,16 @@ from clotho.rewards.registry import (
     split_name,
 )
 from clotho.rewards.values import MAX_REWARD, Completions, Reward, RewardError, Values, too_large
-from clotho.settings.data import RewardSection
 from clotho.settings.objectives import BatchAdvantage, EnvironmentAdvantage, LinearOverlongPenalty
 from protocols.errors import ProfileError, did_you_mean
 from protocols.evaluation import Grade
 from protocols.prompt import Problem
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
+from training_run.profile.data import RewardSection
 from training_run.profile.schema import Profile
 from training_run.rewards.calls import AsyncCaller, Caller, WorkerLoop
+from training_run.rewards.overlong import OVERLONG, Overlong
 from training_run.rewards.worker_pool import WorkerPool
 from training_run.rewards.worker_process import NewWorker, ProcessFunction, new_process
 
@@ -459,3 +460,26 @@ def _check_effect(section: RewardSection) -> None:
     if section.settings and not (found and found.has_settings):
         having = ", ".join(name for name, one in table.items() if one.has_settings)
         raise ProfileError(f"rewards.settings of {section.name!r} has no effect: only {having} has settings")
+
+
+def expected(section: RewardSection) -> str:
+    """Return what a reward expects of a completion; empty for a function of the user."""
+    found = built_in().get(section.name)
+    return found.expects.format(place=PLACES[section.answer_in or "tags"]) if found else ""
+
+
+def expectations(sections: Iterable[RewardSection]) -> dict[str, str]:
+    """Return what the built-in rewards of a profile expect, by name."""
+    found: dict[str, list[str]] = {}
+    for section in sections:
+        if (text := expected(section)) and text not in found.setdefault(section.name, []):
+            found[section.name].append(text)
+    return {name: "; ".join(texts) for name, texts in found.items()}
+
+
+def expects_tag(section: RewardSection) -> bool:
+    """Return whether a built-in reward is 0 for every completion without `<answer>`."""
+    if section.name == "format":
+        return True
+    found = built_in().get(section.name)
+    return found is not None and found.reads_answer and section.answer_in in (None, "tags")

@@ -16,7 +16,6 @@ from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.loading import find_model
 from clotho.models.model_files import model_fingerprint, tokenizer_fingerprint
 from clotho.models.policy import Policy, load_policy
-from clotho.rewards.registry import expectations
 from clotho.sampler import OwnThreads, Sampler
 from clotho.serving.struct_types import prepare_struct_types
 from clotho.settings.bounds import Off
@@ -43,7 +42,7 @@ from training_run.profile.schema import HeldOutEvaluation, Profile
 from training_run.records.evaluation_history import RunHistory, read_history
 from training_run.records.findings import RunFindings
 from training_run.records.remedies import RunCommands
-from training_run.rewards.runner import RewardRunner, rewards_of
+from training_run.rewards.runner import RewardRunner, expectations, rewards_of
 from training_run.run import RunContext
 from training_run.stages import recorded_profile
 from training_run.start.initial_adapter import publish_first_checkpoint, publish_initial, read_initial

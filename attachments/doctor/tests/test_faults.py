@@ -30,13 +30,13 @@ from attachments.doctor.tests.test_completions import scored
 from attachments.doctor.tests.test_problems import REWARDS, problems
 from attachments.machine.machine import machine_findings, read_machine
 from attachments.machine.tests import simulated_mac
-from clotho.rewards.registry import expectations
 from protocols.finding import Finding
 from protocols.summary import MemoryLimit
 from tests.training_run.built_context import tiny_profile
 from tests.training_run.records.display_examples import UPDATE, step
 from tests.training_run.simulated_run import METRICS
 from training_run.profile.schema import Profile
+from training_run.rewards.runner import expectations
 
 
 class Fault(Struct, frozen=True, kw_only=True):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from attachments.doctor.problems import problem_findings, unparsable_finding
-from clotho.settings.data import RewardSection
 from protocols.errors import RecordsError
 from protocols.prompt import Problem
+from training_run.profile.data import RewardSection
 
 REWARDS = (RewardSection(name="format", weight=0.2), RewardSection(name="math_eval", correct=True))
 

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from attachments.atropos.sections import ATROPOS, MockSource
 from attachments.doctor.template import TemplateUse, check_template, opened_tags, template_use
 from attachments.doctor.tests import templates
-from clotho.settings.data import DataSection, RewardSection
 from clotho.settings.model import ModelSection
 from protocols.prompt import Problem
+from training_run.profile.data import DataSection, RewardSection
 from training_run.profile.schema import Profile
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}

@@ -15,11 +15,11 @@ from structlog.testing import capture_logs
 from attachments.graders import judge
 from attachments.graders.judge import JudgeError
 from clotho.rewards.registry import RewardFunction, RewardOptions, load_reward
-from clotho.settings.data import RewardSection
 from protocols.errors import ProfileError
 from protocols.prompt import Problem
 from protocols.rollout import Discarded
 from tests.rewards.groups import group, problem
+from training_run.profile.data import RewardSection
 from training_run.rewards.runner import RewardRunner
 
 KEY = "sk-secret-0123456789"

@@ -11,11 +11,11 @@ import pytest
 
 from attachments.graders import math_verify
 from clotho.rewards.registry import RewardFunction, RewardOptions, load_reward
-from clotho.settings.data import RewardSection
 from protocols.errors import ProfileError
 from protocols.prompt import AnswerIn, Problem
 from protocols.rollout import ScoredGroup
 from tests.rewards.groups import answered, group, problem
+from training_run.profile.data import RewardSection
 from training_run.rewards.runner import RewardRunner
 
 

@@ -10,11 +10,11 @@ import pytest
 from attachments.preference.pairs import PairReader, PairSource
 from attachments.preference.sections import PreferenceSection
 from clotho.data.problems import ProblemColumns, _problem
-from clotho.settings.data import DataSection
 from protocols.errors import ProfileError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup
 from tests.small_models import byte_tokenizer
+from training_run.profile.data import DataSection
 
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"

@@ -20,10 +20,10 @@ from attachments.reasoning_gym.reasoning_gym import (
     sections_of,
 )
 from attachments.reasoning_gym.sections import TABLES, GymSection
-from clotho.settings.data import DataSection
 from protocols.errors import DatasetError
 from protocols.prompt import Problem
 from training_run.groups.order import ProblemOrder
+from training_run.profile.data import DataSection
 
 needs_library = pytest.mark.needs_extra("reasoning-gym")
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from clotho.settings.data import RewardSection
 from protocols.prompt import Problem
 from protocols.rollout import Discarded, ScoredGroup
 from tests.rewards.groups import answered, group
+from training_run.profile.data import RewardSection
 from training_run.rewards.runner import RewardRunner, runs_in_process
 
 needs_library = pytest.mark.needs_extra("reasoning-gym")

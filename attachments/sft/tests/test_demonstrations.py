@@ -14,7 +14,6 @@ from attachments.sft.sections import SftSection
 from attachments.sft.source import DemonstrationSource
 from clotho.data.problems import ProblemColumns, _problem
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.settings.data import DataSection
 from protocols.errors import ProfileError, RequestError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup
@@ -22,6 +21,7 @@ from tests.library_policy import EMBEDDED
 from tests.models.real_templates import TEMPLATES
 from tests.small_models import byte_tokenizer
 from training_run.groups.demonstrations import Demonstration
+from training_run.profile.data import DataSection
 
 END = 256
 PLAIN = (

@@ -17,7 +17,6 @@ from structlog.testing import capture_logs
 from attachments.verifiers.player import TasksetPlayer
 from attachments.verifiers.sections import TASKSET, VerifiersSection
 from attachments.verifiers.tasks import listed
-from clotho.settings.data import DataSection
 from protocols.errors import DatasetError, ProfileError
 from protocols.prompt import Prompt
 from protocols.rollout import Discarded, RolloutGroup
@@ -28,6 +27,7 @@ from tests.small_models import byte_tokenizer
 from training_run.episodes.attachment import EpisodeLimits
 from training_run.episodes.conversations import ChatWriter
 from training_run.episodes.episodes import EnvironmentEpisodes
+from training_run.profile.data import DataSection
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.needs_extra("verifiers")

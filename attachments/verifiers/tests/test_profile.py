@@ -10,9 +10,9 @@ import pytest
 
 from attachments.verifiers.sections import TASKSET, VerifiersSection
 from attachments.verifiers.tasks import listed
-from clotho.settings.data import DataSection
 from tests.e2e.pipeline_process import lines, metrics, run
 from tests.extras import VERIFIERS
+from training_run.profile.data import DataSection
 from training_run.profile.load import PROFILES
 
 GAME = ("--profile", "verifiers-guessing", "--server.port", "0")

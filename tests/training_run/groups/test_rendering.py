@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.settings.data import DataSection
 from protocols.errors import DatasetError, ModelError, RequestError
 from protocols.prompt import Problem
 from tests.fakes import CharacterTokenizer
 from training_run.groups import rendering
 from training_run.groups.rendering import Renderer
+from training_run.profile.data import DataSection
 
 
 class CountingTokenizer(CharacterTokenizer):

@@ -16,7 +16,6 @@ from clotho.inference.engine import DecodeEngine
 from clotho.models.folded_lora import converted_bytes
 from clotho.models.policy import Policy, load_policy
 from clotho.settings.bounds import Off
-from clotho.settings.data import DataSection, RewardSection
 from clotho.settings.engine import EngineSection, SamplingSection
 from clotho.settings.model import ModelSection, PolicySection
 from clotho.settings.server import AdaptersSection, HttpServer
@@ -31,6 +30,7 @@ from tests.test_architectures import saved as saved_architecture
 from tests.training.policies_and_groups import scored_group
 from training_run.evaluation.held_out import PinnedSampler
 from training_run.memory.estimate import estimate_memory, serving_memory
+from training_run.profile.data import DataSection, RewardSection
 from training_run.profile.schema import HeldOutEvaluation, MemorySection, Profile
 
 pytestmark = pytest.mark.needs_float32

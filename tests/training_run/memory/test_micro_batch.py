@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from clotho.models import blocked_attention
-from clotho.settings.data import DataSection, RewardSection
 from clotho.settings.engine import SamplingSection
 from clotho.settings.model import ModelSection
 from tests.learner_settings import learner_settings
 from training_run.memory.micro_batch import BlockPass, MicroBatchShape, largest_micro_batch
+from training_run.profile.data import DataSection, RewardSection
 from training_run.profile.schema import Profile
 
 

@@ -13,8 +13,6 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from clotho.rewards.overlong import Overlong
-from clotho.settings.data import RewardSection
 from protocols.errors import ProfileError
 from protocols.evaluation import Grade
 from protocols.prompt import Problem
@@ -22,9 +20,11 @@ from protocols.rollout import Discarded, ScoredGroup
 from tests.e2e.child_processes import wait_until_ended
 from tests.rewards import sample_rewards
 from tests.rewards.groups import answered, group, problem
+from training_run.profile.data import RewardSection
 from training_run.profile.load import load_profile
 from training_run.rewards import calls
-from training_run.rewards.runner import RewardRunner, rewards_of
+from training_run.rewards.overlong import Overlong
+from training_run.rewards.runner import RewardRunner, expectations, expects_tag, rewards_of
 
 HERE = "tests.rewards.sample_rewards:"
 TRL = "tests.rewards.trl_rewards:"
@@ -443,3 +443,20 @@ def test_invalid_sections_are_refused(sections: list[RewardSection], message: st
     """At the start of the run, before the first group."""
     with pytest.raises(ProfileError, match=message):
         RewardRunner(tuple(sections))
+
+
+def test_what_a_reward_expects_follows_the_place_of_the_answer() -> None:
+    """One text per name; the texts of two sections with the same name are joined."""
+    sections = [
+        RewardSection(name="format"),
+        RewardSection(name="exact", types=("a",), answer_in="boxed"),
+        RewardSection(name="exact", types=("b",), answer_in="hashes"),
+        RewardSection(name="mine:reward"),
+    ]
+    found = expectations(sections)
+    assert found.keys() == {"format", "exact"}
+    assert "boxed" in found["exact"]
+    assert "####" in found["exact"]
+    assert [expects_tag(section) for section in [*sections, RewardSection(name="exact")]] == [
+        True, False, False, False, True
+    ]  # fmt: skip

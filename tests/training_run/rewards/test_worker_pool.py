@@ -18,11 +18,11 @@ from structlog.testing import capture_logs
 from actors.scorer import Scorer
 from clotho.rewards.registry import GroupParameters, RewardOptions
 from clotho.rewards.values import Completions, Values
-from clotho.settings.data import RewardSection
 from protocols.errors import ProfileError
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from tests.e2e.child_processes import wait_until_ended
 from tests.rewards.groups import group, problem
+from training_run.profile.data import RewardSection
 from training_run.rewards import worker_pool, worker_process
 from training_run.rewards.runner import RewardRunner
 from training_run.supervision.guarded_process import MAX_OUTPUT_LINES

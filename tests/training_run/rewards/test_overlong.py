@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from clotho.rewards.overlong import Overlong
-from clotho.settings.data import RewardSection
 from protocols.errors import ProfileError
 from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion, FinishReason
 from tests.rewards.groups import group
+from training_run.profile.data import RewardSection
+from training_run.rewards.overlong import Overlong
 from training_run.rewards.runner import RewardRunner
 
 LENGTH = RewardSection(name="tests.rewards.sample_rewards:length", run_in="thread")

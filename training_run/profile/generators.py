@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 from clotho.extension import OWNERS, Generator, absence, joined, provided
-from clotho.settings.data import DataSection
 from protocols.errors import DatasetError, visible
 from protocols.prompt import Problem
+from training_run.profile.data import DataSection
 
 
 class Generate(Protocol):
