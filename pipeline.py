@@ -45,7 +45,7 @@ from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.machine import compute_slots
 from clotho.process import load_blas
-from clotho.serving.server import ApiServer, base_url, listen, loading_page, while_loading
+from clotho.serving.server import ApiServer, base_url, listen
 from clotho.settings.bounds import Off
 from clotho.settings.model import FullMethod
 from clotho.settings.server import HttpServer
@@ -67,7 +67,7 @@ from training_run.records.forecast import RunForecast
 from training_run.records.summary import print_summary
 from training_run.run import RunContext
 from training_run.run_monitor import RunMonitor
-from training_run.serving import SERVER_RESTARTS
+from training_run.serving import SERVER_RESTARTS, loading_page, while_loading
 from training_run.start.preflight import log_findings
 from training_run.start.starting_point import checkpoint_records
 from training_run.start.startup import build_context

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from clotho.lanes.arbiter import WorkCancelled
 from clotho.lanes.compute_thread import Compute
 from clotho.models.machine import compute_slots, core_division, limit_mlx_memory, memory_limit
 from clotho.models.policy import Policy, load_policy
@@ -54,9 +55,11 @@ def compute() -> Compute:
 
 
 def result_of(future: Future[T]) -> T:
-    """Wait for a result; an interrupt cancels the work."""
+    """Wait for a result; an interrupt cancels the work. Raises WorkCancelled if the work was cancelled elsewhere."""
     try:
         return future.result()
+    except CancelledError:
+        raise WorkCancelled("the work was cancelled in its own thread") from None
     except BaseException:
         future.cancel()
         raise

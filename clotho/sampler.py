@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import structlog
 from msgspec import Struct
@@ -396,40 +396,30 @@ class Sampler:
         (`kv_policy`), so that one completion can have tokens of several versions. Raises ValueError for a learner of
         another policy.
         """
-        return result_of(self._publish(learner))
+        version, swap = self._publish(learner)
+        result_of(result_of(swap))
+        return version
 
     async def publish_async(self, learner: Learner) -> int:
         """Await what `publish` returns."""
-        return await finish(self._publish(learner))
+        version, swap = self._publish(learner)
+        await finish(await finish(swap))
+        return version
 
-    def _publish(self, learner: Learner) -> Future[int]:
+    def _publish(self, learner: Learner) -> tuple[int, Future[Future[float]]]:
         self._require_open()
         if learner.policy is not self.policy:
             raise ValueError("this learner trains another policy than the sampler's")
         assert not isinstance(self._source, BaseModel)
-        newest, published = learner.newest, Future[int]()
-        use = partial(
+        newest = learner.newest
+        publish = partial(
             self._source.publish,
             newest.parameters,
             version=newest.version,
             step=newest.version,
             fingerprint=newest.fingerprint,
         )
-
-        def ended(swap: Future[Any]) -> None:
-            with suppress(InvalidStateError):
-                if swap.cancelled():
-                    published.set_exception(ExecutorStoppedError("newer weights were published, or the process ends"))
-                elif error := swap.exception():
-                    published.set_exception(error)
-                else:
-                    published.set_result(newest.version)
-
-        def swap() -> None:
-            self.engine.swap(use, self.settings.kv_policy).add_done_callback(ended)
-
-        self._decode.submit(swap).add_done_callback(lambda done: ended(done) if done.cancelled() else None)
-        return published
+        return newest.version, self._decode.submit(lambda: self.engine.swap(publish, self.settings.kv_policy))
 
     def new_client(self) -> EngineSampler:
         """Return an interface for the requests of one event loop, such as that of a server."""

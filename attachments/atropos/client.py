@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Raw, Struct
 
 from clotho.lanes.daemon_threads import DaemonThreads
-from clotho.serving.loopback import is_loopback, local_network_hint
+from clotho.serving.loopback import is_loopback
 from protocols.errors import ProfileError
+from training_run.local_network import local_network_hint
 
 GZIP = 31  # zlib window bits for the gzip format
 

@@ -21,8 +21,8 @@ import structlog
 from attachments.cluster.messages import RESOURCE, EngineWorkerSettings
 from attachments.cluster.sections import RayCluster
 from attachments.cluster.worker_process import RolloutWorker
-from clotho.serving.loopback import local_network_hint
 from protocols.errors import ProfileError, RemoteError, visible
+from training_run.local_network import local_network_hint
 from training_run.supervision.signals import reinstall_handlers
 
 log = structlog.get_logger(actor="cluster")

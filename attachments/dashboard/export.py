@@ -19,8 +19,8 @@ from attachments.dashboard.overview import about, state
 from attachments.dashboard.page_files import INDEX, page_names, page_text
 from attachments.dashboard.run_files import RunFiles
 from clotho.storage.atomic_files import replace_file
-from clotho.storage.json_text import encode
 from protocols.errors import RunDirectoryError
+from training_run.directory.json_text import encode
 
 DEFAULT_MEGABYTES = 20
 

@@ -16,8 +16,8 @@ from attachments.dashboard.growing_file import read_small
 from attachments.dashboard.histories import decoded, number
 from attachments.dashboard.run_files import RunFiles
 from clotho.settings.keys import REQUIRED
-from clotho.storage.json_text import encode
 from protocols.errors import ProfileError
+from training_run.directory.json_text import encode
 from training_run.directory.run_directory import FACTS, PREFLIGHT
 from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS
 from training_run.profile.load import MASK, flatten

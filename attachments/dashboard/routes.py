@@ -24,8 +24,8 @@ from attachments.dashboard.page_files import compressed
 from attachments.dashboard.run_files import RunFiles, is_live
 from clotho.serving.errors import ApiError, overloaded
 from clotho.serving.limits import until_disconnect
-from clotho.storage.json_text import encode
 from protocols.errors import RunDirectoryError
+from training_run.directory.json_text import encode
 
 T = TypeVar("T")
 

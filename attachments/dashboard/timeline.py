@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from clotho import __version__
 from clotho.storage.atomic_files import replace_file
-from clotho.storage.json_text import encode
+from training_run.directory.json_text import encode
 from training_run.directory.jsonl import JsonlWriter
 from training_run.directory.run_directory import RunDirectory
 from training_run.records.display import RunFacts, machine_lines

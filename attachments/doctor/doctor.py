@@ -58,13 +58,13 @@ from clotho.settings.keys import Keys
 from clotho.settings.model import FullMethod
 from clotho.settings.server import HttpServer
 from clotho.storage.atomic_files import replace_file
-from clotho.storage.json_text import encode
 from protocols.errors import ClothoError, DatasetError, ProfileError, RecordsError, ServerError, visible
 from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, FindingName, Remedy
 from protocols.rollout import GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.summary import MemoryEstimate
 from training_run.attachment import check_attachments, has_own_groups, installed_attachments, slot_settings
 from training_run.commands.command_line import new_file
+from training_run.directory.json_text import encode
 from training_run.directory.run_directory import open_run
 from training_run.groups.prompts import read_split
 from training_run.main import adjusted

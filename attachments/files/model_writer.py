@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import shutil
+import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import msgspec
@@ -15,8 +19,8 @@ import numpy as np
 
 from attachments.files.gguf_tokenizer import gguf_tokenizer
 from attachments.files.merging import MergedLayer
-from clotho.storage.atomic_files import write_file
-from clotho.storage.tensors import StoredTensor, TensorShape, as_stored, write_streamed
+from clotho.storage.atomic_files import FileDigest, write_file
+from clotho.storage.tensors import CODES, StoredTensor, as_stored
 
 SHARD_BYTES = 4 * 2**30
 """Largest size of a file of weights, except for a tensor that is larger."""
@@ -25,6 +29,40 @@ COPIED = re.compile(
     r"(tokenizer|vocab|merges|added_tokens|special_tokens|chat_template|generation_config|spiece)[^/]*|.*\.(model|tiktoken|jinja)"
 )
 """Names of the files of a tokenizer, and of the settings of generation."""
+
+
+class TensorShape(NamedTuple):
+    """Type and shape of a tensor that is written later."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the values."""
+        return math.prod(self.shape) * CODES[self.dtype][1]
+
+
+def write_streamed(
+    path: Path, shapes: Mapping[str, TensorShape], tensors: Iterable[StoredTensor], metadata: Mapping[str, str]
+) -> FileDigest:
+    """Write a new safetensors file whose tensors are produced one after another, in the order of `shapes`.
+
+    The library writes tensors that are in memory together only. Raises OSError if the disk refuses.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    place = 0
+    for name, shape in shapes.items():
+        header[name] = {
+            "dtype": CODES[shape.dtype][0],
+            "shape": shape.shape,
+            "data_offsets": (place, place + shape.bytes),
+        }
+        place += shape.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data = (memoryview(tensor.data) for tensor in tensors)  # type: ignore[arg-type]
+    return write_file(path, chain([struct.pack("<Q", len(text)), text], data))
 
 
 def write_weights(directory: Path, layers: list[MergedLayer], metadata: Mapping[str, str]) -> list[list[float]]:

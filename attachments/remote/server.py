@@ -20,9 +20,10 @@ from attachments.remote.messages import (
     ServedPolicy,
 )
 from attachments.remote.weights import Delivery, OverHttp, Weights
-from clotho.serving.loopback import is_loopback, local_network_hint
+from clotho.serving.loopback import is_loopback
 from protocols.errors import ProfileError, RequestError, visible
 from protocols.sampling import SampleRequest
+from training_run.local_network import local_network_hint
 
 T = TypeVar("T", bound=Struct)
 

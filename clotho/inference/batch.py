@@ -158,10 +158,6 @@ class SlotTable:
         self._rows_changed = True
         return row
 
-    def tokens_of(self, slot: int) -> list[int]:
-        """Return the tokens that the row in `slot` has sampled so far."""
-        return [int(t) for t in self.sampled_tokens(slot)]
-
     def sampled_tokens(self, slot: int) -> NDArray[np.int32]:
         """Return the tokens that the row in `slot` has sampled so far, as a view."""
         return self._token[slot, : self.sampled[slot]]
@@ -483,7 +479,7 @@ class Batch:
         assert self._masked is not None
         if isinstance(logits_B_V, mx.array):
             mx.async_eval(logits_B_V, self._cache.arrays)
-        return self._masked.at_step(due, self.table.launched, self.table.tokens_of)
+        return self._masked.at_step(due, self.table.launched, self.table.sampled_tokens)
 
     def _sample_on_host(
         self,
@@ -566,7 +562,7 @@ class Batch:
         for slot, row in enumerate(self.table.rows):
             if row is not None and row.active.request.sampling.repetition_penalty != 1.0:
                 seen_B_V[slot, list(row.active.request.prompt)] = True
-                seen_B_V[slot, self.table.tokens_of(slot)] = True
+                seen_B_V[slot, self.table.sampled_tokens(slot)] = True
         return mx.array(seen_B_V)
 
     def _sampled_counts(self, penalties: CountPenalties) -> mx.array:
@@ -579,7 +575,3 @@ class Batch:
             before = max(0, int(self.table.launched[slot]) - 1)
             np.add.at(count_V, self.table.sampled_tokens(slot)[:before], 1)
         return mx.array(count_R_V)
-
-    def read(self, step: Step) -> StepOutput | None:
-        """Wait for a step and return the tokens of rows that are still in the batch; None if there are none."""
-        return step.read(self.table.serial)

@@ -226,7 +226,8 @@ class Decoding:
         return self._process(step) if step is not None else 0
 
     def _process(self, step: Step) -> int:
-        outputs = map(self.batch.read, (step, *step.more))  # one after the other: rows that end have no more tokens
+        # One after the other: rows that end have no more tokens.
+        outputs = (part.read(self.batch.table.serial) for part in (step, *step.more))
         tokens = [self._outputs.process(output) for output in outputs if output is not None]
         if tokens:
             self._sender.timings.step(self, tokens[0], sum(tokens), more=self._continues and self.running > 0)

@@ -458,10 +458,10 @@ class DecodeEngine:
                     self._join_batch(decoding, [job])
                 return
             failed = [(jobs[0], error)]
-        for job, error in failed:
-            log.error("prompt_cannot_join", request_id=job.active.request_id, exc_info=error)
+        for job, reason in failed:
+            log.error("prompt_cannot_join", request_id=job.active.request_id, exc_info=reason)
             job.rows, job.admitted = [], 0
-            self._sender.fail(job.active, f"the prompt could not join the batch: {error}")
+            self._sender.fail(job.active, f"the prompt could not join the batch: {reason}")
 
     def fail_all(self, reason: str) -> None:
         """Fail every request and free all rows. For an engine whose `tick` raised: its next tick starts afresh."""

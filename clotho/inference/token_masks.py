@@ -37,7 +37,7 @@ class MaskedRows:
         self._rows = [(slot, row, _RowMask(row, end_tokens, vocabulary)) for slot, row in masked]
 
     def at_step(
-        self, live: NDArray[np.bool_], launched: NDArray[np.int64], tokens_of: Callable[[int], list[int]]
+        self, live: NDArray[np.bool_], launched: NDArray[np.int64], tokens_of: Callable[[int], NDArray[np.int32]]
     ) -> TokenMasks | None:
         """Return the masks of the next step; None if every row may sample every token.
 
@@ -70,12 +70,12 @@ class _RowMask:
         allowed = sampling.allowed_token_ids
         self._allowed_W = self._full_W & ~self._without(allowed) if allowed else None
 
-    def at_step(self, launched: int, tokens: Callable[[], list[int]]) -> NDArray[np.uint32] | None:
+    def at_step(self, launched: int, tokens: Callable[[], NDArray[np.int32]]) -> NDArray[np.uint32] | None:
         """Return the mask before token `launched` of the completion; None if every token may be sampled."""
         mask_W = self._allowed_W
         if self._constraint is not None:
             mask_W = self._of_bits(self._constraint.allowed())
-        if self._bad_words and (last := self._completing(tokens())):
+        if self._bad_words and (last := self._completing(tokens().tolist())):
             mask_W = self._exclude(mask_W, self._without(last))
         if launched < self._min_tokens:
             mask_W = self._exclude(mask_W, self._not_end_W)

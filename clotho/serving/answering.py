@@ -36,16 +36,19 @@ Batch = list[tuple[int, TokenSampled | CompletionDone]]
 WRITE_BYTES = 16_384
 
 
-class StreamBuilder(Protocol):
-    """Builds the events of one stream, encoded."""
+class AnswerBuilder(Protocol):
+    """Builds one answer, whole or as the encoded events of a stream."""
 
     @property
     def request(self) -> ValidatedRequest:
-        """The request that the stream answers."""
+        """The request that is answered."""
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Gives the texts of tokens."""
+
+    def whole(self, results: Sequence[Sequence[Completion]], /) -> Struct:
+        """Return the body of the whole answer; results: completions by prompt."""
 
     def streamed(self, chunk: Chunk, *, opening: bool) -> bytes:
         """Return the events of a chunk; empty if nothing is final with it. opening: nothing has been sent yet."""
@@ -71,7 +74,7 @@ class EventStream(StreamingResponse):
 
 
 async def event_stream(
-    builder: StreamBuilder,
+    builder: AnswerBuilder,
     first: Batch,
     rest: AsyncGenerator[Batch, None],
     finished: Callable[[list[Completion]], None],
@@ -109,7 +112,7 @@ async def _prepend(first: Batch, rest: AsyncGenerator[Batch, None]) -> AsyncGene
         yield batch
 
 
-def _has_content(chunk: Chunk, builder: StreamBuilder, *, opening: bool) -> bool:
+def _has_content(chunk: Chunk, builder: AnswerBuilder, *, opening: bool) -> bool:
     """Return True if a chunk must be sent; text is held back while it may become a stop string."""
     returns_tokens = builder.request.return_token_ids or builder.request.top_logprobs is not None
     has_tokens = bool(chunk.tokens) and returns_tokens
@@ -119,7 +122,7 @@ def _has_content(chunk: Chunk, builder: StreamBuilder, *, opening: bool) -> bool
 class _StreamProgress:
     """The state of a stream: how many tokens and characters of each choice have been sent."""
 
-    def __init__(self, builder: StreamBuilder) -> None:
+    def __init__(self, builder: AnswerBuilder) -> None:
         self.completions: list[Completion] = []
         self._tokenizer, self._n = builder.tokenizer, builder.request.n
         self._counts_characters = builder.request.top_logprobs is not None
@@ -162,13 +165,6 @@ LARGE_BODY_BYTES = 65_536
 """Larger bodies are parsed in a thread of their own, so that they do not delay others."""
 
 RequestParser = Callable[[bytes, ServerContext], T]
-
-
-class AnswerBuilder(StreamBuilder, Protocol):
-    """Builds one answer, whole or as a stream."""
-
-    def whole(self, results: Sequence[Sequence[Completion]], /) -> Struct:
-        """Return the body of the whole answer; results: completions by prompt."""
 
 
 class Answering:

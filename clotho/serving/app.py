@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from functools import cached_property
 
+from msgspec import structs
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -110,15 +111,11 @@ class _Core:
         """Return the state of the run, with status 503 unless it is `ok` or `paused`."""
         report, weights = self._context.health(), self._context.weights()
         body = Health(
-            status=report.status,
-            detail=report.detail,
             model=self._context.settings.model_name,
             weights_version=weights.version,
             step=weights.step,
             fingerprint=weights.fingerprint,
-            progress_seconds=report.progress_seconds,
-            children=report.children,
-            findings=report.findings,
+            **structs.asdict(report),
         )
         return json_response(body, weights.version, status=200 if report.status in ("ok", "paused") else 503)
 

@@ -6,7 +6,7 @@ Metrics with the meaning of a vLLM metric have vLLM's name, so that vLLM's dashb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 CHOICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-class ServerMetrics:
+class ServerMetrics(Collector):
     """Counters and histograms of HTTP requests; `render` adds the state of the server, the engine and the run."""
 
     def __init__(
@@ -37,7 +37,8 @@ class ServerMetrics:
     ) -> None:
         """limit: returns that of the running server. quotas: of the API keys, by name."""
         self._registry = CollectorRegistry()
-        self._registry.register(_StateCollector(context, limit, quotas))
+        self._registry.register(self)
+        self._context, self._limit, self._quotas = context, limit, quotas
         self._model = context.settings.model_name
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of HTTP requests.")
         self._generated_tokens = self._counter("vllm:generation_tokens", "Tokens sampled for HTTP requests.")
@@ -81,27 +82,8 @@ class ServerMetrics:
         """Return all metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(name, help_text, ["model_name", *labels], registry=self._registry)
-
-    def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, help_text, ["model_name"], buckets=buckets, registry=self._registry)
-
-
-class _StateCollector(Collector):
-    """Reads the state of the server, the engine and the run for every scrape."""
-
-    def __init__(
-        self, context: ServerContext, limit: Callable[[], ConcurrencyLimit], quotas: Mapping[str, Quota]
-    ) -> None:
-        self._context, self._limit, self._quotas = context, limit, quotas
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield the metrics of this moment."""
-        yield from self._server()
-        yield from self._context.measure({"queue": self._limit().timed_out})
-
-    def _server(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
+        """Yield the state of this moment: of the server, the engine and the run."""
         yield gauge("clotho_http_requests_running", "Admitted HTTP requests.", self._limit().running)
         yield gauge("clotho_http_requests_queued", "HTTP requests that wait for admission.", self._limit().queued)
         yield gauge(
@@ -117,6 +99,13 @@ class _StateCollector(Collector):
         weights = self._context.weights()
         yield gauge("clotho_step", "Training step of the served weights.", weights.step)
         yield gauge("clotho_weights_version", "Policy version of the served weights.", weights.version)
+        yield from self._context.measure({"queue": self._limit().timed_out})
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(name, help_text, ["model_name", *labels], registry=self._registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, help_text, ["model_name"], buckets=buckets, registry=self._registry)
 
 
 def histogram(name: str, help_text: str, found: Mapping[str, Distribution], by: str) -> Metric:

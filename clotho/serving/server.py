@@ -7,14 +7,12 @@ import errno
 import resource
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import TypeVar
 
 import anyio
-import msgspec
 from anyio.abc import TaskStatus
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
@@ -22,27 +20,19 @@ from hypercorn.config import Config
 from hypercorn.events import Event, Updated
 from hypercorn.typing import AppWrapper
 from hypercorn.utils import wrap_app
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from clotho import extension
 from clotho.serving.app import build_app
-from clotho.serving.auth import client_keys, is_open
-from clotho.serving.errors import ApiError
-from clotho.serving.limits import ConcurrencyLimit, UnreadBodyMiddleware
+from clotho.serving.auth import client_keys
+from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.loopback import is_loopback
 from clotho.serving.parts import ServerParts
-from clotho.serving.services import Health, ServerContext
-from clotho.settings.bounds import Off
-from clotho.settings.server import HttpServer, ServerSection
+from clotho.serving.services import ServerContext
+from clotho.settings.server import HttpServer
 from protocols.errors import ServerError
-
-T = TypeVar("T")
 
 BACKLOG = 1024
 OPEN_FILES = 8192
-RETRY_SECONDS = 2
-"""Value of `Retry-After` while the model is loaded."""
 
 SOCKET_BUFFER_BYTES = 65_536
 """Bytes of a connection that the system keeps for its client. By default, Linux keeps up to 4 MB."""
@@ -98,69 +88,6 @@ def raise_open_files_limit(limit: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < allowed:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-
-
-def loading_page(settings: ServerSection) -> ASGIApp | None:
-    """Return the page that the server of a run shows while the model is loaded; None if no attachment has one."""
-    if isinstance(settings, Off):
-        return None
-    return next((page for one in extension.extensions() if (page := one.loading_page(settings)) is not None), None)
-
-
-async def while_loading(
-    listener: socket.socket | None, settings: ServerSection, loading: Awaitable[T], *, page: ASGIApp | None = None
-) -> T:
-    """Wait for `loading`, and answer HTTP requests with status 503 meanwhile. The listener stays open.
-
-    page: answers requests for paths that need no key, such as the page of the dashboard.
-    """
-    if listener is None or isinstance(settings, Off):
-        return await loading
-    connections = Connections(_loading_app(settings, page), send_seconds=settings.send_seconds)
-    server = await asyncio.start_server(connections.handle, sock=listener.dup(), backlog=BACKLOG)
-    try:
-        return await loading
-    finally:
-        with anyio.CancelScope(shield=True):
-            server.close()
-            await connections.end()
-
-
-def _loading_app(settings: HttpServer, page: ASGIApp | None) -> ASGIApp:
-    """Return an application that answers requests with status 503; the body of /health is a `Health`.
-
-    page: as for `while_loading`.
-    """
-    detail = "The model is being loaded; retry later."
-    health = Health(
-        status="loading",
-        detail=detail,
-        model=settings.model_name,
-        weights_version=0,
-        step=0,
-        fingerprint="",
-        progress_seconds=0.0,
-        children={},
-        findings=(),
-    )
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        """Show the loading page, and refuse requests with status 503, until the model is loaded."""
-        if scope["type"] != "http":
-            return
-        if page is not None and scope["path"] != "/health" and is_open(scope["path"]):
-            await page(scope, receive, send)
-            return
-        headers = {"retry-after": str(RETRY_SECONDS)}
-        if scope["http_version"] != "2":
-            headers["connection"] = "close"  # the next request goes to the server that is ready then
-        response = ApiError(503, detail, code="loading", headers=headers).response()
-        if scope["path"] == "/health":
-            body = msgspec.json.encode(health)
-            response = Response(body, status_code=503, headers=headers, media_type="application/json")
-        await response(scope, receive, send)
-
-    return UnreadBodyMiddleware(app, send_seconds=settings.send_seconds)
 
 
 class ApiServer:

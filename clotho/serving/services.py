@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from msgspec import Struct, structs
 from starlette.requests import Request
 
-from clotho.lanes.sampling_client import Submit
-from clotho.serving.auth import Client
+from clotho.lanes.sampling_client import EngineSampler, Submit
+from clotho.serving.auth import Client, Reservation
 from clotho.serving.errors import ApiError
 from clotho.settings.server import HttpServer
 from protocols.constraints import Constraint, Grammar
@@ -68,22 +68,6 @@ class Tokenizer(Protocol):
 
     def compile_grammar(self, grammar: Grammar, vocabulary: int, /) -> Constraint:
         """Compile a grammar for logits of the width `vocabulary`. Raises RequestError if it is not usable."""
-
-
-class SamplerClient(Protocol):
-    """The methods of `Sampler` that the server calls."""
-
-    @property
-    def running(self) -> int:
-        """Number of requests that are submitted and not finished."""
-
-    async def complete_all(self, requests: Sequence[SampleRequest], /) -> list[list[Completion]]:
-        """Complete every request; cancellation aborts every request."""
-
-    def stream_all(
-        self, requests: Sequence[SampleRequest], /
-    ) -> AsyncGenerator[list[tuple[int, TokenSampled | CompletionDone]], None]:
-        """Yield batches of events, each with the index of its request; closing the generator aborts the requests."""
 
 
 class Recording(Struct, frozen=True, kw_only=True):
@@ -212,7 +196,7 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     None: there is none.
     """
 
-    sampler: SamplerClient
+    sampler: EngineSampler
     tokenizer: Tokenizer
     settings: HttpServer
     sampling: Sampling
@@ -248,13 +232,15 @@ class ClientSampler:
 
     async def complete_all(self, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
         """Complete every request. Cancellation aborts every request, and no completion is recorded."""
-        with self._client.reserved(_most_tokens(requests)) as reservation:
+        with self._reserved(requests) as reservation:
             results = await self._sampler.complete_all(self._limited(requests))
             for request, completions in zip(requests, results, strict=True):
                 for completion in completions:
-                    self._remember(request, completion)
-                    reservation.unused += request.sampling.max_tokens - len(completion.tokens)
+                    self._finished(request, completion, reservation)
         return results
+
+    def _reserved(self, requests: Sequence[SampleRequest]) -> AbstractContextManager[Reservation]:
+        return self._client.reserved(sum(request.most_tokens for request in requests))
 
     def _limited(self, requests: Sequence[SampleRequest]) -> list[SampleRequest]:
         """Return the requests with the name of the client and the limits on their time."""
@@ -271,27 +257,22 @@ class ClientSampler:
             for request in requests
         ]
 
-    def _remember(self, request: SampleRequest, completion: Completion) -> None:
+    def _finished(self, request: SampleRequest, completion: Completion, reservation: Reservation) -> None:
         if not request.background:
             self._recording.remember(request, completion)
+        reservation.unused += request.sampling.max_tokens - len(completion.tokens)
 
     async def stream_all(
         self, requests: Sequence[SampleRequest]
     ) -> AsyncGenerator[list[tuple[int, TokenSampled | CompletionDone]], None]:
         """Yield batches of events, each with the index of its request; closing the generator aborts the requests."""
-        with self._client.reserved(_most_tokens(requests)) as reservation:
+        with self._reserved(requests) as reservation:
             async with aclosing(self._sampler.stream_all(self._limited(requests))) as batches:
                 async for batch in batches:
                     for position, event in batch:
                         if isinstance(event, CompletionDone):
-                            request = requests[position]
-                            self._remember(request, event.completion)
-                            reservation.unused += request.sampling.max_tokens - len(event.completion.tokens)
+                            self._finished(requests[position], event.completion, reservation)
                     yield batch
-
-
-def _most_tokens(requests: Sequence[SampleRequest]) -> int:
-    return sum(request.most_tokens for request in requests)
 
 
 SHORTEST_WAIT = 0.001

@@ -6,16 +6,12 @@ is decoded to a struct that extends it, and the attachment reads its settings fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial, reduce
-from operator import or_
-from types import UnionType
-from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
-
-from clotho.settings.bounds import Off
 
 P = TypeVar("P", bound=Struct)
 T = TypeVar("T")
@@ -73,40 +69,11 @@ class Setting(Struct, Generic[T], frozen=True, kw_only=True, eq=False):
 
 @cache
 def _extended(kind: type[Struct], setting: Setting[Any]) -> type[Struct]:
-    return _subclass(kind, [(setting.name, setting.kind, setting.default)])
+    return extended_struct(kind, [(setting.name, setting.kind, setting.default)])
 
 
-def mount(kind: type[P], settings: Iterable[Setting[Any]], table: str = "") -> type[P]:
-    """Return the struct with these settings in its tables: a subclass, whose tables are subclasses too.
-
-    table: the path of the table that the struct describes; empty: it holds tables. Settings of tables that the struct
-    lacks are left out. Of a union, each type but `off` gets them.
-    """
-    return cast("type[P]", _mounted(kind, f"{table}.".lstrip("."), tuple(settings)))
-
-
-def without_settings(section: Struct, kind: type[P]) -> P:
-    """Return the struct without the settings of attachments, which then have their defaults."""
-    return kind(**{name: getattr(section, name) for name in kind.__struct_fields__})
-
-
-@cache
-def _mounted(kind: type[Struct], prefix: str, settings: tuple[Setting[Any], ...]) -> type[Struct]:
-    fields: list[tuple[str, Any, Any]] = []
-    for field in msgspec.structs.fields(kind):
-        path = f"{prefix}{field.encode_name}."
-        if any(setting.path.startswith(path) for setting in settings):
-            tables = partial(_mounted, prefix=path, settings=settings)
-            annotation, default = _replaced(field.type, tables), field.default
-            if isinstance(default, Struct) and not isinstance(default, Off):
-                default = msgspec.convert(msgspec.to_builtins(default), tables(type(default)))
-            fields.append((field.name, annotation, msgspec.field(default=default, name=field.encode_name)))
-    own = [one for one in settings if one.table == prefix.removesuffix(".")]
-    fields += [(one.name, one.kind, one.default) for one in own]
-    return _subclass(kind, fields) if fields else kind
-
-
-def _subclass(kind: type[Struct], fields: list[tuple[str, Any, Any]]) -> type[Struct]:
+def extended_struct(kind: type[Struct], fields: list[tuple[str, Any, Any]]) -> type[Struct]:
+    """Return a subclass with more fields: name, type and default of each."""
     config = kind.__struct_config__
     return msgspec.defstruct(
         kind.__name__,
@@ -120,15 +87,3 @@ def _subclass(kind: type[Struct], fields: list[tuple[str, Any, Any]]) -> type[St
         tag=config.tag,
         tag_field=config.tag_field,
     )
-
-
-def _replaced(annotation: Any, tables: Callable[[type[Struct]], type[Struct]]) -> Any:
-    """An annotation with other structs."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return Annotated[(_replaced(arguments[0], tables), *annotation.__metadata__)]
-    if origin in (Union, UnionType):
-        return reduce(or_, [_replaced(one, tables) for one in arguments])
-    if isinstance(annotation, type) and issubclass(annotation, Struct) and not issubclass(annotation, Off):
-        return tables(annotation)
-    return annotation

@@ -1,1 +1,1 @@
-"""Storage: files that are written whole or not at all, tensors, adapters, and JSON text."""
+"""Storage: files that are written whole or not at all, tensors, and adapters."""

@@ -8,11 +8,7 @@ MLX reads the files, because the array loaders of the library go through NumPy, 
 from __future__ import annotations
 
 import io
-import json
-import math
-import struct
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,7 +18,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from safetensors import SafetensorError, TensorSpec, serialize, serialize_file
 
-from clotho.storage.atomic_files import FileDigest, sync_file, write_file
+from clotho.storage.atomic_files import FileDigest, sync_file
 from protocols.errors import CheckpointError
 
 METADATA = {"format": "mlx"}
@@ -41,46 +37,12 @@ def named_arrays(tree: Any) -> dict[str, mx.array]:
     return dict(sorted(dict(tree_flatten(tree)).items()))
 
 
-class TensorShape(NamedTuple):
-    """Type and shape of a tensor that is written later."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Size of the values."""
-        return math.prod(self.shape) * CODES[self.dtype][1]
-
-
 CODES = {
     "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2), "uint64": ("U64", 8), "int64": ("I64", 8),
     "uint32": ("U32", 4), "int32": ("I32", 4), "uint16": ("U16", 2), "int16": ("I16", 2), "uint8": ("U8", 1),
     "int8": ("I8", 1),
 }  # fmt: skip
 """Names of types in safetensors files, with their bytes per value."""
-
-
-def write_streamed(
-    path: Path, shapes: Mapping[str, TensorShape], tensors: Iterable[StoredTensor], metadata: Mapping[str, str]
-) -> FileDigest:
-    """Write a new safetensors file whose tensors are produced one after another, in the order of `shapes`.
-
-    The library writes tensors that are in memory together only. Raises OSError if the disk refuses.
-    """
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    place = 0
-    for name, shape in shapes.items():
-        header[name] = {
-            "dtype": CODES[shape.dtype][0],
-            "shape": shape.shape,
-            "data_offsets": (place, place + shape.bytes),
-        }
-        place += shape.bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    data = (memoryview(tensor.data) for tensor in tensors)  # type: ignore[arg-type]
-    return write_file(path, chain([struct.pack("<Q", len(text)), text], data))
 
 
 def write_tensors(path: Path, arrays: Mapping[str, mx.array]) -> FileDigest:

@@ -64,7 +64,7 @@ class Rows:
         """Return the masks of the next step."""
         live = np.ones(len(self.rows), dtype=np.bool_)
         launched = np.array([len(tokens) for tokens in self.sampled])
-        return self.masked.at_step(live, launched, lambda slot: self.sampled[slot])
+        return self.masked.at_step(live, launched, lambda slot: np.array(self.sampled[slot], dtype=np.int32))
 
     def counts(self, slots: list[int]) -> np.ndarray:
         """Count the sampled tokens."""

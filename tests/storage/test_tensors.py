@@ -12,12 +12,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from clotho.storage.tensors import (
-    CODES,
-    StoredTensor,
-    TensorShape,
     named_arrays,
     read_tensors,
-    write_streamed,
     write_tensors,
 )
 from protocols.errors import CheckpointError
@@ -130,17 +126,3 @@ def test_a_failed_write_raises_os_error(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("clotho.storage.tensors.serialize_file", fail)
     with pytest.raises(OSError, match="No space left on device"):
         save(tmp_path / "t.safetensors", {"a": mx.ones((1,))})
-
-
-def test_a_streamed_file_has_every_type(tmp_path: Path) -> None:
-    """MLX and safetensors read the values of the tensors, whatever types stand before them."""
-    arrays = {name: mx.arange(3 + i).astype(getattr(mx, name)) for i, name in enumerate(CODES)}
-    mx.eval(arrays)
-    shapes = {name: TensorShape(name, array.shape) for name, array in arrays.items()}
-    tensors = (StoredTensor(name, array.shape, np.frombuffer(bits(array), np.uint8)) for name, array in arrays.items())
-    write_streamed(tmp_path / "t.safetensors", shapes, tensors, {})
-    found = mx.load(str(tmp_path / "t.safetensors"))
-    assert isinstance(found, dict)
-    assert {name: (array.dtype, array.tolist()) for name, array in found.items()} == {
-        name: (array.dtype, array.tolist()) for name, array in arrays.items()
-    }

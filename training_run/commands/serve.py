@@ -20,7 +20,7 @@ from clotho.models.machine import compute_slots, describe_machine
 from clotho.models.policy import BaseModel, Policy, load_policy
 from clotho.process import load_blas
 from clotho.sampler import BaseAccess, OwnThreads, ReplaceablePolicy, Sampler
-from clotho.serving.server import ApiServer, base_url, listen, while_loading
+from clotho.serving.server import ApiServer, base_url, listen
 from clotho.serving.services import ServedModel, ServerContext
 from protocols.step import WeightsReady
 from training_run.attachment import weights_are_replaced
@@ -30,7 +30,7 @@ from training_run.profile.command_profiles import ServeArguments
 from training_run.records.display import machine_lines
 from training_run.records.event_log import event_log
 from training_run.records.terminal_text import memory, print_line, relative_path, size
-from training_run.serving import SERVER_RESTARTS, ServingState, names_of
+from training_run.serving import SERVER_RESTARTS, ServingState, names_of, while_loading
 from training_run.start.startup import startup_watch
 from training_run.supervision.latest import Latest
 from training_run.supervision.process_signals import finish_computation

@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Struct
 
 from clotho.storage.atomic_files import replace_file, sync, sync_directory
-from clotho.storage.json_text import encode
 from protocols.errors import RunDirectoryError, disk_errors_as
 from training_run.directory.integer_set import IntegerSet
+from training_run.directory.json_text import encode
 
 TAIL_BYTES = 1 << 20
 """Size of the blocks that are searched for the last newline."""

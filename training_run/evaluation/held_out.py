@@ -13,7 +13,6 @@ from clotho.models.parameters import Parameters
 from clotho.models.policy import PinnedWeights, Policy
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.settings.engine import EngineSection
-from clotho.settings.mounted import without_settings
 from protocols.prompt import Problem
 from protocols.sampling import (
     PARAMETERS,
@@ -26,6 +25,7 @@ from protocols.sampling import (
     derive,
 )
 from training_run.groups.rollout_source import Complete, Episodes
+from training_run.profile.mounted import without_settings
 
 NEUTRAL_FILTERS: dict[str, Any] = {
     name: parameter.neutral for name, parameter in PARAMETERS.items() if parameter.learner == "replays support"

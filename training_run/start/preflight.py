@@ -12,11 +12,11 @@ from msgspec import Struct
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.objectives import Custom
 from clotho.storage.atomic_files import replace_file
-from clotho.storage.json_text import encode
 from protocols.finding import Finding
 from protocols.prompt import Problem
 from protocols.summary import MemoryEstimate
 from training_run.attachment import installed_attachments
+from training_run.directory.json_text import encode
 from training_run.profile.schema import Profile
 from training_run.records.event_log import log_finding
 from training_run.supervision.custom_actors import load_factory

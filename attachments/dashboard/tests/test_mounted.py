@@ -15,13 +15,14 @@ from attachments.dashboard import routes
 from attachments.dashboard.tests.synthetic_run import RunShape, write_run
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.serving.parts import ServerParts
-from clotho.serving.server import ApiServer, base_url, listen, loading_page, while_loading
+from clotho.serving.server import ApiServer, base_url, listen
 from clotho.settings.bounds import Off
 from clotho.settings.server import HttpServer
 from tests.fakes import FakeEngine
 from tests.serving.running_server import Served, server_context
 from tests.training_run.built_context import open_context, tiny_profile
 from training_run.run_monitor import RunMonitor
+from training_run.serving import loading_page, while_loading
 
 
 async def test_a_run_in_progress_is_live_until_its_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

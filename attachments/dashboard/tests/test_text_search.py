@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attachments.dashboard import growing_file, text_search
 from attachments.dashboard.histories import Groups
 from attachments.dashboard.text_search import KEPT_TEXTS, TextSearch
-from clotho.storage.json_text import encode
+from training_run.directory.json_text import encode
 
 FOLDED = "ßİŉſﬁ\N{KELVIN SIGN}"
 """Characters whose form without upper case has letters of ASCII."""

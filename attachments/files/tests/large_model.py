@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from clotho.storage.tensors import StoredTensor, TensorShape, write_streamed
+from attachments.files.model_writer import TensorShape, write_streamed
+from clotho.storage.tensors import StoredTensor
 from tests.saved_models import save_tokenizer
 
 LAYERS, HIDDEN, WIDE, VOCABULARY = 22, 2048, 8192, 64

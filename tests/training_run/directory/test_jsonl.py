@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from msgspec import Struct
 
-from clotho.storage.json_text import encode
 from protocols.errors import RunDirectoryError
+from training_run.directory.json_text import encode
 from training_run.directory.jsonl import JsonlWriter, Scan, rewrite, scan, sync_files
 
 

@@ -13,13 +13,13 @@ from msgspec import Struct
 from clotho.settings.bounds import Off, Variant, about
 from clotho.settings.keys import Keys
 from clotho.settings.layers import Layer, decode_merged, flatten_table, merge_layers
-from clotho.settings.mounted import Setting, mount
+from clotho.settings.mounted import Setting
 from protocols.errors import ProfileError
 from training_run.profile import mounted
 from training_run.profile.flags import help_text, parse_arguments
 from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS
 from training_run.profile.load import file_layers, load_profile, profile_path, resolved_toml, write_profile
-from training_run.profile.mounted import ATTACHED, SETTINGS, absent_keys
+from training_run.profile.mounted import ATTACHED, SETTINGS, absent_keys, mount
 from training_run.profile.rules import CONTRADICTIONS, NO_EFFECT
 from training_run.profile.schema import Profile
 
