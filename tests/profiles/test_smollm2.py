@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from bench.runs import accuracies, run_pipeline
-from clotho.rewards.registry import RewardOptions, expectations, load_reward
+from clotho.rewards.registry import RewardOptions, load_reward
 from profiles.smollm2.__main__ import HELD_OUT, NUMBERS, TRAINING, make
 from protocols.prompt import Problem
 from training_run.__main__ import main
 from training_run.profile.load import load_profile
+from training_run.rewards.runner import expectations
 
 SMOLLM2 = Path(__file__).parents[2] / "profiles" / "smollm2"
 FILES = {"train.jsonl": TRAINING, "heldout.jsonl": HELD_OUT}
