@@ -119,7 +119,8 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     lora_parameters: None for full-weight training.
 
     mlx-lm ignores the remaining fields.
-    ranks: rank of each module in `keys` whose rank is below `lora_parameters.rank`.
+    ranks: rank of each module whose rank is below `lora_parameters.rank`, by its name in `keys`, or by its whole name
+    if blocks differ.
     trained_weights: names of weights that are trained in full beside the adapter.
     model: the base model. base_quantization: how it was quantized at load; None if it was not.
     run_id: the run that wrote the adapter; empty in checkpoints.

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from clotho.serving.services import SampleRecorder
     from clotho.settings.server import HttpServer
     from clotho.training.gradient import OtherRanks
+    from clotho.training.optimizers import StepRule
     from protocols.accounting import Balance
     from protocols.batches import GroupSupply
     from protocols.finding import Finding
@@ -63,6 +64,7 @@ class Plan(Struct, kw_only=True, eq=False):
     measured how far they move the policy; may be raised. ranks: compute shares of every gradient; None: this process
     computes them alone. workers: what starts the workers of rewards, by the value of `rewards.where`. learns_equal:
     groups with equal rewards are trained on, because there is more to learn from than rewards; may be set.
+    rule: of optimizer steps; None: that of the optimizer alone.
     """
 
     profile: Profile
@@ -73,6 +75,7 @@ class Plan(Struct, kw_only=True, eq=False):
     ranks: OtherRanks | None = None
     workers: dict[str, NewWorker] = field(default_factory=dict)
     learns_equal: bool = False
+    rule: StepRule | None = None
 
 
 class Wired(Struct, frozen=True, kw_only=True, eq=False):

@@ -66,7 +66,12 @@ def detect_collapses(run: RunContext, settings: CollapseChecks) -> None:
         rollback = RollbackPolicy(learner.snapshot(), window=settings.window)
         if saved.arrays:  # none if earlier starts of the run kept no policies
             try:
-                rollback.restore(saved.arrays, healthy_updates=state.healthy_updates, settings=run.profile.learner)
+                rollback.restore(
+                    saved.arrays,
+                    healthy_updates=state.healthy_updates,
+                    settings=run.profile.learner,
+                    rule=learner.rule,
+                )
             except ValueError as error:  # a fork may have another optimizer
                 log.warning("rollback_starts_anew", reason=str(error))
         mx.eval(rollback.arrays())

@@ -9,6 +9,7 @@ import mlx.core as mx
 from clotho.models.parameters import Arrays, flat, nested
 from clotho.settings.learner import LearnerSection
 from clotho.training.learner_state import LearnerSnapshot, state_arrays, state_from_arrays, with_prefix
+from clotho.training.optimizers import PLAIN, StepRule
 
 SNAPSHOTS = ("healthy", "candidate")
 
@@ -49,8 +50,15 @@ class RollbackPolicy:
             named |= {f"{which}.reference.{name}": array for name, array in snapshot.reference.items()}
         return named
 
-    def restore(self, arrays: Mapping[str, mx.array], *, healthy_updates: int, settings: LearnerSection) -> None:
-        """Restore what `arrays` named.
+    def restore(
+        self,
+        arrays: Mapping[str, mx.array],
+        *,
+        healthy_updates: int,
+        settings: LearnerSection,
+        rule: StepRule = PLAIN,
+    ) -> None:
+        """Restore what `arrays` named. settings, rule: of the learner.
 
         Raises ValueError, and changes nothing, if it does not fit the policy, its optimizer and its reference policy.
         """
@@ -62,7 +70,7 @@ class RollbackPolicy:
                 raise ValueError(f"the {which} policy of the checkpoint does not fit the trainable parameters")
             if _shapes(reference) != _shapes(self._healthy.reference):
                 raise ValueError(f"the {which} policy of the checkpoint has another kind of reference policy")
-            state = state_from_arrays(with_prefix(arrays, f"{which}.state."), start, settings)
+            state = state_from_arrays(with_prefix(arrays, f"{which}.state."), start, settings, rule)
             snapshots.append(LearnerSnapshot(nested(parameters), state, reference))
         self.healthy_updates = healthy_updates
         self._healthy, self._candidate = snapshots

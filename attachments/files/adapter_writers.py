@@ -25,7 +25,7 @@ from clotho.models.adapter_formats import (
     place_of,
 )
 from clotho.models.adapter_reading import listed
-from clotho.models.adapters import Adapter, Floats, ranks_by_name
+from clotho.models.adapters import Adapter, Floats
 from clotho.storage.adapters import CONFIG, encode_config, padded
 from clotho.storage.atomic_files import write_file
 from clotho.storage.tensors import StoredTensor, write_stored
@@ -164,15 +164,15 @@ def _in_mlx_layout(adapter: Adapter, form: FormatName) -> tuple[dict[str, Floats
         raise ArtifactError(
             f"{form}: all layers share one scale, and this adapter has the scales {shown}", reason="inexpressible"
         )
-    ranks = ranks_by_name(adapter)
-    largest = max(ranks.values())
+    names = {place_of(module)[1] for module in adapter.ranks}
+    largest = max(adapter.ranks.values())
     config = AdapterConfig(
         fine_tune_type=adapter.method,
         num_layers=_last_blocks(adapter),
         lora_parameters=LoRAParameters(
-            rank=largest, scale=scales.pop(), dropout=adapter.dropout, keys=tuple(sorted(ranks))
+            rank=largest, scale=scales.pop(), dropout=adapter.dropout, keys=tuple(sorted(names))
         ),
-        ranks={key: rank for key, rank in sorted(ranks.items()) if rank < largest},
+        ranks={key: int(rank) for key, rank in sorted(_pattern(adapter.ranks, largest).items())},
         model=adapter.base_name,
         base_quantization=adapter.base_quantization,
     )

@@ -9,7 +9,7 @@ arrays are never modified.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -89,9 +89,11 @@ class Policy:
     files: directory or GGUF file of base model and tokenizer, also for models of the hub.
     adapter_config: settings with which mlx-lm rebuilds the trained layers from a file.
     flips_routes: whether a parity check has found experts that the learner chooses and the sampler does not.
+    pack: makes the files of an adapter smaller, without a change of what it computes; None: nothing does.
     """
 
     flips_routes = False
+    pack: Callable[[Parameters, AdapterConfig], tuple[Parameters, AdapterConfig]] | None = None
 
     def __init__(
         self,
@@ -208,7 +210,8 @@ class Policy:
         and all changed weights are returned as a "full" fine-tuning.
         """
         if not self.adapter_config.trained_weights:
-            return parameters, self.adapter_config
+            config = self.adapter_config
+            return self.pack(parameters, config) if self.pack is not None else (parameters, config)
         model = self.copy_model()
         model.use(parameters)
         arrays = flat(parameters)

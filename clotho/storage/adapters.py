@@ -86,7 +86,8 @@ def smaller_ranks(arrays: Mapping[str, mx.array], config: AdapterConfig) -> dict
     for name, array in arrays.items():
         module, _, matrix = name.rpartition(".")
         axis = RANK_AXES.get((matrix, array.ndim))
-        keys = [key for key in config.lora_parameters.keys if f".{module}".endswith(f".{key}")]
+        names = {*config.lora_parameters.keys, *config.ranks}
+        keys = [key for key in names if f".{module}".endswith(f".{key}")]
         rank = config.ranks.get(max(keys, key=len)) if keys else None
         if rank is not None and axis is not None:
             found[name] = axis, rank, config.lora_parameters.rank

@@ -12,7 +12,7 @@ from clotho.models.parameters import Arrays, Parameters
 from clotho.settings.learner import LearnerSection
 from clotho.training import optimizers
 from clotho.training.objectives.loss import LossCoefficients
-from clotho.training.optimizers import OptimizerState
+from clotho.training.optimizers import PLAIN, OptimizerState, StepRule
 
 SCALARS = "scalars"
 """Name of the array that holds the scalars of the state, as the bits of float64."""
@@ -40,17 +40,20 @@ def state_arrays(state: LearnerState) -> Arrays:
     return named | {SCALARS: mx.array(scalars.view(np.uint32))}
 
 
-def state_from_arrays(arrays: Mapping[str, mx.array], parameters: Arrays, settings: LearnerSection) -> LearnerState:
+def state_from_arrays(
+    arrays: Mapping[str, mx.array], parameters: Arrays, settings: LearnerSection, rule: StepRule = PLAIN
+) -> LearnerState:
     """Rebuild the state that `state_arrays` named, bit for bit.
 
-    parameters: the trainable parameters that the state belongs to. Raises ValueError if it does not fit them.
+    parameters: the trainable parameters that the state belongs to. rule: of their optimizer steps. Raises ValueError if
+    it does not fit them.
     """
     if SCALARS not in arrays:
         raise ValueError(f"the learner's state does not fit: {SCALARS} is missing")
     kl_beta, entropy_coef, rate_factor, updates, *replays = np.array(arrays[SCALARS]).view(np.float64).tolist()
     optimizer = {name.removeprefix("optimizer."): array for name, array in arrays.items() if name != SCALARS}
     return LearnerState(
-        optimizer=optimizers.state_from_arrays(optimizer, parameters, settings),
+        optimizer=optimizers.state_from_arrays(optimizer, parameters, settings, rule),
         loss_coefficients=LossCoefficients(kl_beta, entropy_coef),
         rate_factor=rate_factor,
         updates=int(updates),

@@ -18,7 +18,7 @@ from clotho.settings.learner import EssStepScale, LearnerSection
 from clotho.training.batch import Minibatch, TrainingBatch
 from clotho.training.gradient import LearnerModel, LossConfig, MicroBatchGradient, StepPosition
 from clotho.training.objectives.loss import LossCoefficients
-from clotho.training.optimizers import OptimizerState, apply_step, clip_scale, global_norm
+from clotho.training.optimizers import PLAIN, OptimizerState, StepRule, clip_scale, global_norm
 from protocols.rollout import ScoredGroup
 from protocols.step import Cut, TokenValues, UpdateMetrics
 
@@ -207,13 +207,15 @@ def take_optimizer_steps(
     learning_rate: float,
     totals: MetricTotals,
     record: TokenRecord | None = None,
+    rule: StepRule = PLAIN,
+    step: int = 0,
 ) -> OptimizerProgress | None:
     """Take one step for every minibatch of every epoch; return None if a loss or gradient is not finite.
 
     version: policy version of the weights before the first step. totals: receives the metrics. record: receives the
-    tokens. Other ranks compute a share of every gradient; every step is taken here. A gradient of exactly zero takes no
-    step, because momentum and weight decay would move the weights. The importance weights that scale the learning rate
-    are those of the gradient, so they need no other forward pass.
+    tokens. rule, step: see `take_step`. Other ranks compute a share of every gradient; every step is taken here. A
+    gradient of exactly zero takes no step, because momentum and weight decay would move the weights. The importance
+    weights that scale the learning rate are those of the gradient, so they need no other forward pass.
     """
     progress, settings = start, loss_config.settings
     count = settings.update_epochs * len(batch.minibatches)
@@ -233,7 +235,16 @@ def take_optimizer_steps(
         if number == 0:
             progress = progress._replace(initial_logp=tuple(part.logp_N for part in parts))
         log_weights = completion_weights(mini, parts, settings)
-        stepped = take_step(progress, total, log_weights, settings=settings, learning_rate=learning_rate, totals=totals)
+        stepped = take_step(
+            progress,
+            total,
+            log_weights,
+            settings=settings,
+            learning_rate=learning_rate,
+            totals=totals,
+            rule=rule,
+            step=step,
+        )
         if stepped is None:
             return None
         if stepped.steps > progress.steps:
@@ -263,22 +274,27 @@ def take_step(
     settings: LearnerSection,
     learning_rate: float,
     totals: MetricTotals,
+    rule: StepRule = PLAIN,
+    step: int = 0,
 ) -> OptimizerProgress | None:
     """Take one step along a gradient, none if it is exactly zero; return None if loss or gradient is not finite.
 
-    log_weights: per micro-batch, the logarithms of the importance weights of its completions. totals: as above.
+    log_weights: per micro-batch, the logarithms of the importance weights of its completions. totals: as above. rule:
+    of the step. step: number of updates before this one.
     """
-    norm = float(np.array(global_norm(total.arrays)))
+    gradients = rule.gradient(total.arrays, progress.optimizer)
+    norm = float(np.array(global_norm(gradients)))
     sample_size = effective_sample_size(np.concatenate(log_weights))
     scale = step_scale(sample_size, settings)
     if not totals.add(total, norm=norm, sample_size=sample_size, scale=scale):
         return None
     if norm == 0.0:
         return progress
-    parameters, optimizer = apply_step(
+    parameters, optimizer = rule.apply(
         flat(progress.parameters),
-        total.arrays,
+        gradients,
         progress.optimizer,
+        step=step,
         learning_rate=scale * learning_rate,
         scale=clip_scale(norm, settings.max_grad_norm),
         settings=settings,

@@ -148,6 +148,41 @@ def apply_step(
     return updated, OptimizerState(state.step + 1, new_slots, new_master)
 
 
+class StepRule:
+    """How an optimizer step moves the trainable parameters; this one applies the rule of the optimizer to them.
+
+    A subclass may hold other coordinates of the parameters in the state, and step in these. keeps_zeros: whether it may
+    leave the B of an adapter at zero although it has a gradient.
+    """
+
+    keeps_zeros = False
+
+    def initial_state(self, parameters: Arrays, settings: LearnerSection) -> OptimizerState:
+        """Return the state before the first step; lazy."""
+        return initial_state(parameters, settings)
+
+    def gradient(self, gradients: Arrays, state: OptimizerState) -> Arrays:
+        """Return the gradient that is clipped and applied, from that of the parameters; zeros for zeros; lazy."""
+        return gradients
+
+    def apply(
+        self,
+        parameters: Arrays,
+        gradients: Arrays,
+        state: OptimizerState,
+        *,
+        step: int,
+        learning_rate: float,
+        scale: float,
+        settings: LearnerSection,
+    ) -> tuple[Arrays, OptimizerState]:
+        """Take one step against `scale` times what `gradient` returned; lazy. step: number of updates before."""
+        return apply_step(parameters, gradients, state, learning_rate=learning_rate, scale=scale, settings=settings)
+
+
+PLAIN = StepRule()
+
+
 def _apply_rule(
     rule: optim.Optimizer, name: str, gradient: mx.array, theta: mx.array, slots: Arrays
 ) -> tuple[mx.array, Arrays]:
@@ -209,13 +244,15 @@ def state_arrays(state: OptimizerState) -> Arrays:
     return arrays
 
 
-def state_from_arrays(arrays: Mapping[str, mx.array], parameters: Arrays, settings: LearnerSection) -> OptimizerState:
-    """Rebuild the state that `state_arrays` named, bit for bit.
+def state_from_arrays(
+    arrays: Mapping[str, mx.array], parameters: Arrays, settings: LearnerSection, rule: StepRule = PLAIN
+) -> OptimizerState:
+    """Rebuild the state that `state_arrays` named, bit for bit. rule: that of the state.
 
     Raises ValueError if names, shapes or types do not belong to this optimizer and these parameters, or if a value is
     not finite.
     """
-    start = initial_state(parameters, settings)
+    start = rule.initial_state(parameters, settings)
     expected = state_arrays(start)
     wrong = sorted(expected.keys() ^ arrays.keys()) or sorted(
         name for name, a in expected.items() if (a.shape, a.dtype) != (arrays[name].shape, arrays[name].dtype)

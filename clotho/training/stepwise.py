@@ -168,7 +168,14 @@ class StepwiseLearner(PolicyLearner):
         progress: OptimizerProgress | None = start
         if held.total is not None:
             progress = take_step(
-                start, held.total, held.log_weights, settings=settings, learning_rate=rate, totals=totals
+                start,
+                held.total,
+                held.log_weights,
+                settings=settings,
+                learning_rate=rate,
+                totals=totals,
+                rule=self.rule,
+                step=self._state.updates,
             )
         metrics = totals.metrics(
             tokens=held.tokens,

@@ -59,7 +59,7 @@ from clotho.training.learner_state import LearnerSnapshot, LearnerState, state_a
 from clotho.training.objectives.functions import objective, require_exact_ratio
 from clotho.training.objectives.loss import initial_loss_coefficients, next_loss_coefficients
 from clotho.training.optimizer_steps import MetricTotals, OptimizerProgress, TokenRecord, take_optimizer_steps
-from clotho.training.optimizers import initial_state, learning_rate
+from clotho.training.optimizers import PLAIN, StepRule, learning_rate
 from clotho.training.reference_policy import ReferencePolicy
 from clotho.training.update_checks import AdapterCheck, update_kl
 from protocols.errors import ModelError
@@ -129,6 +129,7 @@ class PolicyLearner:
         token_values: bool = False,
         ranks: OtherRanks | None = None,
         lane: Turns = UNSHARED,
+        rule: StepRule = PLAIN,
     ) -> None:
         """Start from the served parameters.
 
@@ -139,7 +140,7 @@ class PolicyLearner:
         none; also none if the loss has no importance ratio (`sft`).
         token_values: return the values of tokens (`Update.tokens`).
         ranks: the other ranks of a data-parallel learner; updates use them, rehearsals do not.
-        lane: between turns, others compute.
+        lane: between turns, others compute. rule: of optimizer steps.
         Raises ProfileError if the learner cannot evaluate the sampling distribution, cannot load the objective or
         rounds too much for its ratio, and ModelError if the model does not support the layout or the replay of routes.
         """
@@ -148,7 +149,7 @@ class PolicyLearner:
         self._steps, self._first_step = steps, first_step
         self._max_tokens = sampling.max_tokens
         self._measure_update_kl = measure_update_kl if learner.objective.has_ratio else 0
-        self._token_values, self._objective = token_values, objective(learner.objective)
+        self._token_values, self._objective, self.rule = token_values, objective(learner.objective), rule
         self.model = policy.copy_model()
         require_exact_ratio(learner.objective, computing_dtype(self.model.model))
         forcing = TeacherForcing(self.model.model, self.model.vocab_size, layout=learner.layout)
@@ -164,7 +165,7 @@ class PolicyLearner:
         self._reference = ReferencePolicy(self._policy, self._settings)
         self._start_from_served()
         self._state = LearnerState(
-            optimizer=initial_state(flat(self.parameters), self._settings),
+            optimizer=self.rule.initial_state(flat(self.parameters), self._settings),
             loss_coefficients=initial_loss_coefficients(self._settings),
         )
 
@@ -255,6 +256,8 @@ class PolicyLearner:
             learning_rate=rate,
             totals=totals,
             record=record,
+            rule=self.rule,
+            step=step,
         )
         metrics = totals.metrics(
             tokens=batch.tokens,
@@ -305,7 +308,8 @@ class PolicyLearner:
     def _apply(self, progress: OptimizerProgress, metrics: UpdateMetrics) -> None:
         before = self._state
         assert progress.gradients is not None
-        self._adapter_check.check(flat(progress.parameters), progress.gradients)
+        if not self.rule.keeps_zeros:
+            self._adapter_check.check(flat(progress.parameters), progress.gradients)
         loss_coefficients = next_loss_coefficients(
             before.loss_coefficients, kl=metrics.kl, entropy=metrics.entropy, settings=self._settings
         )
@@ -344,7 +348,7 @@ class PolicyLearner:
         Raises ValueError, and changes nothing, if the state does not fit the trainable parameters.
         """
         own = {name: array for name, array in state.items() if not name.startswith("reference.")}
-        restored = state_from_arrays(own, flat(self._policy.trainable()), self._settings)
+        restored = state_from_arrays(own, flat(self._policy.trainable()), self._settings, self.rule)
         self._reference.restore(with_prefix(state, "reference."))
         self._start_from_served()
         self._state = restored

@@ -20,6 +20,7 @@ from clotho.sampler import OwnThreads, Sampler
 from clotho.serving.struct_types import prepare_struct_types
 from clotho.settings.bounds import Off
 from clotho.settings.learner import BaseReference
+from clotho.training.optimizers import PLAIN
 from clotho.training.update import PolicyLearner
 from protocols.checkpoint import Origin, RunState
 from protocols.errors import ProfileError, RequestError
@@ -229,6 +230,7 @@ def _load_policy(plan: Plan, lane: Lane) -> LoadedPolicy:
         token_values=plan.token_values,
         ranks=plan.ranks,
         lane=lane,
+        rule=plan.rule or PLAIN,
     )
     if fork is not None:
         fork = restore_learner(learner, fork)
