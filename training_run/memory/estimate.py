@@ -67,7 +67,7 @@ class LearningBytes(NamedTuple):
     gradient of all trainable parameters. optimizer: optimizer state, and a critic with its own. reference, rollback,
     published: older versions. midway: parameters and state between the optimizer steps of one update. padded: matrices
     of a smaller rank than the largest, as the file of the adapter has them, while it is written. update: the gradient
-    of an optimizer step, its new arrays and its temporary arrays.
+    of an optimizer step, in the coordinates of its state too, its new arrays and its temporary arrays.
     """
 
     trained: int
@@ -96,7 +96,8 @@ def learning_bytes(base: nn.Module, profile: Profile, need: MemoryNeed) -> Learn
     trained = sum(array.nbytes for array in arrays.values())
     in_full = trained if full else sum(array.nbytes for name, array in arrays.items() if name in beside)
     float32 = FLOAT32 * sum(array.size for array in arrays.values())
-    optimizer = state_bytes(arrays, learner)
+    in_adapter = FLOAT32 * sum(array.size for name, array in arrays.items() if not full and name not in beside)
+    optimizer = state_bytes(arrays, learner) + need.adapter_copies * in_adapter
     average = float32 if isinstance(learner.reference, AverageReference) else 0
     snapshot = trained if isinstance(learner.reference, SnapshotReference) else 0
     taken_anew = snapshot if isinstance(learner.reference, SnapshotReference) and learner.reference.interval else 0
@@ -114,7 +115,7 @@ def learning_bytes(base: nn.Module, profile: Profile, need: MemoryNeed) -> Learn
         published=trained if in_full and need.published else 0,
         midway=trained + optimizer if several else 0,
         padded=FLOAT32 * int(sum(size * ratio for size, ratio in padded)),
-        update=float32 + trained + optimizer + average + largest,
+        update=float32 + trained + optimizer + average + largest + (in_adapter if need.adapter_copies else 0),
     )
 
 

@@ -17,7 +17,8 @@ class MemoryNeed(Struct, kw_only=True):
     prompt with a completion. published: weights that are trained in full are kept until their next version. sums:
     gradients of several processes are added. step_tokens: tokens of a row that a decode step computes at most.
     draft_model: samples the others of these tokens; empty: no model does. teacher: a model that scores completions one
-    by one; empty: none does. critic: a second adapter is trained. rollbacks: older policies are kept.
+    by one; empty: none does. critic: a second adapter is trained. adapter_copies: arrays of the size of
+    the adapter that the state of the optimizer has beside its own. rollbacks: older policies are kept.
     """
 
     engine: EngineSection
@@ -31,6 +32,7 @@ class MemoryNeed(Struct, kw_only=True):
     draft_model: str = ""
     teacher: str = ""
     critic: bool = False
+    adapter_copies: int = 0
 
 
 def memory_need(engine: EngineSection, profile: Profile | None = None) -> MemoryNeed:

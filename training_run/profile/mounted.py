@@ -33,6 +33,7 @@ ATTACHED = {
     "environments": "atropos",
     "generator": "remote",
     "monitor.token_values_mb": "dashboard",
+    "policy.rank_budget": "adalora",
     "preference": "preference",
     "replay": "replay",
     "restarts": "restarts",
