@@ -31,14 +31,17 @@ TIMEOUT_SECONDS = 120.0
 
 @pytest.fixture(autouse=True)
 def _no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "EXIT_POLICY", structs.replace(module.EXIT_POLICY, first_pause_seconds=0.0))
+    few = structs.replace(
+        module.EXIT_POLICY, first_pause_seconds=0.0, max_restarts=module.FAILURE_POLICY.max_restarts + 2
+    )
+    monkeypatch.setattr(module, "EXIT_POLICY", few)
 
 
 class ObservedProcess(ProcessActor):
     """A process that is ready when it prints `ready`. lines: its output. exits: how each run ended."""
 
     def __init__(self, directory: Path, text: str, **command: Any) -> None:
-        argv = (sys.executable, "-c", text)
+        argv = (sys.executable, "-S", "-c", text)
         made = Command(argv=argv, variables=dict(os.environ) | {"PYTHONUNBUFFERED": "1"}, **command)
         super().__init__("thing", made, ProcessLog(directory / "things" / "thing.log", secret=made.secret))
         self.exits: list[ProcessExit | None] = []

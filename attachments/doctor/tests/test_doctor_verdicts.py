@@ -36,9 +36,6 @@ REWARDS = """
 def zero(problem, completion):
     return 0.0
 
-def one(problem, completion):
-    return 1.0
-
 def raises(problem, completion):
     raise KeyError("nope")
 
@@ -132,6 +129,11 @@ def chat_template(text: str) -> Write:
     return write
 
 
+def at_once(write: Write) -> Write:
+    """The same setting, and no time for completions, of which its finding needs none."""
+    return lambda directory: {**write(directory), "--seconds": "1e-9"}
+
+
 FAILING: dict[str, Failing] = {
     "learning rate 0.1": Failing(
         flags=setting("--learner.optimizer.learning-rate", "0.1"), findings=frozenset({"update_too_large"})
@@ -143,22 +145,23 @@ FAILING: dict[str, Failing] = {
     "no end": Failing(flags=setting("--sampling.ignore-eos", "true"), findings=frozenset({"all_truncated"})),
     "temperature near 0": Failing(flags=setting("--sampling.temperature", "0.001"), findings=frozenset({"no_signal"})),
     "reward always 0": Failing(flags=reward("zero"), findings=frozenset({"no_reward"})),
-    "reward always 1": Failing(flags=reward("one"), findings=frozenset({"always_rewarded"})),
     "reward raises": Failing(flags=reward("raises"), findings=frozenset({"rewards_fail"})),
     "column of the reward is missing": Failing(flags=reward("needs_column"), findings=frozenset({"run_refused"})),
     "answers are missing": Failing(
         flags=dataset(prompt="What is 1 + 1?", type="math"), findings=frozenset({"dataset_unparsable"})
     ),
     "answers that no reward reads": Failing(
-        flags=lambda path: {**dataset(prompt="One and 1?", answer="two", type="math")(path), "--rewards": "math_eval"},
+        flags=at_once(
+            lambda path: {**dataset(prompt="One and 1?", answer="two", type="math")(path), "--rewards": "math_eval"}
+        ),
         findings=frozenset({"answers_without_reward"}),
     ),
     "reward for another type": Failing(
-        flags=setting("--rewards", '[{name = "math_eval", types = ["code"], correct = true}]'),
+        flags=at_once(setting("--rewards", '[{name = "math_eval", types = ["code"], correct = true}]')),
         findings=frozenset({"no_reward_applies"}),
     ),
     "template opens a tag": Failing(
-        flags=chat_template(templates.OPENS_THINK), findings=frozenset({"template_opens_tag"})
+        flags=at_once(chat_template(templates.OPENS_THINK)), findings=frozenset({"template_opens_tag"})
     ),
     "KV cache for less than a sequence": Failing(
         flags=setting("--engine.kv-cache-tokens", "64"), findings=frozenset({"run_refused"})
@@ -167,7 +170,7 @@ FAILING: dict[str, Failing] = {
         flags=dataset(prompt="What is 1 + 1? " * 400, answer="2", type="math"), findings=frozenset({"run_refused"})
     ),
     "adapter scale 1000": Failing(
-        flags=setting("--policy.method.scale", "1000"), findings=frozenset({"lora_scale_unusual"})
+        flags=at_once(setting("--policy.method.scale", "1000")), findings=frozenset({"lora_scale_unusual"})
     ),
 }
 
