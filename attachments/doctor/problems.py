@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from clotho.rewards.answer import with_answer
-from clotho.rewards.registry import RewardFunction, built_in
+from clotho.rewards.registry import BuiltIn, RewardFunction, built_in
 from protocols.errors import RecordsError, visible
 from protocols.finding import CHECK, Finding
 from protocols.prompt import Problem
@@ -73,9 +73,9 @@ def _applies(reward: RewardSection, kind: str) -> bool:
 
 
 def _unanswerable(problems: Sequence[Problem], rewards: Sequence[RewardSection]) -> Iterator[Finding]:
-    chosen = problems[:: max(1, len(problems) // SAMPLED)]
-    checked = [(problem, found) for problem in chosen if (found := _answer_rewards(problem, rewards))]
-    failed = [(problem, found) for problem, found in checked if not _earns(problem, found)]
+    chosen, known = problems[:: max(1, len(problems) // SAMPLED)], built_in()
+    checked = [(problem, found) for problem in chosen if (found := _answer_rewards(problem, rewards, known))]
+    failed = [(problem, found) for problem, found in checked if not _earns(problem, found, known)]
     if not failed or len(failed) < NOTABLE * len(checked):
         return
     problem, found = failed[0]
@@ -92,24 +92,26 @@ def _unanswerable(problems: Sequence[Problem], rewards: Sequence[RewardSection])
     )
 
 
-def _answer_rewards(problem: Problem, rewards: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
+def _answer_rewards(
+    problem: Problem, rewards: Sequence[RewardSection], known: Mapping[str, BuiltIn]
+) -> tuple[RewardSection, ...]:
     """Return the rewards of a problem that read its answer; empty if a reward in processes may read it too."""
     applicable = [reward for reward in rewards if _applies(reward, problem.type)]
-    if any(_function(reward) is None for reward in applicable):
+    if any(_function(reward, known) is None for reward in applicable):
         return ()
-    return tuple(reward for reward in applicable if built_in()[reward.name].reads_answer)
+    return tuple(reward for reward in applicable if known[reward.name].reads_answer)
 
 
-def _function(reward: RewardSection) -> RewardFunction | None:
+def _function(reward: RewardSection, known: Mapping[str, BuiltIn]) -> RewardFunction | None:
     """Return a function that is cheap enough for these checks."""
-    found = built_in().get(reward.name)
+    found = known.get(reward.name)
     return found.function if found else None
 
 
-def _earns(problem: Problem, rewards: Sequence[RewardSection]) -> bool:
+def _earns(problem: Problem, rewards: Sequence[RewardSection], known: Mapping[str, BuiltIn]) -> bool:
     """Whether one of these rewards has a value above 0 for a completion with the correct answer."""
     for reward in rewards:
-        function, answer_in = _function(reward), reward.answer_in or "tags"
+        function, answer_in = _function(reward, known), reward.answer_in or "tags"
         value = function(problem, with_answer(problem.answer, answer_in), answer_in=answer_in) if function else None
         if value:
             return True

@@ -15,6 +15,7 @@ shell commands than `cp` and `cat`. HTML comments above a block control it:
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import re
 import runpy
@@ -27,7 +28,6 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.docs.pages import DOCS, ROOT, Block, blocks
@@ -55,8 +55,8 @@ PARSED = {
 """Commands with a parser of their own, and their modules."""
 
 PROGRAM = r"(?:python pipeline\.py|clotho)"
-PLAIN = re.compile(rf"(?:{PROGRAM} |python (?:\w+\.py|-m mlx_lm ))[^|&;<>$`~*]*")
-"""A command that needs no shell."""
+PLAIN = re.compile(rf"(?:{PROGRAM} |python (?:\w+\.py|-m mlx_lm ))(?:[^'|&;<>$`~*]|'[^']*')*")
+"""A command that needs no shell, but for quotes."""
 
 FILES = re.compile(r"cp [^|&;<>$`~*\n]*|cat > \S+ <<'END'\n.*?\nEND$", re.DOTALL | re.MULTILINE)
 """A shell command that writes a file."""
@@ -94,9 +94,9 @@ def test_the_commands_of_a_page_work(page: Path, tmp_path: Path, monkeypatch: py
         if block.comment.startswith(SKIPPED) or block.comment == DURING:
             continue
         if following is not None and following.comment == DURING:
-            run_beside(block, following, tmp_path, port)
+            run_beside(block, following, tmp_path, port, page)
         else:
-            text = script(block, port)
+            text = script(block, port, page)
             assert not SERVE.search(text), "a server ends only beside a block that is executed during the run above"
             commands_here = FILES.sub("", text).strip()
             if page.stem != "README" and all(map(PLAIN.fullmatch, commands_here.splitlines())):
@@ -146,12 +146,12 @@ def use_modules_of(page: Path, directory: Path, monkeypatch: pytest.MonkeyPatch)
             monkeypatch.delitem(sys.modules, Path(block.file_name).stem, raising=False)
 
 
-def script(block: Block, port: int) -> str:
+def script(block: Block, port: int, page: Path) -> str:
     """The block as a script; the server listens on `port` instead of 8000."""
     added = block.comment.removeprefix(ADDED) if block.comment.startswith(ADDED) else ""
     text = re.sub(r"\\\n\s*", "", INSTALLATION.sub("", block.text)).replace("127.0.0.1:8000", f"127.0.0.1:{port}")
     return COMMAND.sub(
-        lambda match: f"{match[0].rstrip()} {added} {server_flag(match[0], port)} {problem_flags(match[0])} ", text
+        lambda match: f"{match[0].rstrip()} {added} {server_flag(match[0], port)} {problem_flags(match[0], page)} ", text
     )
 
 
@@ -161,10 +161,18 @@ def server_flag(command: str, port: int) -> str:
     return "" if other or "--help" in command or "--server." in command else f"--server.port {port}"
 
 
-def problem_flags(command: str) -> str:
-    """The flags that shorten the dataset of the profile local-m3, if the command uses it."""
-    uses = re.match(rf"{PROGRAM} --profile local-m3(?! .*--data)", command)
-    return shlex.join(FEW_PROBLEMS) if uses else ""
+def problem_flags(command: str, page: Path) -> str:
+    """The flags that shorten the dataset of the profile local-m3, if the command uses it.
+
+    It does too with a profile of the page that extends local-m3 and names no dataset.
+    """
+    uses = re.match(rf"{PROGRAM} (?:sample )?--profile (\S+)(?! .*--data)", command)
+    plain = [
+        block.file_name
+        for block in blocks(page)
+        if 'extends = "local-m3"' in block.text and not re.search("^train =", block.text, re.MULTILINE)
+    ]
+    return shlex.join(FEW_PROBLEMS) if uses and uses[1] in ("local-m3", *plain) else ""
 
 
 def environment(directory: Path) -> dict[str, str]:
@@ -201,9 +209,9 @@ def run_here(text: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Non
                 runpy.run_path(program, run_name="__main__")
 
 
-def run_beside(block: Block, during: Block, directory: Path, port: int) -> None:
+def run_beside(block: Block, during: Block, directory: Path, port: int, page: Path) -> None:
     """Run a block while the run of another block serves, then stop that run."""
-    command = ["bash", "-euo", "pipefail", "-c", f"exec {script(block, port).strip()}"]
+    command = ["bash", "-euo", "pipefail", "-c", f"exec {script(block, port, page).strip()}"]
     log = (directory / "background.txt").open("w+", encoding="utf-8")
     background = subprocess.Popen(
         command, cwd=directory, env=environment(directory), stdout=log, stderr=subprocess.STDOUT
@@ -212,7 +220,7 @@ def run_beside(block: Block, during: Block, directory: Path, port: int) -> None:
         while not is_ready(port):
             assert background.poll() is None, Path(log.name).read_text(encoding="utf-8")[-3000:]
             time.sleep(0.05)
-        run(script(during, port), directory)
+        run(script(during, port, page), directory)
     finally:
         background.send_signal(signal.SIGINT)
         background.wait()
@@ -221,10 +229,11 @@ def run_beside(block: Block, during: Block, directory: Path, port: int) -> None:
 
 def is_ready(port: int) -> bool:
     """Whether a server on loopback has loaded its model."""
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-    except httpx.HTTPError:
-        return False
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    return False
 
 
 def free_port() -> int:
