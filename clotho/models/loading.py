@@ -271,11 +271,15 @@ def context_length(config: dict[str, Any]) -> int:
     return setting(config, CONTEXT_KEYS) or UNSTATED_CONTEXT
 
 
+def vocabulary_size(config: dict[str, Any]) -> int:
+    """Return the number of logits of a token. Raises `ModelError` if it is not configured."""
+    if (found := setting(config, ("vocab_size",))) is None:
+        raise ModelError("the model's config.json states no vocab_size")
+    return found
+
+
 def describe_model(model: nn.Module, config: dict[str, Any]) -> PolicyDescription:
     """Describe a model after its adapter is installed. Raises `ModelError` if the size of the vocabulary is unknown."""
-    vocab_size = setting(config, ("vocab_size",))
-    if vocab_size is None:
-        raise ModelError("the model's config.json states no vocab_size")
     trainable = sum(array.size for array in flat(model.trainable_parameters()).values())
     total, bits = _parameters(model)
     adapter = sum(array.size for array in _adapter_arrays(model).values())
@@ -288,7 +292,7 @@ def describe_model(model: nn.Module, config: dict[str, Any]) -> PolicyDescriptio
         dtype=computing_dtype(model),
         layers=len(model.layers),
         hidden_size=setting(config, HIDDEN_KEYS) or 0,
-        vocab_size=vocab_size,
+        vocab_size=vocabulary_size(config),
         context_length=context_length(config),
     )
 

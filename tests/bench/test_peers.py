@@ -210,24 +210,6 @@ def test_the_tasks_of_other_trainers_import_only_what_their_environment_has() ->
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-def test_the_learning_task_has_whole_numbers_as_answers() -> None:
-    """The rule of the other trainers covers no other answers."""
-    task = learning()
-    asked = [*task.training(), *task.held_out()]
-    assert task.accuracy([f"<answer>{one.answer}</answer>" for one in asked], asked) == 1.0
-
-
-def test_the_table_has_a_row_per_contender_and_ratios() -> None:
-    """Ratios are taken seed by seed."""
-    results = [
-        measurement(seconds, contender=who, metric="seconds", unit="s", better="lower", task="until 0.7")
-        for who, seconds in (("clotho", [1.0, 2.0]), ("trl", [4.0, 4.0]))
-    ]
-    lines = peers.table(results).splitlines()
-    assert lines[0] == "| until 0.7 | seconds | seconds, clotho / this |"
-    assert lines[3] == "| trl | 4 s (4 to 4) | 0.375 (0.250 to 0.500) |"
-
-
 def test_the_chart_is_drawn_from_the_results(tmp_path: Path) -> None:
     """One group of bars per task."""
     pytest.importorskip("matplotlib")

@@ -150,9 +150,11 @@ def script(block: Block, port: int, page: Path) -> str:
     """The block as a script; the server listens on `port` instead of 8000."""
     added = block.comment.removeprefix(ADDED) if block.comment.startswith(ADDED) else ""
     text = re.sub(r"\\\n\s*", "", INSTALLATION.sub("", block.text)).replace("127.0.0.1:8000", f"127.0.0.1:{port}")
-    return COMMAND.sub(
-        lambda match: f"{match[0].rstrip()} {added} {server_flag(match[0], port)} {problem_flags(match[0], page)} ", text
-    )
+
+    def with_flags(match: re.Match[str]) -> str:
+        return f"{match[0].rstrip()} {added} {server_flag(match[0], port)} {problem_flags(match[0], page)} "
+
+    return COMMAND.sub(with_flags, text)
 
 
 def server_flag(command: str, port: int) -> str:

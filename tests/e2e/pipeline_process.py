@@ -30,7 +30,7 @@ FEW_PROBLEMS = ("--data.train", str(PROBLEMS / "train.jsonl"), "--data.heldout",
 """The first problems of the embedded dataset: to render all of them takes as long as the rest of the start."""
 SMALL = (
     "--server.port", "0", *FEW_PROBLEMS, "--learner.batch-size", str(BATCH), "--sampling.group-size", "4",
-    "--learner.micro-batch-tokens", "1024", "--eval.problems", "8",
+    "--learner.micro-batch-tokens", "1024", "--eval.problems", "4",
 )  # fmt: skip
 UNEVALUATED = (*SMALL[:-2], "--eval", "off")
 """For runs whose evaluations nobody reads: they are a fourth of a run of one step."""

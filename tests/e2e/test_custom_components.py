@@ -54,7 +54,7 @@ DETAILS = {"raises": "raised by the test", "nan": "returned nan", "hangs": "took
 def test_a_failing_reward_discards_only_its_own_groups(tmp_path: Path) -> None:
     """A reward raises, hangs or returns NaN. The run ends with status 0, and each such group has its reason."""
     (tmp_path / "misbehaving.toml").write_text(MISBEHAVING_REWARD)
-    steps = 6
+    steps = 4
     flags = ("--profile", str(tmp_path / "misbehaving.toml"), "--steps", str(steps))
     result = run(tmp_path / "run", *flags, small=UNEVALUATED)
     assert result.status == 0, result

@@ -27,11 +27,11 @@ FEW = (
 def test_a_run_trains_and_resumes_in_every_lane(tmp_path: Path, device_lane: model_lanes.Lane) -> None:
     """Sampler and learner agree, every group ends once, and the resumed run continues at the next step."""
     with model_lanes.using(device_lane):
-        first = run(tmp_path / "run", "--steps", "2", small=FEW)
+        first = run(tmp_path / "run", "--steps", "1", small=FEW)
         assert first.status == 0, first
-        resumed = run(tmp_path / "run", "--steps", "3", "--resume", small=FEW)
+        resumed = run(tmp_path / "run", "--steps", "2", "--resume", small=FEW)
     assert resumed.status == 0, resumed
-    assert_recorded(tmp_path / "run", resumed.accounting, steps=3)
+    assert_recorded(tmp_path / "run", resumed.accounting, steps=2)
     assert "host: MLX kernels" in first.out or "GPU" in first.out
     recorded = metrics(tmp_path / "run")
     assert any(line["update_applied"] for line in recorded)

@@ -78,13 +78,8 @@ layout = "packed"
 
 
 RUINOUS = (
-    "--policy.method",
-    "full",
-    "--learner.optimizer.learning-rate",
-    "5e-2",
-    "--learner.schedule.warmup-steps",
-    "0",
-)
+    "--policy.method", "full", "--learner.optimizer.learning-rate", "5e-2", "--learner.schedule.warmup-steps", "0",
+)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -111,15 +106,15 @@ def test_the_complete_learner_state_survives_a_kill(tmp_path: Path) -> None:
 
 def test_dynamic_sampling_fills_every_batch(tmp_path: Path) -> None:
     """Zero-variance groups are replaced, so every update has batch_size groups."""
-    result = run(tmp_path / "run", "--steps", "3", "--learner.objective", "dapo", small=UNEVALUATED)
+    result = run(tmp_path / "run", "--steps", "2", "--learner.objective", "dapo", small=UNEVALUATED)
     assert result.status == 0, result
-    assert result.accounting.trained == 3 * BATCH
+    assert result.accounting.trained == 2 * BATCH
     assert result.accounting.carried_over == 0
     assert all(line["groups/trained"] == BATCH for line in metrics(tmp_path / "run"))
 
 
 LAGGED = (
-    "--async", "false", "--rollouts.lag", "3", "--steps", "6",
+    "--async", "false", "--rollouts.lag", "3", "--steps", "5",
     "--learner.objective", "reinforce", "--learner.objective.importance-correction", "truncate_sequence",
     "--learner.objective.advantage", "optimal_baseline", "--learner.step-scale", "ess",
 )  # fmt: skip
@@ -131,10 +126,10 @@ def test_with_a_lag_every_group_is_as_old_as_the_lag(tmp_path: Path) -> None:
     """
     result = run(tmp_path / "run", *LAGGED, small=UNEVALUATED)
     assert result.status == 0, result
-    assert (result.accounting.prompted, result.accounting.carried_over) == (6 * BATCH, 0)
+    assert (result.accounting.prompted, result.accounting.carried_over) == (5 * BATCH, 0)
     recorded = metrics(tmp_path / "run")
     versions = [0, *(line["policy_version"] for line in recorded)]
-    ages = [versions[step] - versions[max(0, step - 3)] for step in range(6)]
+    ages = [versions[step] - versions[max(0, step - 3)] for step in range(5)]
     assert max(ages) == 3
     for age, line in zip(ages, recorded, strict=True):
         trained = line["groups/trained"]
@@ -157,12 +152,12 @@ def test_a_filtered_sampling_distribution_is_trained_on_correctly(tmp_path: Path
     """With top-k, top-p and min-p, sampler and learner agree on the on-policy tokens."""
     profile = tmp_path / "truncated.toml"
     profile.write_text(TRUNCATED)
-    result = run(tmp_path / "run", "--profile", str(profile), "--steps", "2", small=UNEVALUATED)
+    result = run(tmp_path / "run", "--profile", str(profile), "--steps", "1", small=UNEVALUATED)
     assert result.status == 0, result
-    recorded = metrics(tmp_path / "run")
-    assert recorded[0]["mismatch_kl"] < 1e-5
-    assert 0.99 < recorded[0]["ess"] <= 1.0 + 1e-6
-    assert all(math.isfinite(line["loss"]) for line in recorded)
+    [recorded] = metrics(tmp_path / "run")
+    assert recorded["mismatch_kl"] < 1e-5
+    assert 0.99 < recorded["ess"] <= 1.0 + 1e-6
+    assert math.isfinite(recorded["loss"])
 
 
 def test_non_finite_updates_end_the_run_with_its_last_good_checkpoint(tmp_path: Path) -> None:
@@ -191,15 +186,9 @@ def test_non_finite_updates_end_the_run_with_its_last_good_checkpoint(tmp_path: 
 
 def test_a_collapsed_policy_is_rolled_back(tmp_path: Path) -> None:
     """An excessive learning rate triggers collapse detection. The final accuracy is close to the initial one."""
-    flags = (
-        "--collapse-detection",
-        "rollback",
-        "--collapse-detection.window",
-        "2",
-        "--collapse-detection.rollback-rate",
-        "0.001",
-    )
-    result = run(tmp_path / "run", *RUINOUS, *flags, "--steps", "8", "--async", "false")
+    flags = ("--collapse-detection", "rollback", "--collapse-detection.window", "2")
+    flags += ("--collapse-detection.rollback-rate", "0.001", "--steps", "6", "--async", "false")
+    result = run(tmp_path / "run", *RUINOUS, *flags)
     assert result.status == 0, result
     recorded = metrics(tmp_path / "run")
     assert any(line["findings"] for line in recorded)

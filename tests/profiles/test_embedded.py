@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,29 +17,24 @@ from transformers import AutoTokenizer
 
 from profiles.embedded_maker.__main__ import problems as make_problems
 from profiles.embedded_maker.demonstrations import careful, careless
-from profiles.embedded_maker.problems import GENERATORS, KINDS, LEVELS, column_steps
+from profiles.embedded_maker.problems import GENERATORS, KINDS, LEVELS
 from profiles.maker.evaluate import is_right
-from profiles.maker.problem import draw_distinct, write_problems
+from profiles.maker.problem import Problem, draw_distinct, write_problems
 from profiles.maker.tokenizer import CHAT_TEMPLATE, TAG_TOKENS, chat_prompt, train_tokenizer
 
 EMBEDDED = Path(__file__).parents[2] / "profiles" / "embedded"
 MAX_BYTES = 4_000_000
 
-ODD_TEXTS = [
-    "",
-    " ",
-    "\n\n \t x\r\n",
-    "naïve café, e\u0301 stays decomposed",
-    "\u4f60\u597d \u0645\u0631\u062d\u0628\u0627 \U0001f9f5\U0001f468\u200d\U0001f469\u200d\U0001f467",
-    "\x00\x01\x7f\ufeff\u2028\uffff",
-    "  <think> 1 </think><answer>  2</answer> <|im_end|> <think",
-    "what's 1234567890 + 0.5? They'll see...   ",
-]
-
 
 def lines(name: str) -> list[dict[str, str]]:
     """Read the rows of a shipped JSONL file."""
     return [json.loads(line) for line in (EMBEDDED / name).read_text(encoding="utf-8").splitlines()]
+
+
+@cache
+def made_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
+    """The problems of a seed, for training and held out."""
+    return make_problems(seed)
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +44,6 @@ def tokenizer() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         return loader.from_pretrained(EMBEDDED)
-
-
-def load_policy() -> tuple[Any, Any]:
-    """Load model and tokenizer with mlx-lm."""
-    model, tokenizer = mlx_lm.load(str(EMBEDDED))[:2]
-    return model, tokenizer
 
 
 def solve(expression: str) -> int:
@@ -115,23 +105,14 @@ def test_the_embedded_files_have_at_most_four_megabytes() -> None:
 def test_mlx_lm_loads_the_policy_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """`mlx_lm.load` needs only the directory; logits are finite float32, and the end token is set."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    model, tokenizer = load_policy()
+    loaded: Any = mlx_lm.load(str(EMBEDDED))
+    model, tokenizer = loaded[:2]
     messages = [{"role": "user", "content": "What is 15 + 27?"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     logits = model(mx.array([prompt]))
     assert logits.dtype == mx.float32
     assert mx.isfinite(logits).all().item()
     assert tokenizer.eos_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
-
-
-def test_a_greedy_answer_has_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The policy answers an easy question in think and answer tags, and stops."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    model, tokenizer = load_policy()
-    messages = [{"role": "user", "content": "What is 15 + 7?"}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=64)
-    assert re.fullmatch(r"<think>[^<]*</think><answer>\d+</answer>", text)
 
 
 def test_the_configuration_agrees_with_the_tokenizer(tokenizer: Any) -> None:
@@ -144,12 +125,6 @@ def test_the_configuration_agrees_with_the_tokenizer(tokenizer: Any) -> None:
     assert config["pad_token_id"] == tokenizer.pad_token_id != tokenizer.eos_token_id
 
 
-@pytest.mark.parametrize("text", ODD_TEXTS)
-def test_decoding_inverts_encoding(tokenizer: Any, text: str) -> None:
-    """The vocabulary has all bytes, and there is no normalization."""
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 def test_decoding_inverts_encoding_of_random_text(tokenizer: Any) -> None:
     """Random code points of every plane, without surrogates."""
     rng = Random(0)
@@ -159,17 +134,13 @@ def test_decoding_inverts_encoding_of_random_text(tokenizer: Any) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_tags_are_single_tokens_and_not_special(tokenizer: Any) -> None:
+def test_tags_and_digits_are_single_tokens_and_not_special(tokenizer: Any) -> None:
     """`skip_special_tokens` removes the tokens of the chat template, but not the tags."""
+    assert len(tokenizer.encode("3141592653")) == 10
     for tag in TAG_TOKENS:
         assert len(tokenizer.encode(tag)) == 1
     ids = tokenizer.encode("<think>1+1=2</think><answer>2</answer><|im_end|>")
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>1+1=2</think><answer>2</answer>"
-
-
-def test_digits_are_single_tokens(tokenizer: Any) -> None:
-    """A number has one token per digit."""
-    assert len(tokenizer.encode("3141592653")) == 10
 
 
 def test_the_chat_template_renders_every_role(tokenizer: Any) -> None:
@@ -208,22 +179,17 @@ def test_every_answer_is_correct() -> None:
         assert solve_prompt(row) == row["answer"], row["prompt"]
 
 
-def test_prompts_are_short(tokenizer: Any) -> None:
-    """A rendered prompt has fewer than 64 tokens."""
-    assert max(len(tokenizer.encode(chat_prompt(row["prompt"]))) for row in lines("heldout.jsonl")) < 64
-
-
 def test_the_problems_are_reproducible(tmp_path: Path) -> None:
     """The same seed gives the shipped files, byte for byte; another seed gives other problems."""
-    for name, problems in zip(("train.jsonl", "heldout.jsonl"), make_problems(0), strict=True):
+    for name, problems in zip(("train.jsonl", "heldout.jsonl"), made_problems(0), strict=True):
         write_problems(tmp_path / name, problems)
         assert (tmp_path / name).read_bytes() == (EMBEDDED / name).read_bytes()
-    assert make_problems(1)[1] != make_problems(0)[1]
+    assert made_problems(1)[1] != made_problems(0)[1]
 
 
 def test_the_tokenizer_is_reproducible() -> None:
     """The merges are a function of the training problems."""
-    made = train_tokenizer(problem.prompt for problem in make_problems(0)[0])
+    made = train_tokenizer(problem.prompt for problem in made_problems(0)[0])
     shipped = json.loads((EMBEDDED / "tokenizer.json").read_text(encoding="utf-8"))
     assert json.loads(made.to_str())["model"] == shipped["model"]
 
@@ -241,12 +207,6 @@ def test_careful_demonstrations_are_correct_and_careless_ones_are_not(kind: str,
             assert solve(re.sub(r"([-+*])", r" \1 ", left)) == int(right) if right else left[0] in "ABCD"
         if kind == "comparison":
             assert problem.work[-1][0] == problem.answer
-
-
-def test_column_steps_carry_and_borrow() -> None:
-    """The two examples of the docstring."""
-    assert column_steps(347, "+", 285) == ["7+5=12", "4+8+1=13", "3+2+1=6"]
-    assert column_steps(532, "-", 285) == ["12-5=7", "13-1-8=4", "5-1-2=2"]
 
 
 def test_generated_problems_are_distinct_and_evenly_distributed() -> None:

@@ -101,8 +101,3 @@ def test_a_mixture_of_experts_leaves_a_quarter_of_the_limit_of_64_gb(
     experts = 8 * 128 * (3 * (2048 + 768))  # numbers of rank 1, in all layers with an adapter
     assert estimate.padded == 4 * 16 * experts
     assert estimate.routes == profile.sampling.group_size * 8 * 3 * (256 + 2048) * 48 * 8
-
-
-def test_there_are_profiles_for_an_m3() -> None:
-    """`qwen3-m3` and a hybrid among them."""
-    assert {"local-m3", "learn-m3", "qwen3-m3", "qwen35-m3"} <= set(FOR_16_GB)

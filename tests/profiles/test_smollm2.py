@@ -39,12 +39,6 @@ def test_the_files_can_be_made_again(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (SMOLLM2 / name).read_bytes()
 
 
-def test_another_seed_makes_other_problems(tmp_path: Path) -> None:
-    """The seed determines the problems."""
-    make(tmp_path, 1)
-    assert (tmp_path / "train.jsonl").read_bytes() != (SMOLLM2 / "train.jsonl").read_bytes()
-
-
 def test_every_answer_is_the_sum_of_two_numbers_with_two_digits() -> None:
     """The reward of the profile accepts it."""
     (section,) = load_profile("smollm2").rewards

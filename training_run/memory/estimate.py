@@ -25,6 +25,7 @@ from clotho.models.loading import (
     DTYPES,
     HIDDEN_KEYS,
     OFFLINE_PROFILE,
+    computing_dtype,
     context_length,
     describe_model,
     find_model,
@@ -33,6 +34,7 @@ from clotho.models.loading import (
     open_shape,
     setting,
     shipped_shape,
+    vocabulary_size,
 )
 from clotho.models.lora import install_adapter, open_all_weights
 from clotho.models.parameters import flat
@@ -159,7 +161,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     learning = learning_bytes(base, profile, need)
     length, completion = _longest(profile, need, prompt_tokens, context_length(config))
     micro = largest_micro_batch(profile, prompt=length - completion, completion=completion)
-    vocabulary = describe_model(base, config).vocab_size
+    vocabulary = vocabulary_size(config)
     seqs = profile.engine.max_num_seqs
     clients = client_rows(seqs) if isinstance(profile.server, HttpServer) else 0
     rows = max(1, min(seqs + clients, profile.engine.kv_cache_tokens // length))
@@ -205,7 +207,7 @@ def serving_memory(
     layout = CacheLayout(base)
     length = min(PROMPT_TOKENS + sampling.max_tokens, context_length(config))
     rows = max(1, min(engine.max_num_seqs, engine.kv_cache_tokens // length))
-    vocabulary = describe_model(base, config).vocab_size
+    vocabulary = vocabulary_size(config)
     need = memory_need(engine)
     decode = _draw_copies(sampling) * rows * need.step_tokens * vocabulary * FLOAT32
     draft_weights, draft_caches = _beside(need.draft_model, rows, length + need.step_tokens - 1)
@@ -374,7 +376,7 @@ def _scan_bytes(block: nn.Module, layout: CacheLayout, micro: MicroBatchShape) -
 
 def _itemsize(model: nn.Module, config: dict[str, Any]) -> int:
     """Return the bytes per number of the compute type."""
-    dtype = DTYPES.get(describe_model(model, config).dtype, mx.float32)
+    dtype = DTYPES.get(computing_dtype(model), mx.float32)
     return dtype.size
 
 

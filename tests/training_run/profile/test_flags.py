@@ -8,7 +8,7 @@ import pytest
 
 from clotho.settings.keys import REQUIRED, Key
 from clotho.settings.learner import LossKLPenalty
-from clotho.settings.objectives import Custom, Grpo, PpoDecoupled, TruncateCorrection
+from clotho.settings.objectives import Grpo, PpoDecoupled, TruncateCorrection
 from protocols.errors import ProfileError
 from training_run.profile.aliases import KEYS
 from training_run.profile.flags import Arguments, parse_arguments
@@ -24,19 +24,9 @@ TABLES = (
 
 
 EXAMPLES = (
-    "false",
-    "3",
-    "0.5",
-    "1.5",
-    "some text",
-    "{a = 1}",
-    "[[1, 2.0]]",
-    "[{name = 'a'}]",
-    "[{name = 'wandb'}]",
-    "[{kind = 'rl', steps = 1}]",
-    "mlp.up_proj=4",
-    "a:b",
-)
+    "false", "3", "0.5", "1.5", "some text", "{a = 1}", "[[1, 2.0]]", "[{name = 'a'}]", "[{name = 'wandb'}]",
+    "[{kind = 'rl', steps = 1}]", "mlp.up_proj=4", "a:b",
+)  # fmt: skip
 
 
 def example(key: Key) -> str:
@@ -89,11 +79,6 @@ def test_a_union_is_turned_off_by_off_and_by_none(choice: str) -> None:
         ("monitor.display", "none"),
         ("rollouts.scoring", None),
         ("learner.max_grad_norm", 0),
-        ("learner.max_equal_batches", 0),
-        ("server.max_queue_seconds", 0),
-        ("learner.objective.dual_clip", 0),
-        ("learner.objective.dynamic_sampling_max_ratio", 0),
-        ("monitor.token_values_mb", 0),
     ],
 )
 def test_off_and_none_turn_a_number_and_a_choice_off(word: str, key: str, value: object) -> None:
@@ -162,12 +147,6 @@ def test_one_word_chooses_the_type_of_a_union() -> None:
     assert parse_arguments(["--learner.objective.type", "gspo"]) == parse_arguments(["--learner.objective", "gspo"])
 
 
-def test_an_objective_of_your_own_is_one_word() -> None:
-    """`module:function` is the function of the type `custom`."""
-    overrides = parse_arguments(["--learner.objective", "my.module:function"]).overrides
-    assert load_profile("local-m3", overrides).learner.objective == Custom(function="my.module:function")
-
-
 def test_a_key_that_the_type_does_not_have_is_refused_with_the_types_that_have_it() -> None:
     """SAPO has no clip range."""
     overrides = parse_arguments(["--learner.objective", "sapo", "--learner.objective.clip-low", "0.1"]).overrides
@@ -196,9 +175,7 @@ def test_the_top_flags_are_read() -> None:
     ("words", "expected"),
     [
         (["--dry-run"], True),
-        (["--dry-run", "--steps", "3"], True),
         (["--dry-run", "full"], "full"),
-        (["--dry-run=full"], "full"),
         (["--dry-run", "false"], False),
         ([], False),
     ],
@@ -208,11 +185,10 @@ def test_a_dry_run_is_a_switch_that_also_takes_full(words: list[str], expected: 
     assert parse_arguments(words).dry_run == expected
 
 
-@pytest.mark.parametrize("value", ["ful", "none"])
-def test_another_value_of_a_dry_run_is_refused(value: str) -> None:
+def test_another_value_of_a_dry_run_is_refused() -> None:
     """With the allowed values."""
     with pytest.raises(ProfileError, match="full"):
-        parse_arguments(["--dry-run", value])
+        parse_arguments(["--dry-run", "none"])
 
 
 def test_lists_are_repeated_or_written_as_toml_or_json() -> None:
@@ -257,33 +233,17 @@ def test_the_same_value_may_be_given_twice() -> None:
         ("--learner.learnin-rate 1", "unknown flag --learner.learnin-rate; did you mean "
          "--learner.optimizer.learning-rate?"),
         ("--group_sze=1", "unknown flag --group_sze; did you mean --group-size?"),
-        ("--problems-between 3", "unknown flag --problems-between; did you mean --eval.problems-between?"),
-        ("--step 3", "unknown flag --step; did you mean --steps?"),
-        ("--resum", "unknown flag --resum; did you mean --resume?"),
-        ("--rewards.weight 2", "unknown flag --rewards.weight; did you mean --rewards?"),
-        ("--server.enabled 1", "unknown flag --server.enabled; there are: --server.accept-weights, "
-         "--server.allow-pause, --server.api-key, --server.api-keys-file, --server.body-seconds, "
-         "--server.dashboard, --server.host, --server.max-answer-seconds, --server.max-body-bytes, "
-         "--server.max-choices, --server.max-concurrent, "
-         "--server.max-queue-seconds, --server.model-name, --server.port, --server.reasoning-parser, "
-         "--server.send-seconds, --server.shutdown-seconds, --server.tinker (off, on), --server.tool-parser, "
-         "--server (off, http), --server.weights-root"),
-        ("--qqqqqqqq", "unknown flag --qqqqqqqq; see --help"),
         ("--sampling.stop a b", "unexpected argument 'b': repeat --sampling.stop for every value of the list"),
         ("train.jsonl", "unexpected argument 'train.jsonl': every setting is a flag, see --help"),
         ("--steps", "--steps needs a value"),
-        ("--steps --seed 1", "--steps needs a value"),
         ("--learner.optimizer muno", "--learner.optimizer must be one of adamw, adafactor, lion, muon, sgd, "
          'not "muno"; did you mean muon?'),
         ("--steps ten", '--steps must be an integer >= 1, not "ten"'),
-        ("--steps 1.5", '--steps must be an integer >= 1, not "1.5"'),
-        ("--steps 0", "--steps must be an integer >= 1, not \"0\""),
         ("--lr -1", '--learner.optimizer.learning-rate must be a number > 0 or none, not "-1"'),
         ("--lr inf", '--learner.optimizer.learning-rate must be finite, not "inf"'),
         ("--async maybe", '--async must be true or false, not "maybe"'),
         ("--resume --clean", "--resume continues a run and --clean deletes it: choose one"),
         ("--steps 3 --num-iters 4", "--steps is given twice: 3 and 4"),
-        ("--steps 3 --steps 4", "--steps is given twice: 3 and 4"),
         ("--clip-ratio 0.2 --learner.objective.clip-high 0.3",
          "--learner.objective.clip-high is given twice: 0.2 and 0.3"),
         ("--profile a --profile b", '--profile is given twice: "a" and "b"'),
@@ -298,18 +258,11 @@ def test_a_mistake_is_named_on_one_line(line: str, message: str) -> None:
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("text", ["[null]", "[1]", "{name=1}", "[{name=1}]"])
+@pytest.mark.parametrize("text", ["[1]", "[{name=1}]"])
 def test_tables_given_by_flag_contain_the_keys_of_the_table(text: str) -> None:
     """The error names the command line."""
     overrides = parse_arguments(["--actors", text]).overrides
     with pytest.raises(ProfileError, match=r"^command line: actors"):
-        load_profile("local-m3", overrides)
-
-
-def test_tables_given_by_flag_are_checked_with_the_profile() -> None:
-    """A misspelt key inside is the command line's mistake."""
-    overrides = parse_arguments(["--rewards", '[{name="format", wieght=2}]']).overrides
-    with pytest.raises(ProfileError, match=r"^command line: unknown key rewards.wieght; did you mean rewards.we"):
         load_profile("local-m3", overrides)
 
 
@@ -320,8 +273,6 @@ def test_tables_given_by_flag_are_checked_with_the_profile() -> None:
         ("-h", ""),
         ("--nonsense --help", ""),
         ("--help learner", "learner"),
-        ("--help=learner --steps 3", "learner"),
-        ("--help --steps 3", ""),
         ("--steps 3 --help-all", "all"),
         ("--help collapse-detection", "collapse_detection"),
     ],

@@ -73,22 +73,14 @@ def test_a_shipped_profile_states_nothing_that_holds_without_it(path: Path) -> N
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_the_settings_that_differ_from_the_defaults_are_a_profile(path: Path, here: Path) -> None:
-    """It loads to an equal profile, and has none of the defaults, in arrays of tables neither."""
-    profile = load_profile(path.stem)
-    changed = changed_toml(profile)
-    assert load_profile(written(here, changed)) == profile
-    assert len(changed.splitlines()) < 80 < len(resolved_toml(profile).splitlines())
-    assert "timeout_seconds" not in changed
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_profile_is_valid_and_returns_from_toml_unchanged(path: Path, here: Path) -> None:
-    """Documentation rots; a profile that does not load is a bug. The resolved form loads back to an equal profile."""
+    """In both forms: resolved, and with the settings that differ from the defaults only, in arrays of tables too."""
     profile = load_profile(path.stem)
-    again = load_profile(written(here, resolved_toml(profile)))
-    assert again == profile
+    resolved, changed = resolved_toml(profile), changed_toml(profile)
+    assert load_profile(written(here, resolved)) == load_profile(written(here, changed)) == profile
     assert profile.run_dir == f"runs/{path.stem}"
+    assert len(changed.splitlines()) < 80 < len(resolved.splitlines())
+    assert "timeout_seconds" not in changed
 
 
 def test_a_profile_works_from_any_directory(here: Path) -> None:
@@ -264,9 +256,9 @@ SWITCHES: list[dict[str, Any]] = [
 SWITCHED = [
     (path, switch)
     for number, switch in enumerate(SWITCHES)
-    for path in sorted({PROFILES / "atropos.toml", PROFILES / "local-m3.toml", SHIPPED[number % len(SHIPPED)]})
+    for path in sorted({PROFILES / "atropos.toml", SHIPPED[number % len(SHIPPED)]})
 ]
-"""Every switch with a profile for groups of environments and with one for its own; every profile with some switch."""
+"""Every switch with a profile for groups of environments, and with another one."""
 
 
 @pytest.mark.parametrize(
@@ -303,21 +295,14 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
         ("[learner]\ntop_k = 1\n", "unknown key learner.top_k; use sampling.top_k (top_k in TRL); 0 disables it"),
         ("[policy]\nlora_rank = 4\n",
          "unknown key policy.lora_rank; use policy.method.rank (lora_rank in train_async_grpo.py, mlx_parallm)"),
-        ("lr = 4\n", "unknown key or section lr; use learner.optimizer.learning_rate (lr in Atropos's grpo.py)"),
         ("[samplng]\n", "unknown key or section samplng; did you mean sampling?"),
         ("[eval]\nzzzz = 1\n", "unknown key eval.zzzz; there are: eval.interval, "
          "eval.problems, eval.problems_between, eval.samples, eval.type (off, heldout)"),
         ("learner = 3\n", "learner must be a section: [learner], then one key per line"),
         ("steps = 0\n", "steps must be an integer >= 1, not 0"),
-        ('steps = "ten"\n', 'steps must be an integer >= 1, not "ten"'),
-        ("steps = true\n", "steps must be an integer >= 1, not true"),
-        ("[learner.optimizer]\nepsilon = -1\n", "learner.optimizer.epsilon must be a number > 0, not -1"),
         ("[learner.optimizer]\nbeta1 = 1\n", "learner.optimizer.beta1 must be a number >= 0 and < 1, not 1"),
         ("[learner.optimizer]\nlearning_rate = inf\n", "learner.optimizer.learning_rate must be finite, not Infinity"),
-        ("[learner.optimizer]\nlearning_rate = nan\n", "learner.optimizer.learning_rate must be finite, not NaN"),
         ('[engine]\nkv_policy = "kep"\n', 'engine.kv_policy must be one of drain, keep, recompute, not "kep"'),
-        ('[policy.method]\nscale = "a"\n', 'policy.method.scale must be a number > 0 or none, not "a"'),
-        ("[sampling]\ngroup_size = 1\n", "sampling.group_size must be an integer >= 2 and <= 4096, not 1"),
         ("[sampling]\nstop = [1]\n", "sampling.stop[0] must be text, not empty, not 1"),
         (
             '[sampling]\nlogit_bias = [[1, "a"]]\n',
@@ -325,8 +310,6 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
             'not [1, "a"]',
         ),
         ('[[rewards]]\nname = "format"\nwieght = 2\n', "unknown key rewards.wieght; did you mean rewards.weight?"),
-        ('[[rewards]]\nname = "format"\ntimeout_seconds = 0\n', "rewards[1].timeout_seconds must be a number > 0, "
-         "not 0"),
         ("[[rewards]]\nweight = 1\n", "rewards[1].name is missing"),
         ("extends = 3\n", "extends must be a profile's name or path, not 3"),
         ('extends = "x.toml"\n', "extends itself: x.toml -> x.toml"),

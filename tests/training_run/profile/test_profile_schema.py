@@ -7,9 +7,8 @@ from collections import Counter
 
 import pytest
 
-from clotho.settings.keys import REQUIRED
 from protocols.errors import ProfileError
-from training_run.profile.flags import COMMON, availability, default_in_words, help_text
+from training_run.profile.flags import COMMON, default_in_words, help_text
 from training_run.profile.keys import CHOICES, KEYS, PROFILE_KEYS, SECTIONS, SETTABLE, flag_of
 from training_run.profile.mounted import with_attachments
 from training_run.profile.other_trainers import SHORT
@@ -31,37 +30,10 @@ def test_the_schema_covers_every_field_of_every_section() -> None:
     assert top == {key.path.partition(".")[0] for key in KEYS.values()}
 
 
-def test_types_defaults_and_bounds_are_read_from_the_annotations() -> None:
-    """The words of an error message are the struct's own bounds."""
-    assert KEYS["learner.optimizer.epsilon"].allowed == "a number > 0"
-    assert KEYS["policy.method.scale"].allowed == "a number > 0 or none"
-    assert KEYS["seed"].allowed == "an integer >= 0 and < 4294967296"
-    assert KEYS["engine.kv_policy"].allowed == "one of drain, keep, recompute"
-    assert KEYS["sampling.logit_bias"].allowed == "a list, each [an integer >= 0, a number >= -100 and <= 100]"
-    assert KEYS["policy.method.ranks"].allowed == "a list, each text of the form name=rank"
-    assert KEYS["model.path"].variants[0].default is REQUIRED
-    assert KEYS["sampling.top_p"].help.startswith("Nucleus")
-
-
 def test_the_key_of_a_union_has_its_types() -> None:
     """The first type of the union is the default unless the field says otherwise."""
     assert CHOICES["learner.schedule.type"] == ("constant", "linear", "cosine")
     assert KEYS["learner.schedule.type"].variants[0].default == "constant"
-
-
-def test_a_key_of_a_union_names_the_types_that_have_it_and_their_defaults() -> None:
-    """The defaults of an objective are the values of its paper; those of grpo are DAPO's."""
-    key = KEYS["learner.objective.clip_high"]
-    assert PROFILE_KEYS.types_of(key, "learner.objective.type")[:2] == ("grpo", "dr_grpo")
-    assert (
-        availability(key)
-        == "Not with learner.objective = reinforce or sapo or sft or dpo or ipo or kto or orpo or simpo."
-    )
-    assert default_in_words(key) == (
-        "0.28; 0.2 for dr_grpo, bnpo, rloo, reinforce_plus_plus, ppo_decoupled, dppo_tv, custom; "
-        "0.0004 for gspo, gspo_token; 4.0 for cispo"
-    )
-    assert availability(KEYS["learner.optimizer.learning_rate"]) == ""
 
 
 def test_every_description_is_a_sentence_and_no_two_are_alike() -> None:
