@@ -135,7 +135,7 @@ def test_the_estimate_of_an_update_is_1_to_1_3_times_the_peak(
     assert 1.0 <= estimate_by_peak(tmp_path, architecture, grad_checkpoint=grad_checkpoint) <= 1.3
 
 
-DEEP = {"num_hidden_layers": 12, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}
+DEEP = {"num_hidden_layers": 20, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}
 """The proportions of SmolLM2-135M: many narrow blocks, whose caches are larger than anything else."""
 
 RUNS: dict[str, tuple[PolicySection, dict[str, Any], dict[str, Any]]] = {
@@ -144,7 +144,7 @@ RUNS: dict[str, tuple[PolicySection, dict[str, Any], dict[str, Any]]] = {
     "adapter, prompts shared": (ADAPTER, {"layout": "shared"}, {}),
     "adapter, rows packed": (ADAPTER, {"layout": "packed"}, {}),
     "adapter, head in pieces": (ADAPTER, {}, {"vocab_size": 20_000}),
-    "adapter on half of twelve narrow blocks": (policy_settings(rank=8, num_layers=6, grad_checkpoint=True), {}, DEEP),
+    "adapter on half of twenty narrow blocks": (policy_settings(rank=8, num_layers=10, grad_checkpoint=True), {}, DEEP),
     "dora": (policy_settings(rank=8, kind="dora"), {}, {}),
     "embeddings beside the adapter": (policy_settings(rank=8, train_embeddings=True), {}, {"vocab_size": 4096}),
     "all weights": (FULL, {}, {}),
