@@ -46,7 +46,8 @@ class Broadcaster:
       distributions at a few tokens (`clotho.scoring.parity_check`).
 
     A mean KL divergence may be at most `parity.stop_kl`. The largest difference of one log-probability is logged if it
-    is above `parity.warn_nats` and at least twice the difference that was logged before.
+    is above `parity.warn_nats` and at least twice the difference that was logged before. If a setting rounds keys and
+    values, the first check logs what that costs.
 
     largest_drift: largest difference of one log-probability so far, in nats.
     """
@@ -82,6 +83,7 @@ class Broadcaster:
         self._swap_times = swap_times
         self._checker: ParityChecker | None = None
         self._parameters = policy.trainable()
+        self._rounding_stated = False
         self._warned = self._began = self._check_seconds = self._last_check_seconds = 0.0
         self.largest_drift = 0.0
 
@@ -160,9 +162,14 @@ class Broadcaster:
         if parity.flipped_routes and not self._policy.flips_routes:
             self._policy.flips_routes = True
             log.warning("routes_flipped", per_1000_tokens=parity.flipped_routes, kl=parity.unreplayed_kl)
-        differ = f"differ at version {self._policy.version}: the served weights are not the trained weights"
-        self._stop_above(limits.stop_kl, parity.mean_kl, differ)
-        self._stop_above(SERVED_KL, parity.served_kl, differ)
+        differ = f"differ at version {self._policy.version}: "
+        cause, rounded = "the served weights are not the trained weights", self._engine.rounded_by
+        if rounded and not self._rounding_stated:
+            self._rounding_stated = True
+            log.warning("kv_cache_rounded", setting=rounded, kl=parity.mean_kl, limit=limits.stop_kl)
+        coarse = f"{rounded} rounds keys and values too much, or " if rounded else ""
+        self._stop_above(limits.stop_kl, parity.mean_kl, differ + coarse + cause)
+        self._stop_above(SERVED_KL, parity.served_kl, differ + cause)
         if parity.max_difference > max(limits.warn_nats, 2 * self._warned):
             self._warned = parity.max_difference
             log.warning("parity_drift", nats=parity.max_difference, kl=parity.mean_kl, version=self._policy.version)

@@ -34,7 +34,8 @@ GROUP_SIZE = 64
 COMPUTING = (
     "attachments/adapters/", "attachments/alarms/", "attachments/atropos/", "attachments/cpu/",
     "attachments/curriculum/", "attachments/dashboard/", "attachments/dialects/", "attachments/files/",
-    "attachments/keys/", "attachments/machine/", "attachments/remote/", "attachments/speculation/",
+    "attachments/keys/", "attachments/kv_quantization/", "attachments/machine/", "attachments/remote/",
+    "attachments/speculation/",
     "attachments/tools/",
     "tests/actors/", "tests/e2e/", "tests/inference/", "tests/lanes/", "tests/models/", "tests/oracle/",
     "tests/profiles/", "tests/scoring/", "tests/serving/", "tests/training/", "tests/training_run/",

@@ -62,7 +62,7 @@ LIBRARY = {
 
 MATHEMATICS = (
     "clotho/models", "clotho/inference", "clotho/scoring", "clotho/training", "training_run/memory", "attachments/cpu",
-    "attachments/metal", "attachments/speculation", "attachments/replay",
+    "attachments/kv_quantization", "attachments/metal", "attachments/speculation", "attachments/replay",
 )  # fmt: skip
 EVENT_LOOPS = {"asyncio", "anyio", "starlette", "hypercorn", "httpx"}
 MLX = {

@@ -8,6 +8,7 @@ is written next. The columns are aligned again when they are moved, and before a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import mlx.core as mx
@@ -71,8 +72,7 @@ class VerifyingColumns(ColumnState):
             column_B_C = np.maximum(np.arange(self.column) - self.lag_B[:, None], 0).astype(np.int32)
             index = mx.array(column_B_C[:, None, :, None])
             for cache in self.caches:
-                cache.keys = mx.take_along_axis(cache.keys, index, axis=2)
-                cache.values = mx.take_along_axis(cache.values, index, axis=2)
+                cache.change(partial(mx.take_along_axis, indices=index, axis=2))
             self.lag_B = None
         super().move(longest, column, ahead, slots)
 
@@ -185,14 +185,14 @@ class VerifyingLayerCache(LayerKVCache):
         writes = self.columns.writes
         if writes is None:
             return super().update_and_fetch(keys, values)
-        self.keys = mx.put_along_axis(self.keys, writes, keys, axis=2)
-        self.values = mx.put_along_axis(self.values, writes, values, axis=2)
+        self.keys, self.values = (
+            tuple(
+                mx.put_along_axis(array, writes, part, axis=2)
+                for array, part in zip(held, self.format.packed(new), strict=True)
+            )
+            for held, new in ((self.keys, keys), (self.values, values))
+        )
         return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the visible columns."""
-        first, last = self.columns.first, self.columns.column + self.columns.width
-        return self.keys[:, :, first:last], self.values[:, :, first:last]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         """Return the mask of one step. Name and arguments are mlx-lm's."""
@@ -211,7 +211,9 @@ class VerifyingLayerCache(LayerKVCache):
         repeats = queries.shape[1] // key_heads
         indices = shared.indices(key_heads, repeats * self.columns.width, queries.dtype)
         bias_B_C = self.columns.verify_bias(queries.dtype, repeats)
-        return grouped_attention(queries, (keys, values), self.prompts, indices, bias_B_C, scale, self.columns.runs)
+        return grouped_attention(
+            queries, self.own(keys, values), self.prompts, indices, bias_B_C, scale, self.columns.runs
+        )
 
 
 class VerifyingKVCache(BatchKVCache):

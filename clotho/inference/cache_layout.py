@@ -15,8 +15,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from clotho.inference.kv_format import PLAIN, KVFormat
 from clotho.inference.rows import PrefilledPrompt, PromptState, RouteArray, RowAdapter
 from clotho.models.experts import Mixtures
 from protocols.errors import ModelError
@@ -32,18 +34,29 @@ Max, eleven kernels of 2 microseconds take as long as reading 8 MiB at 70 % of t
 
 
 class AttentionLeaf(Struct, frozen=True, kw_only=True):
-    """A KV cache. Shapes exclude batch and tokens: (heads, size). window: number of tokens it keeps; None = all."""
+    """A KV cache. Shapes exclude batch and tokens: (heads, size). window: number of tokens it keeps; None = all.
+
+    dtype: of keys and values as they are computed. format: how the caches of running rows hold them.
+    """
 
     window: int | None
     key_shape: tuple[int, int]
     value_shape: tuple[int, int]
     dtype: mx.Dtype
+    format: KVFormat = PLAIN
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
-        (key_heads, key_size), (value_heads, value_size) = self.key_shape, self.value_shape
-        return int((key_heads * key_size + value_heads * value_size) * self.dtype.size)
+        """Bytes of the keys and values of one token as they are computed."""
+        return self._bytes(PLAIN)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the keys and values of one token in the cache of a running row."""
+        return self._bytes(self.format)
+
+    def _bytes(self, form: KVFormat) -> int:
+        return sum(heads * form.bytes(size, self.dtype) for heads, size in (self.key_shape, self.value_shape))
 
 
 class StateLeaf(Struct, frozen=True, kw_only=True):
@@ -74,7 +87,7 @@ class CacheLayout:
         self.mask_axes = 4
         self.query_heads: int | None = None
         self.shares_prompts = False
-        self.leaves = tuple(_leaf(c) for c in flatten(cache))
+        self.leaves: tuple[Leaf, ...] = tuple(_leaf(c) for c in flatten(cache))
         self._nested = tuple(len(c.caches) if isinstance(c, CacheList) else 0 for c in cache)
 
     def fresh(self) -> list[Any]:
@@ -104,16 +117,29 @@ class CacheLayout:
         windows = [leaf.window for leaf in self.leaves if isinstance(leaf, AttentionLeaf) and leaf.window is not None]
         return min(windows, default=None)
 
+    def hold(self, form: KVFormat) -> None:
+        """Let the caches of running rows hold keys and values in this format; routes stay as they are.
+
+        Raises ModelError if the format cannot hold them.
+        """
+        layers = len(self.leaves) - bool(self.mixtures)
+        held = [replace(leaf, format=form) for leaf in self.leaves[:layers] if isinstance(leaf, AttentionLeaf)]
+        form.check(held)
+        rest = iter(held)
+        self.leaves = tuple(
+            next(rest) if i < layers and isinstance(leaf, AttentionLeaf) else leaf for i, leaf in enumerate(self.leaves)
+        )
+
     @property
-    def token_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """Bytes of the keys and values of one token, in the largest layer that attends to all tokens."""
         whole = (leaf for leaf in self.leaves if isinstance(leaf, AttentionLeaf) and leaf.window is None)
-        return max((leaf.token_bytes for leaf in whole), default=0)
+        return max((leaf.held_bytes for leaf in whole), default=0)
 
     def saves_enough(self, tokens: int) -> bool:
         """Whether prompts are shared that save copies of so many tokens."""
         where = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"
-        return tokens * self.token_bytes >= MIN_SAVED_BYTES[where]
+        return tokens * self.held_bytes >= MIN_SAVED_BYTES[where]
 
     def nest(self, flat: Sequence[Any]) -> list[Any]:
         """Arrange flat caches in the structure that the model's layers expect."""

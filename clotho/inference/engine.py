@@ -18,7 +18,6 @@ import mlx.nn as nn
 import structlog
 from msgspec import Struct
 
-from clotho.backend import backend
 from clotho.inference.batch import Batch
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout
@@ -121,6 +120,7 @@ class DecodeEngine:
     moves running rows to the new version.
     admission_paused: while True, no waiting row enters the batch; running rows finish.
     held: what clients hold: nothing, the admission of waiting rows, or everything: running rows stand still too.
+    rounded_by: the setting that rounds keys and values in the KV cache of running rows; empty: none.
     """
 
     def __init__(
@@ -151,7 +151,8 @@ class DecodeEngine:
             adapters=adapters,
         ).extended()
         self.row_weights, self._batches = parts.rows, parts.batches
-        decoder = backend().row_decoder(source.model)
+        self.rounded_by = parts.kv_format.setting
+        decoder = parts.decoder(layout)
         self._computing = self.row_weights.computing if decoder is None else decoder.computing
         short = short_tokens(source.model, layout)
         tokens, share = settings.kv_cache_tokens, settings.rollout_share

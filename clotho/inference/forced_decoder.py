@@ -8,7 +8,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from clotho.backend import backend
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import CacheLayout, Computing, pass_context
 from clotho.inference.parts import EngineParts, MakeCaches
@@ -29,9 +28,9 @@ class ForcedDecoder:
         model.eval()
         layout = CacheLayout(model)
         probe_batching(layout)
-        decoder, limit = backend().row_decoder(model), settings.kv_cache_tokens
         parts = EngineParts(model=model, settings=settings).extended()
-        make_caches, rows = parts.batches.caches(layout, decoder, limit), parts.rows.computing
+        make_caches = parts.batches.caches(layout, parts.decoder(layout), settings.kv_cache_tokens)
+        rows = parts.rows.computing
         return cls(layout, make_caches, prefill=rows, steps=rows)
 
     def teacher_forced_logits(

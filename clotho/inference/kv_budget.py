@@ -170,6 +170,6 @@ class KVBudget:
 
 def short_tokens(model: nn.Module, layout: CacheLayout) -> int:
     """Return how many tokens are reserved for a short row at most: those whose KV cache is small beside the weights."""
-    token = sum(leaf.token_bytes for leaf in layout.leaves if isinstance(leaf, AttentionLeaf) and leaf.window is None)
+    token = sum(leaf.held_bytes for leaf in layout.leaves if isinstance(leaf, AttentionLeaf) and leaf.window is None)
     weights = sum(array.nbytes for array in flat(model.parameters()).values())
     return max(SHORT_TOKENS, weights // max(1, token) // SHORT_SHARE)

@@ -14,8 +14,9 @@ tokens; the tokens of a shared prompt are in no column.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -25,6 +26,7 @@ from mlx_lm.models.cache import ArraysCache
 from numpy.typing import NDArray
 
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf, evaluation_mode, set_state
+from clotho.inference.kv_format import PLAIN, Held, KVFormat, each
 from clotho.inference.row_runs import RowRun, even_runs, longest_first, min_saved_scores, wasted
 from clotho.inference.rows import PrefilledPrompt, PromptState, RouteArray, rounded_columns, spare_columns
 from clotho.inference.shared_prompts import PromptArrays, SharedPrompts, grouped_attention
@@ -49,14 +51,16 @@ class ColumnState:
     of these layers; None = every row has a copy of its prompt. limit: maximum number of columns to allocate for tokens
     that rows can still sample. column: index of the next column to write. capacity: number of columns of the buffers.
     runs: the rows of the present step, divided by length; with a window, or for a verification, one run. min_saved: see
-    `even_runs`.
+    `even_runs`. width: number of tokens per row of the present step.
     """
+
+    width = 1
 
     def __init__(self, layout: CacheLayout, window: int | None) -> None:
         self.window = window
         self.prompts: SharedPrompts | None = None
         self._layout = layout
-        self.min_saved = min_saved_scores(layout.token_bytes) if window is None else sys.maxsize
+        self.min_saved = min_saved_scores(layout.held_bytes) if window is None else sys.maxsize
         self.capacity = 0
         self.column = 0
         self.caches = WeakSet[LayerKVCache]()  # in a cycle, buffers would stay until the next garbage collection
@@ -80,6 +84,11 @@ class ColumnState:
         held_B: NDArray[np.int32] = np.maximum(positions_B - self.prompts.tokens_B, 0)
         return held_B
 
+    @property
+    def attends_plainly(self) -> bool:
+        """Whether attention reads the visible columns of its own layer, and nothing else."""
+        return self._layout.query_heads is not None
+
     def move(self, longest: int, column: int, ahead: Ahead, slots: Sequence[int] | None = None) -> None:
         """Move the visible columns of rows with up to `longest` tokens so that they end before `column`.
 
@@ -89,8 +98,7 @@ class ColumnState:
         capacity = column + self._ahead(column, ahead)
         index_N = None if slots is None else mx.array(np.asarray(slots, dtype=np.int32))
         for cache in self.caches:
-            cache.keys = _moved(cache.keys, self.column - kept, self.column, column, capacity, index_N)
-            cache.values = _moved(cache.values, self.column - kept, self.column, column, capacity, index_N)
+            cache.change(partial(_moved, (self.column - kept, self.column), column, capacity, index_N))
         self.column, self.capacity = column, capacity
 
     def drop_beyond(self, columns: int) -> None:
@@ -99,7 +107,7 @@ class ColumnState:
         if self.window is not None or capacity >= self.capacity:
             return
         for cache in self.caches:
-            cache.keys, cache.values = cache.keys[:, :, :capacity], cache.values[:, :, :capacity]
+            cache.change(lambda x: x[:, :, :capacity])
         self.capacity = capacity
 
     def _ahead(self, column: int, ahead: Ahead) -> int:
@@ -187,7 +195,8 @@ class ColumnState:
         return slice(self.column - self.visible(tokens), self.column)
 
 
-def _moved(x: mx.array, start: int, stop: int, column: int, capacity: int, index_N: mx.array | None) -> mx.array:
+def _moved(held: tuple[int, int], column: int, capacity: int, index_N: mx.array | None, x: mx.array) -> mx.array:
+    start, stop = held
     kept = x[:, :, start:stop] if index_N is None else x[:, :, start:stop][index_N]
     rows, heads, _, size = kept.shape
     left = mx.zeros((rows, heads, column - (stop - start), size), x.dtype)
@@ -198,18 +207,22 @@ def _moved(x: mx.array, start: int, stop: int, column: int, capacity: int, index
 class LayerKVCache:
     """The KV cache of one attention layer, with the interface that mlx-lm's models use while decoding.
 
-    keys, values: of the columns, (rows, heads, columns, size). prompts: the shared prompts of this layer, if it shares
-    prompts.
+    keys, values: of the columns, as the format of the layer holds them. prompts: the shared prompts of this layer, if
+    it shares prompts.
     """
 
     def __init__(self, columns: ColumnState, leaf: AttentionLeaf, rows: int) -> None:
-        (key_heads, key_size), (value_heads, value_size) = leaf.key_shape, leaf.value_shape
         self.columns = columns
         self.prompts: PromptArrays | None = None
+        self.format = leaf.format
         self._leaf = leaf
-        self.keys = mx.zeros((rows, key_heads, 0, key_size), leaf.dtype)
-        self.values = mx.zeros((rows, value_heads, 0, value_size), leaf.dtype)
+        self.keys = leaf.format.empty(rows, *leaf.key_shape, leaf.dtype)
+        self.values = leaf.format.empty(rows, *leaf.value_shape, leaf.dtype)
         columns.caches.add(self)
+
+    def change(self, change: Callable[[mx.array], mx.array]) -> None:
+        """Replace the arrays of keys and of values; `change` moves rows and columns."""
+        self.keys, self.values = each(change, self.keys), each(change, self.values)
 
     def share(self, prompts: SharedPrompts | None) -> None:
         """Hold shared prompts from now on, or none."""
@@ -225,14 +238,35 @@ class LayerKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the newest token of every row and return all visible columns, (B, heads, columns, size)."""
         column = self.columns.column
-        self.keys[:, :, column : column + 1] = keys
-        self.values[:, :, column : column + 1] = values
+        self._put(slice(None), slice(column, column + 1), keys, values)
         return self.keys_and_values()
 
+    def _put(self, rows: slice, columns: slice, keys: mx.array, values: mx.array) -> None:
+        for held, new in ((self.keys, keys), (self.values, values)):
+            for array, part in zip(held, self.format.packed(new), strict=True):
+                array[rows, :, columns] = part
+
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the visible columns. Some models share them between layers."""
-        first, last = self.columns.first, self.columns.column + 1
-        return self.keys[:, :, first:last], self.values[:, :, first:last]
+        """Return the visible columns. Some models share them between layers.
+
+        Packed ones are expanded only where a model uses these arrays, because `attend` does not.
+        """
+        keys, values = self.visible()
+        return self.format.unpacked(keys), self.format.unpacked(values)
+
+    def visible(self) -> tuple[Held, Held]:
+        """Return the visible columns as they are held."""
+        seen = slice(self.columns.first, self.columns.column + self.columns.width)
+        return tuple(a[:, :, seen] for a in self.keys), tuple(a[:, :, seen] for a in self.values)
+
+    @property
+    def _reads_held(self) -> bool:
+        """Whether attention reads packed columns as they are held."""
+        return self.format.is_packed and self.columns.attends_plainly
+
+    def own(self, keys: mx.array, values: mx.array) -> tuple[Held, Held]:
+        """Return what attention reads of the visible columns; keys, values: result of `keys_and_values`."""
+        return self.visible() if self._reads_held else ((keys,), (values,))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         """Return the mask of one decode step. Name and arguments are mlx-lm's."""
@@ -247,58 +281,60 @@ class LayerKVCache:
 
         With shared prompts, the mask is not used: `ColumnState.bias` and the prompts' lengths replace it.
         """
-        shared, runs = self.columns.prompts, self.columns.runs
+        shared, runs, own = self.columns.prompts, self.columns.runs, self.own(keys, values)
         if shared is None or self.prompts is None:
-            return None if len(runs) == 1 else self._attend_by_run(queries, keys, values, scale, mask)
+            form = self.format if self._reads_held else PLAIN
+            if len(runs) == 1:
+                return form.attend(queries, *own, scale=scale, mask=mask) if form.is_packed else None
+            return self._attend_by_run(form, queries, own, scale, mask)
         key_heads = keys.shape[1]
         indices = shared.indices(key_heads, queries.shape[1] // key_heads, queries.dtype)
         bias_B_C = self.columns.bias(queries.dtype)
-        return grouped_attention(queries, (keys, values), self.prompts, indices, bias_B_C, scale, runs)
+        return grouped_attention(queries, own, self.prompts, indices, bias_B_C, scale, runs)
 
     def _attend_by_run(
-        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None
+        self, form: KVFormat, queries: mx.array, own: tuple[Held, Held], scale: float, mask: mx.array | None
     ) -> mx.array:
-        parts = []
+        parts, extent = [], own[0][0].shape[2]
         for (rows, columns), part_mask in zip(self.columns.runs, self.columns.masks_by_run(mask), strict=True):
-            newest = slice(keys.shape[2] - columns, None)
-            own = keys[rows, :, newest], values[rows, :, newest]
-            parts.append(mx.fast.scaled_dot_product_attention(queries[rows], *own, scale=scale, mask=part_mask))
+            keys, values = (tuple(a[rows, :, extent - columns :] for a in held) for held in own)
+            parts.append(form.attend(queries[rows], keys, values, scale=scale, mask=part_mask))
         return mx.concatenate(parts, axis=0)
 
     def write(self, slots: slice, keys: mx.array, values: mx.array) -> None:
         """Store the keys and values of a prompt, (1, heads, tokens, size), to the left of the current column."""
         column, tokens = self.columns.column, keys.shape[2]
-        self.keys[slots, :, column - tokens : column] = keys
-        self.values[slots, :, column - tokens : column] = values
+        self._put(slots, slice(column - tokens, column), keys, values)
 
     def read(self, slot: int, tokens: int) -> tuple[mx.array, mx.array]:
         """Return the keys and values of a row of `tokens` tokens, (1, heads, tokens, size), with a shared prompt."""
         shared, arrays = self.columns.prompts, self.prompts
         prompt = int(shared.tokens_B[slot]) if shared is not None else 0
         row, columns = slice(slot, slot + 1), self.columns.own(slot, tokens - prompt)
-        keys, values = self.keys[row, :, columns], self.values[row, :, columns]
+        keys, values = (
+            self.format.unpacked(tuple(a[row, :, columns] for a in held)) for held in (self.keys, self.values)
+        )
         if shared is None or arrays is None or not prompt:
             return keys, values
-        number = slice(int(shared.prompt_B[slot]), int(shared.prompt_B[slot]) + 1)
-        before = arrays.keys[number, :, :prompt], arrays.values[number, :, :prompt]
+        before = arrays.read(int(shared.prompt_B[slot]), prompt)
         return mx.concatenate([before[0], keys], axis=2), mx.concatenate([before[1], values], axis=2)
 
     def grow(self, rows: int) -> None:
         """Append `rows` empty slots."""
-        self.keys, self.values = _grown(self.keys, rows), _grown(self.values, rows)
+        self.change(partial(_grown, rows))
 
     def clear(self, slot: int) -> None:
         """Zero a slot. NaN or inf in masked positions would spread, since 0 * NaN = NaN."""
-        self.keys[slot] = 0.0
-        self.values[slot] = 0.0
+        for array in (*self.keys, *self.values):
+            array[slot] = 0
 
     @property
     def arrays(self) -> list[mx.array]:
         """Arrays that must be evaluated with each step."""
-        return [self.keys, self.values]
+        return [*self.keys, *self.values]
 
 
-def _grown(x: mx.array, rows: int) -> mx.array:
+def _grown(rows: int, x: mx.array) -> mx.array:
     return mx.concatenate([x, mx.zeros((rows, *x.shape[1:]), x.dtype)], axis=0)
 
 

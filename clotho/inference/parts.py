@@ -11,9 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from clotho import extension
+from clotho.backend import backend
 from clotho.inference.batch import Batch
 from clotho.inference.cache_layout import CacheLayout, Computing, RowCaches
 from clotho.inference.kv_cache import BatchKVCache
+from clotho.inference.kv_format import PLAIN, KVFormat
 from clotho.inference.prefill import RowDecoder
 from clotho.inference.rows import RowAdapter
 from clotho.inference.scheduler import Row
@@ -126,7 +128,7 @@ class EngineParts:
 
     model: as mlx-lm builds it. adapted: its modules that hold the policy's own adapter. keeps_base: whether training
     leaves the base weights as they are. adapters: limits of the adapters that requests can name; None: all requests use
-    the policy.
+    the policy. kv_format: how the KV caches of running rows hold keys and values.
     """
 
     model: nn.Module
@@ -136,6 +138,17 @@ class EngineParts:
     adapters: AdaptersSection | None = None
     rows: RowWeights = field(default_factory=RowWeights)
     batches: Batches = field(default_factory=Batches)
+    kv_format: KVFormat = PLAIN
+
+    def decoder(self, layout: CacheLayout) -> RowDecoder | None:
+        """Hold keys and values as `kv_format` says; return what decodes rows instead of the model, if anything does.
+
+        A backend's decoder holds keys and values in their own type, so that MLX decodes packed ones. Raises ModelError.
+        """
+        if not self.kv_format.is_packed:
+            return backend().row_decoder(self.model)
+        layout.hold(self.kv_format)
+        return None
 
     def extended(self) -> EngineParts:
         """Let every extension provide its parts. Raises ModelError, also if a setting needs an absent attachment."""

@@ -12,6 +12,7 @@ heads per key head, P tokens of a prompt, C own columns, D width of a head, N qu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clotho.inference.cache_layout import AttentionLeaf
+from clotho.inference.kv_format import Held, each
 from clotho.inference.row_runs import RowRun
 from clotho.inference.rows import PrefilledPrompt
 
@@ -55,20 +57,27 @@ class GroupIndices(NamedTuple):
 
 
 class PromptArrays:
-    """Keys and values of the shared prompts in one layer, (F, K, P, D); zero behind the tokens of a prompt."""
+    """Keys and values of the shared prompts in one layer, (F, K, P, D) as held; zero behind the tokens of a prompt."""
 
     def __init__(self, leaf: AttentionLeaf) -> None:
-        (key_heads, key_size), (value_heads, value_size) = leaf.key_shape, leaf.value_shape
-        self.keys = mx.zeros((1, key_heads, 0, key_size), leaf.dtype)
-        self.values = mx.zeros((1, value_heads, 0, value_size), leaf.dtype)
-        self._views: tuple[mx.array, mx.array] | None = None
+        self.format = leaf.format
+        self.keys = leaf.format.empty(1, *leaf.key_shape, leaf.dtype)
+        self.values = leaf.format.empty(1, *leaf.value_shape, leaf.dtype)
+        self._views: tuple[Held, Held] | None = None
 
-    def views(self, groups: GroupIndices) -> tuple[mx.array, mx.array]:
-        """Return the keys (F, K, D, P) and values (F, K, P, D) that a step reads; the same until `forget_views`."""
+    def views(self, groups: GroupIndices) -> tuple[Held, Held]:
+        """Return the transposed keys and the values that a step reads; the same until `forget_views`."""
         if self._views is None:
-            keys, values = (held[groups.read, :, : groups.tokens] for held in (self.keys, self.values))
-            self._views = keys.swapaxes(-1, -2), values
+            keys, values = (
+                each(lambda x: x[groups.read, :, : groups.tokens], held) for held in (self.keys, self.values)
+            )
+            self._views = self.format.transposed(keys), values
         return self._views
+
+    def read(self, number: int, tokens: int) -> tuple[mx.array, mx.array]:
+        """Return the keys and values of a prompt of `tokens` tokens, (1, K, tokens, D)."""
+        keys, values = (each(lambda x: x[number : number + 1, :, :tokens], held) for held in (self.keys, self.values))
+        return self.format.unpacked(keys), self.format.unpacked(values)
 
     def forget_views(self) -> None:
         """Forget the views, because groups have changed, or because a write would copy arrays that have views."""
@@ -76,28 +85,31 @@ class PromptArrays:
 
     def reserve(self, prompts: int, tokens: int) -> None:
         """Allocate larger arrays unless there is room for so many prompts and tokens."""
-        self.keys, self.values = _enlarged(self.keys, prompts, tokens), _enlarged(self.values, prompts, tokens)
+        enlarged = partial(_enlarged, prompts, tokens)
+        self.keys, self.values = each(enlarged, self.keys), each(enlarged, self.values)
 
     def write(self, number: int, keys: mx.array, values: mx.array) -> None:
         """Store a prompt, (1, K, tokens, D), for which there is room."""
         self.forget_views()
         for held, new in ((self.keys, keys), (self.values, values)):
-            held[number, :, : new.shape[2]] = new[0]
-            held[number, :, new.shape[2] :] = 0.0
+            for array, part in zip(held, self.format.packed(new), strict=True):
+                array[number, :, : new.shape[2]] = part[0]
+                array[number, :, new.shape[2] :] = 0
 
     def take(self, numbers: Sequence[int], tokens: int) -> None:
         """Keep the prompts of these numbers, in this order, and room for `tokens` tokens."""
         index_F = mx.array(np.asarray(numbers, dtype=np.int32))
-        self.keys, self.values = self.keys[:, :, :tokens][index_F], self.values[:, :, :tokens][index_F]
+        kept = [each(lambda x: x[:, :, :tokens][index_F], held) for held in (self.keys, self.values)]
+        self.keys, self.values = kept
 
     def clear(self, number: int) -> None:
         """Zero a prompt."""
         self.forget_views()
-        self.keys[number] = 0.0
-        self.values[number] = 0.0
+        for array in (*self.keys, *self.values):
+            array[number] = 0
 
 
-def _enlarged(held: mx.array, prompts: int, tokens: int) -> mx.array:
+def _enlarged(prompts: int, tokens: int, held: mx.array) -> mx.array:
     had, heads, room, size = held.shape
     if prompts <= had and tokens <= room:
         return held
@@ -232,7 +244,7 @@ def _indices(groups: RowGroups, key_heads: int, repeats: int, dtype: mx.Dtype) -
 
 def grouped_attention(
     queries: mx.array,
-    own: tuple[mx.array, mx.array],
+    own: tuple[Held, Held],
     prompts: PromptArrays,
     groups: GroupIndices,
     bias_B_C: mx.array,
@@ -241,34 +253,35 @@ def grouped_attention(
 ) -> mx.array:
     """Compute attention of the queries of each row, (B, K R, T, D), over the prompt of its group and its own columns.
 
-    own: keys and values, (B, K, C, D). groups: indices for R T query heads per key head. bias_B_C: added to the scores
-    of own columns, (B, 1, 1 or R T, 1, C) or one number. runs: of all rows; each attends to its newest columns.
+    own: keys and values, (B, K, C, D), as the prompts are held. groups: indices for R T query heads per key head.
+    bias_B_C: added to the scores of own columns, (B, 1, 1 or R T, 1, C) or one number. runs: of all rows; each attends
+    to its newest columns.
     Rows of own columns are multiplied one by one, as vectors: Metal pads small matrices.
     """
     keys, values = own
-    prompt_keys, prompt_values = prompts.views(groups)
-    (B, heads, T, D), K, P = queries.shape, keys.shape[1], groups.tokens
+    form, (prompt_keys, prompt_values) = prompts.format, prompts.views(groups)
+    (B, heads, T, D), K, C, P = queries.shape, keys[0].shape[1], keys[0].shape[2], groups.tokens
     query_B = queries.reshape(B, K, heads // K * T, 1, D)
     query_F = mx.take(queries.reshape(-1, D), groups.query, axis=0)
-    score_F = mx.addmm(groups.bias, query_F, prompt_keys, alpha=scale)
+    score_F = form.scores(query_F, prompt_keys, groups.bias, scale)
     score_P = mx.take(score_F.reshape(-1, P), groups.place, axis=0)
     weights_P, weights_C = [], []
     for rows, columns in runs:
-        newest = slice(keys.shape[2] - columns, None)
+        newest = slice(C - columns, None)
         bias = bias_B_C[rows, ..., newest] if bias_B_C.ndim > 1 else bias_B_C
-        own_keys = keys[rows, :, newest].swapaxes(-1, -2)[:, :, None]
-        score_C = mx.addmm(bias, query_B[rows], own_keys, alpha=scale)
+        own_keys = each(lambda x: x[:, :, None], form.transposed(tuple(a[rows, :, newest] for a in keys)))
+        score_C = form.scores(query_B[rows], own_keys, bias, scale)
         weight = mx.softmax(mx.concatenate([score_P[rows], score_C], axis=-1), axis=-1, precise=True)
         weight_P, weight_C = mx.split(weight, [P], axis=-1)
         weights_P.append(weight_P)
         weights_C.append(weight_C)
     weight_P = _joined(weights_P)
-    part_F = mx.take(weight_P.reshape(-1, P), groups.query, axis=0) @ prompt_values
+    part_F = form.sums(mx.take(weight_P.reshape(-1, P), groups.query, axis=0), prompt_values)
     part = mx.take(part_F.reshape(-1, part_F.shape[-1]), groups.place, axis=0)
     attended = []
     for (rows, columns), weight_C in zip(runs, weights_C, strict=True):
-        own_values = values[rows, :, keys.shape[2] - columns :][:, :, None]
-        attended.append(mx.addmm(part[rows], weight_C, own_values))
+        own_values = tuple(a[rows, :, C - columns :][:, :, None] for a in values)
+        attended.append(form.sums(weight_C, own_values, part[rows]))
     return _joined(attended).reshape(B, heads, T, -1)
 
 

@@ -19,7 +19,7 @@ from protocols.prompt import Problem, Prompt
 from protocols.queues import Inbox
 from protocols.step import PolicyUpdated, StepReport, TrainedGroup
 from tests.learner_settings import policy_settings
-from tests.saved_models import save
+from tests.saved_models import CONFIG, save
 from training_run.supervision.queues import Queue
 
 T = TypeVar("T")
@@ -106,13 +106,18 @@ def compute_thread() -> Iterator[Compute]:
         compute.stop()
 
 
-def served_policy(compute: Compute, directory: Path) -> tuple[Policy, DecodeEngine]:
-    """Return a tiny policy with an adapter and its engine, both created in the compute thread."""
+def served_policy(
+    compute: Compute, directory: Path, settings: EngineSection | None = None, **config: Any
+) -> tuple[Policy, DecodeEngine]:
+    """Return a tiny policy with an adapter and its engine, both created in the compute thread.
+
+    config: of the model, where it differs.
+    """
 
     def make() -> tuple[Policy, DecodeEngine]:
-        model = ModelSection(path=str(save(directory / "base")))
+        model = ModelSection(path=str(save(directory / "base", CONFIG | config)))
         policy = load_policy(model, policy_settings(rank=2, scale=2.0), seed=0, keep_reference=False)
-        return policy, DecodeEngine(policy, EngineSection(max_num_seqs=16))
+        return policy, DecodeEngine(policy, settings or EngineSection(max_num_seqs=16))
 
     policy, engine = compute.decode.submit(make).result()
     compute.decode.attach(engine)

@@ -54,12 +54,16 @@ class BroadcasterHarness:
         kv_policy: KvPolicy = "keep",
         parity: ParitySection = PARITY,
         dropout: float = 0.0,
+        engine: EngineSection | None = None,
+        **config: Any,
     ) -> None:
+        """engine: its settings, if they are others. config: of the model, where it differs."""
         self.compute = compute
-        self.policy, self.engine = served_policy(compute, directory)
+        self.engine_settings = engine or EngineSection(max_num_seqs=16, kv_policy=kv_policy)
+        self.policy, self.engine = served_policy(compute, directory, engine, **config)
         self.weights = Latest[WeightsReady]("weights")
         self.swap_times = SwapTimes()
-        self.settings, self.kv_policy, self.dropout = parity, kv_policy, dropout
+        self.settings, self.dropout = parity, dropout
 
     def update(self, *, step: int, version: int, shift: float = 0.0, trained: bool = True) -> PolicyUpdated:
         """Return the update of a batch: the initial weights with `shift` added to every parameter."""
@@ -88,7 +92,7 @@ class BroadcasterHarness:
             policy=self.policy,
             engine=self.engine,
             settings=self.settings,
-            engine_settings=EngineSection(max_num_seqs=16, kv_policy=self.kv_policy),
+            engine_settings=self.engine_settings,
             temperature=1.0,
             parity_prompt=PROMPT,
             swap_times=self.swap_times,

@@ -32,7 +32,7 @@ def test_columns_are_written_in_place(architecture: str) -> None:
         engine.tick()
         mx.synchronize()
         cache: Any = engine._short.batch._cache
-        keys = np.array(cache.leaves[0].keys, copy=False)
+        keys = np.array(cache.leaves[0].keys[0], copy=False)
         buffers.add(keys.__array_interface__["data"][0])
     assert len(buffers) == 1
 
@@ -41,7 +41,7 @@ def buffers(engine: DecodeEngine) -> int:
     """Return the number of columns that the buffers of the running rows have."""
     cache = engine._short.batch._cache
     assert isinstance(cache, BatchKVCache)
-    columns: int = cache.leaves[0].keys.shape[2]
+    columns: int = cache.leaves[0].keys[0].shape[2]
     return columns
 
 

@@ -158,6 +158,7 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     limits = profile.server.adapters if isinstance(profile.server, HttpServer) else AdaptersSection()
     adapters = _adapters(base, config, limits) if limits.root else 0
     need = memory_need(profile.engine, profile)
+    layout.hold(need.kv_format)
     learning = learning_bytes(base, profile, need)
     length, completion = _longest(profile, need, prompt_tokens, context_length(config))
     micro = largest_micro_batch(profile, prompt=length - completion, completion=completion)
@@ -209,6 +210,7 @@ def serving_memory(
     rows = max(1, min(engine.max_num_seqs, engine.kv_cache_tokens // length))
     vocabulary = vocabulary_size(config)
     need = memory_need(engine)
+    layout.hold(need.kv_format)
     decode = _draw_copies(sampling) * rows * need.step_tokens * vocabulary * FLOAT32
     draft_weights, draft_caches = _beside(need.draft_model, rows, length + need.step_tokens - 1)
     return MemoryEstimate(
@@ -297,7 +299,7 @@ def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:
             columns = visible + spare_columns(visible)
             if leaf.window is None:
                 columns = max(columns, rounded_columns(visible))
-            total += rows * columns * leaf.token_bytes
+            total += rows * columns * leaf.held_bytes
         else:
             total += rows * _state_bytes(leaf)
     return total

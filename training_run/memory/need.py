@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from clotho.inference.kv_format import PLAIN, KVFormat
 from clotho.settings.engine import EngineSection
 from training_run.attachment import installed_attachments
 from training_run.profile.schema import Profile
@@ -18,7 +19,8 @@ class MemoryNeed(Struct, kw_only=True):
     gradients of several processes are added. step_tokens: tokens of a row that a decode step computes at most.
     draft_model: samples the others of these tokens; empty: no model does. teacher: a model that scores completions one
     by one; empty: none does. critic: a second adapter is trained. adapter_copies: arrays of the size of
-    the adapter that the state of the optimizer has beside its own. rollbacks: older policies are kept.
+    the adapter that the state of the optimizer has beside its own. rollbacks: older policies are kept. kv_format: how
+    the KV caches of running rows hold keys and values.
     """
 
     engine: EngineSection
@@ -33,6 +35,7 @@ class MemoryNeed(Struct, kw_only=True):
     teacher: str = ""
     critic: bool = False
     adapter_copies: int = 0
+    kv_format: KVFormat = PLAIN
 
 
 def memory_need(engine: EngineSection, profile: Profile | None = None) -> MemoryNeed:

@@ -29,6 +29,7 @@ ATTACHED = {
     "data.verifiers": "verifiers",
     "distillation": "distillation",
     "distributed": "ranks",
+    "engine.kv_quantization": "kv_quantization",
     "engine.speculation": "speculation",
     "environments": "atropos",
     "generator": "remote",
