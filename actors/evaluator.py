@@ -21,7 +21,7 @@ from protocols.evaluation import EvalReport, HeldOut, ReferenceLoss
 from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.sampling import Completion, SampleRequest, Sampling
 from protocols.step import PolicyUpdated
-from training_run.evaluation.accuracy import Outcome, accuracy, graded, measures
+from training_run.evaluation.accuracy import Outcome, graded, report_of
 from training_run.evaluation.held_out import PinnedSampler, by_problem, held_out_episodes, held_out_requests
 from training_run.groups.rollout_source import Episodes
 from training_run.profile.schema import HeldOutEvaluation
@@ -127,22 +127,8 @@ class Evaluator:
         everything = pinned.final or pinned.step == 0
         count = self._settings.problems if everything else self._settings.problems_between or self._settings.problems
         outcomes = await self._outcomes(pinned, len(self._held_out.problems[: count or None]))
-        found = accuracy(outcomes)
-        overall = found.overall
-        return EvalReport(
-            step=pinned.step,
-            version=pinned.version,
-            problems=found.problems,
-            ungraded=found.ungraded,
-            failed=sum(one.failed for one in outcomes),
-            accuracy=None if overall is None else overall.value,
-            interval=None if overall is None else (overall.low, overall.high),
-            by_type={kind: share.value for kind, share in found.by_type.items()},
-            measures=measures(outcomes),
-            completion_tokens=sum(one.tokens for one in outcomes),
-            seconds=time.monotonic() - began,
-            final=pinned.final,
-        )
+        seconds = time.monotonic() - began
+        return report_of(outcomes, step=pinned.step, version=pinned.version, seconds=seconds, final=pinned.final)
 
     async def _outcomes(self, pinned: Pinned, count: int) -> list[Outcome]:
         """Sample, score and grade the first `count` problems."""

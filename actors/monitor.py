@@ -17,7 +17,6 @@ from protocols.step import FirstBatch, GroupsEnded, LearnerReport, StepReport
 from protocols.summary import Gauges
 from training_run.directory.jsonl import JsonlWriter
 from training_run.records.display import Display, RunView, Sample, sample
-from training_run.records.evaluation_history import evaluation_record
 from training_run.records.findings import RunFindings
 from training_run.records.forecast import RunForecast
 from training_run.records.metrics import Measurement, MetricsLine, step_metrics
@@ -204,7 +203,7 @@ class Monitor:
             self._forecast.add_evaluation(report)
         for observer in self._observers:
             observer.evaluation(report)
-        await self._write(self._evaluations_file, [evaluation_record(report, run_seconds=self._age())])
+        await self._write(self._evaluations_file, [replace(report, run_seconds=self._age())])
 
     async def _write(self, file: JsonlWriter, records: Iterable[Any]) -> bool:
         """Append records to a file. Returns whether it has all of them."""

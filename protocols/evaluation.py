@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from protocols.descriptions import about
 from protocols.prompt import Problem
 from protocols.sampling import Completion
 
@@ -56,56 +58,75 @@ class Estimate(Struct, frozen=True, kw_only=True):
     problems: int
 
 
-class SampledResults(Struct, frozen=True, kw_only=True):
-    """Results of the completions that are sampled at the temperature of training.
+class EvalReport(Struct, frozen=True, kw_only=True):
+    """Evaluator -> monitor, and a line of evaluations.jsonl: measures of one policy version on held-out problems.
 
-    samples: completions per problem. avg: avg@k, the share of correct completions. pass_at: by k, the probability that
-    at least one of k completions is correct (pass@k). reward: mean reward. Estimates are None, and keys of `pass_at`
-    missing, if no problem has a value.
+    A problem is graded if a reward with `correct = true` applies to it. A completion whose reward function failed has
+    no reward, and is incorrect if the function has `correct = true`. A value that does not exist is None, or missing in
+    a table. The monitor sets `run_seconds`.
     """
 
-    samples: int
-    avg: Estimate | None = None
-    pass_at: Mapping[str, Estimate] = {}
-    reward: Estimate | None = None
-
-
-class HeldOutMeasures(Struct, frozen=True, kw_only=True):
-    """What an evaluation measures beside the accuracy; a value that does not exist is None, or missing in a table.
-
-    reward: mean reward of the greedy completions. rewards: mean value of each reward function, without its weight.
-    loss: held-out loss, the mean negative log-likelihood in nats per token of the reference completions.
-    completion_length: mean number of tokens of the greedy completions. truncated: share of the greedy completions that
-    reached the token limit. sampled: None if no completions are sampled.
-    """
-
-    reward: Estimate | None = None
-    rewards: Mapping[str, Estimate] = {}
-    loss: Estimate | None = None
-    completion_length: float | None = None
-    truncated: float | None = None
-    sampled: SampledResults | None = None
-
-
-class EvalReport(Struct, frozen=True, kw_only=True, tag=True):
-    """Evaluator -> monitor. Greedy accuracy and further measures of one policy version on held-out problems.
-
-    problems: number of problems that a reward with `correct = true` applies to. ungraded: number of problems that no
-    such reward applies to; they do not count towards the accuracy. failed: number of problems with a reward function
-    that failed; such a completion has no reward, and is incorrect if the function has `correct = true`. accuracy: share
-    of correct answers among `problems`; None if there are none. interval: interval of 95 % of the accuracy. by_type:
-    accuracy for each type of problem. completion_tokens: of all completions. final: evaluated after the last update.
-    """
-
-    step: int
-    version: int
-    problems: int
-    ungraded: int = 0
-    failed: int = 0
-    accuracy: float | None
-    interval: tuple[float, float] | None
-    by_type: dict[str, float]
-    measures: HeldOutMeasures = HeldOutMeasures()
-    completion_tokens: int
-    seconds: float
-    final: bool
+    step: Annotated[int, about("Step whose weights were evaluated; 0 is the initial policy.")]
+    version: Annotated[int, about("Version of these weights.")] = field(name="policy_version")
+    accuracy: Annotated[
+        float | None,
+        about(
+            "Fraction of the graded held-out problems that greedy decoding answers correctly; null if none is graded."
+        ),
+    ]
+    interval: Annotated[tuple[float, float] | None, about("Interval of 95 % of the accuracy (Wilson).")] = field(
+        name="accuracy_interval"
+    )
+    by_type: Annotated[dict[str, float], about("Accuracy by type of problem.")] = field(name="accuracy_by_type")
+    problems: Annotated[int, about("Number of graded problems: those that a reward with `correct = true` applies to.")]
+    ungraded: Annotated[int, about("Number of problems that no reward with `correct = true` applies to.")] = 0
+    failed: Annotated[int, about("Number of problems with a reward function that failed on a completion.")] = 0
+    reward: Annotated[
+        Estimate | None,
+        about(
+            "Mean reward of the greedy completions, weighted as in training: `value`, the ends `low` and `high` of its "
+            "interval of 95 % (normal), and `problems`, the number of problems with a reward; null if there are none."
+        ),
+    ] = None
+    rewards: Annotated[
+        Mapping[str, Estimate], about("The same for the value of each reward function, by name and without weight.")
+    ] = {}
+    loss: Annotated[
+        Estimate | None,
+        about(
+            "Held-out loss: mean negative log-likelihood of the reference completions, in nats per token, with the "
+            "keys of `reward`; null if the dataset has none."
+        ),
+    ] = None
+    completion_length: Annotated[float | None, about("Mean number of tokens of the greedy completions.")] = field(
+        name="completion_length/mean", default=None
+    )
+    truncated: Annotated[
+        float | None,
+        about("Fraction of the greedy completions that reached `sampling.max_tokens` or the context length."),
+    ] = field(name="truncated_fraction", default=None)
+    samples: Annotated[int, about("Sampled completions per problem (k = `eval.samples`).")] = 0
+    avg: Annotated[
+        Estimate | None,
+        about(
+            "Mean share of correct completions among the k sampled completions of a problem, with the keys of "
+            "`reward` (interval: Wilson's at the effective number of problems); null without samples."
+        ),
+    ] = field(name="avg_at_k", default=None)
+    pass_at: Annotated[
+        Mapping[str, Estimate],
+        about(
+            "By k, the probability that at least one of k sampled completions is correct (unbiased estimate), with "
+            "the keys and interval of `avg_at_k`."
+        ),
+    ] = {}
+    sampled_reward: Annotated[
+        Estimate | None,
+        about("Mean reward of the sampled completions, with the keys of `reward`; null without samples."),
+    ] = None
+    completion_tokens: Annotated[int, about("Total number of tokens of the completions, sampled ones included.")]
+    seconds: Annotated[float, about("Seconds that the evaluation took.")] = field(name="time/evaluation")
+    run_seconds: Annotated[float, about("Age of the run in seconds at the end of the evaluation.")] = field(
+        name="time/run", default=0.0
+    )
+    final: Annotated[bool, about("Whether the evaluation follows the last update of the run.")]

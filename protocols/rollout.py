@@ -149,13 +149,18 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, tag=True):
         """The prompt of the group."""
         return self.group.prompt
 
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """The completions of the group."""
+        return self.group.completions
+
     def discarded(self, reason: DiscardReason, detail: str) -> Discarded:
         """Return the group as discarded, with its completions and rewards."""
         return Discarded(
             prompt=self.prompt,
             reason=reason,
             detail=detail,
-            completions=self.group.completions,
+            completions=self.completions,
             rewards=self.rewards,
             parts=self.parts,
             correct=self.correct,

@@ -235,6 +235,11 @@ class StepReport(Struct, frozen=True, kw_only=True, tag=True):
     rolled_back: bool = False
     metrics: Mapping[str, Any] = {}
 
+    @property
+    def ended(self) -> tuple[GroupOutcome, ...]:
+        """Every group that ended, those that were trained on first."""
+        return (*(group.scored for group in self.trained), *self.discarded)
+
 
 class GroupsEnded(Struct, frozen=True, kw_only=True, tag=True):
     """Learner -> monitor. Groups discarded between two batches.
@@ -244,6 +249,11 @@ class GroupsEnded(Struct, frozen=True, kw_only=True, tag=True):
 
     step: int
     discarded: tuple[Discarded, ...]
+
+    @property
+    def ended(self) -> tuple[GroupOutcome, ...]:
+        """Every group that ended."""
+        return self.discarded
 
 
 class FirstBatch(Struct, frozen=True, kw_only=True, tag=True):

@@ -13,7 +13,8 @@ from msgspec import Struct
 
 from clotho import __version__
 from clotho.models.adapter_formats import LABELS
-from training_run.records.evaluation_history import EvaluationRecord, measures, read_evaluations
+from protocols.evaluation import EvalReport
+from training_run.records.evaluation_history import read_evaluations
 from training_run.records.held_out_rows import rows
 
 CURVES = "curves.svg"
@@ -26,7 +27,7 @@ class RunFacts(Struct, frozen=True, kw_only=True):
     base_model: str
     settings: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
-    evaluations: Sequence[EvaluationRecord]
+    evaluations: Sequence[EvalReport]
 
 
 def read_run(directory: Path, settings: Mapping[str, Any], base_model: str) -> RunFacts:
@@ -119,19 +120,19 @@ def _text(x: int, y: int, text: str, color: str) -> str:
     return f'<text x="{x}" y="{y}" font-family="sans-serif" font-size="12" fill="{color}">{escape(text)}</text>'
 
 
-def _accuracy(records: Sequence[EvaluationRecord]) -> str:
+def _accuracy(records: Sequence[EvalReport]) -> str:
     """A table of the first and the last evaluation; a sentence if there is none."""
     if not records:
         return "The run had no evaluation."
     ends = first, last = records[0], records[-1]
     table = [f"| problems | update {first.step} | update {last.step} |", "|---|---:|---:|"]
     table.append(_line(f"all ({last.problems})", [_share(record) for record in ends]))
-    for kind in sorted({*first.accuracy_by_type, *last.accuracy_by_type}):
-        shares = (record.accuracy_by_type.get(kind) for record in ends)
+    for kind in sorted({*first.by_type, *last.by_type}):
+        shares = (record.by_type.get(kind) for record in ends)
         table.append(_line(kind, ["-" if share is None else f"{share:.1%}" for share in shares]))
     if first.ungraded or last.ungraded:
         table.append(_line("ungraded", [str(record.ungraded) for record in ends]))
-    old, new = ({row.label: row.text_with_interval for row in rows(measures(one), functions=True)} for one in ends)
+    old, new = ({row.label: row.text_with_interval for row in rows(one, functions=True)} for one in ends)
     table += (_line(label, [old.get(label, "-"), new.get(label, "-")]) for label in dict.fromkeys([*old, *new]))
     note = (
         "Greedy decoding on problems that were not trained on, with intervals of 95 %. avg@k and pass@k are of "
@@ -140,14 +141,14 @@ def _accuracy(records: Sequence[EvaluationRecord]) -> str:
     return "\n".join([note, "", *table])
 
 
-def _results(records: Sequence[EvaluationRecord], dataset: str) -> list[EvalResult]:
+def _results(records: Sequence[EvalReport], dataset: str) -> list[EvalResult]:
     """Return accuracy, avg@k and pass@k of the last evaluation on held-out problems, as fractions."""
     if not records:
         return []
     last = records[-1]
     sampled = {f"pass@{k}": estimate.value for k, estimate in last.pass_at.items()}
-    if last.avg_at_k is not None:
-        sampled[f"avg@{last.samples}"] = last.avg_at_k.value
+    if last.avg is not None:
+        sampled[f"avg@{last.samples}"] = last.avg.value
     measured = sampled if last.accuracy is None else {"accuracy": last.accuracy, **sampled}
     return [
         EvalResult(
@@ -165,10 +166,10 @@ def _line(label: str, cells: Sequence[str]) -> str:
     return f"| {label.replace('|', ' ')} | {' | '.join(cells)} |"
 
 
-def _share(record: EvaluationRecord) -> str:
-    if record.accuracy is None or record.accuracy_interval is None:
+def _share(record: EvalReport) -> str:
+    if record.accuracy is None or record.interval is None:
         return "-"
-    low, high = record.accuracy_interval
+    low, high = record.interval
     return f"{record.accuracy:.1%} ({low:.1%} to {high:.1%})"
 
 

@@ -297,8 +297,12 @@ def step_records(report: StepReport, line: Mapping[str, Any], completions: int) 
 
 def evaluation_values(report: EvalReport) -> Values:
     """Return what a tracker gets for an evaluation. A value that does not exist is missing."""
-    counts = {"step": report.step, "problems": report.problems, "ungraded": report.ungraded, "failed": report.failed}
-    values = numbers(counts, "eval/") | numbers(msgspec.to_builtins(report.measures), "eval/")
+    names = ("step", "problems", "ungraded", "failed", "reward", "rewards", "loss", "completion_length", "truncated")
+    found = {name: getattr(report, name) for name in names}
+    if report.samples:
+        sampled = {"samples": report.samples, "avg": report.avg, "pass_at": report.pass_at}
+        found["sampled"] = sampled | {"reward": report.sampled_reward}
+    values = numbers(msgspec.to_builtins(found), "eval/")
     if report.accuracy is not None and report.interval is not None:
         values |= zip(("eval/accuracy", "eval/low", "eval/high"), (report.accuracy, *report.interval), strict=True)
     values |= {f"eval/accuracy/{kind}": share for kind, share in report.by_type.items()}

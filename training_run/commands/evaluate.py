@@ -39,9 +39,9 @@ from training_run.evaluation.accuracy import (
     avg_at_k,
     compare,
     graded,
-    measures,
     pass_at_k,
     powers_of_two,
+    report_of,
 )
 from training_run.evaluation.held_out import by_problem, complete_all, held_out_episodes, held_out_requests
 from training_run.groups.prompts import read_split
@@ -90,7 +90,7 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
 
     greedy: accuracy of greedy completions. avg: mean accuracy of sampled completions. pass_at: by k, the probability
     that at least one of k sampled completions is correct. failed: number of problems with a reward function that
-    failed. comparison: with the base model. Other fields: as in `HeldOutMeasures`.
+    failed. comparison: with the base model. Other fields: as in `EvalReport`.
     """
 
     greedy: Accuracy
@@ -297,15 +297,15 @@ def _decode(
 
 def result_of(name: str, outcomes: Sequence[Outcome], base: Sequence[Outcome] | None) -> PolicyResult:
     """Summarize the outcomes of one policy. base: those of the base model, if it was evaluated."""
-    found, samples = measures(outcomes), len(outcomes[0].samples)
+    found = report_of(outcomes)
     return PolicyResult(
         greedy=accuracy(outcomes),
-        avg=avg_at_k(outcomes) if samples else None,
-        pass_at={str(k): pass_at_k(outcomes, k) for k in powers_of_two(samples)},
-        failed=sum(one.failed for one in outcomes),
+        avg=avg_at_k(outcomes) if found.samples else None,
+        pass_at={str(k): pass_at_k(outcomes, k) for k in powers_of_two(found.samples)},
+        failed=found.failed,
         reward=found.reward,
         rewards=found.rewards,
-        sampled_reward=found.sampled.reward if found.sampled else None,
+        sampled_reward=found.sampled_reward,
         loss=found.loss,
         completion_length=found.completion_length,
         truncated=found.truncated,

@@ -24,7 +24,7 @@ from statistics import fmean
 import anyio
 from msgspec import Struct
 
-from protocols.evaluation import Estimate, Grade, GradeCompletions, HeldOutMeasures, ReferenceLoss, SampledResults
+from protocols.evaluation import Estimate, EvalReport, Grade, GradeCompletions, ReferenceLoss
 from protocols.prompt import Problem
 from protocols.sampling import Completion
 
@@ -140,38 +140,40 @@ def pass_of(outcome: Outcome, k: int) -> float | None:
     return None if correct is None or k > samples else pass_at(k, correct=correct, samples=samples)
 
 
-def measures(outcomes: Sequence[Outcome]) -> HeldOutMeasures:
-    """Return everything that an evaluation measures beside the accuracy."""
+def report_of(
+    outcomes: Sequence[Outcome], *, step: int = 0, version: int = 0, seconds: float = 0.0, final: bool = False
+) -> EvalReport:
+    """Return what an evaluation measures. The other arguments: as in the report."""
+    found = accuracy(outcomes)
     lengths = [one.greedy.completion.length for one in outcomes]
     values: defaultdict[str, list[float]] = defaultdict(list)
     for one in outcomes:
         for name, value in one.greedy.grade.parts.items():
             values[name].append(value)
     losses = [one.loss for one in outcomes if one.loss is not None]
-    return HeldOutMeasures(
+    samples = max((len(one.samples) for one in outcomes), default=0)
+    shares = {str(k): pass_at_k(outcomes, k).overall for k in powers_of_two(samples)}
+    return EvalReport(
+        step=step,
+        version=version,
+        problems=found.problems,
+        ungraded=found.ungraded,
+        failed=sum(one.failed for one in outcomes),
+        accuracy=found.overall.value if found.overall else None,
+        interval=(found.overall.low, found.overall.high) if found.overall else None,
+        by_type={kind: share.value for kind, share in found.by_type.items()},
         reward=mean_value(list(map(_reward, outcomes))),
-        rewards={name: mean for name, found in sorted(values.items()) if (mean := mean_value(found))},
+        rewards={name: mean for name, one in sorted(values.items()) if (mean := mean_value(one))},
         loss=mean_ratio([(loss.nats, float(loss.tokens)) for loss in losses]),
         completion_length=fmean(lengths) if lengths else None,
-        truncated=fmean(map(_is_truncated, outcomes)) if outcomes else None,
-        sampled=_sampled(outcomes),
-    )
-
-
-def _is_truncated(outcome: Outcome) -> bool:
-    return outcome.greedy.completion.finish_reason == "length"
-
-
-def _sampled(outcomes: Sequence[Outcome]) -> SampledResults | None:
-    samples = max((len(one.samples) for one in outcomes), default=0)
-    if not samples:
-        return None
-    shares = {k: pass_at_k(outcomes, k).overall for k in powers_of_two(samples)}
-    return SampledResults(
+        truncated=fmean(one.greedy.completion.finish_reason == "length" for one in outcomes) if outcomes else None,
         samples=samples,
-        avg=avg_at_k(outcomes).overall,
-        pass_at={str(k): share for k, share in shares.items() if share is not None},
-        reward=mean_value(list(map(sampled_reward, outcomes))),
+        avg=avg_at_k(outcomes).overall if samples else None,
+        pass_at={k: share for k, share in shares.items() if share is not None},
+        sampled_reward=mean_value(list(map(sampled_reward, outcomes))),
+        completion_tokens=sum(one.tokens for one in outcomes),
+        seconds=seconds,
+        final=final,
     )
 
 

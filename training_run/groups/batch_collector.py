@@ -94,7 +94,7 @@ def discard_unusable(outcome: GroupOutcome, *, version: int, settings: LearnerSe
 def _faults(
     scored: ScoredGroup, version: int, settings: LearnerSection, oldest: int
 ) -> Iterator[tuple[DiscardReason, str]]:
-    completions = scored.group.completions
+    completions = scored.completions
     if not any(completion.length for completion in completions):
         yield "invalid", "no completion has a token"
         return
@@ -135,7 +135,7 @@ def _lacking(scored: ScoredGroup, settings: LearnerSection) -> Iterator[tuple[Di
 
 def _is_pair(scored: ScoredGroup) -> bool:
     """Whether a group has one better and one worse completion to compare, by its own advantages or by its rewards."""
-    if not all(completion.length for completion in scored.group.completions) or any(scored.zero_advantage):
+    if not all(completion.length for completion in scored.completions) or any(scored.zero_advantage):
         return False
     sums = sorted(map(sum, scored.token_advantages)) if scored.token_advantages else [-1.0, 1.0]
     return sums[0] < 0 < sums[-1] and not any(sums[1:-1])

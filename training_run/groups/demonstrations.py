@@ -154,7 +154,7 @@ class DatasetCounts(UpdateHook):
     def ended(self, trained: Sequence[TrainedGroup], discarded: Sequence[Discarded], *, version: int) -> None:
         """Take the groups of a batch into account."""
         for group in trained:
-            prompt, completions = group.scored.group.prompt, group.scored.group.completions
+            prompt, completions = group.scored.prompt, group.scored.completions
             self._last = max(self._last, prompt.group_id + 1)
             self._ended += 1
             self._cut += any(one.finish_reason == "length" for one in completions)

@@ -20,7 +20,6 @@ from rich.text import Text
 
 from protocols.errors import visible
 from protocols.evaluation import EvalReport
-from protocols.prompt import Problem
 from protocols.step import StepReport
 from protocols.summary import Gauges, MachineDescription, PolicyDescription, RunGauges
 from training_run.attachment import shown_by_attachments
@@ -79,20 +78,13 @@ class Sample(Struct, frozen=True, kw_only=True):
 
 def sample(report: StepReport) -> Sample | None:
     """Return one completion of a batch; its position in the group changes with the step. None without completions."""
-    for group in report.trained:
-        scored = group.scored
-        i = report.step % len(scored.group.completions)
-        return _sample(scored.group.prompt.problem, scored.group.completions[i].text, scored.rewards[i])
-    for discarded in report.discarded:
-        if discarded.completions:
-            i = report.step % len(discarded.completions)
-            reward = discarded.rewards[i] if discarded.rewards else None
-            return _sample(discarded.prompt.problem, discarded.completions[i].text, reward)
+    for group in report.ended:
+        if group.completions:
+            i, problem = report.step % len(group.completions), group.prompt.problem
+            reward = group.rewards[i] if group.rewards else None
+            text = group.completions[i].text
+            return Sample(prompt=problem.prompt, answer=problem.answer, completion=text, reward=reward)
     return None
-
-
-def _sample(problem: Problem, completion: str, reward: float | None) -> Sample:
-    return Sample(prompt=problem.prompt, answer=problem.answer, completion=completion, reward=reward)
 
 
 class RunFacts(Struct, frozen=True, kw_only=True):
@@ -256,7 +248,7 @@ def evaluation_pieces(report: EvalReport) -> Iterator[str]:
     yield f"in {duration(report.seconds)}"
     for name, accuracy in report.by_type.items():
         yield f"{name} {percent(accuracy)}"
-    for row in rows(report.measures, functions=False):
+    for row in rows(report, functions=False):
         yield f"{row.label} {row.text}"
 
 
@@ -411,7 +403,7 @@ class Screen:
         for report in self._view.evaluations[-1:]:
             if report.ungraded:
                 yield f"{report.ungraded} ungraded"
-            yield from (f"{row.label} {row.text}" for row in rows(report.measures, functions=False))
+            yield from (f"{row.label} {row.text}" for row in rows(report, functions=False))
 
     def _speed(self) -> Iterator[str]:
         view, gauges = self._view, self._gauges

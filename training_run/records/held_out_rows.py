@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from protocols.evaluation import Estimate, EvalReport, HeldOutMeasures
+from protocols.evaluation import Estimate, EvalReport
 from training_run.records.terminal_text import number, percent
 
 Unit = Literal["share", "value", "tokens"]
@@ -54,7 +54,7 @@ def accuracy_text(report: EvalReport) -> str:
     return f"{percent(report.accuracy)} of {report.problems}" + (f" ({beside})" if beside else "")
 
 
-def rows(found: HeldOutMeasures, *, functions: bool) -> Iterator[EvaluationRow]:
+def rows(found: EvalReport, *, functions: bool) -> Iterator[EvaluationRow]:
     """Yield what was measured beside the accuracy; a value that does not exist has no row.
 
     functions: with one row per reward function.
@@ -63,11 +63,10 @@ def rows(found: HeldOutMeasures, *, functions: bool) -> Iterator[EvaluationRow]:
     for name, value in found.rewards.items() if functions else ():
         yield from _estimate(f"reward {name}", value, "value")
     yield from _estimate("loss", found.loss, "value")
-    if (sampled := found.sampled) is not None:
-        yield from _estimate(f"avg@{sampled.samples}", sampled.avg, "share")
-        for k, share in sampled.pass_at.items():
-            yield from _estimate(f"pass@{k}", share, "share")
-        yield from _estimate("sampled reward", sampled.reward, "value")
+    yield from _estimate(f"avg@{found.samples}", found.avg, "share")
+    for k, share in found.pass_at.items():
+        yield from _estimate(f"pass@{k}", share, "share")
+    yield from _estimate("sampled reward", found.sampled_reward, "value")
     if found.completion_length is not None:
         yield EvaluationRow("length", found.completion_length, "tokens")
     if found.truncated is not None:

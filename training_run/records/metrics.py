@@ -16,7 +16,6 @@ from msgspec import Struct
 
 from protocols.finding import Finding
 from protocols.rollout import ScoredGroup, bounded
-from protocols.sampling import Completion
 from protocols.step import StepReport, UpdateMetrics
 from protocols.summary import RunGauges
 from training_run.attachment import attached_metrics
@@ -205,9 +204,7 @@ def _environment(trained: list[ScoredGroup], discarded: dict[str, int]) -> Metri
 
 
 def _reward_metrics(report: StepReport) -> MetricsLine:
-    rewards = [reward for group in report.trained for reward in group.scored.rewards]
-    rewards += [reward for group in report.discarded for reward in group.rewards]
-    counted = [reward for reward in rewards if bounded([reward])]
+    counted = [reward for group in report.ended for reward in group.rewards if bounded([reward])]
     return {"reward/mean": _mean(counted), "reward/std": pstdev(counted) if counted else None}
 
 
@@ -217,7 +214,8 @@ def _update_metrics(report: StepReport) -> MetricsLine:
     if update is None:
         return {}
     before = report.version - int(update.update_applied)
-    on_policy = any(completion.versions[-1:] == (before,) for completion in _trained_completions(report))
+    trained = [completion for group in report.trained for completion in group.scored.completions]
+    on_policy = any(completion.versions[-1:] == (before,) for completion in trained)
     has_teacher = any(group.scored.teacher for group in report.trained)
     return msgspec.structs.asdict(update) | {
         "kl": update.kl if update.kl_beta > 0 else None,
@@ -232,8 +230,8 @@ def reward_parts(report: StepReport, failures_between: Mapping[str, int] = {}) -
     failures = Counter(failures_between)
     failures.update(name for group in report.discarded for name in group.failed_rewards)
     values: defaultdict[str, list[float]] = defaultdict(list, {name: [] for name in failures})
-    for parts in (*(t.scored.parts for t in report.trained), *(d.parts for d in report.discarded)):
-        for name, found in parts.items():
+    for group in report.ended:
+        for name, found in group.parts.items():
             values[name] += [value for value in found if value is not None and bounded([value])]
     return {
         name: {
@@ -263,16 +261,14 @@ def _group_metrics(report: StepReport, discarded: Counter[tuple[str, str]]) -> M
 
 
 def _solved_metrics(report: StepReport, between: Mapping[Solved, int]) -> MetricsLine:
-    counts = count_solved([*(group.scored for group in report.trained), *report.discarded])
+    counts = count_solved(report.ended)
     counts.update(between)
     total = counts.total()
     return {name: counts[solved] / total if total else None for solved, name in SOLVED_METRICS.items()}
 
 
 def _completion_metrics(report: StepReport) -> MetricsLine:
-    completions = _trained_completions(report)
-    for discarded in report.discarded:
-        completions += discarded.completions
+    completions = [completion for group in report.ended for completion in group.completions]
     lengths = [completion.length for completion in completions]
     return {
         "completion_length/mean": _mean(lengths),
@@ -280,10 +276,6 @@ def _completion_metrics(report: StepReport) -> MetricsLine:
         "completion_length/total": sum(lengths),
         "truncated_fraction": _mean([completion.finish_reason == "length" for completion in completions]),
     }
-
-
-def _trained_completions(report: StepReport) -> list[Completion]:
-    return [completion for trained in report.trained for completion in trained.scored.group.completions]
 
 
 def _mean(values: Sequence[float]) -> float | None:

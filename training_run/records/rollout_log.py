@@ -7,10 +7,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from protocols.prompt import Prompt
-from protocols.rollout import Discarded
-from protocols.sampling import Completion, CompletionTurn, FinishReason
-from protocols.step import GroupsEnded, StepReport, TrainedGroup
+from protocols.rollout import Discarded, GroupOutcome
+from protocols.sampling import CompletionTurn, FinishReason
+from protocols.step import GroupsEnded, StepReport
 
 
 class CompletionRecord(Struct, frozen=True, kw_only=True):
@@ -54,70 +53,36 @@ class RolloutRecord(Struct, frozen=True, kw_only=True):
 def rollout_records(report: StepReport | GroupsEnded) -> Iterator[RolloutRecord]:
     """Yield the record of every group that ended with a batch or between two batches, trained groups first."""
     for trained in report.trained if isinstance(report, StepReport) else ():
-        yield _record(trained.scored.group.prompt, report.step, "trained", None, None, _trained(trained))
+        yield _record(trained.scored, report.step, trained.advantages)
     for group in report.discarded:
-        yield _record(group.prompt, report.step, "discarded", group.reason, group.detail, _discarded(group))
+        yield _record(group, report.step, ())
 
 
-def _record(
-    prompt: Prompt,
-    step: int,
-    outcome: Literal["trained", "discarded"],
-    reason: str | None,
-    detail: str | None,
-    completions: tuple[CompletionRecord, ...],
-) -> RolloutRecord:
+def _record(group: GroupOutcome, step: int, advantages: tuple[float, ...]) -> RolloutRecord:
+    """Return the record of a group. advantages: one per completion; empty if the group was discarded."""
+    prompt, discarded = group.prompt, group if isinstance(group, Discarded) else None
     return RolloutRecord(
         group_id=prompt.group_id,
         step=step,
-        outcome=outcome,
-        reason=reason,
-        detail=detail,
+        outcome="discarded" if discarded else "trained",
+        reason=discarded.reason if discarded else None,
+        detail=discarded.detail if discarded else None,
         prompt=prompt.problem.prompt,
         answer=prompt.problem.answer,
         type=prompt.problem.type,
         environment=prompt.source,
-        completions=completions,
-    )
-
-
-def _trained(group: TrainedGroup) -> tuple[CompletionRecord, ...]:
-    scored = group.scored
-    return tuple(
-        _completion(
-            completion,
-            reward=scored.rewards[i],
-            parts={name: values[i] for name, values in scored.parts.items()},
-            advantage=group.advantages[i],
-        )
-        for i, completion in enumerate(scored.group.completions)
-    )
-
-
-def _discarded(group: Discarded) -> tuple[CompletionRecord, ...]:
-    rewards: tuple[float | None, ...] = group.rewards or (None,) * len(group.completions)
-    return tuple(
-        _completion(
-            completion,
-            reward=reward,
-            parts={name: values[i] for name, values in group.parts.items()},
-            advantage=None,
-        )
-        for i, (completion, reward) in enumerate(zip(group.completions, rewards, strict=True))
-    )
-
-
-def _completion(
-    completion: Completion, *, reward: float | None, parts: dict[str, float | None], advantage: float | None
-) -> CompletionRecord:
-    return CompletionRecord(
-        text=completion.text,
-        reward=reward,
-        parts=parts,
-        advantage=advantage,
-        first_version=completion.versions[0] if completion.versions else None,
-        last_version=completion.versions[-1] if completion.versions else None,
-        finish_reason=completion.finish_reason,
-        tokens=completion.length,
-        turns=completion.turns,
+        completions=tuple(
+            CompletionRecord(
+                text=completion.text,
+                reward=group.rewards[i] if group.rewards else None,
+                parts={name: values[i] for name, values in group.parts.items()},
+                advantage=advantages[i] if advantages else None,
+                first_version=completion.versions[0] if completion.versions else None,
+                last_version=completion.versions[-1] if completion.versions else None,
+                finish_reason=completion.finish_reason,
+                tokens=completion.length,
+                turns=completion.turns,
+            )
+            for i, completion in enumerate(group.completions)
+        ),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ def accuracy_table(summary: RunSummary, *, ascii_only: bool = False) -> Table:
         title = f"{heading} (step {report.step})" if report else heading
         table.add_column(Text(title), justify="right")
     table.add_column(Text("change"), justify="right")
-    for part in (_accuracies, _measures):
+    for part in (_accuracies, partial(rows, functions=True)):
         old, new = ({row.label: row for row in part(report)} if report else {} for report in (before, after))
         for label in dict.fromkeys([*old, *new]):
             name = Text(terminal_text(label, 40, ascii_only=ascii_only))
@@ -95,10 +96,6 @@ def _accuracies(report: EvalReport) -> Iterator[EvaluationRow]:
     if report.accuracy is not None:
         yield EvaluationRow("all", report.accuracy, "share")
         yield from (EvaluationRow(name, accuracy, "share") for name, accuracy in sorted(report.by_type.items()))
-
-
-def _measures(report: EvalReport) -> Iterator[EvaluationRow]:
-    return rows(report.measures, functions=True)
 
 
 def result_lines(summary: RunSummary) -> Iterator[SummaryLine]:

@@ -97,9 +97,7 @@ class TrainingSignal:
 
     def observe(self, report: StepReport | GroupsEnded) -> None:
         """Take the groups of a report into account."""
-        if isinstance(report, StepReport):
-            self.observe_groups(group.scored for group in report.trained)
-        self.observe_groups(report.discarded)
+        self.observe_groups(report.ended)
         self._count(report)
 
     def observe_groups(self, groups: Iterable[GroupOutcome]) -> None:
@@ -107,11 +105,11 @@ class TrainingSignal:
         for group in groups:
             if isinstance(group, ScoredGroup):
                 if not (group.token_advantages or group.teacher_logprobs or group.teacher):  # else learned in any case
-                    self._add(group.group.prompt.problem.prompt, group.group.completions, group)
+                    self._add(group)
             elif group.reason == "reward_error":
                 self._failed, self._error = self._failed + 1, self._error or group.detail
             elif group.reason != "stale":
-                self._add(group.prompt.problem.prompt, group.completions, group)
+                self._add(group)
 
     def findings(self) -> Iterator[Finding]:
         """Yield the findings that apply now."""
@@ -135,12 +133,12 @@ class TrainingSignal:
         yield from self._constant_parts()
         yield from self._truncated()
 
-    def _add(self, prompt: str, completions: tuple[Completion, ...], group: GroupOutcome) -> None:
+    def _add(self, group: GroupOutcome) -> None:
         rewards = group.rewards
-        if completions and len(rewards) == len(completions) and bounded(rewards):
+        if group.completions and len(rewards) == len(group.completions) and bounded(rewards):
             seen = Observed(
-                prompt=prompt,
-                completions=completions,
+                prompt=group.prompt.problem.prompt,
+                completions=group.completions,
                 rewards=rewards,
                 parts=group.parts,
                 solved=solved_by(group) if are_equal(rewards) else None,

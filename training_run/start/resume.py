@@ -21,6 +21,7 @@ from clotho.storage.atomic_files import copy_file, make_directory, new_directory
 from clotho.training.update import PolicyLearner
 from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, RunDirectoryError, disk_errors_as
+from protocols.evaluation import EvalReport
 from protocols.summary import HistoryGap
 from training_run.attachment import Attachment, installed_attachments
 from training_run.directory.best_checkpoint import INITIAL
@@ -42,7 +43,6 @@ from training_run.directory.run_directory import RunDirectory
 from training_run.directory.run_paths import chosen_checkpoint
 from training_run.profile.keys import PROFILE_KEYS, SETTABLE
 from training_run.profile.schema import Profile
-from training_run.records.evaluation_history import EvaluationRecord
 from training_run.records.remedies import new_run_line
 from training_run.records.summary import resume_command
 
@@ -252,10 +252,10 @@ def restore_histories(directory: RunDirectory, state: RunState | None, profile: 
     """
     step = state.step if state else -1
     metrics = scan(directory.metrics, step, MetricsRecord)
-    evaluations = scan(directory.evaluations, step, EvaluationRecord)
+    evaluations = scan(directory.evaluations, step, EvalReport)
     rollouts = scan(directory.rollouts, step, ResumedRollout, lambda line: line.group_id)
     rewrite(metrics, step, MetricsRecord)
-    rewrite(evaluations, step, EvaluationRecord)
+    rewrite(evaluations, step, EvalReport)
     rewrite(rollouts, step, ResumedRollout)
     for attachment in installed_attachments():
         _rewind(attachment, directory, step)

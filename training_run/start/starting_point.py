@@ -25,6 +25,7 @@ from clotho.training.update import PolicyLearner
 from protocols.accounting import LedgerState
 from protocols.checkpoint import AdapterConfig, Origin, Part, RunState
 from protocols.errors import CheckpointError, ClothoError, RunDirectoryError, disk_errors_as
+from protocols.evaluation import EvalReport
 from protocols.finding import Finding
 from protocols.summary import HistoryGap
 from training_run.directory.checkpoints import (
@@ -40,7 +41,6 @@ from training_run.directory.run_directory import RunDirectory, read_run_id
 from training_run.directory.run_paths import run_of
 from training_run.profile.load import load_profile, resolved_toml
 from training_run.profile.schema import Profile
-from training_run.records.evaluation_history import EvaluationRecord
 from training_run.stages import recorded_profile
 from training_run.start.resume import (
     MetricsRecord,
@@ -243,7 +243,7 @@ def _write_fork(directory: RunDirectory, snapshot: Snapshot, origin: Origin, pro
     if run is not None:
         step = snapshot.state.step
         copy_until(run / directory.metrics.name, directory.metrics, step, MetricsRecord)
-        copy_until(run / directory.evaluations.name, directory.evaluations, step, EvaluationRecord)
+        copy_until(run / directory.evaluations.name, directory.evaluations, step, EvalReport)
         if profile.monitor.rollouts:
             copy_until(run / directory.rollouts.name, directory.rollouts, step, ResumedRollout)
     write_origin(directory.lineage, origin)

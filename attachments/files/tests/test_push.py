@@ -20,7 +20,6 @@ from attachments.files.model_card import RunFacts, curves, model_card
 from tests.training_run.records.display_examples import MEASURES, evaluation, ungraded_evaluation
 from training_run.__main__ import main
 from training_run.profile.load import load_profile, resolved_toml
-from training_run.records.evaluation_history import evaluation_record
 
 EVALUATION = {
     "step": 0, "policy_version": 0, "accuracy": 0.25, "accuracy_interval": [0.2, 0.3],
@@ -128,8 +127,8 @@ def test_the_card_has_the_held_out_accuracy_and_the_settings(run: Path, capfd: p
 
 def test_the_card_has_every_measure_and_shows_missing_values_as_missing(run: Path) -> None:
     """Ungraded problems are counted. An evaluation without graded problems has no accuracy."""
-    measured = replace(evaluation(3, 0.5, final=True), measures=MEASURES)
-    records = [evaluation_record(report, run_seconds=1.0) for report in (ungraded_evaluation(0), measured)]
+    measured = replace(evaluation(3, 0.5, final=True), **MEASURES)
+    records = [ungraded_evaluation(0), measured]
     facts = RunFacts(
         base_model="b", settings=tomllib.loads((run / "profile.toml").read_text()), metrics=(), evaluations=records
     )
@@ -146,7 +145,7 @@ def test_the_card_has_every_measure_and_shows_missing_values_as_missing(run: Pat
 def test_the_card_declares_the_measures_of_the_last_evaluation(run: Path) -> None:
     """In the form of a model index, which the hub lists beside the model. Without an evaluation there is no index."""
     settings = tomllib.loads((run / "profile.toml").read_text())
-    measured = evaluation_record(replace(evaluation(3, 0.5, final=True), measures=MEASURES), run_seconds=1.0)
+    measured = replace(evaluation(3, 0.5, final=True), **MEASURES)
     with_results, without = (
         ModelCard(model_card("me/name", RunFacts(base_model="b", settings=settings, metrics=(), evaluations=records)))
         for records in ([measured], [])

@@ -86,7 +86,7 @@ def test_tensorboard_reads_the_numbers_back(tmp_path: Path) -> None:
 
 def test_a_tracker_gets_the_numbers_of_an_evaluation() -> None:
     """Intervals and counts too. A value that does not exist is missing."""
-    found = evaluation_values(replace(evaluation(2, 0.5), measures=MEASURES)).values
+    found = evaluation_values(replace(evaluation(2, 0.5), **MEASURES)).values
     assert (found["eval/accuracy"], found["eval/low"], found["eval/accuracy/word"]) == (0.5, 0.0, 0.25)
     assert (found["eval/reward/value"], found["eval/rewards/format/value"], found["eval/loss/high"]) == (
         0.75,

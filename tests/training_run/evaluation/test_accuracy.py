@@ -26,9 +26,9 @@ from training_run.evaluation.accuracy import (
     mean_ratio,
     mean_share,
     mean_value,
-    measures,
     pass_at,
     pass_at_k,
+    report_of,
     share_difference,
     value_difference,
 )
@@ -115,17 +115,16 @@ def test_values_without_problems_are_missing() -> None:
         assert estimate is None
     nothing = [outcome(judged(None), None, None)]
     assert (accuracy(nothing).overall, avg_at_k(nothing).overall, pass_at_k(nothing, 2).overall) == (None, None, None)
-    found = measures(nothing)
-    assert found.sampled
-    assert (found.reward, found.rewards, found.loss, found.sampled.avg, found.sampled.reward) == (
+    found = report_of(nothing)
+    assert (found.reward, found.rewards, found.loss, found.avg, found.sampled_reward) == (
         None,
         {},
         None,
         None,
         None,
     )
-    assert found.sampled.pass_at == {}
-    assert measures([]).completion_length is None
+    assert found.pass_at == {}
+    assert report_of([]).completion_length is None
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_correct_completion() -> None:
@@ -148,10 +147,9 @@ def test_avg_and_pass_at_k_are_means_over_problems() -> None:
     assert avg.overall == mean_share([0.5, 0.0, 1.0])
     assert (avg.problems, avg.ungraded, set(avg.by_type)) == (3, 1, {"sum", "word"})
     assert two.overall == mean_share([5 / 6, 0.0, 1.0])
-    sampled = measures(outcomes).sampled
-    assert sampled
-    assert (sampled.samples, sampled.avg, list(sampled.pass_at)) == (4, avg.overall, ["2", "4"])
-    assert sampled.reward == mean_value([0.5, 0.0, 1.0, 1.0])
+    found = report_of(outcomes)
+    assert (found.samples, found.avg, list(found.pass_at)) == (4, avg.overall, ["2", "4"])
+    assert found.sampled_reward == mean_value([0.5, 0.0, 1.0, 1.0])
 
 
 def test_further_measures_are_means_over_problems() -> None:
@@ -161,10 +159,10 @@ def test_further_measures_are_means_over_problems() -> None:
         outcome(judged(False, reward=0.5, tokens=9), loss=(1.0, 1)),
         outcome(judged(None, tokens=3)),
     ]
-    found = measures(outcomes)
+    found = report_of(outcomes)
     assert found.reward == mean_value([1.0, 0.5])
     assert found.rewards == {"exact": mean_value([2.0, 1.0])}
-    assert (found.completion_length, found.sampled) == (5.0, None)
+    assert (found.completion_length, found.samples) == (5.0, 0)
     assert found.truncated == pytest.approx(1 / 3)
     assert found.loss
     assert found.loss.value == pytest.approx(7 / 5)
@@ -176,7 +174,7 @@ def test_tokens_of_an_environment_are_no_part_of_the_length() -> None:
     """The length of an episode is the number of tokens that the policy sampled."""
     episode = structs.replace(completion("", tokens=4), sampled=(True, False, False, True))
     one = outcome(structs.replace(judged(True), completion=episode))
-    assert measures([one]).completion_length == one.tokens == 2
+    assert report_of([one]).completion_length == one.tokens == 2
 
 
 def test_the_interval_of_a_difference_of_shares_is_that_of_newcombe() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from protocols.evaluation import Estimate, EvalReport, HeldOutMeasures, SampledResults
+from typing import Any
+
+from protocols.evaluation import Estimate, EvalReport
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, DiscardReason, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion, FinishReason
@@ -109,12 +111,11 @@ def estimate(value: float, *, problems: int = 500) -> Estimate:
     return Estimate(value=value, low=value - 0.125, high=value + 0.125, problems=problems)
 
 
-MEASURES = HeldOutMeasures(
-    reward=estimate(0.75), rewards={"format": estimate(1.0)}, loss=estimate(0.5, problems=20), completion_length=21.5,
-    truncated=0.25, sampled=SampledResults(
-        samples=4, avg=estimate(0.5), pass_at={"2": estimate(0.625), "4": estimate(0.75)}, reward=estimate(0.25)
-    ),
-)  # fmt: skip
+MEASURES: dict[str, Any] = {
+    "reward": estimate(0.75), "rewards": {"format": estimate(1.0)}, "loss": estimate(0.5, problems=20),
+    "completion_length": 21.5, "truncated": 0.25, "samples": 4, "avg": estimate(0.5),
+    "pass_at": {"2": estimate(0.625), "4": estimate(0.75)}, "sampled_reward": estimate(0.25),
+}  # fmt: skip
 """Everything that an evaluation with sampled completions measures beside the accuracy."""
 
 

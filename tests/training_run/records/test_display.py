@@ -114,7 +114,7 @@ def test_a_frame_fits_every_width_and_neutralizes_untrusted_text(width: int, enc
 @pytest.mark.parametrize("kind", ["live", "plain"])
 def test_an_evaluation_is_shown_with_its_measures(kind: str) -> None:
     """Rewards, held-out loss, avg@k and pass@k as far as measured; an accuracy without graded problems is `-`."""
-    measured = replace(evaluation(20, 0.6), measures=MEASURES, ungraded=7, failed=2)
+    measured = replace(evaluation(20, 0.6), **MEASURES, ungraded=7, failed=2)
     console, screen = terminal(200)
     console.print(Screen(facts(), RunView(evaluations=(measured,)), RunGauges(), 0.0))
     text = written(screen) if kind == "live" else "  ".join(evaluation_pieces(measured))

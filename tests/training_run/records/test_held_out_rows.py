@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from protocols.evaluation import HeldOutMeasures, SampledResults
+from msgspec.structs import replace
+
 from tests.training_run.records.display_examples import MEASURES, evaluation, ungraded_evaluation
 from training_run.records.held_out_rows import EvaluationRow, accuracy_text, changed, rows
 
 
 def test_every_measure_has_a_row_in_its_unit() -> None:
     """Shares are in percent. Rows of single reward functions are left out of short displays."""
-    found = {row.label: row.text_with_interval for row in rows(MEASURES, functions=True)}
+    found = {row.label: row.text_with_interval for row in rows(replace(evaluation(1, 0.5), **MEASURES), functions=True)}
     assert found == {
         "reward": "0.750 (0.625 to 0.875)",
         "reward format": "1.000 (0.875 to 1.125)",
@@ -21,12 +22,14 @@ def test_every_measure_has_a_row_in_its_unit() -> None:
         "length": "21.5",
         "truncated": "25.0 %",
     }
-    assert found.keys() - {row.label for row in rows(MEASURES, functions=False)} == {"reward format"}
+    assert found.keys() - {row.label for row in rows(replace(evaluation(1, 0.5), **MEASURES), functions=False)} == {
+        "reward format"
+    }
 
 
 def test_a_value_that_does_not_exist_has_no_row() -> None:
     """No row says 0. An accuracy that does not exist is `-`."""
-    assert list(rows(HeldOutMeasures(sampled=SampledResults(samples=4)), functions=True)) == []
+    assert list(rows(replace(evaluation(1, 0.5), samples=4), functions=True)) == []
     assert accuracy_text(evaluation(1, 0.5)) == "50.0 % of 500"
     assert accuracy_text(ungraded_evaluation(1)) == "- of 0 (500 ungraded, 3 with failed rewards)"
 

@@ -22,7 +22,7 @@ from protocols.summary import (
 from tests.training.policies_and_groups import scored_group
 from tests.training_run.records.display_examples import MEASURES, completion, discarded, evaluation, ungraded_evaluation
 from training_run.attachment import attached_metrics
-from training_run.records.evaluation_history import EVALUATION_METRICS, evaluation_record, read_history
+from training_run.records.evaluation_history import EVALUATION_METRICS, read_history
 from training_run.records.metrics import (
     ENVIRONMENT_METRICS,
     UPDATE_METRICS,
@@ -209,7 +209,7 @@ def test_every_environment_metric_is_described() -> None:
 
 def test_every_key_of_an_evaluation_is_described() -> None:
     """The table has exactly the keys of a line."""
-    record = json.loads(msgspec.json.encode(evaluation_record(evaluation(3, 0.5), run_seconds=1.0)))
+    record = json.loads(msgspec.json.encode(evaluation(3, 0.5)))
     assert record.keys() == EVALUATION_METRICS.keys()
 
 
@@ -218,9 +218,9 @@ def test_the_history_of_a_run_is_read_from_its_files(tmp_path: Path) -> None:
     metrics, evaluations = tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"
     empty = read_history(metrics, evaluations)
     assert (empty.seconds, empty.before, empty.after) == (0.0, None, None)
-    measured = msgspec.structs.replace(evaluation(9, 0.4, final=True), measures=MEASURES, ungraded=2, failed=1)
+    measured = msgspec.structs.replace(evaluation(9, 0.4, final=True), **MEASURES, ungraded=2, failed=1)
     reports = [evaluation(0, 0.1), ungraded_evaluation(5), evaluation(8, 0.3, final=True), measured]
-    lines = [msgspec.json.encode(evaluation_record(report, run_seconds=2.0)) for report in reports]
+    lines = list(map(msgspec.json.encode, reports))
     evaluations.write_bytes(b"\n".join(lines) + b"\n")
     metrics.write_text('{"step": 1, "time/run": 7.5}\n')
     history = read_history(metrics, evaluations)

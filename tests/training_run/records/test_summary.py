@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from protocols.accounting import Balance
-from protocols.evaluation import HeldOutMeasures
 from protocols.finding import CHECK, Finding
 from protocols.summary import ComputeTotals, HistoryGap, MemoryEstimate, MemoryPart, RunSummary
 from tests.training_run.records.display_examples import GAUGES, MEASURES, evaluation, ungraded_evaluation
@@ -141,8 +140,8 @@ def test_the_verdict_is_first_and_the_commands_follow_the_table() -> None:
 
 def test_the_table_has_every_measure_and_shows_missing_values_as_missing() -> None:
     """Shares change in percentage points, other values by their difference."""
-    after = msgspec.structs.replace(evaluation(100, 0.96, final=True), measures=MEASURES)
-    before = msgspec.structs.replace(ungraded_evaluation(0), measures=HeldOutMeasures(truncated=0.5))
+    after = msgspec.structs.replace(evaluation(100, 0.96, final=True), **MEASURES)
+    before = msgspec.structs.replace(ungraded_evaluation(0), truncated=0.5)
     text = summarized(msgspec.structs.replace(summary(), before=before, after=after))
     rows = [[cell.strip() for cell in line.strip("│|").replace("|", "│").split("│")] for line in text.splitlines()]
     for row in (
