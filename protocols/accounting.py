@@ -9,7 +9,7 @@ from msgspec import Struct
 
 
 class SourceCounts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Outcomes of the groups of one environment. discarded: number of groups per reason."""
+    """Outcomes of groups. trained: number of groups. discarded: number of groups per reason."""
 
     trained: int = 0
     discarded: dict[str, int] = {}
@@ -20,39 +20,35 @@ class SourceCounts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.trained + sum(self.discarded.values())
 
 
-class LedgerState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Learner -> checkpoint. The group accounting after one batch.
+class LedgerState(SourceCounts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Learner -> checkpoint. The group accounting after one batch: the counts of all groups since the run began.
 
     all_ended_below: every group with a smaller id has ended.
     ended_above: ids of the other groups that have ended, ascending.
-    trained: number of groups. discarded: number of groups per reason.
-    sources: the same counts for each environment. Groups of the run's own dataset are not included.
+    sources: the counts of each environment. Groups of the run's own dataset are not included.
     """
 
     all_ended_below: int = 0
     ended_above: tuple[int, ...] = ()
-    trained: int = 0
-    discarded: dict[str, int] = {}
     sources: dict[str, SourceCounts] = {}
-
-    @property
-    def ended(self) -> int:
-        """Number of groups that have ended since the run began."""
-        return self.trained + sum(self.discarded.values())
 
 
 class Balance(Struct, frozen=True, kw_only=True):
     """Run -> summary. The conservation equation: prompted = trained + discarded + carried over.
 
-    sources: the balance of each environment.
+    by_reason: number of discarded groups per reason. sources: the balance of each environment.
     """
 
     prompted: int
     trained: int
-    discarded: int
     by_reason: dict[str, int]
     carried_over: int
     sources: dict[str, Balance] = {}
+
+    @property
+    def discarded(self) -> int:
+        """Number of groups that were discarded."""
+        return sum(self.by_reason.values())
 
     @property
     def holds(self) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from protocols.accounting import LedgerState
 from protocols.checkpoint import Part
+from protocols.descriptions import about
 from protocols.finding import Finding
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 
@@ -63,142 +64,129 @@ class UpdateMetrics(Struct, frozen=True, kw_only=True):
     A new metric that is a mean over tokens needs its field here and its value in `training.objectives.loss`.
     """
 
-    loss: Annotated[float, Meta(description="Loss of the update, averaged over its optimizer steps.")]
+    loss: Annotated[float, about("Loss of the update, averaged over its optimizer steps.")]
     kl: Annotated[
         float,
-        Meta(
-            description="KL divergence between policy and reference policy, in nats per token; null without a KL "
-            "penalty."
-        ),
+        about("KL divergence between policy and reference policy, in nats per token; null without a KL penalty."),
     ]
-    entropy: Annotated[float, Meta(description="Entropy of the policy, in nats per token.")]
-    clip_fraction: Annotated[float, Meta(description="Fraction of tokens whose importance ratio was clipped.")]
+    entropy: Annotated[float, about("Entropy of the policy, in nats per token.")]
+    clip_fraction: Annotated[float, about("Fraction of tokens whose importance ratio was clipped.")]
     mismatch_kl: Annotated[
         float,
-        Meta(
-            description="KL divergence between sampler and learner on tokens that the current policy version "
+        about(
+            "KL divergence between sampler and learner on tokens that the current policy version "
             "sampled; about 1e-10 from rounding; null without such tokens."
         ),
     ]
-    ratio_mean: Annotated[float, Meta(description="Mean importance ratio.")]
-    grad_norm: Annotated[float, Meta(description="Norm of the gradient of the last optimizer step, before clipping.")]
-    learning_rate: Annotated[float, Meta(description="Learning rate of the update, before the factor `step_scale`.")]
-    trained_tokens: Annotated[
-        int, Meta(description="Number of tokens that the update trained on, replayed tokens included.")
-    ]
-    update_applied: Annotated[bool, Meta(description="Whether the update changed the weights.")]
+    ratio_mean: Annotated[float, about("Mean importance ratio.")]
+    grad_norm: Annotated[float, about("Norm of the gradient of the last optimizer step, before clipping.")]
+    learning_rate: Annotated[float, about("Learning rate of the update, before the factor `step_scale`.")]
+    trained_tokens: Annotated[int, about("Number of tokens that the update trained on, replayed tokens included.")]
+    update_applied: Annotated[bool, about("Whether the update changed the weights.")]
     ess: Annotated[
         float,
-        Meta(
-            description="Effective sample size of the importance weights learner / sampler, as a fraction of the "
-            "tokens."
-        ),
+        about("Effective sample size of the importance weights learner / sampler, as a fraction of the tokens."),
     ]
-    rejected_fraction: Annotated[
-        float, Meta(description="Fraction of tokens that an importance correction or a mask excluded.")
-    ]
-    kl_beta: Annotated[float, Meta(description="Coefficient of the KL penalty in this update.")]
-    entropy_coef: Annotated[float, Meta(description="Coefficient of the entropy bonus in this update.")]
+    rejected_fraction: Annotated[float, about("Fraction of tokens that an importance correction or a mask excluded.")]
+    kl_beta: Annotated[float, about("Coefficient of the KL penalty in this update.")]
+    entropy_coef: Annotated[float, about("Coefficient of the entropy bonus in this update.")]
     optimizer_steps: Annotated[
-        int, Meta(description="Number of optimizer steps of the update, steps with a zero gradient excluded.")
+        int, about("Number of optimizer steps of the update, steps with a zero gradient excluded.")
     ]
     update_kl: Annotated[
         float | None,
-        Meta(
-            description="KL divergence between the policy before and after the update, in nats per token, on a "
+        about(
+            "KL divergence between the policy before and after the update, in nats per token, on a "
             "sample of its completions."
         ),
     ] = None
     completion_ess: Annotated[
         float,
-        Meta(
-            description="Effective sample size of the importance weights of whole completions, as a fraction of the "
+        about(
+            "Effective sample size of the importance weights of whole completions, as a fraction of the "
             "completions, averaged over the optimizer steps."
         ),
     ] = 1.0
     clip_fraction_low: Annotated[
-        float, Meta(description="Fraction of tokens that were clipped at a negative advantage (`clip_low`).")
+        float, about("Fraction of tokens that were clipped at a negative advantage (`clip_low`).")
     ] = 0.0
     clip_fraction_high: Annotated[
-        float, Meta(description="Fraction of tokens that were clipped at a positive advantage (`clip_high`).")
+        float, about("Fraction of tokens that were clipped at a positive advantage (`clip_high`).")
     ] = 0.0
     step_scale: Annotated[
         float,
-        Meta(
-            description="Factor of the learning rate that `learner.step_scale` gives, averaged over the optimizer "
+        about(
+            "Factor of the learning rate that `learner.step_scale` gives, averaged over the optimizer "
             "steps; 1 without it."
         ),
     ] = 1.0
     unmoved_cut_fraction: Annotated[
         float,
-        Meta(
-            description="Fraction of the tokens that the policy before the update sampled whose gradient a clip range "
+        about(
+            "Fraction of the tokens that the policy before the update sampled whose gradient a clip range "
             "or an importance correction limits before the policy moves, because of rounding; null without such tokens."
         ),
     ] = 0.0
     distillation_loss: Annotated[
         float,
-        Meta(
-            description="Mean cross-entropy with the alternatives of the teacher, in nats, over tokens that have any; "
+        about(
+            "Mean cross-entropy with the alternatives of the teacher, in nats, over tokens that have any; "
             "null without a teacher."
         ),
     ] = 0.0
     perplexity: Annotated[
         float | None,
-        Meta(
-            description="Perplexity of the demonstrations: exp of the mean cross-entropy of their learned tokens; null "
+        about(
+            "Perplexity of the demonstrations: exp of the mean cross-entropy of their learned tokens; null "
             "without demonstrations."
         ),
     ] = None
     preference_accuracy: Annotated[
         float | None,
-        Meta(
-            description="Fraction of pairs whose better completion has the higher implicit reward (`kto`: of "
+        about(
+            "Fraction of pairs whose better completion has the higher implicit reward (`kto`: of "
             "completions on the right side of the reference point); null without an objective of preferences."
         ),
     ] = None
     preference_margin: Annotated[
         float | None,
-        Meta(
-            description="Mean difference of the implicit rewards of better and worse completions (`kto`: distance from "
+        about(
+            "Mean difference of the implicit rewards of better and worse completions (`kto`: distance from "
             "the reference point in the right direction); null without an objective of preferences."
         ),
     ] = None
     better_log_ratio: Annotated[
         float | None,
-        Meta(
-            description="Mean log-ratio of policy and reference policy, in nats, of better completions (`ipo`: per "
+        about(
+            "Mean log-ratio of policy and reference policy, in nats, of better completions (`ipo`: per "
             "token); null without an objective with a reference policy."
         ),
     ] = None
     worse_log_ratio: Annotated[
         float | None,
-        Meta(description="Mean log-ratio of policy and reference policy of worse completions, as `better_log_ratio`."),
+        about("Mean log-ratio of policy and reference policy of worse completions, as `better_log_ratio`."),
     ] = None
     expert_share_max: Annotated[
         float | None,
-        Meta(
-            description="Share of the trained tokens that the most used expert of any layer computes; null without "
-            "experts."
-        ),
+        about("Share of the trained tokens that the most used expert of any layer computes; null without experts."),
     ] = None
     expert_share_min: Annotated[
         float | None,
-        Meta(description="Share of the trained tokens that the least used expert computes; null without experts."),
+        about("Share of the trained tokens that the least used expert computes; null without experts."),
     ] = None
     unused_experts_fraction: Annotated[
         float | None,
-        Meta(description="Fraction of the experts of all layers that compute no trained token; null without experts."),
+        about("Fraction of the experts of all layers that compute no trained token; null without experts."),
     ] = None
     flipped_routes: Annotated[
         float | None,
-        Meta(
-            description="Experts that the learner's routers choose for trained tokens and the sampler's did not, per "
+        about(
+            "Experts that the learner's routers choose for trained tokens and the sampler's did not, per "
             "layer and 1,000 tokens; null if the sampler has recorded none."
         ),
     ] = None
     replayed_routes: Annotated[
-        bool, Meta(description="Whether the update took the routes of the sampler (`learner.router_replay`).")
+        bool, about("Whether the update took the routes of the sampler (`learner.router_replay`).")
     ] = False
 
 

@@ -280,25 +280,25 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
     shipped_shape: the model is known only by a configuration that ships with the project.
     """
 
-    base: int
-    trained: int
-    optimizer: int
-    reference: int
-    rollback: int
+    base: int = 0
+    trained: int = 0
+    optimizer: int = 0
+    reference: int = 0
+    rollback: int = 0
     published: int = 0
-    midway: int
+    midway: int = 0
     padded: int = 0
-    caches: int
-    prefixes: int
+    caches: int = 0
+    prefixes: int = 0
     evaluation: int = 0
     routes: int = 0
     adapters: int = 0
-    gradients: int
+    gradients: int = 0
     sums: int = 0
-    activations: int
-    logits: int
-    update: int
-    decode: int
+    activations: int = 0
+    logits: int = 0
+    update: int = 0
+    decode: int = 0
     margin: int = 0
     freed: int = 0
     one_sequence: int = 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio
 import msgspec
@@ -70,14 +70,14 @@ from training_run.groups.prompts import read_split
 from training_run.main import adjusted
 from training_run.memory.estimate import estimate_memory
 from training_run.memory.report import describe_limit, too_large
-from training_run.profile.flags import COMMON, Arguments, help_topic, key_help, parse_flags
+from training_run.profile.flags import COMMON, Arguments, as_flags, help_topic, key_help, parse_flags
 from training_run.profile.keys import PROFILE_KEYS
 from training_run.profile.load import load_profile
 from training_run.profile.mounted import left_out
 from training_run.profile.program import program
 from training_run.profile.schema import Profile
 from training_run.records.event_log import event_log
-from training_run.records.remedies import DoctorCommands
+from training_run.records.remedies import Loaded, accepted_change, command_line
 from training_run.records.terminal_text import (
     duration,
     finding_lines,
@@ -183,8 +183,9 @@ def run(argv: Sequence[str], console: Console) -> int:
     arguments = Arguments(profile=flags.profile, overrides=values)
     load = partial(load_profile, arguments.profile, adjust=partial(adjusted, arguments))
     diagnosis = anyio.run(partial(diagnose, load(arguments.overrides), Console(stderr=True), seconds=flags.seconds))
-    commands = DoctorCommands(arguments.profile, arguments.overrides, load)
-    diagnosis.findings = [commands.complete(finding) for finding in diagnosis.findings]
+    diagnosis.findings = [
+        completed(finding, arguments.profile, arguments.overrides, load) for finding in diagnosis.findings
+    ]
     if output is not None:
         replace_file(output, [diagnosis.as_json()])
     if flags.json:
@@ -467,3 +468,14 @@ def show(console: Console, found: Diagnosis) -> None:
             print_line(console, line, limit=LINE_LIMIT)
     count = len(found.findings)
     print_line(console, f"{count} finding{'s' if count != 1 else ''}" if count else "no finding")
+
+
+def completed(finding: Finding, profile: str, overrides: Mapping[str, Any], load: Loaded) -> Finding:
+    """Return a finding with the command line that checks the profile with a changed setting.
+
+    profile: its name or path. overrides: settings of the command line. load: loads the profile with settings.
+    """
+    changes = accepted_change(finding.remedy.changes, lambda values: load({**overrides, **values}))
+    argv = ["doctor", "--profile", profile, *as_flags({**overrides, **changes})]
+    action = finding.remedy.action if changes else "check"
+    return replace(finding, remedy=replace(finding.remedy, action=action), command=command_line(argv))

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attachments.machine.periodic import PeriodicCheck, PeriodicReading
 from clotho.process import load_blas
 from protocols.finding import Finding
 from protocols.summary import MemoryEstimate
 from training_run.attachment import Attach, Attachment, Plan
 from training_run.supervision.supervisor import Child, permanent, temporary
-from training_run.supervision.watchdog import PeriodicCheck, PeriodicReading
 
 if TYPE_CHECKING:
     from clotho.inference.engine import DecodeEngine

@@ -361,7 +361,6 @@ class Sessions:
         return Balance(
             prompted=self.begun,
             trained=self.trained,
-            discarded=dropped,
             by_reason=dict(+self.dropped),
             carried_over=self.begun - self.trained - dropped,
         )

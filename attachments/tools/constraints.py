@@ -24,8 +24,9 @@ import psutil
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
 
+from attachments.tools.tagged_text import COMPACT_JSON, TaggedText
 from clotho.models.model_files import one_line
-from protocols.constraints import COMPACT_JSON, Grammar, TaggedText
+from protocols.constraints import Grammar
 from protocols.errors import RequestError
 
 MAX_GRAMMAR_BYTES = 65_536

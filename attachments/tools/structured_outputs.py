@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from attachments.tools.tagged_text import COMPACT_JSON, Tag, TaggedText
 from clotho.serving.errors import invalid_field
 from clotho.serving.openai_fields import ConstraintFields, OutputFormat, StructuredOutputs, json_grammar
-from protocols.constraints import COMPACT_JSON, Grammar, GrammarKind, Tag, TaggedText
+from protocols.constraints import Grammar, GrammarKind
 
 ANY_OBJECT = {"type": "object"}
 

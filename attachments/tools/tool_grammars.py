@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from attachments.tools.structured_outputs import json_rule, output_schema
+from attachments.tools.tagged_text import Tag, TaggedText
 from attachments.tools.tool_calls import (
     MAX_CALLS,
     NO_TEMPLATE,
@@ -28,7 +29,7 @@ from attachments.tools.tool_calls import (
 )
 from clotho.serving.errors import invalid_field
 from clotho.serving.openai_fields import OutputFormat, Tool, ToolChoice
-from protocols.constraints import Grammar, Tag, TaggedText
+from protocols.constraints import Grammar
 
 MARKS: dict[ToolFormat, tuple[str, ...]] = {
     "hermes": ("<tool_call>", "</tool_call>"),

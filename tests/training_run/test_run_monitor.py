@@ -13,13 +13,14 @@ from protocols.evaluation import EvalReport
 from protocols.finding import CHECK, Finding
 from tests.metric_samples import page, samples
 from tests.training_run.built_context import open_context, tiny_profile
+from tests.training_run.supervision.scripted_actors import ScriptedActor
 from tests.training_run.test_accounting import MinimalActor
 from training_run.accounting import CountedSource, GroupAccounting
 from training_run.run import RunContext
 from training_run.run_monitor import RunMonitor
 from training_run.supervision.queues import Queue
 from training_run.supervision.supervisor import ChildState, ChildStatus, Restart, temporary
-from training_run.supervision.watchdog import EngineGuard, PeriodicCheck
+from training_run.supervision.watchdog import EngineGuard
 
 BATTERY = Finding(name="on_battery", severity="warning", fact="f", consequence="c", advice="a", remedy=CHECK)
 
@@ -96,7 +97,7 @@ async def test_the_summary_compares_the_base_policy_with_the_final_one(context: 
 
 async def test_attachments_add_services(context: RunContext) -> None:
     """Beside the watchdog and the guard of the decode engine, with or without a server."""
-    context.attached.services.append(temporary(PeriodicCheck("another", lambda: None, seconds=60.0)))
+    context.attached.services.append(temporary(ScriptedActor("another", [])))
     names = [child.actor.name for child in wire_services(context, RunMonitor(context, queues=[], children=dict), None)]
     assert (names[0], names[-1]) == ("watchdog", "another")
     assert "decode engine" in names

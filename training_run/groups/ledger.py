@@ -15,32 +15,22 @@ class Ledger:
 
     def __init__(self, state: LedgerState | None = None) -> None:
         state = state or LedgerState()
-        self._below = state.all_ended_below
-        self._above = set(state.ended_above)
-        self._trained = state.trained
-        self._discarded = dict(state.discarded)
+        self._below, self._above = state.all_ended_below, set(state.ended_above)
+        self._all = SourceCounts(trained=state.trained, discarded=state.discarded)
         self._sources = dict(state.sources)
 
     def train(self, group_id: int, *, source: str = "") -> None:
         """Record that a group was trained on. Raises ValueError if the group has already ended."""
-        self._end(group_id)
-        self._trained += 1
-        if source:
-            counts = self._sources.get(source, SourceCounts())
-            self._sources[source] = replace(counts, trained=counts.trained + 1)
+        self._end(group_id, "", source)
 
     def discard(self, group_id: int, reason: str, *, source: str = "") -> None:
         """Record that a group was discarded. Raises ValueError if the group has already ended."""
-        self._end(group_id)
-        self._discarded = _increment(self._discarded, reason)
-        if source:
-            counts = self._sources.get(source, SourceCounts())
-            self._sources[source] = replace(counts, discarded=_increment(counts.discarded, reason))
+        self._end(group_id, reason, source)
 
     @property
     def ended(self) -> int:
         """Number of groups that have ended since the run began."""
-        return self._trained + sum(self._discarded.values())
+        return self._all.ended
 
     def unended(self, until: int | None = None) -> Iterator[int]:
         """Ids below `until` of groups that have not ended, ascending. None: without an upper limit."""
@@ -52,8 +42,8 @@ class Ledger:
         return LedgerState(
             all_ended_below=self._below,
             ended_above=tuple(sorted(self._above)),
-            trained=self._trained,
-            discarded=dict(self._discarded),
+            trained=self._all.trained,
+            discarded=self._all.discarded,
             sources=dict(self._sources),
         )
 
@@ -70,37 +60,30 @@ class Ledger:
         prompted: groups prompted since the run began. carried_over: groups that are known not to have ended.
         received, waiting: the same two numbers per environment.
         """
-        return Balance(
-            prompted=prompted,
-            trained=self._trained,
-            discarded=sum(self._discarded.values()),
-            by_reason=dict(self._discarded),
-            carried_over=carried_over,
-            sources={
-                source: _source_balance(self._sources.get(source), received.get(source, 0), waiting.get(source, 0))
-                for source in sorted({*received, *self._sources})
-            },
-        )
+        sources = {
+            name: _balance(self._sources.get(name, SourceCounts()), received.get(name, 0), waiting.get(name, 0))
+            for name in sorted({*received, *self._sources})
+        }
+        return replace(_balance(self._all, prompted, carried_over), sources=sources)
 
-    def _end(self, group_id: int) -> None:
+    def _end(self, group_id: int, reason: str, source: str) -> None:
         if group_id < self._below or group_id in self._above:
             raise ValueError(f"group {group_id} has already ended")
         self._above.add(group_id)
         while self._below in self._above:
             self._above.remove(self._below)
             self._below += 1
+        self._all = _counted(self._all, reason)
+        if source:
+            self._sources[source] = _counted(self._sources.get(source, SourceCounts()), reason)
 
 
-def _increment(counts: dict[str, int], key: str) -> dict[str, int]:
-    return {**counts, key: counts.get(key, 0) + 1}
+def _counted(counts: SourceCounts, reason: str) -> SourceCounts:
+    """Return the counts with one more group. reason: why it was discarded; empty: it was trained on."""
+    if not reason:
+        return replace(counts, trained=counts.trained + 1)
+    return replace(counts, discarded={**counts.discarded, reason: counts.discarded.get(reason, 0) + 1})
 
 
-def _source_balance(counts: SourceCounts | None, received: int, waiting: int) -> Balance:
-    counts = counts or SourceCounts()
-    return Balance(
-        prompted=received,
-        trained=counts.trained,
-        discarded=sum(counts.discarded.values()),
-        by_reason=counts.discarded,
-        carried_over=waiting,
-    )
+def _balance(counts: SourceCounts, prompted: int, carried_over: int) -> Balance:
+    return Balance(prompted=prompted, trained=counts.trained, by_reason=counts.discarded, carried_over=carried_over)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import huggingface_hub
 import mlx.core as mx
@@ -62,30 +62,13 @@ from training_run.memory.need import MemoryNeed, memory_need
 from training_run.profile.schema import Profile
 
 
-class LearningBytes(NamedTuple):
-    """Bytes of the arrays that training keeps.
+def learning_bytes(base: nn.Module, profile: Profile, need: MemoryNeed) -> MemoryEstimate:
+    """Make the trainable parameters of the policy trainable in `base`, and count bytes; nothing is evaluated.
 
-    trained: trainable parameters. in_full: trainable parameters of the base model, without the adapter. gradient: one
-    gradient of all trainable parameters. optimizer: optimizer state, and a critic with its own. reference, rollback,
-    published: older versions. midway: parameters and state between the optimizer steps of one update. padded: matrices
-    of a smaller rank than the largest, as the file of the adapter has them, while it is written. update: the gradient
-    of an optimizer step, in the coordinates of its state too, its new arrays and its temporary arrays.
+    Return the arrays that training keeps, one gradient, and the optimizer step, in the coordinates of its state too;
+    `base` is without those trained in full.
     """
-
-    trained: int
-    in_full: int
-    gradient: int
-    optimizer: int
-    reference: int
-    rollback: int
-    published: int
-    midway: int
-    padded: int
-    update: int
-
-
-def learning_bytes(base: nn.Module, profile: Profile, need: MemoryNeed) -> LearningBytes:
-    """Make the trainable parameters of the policy trainable in `base`, and count bytes; nothing is evaluated."""
+    weights = sum(array.nbytes for array in flat(base.parameters()).values())
     learner, method = profile.learner, profile.policy.method
     full = isinstance(method, FullMethod)
     if isinstance(method, FullMethod):
@@ -107,10 +90,10 @@ def learning_bytes(base: nn.Module, profile: Profile, need: MemoryNeed) -> Learn
     critic = trained + 2 * float32 if need.critic else 0
     largest = FLOAT32 * max((array.size for array in arrays.values()), default=0)
     several = learner.update_epochs * min(learner.num_minibatches, most_groups(profile)) > 1
-    return LearningBytes(
+    return MemoryEstimate(
+        base=weights - in_full,
         trained=trained,
-        in_full=in_full,
-        gradient=float32,
+        gradients=float32,
         optimizer=optimizer + critic,
         reference=average + snapshot + initial,
         rollback=2 * (trained + optimizer + average + taken_anew) if need.rollbacks else 0,
@@ -154,7 +137,6 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     """
     base, config, shipped = _open(model)
     layout = CacheLayout(base)
-    weights = sum(array.nbytes for array in flat(base.parameters()).values())
     limits = profile.server.adapters if isinstance(profile.server, HttpServer) else AdaptersSection()
     adapters = _adapters(base, config, limits) if limits.root else 0
     need = memory_need(profile.engine, profile)
@@ -169,24 +151,18 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     logits = logits_bytes(micro, vocabulary)
     draft_weights, draft_caches = _beside(need.draft_model, rows, length + need.step_tokens - 1)
     teacher_weights, teacher_caches = _beside(need.teacher, 1, length)
-    estimate = MemoryEstimate(
-        base=weights - learning.in_full + draft_weights + teacher_weights,
+    estimate = replace(
+        learning,
+        base=learning.base + draft_weights + teacher_weights,
         trained=learning.trained + converted_bytes(base, _itemsize(base, config)),
-        optimizer=learning.optimizer,
-        reference=learning.reference,
-        rollback=learning.rollback,
-        published=learning.published,
-        midway=learning.midway,
-        padded=learning.padded,
         caches=_caches(layout, rows, length) + draft_caches + teacher_caches,
         prefixes=_prefixes(layout, profile.engine.prefix_cache_tokens, min(prompt_tokens, length)),
         evaluation=_caches(layout, _evaluated_rows(profile, length), length),
         routes=_routes(layout, profile, length),
-        gradients=learning.gradient * (2 if micro.several else 1),
-        sums=SUM_COPIES * learning.gradient if need.sums else 0,
+        gradients=learning.gradients * (2 if micro.several else 1),
+        sums=SUM_COPIES * learning.gradients if need.sums else 0,
         activations=_activations(base, config, layout, micro, profile, logits=logits),
         logits=logits,
-        update=learning.update,
         decode=_draw_copies(profile.sampling) * rows * need.step_tokens * vocabulary * FLOAT32,
         adapters=adapters,
         freed=profile.memory.cache_limit_mib * 2**20,
@@ -215,17 +191,8 @@ def serving_memory(
     draft_weights, draft_caches = _beside(need.draft_model, rows, length + need.step_tokens - 1)
     return MemoryEstimate(
         base=sum(array.nbytes for array in flat(base.parameters()).values()) + draft_weights,
-        trained=0,
-        optimizer=0,
-        reference=0,
-        rollback=0,
-        midway=0,
         caches=_caches(layout, rows, length) + draft_caches,
         prefixes=_prefixes(layout, engine.prefix_cache_tokens, min(PROMPT_TOKENS, length)),
-        gradients=0,
-        activations=0,
-        logits=0,
-        update=0,
         decode=decode,
         adapters=_adapters(base, config, adapters) if adapters is not None else 0,
         margin=int(MARGIN * decode),

@@ -6,13 +6,13 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
 
 from protocols.errors import ProfileError, visible
 from training_run.profile.flags import parsed_flags
+from training_run.profile.keys import by_path
 from training_run.profile.other_trainers import SYSTEMS, VALUE, as_text
 from training_run.profile.translation import Dialect, Given, Line
 
@@ -70,7 +70,7 @@ def import_profile(text: str, label: str) -> ImportedProfile:
 
 def _read_toml(text: str, label: str) -> dict[str, Any]:
     try:
-        return dict(_flat(tomllib.loads(NULL_LINE.sub("", text))))
+        return by_path(tomllib.loads(NULL_LINE.sub("", text)))
     except (ValueError, RecursionError) as error:
         raise ProfileError(f"{label}: is not valid TOML: {visible(' '.join(str(error).split()), 200)}") from error
 
@@ -88,7 +88,7 @@ def _read_yaml(text: str, label: str) -> dict[str, Any]:
         raise ProfileError(f"{label}: contains an alias (*NAME): write its value")
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table):
         raise ProfileError(f"{label}: must have keys of mlx_lm.lora, such as `model: PATH`")
-    return {name: value for name, value in _flat(table) if value is not None}
+    return {name: value for name, value in by_path(table).items() if value is not None}
 
 
 def with_recorded_scale(values: dict[str, Any]) -> dict[str, Any]:
@@ -99,11 +99,3 @@ def with_recorded_scale(values: dict[str, Any]) -> dict[str, Any]:
     recorded = {"policy.method.scaling", "queues.reports"} <= values.keys()
     stated = {"policy.method.scale", "policy.method.alpha"} & values.keys()
     return {"policy.method.scale": 10.0, **values} if recorded and not stated else values
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from typing import Any
+
 from clotho.settings.keys import TYPE, Keys
 from training_run.profile import aliases
 from training_run.profile.mounted import SETTINGS, absent_keys, with_attachments
@@ -22,6 +25,15 @@ SECTIONS, KEYS = PROFILE_KEYS.sections, PROFILE_KEYS.all
 
 SETTABLE, CHOICES = PROFILE_KEYS.settable, PROFILE_KEYS.choices
 """The keys that have a flag, by path, and the types of every union, by choice."""
+
+
+def by_path(node: Any, whole: Container[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by key path. whole: paths of tables that are values."""
+    if not isinstance(node, dict) or prefix in whole:
+        return {prefix: node}
+    start = prefix and f"{prefix}."
+    parts = (by_path(child, whole, f"{start}{name}") for name, child in node.items())
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def flag_of(path: str) -> str:

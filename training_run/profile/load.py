@@ -236,10 +236,10 @@ def resolved_toml(profile: Profile, *, mask_secrets: bool = False) -> str:
 def changed_toml(profile: Profile) -> str:
     """The settings that differ from the defaults as TOML, with hidden API keys; loading it gives an equal profile."""
     tree = _masked(_without_none(msgspec.to_builtins(profile)))
-    chosen = PROFILE_KEYS.chosen_types({path: value for path in CHOICES if (value := _at(tree, path)) is not None})
+    chosen = PROFILE_KEYS.chosen_types({path: value for path in CHOICES if (value := value_at(tree, path)) is not None})
     changed: dict[str, Any] = {}
     for path, key in SETTABLE.items():
-        variant, value = key.variant(chosen), _at(tree, path)
+        variant, value = key.variant(chosen), value_at(tree, path)
         if variant is None or value is None or is_default(variant.default, value):
             continue
         if array_items(key.shape):
@@ -249,7 +249,7 @@ def changed_toml(profile: Profile) -> str:
     return tomli_w.dumps(changed)
 
 
-def _at(tree: Mapping[str, Any], path: str) -> Any:
+def value_at(tree: Mapping[str, Any], path: str) -> Any:
     """Return the value of a key in nested tables; None without one."""
     value: Any = tree
     for name in path.split("."):
@@ -264,7 +264,7 @@ def write_profile(profile: Profile, path: Path) -> None:
     """
     tree = _without_none(msgspec.to_builtins(profile))
     for setting in SETTINGS:
-        table = _at(tree, setting.table) if setting.table else tree
+        table = value_at(tree, setting.table) if setting.table else tree
         if isinstance(table, dict) and is_default(setting.default, table.get(setting.name)):
             del table[setting.name]
     replace_file(path, [tomli_w.dumps(tree).encode()], mode=0o600 if _tables_with_secrets(tree) else 0o666)

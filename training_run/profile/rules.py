@@ -13,7 +13,7 @@ from clotho.settings.objectives import Preference
 from protocols.learnability import unlearnable
 from protocols.sampling import PARAMETERS, in_use
 from training_run.attachment import SLOTS, installed_attachments, slot_settings
-from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS, SETTABLE
+from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS, SETTABLE, by_path
 from training_run.profile.schema import Profile
 
 Values = dict[str, Any]  # a resolved profile by key path; arrays of tables are tuples of structs
@@ -209,7 +209,7 @@ def violated_rows(profile: Profile) -> Iterator[Complaint]:
     arrays = {
         path: getattr(profile, path) for path, section in SECTIONS.items() if section.repeated and "." not in path
     }
-    v: Values = _by_path(msgspec.to_builtins(profile), "") | arrays
+    v: Values = by_path(msgspec.to_builtins(profile), KEYS) | arrays
     chosen = PROFILE_KEYS.chosen_types(v)
     without_effect = rules_without_effect()
     for rule in (*without_effect, *contradictions()):
@@ -243,11 +243,3 @@ def rules_without_effect() -> tuple[Rule, ...]:
 def contradictions() -> tuple[Rule, ...]:
     """Return `CONTRADICTIONS` with the rows of attachments."""
     return (*CONTRADICTIONS, *(rule for attachment in installed_attachments() for rule in attachment.contradictions))
-
-
-def _by_path(tree: dict[str, Any], prefix: str) -> Values:
-    found: Values = {}
-    for name, value in tree.items():
-        path = prefix + name
-        found |= _by_path(value, f"{path}.") if isinstance(value, dict) and path not in KEYS else {path: value}
-    return found

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from protocols.descriptions import descriptions
 from protocols.finding import Finding
 from protocols.rollout import ScoredGroup, bounded
 from protocols.step import StepReport, UpdateMetrics
@@ -25,17 +26,10 @@ MetricsLine = dict[str, Any]
 """One line of metrics.jsonl: values by metric name."""
 
 
-def _described(fields: type[Struct]) -> dict[str, str]:
-    return {
-        name: annotation.__metadata__[0].description
-        for name, annotation in get_type_hints(fields, include_extras=True).items()
-    }
-
-
 SOLVED_METRICS: dict[Solved, str] = {"all": "groups/solved_all", "none": "groups/solved_none", "mixed": "groups/mixed"}
 """The metric of groups of which all, none or some completions solved the problem."""
 
-UPDATE_METRICS = _described(UpdateMetrics)
+UPDATE_METRICS = descriptions(UpdateMetrics)
 """Metrics of the update by name. All are null for a batch without an update."""
 
 METRICS = {

@@ -1,10 +1,10 @@
-"""Command lines of the remedies of findings: for a run directory, and for a profile that `doctor` checks."""
+"""Command lines of the remedies of findings."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import cached_property
 from math import ceil, floor, inf
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from protocols.finding import CHECK, Change, Finding
 from training_run.directory.checkpoints import checkpoint_steps
 from training_run.profile.flags import as_flags, parse_flags
 from training_run.profile.keys import flag_of
-from training_run.profile.load import load_profile
+from training_run.profile.load import load_profile, value_at
 from training_run.profile.program import program
 from training_run.profile.schema import Profile
 from training_run.records.terminal_text import relative_path
@@ -55,10 +55,11 @@ def accepted_change(changes: Sequence[Change], load: Loaded) -> dict[str, Any]:
     """Return the first change that the settings accept and that changes them, by key path; empty if there is none."""
     try:
         present = load({})
+        tree = msgspec.to_builtins(present)
     except ClothoError:
         return {}
     for change in changes:
-        text = change.value or _scaled(_value(present, change.of or change.key), change.factor)
+        text = change.value or _scaled(value_at(tree, change.of or change.key), change.factor)
         try:
             values = parse_flags([flag_of(change.key), text], {})
             if text and load(values) != present:
@@ -66,12 +67,6 @@ def accepted_change(changes: Sequence[Change], load: Loaded) -> dict[str, Any]:
         except ClothoError:
             continue
     return {}
-
-
-def _value(profile: Profile, key: str) -> Any:
-    """Return the value of a key; None if the profile does not have the key."""
-    tree = msgspec.to_builtins(profile)
-    return reduce(lambda table, name: table.get(name) if isinstance(table, dict) else None, key.split("."), tree)
 
 
 def _scaled(value: Any, factor: float) -> str:
@@ -127,18 +122,3 @@ class RunCommands:
         except ClothoError:
             return []
         return ["--server.port", "0"] if isinstance(server, HttpServer) and server.port else []
-
-
-class DoctorCommands:
-    """Completes the findings of `doctor` with command lines that check the profile with a changed setting."""
-
-    def __init__(self, profile: str, overrides: Mapping[str, Any], load: Loaded) -> None:
-        """profile: its name or path. overrides: settings of the command line. load: loads the profile with settings."""
-        self._profile, self._overrides, self._load = profile, overrides, load
-
-    def complete(self, finding: Finding) -> Finding:
-        """Return the finding with its command."""
-        changes = accepted_change(finding.remedy.changes, lambda values: self._load({**self._overrides, **values}))
-        argv = ["doctor", "--profile", self._profile, *as_flags({**self._overrides, **changes})]
-        action = finding.remedy.action if changes else "check"
-        return replace(finding, remedy=replace(finding.remedy, action=action), command=command_line(argv))

@@ -41,7 +41,7 @@ from training_run.directory.integer_set import IntegerSet
 from training_run.directory.jsonl import Scan, rewrite, scan
 from training_run.directory.run_directory import RunDirectory
 from training_run.directory.run_paths import chosen_checkpoint
-from training_run.profile.keys import PROFILE_KEYS, SETTABLE
+from training_run.profile.keys import PROFILE_KEYS, SETTABLE, by_path
 from training_run.profile.schema import Profile
 from training_run.records.remedies import new_run_line
 from training_run.records.summary import resume_command
@@ -362,16 +362,9 @@ def differences(old: Profile, new: Profile) -> dict[str, str]:
 
 def _changed(old: Profile, new: Profile) -> dict[str, Any]:
     """Return the new values of the settings that differ, by the key path of their flag."""
-    before, after = (_settings(msgspec.to_builtins(profile)) for profile in (old, new))
+    before, after = (by_path(msgspec.to_builtins(profile), SETTABLE) for profile in (old, new))
     changed = [key for key in SETTABLE if key in after and after[key] != before.get(key) and key != "run_dir"]
     return {key: after[key] for key in PROFILE_KEYS.types_first(changed)}
-
-
-def _settings(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables to the key paths of flags. Arrays of tables, and tables as values, stay whole."""
-    if prefix.removesuffix(".") in SETTABLE or not isinstance(node, dict):
-        return {prefix.removesuffix("."): node}
-    return {key: value for name, child in node.items() for key, value in _settings(child, f"{prefix}{name}.").items()}
 
 
 def _may_differ(key: str, old: Profile, new: Profile) -> bool:

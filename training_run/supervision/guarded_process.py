@@ -303,11 +303,8 @@ class GuardedProcess:
         except asyncio.CancelledError:
             self.kill()
             raise
-        except (EOFError, OSError):
-            await self._wait_for_exit()
-            raise self.end(self._how_it_ended()) from None
-        except ValueError:
-            raise self.end("sent an invalid answer") from None
+        except (EOFError, OSError, ValueError) as error:
+            raise await self._broken(error) from None
         finally:
             receiving.cancel()
 
@@ -315,9 +312,8 @@ class GuardedProcess:
         """Send a request, one at a time. Raises `ended` if the process has ended."""
         try:
             await self._loop.sock_sendall(self._socket, request)
-        except OSError:
-            await self._wait_for_exit()
-            raise self.end(self._how_it_ended()) from None
+        except OSError as error:
+            raise await self._broken(error) from None
 
     async def receive(self, kind: type[Message]) -> Message:
         """Wait for a message. Raises `ended` if the process has ended, or is over its memory limit."""
@@ -328,11 +324,8 @@ class GuardedProcess:
                 if not receiving.done():
                     self._require_memory()
             return receiving.result()
-        except (EOFError, OSError):
-            await self._wait_for_exit()
-            raise self.end(self._how_it_ended()) from None
-        except ValueError:
-            raise self.end("sent an invalid answer") from None
+        except (EOFError, OSError, ValueError) as error:
+            raise await self._broken(error) from None
         finally:
             receiving.cancel()
 
@@ -354,10 +347,14 @@ class GuardedProcess:
             content += chunk
         return bytes(content)
 
-    async def _wait_for_exit(self) -> None:
+    async def _broken(self, error: Exception) -> Exception:
+        """End the process for an error of its connection or of its message, and return the error to raise."""
+        if isinstance(error, ValueError):
+            return self.end("sent an invalid answer")
         deadline = self._loop.time() + EXIT_SECONDS
         while self.alive and self._loop.time() < deadline:  # noqa: ASYNC110  (the system has no event for it)
             await asyncio.sleep(EXIT_SECONDS / 100)
+        return self.end(self._how_it_ended())
 
     def _how_it_ended(self) -> str:
         status = self._process.returncode

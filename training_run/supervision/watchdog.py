@@ -1,26 +1,21 @@
-"""Checks beside the actors: stalls of start and compute thread, failures of the decode engine, periodic checks."""
+"""Checks beside the actors: stalls of start and compute thread, and failures of the decode engine."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Generic, TypeVar
 
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskStatus
 
 from clotho.lanes.compute_thread import finish
-from clotho.lanes.daemon_threads import DaemonThreads
 from protocols.errors import error_text
 from training_run.supervision.supervisor import RestartPolicy
-
-T = TypeVar("T")
 
 ENGINE_RESTARTS = RestartPolicy(max_restarts=3, first_pause_seconds=0.5)
 
@@ -100,34 +95,6 @@ class StartupWatch:
         began = time.monotonic()
         while not ended.wait(self._limit):
             self._on_slow(name, time.monotonic() - began)
-
-
-class PeriodicCheck:
-    """Calls `check`, which must return at once, every `seconds`, until cancelled."""
-
-    def __init__(self, name: str, check: Callable[[], None], *, seconds: float) -> None:
-        self.name, self.check = name, check
-        self._seconds = seconds
-
-    async def run(self) -> None:
-        """Check at the start and after each pause."""
-        while True:
-            self.check()
-            await anyio.sleep(self._seconds)
-
-
-class PeriodicReading(Generic[T]):
-    """Calls `read` in a daemon thread, and `take` with its result in the event loop, every `seconds`."""
-
-    def __init__(self, name: str, read: Callable[[], T], take: Callable[[T], None], *, seconds: float) -> None:
-        self.name, self._read, self._take, self._seconds = name, read, take, seconds
-        self._threads = DaemonThreads(name, 1, wait_seconds=math.inf, work_seconds=math.inf)
-
-    async def run(self) -> None:
-        """Read at the start and after each pause."""
-        while True:
-            self._take(await self._threads.run(self._read))
-            await anyio.sleep(self._seconds)
 
 
 class EngineGuard:

@@ -9,6 +9,7 @@ import anyio.lowlevel
 import pytest
 
 from attachments.machine.attachment import ATTACHMENT
+from attachments.machine.periodic import PeriodicCheck
 from attachments.machine.pressure import MemoryReading
 from attachments.machine.resources import ResourceProbe, ResourceReading
 from attachments.machine.tests import simulated_mac
@@ -16,7 +17,6 @@ from protocols.sampling import SampleRequest, Sampling
 from tests.training_run.built_context import open_context, tiny_profile
 from training_run.memory.estimate import estimate_memory
 from training_run.run_monitor import RunMonitor
-from training_run.supervision.watchdog import PeriodicCheck
 
 
 async def test_memory_pressure_limits_the_engine_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ VALUES: Values = [
 
 def resumed() -> Sessions:
     """Return sessions with different counts."""
-    saved = Balance(prompted=10, trained=4, discarded=1, by_reason={"stale": 1}, carried_over=5)
+    saved = Balance(prompted=10, trained=4, by_reason={"stale": 1}, carried_over=5)
     groups = SessionGroups(size=2, clock=time.monotonic)
     sessions = Sessions(HttpSessions(), groups, life="a", tokenizer=CharacterTokenizer(), context_length=9, saved=saved)
     counts = sessions.counts

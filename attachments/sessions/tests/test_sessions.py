@@ -326,7 +326,7 @@ async def test_every_session_is_counted_once(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_sessions_that_a_restart_has_cut_are_lost() -> None:
     """A resumed run counts them once, with those that ended before the checkpoint."""
-    saved = Balance(prompted=10, trained=4, discarded=1, by_reason={"stale": 1}, carried_over=5)
+    saved = Balance(prompted=10, trained=4, by_reason={"stale": 1}, carried_over=5)
     balance = SessionServer(saved=saved).sessions.balance()
     assert balance.holds
     assert (balance.by_reason, balance.carried_over) == ({"stale": 1, "lost": 5}, 0)

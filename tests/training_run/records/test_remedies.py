@@ -59,7 +59,7 @@ from training_run.profile.flags import OWN, as_flags, parse_flags
 from training_run.profile.keys import KEYS
 from training_run.profile.load import load_profile, write_profile
 from training_run.profile.schema import Profile
-from training_run.records.remedies import DoctorCommands, RunCommands, new_run_dir
+from training_run.records.remedies import RunCommands, new_run_dir
 from training_run.records.training_signal import TrainingSignal
 from training_run.start.resume import refuse_if_incompatible
 
@@ -327,7 +327,7 @@ def test_the_command_of_every_finding_of_doctor_is_accepted(
 ) -> None:
     """It checks the same profile, with the flags of the user and the changed setting."""
     given = {"learner.batch_size": 3, "sampling.stop_token_ids": (5,), "rewards": ({"name": "exact"},)}
-    commands = DoctorCommands(str(ended.file), given, partial(load_profile, str(ended.file)))
+    load = partial(load_profile, str(ended.file))
     checked: list[Profile] = []
 
     async def diagnose(profile: Profile, console: object, *, seconds: float) -> doctor.Diagnosis:
@@ -336,7 +336,7 @@ def test_the_command_of_every_finding_of_doctor_is_accepted(
 
     monkeypatch.setattr(doctor, "diagnose", diagnose)
     for finding in findings.values():
-        completed = commands.complete(finding)
+        completed = doctor.completed(finding, str(ended.file), given, load)
         assert silent(arguments(completed)) == 0, finding.name
         assert checked[-1].learner.batch_size == 3
         assert (checked[-1] == load_profile(str(ended.file), given)) == (completed.remedy.action == "check")

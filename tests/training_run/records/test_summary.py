@@ -62,9 +62,7 @@ def summary(*, measured: bool = True) -> RunSummary:
         version=98,
         before=evaluation(0, 0.43) if measured else None,
         after=evaluation(100, 0.96, final=True) if measured else None,
-        balance=Balance(
-            prompted=800, trained=612, discarded=188, by_reason={"stale": 8, "zero_variance": 180}, carried_over=0
-        ),
+        balance=Balance(prompted=800, trained=612, by_reason={"stale": 8, "zero_variance": 180}, carried_over=0),
         gauges=GAUGES,
         training_seconds=100.0,
         computing=ComputeTotals(decode=50.0, update=40.0, other=2.0, overlap=30.0, processor=90.0),

@@ -17,7 +17,7 @@ import pytest
 from anyio import create_task_group, fail_after
 
 from tests.actors.actor_helpers import cancel_when_blocked
-from training_run.supervision.watchdog import EngineGuard, PeriodicCheck, PeriodicReading, StartupWatch, Watchdog
+from training_run.supervision.watchdog import EngineGuard, StartupWatch, Watchdog
 
 
 class _WatchdogHarness:
@@ -153,40 +153,3 @@ async def test_a_cancelled_guard_leaves_its_future_open() -> None:
     await cancel_when_blocked(guard(broken, []).run)
     assert not broken.cancelled()
     broken.set_exception(LookupError("late"))
-
-
-async def test_a_periodic_check_is_called_again_and_again() -> None:
-    """Until it is cancelled."""
-    thrice = anyio.Event()
-    calls: list[None] = []
-
-    def check() -> None:
-        calls.append(None)
-        if len(calls) == 3:
-            thrice.set()
-
-    periodic = PeriodicCheck("memory watch", check, seconds=0.001)
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(periodic.run)
-            await thrice.wait()
-            group.cancel_scope.cancel()
-    assert periodic.name == "memory watch"
-
-
-async def test_a_periodic_reading_reads_in_a_thread_and_passes_the_result_to_the_event_loop() -> None:
-    """A reading that waits does not delay the event loop."""
-    thrice, threads = anyio.Event(), list[tuple[str, str]]()
-
-    def take(reader: str) -> None:
-        threads.append((reader, threading.current_thread().name))
-        if len(threads) == 3:
-            thrice.set()
-
-    reading = PeriodicReading("resource watch", lambda: threading.current_thread().name, take, seconds=0.001)
-    with fail_after(5):
-        async with create_task_group() as group:
-            group.start_soon(reading.run)
-            await thrice.wait()
-            group.cancel_scope.cancel()
-    assert set(threads) == {("resource watch", threading.current_thread().name)}
