@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from random import Random
+
+from profiles.maker.command import run_command
+from profiles.maker.problem import Problem, write_problems
 
 HELD_OUT, TRAINING = 256, 1024
 """Problems in heldout.jsonl and in train.jsonl; no pair of numbers occurs twice in both together, in either order."""
@@ -13,22 +14,16 @@ HELD_OUT, TRAINING = 256, 1024
 NUMBERS = range(10, 100)
 
 
-def make_problems(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Draw the pairs of numbers for training and for evaluation that belong to a seed."""
+def make_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
+    """Draw the additions for training and for evaluation that belong to a seed."""
     rng = Random(seed)
     unordered = [(first, second) for first in NUMBERS for second in NUMBERS if first <= second]
-    drawn = [tuple(rng.sample(pair, 2)) for pair in rng.sample(unordered, HELD_OUT + TRAINING)]
-    pairs = [(first, second) for first, second in drawn]
-    return pairs[HELD_OUT:], pairs[:HELD_OUT]
-
-
-def write_problems(path: Path, pairs: list[tuple[int, int]]) -> None:
-    """Write JSON lines of `prompt`, `answer` (text) and `type`."""
-    rows = (
-        {"prompt": f"{first} plus {second} equals", "answer": str(first + second), "type": "addition"}
-        for first, second in pairs
-    )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    problems = []
+    for pair in rng.sample(unordered, HELD_OUT + TRAINING):
+        first, second = rng.sample(pair, 2)
+        prompt, answer = f"{first} plus {second} equals", str(first + second)
+        problems.append(Problem(kind="addition", level=1, prompt=prompt, answer=answer, work=()))
+    return problems[HELD_OUT:], problems[:HELD_OUT]
 
 
 def make(out: Path, seed: int) -> None:
@@ -39,14 +34,5 @@ def make(out: Path, seed: int) -> None:
     write_problems(out / "heldout.jsonl", held_out)
 
 
-def main() -> None:
-    """Read the command line and write the files."""
-    parser = argparse.ArgumentParser(prog="python -m profiles.smollm2", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--seed", type=int, default=0, help="of the problems")
-    arguments = parser.parse_args()
-    make(arguments.out, arguments.seed)
-
-
 if __name__ == "__main__":
-    main()
+    run_command("python -m profiles.smollm2", __doc__, make)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import msgspec
@@ -58,6 +58,9 @@ log = structlog.get_logger(actor="eval")
 
 BASE_NAME = "base"
 """Name of the base model in the results."""
+
+Row = tuple[str, list[str]]
+"""A row of a table: its label, and the cell of each policy."""
 
 
 class Graded(Struct, frozen=True, kw_only=True):
@@ -345,82 +348,74 @@ def show(console: Console, found: Evaluation, *, as_json: bool) -> None:
         text = msgspec.json.format(msgspec.json.encode(replace(found, policies=short)), indent=1).decode()
         console.print(Text(text), soft_wrap=True)
         return
-    console.print(_greedy_table(found))
-    if found.samples:
-        console.print(_samples_table(found))
-    if any(result.comparison for result in found.policies.values()):
-        console.print(_comparison_table(found))
-
-
-def _greedy_table(found: Evaluation) -> Table:
     title = f"greedy completions of {found.problems} problems ({found.part}), intervals of 95 %"
-    table = _table(title, found.policies)
-    results = list(found.policies.values())
-    _add(table, "accuracy (%)", [_share(result.greedy.overall) for result in results])
-    for kind in sorted({kind for result in results for kind in result.greedy.by_type}):
-        _add(table, f"  {kind}", [_share(result.greedy.by_type.get(kind)) for result in results])
-    _add(table, "reward", [_value(result.reward) for result in results])
-    for name in sorted({name for result in results for name in result.rewards}):
-        _add(table, f"  {name}", [_value(result.rewards.get(name)) for result in results])
-    if any(result.loss for result in results):
-        _add(table, "held-out loss", [_value(result.loss) for result in results])
-    _add(table, "mean length", [number(result.completion_length, ".1f") for result in results])
-    _add(table, "truncated", [percent(result.truncated) for result in results])
-    if any(result.greedy.ungraded for result in results):
-        _add(table, "ungraded problems", [str(result.greedy.ungraded) for result in results])
-    if any(result.failed for result in results):
-        _add(table, "failed rewards", [str(result.failed) for result in results])
-    return table
-
-
-def _samples_table(found: Evaluation) -> Table:
-    title = f"{found.samples} completions per problem at temperature {found.temperature:g}"
-    table = _table(title, found.policies)
-    results = list(found.policies.values())
-    _add(table, f"avg@{found.samples} (%)", [_share(result.avg.overall if result.avg else None) for result in results])
-    for k in powers_of_two(found.samples):
-        _add(table, f"pass@{k} (%)", [_share(result.pass_at[str(k)].overall) for result in results])
-    _add(table, "reward", [_value(result.sampled_reward) for result in results])
-    return table
-
-
-def _comparison_table(found: Evaluation) -> Table:
-    compared = {name: result.comparison for name, result in found.policies.items() if result.comparison}
-    table = _table("difference to the base model, intervals of 95 %", compared)
-    results = list(compared.values())
-    _add(table, "accuracy (points)", [_share(result.accuracy, signed=True) for result in results])
-    _add(table, "  solved by one only", [f"{result.gained} gained, {result.lost} lost" for result in results])
-    _add(table, "  p (McNemar)", [f"{result.p_value:.3g}" for result in results])
-    _add(table, "reward", [_value(result.reward, signed=True) for result in results])
-    if any(result.loss for result in results):
-        _add(table, "held-out loss", [_value(result.loss, signed=True) for result in results])
+    _print_table(console, title, found.policies, _greedy_rows(found))
     if found.samples:
-        _add(table, f"avg@{found.samples} (points)", [_share(result.avg, signed=True) for result in results])
+        title = f"{found.samples} completions per problem at temperature {found.temperature:g}"
+        _print_table(console, title, found.policies, _sample_rows(found))
+    compared = {name: result.comparison for name, result in found.policies.items() if result.comparison}
+    if compared:
+        title = "difference to the base model, intervals of 95 %"
+        _print_table(console, title, compared, _comparison_rows(list(compared.values()), found.samples))
+
+
+def _greedy_rows(found: Evaluation) -> Iterator[Row]:
+    results = list(found.policies.values())
+    yield "accuracy (%)", [_share(result.greedy.overall) for result in results]
+    for kind in sorted({kind for result in results for kind in result.greedy.by_type}):
+        yield f"  {kind}", [_share(result.greedy.by_type.get(kind)) for result in results]
+    yield "reward", [_value(result.reward) for result in results]
+    for name in sorted({name for result in results for name in result.rewards}):
+        yield f"  {name}", [_value(result.rewards.get(name)) for result in results]
+    if any(result.loss for result in results):
+        yield "held-out loss", [_value(result.loss) for result in results]
+    yield "mean length", [number(result.completion_length, ".1f") for result in results]
+    yield "truncated", [percent(result.truncated) for result in results]
+    if any(result.greedy.ungraded for result in results):
+        yield "ungraded problems", [str(result.greedy.ungraded) for result in results]
+    if any(result.failed for result in results):
+        yield "failed rewards", [str(result.failed) for result in results]
+
+
+def _sample_rows(found: Evaluation) -> Iterator[Row]:
+    results = list(found.policies.values())
+    yield f"avg@{found.samples} (%)", [_share(result.avg.overall if result.avg else None) for result in results]
     for k in powers_of_two(found.samples):
-        _add(table, f"pass@{k} (points)", [_share(result.pass_at.get(str(k)), signed=True) for result in results])
-    return table
+        yield f"pass@{k} (%)", [_share(result.pass_at[str(k)].overall) for result in results]
+    yield "reward", [_value(result.sampled_reward) for result in results]
 
 
-def _table(title: str, columns: Iterable[str]) -> Table:
+def _comparison_rows(results: Sequence[Comparison], samples: int) -> Iterator[Row]:
+    yield "accuracy (points)", [_share(result.accuracy, "+") for result in results]
+    yield "  solved by one only", [f"{result.gained} gained, {result.lost} lost" for result in results]
+    yield "  p (McNemar)", [f"{result.p_value:.3g}" for result in results]
+    yield "reward", [_value(result.reward, "+") for result in results]
+    if any(result.loss for result in results):
+        yield "held-out loss", [_value(result.loss, "+") for result in results]
+    if samples:
+        yield f"avg@{samples} (points)", [_share(result.avg, "+") for result in results]
+    for k in powers_of_two(samples):
+        yield f"pass@{k} (points)", [_share(result.pass_at.get(str(k)), "+") for result in results]
+
+
+def _print_table(console: Console, title: str, columns: Iterable[str], rows: Iterable[Row]) -> None:
     table = Table(title=Text(title), title_justify="left", safe_box=True)
     table.add_column(overflow="fold")
     for name in columns:
         table.add_column(Text(terminal_text(name, 40)), justify="right", no_wrap=True)
-    return table
+    for label, cells in rows:
+        table.add_row(Text(terminal_text(label, 40)), *map(Text, cells))
+    console.print(table)
 
 
-def _add(table: Table, label: str, cells: Iterable[str]) -> None:
-    table.add_row(Text(terminal_text(label, 40)), *map(Text, cells))
-
-
-def _share(estimate: Estimate | None, *, signed: bool = False) -> str:
+def _share(estimate: Estimate | None, sign: str = "") -> str:
     """Format a share or a difference of shares in percent with its interval; `-` if there is none."""
-    return _in_words(estimate, 100, "+.1f" if signed else ".1f")
+    return _in_words(estimate, 100, f"{sign}.1f")
 
 
-def _value(estimate: Estimate | None, *, signed: bool = False) -> str:
+def _value(estimate: Estimate | None, sign: str = "") -> str:
     """Format a mean or a difference of means with its interval; `-` if there is none."""
-    return _in_words(estimate, 1, "+.3f" if signed else ".3f")
+    return _in_words(estimate, 1, f"{sign}.3f")
 
 
 def _in_words(estimate: Estimate | None, factor: int, form: str) -> str:

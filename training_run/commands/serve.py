@@ -53,40 +53,30 @@ class Serving(Struct, frozen=True, kw_only=True, eq=False):
     weights: Latest[WeightsReady]
 
     def server_context(self, state: ServingState) -> ServerContext:
-        """The HTTP server's interface to the engine."""
-        profile, base = self.arguments.profile, self.sampler.policy
+        """The HTTP server's interface to the engine.
+
+        Attachments may train adapters of a base model; other training runs may replace the weights of a policy.
+        """
+        profile, sampler = self.arguments.profile, self.sampler
+        served, engine, compute = sampler.policy, sampler.engine, sampler.compute
         return ServerContext(
             models=lambda: (self.model,),
             engine=structs.replace(state.engine_access(), may_pause=True),
             base_model=self.model.id,
-            sampler=self.sampler.client,
-            tokenizer=base.tokenizer,
+            sampler=sampler.client,
+            tokenizer=served.tokenizer,
             settings=structs.replace(profile.server, model_name=self.model.id),
             sampling=profile.sampling,
             prompt_logprobs=state.score,
             weights=self.model.weights,
             health=state.health,
-            context_length=base.context_length,
-            vocab_size=base.vocab_size,
+            context_length=served.context_length,
+            vocab_size=served.vocab_size,
             measure=partial(state.metrics, self.model.id),
-            replaceable=self.replaceable(),
-            base=self.base(),
-        )
-
-    def base(self) -> BaseAccess | None:
-        """The base model that attachments may train adapters of; None if this server serves a policy."""
-        sampler = self.sampler
-        if not isinstance(sampler.policy, BaseModel):
-            return None
-        return BaseAccess(base=sampler.policy, engine=sampler.engine, compute=sampler.compute)
-
-    def replaceable(self) -> ReplaceablePolicy | None:
-        """The policy whose weights training runs of other processes replace, if the server accepts weights."""
-        sampler = self.sampler
-        if not isinstance(sampler.policy, Policy):
-            return None
-        return ReplaceablePolicy(
-            policy=sampler.policy, engine=sampler.engine, compute=sampler.compute, weights=self.weights
+            replaceable=ReplaceablePolicy(policy=served, engine=engine, compute=compute, weights=self.weights)
+            if isinstance(served, Policy)
+            else None,
+            base=BaseAccess(base=served, engine=engine, compute=compute) if isinstance(served, BaseModel) else None,
         )
 
 

@@ -91,8 +91,8 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
 class LatestCheckpoint(Struct, frozen=True, kw_only=True):
     """Path of the newest complete checkpoint, None if there is none, and a warning for each newer damaged one."""
 
-    path: Path | None
-    warnings: tuple[str, ...]
+    path: Path | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def write_checkpoint(

@@ -81,7 +81,9 @@ class JsonlWriter:
         return 0
 
 
-class _Step(Struct, frozen=True, kw_only=True):
+class StepRecord(Struct, frozen=True, kw_only=True):
+    """The key that the lines of all histories have."""
+
     step: int
 
 
@@ -96,7 +98,7 @@ class Record(Protocol):
 T = TypeVar("T", bound=Record)
 
 
-class Scan(Struct, frozen=True, kw_only=True):
+class Scan(Struct, kw_only=True):
     """What a file holds up to a step. A long history is not held in memory.
 
     exists: whether there is a file. recorded: the numbers of its records; repeated: those that more than one has.
@@ -106,7 +108,7 @@ class Scan(Struct, frozen=True, kw_only=True):
     """
 
     path: Path
-    exists: bool
+    exists: bool = True
     recorded: IntegerSet = msgspec.field(default_factory=IntegerSet)
     repeated: IntegerSet = msgspec.field(default_factory=IntegerSet)
     later: int = 0
@@ -130,34 +132,22 @@ def scan(path: Path, step: int, record: type[T], number: Callable[[T], int] = la
         return Scan(path=path, exists=False)
     if not path.is_file():
         raise RunDirectoryError(f"{path} is not a regular file: move it away")
-    recorded, repeated, invalid = IntegerSet(), IntegerSet(), IntegerSet()
-    later = padding = invalid_bytes = 0
-    unterminated = False
+    found = Scan(path=path)
     with disk_errors_as(RunDirectoryError, f"{path} cannot be read"):
         for line_number, raw in enumerate(_raw_lines(path), start=1):
-            padding += raw.count(0)
+            found.padding += raw.count(0)
             for line in _parts(raw):
-                found = _decode(line, record)
-                if found is None:
-                    invalid.add(line_number)
-                    invalid_bytes += len(line)
-                elif found.step > step:
-                    later += 1
+                decoded = _decode(line, record)
+                if decoded is None:
+                    found.invalid.add(line_number)
+                    found.invalid_bytes += len(line)
+                elif decoded.step > step:
+                    found.later += 1
                 else:
-                    if not recorded.add(number(found)):
-                        repeated.add(number(found))
-                    unterminated = not raw.endswith(b"\n")
-    return Scan(
-        path=path,
-        exists=True,
-        recorded=recorded,
-        repeated=repeated,
-        later=later,
-        padding=padding,
-        invalid=invalid,
-        invalid_bytes=invalid_bytes,
-        unterminated=unterminated,
-    )
+                    if not found.recorded.add(number(decoded)):
+                        found.repeated.add(number(decoded))
+                    found.unterminated = not raw.endswith(b"\n")
+    return found
 
 
 def line_of_step(path: Path, step: int) -> bytes:
@@ -168,7 +158,7 @@ def line_of_step(path: Path, step: int) -> bytes:
             lines = file.read().splitlines()
     except OSError:
         return b""
-    return next((line for line in reversed(lines) if (found := _decode(line, _Step)) and found.step == step), b"")
+    return next((line for line in reversed(lines) if (found := _decode(line, StepRecord)) and found.step == step), b"")
 
 
 def rewrite(found: Scan, step: int, record: type[T]) -> None:

@@ -32,7 +32,10 @@ class RunHistory(Struct, frozen=True, kw_only=True):
     reports: list[EvalReport] = msgspec.field(default_factory=list)
 
 
-class _Age(Struct):
+class MetricsRecord(Struct, frozen=True, kw_only=True):
+    """The keys of metrics.jsonl that a resumed run reads."""
+
+    step: int
     seconds: float = msgspec.field(name="time/run", default=0.0)
 
 
@@ -43,7 +46,7 @@ def read_history(metrics: Path, evaluations: Path) -> RunHistory:
     """
     try:
         reports = [msgspec.json.decode(line, type=EvalReport) for line in _lines(evaluations)]
-        age = max((msgspec.json.decode(line, type=_Age).seconds for line in _lines(metrics)), default=0.0)
+        age = max((msgspec.json.decode(line, type=MetricsRecord).seconds for line in _lines(metrics)), default=0.0)
     except ValueError as error:
         raise RunDirectoryError(f"{metrics} or {evaluations.name} is not valid: {visible(str(error), 200)}") from error
     return RunHistory(

@@ -27,6 +27,7 @@ from training_run.attachment import Attachment, installed_attachments
 from training_run.directory.best_checkpoint import INITIAL
 from training_run.directory.checkpoints import (
     Checkpoint,
+    LatestCheckpoint,
     checkpoint_path,
     checkpoint_steps,
     find_damage,
@@ -38,20 +39,14 @@ from training_run.directory.checkpoints import (
     require_same_inputs,
 )
 from training_run.directory.integer_set import IntegerSet
-from training_run.directory.jsonl import Scan, rewrite, scan
+from training_run.directory.jsonl import Scan, StepRecord, rewrite, scan
 from training_run.directory.run_directory import RunDirectory
 from training_run.directory.run_paths import chosen_checkpoint
 from training_run.profile.keys import PROFILE_KEYS, SETTABLE, by_path
 from training_run.profile.schema import Profile
+from training_run.records.evaluation_history import MetricsRecord
 from training_run.records.remedies import new_run_line
 from training_run.records.summary import resume_command
-
-
-class ResumePoint(Struct, frozen=True, kw_only=True):
-    """Where a run continues. path: checkpoint; None at step 0."""
-
-    path: Path | None = None
-    warnings: tuple[str, ...] = ()
 
 
 class RestoredHistories(Struct, frozen=True, kw_only=True):
@@ -61,19 +56,6 @@ class RestoredHistories(Struct, frozen=True, kw_only=True):
     gaps: tuple[HistoryGap, ...] = ()
 
 
-class StepRecord(Struct, frozen=True, kw_only=True):
-    """The key that the lines of all histories have."""
-
-    step: int
-
-
-class MetricsRecord(Struct, frozen=True, kw_only=True):
-    """The keys of metrics.jsonl that a resumed run reads."""
-
-    step: int
-    seconds: float = msgspec.field(name="time/run", default=0.0)
-
-
 class ResumedRollout(Struct, frozen=True, kw_only=True):
     """The keys of rollouts.jsonl that a resumed run reads."""
 
@@ -81,42 +63,7 @@ class ResumedRollout(Struct, frozen=True, kw_only=True):
     group_id: int
 
 
-class Difference:
-    """A history compared with a checkpoint. unit: what one line records. covered: what the checkpoint covers.
-
-    may_have_more: further records are no fault.
-    """
-
-    def __init__(self, found: Scan, unit: str, covered: IntegerSet, *, may_have_more: bool = False) -> None:
-        self._found, self._unit, self._covered = found, unit, covered
-        self.missing = covered - found.recorded
-        self._further = (
-            ()
-            if may_have_more
-            else (
-                ("more than once", found.repeated),
-                ("unknown to the checkpoint", found.recorded - covered),
-            )
-        )
-
-    @property
-    def gap(self) -> HistoryGap:
-        """The number of missing records."""
-        return HistoryGap(file=self._found.path.name, unit=f"{self._unit}s", missing=len(self.missing))
-
-    def messages(self) -> Iterator[str]:
-        """Yield what the history lacks, has more than once, or has beyond the checkpoint."""
-        name = self._found.path.name
-        if self.missing:
-            lacks = f"{name} lacks" if self._found.exists else f"{name} is gone, and with it"
-            total = _counted(len(self._covered), self._unit)
-            yield f"{lacks} {len(self.missing)} of {total} that the checkpoint covers: {self.missing}"
-        for what, numbers in self._further:
-            if numbers:
-                yield f"{name} has {_counted(len(numbers), self._unit)} {what}: {numbers}"
-
-
-def find_resume_point(directory: RunDirectory) -> ResumePoint:
+def find_resume_point(directory: RunDirectory) -> LatestCheckpoint:
     """Find the newest intact checkpoint of a resumed run.
 
     Raises CheckpointError if the run has written checkpoints and none is intact; the checkpoint of the initial weights
@@ -125,7 +72,7 @@ def find_resume_point(directory: RunDirectory) -> ResumePoint:
     With `--resume-step`, the checkpoint of this step is used, and CheckpointError is raised if it is not intact.
     """
     if not directory.resumed:
-        return ResumePoint()
+        return LatestCheckpoint()
     if directory.resume_step is not None:
         return _chosen(directory, directory.resume_step)
     found = latest_checkpoint(directory.checkpoints)
@@ -134,18 +81,18 @@ def find_resume_point(directory: RunDirectory) -> ResumePoint:
     if step == INITIAL and (found.warnings or newest is not None):
         raise _no_checkpoint(directory, newest, found.warnings)
     if found.path is None or step == INITIAL:
-        return ResumePoint(path=found.path, warnings=_starts_over(directory))
+        return LatestCheckpoint(path=found.path, warnings=_starts_over(directory))
     if newest is not None and newest > step and not (directory.checkpoints / f"step-{newest:06d}").exists():
         lost = f"the checkpoint of step {newest} is gone: the run resumes from step {step}"
-        return ResumePoint(path=found.path, warnings=(*found.warnings, lost))
-    return ResumePoint(path=found.path, warnings=found.warnings)
+        return LatestCheckpoint(path=found.path, warnings=(*found.warnings, lost))
+    return found
 
 
-def _chosen(directory: RunDirectory, step: int) -> ResumePoint:
+def _chosen(directory: RunDirectory, step: int) -> LatestCheckpoint:
     path = chosen_checkpoint(directory.checkpoints, step, "--resume-step")
     if damage := find_damage(path):
         raise CheckpointError(f"--resume-step {step}: checkpoint {path} is damaged: {damage}")
-    return ResumePoint(path=path)
+    return LatestCheckpoint(path=path)
 
 
 def set_aside(directory: RunDirectory, step: int) -> tuple[str, ...]:
@@ -263,18 +210,33 @@ def restore_histories(directory: RunDirectory, state: RunState | None, profile: 
     if state is None or _replaces_monitor(profile):
         return RestoredHistories(warnings=tuple(warnings))
     steps, evaluated = IntegerSet(ranges=[range(1, step + 1)] if step > 0 else ()), IntegerSet(state.evaluated)
-    differences = [
-        Difference(metrics, "step", steps),
-        Difference(evaluations, "evaluation", evaluated, may_have_more=True),
-    ]
+    gaps: list[HistoryGap] = []
+    warnings += _compare(metrics, "step", steps, gaps)
+    warnings += _compare(evaluations, "evaluation", evaluated, gaps, may_have_more=True)
     if profile.monitor.rollouts:
         below = state.ledger.all_ended_below
         ended = IntegerSet(state.ledger.ended_above, ranges=[range(below)] if below else ())
-        differences.append(Difference(rollouts, "group", ended))
-    return RestoredHistories(
-        warnings=(*warnings, *(line for difference in differences for line in difference.messages())),
-        gaps=tuple(difference.gap for difference in differences if difference.missing),
-    )
+        warnings += _compare(rollouts, "group", ended, gaps)
+    return RestoredHistories(warnings=tuple(warnings), gaps=tuple(gaps))
+
+
+def _compare(
+    found: Scan, unit: str, covered: IntegerSet, gaps: list[HistoryGap], *, may_have_more: bool = False
+) -> Iterator[str]:
+    """Yield what a history lacks, has more than once, or has beyond the checkpoint; add what it lacks to `gaps`.
+
+    unit: what one line records. covered: what the checkpoint covers. may_have_more: further records are no fault.
+    """
+    name = found.path.name
+    if missing := covered - found.recorded:
+        gaps.append(HistoryGap(file=name, unit=f"{unit}s", missing=len(missing)))
+        lacks = f"{name} lacks" if found.exists else f"{name} is gone, and with it"
+        yield f"{lacks} {len(missing)} of {_counted(len(covered), unit)} that the checkpoint covers: {missing}"
+    unknown = found.recorded - covered
+    further = () if may_have_more else (("more than once", found.repeated), ("unknown to the checkpoint", unknown))
+    for what, numbers in further:
+        if numbers:
+            yield f"{name} has {_counted(len(numbers), unit)} {what}: {numbers}"
 
 
 def _rewind(attachment: Attachment, directory: RunDirectory, step: int) -> None:

@@ -41,9 +41,9 @@ from training_run.directory.run_directory import RunDirectory, read_run_id
 from training_run.directory.run_paths import run_of
 from training_run.profile.load import load_profile, resolved_toml
 from training_run.profile.schema import Profile
+from training_run.records.evaluation_history import MetricsRecord
 from training_run.stages import recorded_profile
 from training_run.start.resume import (
-    MetricsRecord,
     ResumedRollout,
     differences,
     find_resume_point,

@@ -116,38 +116,6 @@ class Queue(Generic[T]):
             raise QueueClosed(f"queue {self.name!r} has no reader: open every inbox before the last one is closed")
         return self._receivers.add(_Inbox[T](self, self._receivers))
 
-    async def _send(self, item: T, end: QueueEnd) -> None:
-        self._check_open(end)
-        if self._items.full() or self._senders.turn.locked():
-            with self._senders.waiting(end):
-                async with self._senders.turn:
-                    await self._items.put(item)
-                    self._sent += 1
-                    return
-            raise QueueClosed(self._why_closed(end))
-        self._put(item)
-
-    def _send_nowait(self, item: T, end: QueueEnd) -> None:
-        self._check_open(end)
-        if self._items.full() or self._senders.turn.locked():
-            raise anyio.WouldBlock
-        self._put(item)
-
-    async def _receive(self, end: QueueEnd) -> T:
-        self._check_not_ended(end)
-        if self._items.empty() or self._receivers.turn.locked():
-            with self._receivers.waiting(end):
-                async with self._receivers.turn:
-                    return self._took(await self._items.get())
-            raise EndOfStream
-        return self._took(self._items.get_nowait())
-
-    def _receive_nowait(self, end: QueueEnd) -> T:
-        self._check_not_ended(end)
-        if self._items.empty() or self._receivers.turn.locked():
-            raise anyio.WouldBlock
-        return self._took(self._items.get_nowait())
-
     def _close(self, end: QueueEnd, side: _Side) -> None:
         self._thread.check()
         side.close(end)
@@ -155,32 +123,9 @@ class Queue(Generic[T]):
             self._senders.cancel_waiting()
         self._end_if_empty()
 
-    def _put(self, item: T) -> None:
-        self._items.put_nowait(item)
-        self._sent += 1
-
-    def _took(self, item: T) -> T:
-        self._received += 1
-        self._end_if_empty()
-        return item
-
     def _end_if_empty(self) -> None:
         if self._senders.closed and self._items.empty():
             self._receivers.cancel_waiting()
-
-    def _check_open(self, end: QueueEnd) -> None:
-        self._thread.check()
-        if end.closed or self._receivers.closed:
-            raise QueueClosed(self._why_closed(end))
-
-    def _check_not_ended(self, end: QueueEnd) -> None:
-        self._thread.check()
-        if end.closed or (self._senders.closed and self._items.empty()):
-            raise EndOfStream
-
-    def _why_closed(self, end: QueueEnd) -> str:
-        reason = "this outbox was closed" if end.closed else "every inbox was closed"
-        return f"queue {self.name!r} accepts no more messages: {reason}"
 
 
 class QueueEnd:
@@ -207,10 +152,6 @@ class QueueEnd:
     def close(self) -> None:
         """Close this end."""
         self._queue._close(self, self._side)
-
-    def _passed(self, item: Any) -> None:
-        if self.observe is not None:
-            self.observe(item)
 
     async def __aenter__(self) -> Self:
         return self
@@ -284,13 +225,38 @@ class QueueOutbox(QueueEnd, Generic[T]):
 
     async def send(self, item: T) -> None:
         """Send an item; waits while the queue is full."""
-        await self._queue._send(item, self)
-        self._passed(item)
+        queue, senders = self._queue, self._side
+        self._check_open()
+        if queue._items.full() or senders.turn.locked():
+            with senders.waiting(self):
+                async with senders.turn:
+                    await queue._items.put(item)
+                    return self._sent(item)
+            raise self._closed_error()
+        queue._items.put_nowait(item)
+        return self._sent(item)
 
     def send_nowait(self, item: T) -> None:
         """Send an item. Raises WouldBlock if the queue is full, or others wait."""
-        self._queue._send_nowait(item, self)
-        self._passed(item)
+        self._check_open()
+        if self._queue._items.full() or self._side.turn.locked():
+            raise anyio.WouldBlock
+        self._queue._items.put_nowait(item)
+        self._sent(item)
+
+    def _sent(self, item: T) -> None:
+        self._queue._sent += 1
+        if self.observe is not None:
+            self.observe(item)
+
+    def _check_open(self) -> None:
+        self._queue._thread.check()
+        if self.closed or self._queue._receivers.closed:
+            raise self._closed_error()
+
+    def _closed_error(self) -> QueueClosed:
+        reason = "this outbox was closed" if self.closed else "every inbox was closed"
+        return QueueClosed(f"queue {self._queue.name!r} accepts no more messages: {reason}")
 
 
 class _Inbox(QueueEnd, Generic[T]):
@@ -298,15 +264,33 @@ class _Inbox(QueueEnd, Generic[T]):
 
     async def receive(self) -> T:
         """Receive an item; waits while the queue is empty."""
-        item: T = await self._queue._receive(self)
-        self._passed(item)
-        return item
+        queue, receivers = self._queue, self._side
+        self._check_not_ended()
+        if queue._items.empty() or receivers.turn.locked():
+            with receivers.waiting(self):
+                async with receivers.turn:
+                    return self._received(await queue._items.get())
+            raise EndOfStream
+        return self._received(queue._items.get_nowait())
 
     def receive_nowait(self) -> T:
         """Receive an item. Raises WouldBlock if the queue is empty, or others wait."""
-        item: T = self._queue._receive_nowait(self)
-        self._passed(item)
+        self._check_not_ended()
+        if self._queue._items.empty() or self._side.turn.locked():
+            raise anyio.WouldBlock
+        return self._received(self._queue._items.get_nowait())
+
+    def _received(self, item: T) -> T:
+        self._queue._received += 1
+        self._queue._end_if_empty()
+        if self.observe is not None:
+            self.observe(item)
         return item
+
+    def _check_not_ended(self) -> None:
+        self._queue._thread.check()
+        if self.closed or (self._queue._senders.closed and self._queue._items.empty()):
+            raise EndOfStream
 
     def __aiter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ from tests.training_run.directory.power_cut.simulated_disk import (
 )
 from training_run.directory.checkpoints import latest_checkpoint, read_state, recorded_newest
 from training_run.directory.jsonl import scan
-from training_run.start.resume import MetricsRecord
+from training_run.records.evaluation_history import MetricsRecord
 
 pytestmark = RECORDABLE
 
