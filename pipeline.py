@@ -67,7 +67,7 @@ from training_run.records.forecast import RunForecast
 from training_run.records.summary import print_summary
 from training_run.run import RunContext
 from training_run.run_monitor import RunMonitor
-from training_run.serving import SERVER_RESTARTS, loading_page, while_loading
+from training_run.serving import SERVER_RESTARTS, loading_page, report_failure, while_loading
 from training_run.start.preflight import log_findings
 from training_run.start.starting_point import checkpoint_records
 from training_run.start.startup import build_context
@@ -82,7 +82,6 @@ from training_run.supervision.supervisor import (
     Child,
     Ending,
     Supervisor,
-    describe_error,
     permanent,
     temporary,
 )
@@ -402,11 +401,6 @@ def wire_services(context: RunContext, monitor: RunMonitor, listener: socket.soc
         return guards
     server = ApiServer(monitor.server_context(settings), listener=listener, on_request=monitor.count_request)
     return [permanent(server, SERVER_RESTARTS), *guards]
-
-
-def report_failure(name: str, error: Exception) -> None:
-    """Log a failure that does not end the run."""
-    log.warning("actor_failed", actor=name, error=describe_error(error))
 
 
 def has_failed(summary: RunSummary, lost: LostGroups, early_end: EarlyEnd) -> bool:

@@ -22,7 +22,7 @@ from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.sampling import Completion, SampleRequest, Sampling
 from protocols.step import PolicyUpdated
 from training_run.evaluation.accuracy import Outcome, graded, report_of
-from training_run.evaluation.held_out import PinnedSampler, by_problem, held_out_episodes, held_out_requests
+from training_run.evaluation.held_out import PinnedSampler, held_out_completions
 from training_run.groups.rollout_source import Episodes
 from training_run.profile.schema import HeldOutEvaluation
 from training_run.supervision.queues import Queue
@@ -138,13 +138,15 @@ class Evaluator:
         async def complete(requests: Sequence[SampleRequest]) -> list[list[Completion]]:
             return await finish(self._thread.submit(lambda: self._complete(pinned, requests)))
 
-        if self._episodes is None:
-            requests = held_out_requests(prompts, self._sampling, samples=samples, seed=self._seed)
-            found = by_problem(await complete(requests), count)
-        else:
-            found = await held_out_episodes(
-                self._episodes, problems, self._sampling, complete, samples=samples, seed=self._seed
-            )
+        found = await held_out_completions(
+            problems,
+            prompts,
+            self._sampling,
+            complete,
+            episodes=self._episodes,
+            samples=samples,
+            seed=self._seed,
+        )
         losses: list[ReferenceLoss | None] = []
         if any(references := held_out.references[:count]):
             losses = await finish(self._thread.submit(lambda: self._losses(pinned, prompts, references)))

@@ -35,7 +35,7 @@ from protocols.sampling import PromptLogprobs
 from training_run.attachment import installed_attachments
 from training_run.profile.schema import MonitorSection
 from training_run.records.terminal_text import relative_path
-from training_run.supervision.supervisor import Child, ChildState, ChildStatus, RestartPolicy, permanent
+from training_run.supervision.supervisor import Child, ChildState, ChildStatus, RestartPolicy, describe_error, permanent
 from training_run.supervision.watchdog import ENGINE_RESTARTS, EngineGuard, Watchdog
 
 log = structlog.get_logger(actor="pipeline")
@@ -47,6 +47,11 @@ T = TypeVar("T")
 
 SERVER_RESTARTS = RestartPolicy(max_restarts=3)
 """How often the HTTP server is restarted."""
+
+
+def report_failure(name: str, error: Exception) -> None:
+    """Log a failure of an actor that does not end the run, or the server."""
+    log.warning("actor_failed", actor=name, error=describe_error(error))
 
 
 class ServingState:

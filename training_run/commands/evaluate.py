@@ -43,7 +43,7 @@ from training_run.evaluation.accuracy import (
     powers_of_two,
     report_of,
 )
-from training_run.evaluation.held_out import by_problem, complete_all, held_out_episodes, held_out_requests
+from training_run.evaluation.held_out import complete_all, held_out_completions
 from training_run.groups.prompts import read_split
 from training_run.groups.rendering import Rendered, Renderer
 from training_run.groups.rollout_source import Episodes
@@ -264,13 +264,9 @@ async def completions_of(
         named = [replace(request, weights=weights) for request in requests]
         return await finish(thread.submit(lambda: _decode(engine, named, rows, pause)))
 
-    if episodes is None:
-        decoded = await complete(held_out_requests(prompts, sampling, samples=samples, seed=seed))
-        completions = by_problem(decoded, len(prompts))
-    else:
-        completions = await held_out_episodes(
-            episodes, rendered.problems, sampling, complete, samples=samples, seed=seed
-        )
+    completions = await held_out_completions(
+        rendered.problems, prompts, sampling, complete, episodes=episodes, samples=samples, seed=seed
+    )
     if not any(references):
         return completions, []
 

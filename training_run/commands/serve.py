@@ -30,12 +30,12 @@ from training_run.profile.command_profiles import ServeArguments
 from training_run.records.display import machine_lines
 from training_run.records.event_log import event_log
 from training_run.records.terminal_text import memory, print_line, relative_path, size
-from training_run.serving import SERVER_RESTARTS, ServingState, names_of, while_loading
+from training_run.serving import SERVER_RESTARTS, ServingState, names_of, report_failure, while_loading
 from training_run.start.startup import startup_watch
 from training_run.supervision.latest import Latest
 from training_run.supervision.process_signals import finish_computation
 from training_run.supervision.signals import handle_signals
-from training_run.supervision.supervisor import Supervisor, describe_error, permanent, transient
+from training_run.supervision.supervisor import Supervisor, permanent, transient
 
 log = structlog.get_logger(actor="serve")
 
@@ -118,7 +118,7 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
             sampler = await while_loading(listener, settings, load(arguments, compute))
         weights = Latest[WeightsReady]("weights")
         weights.put(sampler.served)
-        supervisor = Supervisor(on_failure=_report_failure, grace_seconds=settings.shutdown_seconds + 5.0)
+        supervisor = Supervisor(on_failure=report_failure, grace_seconds=settings.shutdown_seconds + 5.0)
         state = ServingState(sampler, children=supervisor.status)
         model = served_base(arguments, sampler.policy, weights)
         serving = Serving(arguments=arguments, sampler=sampler, model=model, weights=weights)
@@ -195,7 +195,3 @@ def screen(serving: Serving, models: Sequence[ServedModel], address: str) -> Ite
     )
     yield f"serves   {', '.join(model.id for model in models)}"
     yield f"API      {address}/v1"
-
-
-def _report_failure(name: str, error: Exception) -> None:
-    log.warning("actor_failed", actor=name, error=describe_error(error))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from protocols.sampling import (
     Sampling,
     derive,
 )
-from training_run.groups.rollout_source import Complete, Episodes
+from training_run.groups.rollout_source import Episodes
 from training_run.profile.mounted import without_settings
 
 NEUTRAL_FILTERS: dict[str, Any] = {
@@ -54,16 +54,23 @@ def held_out_requests(
     return requests
 
 
-async def held_out_episodes(
-    episodes: Episodes,
+async def held_out_completions(
     problems: Sequence[Problem],
+    prompts: Sequence[tuple[int, ...]],
     sampling: Sampling,
-    complete: Complete,
+    complete: Callable[[Sequence[SampleRequest]], Awaitable[list[list[Completion]]]],
     *,
+    episodes: Episodes | None,
     samples: int,
     seed: int,
 ) -> list[list[Completion]]:
-    """Return a greedy episode of each problem, then `samples` sampled ones, with the seeds of `held_out_requests`."""
+    """Return a greedy completion of each problem, then `samples` sampled ones.
+
+    episodes: come in the place of completions, with the seeds of `held_out_requests`.
+    """
+    if episodes is None:
+        requests = held_out_requests(prompts, sampling, samples=samples, seed=seed)
+        return by_problem(await complete(requests), len(prompts))
     found = await episodes.held_out(problems, greedy(sampling), [(0,)] * len(problems), complete)
     if not samples:
         return found
