@@ -171,8 +171,8 @@ async def test_sampled_completions_have_the_same_seeds_in_every_evaluation(compu
         await one.evaluator(filled_queue("updates", [harness.update(3)]), base=base, samples=2).run()
         reports += await receive_all(one.report_inbox)
     first, final, resumed = reports
-    for one in (first, final):
-        assert replace(one, step=3, version=3, seconds=resumed.seconds, final=True) == resumed
+    for earlier in (first, final):
+        assert replace(earlier, step=3, version=3, seconds=resumed.seconds, final=True) == resumed
     assert harness.graded[18:] == again.graded
     assert final.completion_tokens == 6 * (1 + 2) * 4
     assert final.avg

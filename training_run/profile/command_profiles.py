@@ -123,7 +123,7 @@ APPLICABLE = {
 }
 """The keys that apply to a standalone server, by path."""
 
-USED = ("model", "data", "sampling", "engine", "memory", "rewards", "seed")
+USED = EvaluationProfile.__struct_fields__
 NOT_EVALUATED = frozenset({
     "sampling.group_size", "sampling.top_logprobs", "data.shuffle", "data.type_weights",
     "engine.decode_share", "engine.kv_policy", "engine.rollout_share",
@@ -135,14 +135,8 @@ SERVE_COMMON = (
     "sampling.max_tokens", "sampling.temperature", "engine.max_num_seqs", "engine.kv_cache_tokens",
 )  # fmt: skip
 EVAL_COMMON = (
-    "model.path",
-    "data.train",
-    "data.heldout",
-    "rewards",
-    "sampling.max_tokens",
-    "sampling.temperature",
-    "seed",
-)
+    "model.path", "data.train", "data.heldout", "rewards", "sampling.max_tokens", "sampling.temperature", "seed",
+)  # fmt: skip
 SERVE_USAGE = f"usage: {program()} serve --model M [--adapter NAME=PATH ...] [--KEY VALUE ...]"
 EVAL_USAGE = f"usage: {program()} eval --profile P [--model M] [--adapter [NAME=]PATH ...] [--KEY VALUE ...]"
 

@@ -210,34 +210,32 @@ def _learned(summary: RunSummary) -> str:
 def command_lines(summary: RunSummary) -> Iterator[SummaryLine]:
     """Yield the commands that a user needs next."""
     if summary.steps < summary.planned_steps:
-        yield SummaryLine("continue it", summary.resume_command, is_whole=True)
+        yield _command("continue it", summary.resume_command)
     model, adapter = shlex.quote(summary.base_model), shlex.quote(summary.adapter)
     if summary.base_model.lower().endswith(".gguf"):  # mlx-lm reads models from directories only
-        yield SummaryLine("convert it", f"{program()} convert {model} base --to mlx", is_whole=True)
+        yield _command("convert it", f"{program()} convert {model} base --to mlx")
         model = "base"
-    yield SummaryLine("load it", f"mlx_lm.chat --model {model} --adapter-path {adapter}", is_whole=True)
+    yield _command("load it", f"mlx_lm.chat --model {model} --adapter-path {adapter}")
     run, profile = shlex.quote(summary.run_dir), shlex.quote(summary.profile)
-    yield SummaryLine("look at it", f"{program()} view {run}", is_whole=True)
+    yield _command("look at it", f"{program()} view {run}")
     if summary.is_untrained:
-        yield SummaryLine("find out", f"{program()} doctor --profile {profile}", is_whole=True)
+        yield _command("find out", f"{program()} doctor --profile {profile}")
         return
     if not summary.is_adapter:  # `eval` and `serve` read such weights as a model
         trained = shlex.quote(f"{summary.run_dir}-model")
-        yield SummaryLine(
-            "export it", f"mlx_lm.fuse --model {model} --adapter-path {adapter} --save-path {trained}", is_whole=True
-        )
-        yield SummaryLine("evaluate it", f"{program()} eval --profile {profile} --model {trained}", is_whole=True)
-        yield SummaryLine("serve it", f"{program()} serve --model {trained}", is_whole=True)
+        yield _command("export it", f"mlx_lm.fuse --model {model} --adapter-path {adapter} --save-path {trained}")
+        yield _command("evaluate it", f"{program()} eval --profile {profile} --model {trained}")
+        yield _command("serve it", f"{program()} serve --model {trained}")
         return
-    yield SummaryLine("evaluate it", f"{program()} eval --profile {profile} --adapter {adapter}", is_whole=True)
-    yield SummaryLine(
-        "serve it",
-        f"{program()} serve --model {shlex.quote(summary.base_model)} --adapter policy={adapter}",
-        is_whole=True,
+    yield _command("evaluate it", f"{program()} eval --profile {profile} --adapter {adapter}")
+    yield _command(
+        "serve it", f"{program()} serve --model {shlex.quote(summary.base_model)} --adapter policy={adapter}"
     )
-    yield SummaryLine(
-        "export it", f"{program()} convert {run} {shlex.quote(f'{summary.run_dir}.gguf')} --to gguf", is_whole=True
-    )
+    yield _command("export it", f"{program()} convert {run} {shlex.quote(f'{summary.run_dir}.gguf')} --to gguf")
+
+
+def _command(label: str, text: str) -> SummaryLine:
+    return SummaryLine(label, text, is_whole=True)
 
 
 def resume_command(profile: Path) -> str:
