@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Struct, field
 
-from protocols.descriptions import about
+from protocols import about
 from protocols.prompt import Problem
 from protocols.sampling import Completion
 

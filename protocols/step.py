@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from msgspec import Struct
 
+from protocols import about
 from protocols.accounting import LedgerState
 from protocols.checkpoint import Part
-from protocols.descriptions import about
 from protocols.finding import Finding
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attachments.machine.periodic import PeriodicCheck, PeriodicReading
 from clotho.process import load_blas
 from protocols.finding import Finding
 from protocols.summary import MemoryEstimate
@@ -51,6 +50,7 @@ class Machine(Attachment):
 
     def watches(self, compute: Compute, engine: DecodeEngine) -> Sequence[Child]:
         """Return the child that limits the rows of an engine under memory pressure."""
+        from attachments.machine.periodic import PeriodicCheck
         from attachments.machine.pressure import CHECK_SECONDS, MemoryWatch, read_memory
         from clotho.models.machine import free_buffers
 
@@ -83,6 +83,7 @@ class Machine(Attachment):
         async def attach(run: RunContext) -> None:
             """Add the checks of the machine, and what measures its resources."""
             from attachments.machine.alarms import MachineCheck
+            from attachments.machine.periodic import PeriodicReading
             from attachments.machine.pressure import read_memory
             from attachments.machine.resources import READ_SECONDS, ResourceProbe, ResourceReading
 

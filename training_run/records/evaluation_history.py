@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from protocols.descriptions import descriptions
+from protocols import descriptions
 from protocols.errors import RunDirectoryError, visible
 from protocols.evaluation import EvalReport
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from protocols.descriptions import descriptions
+from protocols import descriptions
 from protocols.finding import Finding
 from protocols.rollout import ScoredGroup, bounded
 from protocols.step import StepReport, UpdateMetrics
