@@ -12,7 +12,7 @@ def read_mode(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("device_sampler")
 
 
-@pytest.fixture(params=["host", "MLX", "MLX, sampled on the device"])
+@pytest.fixture(params=["host", "MLX, sampled on the device"])
 def path(request: pytest.FixtureRequest) -> None:
     """Decode on the host and as on a GPU."""
     if request.param != "host":

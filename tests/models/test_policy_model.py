@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from threading import Barrier
 from typing import Any, cast
 
@@ -36,6 +35,17 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dropout and checkpointed blocks": (CONFIG, {"dropout": 0.5, "grad_checkpoint": True}),
 }
 """Configuration of a base model, and keys of [policy]."""
+
+FOLDED = ("tied head", "mixture of experts", "dora, embeddings and head")
+"""Kinds whose layers differ on the device path."""
+
+
+def places(*further: tuple[str, int], but: str = "") -> pytest.MarkDecorator:
+    """Compute with all kinds on the host and with some on the device; further: kinds and bits on both paths."""
+    plain = [(kind, 0) for kind in KINDS if kind != but]
+    rows = [("host", *one) for one in (*plain, *further)]
+    rows += [("device", *one) for one in (*((kind, 0) for kind in FOLDED), *further)]
+    return pytest.mark.parametrize(("any_path", "kind", "bits"), rows, indirect=["any_path"])
 
 
 def policy_of(kind: str, *, bits: int = 0) -> Policy:
@@ -89,16 +99,18 @@ def array_memory() -> int:
 
 
 @pytest.mark.usefixtures("any_path")
-@pytest.mark.parametrize(("kind", "bits"), [*product(KINDS, [0]), ("tied head", 4), ("dora", 4), ("untied head", 8)])
+@places(("tied head", 4), ("dora", 4), ("untied head", 8))
 def test_a_copy_computes_the_same_bits_with_the_same_arrays(kind: str, bits: int) -> None:
     """Every array of the copy is the object of the original, tied or not, quantized or not, in other modules.
 
     So copies take no memory of arrays.
     """
     policy = policy_of(kind, bits=bits)
-    served, held = logits(policy), array_memory()
+    served = logits(policy)
+    mx.synchronize()
+    held = mx.get_active_memory()
     copied, *others = (policy.copy_model() for _ in range(3))
-    assert array_memory() <= held, f"memory of {len(others)} further copies"
+    assert mx.get_active_memory() <= held, f"memory of {len(others)} further copies"
     original = arrays_of(policy.model)
     assert arrays_of(copied.model).keys() == original.keys()
     assert all(array is original[name] for name, array in arrays_of(copied.model).items())
@@ -107,7 +119,7 @@ def test_a_copy_computes_the_same_bits_with_the_same_arrays(kind: str, bits: int
 
 
 @pytest.mark.usefixtures("any_path")
-@pytest.mark.parametrize(("kind", "bits"), [*product(KINDS, [0]), ("tied head", 4), ("dora", 4)])
+@places(("dora", 4))
 def test_computing_with_a_copy_does_not_change_what_the_policy_computes(kind: str, bits: int) -> None:
     """Neither other parameters, nor the reference policy, nor a gradient, nor training mode."""
     policy = policy_of(kind, bits=bits)
@@ -127,7 +139,11 @@ def test_computing_with_a_copy_does_not_change_what_the_policy_computes(kind: st
 
 
 @pytest.mark.usefixtures("any_path", "no_buffer_cache")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("any_path", "kind"),
+    [("host", "full"), ("host", "dora, embeddings and head"), *(("device", kind) for kind in FOLDED)],
+    indirect=["any_path"],
+)
 def test_replaced_parameters_are_freed(kind: str) -> None:
     """A policy and a released copy keep none of them, whatever part of the weights is trained."""
     config, section = KINDS[kind]
@@ -193,10 +209,10 @@ def test_use_refuses_other_trees_without_a_change(*, as_reference: bool) -> None
 
 
 @pytest.mark.usefixtures("any_path")
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "full"])
-def test_the_reference_policy_equals_the_base_bit_for_bit(kind: str) -> None:
+@places(but="full")
+def test_the_reference_policy_equals_the_base_bit_for_bit(kind: str, bits: int) -> None:
     """Also after updates. `use` returns to the adapter."""
-    policy = policy_of(kind)
+    policy = policy_of(kind, bits=bits)
     model = policy.copy_model()
     trained, base = logits(model), base_logits(KINDS[kind][0])
     assert not same(trained, base)

@@ -103,8 +103,10 @@ def convert(policy: Policy, arrays: Arrays) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bits"), FAULT_PRECISIONS)
-@pytest.mark.parametrize("fault", [scaled, stale, exchanged, noisy])
-@pytest.mark.parametrize("place", [serve, convert])
+@pytest.mark.parametrize(
+    ("fault", "place"),
+    [(scaled, serve), (stale, serve), (exchanged, serve), (noisy, serve), (noisy, convert), (stale, convert)],
+)
 def test_wrong_served_weights_are_found(
     dtype: str, bits: int, fault: Callable[[Arrays, Arrays], Arrays], place: Callable[[Policy, Arrays], None]
 ) -> None:

@@ -107,7 +107,7 @@ def test_a_small_change_that_four_bits_lose_is_refused(bases: dict[str, Path], t
     assert kept.keeps_change
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 def test_weights_that_do_not_change_stay_as_they_are(bits: int, tmp_path: Path) -> None:
     """The grid of a group of the base model represents such weights without an error; a new grid would move them."""
     base = hub_models.save(tmp_path / "base", "llama", bits=bits)

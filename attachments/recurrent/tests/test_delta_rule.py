@@ -77,12 +77,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("seed", range(20))
-def test_chunks_equal_the_loop(seed: int, channels: bool) -> None:
+@pytest.mark.parametrize("seed", range(16))
+def test_chunks_equal_the_loop(seed: int) -> None:
     """Values and gradients are equal within 1e-5: any length, state and mask, decays near 0 and near 1, equal keys."""
     decay, S = list(DECAYS)[seed % 4], 15 + seed
-    arrays = inputs(seed, S, channels=channels, decay=decay, repeated=seed % 3 == 2)
+    arrays = inputs(seed, S, channels=seed // 2 % 2 == 0, decay=decay, repeated=seed % 3 == 2)
     mask = mx.random.uniform(shape=(2, S)) < 0.8 if seed % 2 else None
     assert max(differences(arrays, mask)) < 1e-5
 

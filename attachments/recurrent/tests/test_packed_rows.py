@@ -37,7 +37,7 @@ def shapes(seed: int) -> Shapes:
     return [(int(rng.integers(1, 9)), rng.integers(1, 30, size=3).tolist()) for _ in range(2)]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_next", "kimi_linear"])
 def test_values_and_gradients_are_those_of_sequences_alone(architecture: str, seed: int) -> None:
     """Within 1e-5 relative: log-probabilities, the loss, and the gradient of every parameter."""

@@ -20,12 +20,11 @@ def short_rows_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"clotho.inference.{module}.MARGIN", MARGIN)
 
 
-@pytest.fixture(params=["host", "MLX", "MLX, sampled on the device"])
+@pytest.fixture(params=["host", "sampled on the device"])
 def path(request: pytest.FixtureRequest) -> None:
     """Decode on the host and as on a GPU."""
     if request.param != "host":
         request.getfixturevalue("mlx_decoder")
-    if request.param == "MLX, sampled on the device":
         request.getfixturevalue("device_sampler")
 
 
