@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,11 @@ async def test_the_paths_of_attachments_are_known_whether_or_not_they_are_instal
     assert sorted([*found, *others]) == sorted(path for paths in ATTACHMENTS.values() for path in paths)
 
 
-@pytest.mark.parametrize("name", ["adapters", "dialects", "keys", "remote", "sessions", "tools"])
+SERVING = ("adapters", "dialects", "keys", "remote", "sessions", "tools")
+"""Attachments that add to a server."""
+
+
+@pytest.mark.parametrize("name", SERVING)
 async def test_the_routes_of_the_library_answer_without_an_attachment(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,12 +76,24 @@ async def test_the_routes_of_the_library_answer_without_an_attachment(
                 assert (await served.post(route, **body, stream=stream)).status_code == 200
         for route in ("/v1/models", "/v1/models/policy", "/health", "/metrics", "/version"):
             assert (await served.http.get(route)).status_code == 200
-        document = (await served.http.get("/openapi.json")).json()
-        assert list(OpenAPIV31SpecValidator(document).iter_errors()) == []
+        described = await served.http.get("/openapi.json")
+        document = described.json()
+        assert (
+            set(re.findall(r'"#/components/schemas/([^"]+)"', described.text))
+            == document["components"]["schemas"].keys()
+        )
         for route in ATTACHMENTS.get(name, ()):
             assert route not in document["paths"]
             answer = await served.post(route)
             assert (answer.status_code, f"'{name}'" in answer.json()["error"]["message"]) == (404, True)
+
+
+async def test_a_server_without_all_of_them_describes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a valid document."""
+    without(monkeypatch, *SERVING)
+    async with serving() as served:
+        document = (await served.http.get("/openapi.json")).json()
+    assert list(OpenAPIV31SpecValidator(document).iter_errors()) == []
 
 
 @pytest.mark.parametrize(("route", "param", "body"), REFUSED)

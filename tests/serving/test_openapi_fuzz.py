@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 
 from tests.serving.running_server import Served, serving
 
-REQUESTS, MANY_REQUESTS = 60, 20_000
+REQUESTS, MANY_REQUESTS = 40, 20_000
 PATIENCE_SECONDS = 300.0
 """Time limit of a request. No assertion depends on it."""
 
