@@ -15,13 +15,9 @@ Kept = Callable[[np.ndarray, list[Sampling]], np.ndarray]
 """Returns which tokens the filters of every row keep."""
 
 _MIXED = (
-    Sampling(top_k=7),
-    Sampling(),
-    Sampling(top_p=0.8),
-    Sampling(top_k=30, top_p=0.9, min_p=0.02),
-    Sampling(min_p=0.1),
+    Sampling(top_k=7), Sampling(), Sampling(top_p=0.8), Sampling(top_k=30, top_p=0.9, min_p=0.02), Sampling(min_p=0.1),
     Sampling(top_p=1e-6),
-)
+)  # fmt: skip
 
 FILTERED = [
     pytest.param(_MIXED, id="mixed"),

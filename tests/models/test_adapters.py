@@ -259,18 +259,11 @@ def test_a_hostile_adapter_is_refused(change: Change, directory: Path, targets: 
 @pytest.mark.parametrize(
     "entry",
     [
-        {"shape": [2**40, 2**40]},
-        {"shape": [-32, -2]},
-        {"shape": [32.5, 2]},
-        {"shape": ["a"]},
-        {"data_offsets": [0, 2**60]},
-        {"data_offsets": [-8, 0]},
-        {"data_offsets": [0, 4]},
-        {"data_offsets": None},
-        {"dtype": "F64"},
-        {"dtype": None},
+        {"shape": [2**40, 2**40]}, {"shape": [-32, -2]}, {"shape": [32.5, 2]}, {"shape": ["a"]},
+        {"data_offsets": [0, 2**60]}, {"data_offsets": [-8, 0]}, {"data_offsets": [0, 4]}, {"data_offsets": None},
+        {"dtype": "F64"}, {"dtype": None},
     ],
-)
+)  # fmt: skip
 def test_a_header_that_contradicts_the_file_or_the_model_is_refused(
     entry: dict[str, object], tmp_path: Path, targets: dict[str, Target]
 ) -> None:
@@ -298,14 +291,10 @@ def test_rank_and_size_are_limited(limits: AdaptersSection, directory: Path, tar
 
 
 PEFT_SETTINGS: dict[str, dict[str, object]] = {
-    "dora": {"use_dora": True},
-    "bias": {"bias": "all"},
-    "saved modules": {"modules_to_save": ["lm_head"]},
-    "another method": {"peft_type": "IA3"},
-    "bias of matrices": {"lora_bias": True},
-    "trained tokens": {"trainable_token_indices": [3]},
-    "changed base weights": {"init_lora_weights": "pissa_niter_4"},
-}
+    "dora": {"use_dora": True}, "bias": {"bias": "all"}, "saved modules": {"modules_to_save": ["lm_head"]},
+    "another method": {"peft_type": "IA3"}, "bias of matrices": {"lora_bias": True},
+    "trained tokens": {"trainable_token_indices": [3]}, "changed base weights": {"init_lora_weights": "pissa_niter_4"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", PEFT_SETTINGS.values(), ids=PEFT_SETTINGS)

@@ -23,49 +23,25 @@ from tests.training.policies_and_groups import Bigram
 VOCAB = 40
 LAW = SamplingDistribution(0.7)
 DENSE: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 128,
+    "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "vocab_size": VOCAB, "max_position_embeddings": 128,
     "rope_theta": 10000.0,
-}
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama tied": {"model_type": "llama", "tie_word_embeddings": True},
     "llama untied": {"model_type": "llama", "tie_word_embeddings": False},
     "gemma2 soft cap": {"model_type": "gemma2", "final_logit_softcapping": 2.0},
     "cohere logit scale": {"model_type": "cohere", "logit_scale": 0.3, "layer_norm_eps": 1e-5, "use_qk_norm": False},
     "granite logits scaling": {
-        "model_type": "granite",
-        "logits_scaling": 4.0,
-        "attention_multiplier": 0.3,
-        "embedding_multiplier": 2.0,
-        "residual_multiplier": 0.5,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
+        "model_type": "granite", "logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
     },
     "mamba2 recurrent": {
-        "model_type": "mamba2",
-        "num_heads": 4,
-        "head_dim": 16,
-        "state_size": 8,
-        "conv_kernel": 4,
-        "expand": 2,
-        "n_groups": 1,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "tie_word_embeddings": True,
-        "time_step_limit": (0.001, 0.1),
-        "time_step_rank": "auto",
-        "layer_norm_epsilon": 1e-5,
-        "chunk_size": 16,
+        "model_type": "mamba2", "num_heads": 4, "head_dim": 16, "state_size": 8, "conv_kernel": 4, "expand": 2,
+        "n_groups": 1, "use_bias": False, "use_conv_bias": True, "tie_word_embeddings": True,
+        "time_step_limit": (0.001, 0.1), "time_step_rank": "auto", "layer_norm_epsilon": 1e-5, "chunk_size": 16,
     },
-}
+}  # fmt: skip
 
 
 def build(name: str) -> nn.Module:

@@ -245,14 +245,9 @@ def test_a_quantized_layer_is_as_wide_as_in_full_precision(bits: int) -> None:
 
 
 GPT2: dict[str, Any] = {
-    "n_ctx": 64,
-    "n_embd": 16,
-    "n_head": 2,
-    "n_layer": 1,
-    "n_positions": 64,
-    "layer_norm_epsilon": 1e-5,
+    "n_ctx": 64, "n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 64, "layer_norm_epsilon": 1e-5,
     "vocab_size": 32,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

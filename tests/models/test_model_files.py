@@ -61,36 +61,18 @@ def rewrite_config(path: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rope_theta": "x"},
-        {"rope_theta": 0},
-        {"rope_theta": float("nan")},
-        {"rope_theta": [1]},
-        {"tie_word_embeddings": "x"},
-        {"num_hidden_layers": "2"},
-        {"num_hidden_layers": 10**7},
-        {"num_hidden_layers": 9_999},
-        {"num_attention_heads": 10**9},
-        {"num_attention_heads": 0},
-        {"hidden_size": 10**12},
-        {"hidden_size": -1},
-        {"vocab_size": 10**30},
-        {"vocab_size": None},
-        {"head_dim": 10**8},
-        {"max_position_embeddings": 10**40},
-        {"quantization": {"group_size": 32, "bits": 99}},
-        {"quantization": {"group_size": 32, "bits": 4}},
-        {"quantization": {"bits": 4}},
+        {"rope_theta": "x"}, {"rope_theta": 0}, {"rope_theta": float("nan")}, {"rope_theta": [1]},
+        {"tie_word_embeddings": "x"}, {"num_hidden_layers": "2"}, {"num_hidden_layers": 10**7},
+        {"num_hidden_layers": 9_999}, {"num_attention_heads": 10**9}, {"num_attention_heads": 0},
+        {"hidden_size": 10**12}, {"hidden_size": -1}, {"vocab_size": 10**30}, {"vocab_size": None}, {"head_dim": 10**8},
+        {"max_position_embeddings": 10**40}, {"quantization": {"group_size": 32, "bits": 99}},
+        {"quantization": {"group_size": 32, "bits": 4}}, {"quantization": {"bits": 4}},
         {"quantization": {"group_size": 10**9, "bits": 4}},
-        {"quantization": {"group_size": 32, "bits": 4, "mode": "x"}},
-        {"quantization": 4},
-        {"quantization": []},
-        {"model_type": "../../etc"},
-        {"model_type": 5},
-        {"rope_scaling": {"type": "linear"}},
-        {"rope_scaling": "x"},
+        {"quantization": {"group_size": 32, "bits": 4, "mode": "x"}}, {"quantization": 4}, {"quantization": []},
+        {"model_type": "../../etc"}, {"model_type": 5}, {"rope_scaling": {"type": "linear"}}, {"rope_scaling": "x"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_hostile_configurations_are_refused(directory: Path, changes: dict[str, object]) -> None:
     """Wrong types, absurd sizes, and quantization that the weights do not have."""
     if "quantization" in changes:
@@ -159,18 +141,13 @@ def rewrite_header(path: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda entry: entry.update(shape=[2**40, 2**40]),
-        lambda entry: entry.update(shape=[-1, 4]),
-        lambda entry: entry.update(shape="x"),
-        lambda entry: entry.update(shape=[float("inf")]),
-        lambda entry: entry.update(dtype="X9"),
-        lambda entry: entry.update(dtype=None),
-        lambda entry: entry.update(data_offsets=[0, 2**62]),
-        lambda entry: entry.update(data_offsets=[8, 0]),
-        lambda entry: entry.update(data_offsets=None),
-        lambda entry: entry.clear(),
+        lambda entry: entry.update(shape=[2**40, 2**40]), lambda entry: entry.update(shape=[-1, 4]),
+        lambda entry: entry.update(shape="x"), lambda entry: entry.update(shape=[float("inf")]),
+        lambda entry: entry.update(dtype="X9"), lambda entry: entry.update(dtype=None),
+        lambda entry: entry.update(data_offsets=[0, 2**62]), lambda entry: entry.update(data_offsets=[8, 0]),
+        lambda entry: entry.update(data_offsets=None), lambda entry: entry.clear(),
     ],
-)
+)  # fmt: skip
 def test_hostile_headers_are_refused(directory: Path, change: Any) -> None:
     """Shapes, types and offsets of tensors that the file does not contain."""
     rewrite_header(directory / "model.safetensors", lambda header: change(header["model.norm.weight"]))
@@ -221,13 +198,9 @@ JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 MORE_KEYS = ["rope_scaling", "quantization", "quantization_config", "text_config", "layer_types", "architectures", "x"]
 TOKENIZER_KEYS = [
-    "tokenizer_class",
-    "chat_template",
-    "eos_token",
-    "added_tokens_decoder",
-    "chat_template_type",
+    "tokenizer_class", "chat_template", "eos_token", "added_tokens_decoder", "chat_template_type",
     "extra_special_tokens",
-]
+]  # fmt: skip
 
 
 def mutate_and_load(saved: Path, target: Path, data: st.DataObject) -> None:

@@ -39,16 +39,12 @@ def weights(path: Path, quantize: Off | QuantizeAtLoad = Off()) -> dict[str, mx.
 @pytest.mark.parametrize(
     ("config", "section"),
     [
-        (CONFIG, QuantizeAtLoad()),
-        (CONFIG, QuantizeAtLoad(bits=8, group_size=32)),
-        (CONFIG, QuantizeAtLoad(bits=3)),
-        (CONFIG, QuantizeAtLoad(mode="mxfp4")),
-        (CONFIG, QuantizeAtLoad(mode="nvfp4")),
-        (CONFIG, QuantizeAtLoad(mode="mxfp8")),
-        (MIXTURE, QuantizeAtLoad(group_size=32)),
+        (CONFIG, QuantizeAtLoad()), (CONFIG, QuantizeAtLoad(bits=8, group_size=32)), (CONFIG, QuantizeAtLoad(bits=3)),
+        (CONFIG, QuantizeAtLoad(mode="mxfp4")), (CONFIG, QuantizeAtLoad(mode="nvfp4")),
+        (CONFIG, QuantizeAtLoad(mode="mxfp8")), (MIXTURE, QuantizeAtLoad(group_size=32)),
     ],
     ids=["affine", "8 bits", "3 bits", "mxfp4", "nvfp4", "mxfp8", "experts"],
-)
+)  # fmt: skip
 def test_the_weights_equal_those_of_mlx_lm_bit_for_bit(
     tmp_path: Path, config: dict[str, Any], section: QuantizeAtLoad
 ) -> None:

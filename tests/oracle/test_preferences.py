@@ -25,14 +25,10 @@ Array = NDArray[np.float64]
 Weights = dict[str, Array]
 
 CASES: dict[str, dict[str, Any]] = {
-    "dpo": {},
-    "dpo, smoothed": {"label_smoothing": 0.2, "nll_weight": 0.5, "beta": 0.4},
-    "ipo": {"beta": 0.3},
-    "kto": {"beta": 0.5},
-    "kto, weighted": {"desirable_weight": 0.7, "undesirable_weight": 1.3},
-    "orpo": {"odds_weight": 0.3},
-    "simpo": {},
-}
+    "dpo": {}, "dpo, smoothed": {"label_smoothing": 0.2, "nll_weight": 0.5, "beta": 0.4}, "ipo": {"beta": 0.3},
+    "kto": {"beta": 0.5}, "kto, weighted": {"desirable_weight": 0.7, "undesirable_weight": 1.3},
+    "orpo": {"odds_weight": 0.3}, "simpo": {},
+}  # fmt: skip
 
 
 def log_probabilities(weights: Weights) -> Array:

@@ -19,18 +19,12 @@ STATUS_1 = {
 @pytest.mark.parametrize(
     ("text", "limit", "shown"),
     [
-        ("plain", 10, "plain"),
-        ("漢字 é", 10, "漢字 é"),
-        ("a\nb\tc\r", 10, "a\\nb\\tc\\r"),
-        ("\x1b[2Jx\x07", 20, "\\x1b[2Jx\\x07"),
-        ("\x9b2J\x7f", 20, "\\x9b2J\\x7f"),
-        ("\u202eabc\u2028\ud800", 40, "\\u202eabc\\u2028\\ud800"),
-        ("0123456789", 10, "0123456789"),
-        ("0123456789a", 10, "012345678…"),
-        ("👩\u200d🚀", 10, "👩\u200d🚀"),
-        ("", 10, ""),
+        ("plain", 10, "plain"), ("漢字 é", 10, "漢字 é"), ("a\nb\tc\r", 10, "a\\nb\\tc\\r"),
+        ("\x1b[2Jx\x07", 20, "\\x1b[2Jx\\x07"), ("\x9b2J\x7f", 20, "\\x9b2J\\x7f"),
+        ("\u202eabc\u2028\ud800", 40, "\\u202eabc\\u2028\\ud800"), ("0123456789", 10, "0123456789"),
+        ("0123456789a", 10, "012345678…"), ("👩\u200d🚀", 10, "👩\u200d🚀"), ("", 10, ""),
     ],
-)
+)  # fmt: skip
 def test_untrusted_text_has_no_control_characters_and_a_limited_length(text: str, limit: int, shown: str) -> None:
     """Escape sequences, line breaks, direction changes and lone surrogates are escaped."""
     assert visible(text, limit) == shown

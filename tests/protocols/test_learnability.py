@@ -18,22 +18,14 @@ from training_run.profile.schema import Profile
 BELOW = MIN_LEARNABLE_TEMPERATURE * (1 - 1e-9)
 
 BOUNDARY: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": 0.0}, "temperature"),
-    ({"temperature": BELOW}, "temperature"),
-    ({"temperature": MIN_LEARNABLE_TEMPERATURE}, ""),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
-    ({"presence_penalty": 0.1}, "presence_penalty"),
-    ({"frequency_penalty": 0.1}, "frequency_penalty"),
-    ({"min_tokens": 1}, "min_tokens"),
-    ({"allowed_token_ids": (1,)}, "allowed_token_ids"),
-    ({"bad_words": ((1, 2),)}, "bad_words"),
-    ({"top_k": MAX_SUPPORT}, ""),
-    ({"top_k": MAX_SUPPORT + 1}, "top_k"),
-    ({"top_p": 0.9}, "top_p"),
-    ({"min_p": 0.1}, "min_p"),
-    ({"top_k": MAX_SUPPORT, "top_p": 0.9, "min_p": 0.1}, ""),
+    ({"temperature": 0.0}, "temperature"), ({"temperature": BELOW}, "temperature"),
+    ({"temperature": MIN_LEARNABLE_TEMPERATURE}, ""), ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"presence_penalty": 0.1}, "presence_penalty"), ({"frequency_penalty": 0.1}, "frequency_penalty"),
+    ({"min_tokens": 1}, "min_tokens"), ({"allowed_token_ids": (1,)}, "allowed_token_ids"),
+    ({"bad_words": ((1, 2),)}, "bad_words"), ({"top_k": MAX_SUPPORT}, ""), ({"top_k": MAX_SUPPORT + 1}, "top_k"),
+    ({"top_p": 0.9}, "top_p"), ({"min_p": 0.1}, "min_p"), ({"top_k": MAX_SUPPORT, "top_p": 0.9, "min_p": 0.1}, ""),
     ({"logit_bias": ((1, 2.0),)}, ""),
-]
+]  # fmt: skip
 
 
 def profile(sampling: dict[str, Any]) -> Profile:

@@ -33,17 +33,9 @@ def misbehaves(problem: Problem, completion: str) -> Any:
 
 
 BEHAVIORS = (
-    "regex_without_end",
-    "forks_and_returns",
-    "forks_a_child_that_stays",
-    "closes_descriptors",
-    "closes_output",
-    "segmentation_fault",
-    "signals_its_group",
-    "prints_without_end",
-    "huge",
-    "works",
-)
+    "regex_without_end", "forks_and_returns", "forks_a_child_that_stays", "closes_descriptors", "closes_output",
+    "segmentation_fault", "signals_its_group", "prints_without_end", "huge", "works",
+)  # fmt: skip
 
 
 def behavior(prompt: str) -> str:

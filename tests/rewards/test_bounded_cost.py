@@ -8,29 +8,12 @@ from clotho.rewards.registry import built_in, group_parameters, load_reward
 from tests.rewards.groups import problem
 
 ANSWERS = {
-    "digits": "9",
-    "open parentheses": "(",
-    "parentheses": "()",
-    "signs": "-",
-    "towers of powers": "2**",
-    "LaTeX powers": "2^{",
-    "open fractions": "\\frac{",
-    "fractions": "\\frac{1}{2}",
-    "boxes": "\\boxed{1}",
-    "superscripts": "\u00b9",
-    "thousands": ",111",
-    "percents": "5%",
-    "blanks": " ",
-    "letters": "a",
-    "words": "a is ",
-    "units": "m/",
-    "hyphens": "'a-1.",
-    "options": "\nA) ",
-    "sentences": "the correct answer is ",
-    "ligatures": "\ufdfa",
-    "combining marks": "a\u0301",
-    "lone surrogates": "\ud800",
-}
+    "digits": "9", "open parentheses": "(", "parentheses": "()", "signs": "-", "towers of powers": "2**",
+    "LaTeX powers": "2^{", "open fractions": "\\frac{", "fractions": "\\frac{1}{2}", "boxes": "\\boxed{1}",
+    "superscripts": "\u00b9", "thousands": ",111", "percents": "5%", "blanks": " ", "letters": "a", "words": "a is ",
+    "units": "m/", "hyphens": "'a-1.", "options": "\nA) ", "sentences": "the correct answer is ", "ligatures": "\ufdfa",
+    "combining marks": "a\u0301", "lone surrogates": "\ud800",
+}  # fmt: skip
 TAGS = ["<think>", "<answer>", "</answer>", "<answer></answer>", "<think><answer></answer>", "</think><answer>"]
 PROBLEMS = [problem("42"), problem("B", prompt="Which is larger? A) 1 B) 2"), problem("Paris")]
 

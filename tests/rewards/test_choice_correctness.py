@@ -111,20 +111,14 @@ def test_the_text_of_an_option_is_not_a_list_of_letters() -> None:
     [
         ("tags", "<think>74 is larger.</think>\n<answer>(B)</answer>", 1.0),
         ("tags", "<answer>A</answer> No: <answer>B) 74</answer>", 1.0),
-        ("tags", "<think>It is <answer>B</answer>", 0.0),
-        ("boxed", r"The largest is $\boxed{B}$.", 1.0),
-        ("boxed", r"The largest is \boxed{\text{B}}.", 1.0),
-        ("boxed", r"\boxed{A}, no, \boxed{(B)}", 1.0),
-        ("hashes", "74 is the largest.\n#### B", 1.0),
-        ("text", "Answer: B", 1.0),
-        ("text", "**B**", 1.0),
-        ("text", "The correct answer is (B).", 1.0),
-        ("text", "B) 74", 1.0),
-        ("text", "<think>A is 12, B is 74.</think>\n\nB", 1.0),
-        ("text", "A or B", 0.0),
+        ("tags", "<think>It is <answer>B</answer>", 0.0), ("boxed", r"The largest is $\boxed{B}$.", 1.0),
+        ("boxed", r"The largest is \boxed{\text{B}}.", 1.0), ("boxed", r"\boxed{A}, no, \boxed{(B)}", 1.0),
+        ("hashes", "74 is the largest.\n#### B", 1.0), ("text", "Answer: B", 1.0), ("text", "**B**", 1.0),
+        ("text", "The correct answer is (B).", 1.0), ("text", "B) 74", 1.0),
+        ("text", "<think>A is 12, B is 74.</think>\n\nB", 1.0), ("text", "A or B", 0.0),
         ("last_number", "The largest of them is 74.", 1.0),
     ],
-)
+)  # fmt: skip
 def test_realistic_completions(answer_in: AnswerIn, completion: str, value: float) -> None:
     """The answer is found where the profile says."""
     assert reward(problem("B", prompt=QUESTION), completion, answer_in=answer_in) == value

@@ -10,20 +10,12 @@ from tests.rewards.groups import answered, problem
 @pytest.mark.parametrize(
     ("reference", "answer", "value"),
     [
-        ("the cat sat", "The cat, sat!", 1.0),
-        ("the cat sat", "the dog sat", 0.5),
-        ("the cat sat", "cat cat cat", 1 / 3),
-        ("the cat", "a dog", 0.0),
-        ("about 3.5", "about 3 5", 0.25),
-        ("below -5", "below 5", 1 / 3),
-        ("below -5", "below (-5)", 1.0),
-        ("don't", "don\u2019t", 0.0),
-        ("", "", 1.0),
-        ("?!", "", 1.0),
-        ("", "word", 0.0),
-        ("word", "", 0.0),
+        ("the cat sat", "The cat, sat!", 1.0), ("the cat sat", "the dog sat", 0.5),
+        ("the cat sat", "cat cat cat", 1 / 3), ("the cat", "a dog", 0.0), ("about 3.5", "about 3 5", 0.25),
+        ("below -5", "below 5", 1 / 3), ("below -5", "below (-5)", 1.0), ("don't", "don\u2019t", 0.0), ("", "", 1.0),
+        ("?!", "", 1.0), ("", "word", 0.0), ("word", "", 0.0),
     ],
-)
+)  # fmt: skip
 def test_the_reward_is_intersection_over_union(reference: str, answer: str, value: float) -> None:
     """Words are distinct, in lower case and without surrounding punctuation."""
     assert reward(problem(reference), answered(answer)) == pytest.approx(value)

@@ -22,26 +22,15 @@ def test_one_think_and_one_answer_element_have_reward_one(completion: str) -> No
 @pytest.mark.parametrize(
     "completion",
     [
-        "",
-        "42",
-        "<answer>1</answer>",
-        "<think>a</think>",
-        "<think>a</think><answer>1",
-        "<think>a<answer>1</answer></think>",
-        "<answer>1</answer><think>a</think>",
-        "<think></think><answer>1</answer>",
-        "<think> \n</think><answer>1</answer>",
-        "<think>a</think><answer> </answer>",
-        "so <think>a</think><answer>1</answer>",
-        "<think>a</think> so <answer>1</answer>",
-        "<think>a</think><answer>1</answer>.",
-        "<think>a</think><answer>1</answer><answer>2</answer>",
-        "<think>a</think><think>b</think><answer>1</answer>",
-        "</think>a<think><answer>1</answer>",
-        "<think>a</think></answer>1<answer>",
-        "<Think>a</Think><answer>1</answer>",
+        "", "42", "<answer>1</answer>", "<think>a</think>", "<think>a</think><answer>1",
+        "<think>a<answer>1</answer></think>", "<answer>1</answer><think>a</think>", "<think></think><answer>1</answer>",
+        "<think> \n</think><answer>1</answer>", "<think>a</think><answer> </answer>",
+        "so <think>a</think><answer>1</answer>", "<think>a</think> so <answer>1</answer>",
+        "<think>a</think><answer>1</answer>.", "<think>a</think><answer>1</answer><answer>2</answer>",
+        "<think>a</think><think>b</think><answer>1</answer>", "</think>a<think><answer>1</answer>",
+        "<think>a</think></answer>1<answer>", "<Think>a</Think><answer>1</answer>",
     ],
-)
+)  # fmt: skip
 def test_other_forms_have_reward_zero(completion: str) -> None:
     """Missing, repeated, empty, nested or misplaced elements, and text outside the elements."""
     assert reward(problem(), completion) == 0.0

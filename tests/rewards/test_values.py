@@ -38,16 +38,12 @@ async def values(name: str, *texts: str, of: Problem = PLAIN, tokens: tuple[tupl
     [
         ("reward_len", ("aab", "abc"), (2.0, 3.0)),
         ("format_reward_func", ("<think>a</think><answer>4</answer>", "4"), (1.0, 0.0)),
-        ("reward_func", (r"so \boxed{4}", r"so \boxed{5}"), (1.0, 0.0)),
-        ("math_reward_func", ("4", "5"), (1.0, 0.0)),
-        ("without_kwargs", ("4", "5"), (1.0, 0.0)),
-        ("async_reward_func", ("a", "abc"), (1.0, 3.0)),
-        ("scheduled", ("a", "abc"), (0.5, 1.5)),
-        ("rank_in_group", ("abc", "a", "ab"), (1.0, 0.0, 0.5)),
-        ("best_only", ("abc", "a"), (1.0, 0.0)),
-        ("penalty", ("abc", "a"), (-1.5, -0.5)),
+        ("reward_func", (r"so \boxed{4}", r"so \boxed{5}"), (1.0, 0.0)), ("math_reward_func", ("4", "5"), (1.0, 0.0)),
+        ("without_kwargs", ("4", "5"), (1.0, 0.0)), ("async_reward_func", ("a", "abc"), (1.0, 3.0)),
+        ("scheduled", ("a", "abc"), (0.5, 1.5)), ("rank_in_group", ("abc", "a", "ab"), (1.0, 0.0, 0.5)),
+        ("best_only", ("abc", "a"), (1.0, 0.0)), ("penalty", ("abc", "a"), (-1.5, -0.5)),
     ],
-)
+)  # fmt: skip
 async def test_functions_for_trl_are_called_once_with_lists(
     name: str, texts: tuple[str, ...], expected: Values
 ) -> None:

@@ -40,28 +40,18 @@ from tests.small_models import byte_tokenizer, tiny
 from tests.split_k import split_k
 
 VARIANTS = (
-    ("bfloat16", 0, False),
-    ("bfloat16", 0, True),
-    ("bfloat16", 4, False),
-    ("bfloat16", 4, True),
-    ("float16", 0, False),
-    ("float16", 4, False),
-    ("float32", 0, False),
-)
+    ("bfloat16", 0, False), ("bfloat16", 0, True), ("bfloat16", 4, False), ("bfloat16", 4, True), ("float16", 0, False),
+    ("float16", 4, False), ("float32", 0, False),
+)  # fmt: skip
 """Type, number of bits, and whether the output head is computed in float32."""
 
 PRECISIONS = (("float32", 0), ("float16", 0), ("float16", 4), ("bfloat16", 0), ("bfloat16", 4))
 """Type that the model computes in, and number of bits of its weights; 0 = not quantized."""
 
 SHAPE: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-    "vocab_size": 512,
-}
+    "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+    "tie_word_embeddings": True, "vocab_size": 512,
+}  # fmt: skip
 
 ADAPTER = 0.02
 """Standard deviation of the B matrices."""

@@ -25,12 +25,8 @@ from tests.small_models import tiny, tiny_source
 from tests.training.policies_and_groups import BigramPolicy
 
 PAIRS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
-    ((3, 9, 4), (5, 6, 1, 2)),
-    ((3, 9, 4), (8, 8)),
-    ((7,), (2, 30, 31)),
-    ((3, 9, 4), (1,)),
-    ((5, 5), (9, 2)),
-)
+    ((3, 9, 4), (5, 6, 1, 2)), ((3, 9, 4), (8, 8)), ((7,), (2, 30, 31)), ((3, 9, 4), (1,)), ((5, 5), (9, 2)),
+)  # fmt: skip
 
 
 def sequences_with_routes(seed: int = 0, *, unknown: Sequence[int] = ()) -> list[TrainingSequence]:

@@ -50,20 +50,14 @@ GRAMMARS: dict[str, list[Any]] = {
     "guided_json": [SCHEMA, {"type": "boolean"}, json.dumps(SCHEMA), {}],
     "guided_grammar": [LARK, 'root ::= "a" | "b" root', "start: start"],
     "response_format": [
-        {"type": "text"},
-        {"type": "json_object"},
-        {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
-        {"type": "structural_tag", **TAG},
+        {"type": "text"}, {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, {"type": "structural_tag", **TAG},
     ],
     "structured_outputs": [
-        {"json": SCHEMA},
-        {"regex": "[ab]{2}"},
-        {"choice": ["a", "b"]},
-        {"grammar": LARK},
-        {"json_object": True},
+        {"json": SCHEMA}, {"regex": "[ab]{2}"}, {"choice": ["a", "b"]}, {"grammar": LARK}, {"json_object": True},
         {"structural_tag": json.dumps({"type": "structural_tag", **TAG})},
     ],
-}
+}  # fmt: skip
 SAMPLING: dict[str, list[Any]] = {
     "n": [1, 2, 3],
     "seed": [0, 7, 2**63 - 1],
@@ -85,18 +79,11 @@ SAMPLING: dict[str, list[Any]] = {
 }
 NATIVE = {"model": ["policy", *ADAPTERS], **SAMPLING}
 OPENAI: dict[str, list[Any]] = {
-    **NATIVE,
-    "stream": [True, False],
-    "stream_options": [{"include_usage": True}],
-    "return_token_ids": [True],
-    "skip_special_tokens": [True, False],
-    "include_stop_str_in_output": [True, False],
-    "echo": [True, False],
-    "prompt_logprobs": [0, 3, 20],
-    "return_tokens_as_token_ids": [True],
-    "truncate_prompt_tokens": [-1, 1, 4],
+    **NATIVE, "stream": [True, False], "stream_options": [{"include_usage": True}], "return_token_ids": [True],
+    "skip_special_tokens": [True, False], "include_stop_str_in_output": [True, False], "echo": [True, False],
+    "prompt_logprobs": [0, 3, 20], "return_tokens_as_token_ids": [True], "truncate_prompt_tokens": [-1, 1, 4],
     "request_id": ["one", "two"],
-}
+}  # fmt: skip
 
 
 class Form(NamedTuple):

@@ -30,14 +30,9 @@ CONSTRAINTS: dict[str, Any] = {
     "guided_choice": ["a"],
 }
 CHAT_FIELDS: list[tuple[str, Any]] = [
-    *CONSTRAINTS.items(),
-    ("tools", [FUNCTION]),
-    ("tool_choice", "required"),
-    ("reasoning_effort", "none"),
-    ("separate_reasoning", False),
-    ("messages", [HELLO, CALL]),
-    ("messages", [{"role": "tool", "content": "1"}]),
-]
+    *CONSTRAINTS.items(), ("tools", [FUNCTION]), ("tool_choice", "required"), ("reasoning_effort", "none"),
+    ("separate_reasoning", False), ("messages", [HELLO, CALL]), ("messages", [{"role": "tool", "content": "1"}]),
+]  # fmt: skip
 REFUSED = [
     *(("/v1/chat/completions", name, {**CHAT, name: value}) for name, value in CHAT_FIELDS),
     *(("/v1/completions", name, {"prompt": "x", name: value}) for name, value in CONSTRAINTS.items()),

@@ -9,15 +9,9 @@ from clotho.settings.server import HttpServer
 from tests.serving.running_server import serving
 
 ROUTES = [
-    ("GET", "/metrics"),
-    ("GET", "/v1/models"),
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/generate"),
-    ("POST", "/v1/generate/"),
-    ("GET", "/nowhere"),
-    ("GET", "/health/"),
-]
+    ("GET", "/metrics"), ("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
+    ("POST", "/generate"), ("POST", "/v1/generate/"), ("GET", "/nowhere"), ("GET", "/health/"),
+]  # fmt: skip
 KEYS = [
     None, "", "Bearer", "Bearer wrong", "secret", "Basic secret", "Bearer secret2", "Bearer " + "x" * 8000,
     "Bearer wrong:secret", "Bearer :secret", "Bearer secret2:label", "Bearer secret:a:b", "secret:label",
@@ -61,16 +55,11 @@ async def test_a_key_may_be_in_the_header_of_clients_of_anthropic() -> None:
 @pytest.mark.parametrize(
     ("address", "name"),
     [
-        ("127.0.0.1", "127.0.0.1/label"),
-        ("::1", "::1/label"),
-        ("::ffff:127.0.0.1", "127.0.0.1/label"),
-        ("192.0.2.7", "192.0.2.7"),
-        ("::ffff:192.0.2.7", "192.0.2.7"),
-        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
-        ("unix", "unix"),
-        (None, ""),
+        ("127.0.0.1", "127.0.0.1/label"), ("::1", "::1/label"), ("::ffff:127.0.0.1", "127.0.0.1/label"),
+        ("192.0.2.7", "192.0.2.7"), ("::ffff:192.0.2.7", "192.0.2.7"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("unix", "unix"), (None, ""),
     ],
-)
+)  # fmt: skip
 def test_a_client_without_a_key_of_its_own_is_an_address(address: str | None, name: str) -> None:
     """With IPv6, a network of 64 bits. A label distinguishes clients of this machine only, because it can be chosen."""
     for settings, key in ((HttpServer(), "any"), (HttpServer(api_key="secret"), "secret")):

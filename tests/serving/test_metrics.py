@@ -49,23 +49,14 @@ async def test_requests_are_counted_exactly() -> None:
 
 
 METRICS = {
-    "vllm:prompt_tokens": "counter",
-    "vllm:generation_tokens": "counter",
-    "vllm:request_success": "counter",
-    "vllm:e2e_request_latency_seconds": "histogram",
-    "vllm:time_to_first_token_seconds": "histogram",
-    "vllm:request_params_n": "histogram",
-    "vllm:request_params_max_tokens": "histogram",
-    "vllm:request_prompt_tokens": "histogram",
-    "vllm:request_generation_tokens": "histogram",
-    "clotho_http_requests_running": "gauge",
-    "clotho_http_requests_queued": "gauge",
-    "clotho_sampler_requests": "gauge",
-    "clotho_rate_limited_requests": "counter",
-    "clotho_step": "gauge",
-    "clotho_weights_version": "gauge",
+    "vllm:prompt_tokens": "counter", "vllm:generation_tokens": "counter", "vllm:request_success": "counter",
+    "vllm:e2e_request_latency_seconds": "histogram", "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:request_params_n": "histogram", "vllm:request_params_max_tokens": "histogram",
+    "vllm:request_prompt_tokens": "histogram", "vllm:request_generation_tokens": "histogram",
+    "clotho_http_requests_running": "gauge", "clotho_http_requests_queued": "gauge", "clotho_sampler_requests": "gauge",
+    "clotho_rate_limited_requests": "counter", "clotho_step": "gauge", "clotho_weights_version": "gauge",
     "clotho_measured": "gauge",
-}
+}  # fmt: skip
 """Every metric of the server with its type. In the text format, the name of a counter ends in `_total`."""
 
 

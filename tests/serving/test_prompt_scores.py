@@ -124,17 +124,13 @@ async def test_a_prompt_is_truncated_from_the_left() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"), ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
-        ({"echo": 1}, "echo"),
-        ({"request_id": "x" * 65}, "request_id"),
-        ({"prompt": [[97]], "echo": True}, "prompt"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"), ({"echo": 1}, "echo"),
+        ({"request_id": "x" * 65}, "request_id"), ({"prompt": [[97]], "echo": True}, "prompt"),
     ],
-)
+)  # fmt: skip
 async def test_an_invalid_option_is_refused(fields: dict[str, Any], param: str) -> None:
     """The error names the field."""
     async with serving() as served:

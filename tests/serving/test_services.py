@@ -109,18 +109,11 @@ async def test_a_failed_completion_is_not_recorded(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("sent", "client_label"),
     [
-        (None, ""),
-        ("Bearer x", ""),
-        ("Bearer x:", ""),
-        ("Bearer :one", "one"),
-        ("Bearer a:b:guessing_game-2", "guessing_game-2"),
-        ("Bearer x:" + "y" * 32, "y" * 32),
-        ("Bearer x:" + "y" * 33, ""),
-        ("Bearer x:a b", ""),
-        ("Bearer x:a/b", ""),
-        ("Basic x:guessing", ""),
+        (None, ""), ("Bearer x", ""), ("Bearer x:", ""), ("Bearer :one", "one"),
+        ("Bearer a:b:guessing_game-2", "guessing_game-2"), ("Bearer x:" + "y" * 32, "y" * 32),
+        ("Bearer x:" + "y" * 33, ""), ("Bearer x:a b", ""), ("Bearer x:a/b", ""), ("Basic x:guessing", ""),
     ],
-)
+)  # fmt: skip
 async def test_the_label_follows_the_last_colon(
     monkeypatch: pytest.MonkeyPatch, sent: str | None, client_label: str
 ) -> None:
@@ -147,14 +140,10 @@ async def test_the_label_follows_the_api_key(
 @pytest.mark.parametrize(
     ("fields", "recorded"),
     [
-        ({}, False),
-        ({"top_k": 20}, True),
-        ({"top_k": 20, "top_p": 0.9}, True),
-        ({"top_p": 0.9}, False),
-        ({"min_p": 0.1}, False),
-        ({"top_k": CharacterTokenizer.vocab_size}, False),
+        ({}, False), ({"top_k": 20}, True), ({"top_k": 20, "top_p": 0.9}, True), ({"top_p": 0.9}, False),
+        ({"min_p": 0.1}, False), ({"top_k": CharacterTokenizer.vocab_size}, False),
     ],
-)
+)  # fmt: skip
 async def test_supports_are_recorded_if_top_k_limits_them(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], recorded: bool
 ) -> None:

@@ -119,17 +119,12 @@ def test_every_check_has_a_warning_and_trips_after_patience(bad: Line, words: st
 @pytest.mark.parametrize(
     "line",
     [
-        GOOD._replace(update_kl=0.09),
-        GOOD._replace(ess=0.31),
-        GOOD._replace(reward=0.75),
-        GOOD._replace(entropy=0.24),
-        GOOD._replace(entropy=0.0006),
-        GOOD._replace(length=79.0),
-        GOOD._replace(truncated=0.29),
+        GOOD._replace(update_kl=0.09), GOOD._replace(ess=0.31), GOOD._replace(reward=0.75), GOOD._replace(entropy=0.24),
+        GOOD._replace(entropy=0.0006), GOOD._replace(length=79.0), GOOD._replace(truncated=0.29),
         GOOD._replace(empty_form=0.33),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_no_check_triggers_below_its_threshold(line: Line) -> None:
     """For each default threshold."""
     assert warnings(detector_with_baseline(), line) == ""

@@ -131,14 +131,10 @@ def test_weights_divide_what_is_not_reserved_otherwise(
 @pytest.mark.parametrize(
     "environments",
     [
-        [{"min_batch_allocation": 0.7}, {"min_batch_allocation": 0.4}],
-        [{"min_batch_allocation": 1.0}, {}],
-        [{"weight": 99.0}, {}],
-        [{"weight": 2.0}],
-        [{}, {"group_size": 3}],
-        [{"group_size": 256}],
+        [{"min_batch_allocation": 0.7}, {"min_batch_allocation": 0.4}], [{"min_batch_allocation": 1.0}, {}],
+        [{"weight": 99.0}, {}], [{"weight": 2.0}], [{}, {"group_size": 3}], [{"group_size": 256}],
     ],
-)
+)  # fmt: skip
 def test_environments_that_cannot_fill_a_batch_are_refused(environments: list[dict[str, float]]) -> None:
     """Shares above 1, a share without a group, a weight without effect, and groups that do not fit."""
     with pytest.raises(ProfileError, match=r"^environments: "):

@@ -48,19 +48,12 @@ def test_a_completion_is_found_by_its_tokens_and_its_prompt() -> None:
 @pytest.mark.parametrize(
     ("tokens", "start", "end"),
     [
-        ((5, 9, 33, 3, 14, 25), 3, 5),
-        ((5, 9, 33, 3, 14, 25), 4, 6),
-        ((5, 9, 33, 3, 14, 25), 2, 6),
-        ((5, 9, 33, 3, 14, 25), 3, 7),
-        ((5, 9, 33, 3, 14, 25), 6, 3),
-        ((5, 9, 33, 3, 14, 25), -3, 6),
-        ((5, 9, 34, 3, 14, 25), 3, 6),
-        ((5, 9, 33, 3, 14, 26), 3, 6),
-        ((5, 9, 33, 3, 14, 2**31), 3, 6),
-        ((5, 9, 33, 3, 14, "x"), 3, 6),
-        ((), 0, 0),
+        ((5, 9, 33, 3, 14, 25), 3, 5), ((5, 9, 33, 3, 14, 25), 4, 6), ((5, 9, 33, 3, 14, 25), 2, 6),
+        ((5, 9, 33, 3, 14, 25), 3, 7), ((5, 9, 33, 3, 14, 25), 6, 3), ((5, 9, 33, 3, 14, 25), -3, 6),
+        ((5, 9, 34, 3, 14, 25), 3, 6), ((5, 9, 33, 3, 14, 26), 3, 6), ((5, 9, 33, 3, 14, 2**31), 3, 6),
+        ((5, 9, 33, 3, 14, "x"), 3, 6), ((), 0, 0),
     ],
-)
+)  # fmt: skip
 def test_other_tokens_are_not_found(tokens: tuple[Any, ...], start: int, end: int) -> None:
     """A part of a completion, another prompt, another boundary between prompt and completion, and invalid tokens."""
     log = SampleLog()

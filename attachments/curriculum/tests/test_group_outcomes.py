@@ -179,17 +179,11 @@ def columns(outcomes: GroupOutcomes) -> list[bytes]:
 @pytest.mark.parametrize(
     "damage",
     [
-        {"problems": b"\x09\0\0\0"},
-        {"problems": b"\x01"},
-        {"statuses": b"\x07"},
-        {"ages": b""},
-        {"successes": b"\x09\0"},
-        {"cells": b"\xff\xff\xff\xff"},
-        {"cell_groups": b""},
-        {"groups": b""},
+        {"problems": b"\x09\0\0\0"}, {"problems": b"\x01"}, {"statuses": b"\x07"}, {"ages": b""},
+        {"successes": b"\x09\0"}, {"cells": b"\xff\xff\xff\xff"}, {"cell_groups": b""}, {"groups": b""},
     ],
     ids=lambda damage: next(iter(damage)),
-)
+)  # fmt: skip
 def test_evidence_that_does_not_fit_is_refused(damage: dict[str, bytes]) -> None:
     """Columns of different lengths, and problems, statuses or cells that do not exist."""
     outcomes, _ = everything(["a", "b"])

@@ -19,15 +19,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 CONTENTS = {
-    "#/": "[data-chart=reward] canvas",
-    "#/timeline": "[data-chart=lanes] canvas",
-    "#/groups": ".rows .row",
-    "#/groups?min_step=99": ".empty:not([hidden])",
-    "#/groups/1": "article",
-    "#/groups/34/0/3": ".panel:not([hidden]) table",
-    "#/compare": "[data-chart='reward/mean'] canvas",
+    "#/": "[data-chart=reward] canvas", "#/timeline": "[data-chart=lanes] canvas", "#/groups": ".rows .row",
+    "#/groups?min_step=99": ".empty:not([hidden])", "#/groups/1": "article",
+    "#/groups/34/0/3": ".panel:not([hidden]) table", "#/compare": "[data-chart='reward/mean'] canvas",
     "#/settings": "main dd",
-}
+}  # fmt: skip
 """Every page, and an element that it has when it is complete."""
 
 AXE = "async () => (await axe.run()).violations.map(({ id, nodes }) => [id, nodes.map(({ html }) => html)])"

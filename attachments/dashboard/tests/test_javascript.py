@@ -21,15 +21,10 @@ LONGEST_LINE = 120
 needs_npm = pytest.mark.skipif(not (TOOLS / "node_modules").exists(), reason=f"packages of npm are missing: {INSTALL}")
 
 RESPONSES = {
-    "about": "About",
-    "rows?" + "&".join(f"{kind}=" for kind in KINDS): "News",
-    "metrics?from=1&to=9": "Part",
-    "timeline?from=1&to=9": "Part",
-    "groups/17": "GroupRecord",
-    "groups/18/tokens": "Tokens",
-    "groups/1/tokens": "Tokens",
-    "groups/search?text=add": "Found",
-}
+    "about": "About", "rows?" + "&".join(f"{kind}=" for kind in KINDS): "News", "metrics?from=1&to=9": "Part",
+    "timeline?from=1&to=9": "Part", "groups/17": "GroupRecord", "groups/18/tokens": "Tokens",
+    "groups/1/tokens": "Tokens", "groups/search?text=add": "Found",
+}  # fmt: skip
 """Paths of a run's API, and the type of each response."""
 
 

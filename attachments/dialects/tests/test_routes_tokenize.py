@@ -52,19 +52,15 @@ async def test_a_client_can_ask_for_special_tokens_and_template() -> None:
 @pytest.mark.parametrize(
     ("route", "fields", "status", "param"),
     [
-        ("/tokenize", {}, 400, "prompt"),
-        ("/tokenize", {"prompt": 5}, 400, "prompt"),
+        ("/tokenize", {}, 400, "prompt"), ("/tokenize", {"prompt": 5}, 400, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": HELLO}, 400, "messages"),
-        ("/tokenize", {"messages": []}, 400, "messages"),
-        ("/tokenize", {"prompt": "a", "unknown": 1}, 400, "unknown"),
+        ("/tokenize", {"messages": []}, 400, "messages"), ("/tokenize", {"prompt": "a", "unknown": 1}, 400, "unknown"),
         ("/tokenize", {"prompt": "a" * 10_000}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a", "model": "/etc/passwd"}, 404, "model"),
-        ("/detokenize", {}, 400, "tokens"),
-        ("/detokenize", {"tokens": [97]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/tokenize", {"prompt": "a", "model": "/etc/passwd"}, 404, "model"), ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": [97]}, 400, "tokens"), ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
         ("/detokenize", {"tokens": [1], "model": "x"}, 404, "model"),
     ],
-)
+)  # fmt: skip
 async def test_an_invalid_request_is_refused(route: str, fields: dict[str, Any], status: int, param: str) -> None:
     """The error names the field."""
     async with serving() as served:

@@ -21,15 +21,10 @@ from protocols.errors import ProfileError
 from tests.e2e.pipeline_process import PROBLEMS
 
 SMALL = {
-    "--data.train": str(PROBLEMS / "train.jsonl"),
-    "--data.heldout": str(PROBLEMS / "heldout.jsonl"),
-    "--learner.batch-size": "4",
-    "--sampling.group-size": "4",
-    "--sampling.max-tokens": "48",
-    "--eval": "off",
-    "--server": "off",
-    "--engine.max-num-seqs": "32",
-}
+    "--data.train": str(PROBLEMS / "train.jsonl"), "--data.heldout": str(PROBLEMS / "heldout.jsonl"),
+    "--learner.batch-size": "4", "--sampling.group-size": "4", "--sampling.max-tokens": "48", "--eval": "off",
+    "--server": "off", "--engine.max-num-seqs": "32",
+}  # fmt: skip
 """Settings with which the checks of the embedded policy take half a second."""
 
 REWARDS = """

@@ -52,30 +52,15 @@ def test_the_first_step_and_the_first_at_the_full_learning_rate_are_rehearsed(tm
 @pytest.mark.parametrize(
     ("moved", "expected"),
     [
-        ((0.01, 0.02), []),
-        ((None, None), []),
-        ((0.35, 0.09), []),
-        ((0.05, 0.4), []),
-        ((0.15, 0.2), ["update_too_large"]),
-        ((0.7, 0.01), ["update_too_large"]),
-        ((0.7,), ["update_too_large"]),
-        ((0.2,), []),
-        ((0.01, float("nan")), ["update_too_large"]),
-        ((), []),
+        ((0.01, 0.02), []), ((None, None), []), ((0.35, 0.09), []), ((0.05, 0.4), []),
+        ((0.15, 0.2), ["update_too_large"]), ((0.7, 0.01), ["update_too_large"]), ((0.7,), ["update_too_large"]),
+        ((0.2,), []), ((0.01, float("nan")), ["update_too_large"]), ((), []),
     ],
     ids=[
-        "healthy",
-        "not measured",
-        "large first",
-        "large second",
-        "both large",
-        "certain",
-        "one, certain",
-        "one",
-        "NaN",
+        "healthy", "not measured", "large first", "large second", "both large", "certain", "one, certain", "one", "NaN",
         "none",
     ],
-)
+)  # fmt: skip
 def test_rehearsed_updates_that_move_the_policy_far_are_a_finding(
     moved: tuple[float | None, ...], expected: list[str], tmp_path: Path
 ) -> None:

@@ -18,19 +18,10 @@ from attachments.files.gguf_tokenizer import LLAMA3_WORDS, SPACE
 from clotho.models.parameters import flat
 
 CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 300,
-    "max_position_embeddings": 256,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": True,
-}
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "vocab_size": 300, "max_position_embeddings": 256,
+    "rope_theta": 10_000.0, "tie_word_embeddings": True,
+}  # fmt: skip
 TOKENS_1_T = mx.array([[5, 90, 133, 2, 217, 60, 299]])
 CONTROL = ["<|start|>", "<|end|>"]
 CORPUS = ["the policy that learns is the policy that serves", "23 + 456 = 479, isn't it?", "Größe, 東京 and naïve"] * 4

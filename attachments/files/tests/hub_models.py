@@ -25,15 +25,11 @@ CLASSES = {
 }
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "gemma2": {
-        "query_pre_attn_scalar": 8,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": 30.0,
-        "attn_logit_softcapping": 50.0,
-        "sliding_window": 512,
-        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 8, "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0, "sliding_window": 512, "tie_word_embeddings": True,
     },
     "qwen3_moe": {"moe_intermediate_size": 16, "decoder_sparse_step": 1},
-}
+}  # fmt: skip
 TOKENS = (5, 9, 33, 2, 17, 60, 41)
 
 PYTHON = "CLOTHO_PEFT_PYTHON"

@@ -16,21 +16,11 @@ from tests.saved_models import save_tokenizer
 
 LAYERS, HIDDEN, WIDE, VOCABULARY = 22, 2048, 8192, 64
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "intermediate_size": WIDE,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 128,
-    "vocab_size": VOCABULARY,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
+    "intermediate_size": WIDE, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 128, "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
 SIDES = {
     **{f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"},
     "mlp.gate_proj": (WIDE, HIDDEN),

@@ -14,14 +14,9 @@ from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import ModelError
 
 TEXTS = [
-    "",
-    " ",
-    "the policy serves  1234 requests",
-    "isn't 東京 naïve?\n\n\tGröße 👩‍🚀",
-    "<|start|>user\n12+34<|end|>",
-    "<|star|> <|END|>",
-    "a\x00b\u2028c",
-]
+    "", " ", "the policy serves  1234 requests", "isn't 東京 naïve?\n\n\tGröße 👩‍🚀", "<|start|>user\n12+34<|end|>",
+    "<|star|> <|END|>", "a\x00b\u2028c",
+]  # fmt: skip
 TEMPLATE = "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
 
 

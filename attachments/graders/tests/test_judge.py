@@ -116,18 +116,12 @@ def load(server: JudgeServer, *, timeout_seconds: float = 30.0, **settings: Any)
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("The answer is right.\nScore: 10", 1.0),
-        ("Score: 7", 0.7),
-        ("**Score:** 7/10", 0.7),
-        ("**Score**: **7**", 0.7),
-        ("Score (0-10): 7", 0.7),
-        ("The score is 7.5.", 0.75),
-        ("A first score of 3 is too low.\n\nFinal score: 7", 0.7),
-        ("<think>Perhaps Score: 2?</think>\nScore: 7", 0.7),
-        ("7", 0.7),
-        (" 0\n", 0.0),
+        ("The answer is right.\nScore: 10", 1.0), ("Score: 7", 0.7), ("**Score:** 7/10", 0.7),
+        ("**Score**: **7**", 0.7), ("Score (0-10): 7", 0.7), ("The score is 7.5.", 0.75),
+        ("A first score of 3 is too low.\n\nFinal score: 7", 0.7), ("<think>Perhaps Score: 2?</think>\nScore: 7", 0.7),
+        ("7", 0.7), (" 0\n", 0.0),
     ],
-)
+)  # fmt: skip
 async def test_the_score_of_a_reply_is_read(server: JudgeServer, text: str, value: float) -> None:
     """The last one, as models write it; a reply may also be the number alone."""
     server.answer = lambda body: reply(text)
@@ -137,14 +131,10 @@ async def test_the_score_of_a_reply_is_read(server: JudgeServer, text: str, valu
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("The answer is right.", "no score"),
-        ("", "no score"),
-        (None, "no score"),
-        ("<think>Score: 2", "no score"),
-        ("Score: 11", "not between 0 and 10"),
-        ("Score: -3", "not between 0 and 10"),
+        ("The answer is right.", "no score"), ("", "no score"), (None, "no score"), ("<think>Score: 2", "no score"),
+        ("Score: 11", "not between 0 and 10"), ("Score: -3", "not between 0 and 10"),
     ],
-)
+)  # fmt: skip
 async def test_a_reply_without_a_score_is_an_error(server: JudgeServer, text: str | None, message: str) -> None:
     """It is not guessed; the group is discarded."""
     server.answer = lambda body: reply(text)

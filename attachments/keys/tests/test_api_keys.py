@@ -44,22 +44,13 @@ def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path: Path, mode: in
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "not toml = = s3cret",
-        f'key = "{SECRET}"',
-        f'["bad name"]\nkey = "{SECRET}"',
-        "[a]\nmax_requests = 1",
-        f'[a]\nkey = "{SECRET}"\nkey_env = "K"',
-        '[a]\nkey_env = "UNSET"',
-        '[a]\nkey = "s3cret"',
-        '[a]\nkey = "s3cret with spaces"',
-        '[a]\nkey = "s3cret-ümlaut"',
-        f'[a]\nkey = "{SECRET}"\n[b]\nkey = "{SECRET}"',
-        f'[a]\nkey = "{SECRET}"\nmax_requests = 0',
-        f'[a]\nkey = "{SECRET}"\nunknown = "s3cret"',
-        f'[a]\nkey = ["{SECRET}"]',
+        "", "not toml = = s3cret", f'key = "{SECRET}"', f'["bad name"]\nkey = "{SECRET}"', "[a]\nmax_requests = 1",
+        f'[a]\nkey = "{SECRET}"\nkey_env = "K"', '[a]\nkey_env = "UNSET"', '[a]\nkey = "s3cret"',
+        '[a]\nkey = "s3cret with spaces"', '[a]\nkey = "s3cret-ümlaut"',
+        f'[a]\nkey = "{SECRET}"\n[b]\nkey = "{SECRET}"', f'[a]\nkey = "{SECRET}"\nmax_requests = 0',
+        f'[a]\nkey = "{SECRET}"\nunknown = "s3cret"', f'[a]\nkey = ["{SECRET}"]',
     ],
-)
+)  # fmt: skip
 def test_a_wrong_file_is_one_line_without_keys(tmp_path: Path, text: str) -> None:
     """The line names the file."""
     with pytest.raises(ProfileError) as refusal:

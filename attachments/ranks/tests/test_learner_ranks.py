@@ -133,17 +133,10 @@ SETTINGS: list[dict[str, Any]] = [
     {"learning_rate": 1e-3, "schedule": "constant", "micro_batch_tokens": 64},
     {"learning_rate": 1e-3, "schedule": "constant", "micro_batch_tokens": 4096, "layout": "shared"},
     {
-        "learning_rate": 1e-3,
-        "schedule": "constant",
-        "micro_batch_tokens": 40,
-        "kl_beta": 0.1,
-        "kl_in": "reward",
-        "reference": "average",
-        "ref_ema": 0.5,
-        "num_minibatches": 2,
-        "update_epochs": 2,
+        "learning_rate": 1e-3, "schedule": "constant", "micro_batch_tokens": 40, "kl_beta": 0.1, "kl_in": "reward",
+        "reference": "average", "ref_ema": 0.5, "num_minibatches": 2, "update_epochs": 2,
     },
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["micro-batches", "one micro-batch, shared prompts", "all passes"])

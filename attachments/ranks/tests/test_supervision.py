@@ -32,14 +32,10 @@ def test_a_process_without_other_ranks_is_an_ordinary_run(
 @pytest.mark.parametrize(
     ("status", "expected"),
     [
-        (RANK_LOST, True),
-        (-signal.SIGKILL, True),
-        (-signal.SIGSEGV, True),
-        (-signal.SIGTERM, False),
-        (0, False),
+        (RANK_LOST, True), (-signal.SIGKILL, True), (-signal.SIGSEGV, True), (-signal.SIGTERM, False), (0, False),
         (2, False),
     ],
-)
+)  # fmt: skip
 def test_a_lost_rank_is_started_again_and_an_ended_one_is_not(status: int, expected: bool) -> None:
     """The run decides about its own failures; nobody starts a process again that somebody has terminated."""
     assert is_lost(status) is expected

@@ -34,15 +34,10 @@ SOME = outcome(
 @pytest.mark.parametrize(
     ("text", "texts"),
     [
-        ("reward >= 1", ["b", "c"]),
-        ("reward > 1", ["b"]),
-        ("correct == 1 and reward < 2", ["c"]),
-        ("correct == 0", ["a"]),
-        ("format <= 0.5", ["c", "a"]),
-        ("reward != 1", ["b", "a"]),
-        ("reward >= 1e1", []),
+        ("reward >= 1", ["b", "c"]), ("reward > 1", ["b"]), ("correct == 1 and reward < 2", ["c"]),
+        ("correct == 0", ["a"]), ("format <= 0.5", ["c", "a"]), ("reward != 1", ["b", "a"]), ("reward >= 1e1", []),
     ],
-)
+)  # fmt: skip
 def test_completions_that_fulfil_all_conditions_are_kept_the_best_first(text: str, texts: list[str]) -> None:
     """Each text once, and never a truncated one."""
     assert [one.completion.text for one in kept(SOME, conditions(text), limit=0)] == texts

@@ -7,19 +7,13 @@ from protocols.summary import Distribution
 from tests.metric_samples import Values, require
 
 METRICS = {
-    "clotho_remote_server_state": "gauge",
-    "clotho_remote_server_weights_version": "gauge",
-    "clotho_remote_server_lag_versions": "gauge",
-    "clotho_remote_server_rows": "gauge",
-    "clotho_remote_server_groups": "counter",
-    "clotho_remote_server_tokens": "counter",
-    "clotho_remote_server_failures": "counter",
-    "clotho_remote_server_restarts": "counter",
-    "clotho_remote_server_sent_bytes": "counter",
-    "clotho_remote_server_received_bytes": "counter",
-    "clotho_remote_groups_requested_again": "counter",
-    "clotho_remote_server_push_seconds": "histogram",
-}
+    "clotho_remote_server_state": "gauge", "clotho_remote_server_weights_version": "gauge",
+    "clotho_remote_server_lag_versions": "gauge", "clotho_remote_server_rows": "gauge",
+    "clotho_remote_server_groups": "counter", "clotho_remote_server_tokens": "counter",
+    "clotho_remote_server_failures": "counter", "clotho_remote_server_restarts": "counter",
+    "clotho_remote_server_sent_bytes": "counter", "clotho_remote_server_received_bytes": "counter",
+    "clotho_remote_groups_requested_again": "counter", "clotho_remote_server_push_seconds": "histogram",
+}  # fmt: skip
 """Every metric with its type. In the text format, the name of a counter ends in `_total`."""
 
 VALUES: Values = [

@@ -99,28 +99,16 @@ async def test_a_prompt_whose_text_has_other_tokens_is_refused(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("content", "status"),
     [
-        ("text", 200),
-        (answer([]), 200),
-        (answer([{"id": 3, "logprob": -0.5}]), 200),
-        (answer([{"id": 3, "logprob": -0.5}] * 7, "length"), 200),
-        (answer([{"id": -1, "logprob": -0.5}]), 200),
-        (answer([{"id": 2**31, "logprob": -0.5}, *ANSWER]), 200),
-        (answer([{"id": END}]), 200),
-        ({"choices": []}, 200),
+        ("text", 200), (answer([]), 200), (answer([{"id": 3, "logprob": -0.5}]), 200),
+        (answer([{"id": 3, "logprob": -0.5}] * 7, "length"), 200), (answer([{"id": -1, "logprob": -0.5}]), 200),
+        (answer([{"id": 2**31, "logprob": -0.5}, *ANSWER]), 200), (answer([{"id": END}]), 200), ({"choices": []}, 200),
         ({"error": "no"}, 404),
     ],
     ids=[
-        "no object",
-        "no token",
-        "no end",
-        "too long",
-        "negative token",
-        "large token",
-        "no logprob",
-        "no choice",
+        "no object", "no token", "no end", "too long", "negative token", "large token", "no logprob", "no choice",
         "404",
     ],
-)
+)  # fmt: skip
 async def test_a_wrong_response_is_a_failure_of_the_server(tmp_path: Path, content: object, status: int) -> None:
     """No part of it is used."""
     with pytest.raises(RemoteFailure):

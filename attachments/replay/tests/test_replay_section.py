@@ -10,13 +10,9 @@ from attachments.replay.replay import ReplayBuffer
 from attachments.replay.tests.test_replay import ids, learned, section
 
 BESIDE: dict[str, dict[str, Any]] = {
-    "capacity": {"groups": 100},
-    "groups": {},
-    "sampling": {},
-    "priority": {"sampling": "priority"},
-    "exponent": {"sampling": "weighted"},
-    "max_age": {"groups": 100},
-}
+    "capacity": {"groups": 100}, "groups": {}, "sampling": {}, "priority": {"sampling": "priority"},
+    "exponent": {"sampling": "weighted"}, "max_age": {"groups": 100},
+}  # fmt: skip
 OTHER: dict[str, Any] = {
     "capacity": 10, "groups": 5, "sampling": "priority", "priority": "recency", "exponent": 9.0, "max_age": 3,
 }  # fmt: skip

@@ -14,25 +14,17 @@ from tests.fakes import CharacterTokenizer
 from tests.metric_samples import Values, require
 
 METRICS = {
-    "clotho_sessions_open": "gauge",
-    "clotho_sessions_ended": "counter",
-    "clotho_session_rewards": "counter",
-    "clotho_session_refusals": "counter",
-    "clotho_session_forks": "counter",
-    "clotho_session_untrainable": "counter",
-}
+    "clotho_sessions_open": "gauge", "clotho_sessions_ended": "counter", "clotho_session_rewards": "counter",
+    "clotho_session_refusals": "counter", "clotho_session_forks": "counter", "clotho_session_untrainable": "counter",
+}  # fmt: skip
 """Every metric with its type. In the text format, the name of a counter ends in `_total`."""
 
 VALUES: Values = [
-    ("clotho_sessions_open", {}, 0),
-    ("clotho_sessions_ended_total", {"end": "trained"}, 4),
-    ("clotho_sessions_ended_total", {"end": "stale"}, 1),
-    ("clotho_sessions_ended_total", {"end": "lost"}, 5),
-    ("clotho_session_rewards_total", {}, 7),
-    ("clotho_session_refusals_total", {"reason": "double"}, 2),
-    ("clotho_session_forks_total", {}, 3),
-    ("clotho_session_untrainable_total", {}, 6),
-]
+    ("clotho_sessions_open", {}, 0), ("clotho_sessions_ended_total", {"end": "trained"}, 4),
+    ("clotho_sessions_ended_total", {"end": "stale"}, 1), ("clotho_sessions_ended_total", {"end": "lost"}, 5),
+    ("clotho_session_rewards_total", {}, 7), ("clotho_session_refusals_total", {"reason": "double"}, 2),
+    ("clotho_session_forks_total", {}, 3), ("clotho_session_untrainable_total", {}, 6),
+]  # fmt: skip
 
 
 def resumed() -> Sessions:

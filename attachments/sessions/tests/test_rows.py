@@ -17,15 +17,11 @@ FIRST = sample((1, 2), (3, 4))
 @pytest.mark.parametrize(
     ("prompt", "fields", "expected"),
     [
-        ((1, 2, 3, 4), {}, True),
-        ((1, 2, 3, 4, 5), {}, True),
-        ((1, 2, 3), {}, False),
-        ((1, 2, 9, 4), {}, False),
-        ((1, 2, 3, 9), {}, False),
-        ((1, 2, 3, 4, 5), {"temperature": 0.5}, False),
+        ((1, 2, 3, 4), {}, True), ((1, 2, 3, 4, 5), {}, True), ((1, 2, 3), {}, False), ((1, 2, 9, 4), {}, False),
+        ((1, 2, 3, 9), {}, False), ((1, 2, 3, 4, 5), {"temperature": 0.5}, False),
         ((1, 2, 3, 4, 5), {"supports": True}, False),
     ],
-)
+)  # fmt: skip
 def test_a_prompt_continues_a_row_that_it_begins_with(
     prompt: tuple[int, ...], fields: dict[str, Any], expected: bool
 ) -> None:
@@ -48,14 +44,10 @@ class SpellingTokenizer(CharacterTokenizer):
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
-        ((1, 2, 3, 4, 2), (1, 2, 3, 4, 2)),
-        ((12, 34, 2, 1), (1, 2, 3, 4, 2, 1)),
-        ((1, 2, 34), (1, 2, 3, 4)),
-        ((1, 2, 3), ()),
-        ((1, 2, 3, 3, 1), ()),
-        ((12, 3, 41), ()),
+        ((1, 2, 3, 4, 2), (1, 2, 3, 4, 2)), ((12, 34, 2, 1), (1, 2, 3, 4, 2, 1)), ((1, 2, 34), (1, 2, 3, 4)),
+        ((1, 2, 3), ()), ((1, 2, 3, 3, 1), ()), ((12, 3, 41), ()),
     ],
-)
+)  # fmt: skip
 def test_a_prompt_with_the_text_of_a_row_gets_its_tokens(prompt: tuple[int, ...], expected: tuple[int, ...]) -> None:
     """If one of the tokens of the prompt ends where the row ends."""
     found = SessionRow(*FIRST)

@@ -228,19 +228,15 @@ async def test_the_client_of_openai_does_not_repeat_what_is_refused(monkeypatch:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"reward": 1.0}, "session"),
-        ({"session": "a"}, "reward"),
+        ({"reward": 1.0}, "session"), ({"session": "a"}, "reward"),
         ({"session": "a", "receipts": ["b"], "reward": 1.0}, "receipts"),
-        ({"session": "a", "rewards": [1.0]}, "rewards"),
-        ({"receipts": ["a", "b"], "rewards": [1.0]}, "rewards"),
-        ({"receipts": ["a"], "reward": 1.0, "rewards": [1.0]}, "rewards"),
-        ({"session": "a", "reward": 1e10}, "reward"),
-        ({"session": "a", "reward": 1.0, "close": True}, "close"),
-        ({"session": "a", "reward": "1"}, "reward"),
+        ({"session": "a", "rewards": [1.0]}, "rewards"), ({"receipts": ["a", "b"], "rewards": [1.0]}, "rewards"),
+        ({"receipts": ["a"], "reward": 1.0, "rewards": [1.0]}, "rewards"), ({"session": "a", "reward": 1e10}, "reward"),
+        ({"session": "a", "reward": 1.0, "close": True}, "close"), ({"session": "a", "reward": "1"}, "reward"),
         ({"session": "a", "reward": 1.0, "scenario": "x y"}, "scenario"),
         ({"session": "a", "reward": 1.0, "other": 1}, "other"),
     ],
-)
+)  # fmt: skip
 async def test_a_malformed_post_names_its_field(
     monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], param: str
 ) -> None:

@@ -62,15 +62,10 @@ def live(place: Path) -> Iterator[Live]:
 
 
 CASES: list[tuple[str, dict[str, float]]] = [
-    ("cross_entropy", {}),
-    ("importance_sampling", {}),
-    ("ppo", {}),
-    ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}),
-    ("cispo", {}),
-    ("dro", {"beta": 0.3}),
-    ("gspo", {}),
-    ("gspo", {"clip_low_threshold": 0.2, "clip_high_threshold": 5.0}),
-]
+    ("cross_entropy", {}), ("importance_sampling", {}), ("ppo", {}),
+    ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}), ("cispo", {}), ("dro", {"beta": 0.3}),
+    ("gspo", {}), ("gspo", {"clip_low_threshold": 0.2, "clip_high_threshold": 5.0}),
+]  # fmt: skip
 
 
 @pytest.mark.needs_float32("the differences are those of float32")

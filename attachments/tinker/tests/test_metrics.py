@@ -12,14 +12,10 @@ from attachments.tinker.tests.tinker_server import datum, tinker_server
 from tests import saved_models
 
 METRICS = {
-    "clotho_tinker_sessions": "gauge",
-    "clotho_tinker_requests": "gauge",
-    "clotho_tinker_steps": "gauge",
-    "clotho_tinker_model_bytes": "gauge",
-    "clotho_tinker_budget_bytes": "gauge",
-    "clotho_tinker_adapters": "gauge",
+    "clotho_tinker_sessions": "gauge", "clotho_tinker_requests": "gauge", "clotho_tinker_steps": "gauge",
+    "clotho_tinker_model_bytes": "gauge", "clotho_tinker_budget_bytes": "gauge", "clotho_tinker_adapters": "gauge",
     "clotho_tinker_learner_queue": "gauge",
-}
+}  # fmt: skip
 """The metrics of the attachment and their types."""
 
 

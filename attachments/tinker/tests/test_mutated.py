@@ -19,21 +19,8 @@ from tests import saved_models
 
 TOKENS = [3, 9, 12, 7, 20, 5]
 JUNK: list[Any] = [
-    None,
-    -1,
-    2**70,
-    1e300,
-    True,
-    "",
-    "x" * 300,
-    "tinker://a/b/c",
-    "../..",
-    [],
-    [[]],
-    {},
-    {"a": 1},
-    "\x00",
-]
+    None, -1, 2**70, 1e300, True, "", "x" * 300, "tinker://a/b/c", "../..", [], [[]], {}, {"a": 1}, "\x00",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -151,17 +151,13 @@ def test_the_most_probable_tokens_of_prompt_and_completion(client: Client, place
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"record_stability_info": True}, "record_stability_info"),
-        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
+        ({"record_stability_info": True}, "record_stability_info"), ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
         ({"target_prompt_logprobs": {}}, "target_prompt_logprobs"),
-        ({"topk_prompt_logprobs": 50}, "topk_prompt_logprobs"),
-        ({"num_samples": 10_000}, "num_samples"),
-        ({"prompt_logprobs_last_n": 4}, "prompt_logprobs_last_n"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"topk_prompt_logprobs": 50}, "topk_prompt_logprobs"), ({"num_samples": 10_000}, "num_samples"),
+        ({"prompt_logprobs_last_n": 4}, "prompt_logprobs_last_n"), ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"), ({"max_tokens": 0}, "max_tokens"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_sampled_is_refused_by_its_name(
     client: Client, place: Path, fields: dict[str, Any], param: str
 ) -> None:

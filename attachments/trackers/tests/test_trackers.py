@@ -47,13 +47,8 @@ from training_run.profile.schema import TrackingSection
 LOG_BLOCK = 32768
 TRACKING = TrackingSection(project="proj", group="g", run_name="first", tags=("a", "b"))
 LINE: dict[str, Any] = {
-    "step": 1,
-    "loss": 0.5,
-    "kl": None,
-    "update_applied": True,
-    "rewards": {"format": {"mean": 0.25}},
-    "findings": [],
-}
+    "step": 1, "loss": 0.5, "kl": None, "update_applied": True, "rewards": {"format": {"mean": 0.25}}, "findings": [],
+}  # fmt: skip
 
 FINDING = Finding(name="slow", severity="warning", fact="f", consequence="c", advice="a", remedy=CHECK)
 

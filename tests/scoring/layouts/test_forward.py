@@ -51,13 +51,9 @@ def policy(architecture: str, kind: str, grad_checkpoint: bool) -> Policy:
 
 
 WAYS = (
-    ("lora", False, "padded"),
-    ("full", False, "packed"),
-    ("full", True, "shared"),
-    ("lora", False, "shared"),
-    ("lora", True, "packed"),
-    ("full", True, "padded"),
-)
+    ("lora", False, "padded"), ("full", False, "packed"), ("full", True, "shared"), ("lora", False, "shared"),
+    ("lora", True, "packed"), ("full", True, "padded"),
+)  # fmt: skip
 """Method, recomputed blocks, and layout."""
 
 

@@ -30,17 +30,13 @@ SEEN = tokens([1.0] * 5, loss_mask_N=[1, 1, 1, 1, 0], sequence_N=[0, 0, 0, 1, 1]
 @pytest.mark.parametrize(
     ("name", "low", "high", "weights"),
     [
-        ("truncate", 0.3, 2.0, [2, 0.5, 1.1, 0.3]),
-        ("mask", 0.5, 2.0, [0, 0.5, 1.1, 0]),
-        ("mask", 0.0, 2.0, [0, 0.5, 1.1, 0.2]),
-        ("truncate_sequence", 0.0, 1.5, [1.5, 1.5, 1.5, 0.2]),
-        ("truncate_sequence", 0.3, 2.0, [1.65, 1.65, 1.65, 0.3]),
-        ("reject_sequence", 0.0, 1.5, [0, 0, 0, 1]),
-        ("reject_sequence", 0.3, 2.0, [1, 1, 1, 0]),
-        ("reject_geometric", 0.0, 1.1, [0, 0, 0, 1]),
+        ("truncate", 0.3, 2.0, [2, 0.5, 1.1, 0.3]), ("mask", 0.5, 2.0, [0, 0.5, 1.1, 0]),
+        ("mask", 0.0, 2.0, [0, 0.5, 1.1, 0.2]), ("truncate_sequence", 0.0, 1.5, [1.5, 1.5, 1.5, 0.2]),
+        ("truncate_sequence", 0.3, 2.0, [1.65, 1.65, 1.65, 0.3]), ("reject_sequence", 0.0, 1.5, [0, 0, 0, 1]),
+        ("reject_sequence", 0.3, 2.0, [1, 1, 1, 0]), ("reject_geometric", 0.0, 1.1, [0, 0, 0, 1]),
         ("reject_geometric", 0.3, 1.2, [1, 1, 1, 0]),
     ],
-)
+)  # fmt: skip
 def test_corrections_by_hand(name: str, low: float, high: float, weights: list[float]) -> None:
     """Completion 0: product 3 * 0.5 * 1.1 = 1.65, geometric mean 1.65^(1/3) = 1.182. Completion 1: 0.2 for both.
 

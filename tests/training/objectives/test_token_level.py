@@ -17,16 +17,11 @@ SETTINGS = learner_settings(clip_low=0.2, clip_high=0.28)
 @pytest.mark.parametrize(
     ("ratio", "A", "loss", "gradient", "clipped"),
     [
-        (1.0, 1.5, -1.5, -1.5, False),
-        (1.0, -1.5, 1.5, 1.5, False),
-        (1.5, 2.0, -2.56, 0.0, True),
-        (1.25, 2.0, -2.5, -2.5, False),
-        (0.5, 2.0, -1.0, -1.0, False),
-        (0.5, -2.0, 1.6, 0.0, True),
-        (1.5, -2.0, 3.0, 3.0, False),
-        (1.5, 0.0, 0.0, 0.0, False),
+        (1.0, 1.5, -1.5, -1.5, False), (1.0, -1.5, 1.5, 1.5, False), (1.5, 2.0, -2.56, 0.0, True),
+        (1.25, 2.0, -2.5, -2.5, False), (0.5, 2.0, -1.0, -1.0, False), (0.5, -2.0, 1.6, 0.0, True),
+        (1.5, -2.0, 3.0, 3.0, False), (1.5, 0.0, 0.0, 0.0, False),
     ],
-)
+)  # fmt: skip
 def test_the_clipped_surrogate_by_hand(ratio: float, A: float, loss: float, gradient: float, clipped: bool) -> None:
     """Range [0.8, 1.28]: L = -min(r A, clip(r) A); dL/dlogp = -r A where free and 0 where clipped.
 
