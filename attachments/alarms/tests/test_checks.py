@@ -61,6 +61,17 @@ def test_a_rate_far_below_the_best_of_the_run_is_a_finding_until_it_rises() -> N
     assert found == set()
 
 
+def test_a_low_rate_is_a_finding_after_five_reports_however_long_they_take() -> None:
+    """The median of three reports is low from the second one on."""
+    run = observed()
+    for _ in range(5):
+        run.step()
+    for _ in range(5):
+        run.clock += 1000.0
+        assert run.step(tokens_per_second=400) == set()
+    assert run.step(tokens_per_second=400) == {"slow"}
+
+
 def test_a_rate_is_compared_with_that_of_comparable_work() -> None:
     """Longer completions are slower."""
     run = observed()
