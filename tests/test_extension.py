@@ -15,7 +15,6 @@ from clotho.models.adapter_reading import read_adapter_of
 from clotho.models.loading import find_model, is_local
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.rewards.registry import load_reward
-from clotho.rewards.weighted_sum import Rewards
 from protocols.errors import ArtifactError, DatasetError, ModelError, ProfileError
 from tests.absent import without
 from training_run.profile.data import DataSection
@@ -65,13 +64,6 @@ def test_a_reward_of_an_absent_attachment_is_refused_by_its_name(
     assert f"'{attachment}'" in absence(name)
     assert absence("zzz") == ""
     assert callable(load_reward("exact"))
-
-
-def test_a_sum_of_rewards_refuses_names_of_absent_attachments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a profile does."""
-    without(monkeypatch, "graders")
-    with pytest.raises(ProfileError, match="needs the attachment 'graders'"):
-        Rewards(math_verify=1.0)
 
 
 def test_problems_of_an_absent_attachment_are_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

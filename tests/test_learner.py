@@ -25,8 +25,7 @@ def learner(**settings: Any) -> clotho.Learner:
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "micro_batch_tokens"),
-    [("sequence_mean", 64), ("token_mean", 4096), ("group_mean", 128)],
+    ("aggregation", "micro_batch_tokens"), [("sequence_mean", 64), ("token_mean", 4096), ("group_mean", 128)]
 )
 def test_an_update_and_the_same_data_in_two_calls_give_the_same_weights(
     aggregation: str, micro_batch_tokens: int
@@ -239,8 +238,7 @@ def test_a_learner_refuses_what_it_cannot_do(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "completion", "advantage"),
-    [((), (1,), 1.0), ((1,), (), 1.0), ((1,), (2, 3), (1.0,))],
+    ("prompt", "completion", "advantage"), [((), (1,), 1.0), ((1,), (), 1.0), ((1,), (2, 3), (1.0,))]
 )
 def test_a_datum_has_tokens_and_as_many_advantages(
     prompt: tuple[int, ...], completion: tuple[int, ...], advantage: Any

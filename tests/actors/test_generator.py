@@ -81,10 +81,7 @@ class GeneratorHarness:
             inbox=self.prompts.inbox(),
             outbox=outbox,
             rule=StalenessRule(
-                weights=self.weights,
-                replacements=self.replacements,
-                batch_size=batch_size,
-                max_batches_ahead=ahead,
+                weights=self.weights, replacements=self.replacements, batch_size=batch_size, max_batches_ahead=ahead
             ),
             source=SingleTurn(self.sampler, sampling=SAMPLING, group_size=3),
             ended=before,

@@ -326,9 +326,7 @@ async def test_the_first_update_waits_until_the_monitor_has_checked_its_groups(c
             assert [report.step for report in await receive_all(harness.report_inbox)] == [1]
 
 
-async def test_a_monitor_that_does_not_answer_delays_the_first_update_for_a_limited_time(
-    compute: Compute,
-) -> None:
+async def test_a_monitor_that_does_not_answer_delays_the_first_update_for_a_limited_time(compute: Compute) -> None:
     """The update follows without the check."""
     harness = LearnerHarness(compute, [trainable_group(0), trainable_group(1)], first_check_seconds=0.01)
     harness.learner._logged = Latest[int]("unchecked")

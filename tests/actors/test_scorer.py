@@ -63,14 +63,14 @@ async def outcomes_of(messages: Sequence[Message], rewards: RewardRunner, *, con
     return outcomes
 
 
-@pytest.mark.parametrize("concurrency", [1, 3, 8])
+@pytest.mark.parametrize("concurrency", [1, 8])
 async def test_every_message_has_exactly_one_outcome(concurrency: int) -> None:
     """Rewards raise, hang, exit, or return NaN, text or None, and some groups are already discarded.
 
     All outcomes arrive in order.
     """
     rng, messages = Random(concurrency), []
-    for i in range(200):
+    for i in range(100):
         graded_problem = problem("42", prompt=f"{concurrency}.{i}")
         made = group("a", "b" * rng.randint(1, 2), of=graded_problem, group_id=i)
         discarded = Discarded(prompt=made.prompt, reason="generation_error", detail="lost")
@@ -79,7 +79,7 @@ async def test_every_message_has_exactly_one_outcome(concurrency: int) -> None:
     rewards = RewardRunner((section,), concurrency=concurrency)
     outcomes = await outcomes_of(messages, rewards, concurrency=concurrency)
     rewards.close()
-    assert [group_id_of(outcome) for outcome in outcomes] == list(range(200))
+    assert [group_id_of(outcome) for outcome in outcomes] == list(range(100))
     assert {outcome.reason for outcome in outcomes if isinstance(outcome, Discarded)} == {
         "zero_variance", "reward_error", "generation_error"
     }  # fmt: skip

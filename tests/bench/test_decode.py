@@ -12,13 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from bench import decode, first_token
-from bench.contenders import (
-    clotho_decode,
-    clotho_first_token,
-    decoding,
-    mlx_lm_decode,
-    mlx_lm_first_token,
-)
+from bench.contenders import clotho_decode, clotho_first_token, decoding, mlx_lm_decode, mlx_lm_first_token
 from bench.contenders.shapes import Shape, named_model, products, random_model, random_prompts
 from bench.contenders.worker import Case, MeasureOnce
 from bench.measurement import read
@@ -123,9 +117,7 @@ def test_the_first_token_can_be_measured_repeatedly(prepare: Callable[[Case], Me
     assert all(once()["seconds"] > 0 for _ in range(2))
 
 
-def test_two_threads_are_set_in_the_environment_and_recorded_in_the_case(
-    measured_calls: Calls,
-) -> None:
+def test_two_threads_are_set_in_the_environment_and_recorded_in_the_case(measured_calls: Calls) -> None:
     """Contender names stay the same, so that ratios exist."""
     found = decode.with_threads([decode.case("6m")], 1)
     assert [one.environment["MKL_NUM_THREADS"] for one in measured_calls[0][0]] == ["2"] * 3
@@ -135,10 +127,7 @@ def test_two_threads_are_set_in_the_environment_and_recorded_in_the_case(
 
 @pytest.mark.parametrize("question", [decode, first_token])
 def test_quick_mode_writes_results_of_the_same_format(
-    question: Any,
-    measured_calls: Calls,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    question: Any, measured_calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It prints the table of these results."""
     path = tmp_path / "results.jsonl"
@@ -148,11 +137,7 @@ def test_quick_mode_writes_results_of_the_same_format(
 
 
 @pytest.mark.parametrize("question", [decode, first_token])
-def test_results_can_be_drawn(
-    question: Any,
-    measured_calls: Calls,
-    tmp_path: Path,
-) -> None:
+def test_results_can_be_drawn(question: Any, measured_calls: Calls, tmp_path: Path) -> None:
     """For docs/benchmark-tables.md."""
     pytest.importorskip("matplotlib")
     question.main(["--repeats", "1", "--out", str(tmp_path / "results.jsonl")])

@@ -8,13 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from bench.contenders import process
-from bench.contenders.process import (
-    Contender,
-    ContenderProcess,
-    MissingContendersError,
-    measure_interleaved,
-    running,
-)
+from bench.contenders.process import Contender, ContenderProcess, MissingContendersError, measure_interleaved, running
 from bench.measurement import Case, Measurement, Metric
 
 MODULE = "tests.bench.fake_contender"
@@ -103,11 +97,7 @@ def test_a_contender_that_fails_a_case_is_skipped_for_that_case(
 ) -> None:
     """Whether it fails in warmup or later."""
     found = measured({"then": "raise", "who": "one", "from_run": from_run}, {"size": 1})
-    assert [(one.contender, "then" in one.case) for one in found] == [
-        ("other", True),
-        ("one", False),
-        ("other", False),
-    ]
+    assert [(one.contender, "then" in one.case) for one in found] == [("other", True), ("one", False), ("other", False)]
     assert capfd.readouterr().err.startswith("bench: skipped: one: ValueError: no such shape ({'then': ")
 
 

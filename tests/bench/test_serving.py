@@ -10,13 +10,7 @@ import mlx_lm
 import pytest
 
 from bench import save, serve, swap
-from bench.contenders import (
-    clotho_save,
-    clotho_serve,
-    clotho_swap,
-    http_server_load,
-    mlx_lm_serve,
-)
+from bench.contenders import clotho_save, clotho_serve, clotho_swap, http_server_load, mlx_lm_serve
 from bench.contenders.http_clients import Load, first_token_seconds, throughput
 from bench.contenders.http_model import write_adapter, write_model
 from bench.contenders.shapes import EMBEDDED

@@ -59,9 +59,7 @@ def test_peak_memory_excludes_earlier_allocations() -> None:
     assert np.array(held).sum() == 0
 
 
-def test_every_case_has_the_same_number_of_tokens(
-    measured_calls: Calls,
-) -> None:
+def test_every_case_has_the_same_number_of_tokens(measured_calls: Calls) -> None:
     """Longer completions are fewer. Each case is measured once."""
     update.measure(5)
     cases = [case for _, cases, _ in measured_calls for case in cases]
@@ -72,9 +70,7 @@ def test_every_case_has_the_same_number_of_tokens(
 
 
 def test_quick_mode_writes_results_of_the_same_format(
-    measured_calls: Calls,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    measured_calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It prints a table of speed and a table of memory."""
     path = tmp_path / "results.jsonl"

@@ -25,6 +25,15 @@ DOTTED = re.compile(r"[a-z_]\w*(?:\.\w+)+")
 HEADING = "| change | counted | median | worst case |\n|---|---:|---:|---|"
 Files = frozenset[str]
 
+OWN: Mapping[type[ast.AST], str] = {
+    **dict.fromkeys((ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias), "name"),
+    ast.Name: "id",
+    ast.Attribute: "attr",
+    ast.arg: "arg",
+    ast.keyword: "arg",
+}
+"""The field of a node that has its identifier."""
+
 
 class Cost(NamedTuple):
     """Files per change of one kind: the median, and the instance that is in most files, with their number."""
@@ -43,12 +52,11 @@ class Cost(NamedTuple):
 class Source(NamedTuple):
     """What one file mentions, docstrings and comments left out.
 
-    names: identifiers, and texts that are one. dotted: names with dots within texts. defined: its asynchronous
+    names: identifiers, texts that are one, and the parts of names with dots within texts. defined: its asynchronous
     functions and classes. rows: texts that begin with a slash, with the names beside each in a call or a table.
     """
 
     names: Files
-    dotted: Files
     defined: Files
     rows: tuple[tuple[str, Files], ...]
 
@@ -72,13 +80,13 @@ def read(tree: ast.Module) -> Source:
     """Return what a module mentions."""
     nodes = list(ast.walk(tree))
     documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    names, dotted, defined = set[str](), set[str](), set[str]()
+    names, defined = set[str](), set[str]()
     rows: list[tuple[str, Files]] = []
     for node in nodes:
         names |= identifiers(node)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
             names |= {node.value} if node.value.isidentifier() else set()
-            dotted |= set(DOTTED.findall(node.value))
+            names.update(part for text in DOTTED.findall(node.value) for part in text.split("."))
         elif isinstance(node, ast.AsyncFunctionDef | ast.ClassDef):
             defined.add(node.name)
         elif isinstance(node, ast.Dict):
@@ -86,19 +94,13 @@ def read(tree: ast.Module) -> Source:
         elif isinstance(node, ast.Call):
             values = [*node.args, *(keyword.value for keyword in node.keywords)]
             rows += [beside(value, values) for value in values if is_path(value)]
-    return Source(frozenset(names), frozenset(dotted), frozenset(defined), tuple(rows))
+    return Source(frozenset(names), frozenset(defined), tuple(rows))
 
 
 def identifiers(node: ast.AST) -> set[str]:
     """The identifiers that one node of a syntax tree has itself."""
-    match node:
-        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
-            return {name}
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return {name}
-        case ast.alias(name=name):
-            return set(name.split("."))
-    return set()
+    name = getattr(node, OWN[type(node)]) if type(node) in OWN else None
+    return set(name.split(".")) if name else set()
 
 
 def is_path(node: ast.AST | None) -> bool:
@@ -113,21 +115,13 @@ def beside(path: ast.AST | None, others: list[ast.expr]) -> tuple[str, Files]:
 
 
 def with_name(name: str) -> Files:
-    """Files that mention a name: as an identifier or a text, or as the end of a name with dots."""
-    return frozenset(
-        path
-        for path, source in sources().items()
-        if name in source.names or any(f".{one}.".find(f".{name}.") >= 0 for one in source.dotted)
-    )
+    """Files that mention a name: as an identifier or a text, or as a part of a name with dots."""
+    return frozenset(path for path, source in sources().items() if name in source.names)
 
 
 def with_stem(stem: str) -> Files:
     """Files with a name that contains a word, in any case: `dora` is in `use_dora` and `DoRALinear`."""
-    return frozenset(
-        path
-        for path, source in sources().items()
-        if any(stem in name.lower() for name in (*source.names, *source.dotted))
-    )
+    return frozenset(path for path, source in sources().items() if any(stem in name.lower() for name in source.names))
 
 
 def with_endpoint(endpoint: str) -> Files:

@@ -33,19 +33,6 @@ def test_the_page_has_the_tables_of_metrics(head: str, descriptions: Mapping[str
     assert PAGE.partition(f"| {head} | meaning |\n|---|---|\n")[2].partition("\n\n")[0] == rows
 
 
-def test_every_description_is_a_sentence() -> None:
-    """It starts with a capital letter and ends with a period."""
-    for text in (
-        *all_metrics().values(),
-        *ENVIRONMENT_METRICS.values(),
-        *REMOTE_METRICS.values(),
-        *RANK_METRICS.values(),
-        *EVALUATION_METRICS.values(),
-    ):
-        assert text[0].isupper()
-        assert text.endswith(".")
-
-
 def test_the_page_has_every_reason_of_a_discarded_group() -> None:
     """One row per reason."""
     assert [reason for reason in get_args(DiscardReason) if f"| `{reason}` | " not in PAGE] == []

@@ -164,9 +164,7 @@ FAULTS: dict[str, Fault] = {
         advice=("generation_config.json", "sampling.stop_token_ids"),
     ),
     "everything truncated": Fault(
-        inject=flags("--sampling.max-tokens", "3"),
-        finding="all_truncated",
-        advice=("sampling.max_tokens", "end token"),
+        inject=flags("--sampling.max-tokens", "3"), finding="all_truncated", advice=("sampling.max_tokens", "end token")
     ),
     "dataset of one problem": Fault(
         inject=dataset(problem(1) for _ in range(50)), finding="few_problems", advice=("data.train",)
@@ -191,9 +189,7 @@ FAULTS: dict[str, Fault] = {
         advice=("model.chat_template",),
     ),
     "wrong LoRA scale": Fault(
-        inject=flags("--policy.method.scale", "1000"),
-        finding="lora_scale_unusual",
-        advice=("policy.method.scale",),
+        inject=flags("--policy.method.scale", "1000"), finding="lora_scale_unusual", advice=("policy.method.scale",)
     ),
     "too little memory": Fault(inject=too_little_memory, advice=("memory", "change")),
     "swap in use": Fault(

@@ -39,10 +39,7 @@ def assert_ended_early(run_dir: Path, result: RunResult) -> None:
     assert result.accounting.trained > 0
 
 
-@pytest.mark.parametrize(
-    ("asynchronous", "queue"),
-    [(True, "rollouts"), (True, "scored"), (False, "prompts")],
-)
+@pytest.mark.parametrize(("asynchronous", "queue"), [(True, "rollouts"), (True, "scored"), (False, "prompts")])
 def test_a_group_that_an_actor_does_not_send_on_is_lost_by_name(tmp_path: Path, asynchronous: bool, queue: str) -> None:
     """It is one of the discarded groups. A synchronous run, whose batch waits for it, ends after this batch."""
     sections: dict[str, Any] = {"steps": 3, "async": asynchronous}

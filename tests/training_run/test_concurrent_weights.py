@@ -32,7 +32,7 @@ from tests.saved_models import save
 from tests.training.policies_and_groups import random_groups
 from training_run.evaluation.held_out import PinnedSampler, held_out_requests
 
-VOCABULARY, UPDATES = 64, 4
+VOCABULARY, UPDATES = 64, 3
 SAMPLING = Sampling(max_tokens=24, ignore_eos=True)
 ENGINE = EngineSection(max_num_seqs=16, kv_policy="recompute")
 LEARNER = learner_settings(learning_rate=3e-2, schedule="constant", max_turn_ms=1.0)

@@ -156,23 +156,7 @@ def test_pruning_keeps_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000020", "step-000030"]
 
 
-@pytest.mark.parametrize("name", ["a\0b", "/etc/passwd", "../../etc/passwd", "..", "", "state.json/x", "x" * 300])
-def test_a_manifest_cannot_name_a_file_outside_its_directory(tmp_path: Path, name: str) -> None:
-    """The checkpoint is damaged, and no such file is read."""
-    path = write_checkpoint(tmp_path, snapshot(20), keep_last=3)
-    manifest = msgspec.json.decode((path / "MANIFEST.json").read_bytes())
-    manifest["files"].append({"name": name, "size": 0, "sha256": ""})
-    (path / "MANIFEST.json").write_bytes(msgspec.json.encode(manifest))
-    damage = find_damage(path)
-    assert damage is not None
-    assert "is not a file of the checkpoint" in damage
-    assert damage.isprintable()
-
-
-@pytest.mark.parametrize(
-    "file",
-    ["state.json", "adapters.safetensors", "one.part.msgpack", "one.part.safetensors"],
-)
+@pytest.mark.parametrize("file", ["state.json", "adapters.safetensors", "one.part.msgpack", "one.part.safetensors"])
 def test_a_manifest_lists_every_file_that_is_read(tmp_path: Path, file: str) -> None:
     """A file without a digest could be damaged unnoticed."""
     parts = {"one": Part(value=Kept(number=1.0), arrays={"a": mx.array([1.0])})}
@@ -328,15 +312,6 @@ def test_changed_inputs_are_refused_by_name() -> None:
         require_same_inputs(state(1), {"model": "m", "dataset": "e"})
     with pytest.raises(CheckpointError, match="tokenizer"):
         require_same_inputs(state(1), {"model": "m", "dataset": "d", "tokenizer": "t"})
-
-
-@pytest.mark.parametrize("name", ["with space", "ünïcödé", "a" * 100])
-def test_unusual_paths_work(tmp_path: Path, name: str) -> None:
-    """Spaces, non-ASCII characters and links."""
-    (tmp_path / name).mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / name)
-    write_checkpoint(tmp_path / "link", snapshot(1), keep_last=1)
-    assert latest_checkpoint(tmp_path / name).path == tmp_path / name / "step-000001"
 
 
 def test_the_model_fingerprint_covers_configuration_and_weights(tmp_path: Path) -> None:

@@ -44,13 +44,7 @@ def moved(policy: Policy, shift: float) -> Any:
 
 
 def completed(
-    policy: Policy,
-    parameters: Any,
-    prompts: Any = PROMPTS,
-    *,
-    samples: int = 0,
-    seed: int = 7,
-    lane: Turns = UNSHARED,
+    policy: Policy, parameters: Any, prompts: Any = PROMPTS, *, samples: int = 0, seed: int = 7, lane: Turns = UNSHARED
 ) -> list[list[Completion]]:
     """Return the completions of each problem by a sampler of its own."""
     requests = held_out_requests(prompts, SAMPLING, samples=samples, seed=seed)

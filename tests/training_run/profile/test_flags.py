@@ -74,12 +74,7 @@ def test_a_union_is_turned_off_by_off_and_by_none(choice: str) -> None:
 
 @pytest.mark.parametrize("word", ["off", "none"])
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("monitor.display", "none"),
-        ("rollouts.scoring", None),
-        ("learner.max_grad_norm", 0),
-    ],
+    ("key", "value"), [("monitor.display", "none"), ("rollouts.scoring", None), ("learner.max_grad_norm", 0)]
 )
 def test_off_and_none_turn_a_number_and_a_choice_off(word: str, key: str, value: object) -> None:
     """As a flag and in a file; 0 is read as before."""
@@ -173,12 +168,7 @@ def test_the_top_flags_are_read() -> None:
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [
-        (["--dry-run"], True),
-        (["--dry-run", "full"], "full"),
-        (["--dry-run", "false"], False),
-        ([], False),
-    ],
+    [(["--dry-run"], True), (["--dry-run", "full"], "full"), (["--dry-run", "false"], False), ([], False)],
 )
 def test_a_dry_run_is_a_switch_that_also_takes_full(words: list[str], expected: bool | str) -> None:
     """Without a value it prints the settings that differ from the defaults."""

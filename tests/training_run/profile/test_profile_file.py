@@ -169,9 +169,7 @@ def test_a_layer_that_changes_a_type_keeps_the_settings_with_the_same_default(he
     correction = {"learner.objective.importance_correction": "reject_sequence"}
     objective = load_profile(path, correction).learner.objective
     assert objective == Grpo(
-        ratio_reference="batch_start",
-        clip_low=0.1,
-        importance_correction=RejectSequenceCorrection(low=0.1, high=3.0),
+        ratio_reference="batch_start", clip_low=0.1, importance_correction=RejectSequenceCorrection(low=0.1, high=3.0)
     )
     masked = load_profile(path, {"learner.objective.importance_correction": "mask"}).learner.objective
     assert isinstance(masked, Grpo)

@@ -84,10 +84,7 @@ def test_a_setting_of_another_type_cannot_be_written(learner: dict[str, Any], ke
             "learner.objective.overlong_penalty",
         ),
         (
-            {
-                "actors": [ENVIRONMENT],
-                "learner": {"objective": {"advantage": "environment"}, "kl_penalty": "reward"},
-            },
+            {"actors": [ENVIRONMENT], "learner": {"objective": {"advantage": "environment"}, "kl_penalty": "reward"}},
             "learner.kl_penalty",
         ),
         ({"sampling": {"top_p": 0.9}}, "sampling.top_p"),

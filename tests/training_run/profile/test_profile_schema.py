@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-
 import pytest
 
 from protocols.errors import ProfileError
@@ -34,13 +31,6 @@ def test_the_key_of_a_union_has_its_types() -> None:
     """The first type of the union is the default unless the field says otherwise."""
     assert CHOICES["learner.schedule.type"] == ("constant", "linear", "cosine")
     assert KEYS["learner.schedule.type"].variants[0].default == "constant"
-
-
-def test_every_description_is_a_sentence_and_no_two_are_alike() -> None:
-    """A description makes sense alone: it begins with a capital letter and ends with a full stop."""
-    descriptions = {path: key.help for path, key in KEYS.items()}
-    assert [path for path, text in descriptions.items() if not re.fullmatch(r"[A-Z]\S* \S+ .*\.", text)] == []
-    assert [text for text, count in Counter(descriptions.values()).items() if count > 1] == []
 
 
 def test_the_help_of_everything_names_every_flag_and_stays_narrow() -> None:

@@ -234,10 +234,7 @@ def test_flags_override_a_file_of_an_earlier_system(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [
-        ("--learner.objective ppo", "critic = value_head"),
-        ("--policy.method adalora", "policy.rank_budget"),
-    ],
+    [("--learner.objective ppo", "critic = value_head"), ("--policy.method adalora", "policy.rank_budget")],
 )
 def test_a_planned_value_is_refused_with_what_exists(line: str, words: str) -> None:
     """Instead of the most similar value."""

@@ -12,9 +12,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from protocols.finding import CHECK, Finding
-from protocols.summary import (
-    RunGauges,
-)
+from protocols.summary import RunGauges
 from tests.training_run.records.display_examples import (
     GAUGES,
     HOSTILE,
@@ -338,15 +336,6 @@ def test_the_facts_name_processor_and_blas_once() -> None:
     assert (text.count("AMD EPYC"), text.count("MKL")) == (1, 1)
     text = "\n".join(machine_lines(replace(machine, device="NVIDIA H100"), "GPU: MLX"))
     assert all(words in text for words in ("on CPU (NVIDIA H100)", "BLAS MKL"))
-
-
-def test_the_facts_name_the_compute_path_and_the_step_of_a_resumed_run() -> None:
-    """A new run has no line about resuming."""
-    assert any(line.startswith("compute  MLX") for line in fact_lines(facts()))
-    assert not any(line.startswith("resumed") for line in fact_lines(facts()))
-    resumed = replace(facts(), resumed_from=37)
-    assert list(fact_lines(resumed))[-1] == "resumed  from the checkpoint of step 37"
-    assert "no checkpoint" in list(fact_lines(replace(resumed, resumed_from=0)))[-1]
 
 
 def test_the_facts_have_the_system_message_and_what_the_rewards_expect() -> None:

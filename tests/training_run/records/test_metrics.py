@@ -16,9 +16,7 @@ from protocols.errors import RunDirectoryError
 from protocols.finding import CHECK, Finding
 from protocols.rollout import Discarded
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
-from protocols.summary import (
-    RunGauges,
-)
+from protocols.summary import RunGauges
 from tests.training.policies_and_groups import scored_group
 from tests.training_run.records.display_examples import MEASURES, completion, discarded, evaluation, ungraded_evaluation
 from training_run.attachment import attached_metrics
@@ -93,12 +91,6 @@ def test_every_key_is_described_and_every_description_has_a_key() -> None:
     """Also for batches without an update, whose update metrics are null."""
     assert line(update=UPDATE).keys() == line().keys() == all_metrics().keys()
     assert all(line()[name] is None for name in UPDATE_METRICS)
-
-
-def test_the_metrics_of_the_update_are_written_unchanged() -> None:
-    """Each value of the update appears in the line."""
-    found = line(update=UPDATE)
-    assert [found[name] for name in UPDATE_METRICS if name in ("loss", "ess", "update_applied")] == [-0.01, True, 0.9]
 
 
 def test_a_line_has_the_replaced_groups_and_whether_the_policy_was_rolled_back() -> None:

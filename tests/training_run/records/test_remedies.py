@@ -167,9 +167,7 @@ def of_the_rewards() -> Iterator[Finding]:
 def of_the_start(path: Path) -> Iterator[Finding]:
     """Machine, libraries, settings, templates and problems."""
     mac = MacState(
-        display_awake=True,
-        wired_limit_mb=15 * 1024,
-        panic=KernelPanic(file="a.panic", days=3.0, names_gpu=True),
+        display_awake=True, wired_limit_mb=15 * 1024, panic=KernelPanic(file="a.panic", days=3.0, names_gpu=True)
     )
     faulty = simulated_mac.machine(mac=mac, available=4 << 30, swap=2 << 30)
     yield from machine_findings(replace(faulty, disk_bytes=0), simulated_mac.needs())

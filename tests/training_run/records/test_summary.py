@@ -127,15 +127,6 @@ def test_the_summary_has_accuracy_groups_timings_and_commands(encoding: str) -> 
     assert any("word" in row and "+0.0" in row for row in rows)
 
 
-def test_the_verdict_is_first_and_the_commands_follow_the_table() -> None:
-    """The figures of the run are at the end."""
-    text = summarized(summary())
-    parts = ("learned ", "before (step 0)", "load it ", "look at it ", "\ngroups ", "\nfiles ")
-    places = [text.index(part) for part in parts]
-    assert places == sorted(places)
-    assert places[0] == 0
-
-
 def test_the_table_has_every_measure_and_shows_missing_values_as_missing() -> None:
     """Shares change in percentage points, other values by their difference."""
     after = msgspec.structs.replace(evaluation(100, 0.96, final=True), **MEASURES)
@@ -185,12 +176,6 @@ def test_the_summary_counts_the_records_that_the_histories_have() -> None:
         "evaluations.jsonl lacks 2 evaluations",
     ]
     assert "records" not in dict(summary_lines(summary()))
-
-
-def test_ungraded_held_out_problems_are_reported() -> None:
-    """They do not count towards the accuracy."""
-    after = msgspec.structs.replace(evaluation(100, 0.96, final=True), ungraded=7)
-    assert "7 held-out problems" in summarized(msgspec.structs.replace(summary(), after=after))
 
 
 def test_the_summary_names_files_and_next_commands() -> None:

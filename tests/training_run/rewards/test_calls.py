@@ -12,7 +12,7 @@ import pytest
 from clotho.rewards.values import Completions, Reward, RewardError
 from protocols.prompt import Problem
 from training_run.rewards import calls
-from training_run.rewards.calls import AsyncCaller, Caller, WorkerLoop
+from training_run.rewards.calls import Caller, WorkerLoop
 
 SEEN = Completions(problem=Problem(prompt="?", answer="1", type="echo"), texts=("a",))
 
@@ -54,27 +54,6 @@ async def test_a_function_that_hangs_too_often_is_not_called_again(monkeypatch: 
                 break
             except RewardError:
                 continue
-
-
-async def test_an_asynchronous_function_that_hangs_too_often_is_not_called_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It can ignore its cancellation."""
-    monkeypatch.setattr(calls, "MAX_HANGING_CALLS", 1)
-    released = threading.Event()
-
-    async def reward(problem: Problem, completion: str) -> float:
-        released.wait()
-        return 1.0
-
-    loop = WorkerLoop()
-    caller = AsyncCaller(Reward(name="mine", function=reward), timeout_seconds=0.05, loop=loop)
-    with pytest.raises(RewardError, match="took longer"):
-        await caller(SEEN)
-    with pytest.raises(RewardError, match="hang"):
-        await caller(SEEN)
-    released.set()
-    loop.close()
 
 
 HANGING = """

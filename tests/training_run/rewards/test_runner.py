@@ -369,17 +369,6 @@ async def test_a_completion_is_correct_if_every_applicable_correct_reward_is_one
         assert await correct(rewards, problem("Paris"), answered("Paris")) == [None]
 
 
-async def test_every_answer_has_one_of_three_rewards() -> None:
-    """A number, a letter and free text: `math_eval`, `choice_correctness` and `jaccard`."""
-    names = ("math_eval", "choice_correctness", "jaccard")
-    with runner(*(RewardSection(name=name) for name in names)) as rewards:
-        for of, right in ((problem("42"), "42"), (CHOICE, "B"), (problem("Mount Everest"), "Mount Everest")):
-            outcome = await rewards.score(group(answered(right), "", of=of))
-            assert isinstance(outcome, ScoredGroup)
-            assert outcome.rewards == (1.0, 0.0)
-            assert [outcome.parts[name] for name in names].count((None, None)) == 2
-
-
 async def test_partial_credit_is_not_correct() -> None:
     """Only the value 1 is."""
     with runner(RewardSection(name="jaccard", correct=True)) as rewards:

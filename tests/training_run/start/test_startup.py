@@ -271,11 +271,7 @@ async def test_mistakes_are_found_before_the_run_directory_changes(tmp_path: Pat
         ),
         ({"model": {"path": str(tmp_path / "none")}}, ModelError, "none"),
         ({"data": {"train": str(tmp_path / "none.jsonl")}}, DatasetError, "none.jsonl does not exist"),
-        (
-            {"data": {"train": str(tmp_path / "long.jsonl")}},
-            ProfileError,
-            "has 200 tokens, and the policy's context",
-        ),
+        ({"data": {"train": str(tmp_path / "long.jsonl")}}, ProfileError, "has 200 tokens, and the policy's context"),
         ({"rewards": [{"name": "exact", "types": ["ecko"], "correct": True}]}, ProfileError, "there are: echo"),
         ({"sampling": {"stop_token_ids": [10**6]}}, ProfileError, "sampling.stop_token_ids: token 1000000"),
         ({"engine": {"kv_cache_tokens": 5}}, ProfileError, "engine.kv_cache_tokens is 5"),
