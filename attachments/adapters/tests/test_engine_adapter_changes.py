@@ -20,6 +20,7 @@ from clotho.settings.model import Dora, FullMethod, Lora, PolicySection
 from clotho.settings.server import AdaptersSection
 from protocols.errors import RequestError
 from protocols.sampling import BASE, POLICY, Completion, SampleRequest, Sampling
+from tests import model_lanes
 from tests.inference.engine_helpers import GREEDY, make_prompt, run, submit_request, tick_until
 from tests.small_models import tiny, tiny_source
 
@@ -142,7 +143,9 @@ def test_teacher_forced_logits_are_those_of_the_named_weights(tmp_path: Path) ->
         answer = submit_request(engine, PROMPT, GREEDY, weights=weights)
         run(engine)
         tokens = answer.completions[0].tokens
-        logits = [np.array(one) for one in engine.teacher_forced_logits(PROMPT, [tokens], rows=2, weights=weights)]
+        logits = [
+            model_lanes.numpy(one) for one in engine.teacher_forced_logits(PROMPT, [tokens], rows=2, weights=weights)
+        ]
         assert [int(one[1].argmax()) for one in logits] == list(tokens)
 
 
