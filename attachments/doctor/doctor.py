@@ -90,6 +90,7 @@ from training_run.records.terminal_text import (
 from training_run.rewards.runner import expectations
 from training_run.run import RunContext
 from training_run.start.startup import build_context
+from training_run.supervision.idle_sleep import no_idle_sleep
 
 USAGE = f"usage: {program()} doctor [--profile P] [--json] [--output FILE] [--KEY VALUE ...]"
 LINE_LIMIT = 4000
@@ -203,6 +204,7 @@ async def diagnose(profile: Profile, console: Console, *, seconds: float = SECON
     found, work = Diagnosis(), Progress(console, seconds)
     with ExitStack() as stack:
         stack.enter_context(event_log(console))
+        stack.enter_context(no_idle_sleep(enabled=profile.monitor.prevent_sleep))
         stack.callback(work.stop)
         try:
             work.phase("checking machine, settings and problems")

@@ -53,6 +53,7 @@ from training_run.profile.command_profiles import EvaluationArguments
 from training_run.records.event_log import event_log
 from training_run.records.terminal_text import number, percent, terminal_text
 from training_run.rewards.runner import RewardRunner
+from training_run.supervision.idle_sleep import no_idle_sleep
 
 log = structlog.get_logger(actor="eval")
 
@@ -158,6 +159,7 @@ async def outcomes_of(
     flags, profile = arguments.flags, arguments.profile
     with ExitStack() as stack:
         stack.enter_context(event_log(console))
+        stack.enter_context(no_idle_sleep(enabled=True))
         rewards = RewardRunner(profile.rewards, overlong=None, keep_zero_variance=True)
         stack.callback(rewards.close)
         prepare_struct_types()

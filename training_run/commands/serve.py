@@ -32,6 +32,7 @@ from training_run.records.event_log import event_log
 from training_run.records.terminal_text import memory, print_line, relative_path, size
 from training_run.serving import SERVER_RESTARTS, ServingState, names_of, report_failure, while_loading
 from training_run.start.startup import startup_watch
+from training_run.supervision.idle_sleep import no_idle_sleep
 from training_run.supervision.latest import Latest
 from training_run.supervision.process_signals import finish_computation
 from training_run.supervision.signals import handle_signals
@@ -109,6 +110,7 @@ async def serve(arguments: ServeArguments, console: Console) -> int:
     settings = profile.server
     with ExitStack() as stack:
         stack.enter_context(event_log(console))
+        stack.enter_context(no_idle_sleep(enabled=profile.monitor.prevent_sleep))
         listener = stack.enter_context(listen(settings))
         compute = Compute(decode_share=profile.engine.decode_share, slots=compute_slots())
         compute.start()

@@ -103,7 +103,7 @@ class MonitorSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     display: Annotated[Display, about("Terminal output; auto: live on a terminal, plain lines elsewhere.")] = "auto"
     rollouts: Annotated[bool, about("Write every rollout to rollouts.jsonl.")] = True
-    prevent_sleep: Annotated[bool, about("On macOS, prevent idle sleep during the run; the display may sleep.")] = True
+    prevent_sleep: Annotated[bool, about("On macOS, prevent idle sleep of the system; the display may sleep.")] = True
     watchdog_seconds: Annotated[
         PositiveFloat, about("Time until a stalled turn, a slow start or a lost group is reported.")
     ] = 120.0

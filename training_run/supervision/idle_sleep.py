@@ -1,4 +1,4 @@
-"""Idle sleep of the system during a run: macOS sleeps while nobody uses keyboard and mouse, which stops training."""
+"""Idle sleep of the system while a command computes: macOS sleeps while nobody uses keyboard and mouse."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from attachments.machine import machine
 from attachments.machine.tests import simulated_mac
 from protocols.errors import ProfileError
 from tests.training_run.built_context import tiny_profile
-from training_run.profile.load import resolved_toml
+from training_run.profile.load import load_profile, resolved_toml
 
 
 def console() -> tuple[Console, io.StringIO]:
@@ -100,3 +100,17 @@ def test_the_results_are_printed_as_json(tmp_path: Path) -> None:
     assert "model_unusable" in {finding["name"] for finding in document["findings"]}
     assert document["forecast"] is None
     assert tomllib.loads((tmp_path / "tiny.toml").read_text())["run_dir"]
+
+
+async def test_the_system_does_not_sleep_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a run, if `monitor.prevent_sleep` is on."""
+    asked: list[bool] = []
+
+    def ended(*, enabled: bool) -> None:
+        asked.append(enabled)
+        raise ProfileError("ended here")
+
+    monkeypatch.setattr(doctor, "no_idle_sleep", ended)
+    with pytest.raises(ProfileError, match="ended here"):
+        await doctor.diagnose(load_profile("local-m3"), Console(quiet=True))
+    assert asked == [True]

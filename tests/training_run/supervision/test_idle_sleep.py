@@ -10,6 +10,8 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
+from protocols.errors import ProfileError
+from training_run.__main__ import main
 from training_run.supervision.idle_sleep import no_idle_sleep
 
 DEADLINE_SECONDS = 10.0
@@ -60,3 +62,22 @@ def test_a_missing_program_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with capture_logs() as events, no_idle_sleep(enabled=True, system="Darwin"):
         pass
     assert [(event["event"], event["log_level"]) for event in events] == [("sleep_not_prevented", "warning")]
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [("serve", ["serve", "--profile", "local-m3"]), ("evaluate", ["eval", "--profile", "local-m3", "--limit", "1"])],
+)
+def test_commands_prevent_sleep_before_they_compute(
+    module: str, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`serve` as long as it serves, and `eval` until its results are there."""
+    asked: list[bool] = []
+
+    def ended(*, enabled: bool) -> None:
+        asked.append(enabled)
+        raise ProfileError("ended here")
+
+    monkeypatch.setattr(f"training_run.commands.{module}.no_idle_sleep", ended)
+    assert main(command) == 2
+    assert asked == [True]
