@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 PathKind = Literal["input", "model", "code", "caller"]
 """What a path is relative to: the profile, if it is there, or else the working directory; the same, or else it is the
-name of a repository; the profile, if it begins with `./` or `../`, or else it is a name of Python; always the working
-directory."""
+name of a repository; the profile, if it begins with `./` or `../` or is a file there, or else it is a name of Python;
+always the working directory."""
 
 NONE: Mapping[str, PathKind] = {}
 

@@ -68,7 +68,8 @@ DETAILS = """\
   profile.
 * **Paths.** `model.path`, `data.train`, `data.heldout` and the scripts of `[[environments]]` in a profile are relative
   to the profile's own directory if they start with `./` or `../`, or exist there; other data files and scripts are
-  relative to the working directory, and any other model is a repository of the Hugging Face hub. Paths in flags are
+  relative to the working directory, and any other model is a repository of the Hugging Face hub. The same holds for the
+  file of `./file.py:name` in `name` of `[[rewards]]` and in `agent.environment`. Paths in flags are
   relative to the working directory. `run_dir`, `checkpoint.adapter_path` and `atropos.python` are always relative to
   the working directory.
 * **Flags.** `--flag value` and `--flag=value` are equal, and so are `-` and `_` in a flag. A boolean flag needs no

@@ -45,6 +45,7 @@ PATHS: dict[str, PathKind] = {
     "policy.adapter": "input",
     "data.train": "input",
     "data.heldout": "input",
+    "rewards.name": "code",
     "run_dir": "caller",
     "checkpoint.adapter_path": "caller",
     **{key: kind for setting in SETTINGS for key, kind in setting.paths.items()},
@@ -161,7 +162,8 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
 
     A path that starts with `./` or `../`, or that exists in `directory`, is relative to `directory`. Other data files
     and scripts are relative to the working directory; other models, and datasets in the form OWNER/NAME, are names of
-    repositories; other chat templates can be names of shipped ones. Raises ProfileError for text that cannot be a path.
+    repositories; other chat templates can be names of shipped ones. `file.py:name` is a path too, if the file is there;
+    other names are names of Python, or built in. Raises ProfileError for text that cannot be a path.
     """
     found = dict(values)
     for key, kind in PATHS.items():
@@ -189,10 +191,12 @@ def _located(key: str, written: Any, kind: PathKind, directory: Path, label: str
         return found
     if key.startswith("data.") and prefix_of(written):
         return written
+    if kind == "code":
+        file = here.rpartition(":")[0]
+        is_there = file.endswith(".py") and os.path.exists(file) and directory != Path.cwd()
+        return here if f"{written}/".startswith(("./", "../")) or os.path.isabs(found) or is_there else written
     if f"{written}/".startswith(("./", "../")) or os.path.isabs(found) or os.path.exists(here):
         return here
-    if kind == "code":
-        return written
     if key == "model.chat_template" and (shipped := PROFILES / "templates" / f"{written}.jinja").is_file():
         return str(shipped)
     in_hub = kind == "model" or (key.startswith("data.") and is_hub_dataset(written))

@@ -104,6 +104,30 @@ def test_paths_are_the_files_or_the_callers(here: Path) -> None:
     assert by_flag.data.train == str(here / "my.jsonl")
 
 
+def test_files_of_functions_are_the_profiles_or_the_callers(here: Path) -> None:
+    """`./file.py:name` and a file beside the profile belong to the profile; in flags, to the working directory."""
+    folder = here / "profiles"
+    folder.mkdir()
+    (folder / "beside.py").touch()
+    names = {
+        "./score.py:f": str(folder / "score.py:f"),
+        "../score.py:f": str(here / "score.py:f"),
+        "beside.py:f": str(folder / "beside.py:f"),
+        "/opt/score.py:f": "/opt/score.py:f",
+        "elsewhere.py:f": "elsewhere.py:f",
+        "package.module:f": "package.module:f",
+    }
+    for name, expected in names.items():
+        text = MINIMAL.replace("exact", name) + f'[agent]\ntype = "python"\nenvironment = "{name}"\n'
+        path = written(folder, text, "p.toml").replace("./", "profiles/")
+        profile: Any = load_profile(path)
+        assert profile.rewards[0].name == expected
+        assert profile.agent.environment == expected
+    for name, expected in {"./score.py:f": str(here / "score.py:f"), "score.py:f": "score.py:f"}.items():
+        (reward,) = load_profile(written(here, MINIMAL), {"rewards": [{"name": name, "correct": True}]}).rewards
+        assert reward.name == expected
+
+
 def test_a_dataset_of_the_hub_keeps_its_name(here: Path) -> None:
     """A name OWNER/NAME without the suffix of a file; an existing file of this name is preferred."""
     assert load_profile(written(here, MINIMAL), {"data.train": "owner/name"}).data.train == "owner/name"
