@@ -18,7 +18,7 @@ from clotho.lanes.sampling_client import EngineSampler, Flight, Item, Progress, 
 from clotho.library import DEFAULT, compute, result_of, settings
 from clotho.models.machine import backend_name, core_division
 from clotho.models.parameters import Parameters
-from clotho.models.policy import BaseModel, PinnedWeights, Policy
+from clotho.models.policy import BaseModel, Policy
 from clotho.models.turns import TurnBudget
 from clotho.scoring.prompt_logprobs import MODEL_DISTRIBUTION, PromptScorer
 from clotho.scoring.token_scores import SamplingDistribution
@@ -208,7 +208,7 @@ class Sampler:
             )
         self.compute, self.settings = threads.compute, threads.settings
         self._decode = self.compute.decode
-        self._source = PinnedWeights(policy) if self._is_shared and isinstance(policy, Policy) else policy
+        self._source = policy.pinned() if self._is_shared and isinstance(policy, Policy) else policy
         self._closed = False
         self.engine = self._decode.submit(partial(self._make_engine, threads)).result()
         self.client = self.new_client()

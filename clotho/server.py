@@ -101,5 +101,6 @@ def serve(
 
 
 def _metrics(sampler: Sampler, model: str, timed_out: Mapping[str, int]) -> Iterator[Metric]:
-    stats, turns, tokens = sampler.engine.stats(), sampler.compute.turn_times(), sampler.settings.kv_cache_tokens
+    stats, turns = sampler.engine.stats(), sampler.compute.arbiter.turn_times()
+    tokens = sampler.settings.kv_cache_tokens
     return engine_metrics(stats, turns, kv_cache_tokens=tokens, model=model, timed_out=timed_out)

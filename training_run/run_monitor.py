@@ -116,7 +116,7 @@ class RunMonitor:
     def gauges(self) -> RunGauges:
         """Current metrics for the display and metrics.jsonl."""
         context, swaps = self._context, self._context.weights.swap_times
-        rates, stats = context.compute.rates(), context.sampler.engine.stats()
+        rates, stats = context.compute.decode.rates(), context.sampler.engine.stats()
         return RunGauges(
             queues=tuple(
                 QueueGauge(name=queue.name, depth=queue.depth, capacity=queue.capacity) for queue in self._queues

@@ -79,7 +79,7 @@ class ServingState:
         sampler = self._sampler
         watchdog = Watchdog(
             "watchdog",
-            lambda: sampler.compute.busy_since,
+            lambda: sampler.compute.arbiter.busy_since,
             limit_seconds=settings.watchdog_seconds,
             on_stall=self.on_stall,
             on_recovered=self.on_recovery,
@@ -110,7 +110,7 @@ class ServingState:
         """
         children = {name: status.state.value for name, status in self._children().items()}
         failed = sorted(name for name, state in children.items() if state == ChildState.FAILED)
-        busy = max(0.0, time.monotonic() - self._sampler.compute.busy_since)
+        busy = max(0.0, time.monotonic() - self._sampler.compute.arbiter.busy_since)
         if self._stalled:
             detail = f"a compute thread has made no progress for {busy:.0f} seconds"
             return HealthReport(status="stalled", detail=detail, children=children, progress_seconds=busy)
@@ -134,7 +134,8 @@ class ServingState:
     def metrics(self, model: str, timed_out: Mapping[str, int]) -> Iterator[Metric]:
         """Yield metrics of engine, compute threads and actors, for /metrics. model, timed_out: as `engine_metrics`."""
         sampler = self._sampler
-        stats, turns, tokens = sampler.engine.stats(), sampler.compute.turn_times(), sampler.settings.kv_cache_tokens
+        stats, turns = sampler.engine.stats(), sampler.compute.arbiter.turn_times()
+        tokens = sampler.settings.kv_cache_tokens
         yield from engine_metrics(stats, turns, kv_cache_tokens=tokens, model=model, timed_out=timed_out)
         restarts = {name: status.restarts for name, status in self._children().items()}
         yield counter("clotho_child_restarts", "Restarts of a supervised child.", restarts, by="child")

@@ -23,7 +23,8 @@ from attachments.adapters.mixed_layers import Columns, Group, Layer, Mixed, Mixe
 from clotho.inference.rows import RowAdapter
 from clotho.models.adapter_reading import FLOAT32_BYTES
 from clotho.models.adapters import Adapter, adapter_targets
-from clotho.models.lora import AdaptedModule, watched_calls
+from clotho.models.lora import AdaptedModule
+from clotho.models.module_calls import watched_calls
 from clotho.models.parameters import locate
 from clotho.settings.server import AdaptersSection
 from protocols.errors import AdapterRequestError

@@ -65,7 +65,7 @@ class Machine(Attachment):
             compute.decode.submit(limit)
 
         def updates() -> int:
-            return sum(compute.turn_times()["update"].seconds.counts)
+            return sum(compute.arbiter.turn_times()["update"].seconds.counts)
 
         rehearsed = updates()
 

@@ -17,12 +17,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from enum import Enum, auto
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from msgspec import Struct
 
-from clotho.lanes.arbiter import Arbiter, Lane, TurnKind, TurnTimes, WorkCancelled, WorkKind
+from clotho.lanes.arbiter import Arbiter, Lane, TurnKind, WorkCancelled, WorkKind
 from protocols.errors import ExecutorStoppedError, as_exception
 
 T = TypeVar("T")
@@ -65,12 +64,8 @@ class DecodeRates(Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class _ConcurrentWork(Enum):
-    """Who else had work while the engine decoded."""
-
-    NONE = auto()
-    LEARNER = auto()
-    OTHER = auto()
+Beside = Literal["nothing", "learner", "other"]
+"""Who else had work while the engine decoded."""
 
 
 class _DecodeClock:
@@ -78,27 +73,27 @@ class _DecodeClock:
 
     def __init__(self, arbiter: Arbiter) -> None:
         self._arbiter = arbiter
-        self._tokens = dict.fromkeys(_ConcurrentWork, 0)
-        self._seconds = dict.fromkeys(_ConcurrentWork, 0.0)
+        self._tokens: dict[Beside, int] = dict.fromkeys(get_args(Beside), 0)
+        self._seconds: dict[Beside, float] = dict.fromkeys(get_args(Beside), 0.0)
         self._decode_seconds = self._learning_decode_seconds = 0.0
         self._since: float | None = None
 
-    def begin(self) -> _ConcurrentWork:
+    def begin(self) -> Beside:
         """Record that a step waits for its turn. Return what computes beside it, which it is counted with."""
         if self._since is None:
             self._since = self._arbiter.clock()
         if not self._arbiter.others_work:
-            return _ConcurrentWork.NONE
-        return _ConcurrentWork.LEARNER if self._arbiter.works("update") else _ConcurrentWork.OTHER
+            return "nothing"
+        return "learner" if self._arbiter.works("update") else "other"
 
-    def end(self, beside: _ConcurrentWork, tokens: int, seconds: float) -> None:
+    def end(self, beside: Beside, tokens: int, seconds: float) -> None:
         """Record a step that took `seconds`."""
         now, since = self._arbiter.clock(), self._since
         assert since is not None
         self._tokens[beside] += tokens
         self._seconds[beside] += now - since
         self._decode_seconds += seconds
-        self._learning_decode_seconds += seconds if beside is _ConcurrentWork.LEARNER else 0.0
+        self._learning_decode_seconds += seconds if beside == "learner" else 0.0
         self._since = now
 
     def idle(self) -> None:
@@ -108,13 +103,13 @@ class _DecodeClock:
     def rates(self) -> DecodeRates:
         """Return the rates so far. Thread-safe."""
 
-        def rate(beside: _ConcurrentWork) -> float:
+        def rate(beside: Beside) -> float:
             return self._tokens[beside] / self._seconds[beside] if self._seconds[beside] else 0.0
 
         return DecodeRates(
-            idle=rate(_ConcurrentWork.NONE),
-            learning=rate(_ConcurrentWork.LEARNER),
-            share=self._learning_decode_seconds / (self._seconds[_ConcurrentWork.LEARNER] or 1.0),
+            idle=rate("nothing"),
+            learning=rate("learner"),
+            share=self._learning_decode_seconds / (self._seconds["learner"] or 1.0),
             tokens=sum(self._tokens.values()),
             seconds=self._decode_seconds,
         )
@@ -312,19 +307,6 @@ class Compute:
         for thread in self._threads:
             ended &= thread.stopped(None if until is None else max(0.0, until - time.monotonic()))
         return ended
-
-    @property
-    def busy_since(self) -> float:
-        """Start of the longest present turn, in seconds of `clock`; math.inf between turns. For watchdogs."""
-        return self.arbiter.busy_since
-
-    def rates(self) -> DecodeRates:
-        """Return the decode rates so far."""
-        return self.decode.rates()
-
-    def turn_times(self) -> dict[TurnKind, TurnTimes]:
-        """Return the durations of turns by kind, of all kinds."""
-        return self.arbiter.turn_times()
 
 
 def _run_and_block(work: list[Callable[[], None]]) -> None:

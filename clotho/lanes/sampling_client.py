@@ -146,6 +146,7 @@ class EngineSampler:
     the events of several decode steps at once. If `MAX_UNREAD_TOKENS` wait for a slow caller, further tokens reach it
     with their completion only.
 
+    running: number of requests that have not ended.
     All methods raise ExecutorStoppedError if the decode thread has ended. Unless stated otherwise they raise
     RequestError if the engine refuses a request, and GenerationError if the engine cannot finish it.
     """
@@ -156,12 +157,7 @@ class EngineSampler:
         self._lock = Lock()
         self._arrived: deque[tuple[_Inbox, Item]] = deque()
         self._hop_scheduled = False
-        self._running = 0
-
-    @property
-    def running(self) -> int:
-        """Number of requests that have not ended."""
-        return self._running
+        self.running = 0
 
     async def complete(self, request: SampleRequest) -> list[Completion]:
         """Return one completion per seed, in the order of the seeds. Cancellation aborts the request."""
@@ -225,7 +221,7 @@ class EngineSampler:
         unfinished = {position: len(request.seeds) for position, request in enumerate(requests)}
         flight = Flight(self._engine, requests, partial(self._post, inbox))
         self._submit(flight.start).add_done_callback(partial(self._started, inbox))
-        self._running += len(requests)
+        self.running += len(requests)
         try:
             while unfinished:
                 batch = await inbox.take()
@@ -234,17 +230,17 @@ class EngineSampler:
                         unfinished[position] -= 1
                         if isinstance(event, Exception) or not unfinished[position]:
                             del unfinished[position]
-                            self._running -= 1
+                            self.running -= 1
                 yield batch
         finally:
-            self._running -= len(unfinished)
+            self.running -= len(unfinished)
             if unfinished:
                 self._withdraw(flight, tuple(unfinished))
 
     def _use(self, loop: asyncio.AbstractEventLoop) -> None:
         """Deliver to this event loop. Raises RuntimeError if another event loop has requests."""
         with self._lock:
-            if self._running and loop is not self._loop:
+            if self.running and loop is not self._loop:
                 raise RuntimeError(
                     "the sampler has requests of another event loop: one event loop may use it at a time"
                 )

@@ -12,7 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
+from clotho.models.head import Blocks
 from clotho.models.loading import setting
+from clotho.models.module_calls import called, with_classes
 
 EXPERT_LINEAR = (SwitchLinear, QuantizedSwitchLinear)
 """The linear layers of all experts of a mixture."""
@@ -92,21 +94,14 @@ class Mixtures:
 
     @contextmanager
     def recorded(self) -> Iterator[list[Choices]]:
-        """Record the choices of every mixture that computes inside the context, in the order of the computation.
-
-        The experts change their class for the duration of the context.
-        """
+        """Record the choices of every mixture that computes inside the context, in the order of the computation."""
         chosen: list[Choices] = []
-        plain = [type(module) for module in self._experts]
         token = _recording.set(chosen)
         try:
-            for module, cls in zip(self._experts, plain, strict=True):
-                module.__class__ = _recording_class(cls)
-            yield chosen
+            with with_classes(self._experts, lambda cls: _recording_class(cls)):
+                yield chosen
         finally:
             _recording.reset(token)
-            for module, cls in zip(self._experts, plain, strict=True):
-                module.__class__ = cls
 
 
 _recording: ContextVar[list[Choices] | None] = ContextVar("choices of experts", default=None)
@@ -125,7 +120,7 @@ def _recording_class(cls: type[Any]) -> type[Any]:
         record_choices(indices)
         return cls.__call__(module, x, indices)
 
-    return type(cls.__name__, (cls,), {"__call__": call})
+    return called(cls, call)
 
 
 def _first_layer(experts: nn.Module) -> Any:
@@ -146,16 +141,15 @@ def expert_load(choices_N_C: mx.array, counts: Sequence[int], weight_N: mx.array
     return mx.stop_gradient(mx.concatenate([*loads, mx.sum(weight_N)[None]]))
 
 
-class RecordedPasses:
-    """Passes over the blocks in a second walk through a layout: each returns what it chose in place of hidden states.
+def recorded_passes(chosen: Sequence[mx.array], layers: int) -> Blocks:
+    """Return what computes passes in a second walk through a layout: choices in place of hidden states.
 
-    The choices are then in the order of the hidden states.
+    The choices, (B, S, layers * chosen) of each pass, are then in the order of the hidden states. chosen: of all layers
+    with experts, pass by pass. layers: their number.
     """
+    passes = iter([mx.concatenate(list(chosen[i : i + layers]), axis=-1) for i in range(0, len(chosen), layers)])
 
-    def __init__(self, chosen: Sequence[mx.array], layers: int) -> None:
-        """chosen: of all layers with experts, pass by pass. layers: their number."""
-        self._passes = [mx.concatenate(list(chosen[i : i + layers]), axis=-1) for i in range(0, len(chosen), layers)]
+    def recorded(tokens_B_S: mx.array, _: object = None) -> mx.array:
+        return next(passes).reshape(*tokens_B_S.shape, -1)
 
-    def blocks(self, tokens_B_S: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
-        """Return the choices of the next pass, (B, S, layers * chosen)."""
-        return self._passes.pop(0).reshape(*tokens_B_S.shape, -1)
+    return recorded

@@ -24,7 +24,7 @@ from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from clotho.backend import backend
 from clotho.models.joined_weights import JOINABLE, JoinedLinear, SharedResult, are_same, can_join, join
-from clotho.models.lora import watched_calls
+from clotho.models.module_calls import watched_calls
 
 MAX_PADDED_RANK = 64
 """Maximum sum of ranks for which B' is padded with zero rows. With larger ranks, z is cut instead."""

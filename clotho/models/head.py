@@ -7,25 +7,29 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from clotho.models.module_calls import watched_calls
 from clotho.models.parameters import flat, nested
 
 
-class _BlocksProxy:
-    """Replaces the blocks: subclasses define calls; every other attribute is that of the blocks.
+class _KnownOutput:
+    """Replaces the blocks: a call returns known hidden states; every other attribute is that of the blocks.
 
     borrowed: names of attributes of the blocks that the head used, such as tied embeddings.
     """
 
-    def __init__(self, blocks: nn.Module) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: nn.Module, output: mx.array) -> None:
+        self._blocks, self._output = blocks, output
         self.borrowed: set[str] = set()
+
+    def __call__(self, *_: Any, **__: Any) -> mx.array:
+        return self._output
 
     def __getattr__(self, name: str) -> Any:
         self.borrowed.add(name)
@@ -36,45 +40,8 @@ class _BlocksProxy:
         return self._blocks[name]
 
 
-class _KnownOutput(_BlocksProxy):
-    """A call returns the known hidden states."""
-
-    def __init__(self, blocks: nn.Module, output: mx.array) -> None:
-        super().__init__(blocks)
-        self._output = output
-
-    def __call__(self, *_: Any, **__: Any) -> mx.array:
-        return self._output
-
-
-class _Recorder(_BlocksProxy):
-    """A call runs the blocks and records their first argument and their output."""
-
-    def __init__(self, blocks: nn.Module) -> None:
-        super().__init__(blocks)
-        self.calls: list[tuple[Any, Any]] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._blocks(*args, **kwargs)
-        self.calls.append((args[0] if args else None, output))
-        return output
-
-
-@contextmanager
-def _replaced(owner: nn.Module, name: str, stand_in: _BlocksProxy) -> Iterator[None]:
-    blocks = owner[name]
-    dict.__setitem__(owner, name, stand_in)
-    try:
-        yield
-    finally:
-        dict.__setitem__(owner, name, blocks)
-
-
-class Blocks(Protocol):
-    """What computes hidden states."""
-
-    def blocks(self, tokens_B_S: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
-        """Compute hidden states (B, S, D) of right-padded tokens (B, S). cache: as in mlx-lm."""
+Blocks = Callable[[mx.array, Sequence[Any] | None], mx.array]
+"""blocks(right-padded tokens (B, S), caches of mlx-lm or what replaces them) -> hidden states (B, S, D)."""
 
 
 class SplitModel:
@@ -94,9 +61,13 @@ class SplitModel:
     def head(self, hidden_N_D: mx.array) -> mx.array:
         """Compute logits (N, V) of hidden states (N, D), in the type of the model."""
         tokens_1_N = mx.zeros((1, hidden_N_D.shape[0]), dtype=mx.int32)
-        known = _KnownOutput(self._owner[self._name], hidden_N_D[None])
-        with _replaced(self._owner, self._name, known):
+        blocks = self._owner[self._name]
+        known = _KnownOutput(blocks, hidden_N_D[None])
+        dict.__setitem__(self._owner, self._name, known)
+        try:
             logits_1_N_V: mx.array = self._owner(tokens_1_N)
+        finally:
+            dict.__setitem__(self._owner, self._name, blocks)
         self._borrowed |= known.borrowed
         return mx.squeeze(logits_1_N_V, 0)  # indexing would copy the logits and scatter their gradient
 
@@ -143,14 +114,11 @@ def split_model(model: nn.Module, vocab_size: int) -> SplitModel | None:
 
 
 def _recorded(model: nn.Module, name: str, tokens_1_S: mx.array) -> mx.array | None:
-    recorder = _Recorder(model[name])
-    with _replaced(model, name, recorder):
+    with watched_calls([model[name]]) as calls:
         model(tokens_1_S)
-    if len(recorder.calls) != 1:
+    if len(calls) != 1 or calls[0].given is not tokens_1_S or not isinstance(calls[0].result, mx.array):
         return None
-    given, hidden = recorder.calls[0]
-    if given is not tokens_1_S or not isinstance(hidden, mx.array):
-        return None
+    hidden = calls[0].result
     return hidden if hidden.ndim == 3 and hidden.shape[:2] == tokens_1_S.shape else None
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,6 +13,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from msgspec import Struct
 
 from clotho.models.experts import EXPERT_LINEAR, configuration_of, experts_per_token, router_names
+from clotho.models.module_calls import Call, watched_calls
 from clotho.models.parameters import flat, locate
 from clotho.settings.model import AdapterMethod, Dora
 from protocols.checkpoint import AdapterConfig, AdapterKind, LoRAParameters
@@ -264,14 +264,6 @@ def _replaced_modules(model: nn.Module, before: dict[str, nn.Module]) -> tuple[A
     return tuple(found)
 
 
-class Call(NamedTuple):
-    """A call of a module: its first argument and its result."""
-
-    module: nn.Module
-    given: Any
-    result: Any
-
-
 def token_weights(model: nn.Module, *, embeddings: bool, head: bool) -> dict[str, nn.Module]:
     """Return the token embeddings and the output head, by name.
 
@@ -303,26 +295,3 @@ def token_weights(model: nn.Module, *, embeddings: bool, head: bool) -> dict[str
 
 def _ends_in(call: Call, logits_1_2_V: mx.array) -> bool:
     return isinstance(call.result, mx.array) and call.result.shape[-1] == logits_1_2_V.shape[-1]
-
-
-@contextmanager
-def watched_calls(modules: Iterable[nn.Module]) -> Iterator[list[Call]]:
-    """Record every call of `modules` inside the context, by changing their class."""
-    calls: list[Call] = []
-    plain = [(module, type(module)) for module in modules]
-    try:
-        for module, cls in plain:
-            module.__class__ = _watching(cls, calls)
-        yield calls
-    finally:
-        for module, cls in plain:
-            module.__class__ = cls
-
-
-def _watching(cls: type[Any], calls: list[Call]) -> type[Any]:
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = cls.__call__(module, *args, **kwargs)
-        calls.append(Call(module, args[0] if args else None, result))
-        return result
-
-    return type(cls.__name__, (cls,), {"__call__": call})

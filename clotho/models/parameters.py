@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 Parameters = dict[str, Any]
 """Nested dictionaries and lists of arrays, as `nn.Module.trainable_parameters()` gives them; branches may be empty."""
@@ -110,73 +110,44 @@ def locate(model: nn.Module, path: str) -> tuple[Any, Any]:
 
 
 class ParameterSlots:
-    """The slots of a model's trainable parameters, in the order of their dotted names; computed once."""
+    """The places of a model's trainable parameters, by their dotted names in order; computed once."""
 
     def __init__(self, model: nn.Module) -> None:
         """Use the parameters that are trainable now. The modules of the model must stay the same objects."""
         parameters: Parameters = model.trainable_parameters()
         arrays = flat(parameters)
-        self.names = tuple(arrays)
-        self._structure: Parameters = tree_map(lambda _: None, parameters)
-        self._paths = tuple(tuple(int(part) if part.isdigit() else part for part in name.split(".")) for name in arrays)
-        self._slots = tuple(locate(model, name) for name in arrays)
-        self._kinds = tuple((array.shape, array.dtype) for array in arrays.values())
+        self._names: Parameters = tree_map_with_path(lambda name, _: name, parameters)
+        self._slots = {name: locate(model, name) for name in arrays}
+        self._kinds = {name: (array.shape, array.dtype) for name, array in arrays.items()}
 
-    def current(self) -> list[mx.array]:
+    def current(self) -> Arrays:
         """Return the arrays that the model computes with."""
-        return [container[key] for container, key in self._slots]
+        return {name: container[key] for name, (container, key) in self._slots.items()}
 
-    def named(self, leaves: list[mx.array]) -> Arrays:
-        """Return the arrays by parameter name."""
-        return dict(zip(self.names, leaves, strict=True))
+    def assign(self, arrays: Arrays) -> None:
+        """Let the model compute with these arrays, which `checked` returned."""
+        for name, (container, key) in self._slots.items():
+            container[key] = arrays[name]
 
-    def assign(self, leaves: list[mx.array]) -> None:
-        """Let the model compute with these arrays, which `leaves` must have checked."""
-        for (container, key), array in zip(self._slots, leaves, strict=True):
-            container[key] = array
-
-    def tree(self, leaves: list[mx.array]) -> Parameters:
+    def tree(self, arrays: Arrays) -> Parameters:
         """Return the arrays as a tree with empty branches, which matches the tree of gradients."""
-        tree: Parameters = tree_map(lambda _: None, self._structure)
-        for path, array in zip(self._paths, leaves, strict=True):
-            node: Any = tree
-            for part in path[:-1]:
-                node = node[part]
-            node[path[-1]] = array
+        tree: Parameters = tree_map(arrays.__getitem__, self._names)
         return tree
 
-    def leaves(self, parameters: Parameters) -> list[mx.array]:
-        """Return the arrays of a tree in the order of the slots.
+    def checked(self, parameters: Parameters) -> Arrays:
+        """Return the arrays of a tree by name.
 
         Raises `ValueError` unless the tree has exactly the names, shapes and types of the trainable parameters.
         """
-        leaves: list[mx.array] = []
-        for path, kind in zip(self._paths, self._kinds, strict=True):
-            node: Any = parameters
-            try:
-                for part in path:
-                    node = node[part]
-            except (KeyError, IndexError, TypeError):
-                raise ValueError(f"parameter {_dotted(path)} is missing") from None
-            if not isinstance(node, mx.array):
-                raise ValueError(f"parameter {_dotted(path)} is no array")
-            if (node.shape, node.dtype) != kind:
-                raise ValueError(f"parameter {_dotted(path)} is {node.dtype} {node.shape}, not {kind[1]} {kind[0]}")
-            leaves.append(node)
-        if _count(parameters) != len(leaves):
-            known = {_dotted(path) for path in self._paths}
-            raise ValueError(f"not trainable parameters: {', '.join(sorted(flat(parameters).keys() - known))}")
-        return leaves
-
-
-def _count(tree: Any) -> int:
-    """Return the number of leaves of a tree."""
-    if isinstance(tree, dict):
-        return sum(map(_count, tree.values()))
-    if isinstance(tree, (list, tuple)):
-        return sum(map(_count, tree))
-    return 1
-
-
-def _dotted(path: tuple[str | int, ...]) -> str:
-    return ".".join(map(str, path))
+        arrays = flat(parameters)
+        for name, kind in self._kinds.items():
+            if name not in arrays:
+                raise ValueError(f"parameter {name} is missing")
+            array: Any = arrays[name]
+            if not isinstance(array, mx.array):
+                raise ValueError(f"parameter {name} is no array")
+            if (array.shape, array.dtype) != kind:
+                raise ValueError(f"parameter {name} is {array.dtype} {array.shape}, not {kind[1]} {kind[0]}")
+        if unknown := sorted(arrays.keys() - self._kinds.keys()):
+            raise ValueError(f"not trainable parameters: {', '.join(unknown)}")
+        return arrays

@@ -8,6 +8,7 @@ arrays are never modified.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -131,14 +132,12 @@ class Policy:
         if not served:
             raise ModelError("this model has no trainable parameters")
         mx.eval(served)
-        beside = set(adapter_config.trained_weights)
-        in_full = [i for i, name in enumerate(served) if not adapted or name in beside]
-        arrays = list(served.values())
+        in_full = [name for name in served if not adapted or name in adapter_config.trained_weights]
         self._served = PolicyModel(
             model,
             vocab_size=self.vocab_size,
             adapted=adapted,
-            initial={i: arrays[i] for i in in_full} if keep_reference else {},
+            initial={name: served[name] for name in in_full} if keep_reference else {},
             in_full=in_full,
             grad_checkpoint=section.recomputes(self.description.parameters),
             folded=FoldedAdapter(model),
@@ -187,6 +186,17 @@ class Policy:
         model = self._template.copy()
         model.use(self.trainable())
         return model
+
+    def pinned(self) -> Policy:
+        """Return a policy with a model of its own over the same arrays, which serves what is published to it."""
+        pinned = copy.copy(self)
+        pinned._served = self.copy_model()
+        pinned.model, pinned.adapted = pinned._served.model, pinned._served.adapted
+        return pinned
+
+    def release(self) -> None:
+        """Refer to no parameters until the next `publish`."""
+        self._served.release()
 
     def publish(self, parameters: Parameters, *, version: int, step: int, fingerprint: str) -> float:
         """Serve `parameters` from now on, without a copy; return the duration in seconds.
@@ -266,37 +276,3 @@ class BaseModel:
     def copy_model(self) -> PolicyModel:
         """Return a model of its own over the same arrays. Any thread may call this."""
         return self._template.copy()
-
-
-class PinnedWeights:
-    """What an engine samples from if it does not serve: a model of its own, with the weights that `use` chooses."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy.copy_model()
-        self.adapted, self.keeps_base = self._policy.adapted, policy.keeps_base
-        self.version, self.step, self.fingerprint = policy.version, policy.step, policy.fingerprint
-        self.model: nn.Module = self._policy.model
-        self.tokenizer: ChatTokenizer = policy.tokenizer
-        self.vocab_size = policy.vocab_size
-        self.context_length = policy.context_length
-
-    def use(self, parameters: Parameters, version: int) -> None:
-        """Compute with these parameters from now on."""
-        self._policy.use(parameters)
-        self._policy.fold()
-        self.version = version
-
-    def publish(self, parameters: Parameters, *, version: int, step: int, fingerprint: str) -> float:
-        """Compute with these parameters, which are evaluated, from now on; return the duration in seconds."""
-        started = time.perf_counter()
-        self.use(parameters, version)
-        self.step, self.fingerprint = step, fingerprint
-        return time.perf_counter() - started
-
-    def served(self) -> tuple[Parameters, int]:
-        """Return the parameters of the last `use`, and their version. Any thread may call this."""
-        return self._policy.trainable(), self.version
-
-    def release(self) -> None:
-        """Refer to no parameters until the next `use`."""
-        self._policy.release()

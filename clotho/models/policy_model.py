@@ -7,8 +7,9 @@ same arrays, so a copy takes no memory, and components compute at the same time 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any, Protocol, cast
 
@@ -21,7 +22,8 @@ from msgspec.structs import replace
 from clotho.models.attention import KeysAndValues, LayerKeys
 from clotho.models.folded_lora import FoldedAdapter
 from clotho.models.lora import AdaptedModule
-from clotho.models.parameters import Parameters, ParameterSlots, flat, locate, nested
+from clotho.models.module_calls import called, with_classes
+from clotho.models.parameters import Arrays, Parameters, ParameterSlots, flat, locate, nested
 from clotho.models.routes import again, current_pass
 from clotho.models.stages import backward_of, current_block
 
@@ -60,12 +62,12 @@ class PolicyModel:
         *,
         vocab_size: int,
         adapted: Sequence[AdaptedModule],
-        initial: Mapping[int, mx.array],
-        in_full: Sequence[int],
+        initial: Mapping[str, mx.array],
+        in_full: Collection[str],
         grad_checkpoint: bool,
         folded: FoldedAdapter,
     ) -> None:
-        """adapted: the modules that hold the policy's adapter. in_full: positions of parameters trained in full.
+        """adapted: the modules that hold the policy's adapter. in_full: names of parameters trained in full.
 
         initial: their initial values, if the reference policy needs them. folded: converts the adapter of `use`.
         """
@@ -74,13 +76,13 @@ class PolicyModel:
         self.adapted = tuple(adapted)
         self._initial, self._in_full, self._grad_checkpoint = initial, in_full, grad_checkpoint
         self._slots, self._folded = ParameterSlots(model), folded
-        self._leaves = self._slots.current()
-        self._zeros: list[mx.array] | None = None
+        self._arrays = self._slots.current()
+        self._zeros: Arrays = {}
         self._is_reference = False
 
     def trainable(self) -> Parameters:
         """Return the tree of the parameters that the model computes with; changing the tree changes no model."""
-        return self._slots.tree(self._leaves)
+        return self._slots.tree(self._arrays)
 
     def copy(self) -> PolicyModel:
         """Return a model with modules of its own over the same arrays; 30 blocks take 28 ms and no array memory.
@@ -112,8 +114,8 @@ class PolicyModel:
 
     def computes_with(self, parameters: Parameters) -> bool:
         """Whether every layer refers to the very arrays of these parameters. Compares references, not numbers."""
-        current = self._slots.current()
-        return all(one is other for one, other in zip(current, self._slots.leaves(parameters), strict=True))
+        given = self._slots.checked(parameters)
+        return all(array is given[name] for name, array in self._slots.current().items())
 
     def use(self, parameters: Parameters) -> None:
         """Compute with these parameters from now on, without a copy.
@@ -121,7 +123,7 @@ class PolicyModel:
         Raises `ValueError`, and changes nothing, unless the tree has exactly the names, shapes and types of the
         trainable parameters.
         """
-        self._use(self._slots.leaves(parameters))
+        self._use(self._slots.checked(parameters))
         self._switch(reference=False)
 
     def use_reference(self) -> None:
@@ -132,7 +134,7 @@ class PolicyModel:
         """
         if len(self._initial) < len(self._in_full):
             raise ValueError("the reference policy was not kept: load the policy with keep_reference=True")
-        self._use([self._initial.get(index, array) for index, array in enumerate(self._leaves)])
+        self._use({**self._arrays, **self._initial})
         self._switch(reference=True)
 
     def release(self) -> None:
@@ -140,8 +142,9 @@ class PolicyModel:
 
         Until then the trainable parameters are zeros, which take no memory.
         """
-        if self._zeros is None:
-            self._zeros = [mx.broadcast_to(mx.zeros((), dtype=one.dtype), one.shape) for one in self._leaves]
+        if not self._zeros:
+            arrays = self._arrays.items()
+            self._zeros = {name: mx.broadcast_to(mx.zeros((), dtype=one.dtype), one.shape) for name, one in arrays}
             mx.eval(self._zeros)
         self._use(self._zeros)
         self._folded.forget()
@@ -149,7 +152,7 @@ class PolicyModel:
     def fold(self) -> None:
         """Convert the adapter of the current parameters once, for many calls."""
         if self._folded.groups:
-            self._folded.serve(self._slots.named(self._leaves))
+            self._folded.serve(self._arrays)
 
     @contextmanager
     def training_mode(self) -> Iterator[None]:
@@ -159,17 +162,14 @@ class PolicyModel:
         """
         self.model.train()
         try:
-            if self._grad_checkpoint:
-                with checkpointed_blocks(self.model.layers):
-                    yield
-            else:
+            with checkpointed_blocks(self.model.layers) if self._grad_checkpoint else nullcontext():
                 yield
         finally:
             self.model.eval()
 
-    def _use(self, leaves: list[mx.array]) -> None:
-        self._slots.assign(leaves)
-        self._leaves = leaves
+    def _use(self, arrays: Arrays) -> None:
+        self._slots.assign(arrays)
+        self._arrays = arrays
 
     def _switch(self, *, reference: bool) -> None:
         if reference is not self._is_reference:
@@ -200,25 +200,16 @@ def _leaves_of(roots: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
-@contextmanager
-def checkpointed_blocks(blocks: list[nn.Module]) -> Iterator[None]:
+def checkpointed_blocks(blocks: list[nn.Module]) -> AbstractContextManager[None]:
     """Inside, each block keeps only its input and recomputes its activations in the backward pass (arXiv:1604.06174).
 
     Gradients are unchanged. Keys and values that a block passes to another block, or to a later pass over the blocks
     (`LayerKeys`), are inputs and outputs of the recomputed function, so gradients flow through them. A block that gets
     a cache of mlx-lm, which has no such outputs, keeps all its activations.
     mlx-lm's `grad_checkpoint` changes the class permanently, also for decoding and for other models of the process.
-    Here the blocks change their class for the duration of the context.
     """
-    plain = [type(block) for block in blocks]
-    classes = {cls: _checkpointed_class(cls) for cls in set(plain)}
-    try:
-        for block, cls in zip(blocks, plain, strict=True):
-            block.__class__ = classes[cls]
-        yield
-    finally:
-        for block, cls in zip(blocks, plain, strict=True):
-            block.__class__ = cls
+    checkpointed = cache(_checkpointed_class)
+    return with_classes(blocks, lambda cls: checkpointed(cls))
 
 
 def _checkpointed_class(cls: type[Any]) -> type[Any]:
@@ -252,7 +243,7 @@ def _checkpointed_class(cls: type[Any]) -> type[Any]:
         output, keys.held = _recomputed(inner)(*inputs)
         return output
 
-    return type(cls.__name__, (cls,), {"__call__": call})
+    return called(cls, call)
 
 
 def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from itertools import count
 from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+
+from clotho.models.module_calls import called, with_classes
 
 Kind = Literal[
     "attention",
@@ -153,21 +156,14 @@ def after(done: Sequence[mx.array], array: mx.array) -> mx.array:
 
 @contextmanager
 def recorded_stages(blocks: Sequence[nn.Module], *, gradients: bool) -> Iterator[Stages]:
-    """Record the stages of the graph that is built inside the context. gradients: it has a backward pass.
-
-    The blocks change their class for the duration of the context.
-    """
-    stages = Stages()
-    plain = [type(block) for block in blocks]
+    """Record the stages of the graph that is built inside the context. gradients: it has a backward pass."""
+    stages, numbers = Stages(), count()
     token = _current.set(stages)
     try:
-        for index, (block, cls) in enumerate(zip(blocks, plain, strict=True)):
-            block.__class__ = _recording_class(cls, index, stages, gradients=gradients)
-        yield stages
+        with with_classes(blocks, lambda cls: _recording_class(cls, next(numbers), stages, gradients=gradients)):
+            yield stages
     finally:
         _current.reset(token)
-        for block, cls in zip(blocks, plain, strict=True):
-            block.__class__ = cls
 
 
 def _recording_class(cls: type[Any], index: int, stages: Stages, *, gradients: bool) -> type[Any]:
@@ -185,4 +181,4 @@ def _recording_class(cls: type[Any], index: int, stages: Stages, *, gradients: b
         stages.computed(index, x, output)
         return output
 
-    return type(cls.__name__, (cls,), {"__call__": call})
+    return called(cls, call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import mlx.core as mx
@@ -10,15 +10,10 @@ import mlx.core as mx
 from clotho.backend import backend
 from clotho.models.head import SplitModel
 from clotho.models.stages import after, mark
-from clotho.scoring.token_scores import (
-    SampledTokens,
-    TokenScores,
-    Totals,
-    scoring,
-    slopes,
-)
+from clotho.scoring.token_scores import SampledTokens, TokenScores, Totals, scoring, slopes
 
 Weights = dict[str, mx.array]
+Compute = Callable[[mx.array, SampledTokens], Sequence[mx.array]]
 
 
 def rows_at_once(vocab_size: int) -> int:
@@ -46,11 +41,9 @@ class HeadScores:
         """
         if logp_only and sampled.support_N_K is None and sampled.teacher is None and not self._split.head_weights():
             return self._with_gradient(hidden_N_D, sampled)
-        if hidden_N_D.shape[0] <= self._rows:
-            totals = scoring(sampled)(self._split.head(hidden_N_D))
-        else:
-            totals = self._in_chunks(hidden_N_D, sampled)
-        return Totals(*totals).scores(sampled)
+        in_one = hidden_N_D.shape[0] <= self._rows
+        totals = self._totals(hidden_N_D, sampled) if in_one else Totals(*self._in_chunks(hidden_N_D, sampled))
+        return totals.scores(sampled)
 
     def _with_gradient(self, hidden_N_D: mx.array, sampled: SampledTokens) -> TokenScores:
         """Compute each row's gradient in the forward pass; the backward pass multiplies it by the row's cotangent.
@@ -61,14 +54,13 @@ class HeadScores:
         @mx.custom_function
         def scored(hidden_N_D: mx.array) -> tuple[mx.array, mx.array, mx.array]:
             """Return log-probability, entropy, and their gradient to the hidden states."""
-            chunks: list[tuple[mx.array, mx.array, mx.array]] = []
-            for rows in self._chunks(hidden_N_D):
-                hidden_n_D = after(chunks[-1] if chunks else (), hidden_N_D[rows])
-                totals, slope_n_V = slopes(self._split.head(hidden_n_D), sampled.at(rows))
+
+            def chunk(hidden_n_D: mx.array, some: SampledTokens) -> Sequence[mx.array]:
+                totals, slope_n_V = slopes(self._split.head(hidden_n_D), some)
                 _, (gradient_n_D,) = mx.vjp(self._split.head, [hidden_n_D], [slope_n_V])
-                chunks.append((totals.logp_N, totals.entropy_N, gradient_n_D))
-                mark("head", chunks[-1], work=hidden_n_D.shape[0])
-            logp_N, entropy_N, gradient_N_D = (mx.concatenate(list(parts)) for parts in zip(*chunks, strict=True))
+                return totals.logp_N, totals.entropy_N, gradient_n_D
+
+            logp_N, entropy_N, gradient_N_D = self._by_chunks(chunk, hidden_N_D, sampled)
             return logp_N, entropy_N, gradient_N_D
 
         @scored.vjp
@@ -83,7 +75,7 @@ class HeadScores:
         @mx.custom_function
         def totals(hidden_N_D: mx.array, weights: Weights) -> Totals:
             with self._split.using(weights):
-                return self._forward(hidden_N_D, sampled)
+                return Totals(*self._by_chunks(self._totals, hidden_N_D, sampled))
 
         @totals.vjp
         def backward(
@@ -93,13 +85,17 @@ class HeadScores:
 
         return cast(Totals, totals(hidden_N_D, self._split.head_weights()))
 
-    def _forward(self, hidden_N_D: mx.array, sampled: SampledTokens) -> Totals:
-        chunks: list[Totals] = []
+    def _totals(self, hidden_n_D: mx.array, sampled: SampledTokens) -> Totals:
+        return Totals(*scoring(sampled)(self._split.head(hidden_n_D)))
+
+    def _by_chunks(self, compute: Compute, hidden_N_D: mx.array, sampled: SampledTokens) -> list[mx.array]:
+        """Return the joined results of all chunks, which are computed one after the other."""
+        chunks: list[Sequence[mx.array]] = []
         for rows in self._chunks(hidden_N_D):
             hidden_n_D = after(chunks[-1] if chunks else (), hidden_N_D[rows])
-            chunks.append(Totals(*scoring(sampled.at(rows))(self._split.head(hidden_n_D))))
+            chunks.append(compute(hidden_n_D, sampled.at(rows)))
             mark("head", chunks[-1], work=hidden_n_D.shape[0])
-        return Totals(*(mx.concatenate(list(parts)) for parts in zip(*chunks, strict=True)))
+        return [mx.concatenate(list(parts)) for parts in zip(*chunks, strict=True)]
 
     def _backward(
         self, hidden_N_D: mx.array, weights: Weights, sampled: SampledTokens, cotangents: Totals, totals: Totals

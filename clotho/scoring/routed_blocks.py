@@ -7,25 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from clotho.models.experts import Mixtures, RecordedPasses
+from clotho.models.experts import Mixtures, recorded_passes
 from clotho.models.head import Blocks
 from clotho.models.routes import PassRoutes, flipped, routed
 from clotho.scoring.sequences import MicroBatch, RouteInputs
 
 Walk = Callable[[Blocks, Any], mx.array]
 """Computes what the blocks return for the inputs of a layout, flat: (positions, D)."""
-
-
-class _Indices:
-    """In place of blocks: the inputs, which are indices of routes. passes: those of each pass, (B, S)."""
-
-    def __init__(self) -> None:
-        self.passes: list[mx.array] = []
-
-    def blocks(self, tokens_B_S: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
-        """Return the indices, (B, S, 1)."""
-        self.passes.append(tokens_B_S)
-        return tokens_B_S[..., None]
 
 
 class MicroBatchRoutes:
@@ -40,19 +28,29 @@ class MicroBatchRoutes:
         self._mixtures, self._micro, self._walk = mixtures, micro, walk
         self._table_X_C = mx.array(given.table_X_E).view(mixtures.dtype)
         self._known_X = mx.array(given.known_X)
-        indices = _Indices()
-        index_P_1 = walk(indices, given.inputs)
-        self._index_N = index_P_1[:, 0][mx.array(micro.table.position_N)]
-        self._passes = indices.passes
+        self._passes: list[mx.array] = []  # indices of the routes of each pass, (B, S)
+
+        def index(index_B_S: mx.array, _: object = None) -> mx.array:
+            self._passes.append(index_B_S)
+            return index_B_S[..., None]
+
+        self._index_N = walk(index, given.inputs)[:, 0][mx.array(micro.table.position_N)]
         self._all_known = bool(given.known_X.all())
 
-    def replaying(self, blocks: Blocks) -> ReplayingBlocks:
-        """Return the blocks along these routes."""
-        passes = [
-            PassRoutes(self._table_X_C[index_B_S], None if self._all_known else self._known_X[index_B_S])
-            for index_B_S in self._passes
-        ]
-        return ReplayingBlocks(blocks, self._mixtures, passes)
+    def replaying(self, blocks: Blocks) -> tuple[Blocks, list[mx.array]]:
+        """Return the blocks along these routes, and a list that receives what the learner's routers choose."""
+        own: list[mx.array] = []
+        routes = iter(self._passes)
+
+        def replayed(tokens_B_S: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+            index_B_S = next(routes)
+            known_B_S = None if self._all_known else self._known_X[index_B_S]
+            with routed(self._mixtures, PassRoutes(self._table_X_C[index_B_S], known_B_S)) as one:
+                hidden_B_S_D = blocks(tokens_B_S, cache)
+            own.extend(one.own)
+            return hidden_B_S_D
+
+        return replayed, own
 
     def flips(self, own: Sequence[mx.array]) -> mx.array:
         """Return the sums of the metric `flipped_routes`: 1,000 times the number of flips, and layers times tokens.
@@ -61,25 +59,10 @@ class MicroBatchRoutes:
         count. own: what the routers choose, as `Mixtures.recorded` returns it.
         """
         table = self._micro.table
-        passes = RecordedPasses(own, len(self._mixtures.counts))
+        passes = recorded_passes(own, len(self._mixtures.counts))
         own_N_C = self._walk(passes, self._micro.inputs)[mx.array(table.position_N)]
         flips_N_L = flipped(own_N_C, self._table_X_C[self._index_N], self._mixtures.per_token)
         weight_N = mx.array(table.loss_mask_N) * self._known_X[self._index_N]
         layers = len(self._mixtures.counts)
         total = mx.sum(mx.sum(flips_N_L, axis=-1) * weight_N)
         return mx.stop_gradient(mx.stack([1000.0 * total, layers * mx.sum(weight_N)]))
-
-
-class ReplayingBlocks:
-    """Blocks that take the routes of one pass after another. own: what the learner's routers chose."""
-
-    def __init__(self, blocks: Blocks, mixtures: Mixtures, passes: Sequence[PassRoutes]) -> None:
-        self.own: list[mx.array] = []
-        self._blocks, self._mixtures, self._passes = blocks, mixtures, list(passes)
-
-    def blocks(self, tokens_B_S: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
-        """Compute hidden states (B, S, D) of the next pass."""
-        with routed(self._mixtures, self._passes.pop(0)) as one:
-            hidden_B_S_D = self._blocks.blocks(tokens_B_S, cache)
-        self.own += one.own
-        return hidden_B_S_D

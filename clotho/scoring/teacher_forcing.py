@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from clotho.models.attention import AttentionLayers, install_cache_attention
-from clotho.models.experts import Mixtures, RecordedPasses, expert_load
+from clotho.models.experts import Mixtures, expert_load, recorded_passes
 from clotho.models.head import Blocks, split_model
 from clotho.models.routes import can_replay, install_routes
 from clotho.scoring.head_scores import HeadScores
@@ -83,27 +83,31 @@ class TeacherForcing:
 
     def _outputs(self, micro: MicroBatch) -> tuple[mx.array, dict[str, mx.array]]:
         """Compute what predicts the tokens: hidden states, or logits if the model cannot be split; and the metrics."""
-        blocks: Blocks = _Whole(self._model) if self._split is None else self._split
-        routes = self._routes(micro)
-        replaying = routes.replaying(blocks) if routes and micro.routes and micro.routes.replays else None
+        blocks: Blocks = self._blocks
+        given, own = micro.routes, list[mx.array]()
+        routes = MicroBatchRoutes(self._mixtures, micro, given, self._walk) if given and self._mixtures else None
+        if routes and given and given.replays:
+            blocks, own = routes.replaying(blocks)
         with self._mixtures.recorded() as chosen:
-            output_P_D = self._walk(blocks if replaying is None else replaying, micro.inputs)
+            output_P_D = self._walk(blocks, micro.inputs)
         metrics = {"expert_load": self._load(micro, chosen)} if chosen else {}
         if routes is not None:
-            metrics["flipped_routes"] = routes.flips(chosen if replaying is None else replaying.own)
+            metrics["flipped_routes"] = routes.flips(own or chosen)
         return output_P_D[mx.array(micro.table.position_N)], metrics
 
-    def _routes(self, micro: MicroBatch) -> MicroBatchRoutes | None:
-        if micro.routes is None or not self._mixtures:
-            return None
-        return MicroBatchRoutes(self._mixtures, micro, micro.routes, self._walk)
+    def _blocks(self, tokens_B_S: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        """Compute hidden states; logits, (B, S, V), if the model cannot be split, without caches."""
+        if self._split is not None:
+            return self._split.blocks(tokens_B_S, cache)
+        logits_B_S_V: mx.array = self._model(tokens_B_S)
+        return logits_B_S_V
 
     def _walk(self, blocks: Blocks, inputs: NamedTuple) -> mx.array:
         return hidden_states(blocks, self._layers, inputs)
 
     def _load(self, micro: MicroBatch, chosen: Sequence[mx.array]) -> mx.array:
         """Return the tokens of each expert; see `expert_load`."""
-        choices_P_C = self._walk(RecordedPasses(chosen, len(self._mixtures.counts)), micro.inputs)
+        choices_P_C = self._walk(recorded_passes(chosen, len(self._mixtures.counts)), micro.inputs)
         choices_N_C = choices_P_C[mx.array(micro.table.position_N)]
         return expert_load(choices_N_C, self._mixtures.counts, mx.array(micro.table.loss_mask_N))
 
@@ -129,18 +133,6 @@ class TeacherForcing:
         output_N_D, metrics = self._outputs(micro)
         logits_N_V = output_N_D if self._split is None else self._split.head(output_N_D)
         return logits_N_V, metrics.get("flipped_routes")
-
-
-class _Whole:
-    """A model that cannot be split, in place of its blocks: logits in place of hidden states."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def blocks(self, tokens_B_S: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
-        """Compute logits, (B, S, V)."""
-        logits_B_S_V: mx.array = self._model(tokens_B_S)
-        return logits_B_S_V
 
 
 def sampled_tokens_of(table: TokenTable, distribution: SamplingDistribution) -> SampledTokens:

@@ -277,25 +277,17 @@ def state_bytes(parameters: Arrays, settings: LearnerSection) -> int:
     return sum(array.nbytes for array in state_arrays(initial_state(parameters, settings)).values())
 
 
-def constant(progress: float) -> float:
-    """Return 1 for every progress in [0, 1]."""
-    return 1.0
-
-
-def linear(progress: float) -> float:
-    """Return 1 - progress."""
-    return 1.0 - progress
-
-
-def cosine(progress: float) -> float:
-    """Return half a cosine from 1 to 0: SGDR (arXiv:1608.03983), equation 5, without restarts."""
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
 SCHEDULES: Mapping[type[Schedule], Callable[[float], float]] = MappingProxyType(
-    {ConstantSchedule: constant, LinearSchedule: linear, CosineSchedule: cosine}
+    {
+        ConstantSchedule: lambda progress: 1.0,
+        LinearSchedule: lambda progress: 1.0 - progress,
+        CosineSchedule: lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
 )
-"""`learner.schedule` -> decay(progress): 1 at progress 0 is the full rate, 0 is the minimum."""
+"""`learner.schedule` -> decay(progress): 1 at progress 0 is the full rate, 0 is the minimum.
+
+cosine: half a cosine, SGDR (arXiv:1608.03983), equation 5, without restarts.
+"""
 
 
 def learning_rate(step: int, *, steps: int, settings: LearnerSection) -> float:

@@ -211,7 +211,7 @@ def test_decoding_beside_the_learner_is_measured(clock: Clock, share: float) -> 
     assert spinner.begun.wait(LIMIT)
     compute.learner.submit(learn).result(LIMIT)
     assert compute.stop(timeout=LIMIT)
-    rates = compute.rates()
+    rates = compute.decode.rates()
     assert rates.learning == pytest.approx(1000 * share, rel=0.1)
     assert rates.share == pytest.approx(share, abs=0.05)
 
@@ -222,7 +222,7 @@ def test_decoding_alone_is_measured_apart_from_decoding_beside_others(simulated:
     simulated.decode.attach(spinner)
     assert spinner.done.wait(LIMIT)
     simulated.decode.submit(lambda: None).result(LIMIT)
-    rates = simulated.rates()
+    rates = simulated.decode.rates()
     assert rates.idle == pytest.approx(1000.0)
     assert (rates.learning, rates.share) == (0.0, 0.0)
     assert rates.tokens == 100
@@ -240,7 +240,7 @@ def test_decoding_beside_other_work_is_measured_in_neither_rate(clock: Clock) ->
         compute.decode.submit(lambda: None).result(LIMIT)
 
     compute.evaluation.submit(evaluate).result(LIMIT)
-    rates = compute.rates()
+    rates = compute.decode.rates()
     assert (rates.idle, rates.learning, rates.tokens) == (0.0, 0.0, 100)
     assert compute.stop(timeout=LIMIT)
 
@@ -430,7 +430,7 @@ def test_turns_are_measured_by_kind(simulated: Compute, clock: Clock) -> None:
     simulated.decode.attach(spinner)
     assert spinner.done.wait(LIMIT)
     simulated.decode.submit(lambda: None).result(LIMIT)
-    found = simulated.turn_times()
+    found = simulated.arbiter.turn_times()
     assert (found["parity"].longest, found["parity"].seconds.total) == (2.0, 2.5)
     assert sum(found["parity"].seconds.counts) == 3  # the last one returns the result
     assert sum(found["decode"].seconds.counts) == 3

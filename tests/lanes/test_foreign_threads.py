@@ -78,7 +78,11 @@ CALLS: dict[str, Callable[[Objects], object]] = {
         thread.submit(lambda: mx.ones(3).sum().item()).result(30) for thread in (it.compute.decode, it.compute.learner)
     ],
     "ComputeThread.attach": lambda it: it.compute.decode.attach(it.engine),
-    "Compute.rates": lambda it: (it.compute.rates(), it.compute.busy_since, it.compute.turn_times()),
+    "Compute.rates": lambda it: (
+        it.compute.decode.rates(),
+        it.compute.arbiter.busy_since,
+        it.compute.arbiter.turn_times(),
+    ),
     "Compute.stop": lambda it: it.compute.stop(timeout=30),
     "Sampler.complete": lambda it: anyio.run(it.sampler.complete, REQUEST),
     "DecodeEngine.submit, tick": decoded,

@@ -9,7 +9,8 @@ from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from clotho.models.adapters import adapter_targets, reached_share
 from clotho.models.experts import EXPERTS, configuration_of, expert_load, experts_per_token, router_names
-from clotho.models.lora import install_adapter, linear_modules, watched_calls
+from clotho.models.lora import install_adapter, linear_modules
+from clotho.models.module_calls import watched_calls
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from clotho.inference.engine import DecodeEngine
 from clotho.models.parameters import Parameters
-from clotho.models.policy import PinnedWeights, Policy
+from clotho.models.policy import Policy
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.settings.engine import EngineSection
 from protocols.prompt import Problem
@@ -129,14 +129,14 @@ class PinnedSampler:
 
     def __init__(self, policy: Policy, settings: EngineSection, turns: TurnBudget = UNDIVIDED) -> None:
         """turns: limits the duration of prefill in one turn. Call this in the thread that decodes."""
-        self._weights, self._turns, self._rows = PinnedWeights(policy), turns, settings.max_num_seqs
+        self._weights, self._turns, self._rows = policy.pinned(), turns, settings.max_num_seqs
         self._engine = DecodeEngine(self._weights, without_settings(settings, EngineSection), turns=turns)
 
     def completions(
         self, parameters: Parameters, requests: Sequence[SampleRequest], *, version: int
     ) -> list[list[Completion]]:
         """Return the completions of each request. Raises the errors of `complete_all`."""
-        self._weights.use(parameters, version)
+        self._weights.publish(parameters, version=version, step=0, fingerprint="")
         self._engine.weights_changed("recompute")
         try:
             return complete_all(self._engine, requests, rows=self._rows, pause=self._turns.pause)

@@ -20,17 +20,18 @@ from clotho.scoring.sequences import TrainingSequence, scored_only
 from protocols.errors import ModelError
 
 
-def hidden_states(split: Blocks, layers: AttentionLayers | None, inputs: NamedTuple) -> mx.array:
+def hidden_states(blocks: Blocks, layers: AttentionLayers | None, inputs: NamedTuple, offset: int = 0) -> mx.array:
     """Compute the flat hidden states, (positions, D), which `TokenTable.position_N` indexes.
 
-    layers: see `check_layout`. Raises ValueError if they are None for packed or shared inputs.
+    layers: see `check_layout`. offset: position of the first token of packed rows. Raises ValueError if the layers are
+    None for packed or shared inputs.
     """
     if isinstance(inputs, PaddedInputs):
-        return padded_states(split, layers, inputs)
+        return padded_states(blocks, layers, inputs)
     if layers is not None and isinstance(inputs, PackedInputs):
-        return packed_states(split, layers, inputs)
+        return packed_states(blocks, layers, inputs, offset)
     if layers is not None and isinstance(inputs, SharedInputs):
-        return shared_states(split, layers, inputs)
+        return shared_states(blocks, layers, inputs)
     raise ValueError(f"this model cannot compute hidden states of {type(inputs).__name__}")
 
 
@@ -126,10 +127,7 @@ def _logits(
     real = sum(len(sequence.tokens) for sequence in sequences)
     member_N = np.asarray(micro.members)[micro.table.sequence_N[:real]]
     position_N = micro.table.position_N[:real][np.argsort(member_N, kind="stable")]
-    if layers is not None and isinstance(micro.inputs, PackedInputs):
-        hidden_P_D = packed_states(split, layers, micro.inputs, offset)
-    else:
-        hidden_P_D = hidden_states(split, layers, micro.inputs)
+    hidden_P_D = hidden_states(split.blocks, layers, micro.inputs, offset)
     return split.head(hidden_P_D[mx.array(position_N)])
 
 

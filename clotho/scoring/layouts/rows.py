@@ -79,13 +79,13 @@ def _placed_padded(sequences: Sequence[TrainingSequence], members: tuple[int, ..
     return Placement(members, PaddedInputs(tokens_B_S), positions, tokens_B_S.size)
 
 
-def padded_states(split: Blocks, layers: AttentionLayers | None, inputs: PaddedInputs) -> mx.array:
+def padded_states(blocks: Blocks, layers: AttentionLayers | None, inputs: PaddedInputs) -> mx.array:
     """Compute the hidden states of all positions, (B * S, D). Causal attention ignores padding on the right.
 
     layers: if given, `layer_caches` replace the caches, as in the other layouts.
     """
     keys = None if layers is None else layer_caches(layers)
-    hidden_B_S_D = split.blocks(mx.array(inputs.tokens_B_S), keys)
+    hidden_B_S_D = blocks(mx.array(inputs.tokens_B_S), keys)
     return hidden_B_S_D.reshape(-1, hidden_B_S_D.shape[-1])
 
 
@@ -201,7 +201,7 @@ class PackedState(LayerState):
         return self._real_R_S
 
 
-def packed_states(split: Blocks, layers: AttentionLayers, inputs: PackedInputs, offset: int = 0) -> mx.array:
+def packed_states(blocks: Blocks, layers: AttentionLayers, inputs: PackedInputs, offset: int = 0) -> mx.array:
     """Compute the hidden states of all positions, (R * S, D). offset: position of the first token of each row."""
     spaced, column_R_S = inputs.spaced(layers.gap)
     real_R_S = np.zeros(spaced.start_R_S.shape, dtype=np.bool_)
@@ -210,7 +210,7 @@ def packed_states(split: Blocks, layers: AttentionLayers, inputs: PackedInputs, 
         PackedState(arrays, mx.array(real_R_S)) if arrays else PackedKeys(spaced.start_R_S, layers, offset)
         for arrays in layers.caches
     ]
-    hidden_R_S_D = split.blocks(mx.array(spaced.tokens_R_S), keys)
+    hidden_R_S_D = blocks(mx.array(spaced.tokens_R_S), keys)
     R, S, D = hidden_R_S_D.shape
     hidden_P_D = hidden_R_S_D.reshape(-1, D)
     if column_R_S.shape[1] == S:

@@ -114,19 +114,19 @@ class CompletionKeys(LayerKeys):
         return self._layers.mask(VisibleKeys(own_B_C, keys_B_S, window_size=window_size))
 
 
-def shared_states(split: Blocks, layers: AttentionLayers, inputs: SharedInputs) -> mx.array:
+def shared_states(blocks: Blocks, layers: AttentionLayers, inputs: SharedInputs) -> mx.array:
     """Compute the hidden states of the prompts, then of the completions, (F * P + B * C, D)."""
     prompts = layer_caches(layers, mx.array(inputs.length_F))
-    hidden_F_P_D = split.blocks(mx.array(inputs.tokens_F_P), prompts)
+    hidden_F_P_D = blocks(mx.array(inputs.tokens_F_P), prompts)
     D = hidden_F_P_D.shape[-1]
     if not inputs.tokens_B_C.size:
         return hidden_F_P_D.reshape(-1, D)
-    hidden_B_C_D = _completion_states(split, layers, prompts, inputs)
+    hidden_B_C_D = _completion_states(blocks, layers, prompts, inputs)
     return mx.concatenate([hidden_F_P_D.reshape(-1, D), hidden_B_C_D.reshape(-1, D)])
 
 
 def _completion_states(
-    split: Blocks, layers: AttentionLayers, prompts: Sequence[LayerKeys], inputs: SharedInputs
+    blocks: Blocks, layers: AttentionLayers, prompts: Sequence[LayerKeys], inputs: SharedInputs
 ) -> mx.array:
     """Compute the hidden states of completions, (B, C, D), by segment; 0 beyond the columns of a segment."""
     segments_found = segments(inputs.length_B)
@@ -134,7 +134,7 @@ def _completion_states(
     parts = []
     for segment in segments_found:
         own = inputs.segment(segment)
-        hidden = split.blocks(mx.array(own.tokens_B_C), [_continued(keys, own, layers) for keys in prompts])
+        hidden = blocks(mx.array(own.tokens_B_C), [_continued(keys, own, layers) for keys in prompts])
         parts.append(mx.pad(hidden, [(0, 0), (0, C - segment.columns), (0, 0)]))
     if len(parts) == 1:
         return parts[0]

@@ -27,46 +27,60 @@ from clotho.settings.objectives import (
 )
 from clotho.training.objectives.contract import ObjectiveInputs
 
-Correction = Callable[[mx.array, ObjectiveInputs, float, float], mx.array]
+Corrected = tuple[mx.array, mx.array]
+"""Weight of each token, and whether the correction truncates the weight or rejects the token, (N,) each."""
+
+Correction = Callable[[mx.array, ObjectiveInputs, float, float], Corrected]
 
 
-def truncate(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> mx.array:
+def truncate(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> Corrected:
     """Return clip(w_t, low, high): truncated importance sampling, IMPALA (arXiv:1802.01561), section 4.1.
 
     For the mismatch of sampler and learner: fengyao.notion.site/off-policy-rl (TIS, low 0, high 2).
     """
-    return mx.clip(mx.exp(log_ratio_N), low, high)
+    return _truncated(mx.exp(log_ratio_N), low, high)
 
 
-def mask(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> mx.array:
+def mask(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> Corrected:
     """Return w_t if low <= w_t <= high, else 0: IcePop, Ring-1T (arXiv:2510.18855), with 0.5 and 5."""
     ratio_N = mx.exp(log_ratio_N)
-    return mx.where((ratio_N >= low) & (ratio_N <= high), ratio_N, 0.0)
+    weight_N = mx.where((ratio_N >= low) & (ratio_N <= high), ratio_N, 0.0)
+    return weight_N, weight_N == 0
 
 
-def truncate_sequence(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> mx.array:
+def truncate_sequence(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> Corrected:
     """Return the truncated weight of the completion for each of its tokens, clip(prod_t w_t, low, high).
 
     Unbiased for the reward of the completion while it is not truncated: richardli.xyz/rl-collapse (Seq-TIS).
     """
-    return tokens.spread_N(mx.clip(mx.exp(tokens.sum_B(log_ratio_N)), low, high))
+    return _truncated(tokens.spread_N(mx.exp(tokens.sum_B(log_ratio_N))), low, high)
 
 
-def reject_sequence(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> mx.array:
+def reject_sequence(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> Corrected:
     """Return 1 for completions with low <= prod_t w_t <= high, else 0.
 
     The rejection of masked importance sampling, richardli.xyz/rl-collapse (Seq-MIS), with a departure that
     docs/numerics.md lists.
     """
-    return tokens.spread_N(_inside(mx.exp(tokens.sum_B(log_ratio_N)), low, high))
+    return _inside(tokens.spread_N(mx.exp(tokens.sum_B(log_ratio_N))), low, high)
 
 
-def reject_geometric(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> mx.array:
+def reject_geometric(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> Corrected:
     """Return 1 for completions with low <= exp(mean_t log w_t) <= high, else 0.
 
     The geometric mean does not grow with length: richardli.xyz/rl-collapse (Geo-RS), with 0.99 and 1.01 (SkyRL).
     """
-    return tokens.spread_N(_inside(mx.exp(tokens.mean_B(log_ratio_N)), low, high))
+    return _inside(tokens.spread_N(mx.exp(tokens.mean_B(log_ratio_N))), low, high)
+
+
+def _truncated(ratio_N: mx.array, low: float, high: float) -> Corrected:
+    weight_N = mx.clip(ratio_N, low, high)
+    return weight_N, weight_N != ratio_N
+
+
+def _inside(ratio_N: mx.array, low: float, high: float) -> Corrected:
+    weight_N = ((ratio_N >= low) & (ratio_N <= high)).astype(mx.float32)
+    return weight_N, weight_N == 0
 
 
 CORRECTIONS: Mapping[type[BoundedCorrection], Correction] = MappingProxyType(
@@ -78,7 +92,7 @@ CORRECTIONS: Mapping[type[BoundedCorrection], Correction] = MappingProxyType(
         RejectSequenceCorrection: reject_sequence,
     }
 )
-"""Struct of the correction -> correction(log w, tokens, low, high), (N,) -> (N,)."""
+"""Struct of the correction -> correction(log w, tokens, low, high)."""
 
 
 def without_outliers(log_ratio_N: mx.array, tokens: ObjectiveInputs, low: float, high: float) -> mx.array:
@@ -127,8 +141,8 @@ def correction_weights(
     limited_N = mx.zeros(log_ratio_N.shape, dtype=mx.bool_)
     if isinstance(settings, RatioObjective) and isinstance(settings.importance_correction, BoundedCorrection):
         correction = settings.importance_correction
-        weight_N = CORRECTIONS[type(correction)](log_ratio_N, tokens, correction.low, correction.high)
-        limited_N = _limited(weight_N, log_ratio_N, tokens, correction)
+        correct = CORRECTIONS[type(correction)]
+        weight_N, limited_N = correct(log_ratio_N, tokens, correction.low, correction.high)
     if settings.outlier_low > 0 or settings.outlier_high > 0:
         moved_N = learner_N - tokens.rollout_logp_N
         kept_N = without_outliers(moved_N, tokens, settings.outlier_low, settings.outlier_high)
@@ -137,21 +151,6 @@ def correction_weights(
         on_policy_N = off_policy_mask(learner_N, tokens, settings.off_policy_mask)
         weight_N, kept_N = weight_N * on_policy_N, kept_N * on_policy_N
     return CorrectionWeights(weight_N, limited_N, kept_N)
-
-
-def _limited(
-    weight_N: mx.array, log_ratio_N: mx.array, tokens: ObjectiveInputs, correction: BoundedCorrection
-) -> mx.array:
-    """Return where a correction truncates the weight or rejects the token, (N,)."""
-    if isinstance(correction, TruncateCorrection):
-        return weight_N != mx.exp(log_ratio_N)
-    if isinstance(correction, TruncateSequenceCorrection):
-        return weight_N != tokens.spread_N(mx.exp(tokens.sum_B(log_ratio_N)))
-    return weight_N == 0
-
-
-def _inside(value_B: mx.array, low: float, high: float) -> mx.array:
-    return ((value_B >= low) & (value_B <= high)).astype(mx.float32)
 
 
 def interpolated_proximal(

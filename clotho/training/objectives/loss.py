@@ -221,43 +221,22 @@ def next_loss_coefficients(
 ) -> LossCoefficients:
     """Return the coefficients after an update that measured `kl` and `entropy`, in nats per token.
 
-    A fixed coefficient does not change, and no coefficient changes after a measurement that is not finite.
+    KL penalty, adaptive: the controller of Ziegler et al. (arXiv:1909.08593), equation 11, beta <- beta * (1 + e /
+    horizon), e = clip(kl / target - 1, -0.2, 0.2); the paper has a horizon of 10.
+    Entropy bonus, adaptive: up by `step` while the entropy is below `target`, else down by `step`, never below 0:
+    adaptive entropy control, Skywork-OR1 (arXiv:2505.22312), with a departure that docs/numerics.md lists. fixed:
+    coefficient <- coefficient * decay. No other coefficient changes, and none after a measurement that is not finite.
     """
-    return LossCoefficients(
-        next_kl_beta(loss_coefficients.kl_beta, kl, settings),
-        next_entropy_coef(loss_coefficients.entropy_coef, entropy, settings),
-    )
-
-
-def next_kl_beta(beta: float, kl: float, settings: LearnerSection) -> float:
-    """Return the next KL coefficient: the adaptive controller of Ziegler et al. (arXiv:1909.08593), equation 11.
-
-    beta <- beta * (1 + e / horizon), e = clip(kl / target - 1, -0.2, 0.2). The paper has a horizon of 10.
-    """
-    penalty = settings.kl_penalty
-    if (
-        not isinstance(penalty, KLPenalty)
-        or not isinstance(penalty.control, AdaptiveCoefficient)
-        or not math.isfinite(kl)
-    ):
-        return beta
-    error = min(max(kl / penalty.control.target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
-    return beta * (1.0 + error / penalty.control.horizon)
-
-
-def next_entropy_coef(weight: float, entropy: float, settings: LearnerSection) -> float:
-    """Return the next entropy coefficient.
-
-    adaptive: up by `step` while the entropy is below `target`, else down by `step`, never below 0: adaptive entropy
-    control, Skywork-OR1 (arXiv:2505.22312), with a departure that docs/numerics.md lists. fixed: coefficient <-
-    coefficient * decay.
-    """
-    bonus = settings.entropy_bonus
+    beta, weight = loss_coefficients
+    penalty, bonus = settings.kl_penalty, settings.entropy_bonus
+    if isinstance(penalty, KLPenalty) and isinstance(penalty.control, AdaptiveCoefficient) and math.isfinite(kl):
+        error = min(max(kl / penalty.control.target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
+        beta *= 1.0 + error / penalty.control.horizon
     if isinstance(bonus, FixedEntropyBonus):
-        return weight * bonus.decay
-    if not isinstance(bonus, AdaptiveEntropyBonus) or not math.isfinite(entropy):
-        return weight
-    return max(0.0, weight + (bonus.step if entropy < bonus.target else -bonus.step))
+        weight *= bonus.decay
+    elif isinstance(bonus, AdaptiveEntropyBonus) and math.isfinite(entropy):
+        weight = max(0.0, weight + (bonus.step if entropy < bonus.target else -bonus.step))
+    return LossCoefficients(beta, weight)
 
 
 Lengths = Sequence[NDArray[np.float64]]

@@ -129,5 +129,5 @@ def test_a_prompt_goes_through_the_blocks_once() -> None:
     assert split is not None
     layers = check_layout(model, split, VOCAB, layout="shared")
     (micro,) = build_micro_batches(random_sequences(EVEN), layout="shared", budget=100)
-    assert hidden_states(split, layers, micro.inputs).shape[0] == 2 * 16 + 4 * 8
+    assert hidden_states(split.blocks, layers, micro.inputs).shape[0] == 2 * 16 + 4 * 8
     assert np.unique(micro.table.position_N[:22]).size == 22 - 2
