@@ -99,7 +99,7 @@ def read_adapter(directory: Path, targets: Mapping[str, Target], limits: Adapter
         stated = f"{config.method_key} states {LABELS[config.method]}"
         raise invalid(f"{directory / CONFIG}: {stated}; only LoRA can be served beside other adapters")
     with opened_tensors(directory / config.form.tensors, limits.max_bytes) as source:
-        return _validated(source, config.form, config, targets, limits)
+        return _Reading(source, config.form, config, targets, limits).adapter()
 
 
 def read_config(directory: Path) -> Config:
@@ -107,34 +107,6 @@ def read_config(directory: Path) -> Config:
     path = directory / CONFIG
     with _opened(path, MAX_CONFIG_BYTES) as (file, _):
         return parse_config(file.read(), path)
-
-
-def _validated(
-    source: AdapterSource,
-    form: AdapterFormat,
-    config: Config,
-    targets: Mapping[str, Target],
-    limits: AdaptersSection,
-) -> Adapter:
-    """Compare the tensors of a file with the layers of the model, then read them. Raises AdapterRequestError."""
-    tensors = _named(source, form, config, targets)
-    ranks = _ranks(tensors, form, config, targets, limits, source.path)
-    arrays = _read_arrays(source, tensors, ranks, targets, form)
-    scales = {module: config.scale(module, rank) for module, rank in ranks.items()}
-    _require_bounded(arrays, scales, ranks, source.path.parent)
-    return Adapter(
-        path=source.path.parent,
-        format=form.name,
-        method=config.method,
-        dropout=config.dropout,
-        arrays=arrays,
-        scales=scales,
-        ranks=ranks,
-        dtypes={f"{tensor.module}.{tensor.matrix}": tensor.header.dtype for tensor in tensors},
-        targets={module: targets[module] for module in ranks},
-        base_name=config.base or "",
-        base_quantization=config.base_quantization,
-    )
 
 
 def _require_bounded(
@@ -186,28 +158,109 @@ def _opened(path: Path, limit: int) -> Iterator[tuple[BinaryIO, int]]:
 FROM_BLOCK = re.compile(r"(?:^|\.)((?:layers|h|blocks)\.\d+\..+|lm_head)$")
 
 
-def _named(source: AdapterSource, form: AdapterFormat, config: Config, targets: Mapping[str, Target]) -> list[_Tensor]:
-    """Return the tensors of the file with the module that each belongs to."""
-    by_end = _modules_by_end(targets) if form is PEFT else {}
-    expected = TENSORS_OF[config.method]
-    tensors, unknown = [], []
-    for name, header in source.headers.items():
-        found = form.parse(name)
-        module, expert = resolved(found, targets, by_end) if found else ("", None)
-        is_other = found is None or module not in targets or found.matrix not in expected
-        if found is None or is_other or (form is PEFT and found.embedding != targets[module].embedding):
-            unknown.append(name)
-            continue
-        tensors.append(_Tensor(name, module, found.matrix, header, expert))
-    if unknown:
-        named = f"{source.path}: {listed(unknown)}"
-        if any("lora_embedding_" in one for one in unknown):
-            raise invalid(f"{named}: embeddings with an adapter are not supported")
-        hint = "; it has magnitudes" if any("magnitude" in one or one.endswith(".m") for one in unknown) else ""
-        raise invalid(f"{named}: no LoRA matrix of a linear layer of this model{hint}")
-    if not tensors:
-        raise invalid(f"{source.path} contains no tensors")
-    return tensors
+class _Reading(NamedTuple):
+    """A file, its format and configuration, and what they are compared with: the layers of the model, and limits."""
+
+    source: AdapterSource
+    form: AdapterFormat
+    config: Config
+    targets: Mapping[str, Target]
+    limits: AdaptersSection
+
+    def adapter(self) -> Adapter:
+        """Compare the tensors with the layers of the model, then read them. Raises AdapterRequestError."""
+        tensors, config = self._named(), self.config
+        ranks, directory = self._ranks(tensors), self.source.path.parent
+        arrays = self._arrays(tensors, ranks)
+        scales = {module: config.scale(module, rank) for module, rank in ranks.items()}
+        _require_bounded(arrays, scales, ranks, directory)
+        return Adapter(
+            path=directory,
+            format=self.form.name,
+            method=config.method,
+            dropout=config.dropout,
+            arrays=arrays,
+            scales=scales,
+            ranks=ranks,
+            dtypes={f"{tensor.module}.{tensor.matrix}": tensor.header.dtype for tensor in tensors},
+            targets={module: self.targets[module] for module in ranks},
+            base_name=config.base or "",
+            base_quantization=config.base_quantization,
+        )
+
+    def _named(self) -> list[_Tensor]:
+        """Return the tensors of the file with the module that each belongs to."""
+        path, in_peft = self.source.path, self.form is PEFT
+        by_end = _modules_by_end(self.targets) if in_peft else {}
+        tensors, unknown = [], []
+        for name, header in self.source.headers.items():
+            found = self.form.parse(name)
+            module, expert = resolved(found, self.targets, by_end) if found else ("", None)
+            is_other = found is None or module not in self.targets or found.matrix not in TENSORS_OF[self.config.method]
+            if found is None or is_other or (in_peft and found.embedding != self.targets[module].embedding):
+                unknown.append(name)
+                continue
+            tensors.append(_Tensor(name, module, found.matrix, header, expert))
+        if unknown:
+            named = f"{path}: {listed(unknown)}"
+            if any("lora_embedding_" in one for one in unknown):
+                raise invalid(f"{named}: embeddings with an adapter are not supported")
+            hint = "; it has magnitudes" if any("magnitude" in one or one.endswith(".m") for one in unknown) else ""
+            raise invalid(f"{named}: no LoRA matrix of a linear layer of this model{hint}")
+        if not tensors:
+            raise invalid(f"{path} contains no tensors")
+        return tensors
+
+    def _ranks(self, tensors: list[_Tensor]) -> dict[str, int]:
+        """Return the rank of every module, from the shapes in the header. Raises AdapterRequestError."""
+        path, targets, ranks = self.source.path, self.targets, dict[str, int]()
+        for one in tensors:
+            if one.matrix != "m":
+                ranks.setdefault(one.module, stated_rank(one.header, self.form, targets[one.module], one.matrix))
+        problems = [(one.name, self._problem(one, ranks.get(one.module, 0))) for one in tensors]
+        wrong = [f"{name} {problem}" for name, problem in problems if problem]
+        given = {(one.module, one.matrix, one.expert) for one in tensors}
+        layers = sorted({(one.module, one.expert) for one in tensors}, key=str)
+        pairs = [(layer, matrix) for layer in layers for matrix in TENSORS_OF[self.config.method]]
+        wrong += [f"{layer[0]} has no {matrix}" for layer, matrix in pairs if (layer[0], matrix, layer[1]) not in given]
+        if wrong:
+            raise invalid(f"{path} does not fit the model: {listed(wrong)}")
+        shapes = [targets[module].shape(matrix, rank) for module, rank in ranks.items() for matrix in MATRICES]
+        size = FLOAT32_BYTES * sum(map(math.prod, shapes))
+        if size > self.limits.max_bytes:
+            raise invalid(f"{path} has {size} bytes in float32; at most {self.limits.max_bytes} are permitted")
+        return ranks
+
+    def _problem(self, tensor: _Tensor, rank: int) -> str:
+        """Return what is wrong with a tensor of a module of this rank; empty if nothing is."""
+        header, target, most = tensor.header, self.targets[tensor.module], self.limits.max_rank
+        expected = self.form.shape(target, tensor.matrix, rank)
+        in_mixture = not self.form.stacked and target.experts > 0
+        if (tensor.expert is not None) != in_mixture or (tensor.expert or 0) >= (target.experts or 1):
+            return f"does not belong to one of {target.experts} experts"
+        if header.shape != expected:
+            return f"has shape {visible(str(header.shape), 60)}, not {expected}"
+        if header.dtype not in DTYPES:
+            return f"is {visible(header.dtype, 20)}, not one of {', '.join(DTYPES)}"
+        if header.bytes != math.prod(header.shape) * DTYPES[header.dtype]:
+            return f"has {header.bytes} bytes, which do not match its shape and type"
+        return "" if 1 <= rank <= most else f"has rank {rank}; 1 to {most} are permitted"
+
+    def _arrays(self, tensors: list[_Tensor], ranks: Mapping[str, int]) -> dict[str, Floats]:
+        """Read all matrices as float32, in the layout of mlx-lm."""
+        arrays: dict[str, Floats] = {}
+        for tensor in tensors:
+            values, target = self.source.read(tensor.name), self.targets[tensor.module]
+            if values is None or not np.isfinite(values).all():
+                raise invalid(f"{self.source.path}: {visible(tensor.name, 200)} is not finite")
+            key = f"{tensor.module}.{tensor.matrix}"
+            if tensor.expert is not None:  # that of one expert is (rank, inputs) or (outputs, rank), as mlx-lm has it
+                empty = np.zeros(target.shape(tensor.matrix, ranks[tensor.module]), np.float32)
+                arrays.setdefault(key, empty)[tensor.expert] = values
+            else:
+                is_transposed = self.form.transposed and not target.experts
+                arrays[key] = np.ascontiguousarray(values.T) if is_transposed else values
+        return dict(sorted(arrays.items()))
 
 
 def resolved(found: TensorName, targets: Mapping[str, Target], by_end: Mapping[str, str]) -> tuple[str, int | None]:
@@ -228,49 +281,6 @@ def _modules_by_end(targets: Mapping[str, Target]) -> dict[str, str]:
     return {end: names[0] for end, names in ends.items() if len(names) == 1}
 
 
-def _ranks(
-    tensors: list[_Tensor],
-    form: AdapterFormat,
-    config: Config,
-    targets: Mapping[str, Target],
-    limits: AdaptersSection,
-    path: Path,
-) -> dict[str, int]:
-    """Return the rank of every module, from the shapes in the header. Raises AdapterRequestError if one is wrong."""
-    ranks: dict[str, int] = {}
-    for tensor in tensors:
-        if tensor.matrix != "m":
-            ranks.setdefault(tensor.module, stated_rank(tensor.header, form, targets[tensor.module], tensor.matrix))
-    problems = [_problem(one, ranks.get(one.module, 0), targets[one.module], limits, form) for one in tensors]
-    wrong = [f"{tensor.name} {problem}" for tensor, problem in zip(tensors, problems, strict=True) if problem]
-    given = {(tensor.module, tensor.matrix, tensor.expert) for tensor in tensors}
-    layers = sorted({(tensor.module, tensor.expert) for tensor in tensors}, key=str)
-    pairs = [(layer, matrix) for layer in layers for matrix in TENSORS_OF[config.method]]
-    wrong += [f"{layer[0]} has no {matrix}" for layer, matrix in pairs if (layer[0], matrix, layer[1]) not in given]
-    if wrong:
-        raise invalid(f"{path} does not fit the model: {listed(wrong)}")
-    shapes = [targets[module].shape(matrix, rank) for module, rank in ranks.items() for matrix in MATRICES]
-    size = FLOAT32_BYTES * sum(map(math.prod, shapes))
-    if size > limits.max_bytes:
-        raise invalid(f"{path} has {size} bytes in float32; at most {limits.max_bytes} are permitted")
-    return ranks
-
-
-def _problem(tensor: _Tensor, rank: int, target: Target, limits: AdaptersSection, form: AdapterFormat) -> str:
-    """Return what is wrong with a tensor of a module of this rank; empty if nothing is."""
-    header, expected = tensor.header, form.shape(target, tensor.matrix, rank)
-    in_mixture = not form.stacked and target.experts > 0
-    if (tensor.expert is not None) != in_mixture or (tensor.expert or 0) >= (target.experts or 1):
-        return f"does not belong to one of {target.experts} experts"
-    if header.shape != expected:
-        return f"has shape {visible(str(header.shape), 60)}, not {expected}"
-    if header.dtype not in DTYPES:
-        return f"is {visible(header.dtype, 20)}, not one of {', '.join(DTYPES)}"
-    if header.bytes != math.prod(header.shape) * DTYPES[header.dtype]:
-        return f"has {header.bytes} bytes, which do not match its shape and type"
-    return "" if 1 <= rank <= limits.max_rank else f"has rank {rank}; 1 to {limits.max_rank} are permitted"
-
-
 MATRICES = TENSORS_OF["lora"]
 
 
@@ -278,29 +288,6 @@ def stated_rank(header: TensorHeader, form: AdapterFormat, target: Target, matri
     """Return the rank that the shape of A or B states; 0 if it has a wrong number of axes."""
     reference = form.shape(target, matrix, 0)
     return header.shape[reference.index(0)] if len(header.shape) == len(reference) else 0
-
-
-def _read_arrays(
-    source: AdapterSource,
-    tensors: list[_Tensor],
-    ranks: Mapping[str, int],
-    targets: Mapping[str, Target],
-    form: AdapterFormat,
-) -> dict[str, Floats]:
-    """Read all matrices as float32, in the layout of mlx-lm."""
-    arrays: dict[str, Floats] = {}
-    for tensor in tensors:
-        values = source.read(tensor.name)
-        if values is None or not np.isfinite(values).all():
-            raise invalid(f"{source.path}: {visible(tensor.name, 200)} is not finite")
-        key = f"{tensor.module}.{tensor.matrix}"
-        if tensor.expert is not None:  # a matrix of one expert is (rank, inputs) or (outputs, rank), as mlx-lm has it
-            shape = targets[tensor.module].shape(tensor.matrix, ranks[tensor.module])
-            arrays.setdefault(key, np.zeros(shape, np.float32))[tensor.expert] = values
-        else:
-            is_transposed = form.transposed and not targets[tensor.module].experts
-            arrays[key] = np.ascontiguousarray(values.T) if is_transposed else values
-    return dict(sorted(arrays.items()))
 
 
 def as_float32(data: bytes, header: TensorHeader) -> Floats | None:
@@ -380,7 +367,8 @@ def adapter_from(
 
     base: the base model; without it, the layers are those that the shapes in the file state. path: what the user named.
     """
-    found = _validated(source, form, config, base.targets if base else stated_targets(source, form), UNLIMITED)
+    targets = base.targets if base else stated_targets(source, form)
+    found = _Reading(source, form, config, targets, UNLIMITED).adapter()
     arrays, ranks = dict(found.arrays), dict(found.ranks)
     for module, rank in found.ranks.items():
         keys = [key for key in config.ranks if is_named(module, key)]

@@ -15,7 +15,7 @@ def called(cls: type[Any], call: Callable[..., Any]) -> type[Any]:
 
 
 @contextmanager
-def with_classes(modules: Iterable[nn.Module], change: Callable[[type[Any]], type[Any]]) -> Iterator[None]:
+def with_classes(modules: Iterable[nn.Module], change: Callable[[type[nn.Module]], type[nn.Module]]) -> Iterator[None]:
     """Give the modules other classes inside the context. change: called for one module after another with its class."""
     plain = [(module, type(module)) for module in modules]
     try:

@@ -251,17 +251,8 @@ class BaseModel:
             self.description = describe_model(model, config)
         self.model: nn.Module = model
         self.config = config
-        self._template = PolicyModel(
-            model,
-            vocab_size=self.description.vocab_size,
-            adapted=(),
-            initial={},
-            in_full=(),
-            grad_checkpoint=False,
-            folded=FoldedAdapter(model),
-        ).copy()
-        self.files = files
-        self.vocab_size = self.description.vocab_size
+        self.files, self.vocab_size = files, self.description.vocab_size
+        self._template = PolicyModel(model, vocab_size=self.vocab_size, folded=FoldedAdapter(model)).copy()
         self.context_length = context_length(config)
 
     @cached_property

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
@@ -50,6 +50,9 @@ class WeightedModel(Protocol):
         """Return a context that prepares the model for gradients."""
 
 
+NONE: Mapping[str, mx.array] = MappingProxyType({})
+
+
 class PolicyModel:
     """Modules, and the trainable parameters that they compute with.
 
@@ -61,11 +64,11 @@ class PolicyModel:
         model: nn.Module,
         *,
         vocab_size: int,
-        adapted: Sequence[AdaptedModule],
-        initial: Mapping[str, mx.array],
-        in_full: Collection[str],
-        grad_checkpoint: bool,
         folded: FoldedAdapter,
+        adapted: Sequence[AdaptedModule] = (),
+        initial: Mapping[str, mx.array] = NONE,
+        in_full: Collection[str] = (),
+        grad_checkpoint: bool = False,
     ) -> None:
         """adapted: the modules that hold the policy's adapter. in_full: names of parameters trained in full.
 
@@ -100,15 +103,10 @@ class PolicyModel:
             base = copy.deepcopy(one.base, memo)
             parent[key] = copy.deepcopy(one.adapted, memo)
             adapted.append(replace(one, parent=parent, key=key, base=base, adapted=parent[key]))
-        copied = PolicyModel(
-            model,
-            vocab_size=self.vocab_size,
-            adapted=adapted,
-            initial=self._initial,
-            in_full=self._in_full,
-            grad_checkpoint=self._grad_checkpoint,
-            folded=folded,
-        )
+        copied = copy.copy(self)
+        copied.model, copied.adapted, copied._folded = model, tuple(adapted), folded
+        copied._slots = ParameterSlots(model)
+        copied._arrays, copied._is_reference = copied._slots.current(), False
         copied._switch(reference=self._is_reference)
         return copied
 

@@ -44,10 +44,11 @@ class Chat(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A rendered conversation. originals: as in `Disarmed`."""
+    """A rendered conversation. originals: as in `Disarmed`. last: its last message."""
 
     text: str
     originals: Mapping[str, str]
+    last: Mapping[str, Any]
 
 
 class ChatTokenizer:
@@ -172,10 +173,10 @@ class ChatTokenizer:
         these messages.
         """
         with self._lock, _template_errors():
-            chat = Chat(messages, tools)
-            return self._encoded([self._written(chat, add_generation_prompt, variables or {}, continue_final_message)])[
-                0
-            ]
+            written = self._written(messages, tools, variables or {}, add_generation_prompt=add_generation_prompt)
+            if continue_final_message:
+                written = written._replace(text=_until_content(written.text, str(written.last["content"])))
+            return self._encoded([written])[0]
 
     def render_chats(self, chats: Sequence[Chat]) -> list[tuple[int, ...]]:
         """Return the tokens of conversations with a generation prompt, encoded together by several threads if possible.
@@ -183,7 +184,7 @@ class ChatTokenizer:
         Raises RequestError as `render_chat`.
         """
         with self._lock, _template_errors():
-            return self._encoded([self._written(chat, True, NO_VARIABLES, False) for chat in chats])
+            return self._encoded([self._written(*chat) for chat in chats])
 
     def continue_chat(
         self,
@@ -208,7 +209,7 @@ class ChatTokenizer:
             *others,
         ]
         with self._lock, _template_errors():
-            written = self._written(Chat(marked, tools), True, NO_VARIABLES, False)
+            written = self._written(marked, tools)
             before, mark, after = written.text.partition(NEXT_MARK)
             ends = [
                 before.rfind(text) + len(text) for token in self.eos_ids if (text := self.token_text(token)) in before
@@ -220,12 +221,16 @@ class ChatTokenizer:
                     "be continued after one",
                     param="messages",
                 )
-            return self._encoded([Written(suffix + after, written.originals)])[0]
+            return self._encoded([written._replace(text=suffix + after)])[0]
 
     def _written(
-        self, chat: Chat, add_generation_prompt: bool, variables: Mapping[str, Any], continue_final_message: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = NO_VARIABLES,
+        *,
+        add_generation_prompt: bool = True,
     ) -> Written:
-        messages, tools = chat
         if not messages:
             raise RequestError("a conversation needs at least one message", param="messages")
         if not self.has_chat_template:
@@ -233,12 +238,10 @@ class ChatTokenizer:
         found = self._control_tokens().disarm([*messages, *tools, variables])
         plain, plain_tools = found.messages[: len(messages)], found.messages[len(messages) : -1]
         text = self._render(plain, add_generation_prompt, plain_tools, found.messages[-1])
-        if continue_final_message:
-            text = _until_content(text, str(plain[-1]["content"]))
-        return Written(text, found.originals)
+        return Written(text, found.originals, plain[-1])
 
     def _encoded(self, written: Sequence[Written]) -> list[tuple[int, ...]]:
-        control, plain = self._control_tokens(), [text for text, originals in written if not originals]
+        control, plain = self._control_tokens(), [text for text, originals, _ in written if not originals]
         tokenizer: Any = self._wrapper._tokenizer
         if len(plain) > 1 and self._encodes_batches:
             tokens = tokenizer(plain, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -247,7 +250,7 @@ class ChatTokenizer:
         remaining = iter(tokens)
         return [
             control.encode(text, originals) if originals else tuple(map(int, next(remaining)))
-            for text, originals in written
+            for text, originals, _ in written
         ]
 
     @cached_property

@@ -139,59 +139,118 @@ def _rank(candidate: tuple[int, int], tokens: int) -> tuple[int, int]:
     return min(tokens, count * steps), -steps
 
 
-def check_parity(
-    served: TeacherForcedDecoder,
-    policy: WeightedModel,
-    decoder: TeacherForcedDecoder,
-    sample: ParitySample,
-    temperature: float,
-    *,
-    rows: int,
-    forcing: TeacherForcing,
-    parameters: Parameters,
-    turns: TurnBudget = UNDIVIDED,
-    replays: bool = False,
-) -> ParityReport:
-    """Compare distributions of decode steps under the served weights with those of the learner.
+class ParityModels(NamedTuple):
+    """What a parity check compares.
 
-    served: the decoder of the served weights. policy: a model that nothing else computes with, and decoder, forcing:
-    over this model, forcing with the learner's layout. parameters: of the learner. temperature: 0 (greedy) compares at
-    temperature 1. rows: number of rows of the decode batch; at least the number of completions is used, and at most
-    `MAX_ROWS`. turns: limits the duration of turns. replays: whether the learner may replay routes. Raises ValueError
-    if the prompt or a completion is empty.
+    served: the decoder of the served weights. policy: a model that nothing else computes with. decoder, forcing: over
+    this model, forcing with the learner's layout. turns: limits the duration of turns. replays: whether the learner may
+    replay routes.
     """
-    if not sample.prompt or not sample.steps:
-        raise ValueError("a parity check needs at least one token of prompt and of completion")
-    rows = min(max(rows, len(sample.completions)), MAX_ROWS)
-    sample = sample._replace(prompt=sample.prompt[-MAX_PROMPT:])
-    distribution = SamplingDistribution(temperature=temperature or 1.0)
-    learner = flat(parameters)
-    served_N_V, routes = _decoded(served, sample, rows, turns)
-    policy.use(nested({name: mx.stop_gradient(array) for name, array in learner.items()}))
-    decoded_N_V, _ = _decoded(decoder, sample, rows, turns)
-    learner_N_V, flips = _traced(policy, forcing, sample, nested(learner), turns, routes, replays=False)
-    target_N = np.concatenate([np.asarray(one, dtype=np.int32) for one in sample.completions])
-    kl_N, difference_N = _differences(served_N_V, learner_N_V, target_N, distribution, turns)
-    unreplayed_kl = None
-    if flips and replays and forcing.can_replay:
-        unreplayed_kl = float(kl_N.mean())
-        learner_N_V, _ = _traced(policy, forcing, sample, nested(learner), turns, routes, replays=True)
-        kl_N, difference_N = _differences(served_N_V, learner_N_V, target_N, distribution, turns)
-    served_kl = 0.0
-    if not _are_equal(served_N_V, decoded_N_V):
-        repeated_N_V, _ = _decoded(served, sample, rows, turns)
-        if _are_equal(served_N_V, repeated_N_V):
-            served_kl_N, _ = _differences(served_N_V, decoded_N_V, target_N, distribution, turns)
-            served_kl = float(served_kl_N.mean())
-    return ParityReport(
-        rows=rows,
-        tokens=len(target_N),
-        mean_kl=float(kl_N.mean()),
-        max_difference=float(difference_N.max()),
-        served_kl=served_kl,
-        flipped_routes=flips,
-        unreplayed_kl=unreplayed_kl,
-    )
+
+    served: TeacherForcedDecoder
+    policy: WeightedModel
+    decoder: TeacherForcedDecoder
+    forcing: TeacherForcing
+    turns: TurnBudget = UNDIVIDED
+    replays: bool = False
+
+    def check(self, sample: ParitySample, parameters: Parameters, *, temperature: float, rows: int) -> ParityReport:
+        """Compare distributions of decode steps under the served weights with those of the learner's `parameters`.
+
+        temperature: 0 (greedy) compares at temperature 1. rows: number of rows of the decode batch; at least the number
+        of completions is used, and at most `MAX_ROWS`. Raises ValueError if the prompt or a completion is empty.
+        """
+        if not sample.prompt or not sample.steps:
+            raise ValueError("a parity check needs at least one token of prompt and of completion")
+        rows = min(max(rows, len(sample.completions)), MAX_ROWS)
+        sample = sample._replace(prompt=sample.prompt[-MAX_PROMPT:])
+        distribution = SamplingDistribution(temperature=temperature or 1.0)
+        learner = flat(parameters)
+        served_N_V, routes = self._decoded(self.served, sample, rows)
+        self.policy.use(nested({name: mx.stop_gradient(array) for name, array in learner.items()}))
+        decoded_N_V, _ = self._decoded(self.decoder, sample, rows)
+        learner_N_V, flips = self._traced(sample, nested(learner), routes, replays=False)
+        target_N = np.concatenate([np.asarray(one, dtype=np.int32) for one in sample.completions])
+        kl_N, difference_N = _differences(served_N_V, learner_N_V, target_N, distribution, self.turns)
+        unreplayed_kl = None
+        if flips and self.replays and self.forcing.can_replay:
+            unreplayed_kl = float(kl_N.mean())
+            learner_N_V, _ = self._traced(sample, nested(learner), routes, replays=True)
+            kl_N, difference_N = _differences(served_N_V, learner_N_V, target_N, distribution, self.turns)
+        served_kl = 0.0
+        if not _are_equal(served_N_V, decoded_N_V):
+            repeated_N_V, _ = self._decoded(self.served, sample, rows)
+            if _are_equal(served_N_V, repeated_N_V):
+                served_kl_N, _ = _differences(served_N_V, decoded_N_V, target_N, distribution, self.turns)
+                served_kl = float(served_kl_N.mean())
+        return ParityReport(
+            rows=rows,
+            tokens=len(target_N),
+            mean_kl=float(kl_N.mean()),
+            max_difference=float(difference_N.max()),
+            served_kl=served_kl,
+            flipped_routes=flips,
+            unreplayed_kl=unreplayed_kl,
+        )
+
+    def _decoded(
+        self, decoder: TeacherForcedDecoder, sample: ParitySample, rows: int
+    ) -> tuple[mx.array, Sequence[RouteArray]]:
+        """Return the logits of decode steps, (N, V), by completion, and the routes of each completion."""
+        logits_T_n_V, routes = [], list[RouteArray]()
+
+        def steps() -> Generator[mx.array, None, None]:
+            routes.extend(
+                (yield from decoder.teacher_forced_logits(sample.prompt, sample.completions, rows=rows)) or ()
+            )
+
+        for logits_B_V in steps():
+            logits_T_n_V.append(logits_B_V[: len(sample.completions)])
+            self.turns.pause()
+        logits_n_T_V = mx.stack(logits_T_n_V, axis=1)
+        return logits_n_T_V.reshape(-1, logits_n_T_V.shape[-1]), routes
+
+    def _traced(
+        self, sample: ParitySample, parameters: Parameters, routes: Sequence[RouteArray], *, replays: bool
+    ) -> tuple[mx.array, float | None]:
+        """Return the logits before each token of the completions, (N, V), as the learner computes them for a gradient.
+
+        The second result is the number of flipped routes per layer and 1,000 tokens; None without routes. There is no
+        dropout, and the gradient itself is not evaluated. routes: of each completion. replays: whether the learner
+        takes them.
+        """
+        policy, forcing, turns = self.policy, self.forcing, self.turns
+        turns.begin()
+        sequences = [scored_only(sample.prompt, one) for one in sample.completions]
+        if routes:
+            sequences = [
+                one._replace(
+                    route_I_E=route_I_L_K.reshape(len(route_I_L_K), -1).view(np.uint8),
+                    loss_mask_T=np.ones(len(one.tokens), dtype=np.float32),
+                )
+                for one, route_I_L_K in zip(sequences, routes, strict=True)
+            ]
+        (micro,) = build_micro_batches(sequences, layout=forcing.layout, budget=UNLIMITED_BUDGET, replays=replays)
+
+        def summed(traced: Parameters) -> tuple[mx.array, mx.array, mx.array]:
+            policy.use(traced)
+            logits_N_V, flips_2 = forcing.logits(micro)
+            return mx.sum(logits_N_V), logits_N_V, mx.zeros(2) if flips_2 is None else flips_2
+
+        try:
+            with policy.training_mode(), turns.recorded(policy.model, gradients=False) as stages:
+                for module in policy.model.modules():
+                    if isinstance(module, nn.Dropout):
+                        module.eval()
+                (_, logits_N_V, flips_2), _ = mx.value_and_grad(summed)(nested(flat(parameters)))
+        finally:
+            policy.use(parameters)
+        tokens = sum(map(len, sample.completions))
+        member_N = np.asarray(micro.members)[micro.table.sequence_N[:tokens]]
+        logits_N_V = logits_N_V[mx.array(np.argsort(member_N, kind="stable"))]
+        turns.evaluate(stages.take(), (logits_N_V, flips_2))
+        flips, places = np.array(flips_2).tolist()
+        return logits_N_V, flips / places if places else None
 
 
 class ServedDecoder:
@@ -240,94 +299,23 @@ class ParityChecker:
 
         decode: runs a function in the engine's thread. lane: of the thread of the checks.
         """
-        self._turns = TurnBudget(learner.max_turn_ms / 1000.0, lane)
-        self._served, self._engine = ServedDecoder(engine, decode, lane), engine
-        self._model, self._rows = policy.copy_model(), settings.max_num_seqs
-        self._decoder = ForcedDecoder.of_model(self._model.model, settings)
-        self._forcing = TeacherForcing(self._model.model, self._model.vocab_size, layout=learner.layout)
-        self._replays = learner.router_replay != "off"
+        self._engine, self._rows, model = engine, settings.max_num_seqs, policy.copy_model()
+        self._models = ParityModels(
+            served=ServedDecoder(engine, decode, lane),
+            policy=model,
+            decoder=ForcedDecoder.of_model(model.model, settings),
+            forcing=TeacherForcing(model.model, model.vocab_size, layout=learner.layout),
+            turns=TurnBudget(learner.max_turn_ms / 1000.0, lane),
+            replays=learner.router_replay != "off",
+        )
 
     def check(self, sample: ParitySample, parameters: Parameters, *, temperature: float) -> ParityReport:
         """Compare the served weights with `parameters`, with as many rows as are running, or as can run."""
+        rows = self._engine.running or self._rows
         try:
-            return check_parity(
-                self._served,
-                self._model,
-                self._decoder,
-                sample,
-                temperature,
-                rows=self._engine.running or self._rows,
-                forcing=self._forcing,
-                parameters=parameters,
-                turns=self._turns,
-                replays=self._replays,
-            )
+            return self._models.check(sample, parameters, temperature=temperature, rows=rows)
         finally:
-            self._model.release()
-
-
-def _decoded(
-    decoder: TeacherForcedDecoder, sample: ParitySample, rows: int, turns: TurnBudget
-) -> tuple[mx.array, Sequence[RouteArray]]:
-    """Return the logits of decode steps, (N, V), by completion, and the routes of each completion."""
-    logits_T_n_V, routes = [], list[RouteArray]()
-
-    def steps() -> Generator[mx.array, None, None]:
-        routes.extend((yield from decoder.teacher_forced_logits(sample.prompt, sample.completions, rows=rows)) or ())
-
-    for logits_B_V in steps():
-        logits_T_n_V.append(logits_B_V[: len(sample.completions)])
-        turns.pause()
-    logits_n_T_V = mx.stack(logits_T_n_V, axis=1)
-    return logits_n_T_V.reshape(-1, logits_n_T_V.shape[-1]), routes
-
-
-def _traced(
-    policy: WeightedModel,
-    forcing: TeacherForcing,
-    sample: ParitySample,
-    parameters: Parameters,
-    turns: TurnBudget,
-    routes: Sequence[RouteArray],
-    *,
-    replays: bool,
-) -> tuple[mx.array, float | None]:
-    """Return the logits before each token of the completions, (N, V), as the learner computes them for a gradient.
-
-    The second result is the number of flipped routes per layer and 1,000 tokens; None without routes. Without dropout.
-    The gradient itself is not evaluated. routes: of each completion. replays: whether the learner takes them.
-    """
-    turns.begin()
-    sequences = [scored_only(sample.prompt, one) for one in sample.completions]
-    if routes:
-        sequences = [
-            one._replace(
-                route_I_E=route_I_L_K.reshape(len(route_I_L_K), -1).view(np.uint8),
-                loss_mask_T=np.ones(len(one.tokens), dtype=np.float32),
-            )
-            for one, route_I_L_K in zip(sequences, routes, strict=True)
-        ]
-    (micro,) = build_micro_batches(sequences, layout=forcing.layout, budget=UNLIMITED_BUDGET, replays=replays)
-
-    def summed(traced: Parameters) -> tuple[mx.array, mx.array, mx.array]:
-        policy.use(traced)
-        logits_N_V, flips_2 = forcing.logits(micro)
-        return mx.sum(logits_N_V), logits_N_V, mx.zeros(2) if flips_2 is None else flips_2
-
-    try:
-        with policy.training_mode(), turns.recorded(policy.model, gradients=False) as stages:
-            for module in policy.model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.eval()
-            (_, logits_N_V, flips_2), _ = mx.value_and_grad(summed)(nested(flat(parameters)))
-    finally:
-        policy.use(parameters)
-    tokens = sum(map(len, sample.completions))
-    member_N = np.asarray(micro.members)[micro.table.sequence_N[:tokens]]
-    logits_N_V = logits_N_V[mx.array(np.argsort(member_N, kind="stable"))]
-    turns.evaluate(stages.take(), (logits_N_V, flips_2))
-    flips, places = np.array(flips_2).tolist()
-    return logits_N_V, flips / places if places else None
+            self._models.policy.release()
 
 
 def _are_equal(p_N_V: mx.array, q_N_V: mx.array) -> bool:

@@ -1,36 +1,20 @@
 """One policy update, as a transaction: everything is computed first, then applied as a whole or not at all.
 
-An update passes through these modules, in this order:
+An update passes through these modules in this order; docs/numerics-internals.md has the equations.
 
-1. `update` (`PolicyLearner.update`) receives a batch of scored groups. It combines the settings with the objective
-   function, the sampling distribution and the current loss coefficients; they do not change during the update.
-2. `batch` builds the minibatches. If the KL penalty is part of the reward, or a penalty needs them,
-   `reference_policy` makes the learner's model compute as the reference policy, and `gradient.LearnerModel`
-   scores every token under it.
-3. `advantages` turns the rewards of each group (less that penalty) into one advantage per completion. Groups from
-   environments may contain advantages per token. Tokens that the policy did not sample and masked completions get 0.
-4. `batch` divides the groups into minibatches by a seeded permutation. `objectives.loss` gives every token its loss
-   weight, so that the loss of the update is the sum over tokens of loss weight times token loss, for any split.
-   `scoring.layouts` cuts each minibatch into micro-batches of at most `learner.micro_batch_tokens` positions.
-   If there are several optimizer steps and the ratio is against the policy at the start of the batch, `batch` scores
-   the tokens of all steps but the first under that policy now, because its weights are about to change.
-5. `optimizer_steps` takes one optimizer step per minibatch and epoch. For each micro-batch, `gradient` runs the
-   model on prompts and completions (`scoring.teacher_forcing`), which gives log-probability and entropy of every
-   sampled token under the current weights, and differentiates `objectives.loss`:
-
-       L = sum_t loss_weight_t * (w_t * objective_t + kl_beta * KL_t - entropy_coef * H_t + distillation_t)
-
-   The objective function (`objectives.functions`) maps importance ratio and advantage to a token loss;
-   `objectives.importance_correction` gives w_t. The loss also returns the sums of its metrics.
-   The gradients of the micro-batches add up to the gradient of the minibatch, in float32. The values of single tokens
-   (`TokenRecord`) are by-products of the first gradient that uses each token.
-6. `optimizers` clips that gradient by its global norm and applies the update rule to new arrays. A loss or gradient
-   that is not finite ends the update here: the old parameters and the old optimizer state are still in place. A
-   gradient of exactly zero takes no step.
-7. `update_checks` measures how far the update moved the policy, if the caller needs it.
-8. `update` applies the result: `update_checks` raises if an adapter does not move, `objectives.loss` computes
-   the loss coefficients of the next update, the reference policy follows if it is a moving one, and parameters,
-   optimizer state, version and weights hash change together. The learner then publishes the new weights.
+1. `batch` scores the tokens under the reference policy, and under the policy at the start of the batch if an optimizer
+   step but the first needs that, because the weights are about to change. `advantages` turns rewards, less a penalty,
+   into advantages; those of tokens that the policy did not sample and of masked completions are 0. Groups are dealt to
+   minibatches by a seeded permutation and cut into micro-batches (`scoring.layouts`) of at most
+   `learner.micro_batch_tokens` positions. Every token has a loss weight, so that the loss is the same for any split.
+2. `optimizer_steps` takes one step per minibatch and epoch. `gradient` runs the model on prompts and completions
+   (`scoring.teacher_forcing`) and differentiates `objectives.loss`; the gradients of micro-batches add up in float32.
+   The values of single tokens (`TokenRecord`) are by-products of the first gradient that uses each token.
+   `optimizers` clips the gradient by its global norm and makes new arrays. A loss or gradient that is not finite ends
+   the update here: the old parameters and the old state are still in place. A gradient of exactly zero takes no step.
+3. `update_checks` measures how far the update moved the policy, if asked to, and raises if an adapter does not move.
+4. The result is applied: coefficients of the next update, a moving reference policy, parameters, optimizer state,
+   version and weights hash change together. The learner then publishes the new weights.
 
 The learner computes with a model of its own, in a thread of its own. `models.turns` divides the computation into turns,
 between which others may compute. An exception at any point changes nothing.

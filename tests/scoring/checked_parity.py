@@ -6,7 +6,7 @@ from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.models.parameters import Parameters
 from clotho.models.policy import TrainablePolicy
 from clotho.models.turns import UNDIVIDED, TurnBudget
-from clotho.scoring.parity_check import ParityReport, ParitySample, TeacherForcedDecoder, check_parity
+from clotho.scoring.parity_check import ParityModels, ParityReport, ParitySample, TeacherForcedDecoder
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.engine import EngineSection
 
@@ -24,14 +24,8 @@ def checked(
 ) -> ParityReport:
     """Compare `served` with a copy of the policy's model. parameters: of the learner; None: the served ones."""
     model = policy.copy_model()
-    return check_parity(
-        served,
-        model,
-        ForcedDecoder.of_model(model.model, EngineSection()),
-        sample,
-        temperature,
-        rows=rows,
-        forcing=TeacherForcing(model.model, model.vocab_size, layout=layout),
-        parameters=policy.trainable() if parameters is None else parameters,
-        turns=turns,
-    )
+    decoder = ForcedDecoder.of_model(model.model, EngineSection())
+    forcing = TeacherForcing(model.model, model.vocab_size, layout=layout)
+    parameters = policy.trainable() if parameters is None else parameters
+    compared = ParityModels(served, model, decoder, forcing, turns)
+    return compared.check(sample, parameters, temperature=temperature, rows=rows)

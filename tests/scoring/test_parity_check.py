@@ -23,10 +23,10 @@ from clotho.scoring.parity_check import (
     MAX_PROMPT,
     MAX_ROWS,
     SERVED_KL,
+    ParityModels,
     ParityReport,
     ParitySample,
     TeacherForcedDecoder,
-    check_parity,
     parity_sample,
 )
 from clotho.scoring.sequences import MicroBatch
@@ -250,7 +250,7 @@ def test_the_model_of_a_check_has_the_parameters_and_no_tracer_afterwards() -> N
 
     def check_once() -> ParityReport:
         sample = ParitySample((1, 2, 3), ((4, 5, 6),))
-        return check_parity(engine, model, decoder, sample, 1.0, rows=2, forcing=forcing, parameters=moved)
+        return ParityModels(engine, model, decoder, forcing).check(sample, moved, temperature=1.0, rows=2)
 
     with pytest.raises(RuntimeError, match="fails once"):
         check_once()

@@ -16,7 +16,7 @@ from clotho.models.experts import Mixtures
 from clotho.models.policy_model import checkpointed_blocks
 from clotho.models.routes import PassRoutes, routed
 from clotho.scoring.layouts.micro_batches import build_micro_batches
-from clotho.scoring.parity_check import ParityReport, ParitySample, check_parity
+from clotho.scoring.parity_check import ParityModels, ParityReport, ParitySample
 from clotho.scoring.sequences import TrainingSequence, scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
@@ -147,9 +147,8 @@ def noisy_report(architecture: str, scale: float, *, replays: bool) -> ParityRep
     sample = ParitySample(tuple(random.integers(1, 60, 12).tolist()), rows)
     forcing = TeacherForcing(model.model, model.vocab_size, layout="auto")
     mx.random.seed(1)
-    return check_parity(
-        served, model, decoder, sample, 1.0, rows=8, forcing=forcing, parameters=policy.trainable(), replays=replays
-    )
+    compared = ParityModels(served, model, decoder, forcing, replays=replays)
+    return compared.check(sample, policy.trainable(), temperature=1.0, rows=8)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
