@@ -19,6 +19,7 @@ from msgspec import convert
 
 from bench.tables import markdown
 from clotho.settings.learner import LearnerSection
+from clotho.training.objectives.contract import ObjectiveInputs
 from clotho.training.objectives.functions import objective
 from clotho.training.objectives.loss import LossCoefficients, TokenLossInputs, policy_loss
 from protocols.step import Cut
@@ -43,18 +44,17 @@ def cut_shares(name: str, table: dict[str, Any]) -> Row:
     noise = np.random.default_rng(0).normal(-KL, (2 * KL) ** 0.5, (COMPLETIONS, TOKENS))
     advantage_B = np.where(np.arange(COMPLETIONS) % 2, -1.0, 1.0)
     logp_N, ones_N = mx.full(noise.size, -0.5), mx.ones(noise.size)
-    inputs = TokenLossInputs(
-        rollout_logp_N=logp_N - mx.array(noise.ravel().astype(np.float32)),
-        proximal_N=None,
-        reference_N=None,
+    rollout_logp_N = logp_N - mx.array(noise.ravel().astype(np.float32))
+    tokens = ObjectiveInputs(
+        old_logp_N=rollout_logp_N,
+        rollout_logp_N=rollout_logp_N,
         advantage_N=mx.array(np.repeat(advantage_B, TOKENS).astype(np.float32)),
         loss_mask_N=ones_N,
-        loss_weight_N=ones_N,
-        on_policy_mask_N=ones_N,
         sequence_N=mx.array(np.repeat(np.arange(COMPLETIONS), TOKENS)),
         sequences=COMPLETIONS,
         group_B=mx.arange(COMPLETIONS),
     )
+    inputs = TokenLossInputs(tokens=tokens, proximal_N=None, loss_weight_N=ones_N, on_policy_mask_N=ones_N)
     *_, cut_N = policy_loss(
         logp_N,
         mx.zeros(noise.size),

@@ -406,7 +406,7 @@ def scored(model: LearnerModel, minis: Sequence[Minibatch], scoring: Parameters 
     under: tuple[Parameters | None, Arrays]
     if isinstance(scoring, ReferencePolicy):
         scoring.use(model.policy)
-        under = None, scoring.arrays()
+        under = None, scoring.arrays
     else:
         model.policy.use(scoring)
         under = scoring, {}

@@ -204,7 +204,7 @@ class LearnerModel(NamedTuple):
             if interpolates and position.progress > 0:
                 proximal_N = interpolated_proximal(
                     mx.stop_gradient(scores.logp_N),
-                    inputs.rollout_logp_N,
+                    inputs.tokens.rollout_logp_N,
                     mx.array(micro.table.version_N),
                     version_proximal=position.version,
                     version_current=position.version + position.progress,
@@ -300,18 +300,23 @@ def add_gradients(total: MicroBatchGradient | None, part: MicroBatchGradient) ->
 def _inputs(micro: MicroBatch, fixed_logprobs: FixedLogprobs, position: StepPosition) -> TokenLossInputs:
     table = micro.table
     on_policy_mask_N = (table.version_N == position.version) & (position.progress == 0)
-    return TokenLossInputs(
-        rollout_logp_N=mx.array(table.rollout_logp_N),
-        proximal_N=fixed_logprobs.proximal_N if position.progress else None,
-        reference_N=fixed_logprobs.reference_N,
+    rollout_logp_N = mx.array(table.rollout_logp_N)
+    tokens = ObjectiveInputs(
+        old_logp_N=rollout_logp_N,
+        rollout_logp_N=rollout_logp_N,
         advantage_N=mx.array(table.advantage_N),
         loss_mask_N=mx.array(table.loss_mask_N),
-        loss_weight_N=mx.array(table.loss_weight_N),
-        on_policy_mask_N=mx.array(on_policy_mask_N.astype("float32")),
         sequence_N=mx.array(table.sequence_N),
         sequences=micro.sequences,
         group_B=mx.array(micro.group_B),
+        reference_logp_N=fixed_logprobs.reference_N,
         reference_point=fixed_logprobs.reference_point,
+    )
+    return TokenLossInputs(
+        tokens=tokens,
+        proximal_N=fixed_logprobs.proximal_N if position.progress else None,
+        loss_weight_N=mx.array(table.loss_weight_N),
+        on_policy_mask_N=mx.array(on_policy_mask_N.astype("float32")),
         teacher_mask_N=mx.array(table.teacher_mask_N) if table.teacher is not None else None,
         teacher_logp_N=None if table.teacher_logp_N is None else mx.array(table.teacher_logp_N),
     )

@@ -42,20 +42,21 @@ class ReferencePolicy:
     `interval` updates; arrays are shared with the learner. average: an exponential moving average in float32, because
     small steps would be lost in 16 bits. environment: groups contain the log-probabilities, so no weights are kept.
 
-    needed: whether reference log-probabilities must be computed.
+    needed: whether reference log-probabilities must be computed. arrays: of the reference by parameter name, for a
+    checkpoint; empty for `base`.
     """
 
     def __init__(self, policy: TrainablePolicy, settings: LearnerSection) -> None:
         self._settings = settings.reference
         self.needed = not isinstance(self._settings, EnvironmentReference | None)
         self._types = {name: array.dtype for name, array in flat(policy.trainable()).items()}
-        self._arrays: Arrays = {}
+        self.arrays: Arrays = {}
         if self.needed and not isinstance(self._settings, BaseReference):
-            self._arrays = {name: self._kept(array) for name, array in flat(policy.trainable()).items()}
+            self.arrays = {name: self._kept(array) for name, array in flat(policy.trainable()).items()}
 
     def use(self, policy: WeightedModel) -> None:
         """Let a model compute as the reference policy."""
-        if self._arrays:
+        if self.arrays:
             policy.use(self._parameters())
         else:
             policy.use_reference()
@@ -64,26 +65,22 @@ class ReferencePolicy:
         """Follow the learner after its update number `updates`, which produced `parameters`."""
         match self._settings:
             case AverageReference(decay=decay):
-                self._arrays = averaged(self._arrays, flat(parameters), decay)
-                mx.eval(self._arrays)
+                self.arrays = averaged(self.arrays, flat(parameters), decay)
+                mx.eval(self.arrays)
             case SnapshotReference(interval=interval) if interval and updates % interval == 0:
-                self._arrays = flat(parameters)
-
-    def arrays(self) -> Arrays:
-        """Return the arrays of the reference by parameter name, for a checkpoint; empty for `base`."""
-        return self._arrays
+                self.arrays = flat(parameters)
 
     def restore(self, arrays: Mapping[str, mx.array]) -> None:
-        """Restore what `arrays` returned. Raises ValueError if names or shapes do not fit the parameters."""
-        wrong = sorted(self._arrays.keys() ^ arrays.keys()) or sorted(
-            name for name, array in self._arrays.items() if array.shape != arrays[name].shape
+        """Restore `arrays`. Raises ValueError if names or shapes do not fit the parameters."""
+        wrong = sorted(self.arrays.keys() ^ arrays.keys()) or sorted(
+            name for name, array in self.arrays.items() if array.shape != arrays[name].shape
         )
         if wrong:
             raise ValueError(f"the reference policy does not fit the trainable parameters: {', '.join(wrong[:3])}")
-        self._arrays = dict(arrays)
+        self.arrays = dict(arrays)
 
     def _kept(self, array: mx.array) -> mx.array:
         return array.astype(mx.float32) if isinstance(self._settings, AverageReference) else array
 
     def _parameters(self) -> Parameters:
-        return nested({name: array.astype(self._types[name]) for name, array in self._arrays.items()})
+        return nested({name: array.astype(self._types[name]) for name, array in self.arrays.items()})

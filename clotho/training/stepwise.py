@@ -183,17 +183,7 @@ class StepwiseLearner(PolicyLearner):
             loss_coefficients=self._state.loss_coefficients,
             steps=progress.steps if progress is not None else 0,
         )
-        if progress is not None and metrics.update_applied:
-            self._apply(progress, metrics)
-        return Update(
-            parameters=self.parameters,
-            version=self.version,
-            fingerprint=self.fingerprint,
-            metrics=metrics,
-            advantages=(),
-            applied=metrics.update_applied,
-            finite=progress is not None,
-        )
+        return self._finished(progress, metrics)
 
     def whole_state(self) -> Arrays:
         """Name every array of the learner, the parameters and the version included; a gradient is not part of it."""

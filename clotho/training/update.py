@@ -176,6 +176,12 @@ class PolicyLearner:
             )
         finally:
             self.model.release()
+        tokens = record.values(groups, batch) if record is not None and metrics.update_applied else ()
+        found = self._finished(progress, metrics)
+        return replace(found, advantages=_per_completion(groups, batch.advantages), tokens=tokens)
+
+    def _finished(self, progress: OptimizerProgress | None, metrics: UpdateMetrics) -> Update:
+        """Apply what was computed, if it moves the weights."""
         if progress is not None and metrics.update_applied:
             self._apply(progress, metrics)
         return Update(
@@ -183,10 +189,9 @@ class PolicyLearner:
             version=self.version,
             fingerprint=self.fingerprint,
             metrics=metrics,
-            advantages=_per_completion(groups, batch.advantages),
+            advantages=(),
             applied=metrics.update_applied,
             finite=progress is not None,
-            tokens=record.values(groups, batch) if record is not None and metrics.update_applied else (),
         )
 
     def compute_and_discard(self, groups: Sequence[ScoredGroup]) -> None:
@@ -317,12 +322,12 @@ class PolicyLearner:
 
     def snapshot(self) -> LearnerSnapshot:
         """Return the learner at this moment, between two updates; from any thread."""
-        return LearnerSnapshot(self.parameters, self._state, self._reference.arrays())
+        return LearnerSnapshot(self.parameters, self._state, self._reference.arrays)
 
     def state(self) -> Arrays:
         """Name every array of the learner but the parameters, for a checkpoint; evaluated, and never changed later."""
         arrays = state_arrays(self._state)
-        arrays |= {f"reference.{name}": array for name, array in self._reference.arrays().items()}
+        arrays |= {f"reference.{name}": array for name, array in self._reference.arrays.items()}
         mx.eval(arrays)
         return arrays
 

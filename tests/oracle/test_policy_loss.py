@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from clotho.settings.learner import LearnerSection
+from clotho.training.objectives.contract import ObjectiveInputs
 from clotho.training.objectives.functions import objective
 from clotho.training.objectives.loss import TokenLossInputs, initial_loss_coefficients, loss_weights, policy_loss
 from tests.learner_settings import OF_TOKENS, learner_settings
@@ -89,17 +90,21 @@ def inputs(examples: list[Example], settings: LearnerSection, *, several_steps: 
     def masked(values: list[list[float]]) -> mx.array:
         return mx.array([v for one in values for v in one] + [0.0, 0.0], dtype=mx.float32)
 
-    return TokenLossInputs(
+    seen = ObjectiveInputs(
+        old_logp_N=tokens([e.behaviour for e in examples]),
         rollout_logp_N=tokens([e.behaviour for e in examples]),
-        proximal_N=tokens([e.proximal for e in examples]) if several_steps else None,
-        reference_N=tokens([e.reference for e in examples]),
         advantage_N=tokens([e.advantage for e in examples]),
         loss_mask_N=masked([[float(yes) for yes in e.learned] for e in examples]),
-        loss_weight_N=masked([[float(share)] * len(e.learned) for e, share in zip(examples, shares, strict=True)]),
-        on_policy_mask_N=masked([[1.0] * len(e.learned) for e in examples]),
         sequence_N=mx.array([i for i, e in enumerate(examples) for _ in e.learned] + [0, 0], dtype=mx.int32),
         sequences=len(examples),
         group_B=mx.array([e.group for e in examples], dtype=mx.int32),
+        reference_logp_N=tokens([e.reference for e in examples]),
+    )
+    return TokenLossInputs(
+        tokens=seen,
+        proximal_N=tokens([e.proximal for e in examples]) if several_steps else None,
+        loss_weight_N=masked([[float(share)] * len(e.learned) for e, share in zip(examples, shares, strict=True)]),
+        on_policy_mask_N=masked([[1.0] * len(e.learned) for e in examples]),
     )
 
 

@@ -210,7 +210,7 @@ def whole_gradient(
     batch = prepare(
         groups,
         model,
-        Division(settings, max_tokens, settings.layout),
+        Division(settings, max_tokens, model.forcing.layout),
         parameters=policy.trainable(),
         reference=ReferencePolicy(policy, settings),
         loss_config=loss_config,

@@ -73,7 +73,7 @@ def test_nothing_is_kept_for_it() -> None:
     """No weights in memory, none in a checkpoint."""
     policy = tiny_policy()
     reference = ReferencePolicy(policy, learner_settings(**BROUGHT))
-    assert (reference.needed, reference.arrays()) == (False, {})
+    assert (reference.needed, reference.arrays) == (False, {})
     assert not [name for name in learner(policy, **BROUGHT).state() if name.startswith("reference.")]
 
 

@@ -64,10 +64,11 @@ def prepared(
 ) -> list[tuple[MicroBatch, FixedLogprobs]]:
     """The micro-batches of a batch, with what is known of each before its gradient."""
     settings = loss_config.settings
+    model = learner_model(policy, settings, SamplingDistribution(0.8))
     batch = prepare(
         groups,
-        learner_model(policy, settings, SamplingDistribution(0.8)),
-        Division(settings, 100, settings.layout),
+        model,
+        Division(settings, 100, model.forcing.layout),
         parameters=policy.trainable(),
         reference=ReferencePolicy(policy, settings),
         loss_config=loss_config,

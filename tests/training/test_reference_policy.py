@@ -42,12 +42,12 @@ def test_parameters_must_have_the_same_names() -> None:
 def test_a_reference_policy_is_restored_from_arrays_that_fit() -> None:
     """Names and shapes must be those of the parameters; the message names the ones that differ."""
     settings = learner_settings(kl_beta=0.1, reference="average")
-    saved = ReferencePolicy(BigramPolicy(Bigram(seed=1)), settings).arrays()
+    saved = ReferencePolicy(BigramPolicy(Bigram(seed=1)), settings).arrays
     reference = ReferencePolicy(BigramPolicy(), settings)
     reference.restore(saved)
-    assert same_bits(reference.arrays(), saved)
+    assert same_bits(reference.arrays, saved)
     name = min(saved)
     for wrong in ({key: array for key, array in saved.items() if key != name}, {**saved, name: mx.zeros((1, 1))}):
         with pytest.raises(ValueError, match=f"trainable parameters: {name}$"):
             reference.restore(wrong)
-    assert same_bits(reference.arrays(), saved)
+    assert same_bits(reference.arrays, saved)

@@ -29,7 +29,7 @@ from clotho.settings.learner import (
     LearnerSection,
     LossKLPenalty,
 )
-from clotho.settings.objectives import ObjectiveSettings, RatioObjective, Sft
+from clotho.settings.objectives import RatioObjective, Sft
 from clotho.training.objectives.contract import Objective, ObjectiveInputs
 from clotho.training.objectives.importance_correction import CorrectionWeights, correction_weights
 from clotho.training.objectives.kl import ESTIMATORS, bounded_log_ratio, k3, ratio_weighted
@@ -37,32 +37,20 @@ from protocols.step import Cut
 
 
 class TokenLossInputs(NamedTuple):
-    """Inputs of the loss per sampled token: (N,), float32 by default, without gradient.
+    """Inputs of the loss per sampled token: (N,), float32, without gradient.
 
-    rollout_logp_N: log-probability under the rollout policy.
-    proximal_N: under the policy at the start of the batch; None while that is the current policy.
-    reference_N: under the reference policy; None without a KL penalty.
-    loss_mask_N: loss mask: 1 for trained tokens, else 0. loss_weight_N: weight of the token in the loss of the update.
-    on_policy_mask_N: 1 for tokens that the learner's current weights sampled.
-    sequence_N: int32, index of the token's completion among `sequences`.
-    group_B: (B,) int32, index of the group of each completion among the groups of the micro-batch.
-    teacher_mask_N: 1 for tokens with a teacher; None without a teacher. teacher_logp_N: log-probability under a teacher
-    of sampled tokens; None without one.
-    reference_point: see `ObjectiveInputs`.
+    tokens: what the objective gets; the loss chooses its `old_logp_N`. proximal_N: log-probability under the policy at
+    the start of the batch; None while that is the current policy. loss_weight_N: weight of the token in the loss of the
+    update. on_policy_mask_N: 1 for tokens that the learner's current weights sampled. teacher_mask_N: 1 for tokens with
+    a teacher; None without a teacher. teacher_logp_N: log-probability under a teacher of sampled tokens; None without
+    one.
     """
 
-    rollout_logp_N: mx.array
+    tokens: ObjectiveInputs
     proximal_N: mx.array | None
-    reference_N: mx.array | None
-    advantage_N: mx.array
-    loss_mask_N: mx.array
     loss_weight_N: mx.array
     on_policy_mask_N: mx.array
-    sequence_N: mx.array
-    sequences: int
-    group_B: mx.array
     teacher_mask_N: mx.array | None = None
-    reference_point: float = 0.0
     teacher_logp_N: mx.array | None = None
 
 
@@ -110,35 +98,32 @@ def policy_loss(
         and not isinstance(chosen.importance_correction, Off)
     ):
         raise ValueError("an importance correction needs ratio_reference = 'batch_start': it would count twice")
-    if not chosen.has_ratio:  # nobody may have sampled the tokens: ratios are 1
-        inputs = inputs._replace(rollout_logp_N=mx.stop_gradient(logp_N))
-    inputs = _taught(logp_N, inputs, settings)
-    tokens = _tokens(logp_N, inputs, chosen)
+    tokens = _tokens(logp_N, inputs, settings)
     token_loss = objective(logp_N, tokens, chosen)
     correction = correction_weights(logp_N, tokens.old_logp_N, tokens, chosen)
     loss_N = correction.weight_N * token_loss.loss_N
-    kl_N = _penalty(logp_N, inputs, settings)
+    kl_N = _penalty(logp_N, tokens, settings)
     if loss_coefficients.kl_beta > 0 and isinstance(settings.kl_penalty, LossKLPenalty):
         loss_N = loss_N + loss_coefficients.kl_beta * kl_N
     if loss_coefficients.entropy_coef > 0:
         loss_N = loss_N - loss_coefficients.entropy_coef * entropy_N
     if cross_entropy_N is not None:
         loss_N = loss_N + settings.distillation_weight * cross_entropy_N
-    loss = mx.sum(inputs.loss_weight_N * inputs.loss_mask_N * loss_N)
-    ratio_N = mx.exp(bounded_log_ratio(logp_N, inputs.rollout_logp_N))
-    mask_N = inputs.loss_mask_N
+    mask_N = tokens.loss_mask_N
+    loss = mx.sum(inputs.loss_weight_N * mask_N * loss_N)
+    ratio_N = mx.exp(bounded_log_ratio(logp_N, tokens.rollout_logp_N))
     cut_N = _cut(mask_N, correction, token_loss.clipped_N)
     on_policy_N = inputs.on_policy_mask_N * mask_N
     means = {
         "kl": (kl_N, mask_N),
         "entropy": (entropy_N, mask_N),
         "clip_fraction": (token_loss.clipped_N, mask_N),
-        "clip_fraction_low": (mx.where(inputs.advantage_N < 0, token_loss.clipped_N, 0), mask_N),
-        "clip_fraction_high": (mx.where(inputs.advantage_N > 0, token_loss.clipped_N, 0), mask_N),
+        "clip_fraction_low": (mx.where(tokens.advantage_N < 0, token_loss.clipped_N, 0), mask_N),
+        "clip_fraction_high": (mx.where(tokens.advantage_N > 0, token_loss.clipped_N, 0), mask_N),
         "ratio_mean": (ratio_N, mask_N),
         "ratio_squared_mean": (mx.square(ratio_N), mask_N),
         "rejected_fraction": (correction.weight_N == 0, mask_N),
-        "mismatch_kl": (k3(inputs.rollout_logp_N, logp_N), on_policy_N),
+        "mismatch_kl": (k3(tokens.rollout_logp_N, logp_N), on_policy_N),
         "unmoved_cut_fraction": ((cut_N == Cut.CLIP) | (cut_N == Cut.CORRECTION), on_policy_N),
     }
     if cross_entropy_N is not None and inputs.teacher_mask_N is not None:
@@ -162,45 +147,35 @@ def _sum_and_count(value_N: mx.array, mask_N: mx.array) -> mx.array:
     return mx.stop_gradient(mx.stack([mx.sum(mask_N * value_N), mx.sum(mask_N)]))
 
 
-def _taught(logp_N: mx.array, inputs: TokenLossInputs, settings: LearnerSection) -> TokenLossInputs:
-    """Add the teacher to the advantages: A_t + distillation_weight (log T_t - log pi_t), without gradient.
+def _tokens(logp_N: mx.array, inputs: TokenLossInputs, settings: LearnerSection) -> ObjectiveInputs:
+    """Choose the policy that the ratio is against, and add a teacher of sampled tokens to the advantages.
 
-    Each token is judged by itself: at pi = mu and A = 0, the gradient is that of KL(policy || teacher) given the tokens
-    before it, estimated from the sampled token (MiniLLM, arXiv:2306.08543, without the KL of later tokens). pi is the
-    policy whose gradient is computed, not the one that sampled. So a policy that equals its teacher has no gradient,
-    whichever policy sampled; importance weights apply as to rewards. The difference is clamped as in `kl`.
+    A_t + distillation_weight (log T_t - log pi_t), without gradient: each token is judged by itself. At pi = mu and
+    A = 0, the gradient is that of KL(policy || teacher) given the tokens before it, estimated from the sampled token
+    (MiniLLM, arXiv:2306.08543, without the KL of later tokens). pi is the policy whose gradient is computed, not the
+    one that sampled. So a policy that equals its teacher has no gradient, whichever policy sampled; importance weights
+    apply as to rewards. The difference is clamped as in `kl`.
     """
-    if inputs.teacher_logp_N is None:
-        return inputs
-    gap_N = mx.stop_gradient(bounded_log_ratio(inputs.teacher_logp_N, logp_N))
-    return inputs._replace(advantage_N=inputs.advantage_N + settings.distillation_weight * gap_N)
+    tokens, chosen, current_N = inputs.tokens, settings.objective, mx.stop_gradient(logp_N)
+    if not chosen.has_ratio:  # nobody may have sampled the tokens: ratios are 1
+        tokens = tokens._replace(rollout_logp_N=current_N)
+    old_logp_N = tokens.rollout_logp_N
+    if isinstance(chosen, RatioObjective) and chosen.ratio_reference != "sampler":
+        old_logp_N = current_N if inputs.proximal_N is None else inputs.proximal_N
+    if inputs.teacher_logp_N is not None:
+        gap_N = mx.stop_gradient(bounded_log_ratio(inputs.teacher_logp_N, logp_N))
+        tokens = tokens._replace(advantage_N=tokens.advantage_N + settings.distillation_weight * gap_N)
+    return tokens._replace(old_logp_N=old_logp_N)
 
 
-def _tokens(logp_N: mx.array, inputs: TokenLossInputs, settings: ObjectiveSettings) -> ObjectiveInputs:
-    old_logp_N = inputs.rollout_logp_N
-    if isinstance(settings, RatioObjective) and settings.ratio_reference != "sampler":
-        old_logp_N = mx.stop_gradient(logp_N) if inputs.proximal_N is None else inputs.proximal_N
-    return ObjectiveInputs(
-        old_logp_N=old_logp_N,
-        rollout_logp_N=inputs.rollout_logp_N,
-        advantage_N=inputs.advantage_N,
-        loss_mask_N=inputs.loss_mask_N,
-        sequence_N=inputs.sequence_N,
-        sequences=inputs.sequences,
-        group_B=inputs.group_B,
-        reference_logp_N=inputs.reference_N,
-        reference_point=inputs.reference_point,
-    )
-
-
-def _penalty(logp_N: mx.array, inputs: TokenLossInputs, settings: LearnerSection) -> mx.array:
+def _penalty(logp_N: mx.array, tokens: ObjectiveInputs, settings: LearnerSection) -> mx.array:
     """Return the estimate of KL(policy || reference), (N,) nats; 0 without a reference."""
     penalty = settings.kl_penalty
-    if inputs.reference_N is None or not isinstance(penalty, KLPenalty):
+    if tokens.reference_logp_N is None or not isinstance(penalty, KLPenalty):
         return mx.zeros_like(logp_N)
-    kl_N = ESTIMATORS[penalty.estimator](logp_N, inputs.reference_N)
+    kl_N = ESTIMATORS[penalty.estimator](logp_N, tokens.reference_logp_N)
     weighted = isinstance(penalty, LossKLPenalty) and penalty.importance_weighted
-    return ratio_weighted(kl_N, logp_N, inputs.rollout_logp_N) if weighted else kl_N
+    return ratio_weighted(kl_N, logp_N, tokens.rollout_logp_N) if weighted else kl_N
 
 
 LARGEST_ERROR = 0.2

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from clotho.training.objectives.contract import ObjectiveInputs
 from clotho.training.objectives.functions import objective
 from clotho.training.objectives.loss import TokenLossInputs, initial_loss_coefficients, loss_weights, policy_loss
 from tests.learner_settings import OF_TOKENS, learner_settings, short_names
@@ -46,19 +47,22 @@ class Batch:
         at_N = np.concatenate([at_M, np.full(padding, at_M[0])])
         live_N = np.arange(len(at_N)) < len(at_M)
         place = {completion: place for place, completion in enumerate(completions)}
-        inputs = TokenLossInputs(
+        tokens = ObjectiveInputs(
+            old_logp_N=float_array(self.rollout_logp_N[at_N]),
             rollout_logp_N=float_array(self.rollout_logp_N[at_N]),
-            proximal_N=float_array(self.proximal_N[at_N])
-            if short_names(self.settings).ratio_reference == "batch_start"
-            else None,
-            reference_N=float_array(self.reference_N[at_N]),
             advantage_N=float_array(self.advantage_N[at_N]),
             loss_mask_N=float_array(live_N),
-            loss_weight_N=float_array(self.loss_weight_N[at_N] * live_N),
-            on_policy_mask_N=float_array(at_N % 2),
             sequence_N=mx.array([place[i] for i in self.sequence_N[at_N]]),
             sequences=len(completions),
             group_B=mx.arange(len(completions)),
+            reference_logp_N=float_array(self.reference_N[at_N]),
+        )
+        has_proximal = short_names(self.settings).ratio_reference == "batch_start"
+        inputs = TokenLossInputs(
+            tokens=tokens,
+            proximal_N=float_array(self.proximal_N[at_N]) if has_proximal else None,
+            loss_weight_N=float_array(self.loss_weight_N[at_N] * live_N),
+            on_policy_mask_N=float_array(at_N % 2),
         )
         loss_coefficients = initial_loss_coefficients(self.settings)
         (loss, metrics, _), gradient_N = mx.value_and_grad(

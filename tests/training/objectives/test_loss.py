@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from clotho.training.objectives.contract import ObjectiveInputs
 from clotho.training.objectives.functions import objective
 from clotho.training.objectives.loss import (
     LossCoefficients,
@@ -25,22 +26,31 @@ ENTROPY_N = float_array([0.5, 0.25, 0.25])
 BEHAVIOUR_N = float_array([-2.0, -2.0, -2.0])
 
 
-def inputs(advantage_N: list[float], **fields: Any) -> TokenLossInputs:
+def inputs(
+    advantage_N: list[float],
+    *,
+    proximal_N: mx.array | None = None,
+    loss_weight_N: mx.array | None = None,
+    on_policy_mask_N: mx.array | None = None,
+    **fields: Any,
+) -> TokenLossInputs:
     """Return trained tokens of one completion, with the sampler at -2, all on-policy, and loss weight 1 by default."""
     N = len(advantage_N)
-    made = TokenLossInputs(
+    tokens = ObjectiveInputs(
+        old_logp_N=float_array([-2.0] * N),
         rollout_logp_N=float_array([-2.0] * N),
-        proximal_N=None,
-        reference_N=None,
         advantage_N=float_array(advantage_N),
         loss_mask_N=mx.ones(N),
-        loss_weight_N=mx.ones(N),
-        on_policy_mask_N=mx.ones(N),
         sequence_N=mx.zeros(N, dtype=mx.int32),
         sequences=1,
         group_B=mx.zeros(1, dtype=mx.int32),
     )
-    return made._replace(**fields)
+    return TokenLossInputs(
+        tokens=tokens._replace(**fields),
+        proximal_N=proximal_N,
+        loss_weight_N=mx.ones(N) if loss_weight_N is None else loss_weight_N,
+        on_policy_mask_N=mx.ones(N) if on_policy_mask_N is None else on_policy_mask_N,
+    )
 
 
 def differentiate(
@@ -88,7 +98,7 @@ def test_rejected_tokens_have_no_policy_gradient_and_are_counted() -> None:
     """
     value, gradient_N, entropy_gradient_N, sums = differentiate(
         logp_at_ratio([3.0, 1.0]),
-        inputs([1.0, 1.0], loss_weight_N=float_array([0.5, 0.5]), reference_N=float_array([-2.0, -2.0])),
+        inputs([1.0, 1.0], loss_weight_N=float_array([0.5, 0.5]), reference_logp_N=float_array([-2.0, -2.0])),
         float_array([1.0, 0.5]),
         ratio_reference="batch_start",
         correction="mask",
@@ -121,7 +131,7 @@ def test_a_kl_penalty_is_in_the_loss_or_in_the_reward() -> None:
     In the reward: measured, but not in the loss. Unbiased with ratio 1: the same value, gradient (1 - ln 2) - 1 = -ln
     2.
     """
-    logp_N, seen = logp_at_ratio([1.0]), inputs([0.0], reference_N=logp_at_ratio([2.0]))
+    logp_N, seen = logp_at_ratio([1.0]), inputs([0.0], reference_logp_N=logp_at_ratio([2.0]))
     value, gradient_N, _, sums = differentiate(logp_N, seen, kl_beta=0.1)
     assert value == pytest.approx(0.1 * (1 - math.log(2)), rel=1e-5)
     assert gradient_N[0] == pytest.approx(-0.1, rel=1e-5)
@@ -139,7 +149,7 @@ def test_controlled_coefficients_replace_those_of_the_profile() -> None:
 
     Entropy coefficient 0.2 after control: -0.2.
     """
-    seen = inputs([0.0], reference_N=float_array([-1.0]))
+    seen = inputs([0.0], reference_logp_N=float_array([-1.0]))
     settings = learner_settings(kl_beta=0.1, kl_estimator="k1")
 
     def loss(logp_N: mx.array, entropy_N: mx.array) -> Any:
@@ -169,7 +179,7 @@ def test_sums_are_over_trained_tokens() -> None:
         loss_mask_N=float_array([1, 1, 1, 0]),
         on_policy_mask_N=float_array([1, 1, 0, 1]),
         loss_weight_N=float_array([0.25] * 4),
-        reference_N=float_array([-1.0] * 4),
+        reference_logp_N=float_array([-1.0] * 4),
     )
     value, _, _, sums = differentiate(
         logp_at_ratio([1.0, 2.0, 0.5, 7.0]), seen, float_array([0.5, 0.25, 0.25, 9.0]), kl_beta=0.1, kl_in="reward"
