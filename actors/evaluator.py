@@ -15,14 +15,14 @@ from msgspec.structs import replace
 from clotho.lanes.compute_thread import ComputeThread, finish
 from clotho.models.policy import Policy
 from clotho.models.turns import TurnBudget
-from clotho.scoring.prompt_logprobs import PromptScorer, reference_losses
+from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.settings.engine import EngineSection
 from protocols.evaluation import EvalReport, HeldOut, ReferenceLoss
 from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.sampling import Completion, SampleRequest, Sampling
 from protocols.step import PolicyUpdated
 from training_run.evaluation.accuracy import Outcome, graded, report_of
-from training_run.evaluation.held_out import PinnedSampler, held_out_completions
+from training_run.evaluation.held_out import PinnedSampler, held_out_completions, reference_losses
 from training_run.groups.rollout_source import Episodes
 from training_run.profile.schema import HeldOutEvaluation
 from training_run.supervision.queues import Queue

@@ -12,6 +12,7 @@ import numpy as np
 
 from attachments.files.gguf import pair_rotation
 from attachments.files.gguf_names import architecture_of, gguf_names, heads_key
+from attachments.files.merging import expert_layer
 from clotho.models.adapter_formats import (
     EMBEDDING,
     LABELS,
@@ -20,9 +21,8 @@ from clotho.models.adapter_formats import (
     PEFT,
     FormatName,
     PeftConfig,
-    alpha_of,
-    expert_layer,
     place_of,
+    quotient,
 )
 from clotho.models.adapter_reading import listed
 from clotho.models.adapters import Adapter, Floats
@@ -261,3 +261,8 @@ def _stored(values: Floats, dtype: str) -> StoredTensor:
     ordered = np.ascontiguousarray(values, np.float32)
     typed = (ordered.view(np.uint32) >> 16).astype(kind) if dtype == "BF16" else ordered.astype(kind)
     return StoredTensor(name, ordered.shape, typed.reshape(-1).view(np.uint8))
+
+
+def alpha_of(scale: float, rank: int) -> float:
+    """Return the alpha whose quotient by the rank is `scale`, preferably a short decimal number."""
+    return quotient(scale * rank, 1.0)

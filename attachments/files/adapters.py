@@ -15,7 +15,7 @@ from attachments.files.gguf import half_rotation
 from attachments.files.gguf_header import BF16, F16, F32, GgufHeader
 from attachments.files.gguf_header import read_header as read_gguf_header
 from attachments.files.gguf_names import ARCHITECTURES, gguf_names, heads_key
-from clotho.models.adapter_formats import DTYPES, GGUF, NPZ, PEFT, WEIGHTS, Config, PeftConfig, is_named
+from clotho.models.adapter_formats import DTYPES, GGUF, NPZ, PEFT, Config, PeftConfig, is_named
 from clotho.models.adapter_reading import (
     AdapterSource,
     adapter_from,
@@ -32,6 +32,12 @@ from clotho.settings.model import ModelSection
 from protocols.errors import ArtifactError, visible
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+
+WEIGHTS = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>(?:(?!\.lora_).)+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\."
+    r"(?P<key>weight|bias)"
+)
+"""Weights in full in a file of PEFT: of `modules_to_save`, and copies of embeddings and heads that have an adapter."""
 
 
 def read_peft(path: Path, base: Base | None) -> Adapter:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import gguf
 
-from clotho.models.adapter_formats import expert_layer, place_of
+from attachments.files.merging import expert_layer
+from clotho.models.adapter_formats import place_of
 from protocols.errors import ArtifactError, visible
 
 

@@ -6,6 +6,7 @@ With LoRA the merged weight is W + scale (A B)^T, with DoRA m / |W + scale (A B)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from msgspec import Struct
 
-from clotho.models.adapter_formats import expert_layer
+from clotho.models.adapter_formats import MIXTRAL_LAYERS
 from clotho.models.adapters import Adapter
 from clotho.models.loading import DTYPES
 from clotho.models.parameters import Arrays, flat
@@ -322,3 +323,19 @@ def merged_config(
         if key in merged:
             merged[key] = dtype
     return merged
+
+
+STACKED_NAME = re.compile(r"(?P<before>.+)\.switch_mlp\.(?P<layer>\w+)")
+MIXTRAL_BLOCK = "block_sparse_moe"
+"""Part of the name of a mixture with Mixtral's names."""
+
+
+def expert_layer(module: str, expert: str) -> str:
+    """Return the Hugging Face name of the layer of an expert, the inverse of `stacked_module`.
+
+    expert: the number of the expert as a path, such as `.3`. A module that is no mixture keeps its name.
+    """
+    if (found := STACKED_NAME.fullmatch(module)) is None:
+        return module
+    theirs = {ours: name for name, ours in MIXTRAL_LAYERS.items()} if found["before"].endswith(MIXTRAL_BLOCK) else {}
+    return f"{found['before']}.experts{expert}.{theirs.get(found['layer'], found['layer'])}"

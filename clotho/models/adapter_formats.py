@@ -11,7 +11,7 @@ A layer with weight W and an adapter computes y = W x + scale (x A) B. The forma
 The scale of rsLoRA (arXiv:2312.03732) in PEFT is alpha / sqrt(rank). A mixture of experts has A (experts, rank, inputs)
 and B (experts, outputs, rank) in mlx, npz and gguf; PEFT stores the experts one by one. DoRA (arXiv:2402.09353) adds a
 vector of magnitudes, one per output: MODULE.m in mlx and npz, MODULE.lora_magnitude_vector in PEFT. PEFT names the
-matrices of an embedding MODULE.lora_embedding_A and MODULE.lora_embedding_B, and can store weights in full (`WEIGHTS`).
+matrices of an embedding MODULE.lora_embedding_A and MODULE.lora_embedding_B. It can store weights in full.
 """
 
 from __future__ import annotations
@@ -116,12 +116,6 @@ PEFT_NAMES = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\."
     r"(?P<matrix>lora_[AB](?=(?:\.default)?\.weight$)|lora_embedding_[AB]|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
 )
-WEIGHTS = re.compile(
-    r"(?:base_model\.model\.)?(?P<module>(?:(?!\.lora_).)+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\."
-    r"(?P<key>weight|bias)"
-)
-"""Weights in full in a file of PEFT: of `modules_to_save`, and copies of embeddings and heads that have an adapter."""
-
 MLX = AdapterFormat(name="mlx", tensors=TENSORS, names=MLX_LM_NAMES, transposed=False, stacked=True)
 NPZ = AdapterFormat(name="npz", tensors="adapter.npz", names=MLX_LM_NAMES, transposed=False, stacked=True)
 PEFT = AdapterFormat(name="peft", tensors="adapter_model.safetensors", names=PEFT_NAMES, transposed=True, stacked=False)
@@ -132,12 +126,8 @@ TENSOR_FILES = (MLX.tensors, PEFT.tensors, NPZ.tensors)
 """The files with tensors in a directory of an adapter."""
 
 EXPERT_NAME = re.compile(r"(?P<before>.+)\.experts\.(?P<expert>\d{1,5})\.(?P<layer>\w+)")
-STACKED_NAME = re.compile(r"(?P<before>.+)\.switch_mlp\.(?P<layer>\w+)")
 MIXTRAL_LAYERS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Names of Mixtral's expert layers, and their names in mlx-lm."""
-
-MIXTRAL_BLOCK = "block_sparse_moe"
-"""Part of the name of a mixture with Mixtral's names."""
 
 
 def stacked_module(module: str) -> tuple[str, int | None]:
@@ -146,17 +136,6 @@ def stacked_module(module: str) -> tuple[str, int | None]:
         return module, None
     layer = MIXTRAL_LAYERS.get(found["layer"], found["layer"])
     return f"{found['before']}.switch_mlp.{layer}", int(found["expert"])
-
-
-def expert_layer(module: str, expert: str) -> str:
-    """Return the Hugging Face name of the layer of an expert, the inverse of `stacked_module`.
-
-    expert: the number of the expert as a path, such as `.3`. A module that is no mixture keeps its name.
-    """
-    if (found := STACKED_NAME.fullmatch(module)) is None:
-        return module
-    theirs = {ours: name for name, ours in MIXTRAL_LAYERS.items()} if found["before"].endswith(MIXTRAL_BLOCK) else {}
-    return f"{found['before']}.experts{expert}.{theirs.get(found['layer'], found['layer'])}"
 
 
 class _LoRAParameters(Struct, frozen=True, kw_only=True):
@@ -290,11 +269,6 @@ def quotient(alpha: float, divisor: float) -> float:
     exact = alpha / divisor
     short = float(f"{exact:.12g}")
     return short if abs(short - exact) <= 2 * math.ulp(exact) else exact
-
-
-def alpha_of(scale: float, rank: int) -> float:
-    """Return the alpha whose quotient by the rank is `scale`, preferably a short decimal number."""
-    return quotient(scale * rank, 1.0)
 
 
 BLOCK = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(?P<block>\d+)\.(?P<name>.+)")

@@ -8,15 +8,12 @@ which tokens attend to which, at which positions, and how attention is computed.
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm import models
 from mlx_lm.models import base
 from mlx_lm.models.cache import create_attention_mask
@@ -83,12 +80,6 @@ def install_cache_attention() -> None:
 def model_modules() -> list[ModuleType]:
     """Return the modules of mlx-lm's models that are loaded."""
     return [module for module in list(vars(models).values()) if isinstance(module, ModuleType)]
-
-
-def calls_attention(blocks: Sequence[nn.Module]) -> bool:
-    """Whether the modules of the blocks call mlx-lm's function; others compute scores themselves (Gemma 2)."""
-    files = {type(module).__module__ for block in blocks for module in block.modules()}
-    return any(NAME in vars(sys.modules[name]) for name in files)
 
 
 KeysAndValues = tuple[mx.array, ...]

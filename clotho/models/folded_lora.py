@@ -125,14 +125,6 @@ class LayerGroup:
         return mx.pad(b, [(0, 0)] * (b.ndim - 2) + [rows, (0, 0)])
 
 
-def converted_bytes(model: nn.Module, itemsize: int) -> int:
-    """Return the bytes of A and B' of the served weights, without padding. itemsize: of the compute type."""
-    if not backend().folds_adapters(itemsize):
-        return 0
-    layers = [module for module in model.modules() if isinstance(module, (LoRALinear, LoRASwitchLinear))]
-    return itemsize * sum(layer.lora_a.size + layer.lora_b.size for layer in layers)
-
-
 class LowRank(NamedTuple):
     """The input as a matrix, its product with A, and the outputs of joined layers; with their adapters if at once."""
 

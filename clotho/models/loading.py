@@ -1,7 +1,6 @@
 """Load a base model from a directory, a GGUF file or the Hugging Face hub, quantize it at load, and describe it.
 
-Every failure is a `ModelError` with a message of one line. The configurations of some models ship with the project, so
-that their shapes are known without their weights.
+Every failure is a `ModelError` with a message of one line.
 """
 
 from __future__ import annotations
@@ -223,30 +222,6 @@ def _cast(model: nn.Module, dtype: mx.Dtype, *, whole: bool = False) -> None:
         return array.astype(dtype) if (whole or casts(name)) and mx.issubdtype(array.dtype, mx.floating) else array
 
     model.update(tree_map_with_path(cast, model.parameters()))
-
-
-SHAPES = Path(__file__).parents[2] / "profiles" / "shapes"
-"""Contains `OWNER--NAME/config.json` of hub repositories OWNER/NAME, unchanged."""
-
-
-def shipped_shape(repository: str) -> Path | None:
-    """Return the directory with the configuration of a hub repository; None if it does not ship with the project."""
-    directory = SHAPES / repository.replace("/", "--")
-    return directory if (directory / "config.json").is_file() else None
-
-
-def open_shape(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[str, Any]]:
-    """Build the model of a configuration, converted according to `section`; return it with the configuration.
-
-    All shapes and types are final, as with `open_base`. The weights are random and must not be evaluated; unevaluated
-    weights take no memory.
-    """
-    model, config = load_model(directory, lazy=True, strict=False)
-    model.set_dtype(DTYPES[config["torch_dtype"]])
-    if packing := config.get("quantization"):
-        nn.quantize(model, group_size=packing["group_size"], bits=packing["bits"])
-    convert(model, section, config)
-    return model, config
 
 
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")

@@ -1,8 +1,8 @@
-"""Log-probabilities of given tokens under the policy, the base model or an adapter: of prompts, and of references."""
+"""Log-probabilities of given tokens under the policy, the base model or an adapter: of prompts and references."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +19,6 @@ from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.scoring.head_scores import rows_at_once
 from clotho.scoring.token_scores import SampledTokens, SamplingDistribution, scoring
 from protocols.errors import GenerationError
-from protocols.evaluation import ReferenceLoss
 from protocols.sampling import PromptLogprobs
 
 MODEL_DISTRIBUTION = SamplingDistribution(temperature=1.0)
@@ -109,26 +108,3 @@ def _scores(
         tuple((int(token_K[k]), float(logp_K[k])) for k in order_K)
         for token_K, logp_K, order_K in zip(token_N_K, best_logp_N_K, order_N_K, strict=True)
     ]
-
-
-def reference_losses(
-    score: Callable[[tuple[int, ...]], PromptLogprobs],
-    prompts: Sequence[tuple[int, ...]],
-    references: Sequence[tuple[int, ...]],
-    *,
-    context_length: int,
-) -> list[ReferenceLoss | None]:
-    """Return the loss of each reference completion after its prompt, at temperature 1 and without sampling filters.
-
-    score: returns the log-probabilities of a sequence under the policy in question. None for an empty reference, and
-    for one that is longer than the context together with its prompt. Raises GenerationError if the model's logits are
-    not finite.
-    """
-    losses: list[ReferenceLoss | None] = []
-    for prompt, reference in zip(prompts, references, strict=True):
-        if not reference or len(prompt) + len(reference) > context_length:
-            losses.append(None)
-            continue
-        nats = -sum(score((*prompt, *reference)).logprobs[-len(reference) :])
-        losses.append(ReferenceLoss(nats=nats, tokens=len(reference)))
-    return losses

@@ -17,19 +17,24 @@ from attachments.files.tests.gguf_files import CONFIG as LLAMA
 from attachments.files.tests.gguf_files import build as build_llama
 from attachments.files.tests.gguf_files import byte_level, write
 from clotho.backend import Backend, backend
-from clotho.models.loading import SHAPES, find_model, open_base, open_shape, shipped_shape
+from clotho.models.loading import find_model, open_base
 from clotho.models.parameters import flat
 from clotho.models.policy import load_policy
 from clotho.settings.model import ModelSection
 from protocols.errors import ModelError
 from tests.learner_settings import policy_settings
-from tests.saved_models import CONFIG, TOKENS_1_T, UNTIED, build, save
+from tests.saved_models import CONFIG, TOKENS_1_T, build, save
 
 
 def load(path: Path | str, *, kind: Any = "lora", **model: Any) -> Any:
     """Return the policy of a model directory. `model` has keys of [model]."""
     section = ModelSection(path=str(path), **model)
     return load_policy(section, policy_settings(kind=kind), seed=0, keep_reference=False)
+
+
+def arrays(model: nn.Module) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
+    """Return shapes and types by name."""
+    return {name: (tuple(array.shape), array.dtype) for name, array in flat(model.parameters()).items()}
 
 
 def rewrite_config(directory: Path, **changes: object) -> None:
@@ -149,38 +154,6 @@ def test_models_that_mlx_lm_cannot_load_are_refused(tmp_path: Path) -> None:
     assert "config.json cannot be read" in refusal(directory)
     (directory / "config.json").write_text("[]")
     assert "has no model_type" in refusal(directory)
-
-
-def arrays(model: nn.Module) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
-    """Return shapes and types by name."""
-    return {name: (tuple(array.shape), array.dtype) for name, array in flat(model.parameters()).items()}
-
-
-@pytest.mark.parametrize("section", [{"dtype": "bfloat16"}, {"dtype": "float32", "dequantize": True}])
-@pytest.mark.parametrize("bits", [0, 4])
-def test_a_configuration_gives_the_shapes_of_the_files(tmp_path: Path, bits: int, section: dict[str, object]) -> None:
-    """With and without quantization and conversion. Only the values are missing."""
-    model = ModelSection(path=str(tmp_path), **section)  # type: ignore[arg-type]
-    save(tmp_path, UNTIED | {"torch_dtype": "bfloat16"}, bits=bits, dtype=mx.bfloat16)
-    expected, _ = open_base(tmp_path, model)
-    found, config = open_shape(tmp_path, model)
-    assert arrays(found) == arrays(expected)
-    assert config["vocab_size"] == UNTIED["vocab_size"]
-
-
-@pytest.mark.parametrize("directory", sorted(SHAPES.iterdir()), ids=lambda path: path.name)
-def test_every_shipped_configuration_builds_a_model(directory: Path) -> None:
-    """OWNER--NAME stands for the repository OWNER/NAME."""
-    repository = directory.name.replace("--", "/")
-    assert shipped_shape(repository) == directory
-    model, config = open_shape(directory, ModelSection(path=repository))
-    assert len(model.layers) == config.get("text_config", config)["num_hidden_layers"]
-
-
-def test_unknown_repositories_have_no_shape() -> None:
-    """Neither unknown names nor directories of the project."""
-    assert shipped_shape("organisation/name") is None
-    assert shipped_shape("") is None
 
 
 def gguf_policy(path: Path, **model: Any) -> Any:

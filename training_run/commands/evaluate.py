@@ -21,7 +21,6 @@ from clotho.models.loading import find_model
 from clotho.models.machine import compute_slots
 from clotho.models.policy import BaseModel
 from clotho.sampler import OwnThreads, Sampler
-from clotho.scoring.prompt_logprobs import reference_losses
 from clotho.serving.struct_types import prepare_struct_types
 from clotho.settings.server import AdaptersSection
 from clotho.storage.atomic_files import replace_file
@@ -43,7 +42,7 @@ from training_run.evaluation.accuracy import (
     powers_of_two,
     report_of,
 )
-from training_run.evaluation.held_out import complete_all, held_out_completions
+from training_run.evaluation.held_out import complete_all, held_out_completions, reference_losses
 from training_run.groups.prompts import read_split
 from training_run.groups.rendering import Rendered, Renderer
 from training_run.groups.rollout_source import Episodes

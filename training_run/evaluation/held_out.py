@@ -13,11 +13,13 @@ from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy
 from clotho.models.turns import UNDIVIDED, TurnBudget
 from clotho.settings.engine import EngineSection
+from protocols.evaluation import ReferenceLoss
 from protocols.prompt import Problem
 from protocols.sampling import (
     PARAMETERS,
     Completion,
     CompletionDone,
+    PromptLogprobs,
     SampleEvent,
     SampleFailed,
     SampleRequest,
@@ -119,6 +121,29 @@ def by_problem(completions: Sequence[Sequence[Completion]], problems: int) -> li
     """Return the completions of each problem, the greedy one first. completions: those of `held_out_requests`."""
     sampled = completions[problems:] or [()] * problems
     return [[*first, *others] for first, others in zip(completions[:problems], sampled, strict=True)]
+
+
+def reference_losses(
+    score: Callable[[tuple[int, ...]], PromptLogprobs],
+    prompts: Sequence[tuple[int, ...]],
+    references: Sequence[tuple[int, ...]],
+    *,
+    context_length: int,
+) -> list[ReferenceLoss | None]:
+    """Return the loss of each reference completion after its prompt, at temperature 1 and without sampling filters.
+
+    score: returns the log-probabilities of a sequence under the policy in question. None for an empty reference, and
+    for one that is longer than the context together with its prompt. Raises GenerationError if the model's logits are
+    not finite.
+    """
+    losses: list[ReferenceLoss | None] = []
+    for prompt, reference in zip(prompts, references, strict=True):
+        if not reference or len(prompt) + len(reference) > context_length:
+            losses.append(None)
+            continue
+        nats = -sum(score((*prompt, *reference)).logprobs[-len(reference) :])
+        losses.append(ReferenceLoss(nats=nats, tokens=len(reference)))
+    return losses
 
 
 class PinnedSampler:

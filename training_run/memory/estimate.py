@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +11,30 @@ import huggingface_hub
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model
 from msgspec.structs import replace
 
 from clotho import extension
+from clotho.backend import backend
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
 from clotho.inference.prefill import MAX_ENTRIES
 from clotho.inference.rows import rounded_columns, spare_columns
 from clotho.inference.scheduler import client_rows
-from clotho.models.attention import calls_attention
+from clotho.models import attention
 from clotho.models.experts import experts_per_token
-from clotho.models.folded_lora import converted_bytes
 from clotho.models.loading import (
     DTYPES,
     HIDDEN_KEYS,
     OFFLINE_PROFILE,
     computing_dtype,
     context_length,
+    convert,
     describe_model,
     find_model,
     is_local,
     open_base,
-    open_shape,
     setting,
-    shipped_shape,
     vocabulary_size,
 )
 from clotho.models.lora import install_adapter, open_all_weights
@@ -215,6 +216,30 @@ def _open(model: ModelSection) -> tuple[nn.Module, dict[str, Any], bool]:
     return *open_shape(shape, model), True
 
 
+SHAPES = Path(__file__).parents[2] / "profiles" / "shapes"
+"""Contains `OWNER--NAME/config.json` of hub repositories OWNER/NAME, unchanged."""
+
+
+def shipped_shape(repository: str) -> Path | None:
+    """Return the directory with the configuration of a hub repository; None if it does not ship with the project."""
+    directory = SHAPES / repository.replace("/", "--")
+    return directory if (directory / "config.json").is_file() else None
+
+
+def open_shape(directory: Path, section: ModelSection) -> tuple[nn.Module, dict[str, Any]]:
+    """Build the model of a configuration, converted according to `section`; return it with the configuration.
+
+    All shapes and types are final, as with `open_base`. The weights are random and must not be evaluated; unevaluated
+    weights take no memory.
+    """
+    model, config = load_model(directory, lazy=True, strict=False)
+    model.set_dtype(DTYPES[config["torch_dtype"]])
+    if packing := config.get("quantization"):
+        nn.quantize(model, group_size=packing["group_size"], bits=packing["bits"])
+    convert(model, section, config)
+    return model, config
+
+
 def local_files(path: str) -> Path | None:
     """Return directory or GGUF file of the model without using the network; None if not found. Raises ModelError."""
     if is_local(path):
@@ -356,3 +381,17 @@ def _longest(profile: Profile, need: MemoryNeed, prompt_tokens: int, context: in
         return length, length - 1
     length = min(prompt_tokens + profile.sampling.max_tokens, context)
     return length, min(profile.sampling.max_tokens, length - 1)
+
+
+def calls_attention(blocks: list[nn.Module]) -> bool:
+    """Whether the modules of the blocks call mlx-lm's function; others compute scores themselves (Gemma 2)."""
+    files = {type(module).__module__ for block in blocks for module in block.modules()}
+    return any(attention.NAME in vars(sys.modules[name]) for name in files)
+
+
+def converted_bytes(model: nn.Module, itemsize: int) -> int:
+    """Return the bytes of A and B' of the served weights, without padding. itemsize: of the compute type."""
+    if not backend().folds_adapters(itemsize):
+        return 0
+    layers = [module for module in model.modules() if isinstance(module, (LoRALinear, LoRASwitchLinear))]
+    return itemsize * sum(layer.lora_a.size + layer.lora_b.size for layer in layers)

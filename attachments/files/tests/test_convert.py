@@ -18,12 +18,13 @@ from mlx_lm.utils import load_model
 from safetensors.numpy import load_file, save_file
 
 from attachments.adapters.tests.adapter_models import write_mlx_adapter
+from attachments.files.adapter_writers import alpha_of
 from attachments.files.convert import convert
 from attachments.files.gguf import half_rotation
 from attachments.files.tests import hub_models
 from attachments.files.tests.gguf_files import TOKENS_1_T, build, byte_level, write
 from attachments.files.tests.hub_models import SHAPES, logits
-from clotho.models.adapter_formats import FormatName, alpha_of, quotient
+from clotho.models.adapter_formats import FormatName, quotient
 from clotho.models.policy import load_policy
 from clotho.settings.model import ModelSection
 from clotho.storage.adapters import write_adapter

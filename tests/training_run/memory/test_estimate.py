@@ -13,7 +13,7 @@ import pytest
 from attachments.alarms.sections import COLLAPSE_DETECTION, RollBackOnCollapse
 from attachments.ranks.supervision import CONNECTION
 from clotho.inference.engine import DecodeEngine
-from clotho.models.folded_lora import converted_bytes
+from clotho.models.loading import open_base
 from clotho.models.policy import Policy, load_policy
 from clotho.settings.bounds import Off
 from clotho.settings.engine import EngineSection, SamplingSection
@@ -24,12 +24,20 @@ from protocols.errors import ModelError
 from protocols.sampling import SampleRequest, Sampling
 from tests.learner_settings import learner_settings, policy_settings
 from tests.models.test_blocked_attention import in_blocks
-from tests.saved_models import CONFIG, save
+from tests.models.test_loading import arrays
+from tests.saved_models import CONFIG, UNTIED, save
 from tests.small_models import ARCHITECTURES, NEWER, SCANNED, WIDE, WIDER
 from tests.test_architectures import saved as saved_architecture
 from tests.training.policies_and_groups import scored_group
 from training_run.evaluation.held_out import PinnedSampler
-from training_run.memory.estimate import estimate_memory, serving_memory
+from training_run.memory.estimate import (
+    SHAPES,
+    converted_bytes,
+    estimate_memory,
+    open_shape,
+    serving_memory,
+    shipped_shape,
+)
 from training_run.profile.data import DataSection, RewardSection
 from training_run.profile.schema import HeldOutEvaluation, MemorySection, Profile
 
@@ -374,3 +382,30 @@ def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     profile = profile_of(tmp_path, ADAPTER)
     with pytest.raises(ModelError, match="does not exist"):
         estimate_memory(ModelSection(path=str(tmp_path / "missing")), profile)
+
+
+@pytest.mark.parametrize("section", [{"dtype": "bfloat16"}, {"dtype": "float32", "dequantize": True}])
+@pytest.mark.parametrize("bits", [0, 4])
+def test_a_configuration_gives_the_shapes_of_the_files(tmp_path: Path, bits: int, section: dict[str, object]) -> None:
+    """With and without quantization and conversion. Only the values are missing."""
+    model = ModelSection(path=str(tmp_path), **section)  # type: ignore[arg-type]
+    save(tmp_path, UNTIED | {"torch_dtype": "bfloat16"}, bits=bits, dtype=mx.bfloat16)
+    expected, _ = open_base(tmp_path, model)
+    found, config = open_shape(tmp_path, model)
+    assert arrays(found) == arrays(expected)
+    assert config["vocab_size"] == UNTIED["vocab_size"]
+
+
+@pytest.mark.parametrize("directory", sorted(SHAPES.iterdir()), ids=lambda path: path.name)
+def test_every_shipped_configuration_builds_a_model(directory: Path) -> None:
+    """OWNER--NAME stands for the repository OWNER/NAME."""
+    repository = directory.name.replace("--", "/")
+    assert shipped_shape(repository) == directory
+    model, config = open_shape(directory, ModelSection(path=repository))
+    assert len(model.layers) == config.get("text_config", config)["num_hidden_layers"]
+
+
+def test_unknown_repositories_have_no_shape() -> None:
+    """Neither unknown names nor directories of the project."""
+    assert shipped_shape("organisation/name") is None
+    assert shipped_shape("") is None

@@ -11,12 +11,13 @@ from mlx.utils import tree_map
 
 from clotho.models.parameters import Parameters
 from clotho.models.policy import Policy, load_policy
-from clotho.scoring.prompt_logprobs import PromptScorer, reference_losses
+from clotho.scoring.prompt_logprobs import PromptScorer
 from clotho.settings.model import ModelSection
 from tests import model_lanes
 from tests.learner_settings import policy_settings
 from tests.saved_models import save
 from tests.training.policies_and_groups import model_with
+from training_run.evaluation.held_out import reference_losses
 
 PROMPTS = [(5, 9, 33), (2, 17), (60, 4, 4, 11), (7,)]
 REFERENCES = [(4, 8, 21), (), (9,), (3, 3, 3, 3, 3)]
