@@ -12,7 +12,13 @@ from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.policy import Policy
 from clotho.sampler import swap_weights
-from clotho.scoring.parity_check import (
+from clotho.settings.engine import EngineSection
+from clotho.settings.learner import LearnerSection
+from protocols.errors import ParityError
+from protocols.queues import Inbox
+from protocols.step import PolicyUpdated, StepReport, WeightsReady
+from training_run.groups.progress import SwapTimes
+from training_run.parity_check import (
     LIMITS,
     SERVED_KL,
     ParityChecker,
@@ -21,12 +27,6 @@ from clotho.scoring.parity_check import (
     ParitySample,
     parity_sample,
 )
-from clotho.settings.engine import EngineSection
-from clotho.settings.learner import LearnerSection
-from protocols.errors import ParityError
-from protocols.queues import Inbox
-from protocols.step import PolicyUpdated, StepReport, WeightsReady
-from training_run.groups.progress import SwapTimes
 from training_run.profile.schema import ParityCheck, ParitySection
 from training_run.supervision.latest import Latest
 
@@ -43,7 +43,7 @@ class Broadcaster:
     * for each update whose log-probabilities were recorded under the weights of the update, its `mismatch_kl`, which is
       a by-product of the update and compares also the prompts;
     * at the start, and after a swap while all checks together take at most `parity.budget` of the time of training, the
-      distributions at a few tokens (`clotho.scoring.parity_check`).
+      distributions at a few tokens (`training_run.parity_check`).
 
     A mean KL divergence may be at most `parity.stop_kl`. The largest difference of one log-probability is logged if it
     is above `parity.warn_nats` and at least twice the difference that was logged before. If a setting rounds keys and

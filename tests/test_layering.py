@@ -61,15 +61,16 @@ LIBRARY = {
 """Folders of the library, each with those that it may import. Modules beside the folders may import every folder."""
 
 MATHEMATICS = (
-    "clotho/models", "clotho/inference", "clotho/scoring", "clotho/training", "training_run/memory", "attachments/cpu",
-    "attachments/kv_quantization", "attachments/metal", "attachments/speculation", "attachments/replay",
+    "clotho/models", "clotho/inference", "clotho/scoring", "clotho/training", "training_run/memory",
+    "training_run/parity_check.py", "attachments/cpu", "attachments/kv_quantization", "attachments/metal",
+    "attachments/speculation", "attachments/replay",
 )  # fmt: skip
 EVENT_LOOPS = {"asyncio", "anyio", "starlette", "hypercorn", "httpx"}
 MLX = {
     "clotho/backend.py", "clotho/extension.py", "clotho/models", "clotho/inference", "clotho/scoring",
     "clotho/training", "clotho/storage", "attachments",
     "training_run/directory/checkpoints.py", "training_run/evaluation/held_out.py", "training_run/memory",
-    "training_run/start/warmup_step.py",
+    "training_run/parity_check.py", "training_run/start/warmup_step.py",
 }  # fmt: skip
 """What imports MLX."""
 

@@ -13,7 +13,6 @@ from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
 from clotho.lanes.sampling_client import GroupSampler
 from clotho.models.policy import Policy
-from clotho.scoring.parity_check import LIMITS, ParityChecker, ParityReport, parity_sample
 from clotho.settings.bounds import Off
 from clotho.settings.model import FullMethod
 from clotho.training.update import PolicyLearner
@@ -24,6 +23,7 @@ from protocols.sampling import Sampling
 from protocols.step import UpdateMetrics
 from training_run.attachment import installed_attachments
 from training_run.groups.rollout_source import SingleTurn
+from training_run.parity_check import LIMITS, ParityChecker, ParityReport, parity_sample
 from training_run.profile.schema import HeldOutEvaluation, Profile
 from training_run.start.warmup_step import dummy_batch_size, dummy_groups
 

@@ -33,12 +33,12 @@ from bench.shapes import make_policy
 from clotho.inference.engine import DecodeEngine
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy
-from clotho.scoring.parity_check import ParityChecker, parity_sample
 from clotho.settings.engine import EngineSection, SamplingSection
 from clotho.settings.learner import LearnerSection
 from clotho.settings.model import Lora, PolicySection
 from clotho.training.update import PolicyLearner
 from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleRequest, Sampling
+from training_run.parity_check import ParityChecker, parity_sample
 
 SECTION = PolicySection(method=Lora(rank=RANK, scale=SCALE), grad_checkpoint=True)
 

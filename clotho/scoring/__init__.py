@@ -1,1 +1,1 @@
-"""Scoring: teacher-forced log-probabilities, parity, batch layouts."""
+"""Scoring: teacher-forced log-probabilities, batch layouts."""

@@ -22,7 +22,6 @@ from clotho.lanes.compute_thread import Compute, finish
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.parameters import flat
 from clotho.sampler import swap_weights
-from clotho.scoring.parity_check import ParityChecker, ParityReport, ParitySample
 from clotho.settings.bounds import Off
 from clotho.settings.engine import EngineSection, KvPolicy
 from protocols.errors import ParityError
@@ -34,6 +33,7 @@ from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import scored_group
 from tests.training_run.simulated_run import METRICS
 from training_run.groups.progress import SwapTimes
+from training_run.parity_check import ParityChecker, ParityReport, ParitySample
 from training_run.profile.schema import ParityCheck, ParitySection
 from training_run.supervision.latest import Latest
 

@@ -16,13 +16,13 @@ from clotho.models.experts import Mixtures
 from clotho.models.policy_model import checkpointed_blocks
 from clotho.models.routes import PassRoutes, routed
 from clotho.scoring.layouts.micro_batches import build_micro_batches
-from clotho.scoring.parity_check import ParityModels, ParityReport, ParitySample
 from clotho.scoring.sequences import TrainingSequence, scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.engine import EngineSection
 from tests.small_models import tiny, tiny_source
 from tests.training.policies_and_groups import BigramPolicy
+from training_run.parity_check import ParityModels, ParityReport, ParitySample
 
 PAIRS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((3, 9, 4), (5, 6, 1, 2)), ((3, 9, 4), (8, 8)), ((7,), (2, 30, 31)), ((3, 9, 4), (1,)), ((5, 5), (9, 2)),

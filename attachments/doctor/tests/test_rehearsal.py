@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from attachments.doctor.rehearsal import Rehearsed, forecast, parity_findings, rehearsed_steps, update_findings
-from clotho.scoring.parity_check import ParityReport
 from tests.training_run.built_context import tiny_profile
 from tests.training_run.simulated_run import METRICS
+from training_run.parity_check import ParityReport
 
 REHEARSED = Rehearsed(
     completion_tokens=50.0, decode_tokens_per_second=100.0, update_seconds=2.0, longest_turn_seconds=0.25

@@ -43,7 +43,6 @@ from attachments.machine.macos import KernelPanic, MacState
 from attachments.machine.resources import ResourceReading
 from attachments.machine.tests import simulated_mac
 from clotho.process import REFERENCE_BLAS
-from clotho.scoring.parity_check import ParityReport
 from clotho.settings.objectives import Grpo
 from protocols.errors import ProfileError
 from protocols.finding import CHECK, Change, Finding, FindingName, Remedy
@@ -55,6 +54,7 @@ from tests.training_run.simulated_run import METRICS
 from tests.training_run.supervision.test_lost_groups import Stage
 from training_run.__main__ import main
 from training_run.directory.checkpoints import checkpoint_steps
+from training_run.parity_check import ParityReport
 from training_run.profile.flags import OWN, as_flags, parse_flags
 from training_run.profile.keys import KEYS
 from training_run.profile.load import load_profile, write_profile

@@ -6,9 +6,9 @@ from clotho.inference.forced_decoder import ForcedDecoder
 from clotho.models.parameters import Parameters
 from clotho.models.policy import TrainablePolicy
 from clotho.models.turns import UNDIVIDED, TurnBudget
-from clotho.scoring.parity_check import ParityModels, ParityReport, ParitySample, TeacherForcedDecoder
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.engine import EngineSection
+from training_run.parity_check import ParityModels, ParityReport, ParitySample, TeacherForcedDecoder
 
 
 def checked(

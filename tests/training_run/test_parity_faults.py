@@ -15,11 +15,12 @@ from msgspec.structs import replace
 from clotho.backend import Backend, backend
 from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
-from clotho.scoring.parity_check import LIMITS, MAX_ROWS, SERVED_KL, ParityReport
 from protocols.sampling import Sampling
 from tests.inference.engine_helpers import run, submit_request
-from tests.scoring.checked_parity import checked
-from tests.scoring.parity_noise import (
+from tests.split_k import split_k
+from tests.training.policies_and_groups import learner, scored_group
+from tests.training_run.checked_parity import checked
+from tests.training_run.parity_noise import (
     PRECISIONS,
     SHAPE,
     deep_policy,
@@ -28,8 +29,7 @@ from tests.scoring.parity_noise import (
     random_sample,
     reports,
 )
-from tests.split_k import split_k
-from tests.training.policies_and_groups import learner, scored_group
+from training_run.parity_check import LIMITS, MAX_ROWS, SERVED_KL, ParityReport
 
 pytestmark = [pytest.mark.usefixtures("device_path"), pytest.mark.needs_float32]
 

@@ -1,8 +1,8 @@
 """Measures rounding by type, and prints tables of docs/numerics-internals.md.
 
-    CLOTHO_CPU_KERNELS=0 python -m tests.scoring.parity_noise [--probes 20]      sampler and learner
-    CLOTHO_CPU_KERNELS=0 python -m tests.scoring.parity_noise --gradients        gradients
-    CLOTHO_CPU_KERNELS=0 python -m tests.scoring.parity_noise --exported         mlx-lm with the same adapter
+    CLOTHO_CPU_KERNELS=0 python -m tests.training_run.parity_noise [--probes 20]      sampler and learner
+    CLOTHO_CPU_KERNELS=0 python -m tests.training_run.parity_noise --gradients        gradients
+    CLOTHO_CPU_KERNELS=0 python -m tests.training_run.parity_noise --exported         mlx-lm with the same adapter
 
 Decode steps have emulated split-K products.
 """
@@ -29,15 +29,15 @@ from clotho.models.parameters import Parameters, flat, nested
 from clotho.models.policy import Policy
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.scoring.layouts.micro_batches import build_micro_batches
-from clotho.scoring.parity_check import ParityReport, ParitySample
 from clotho.scoring.sequences import scored_only
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.scoring.token_scores import SamplingDistribution
 from clotho.settings.engine import EngineSection
 from clotho.settings.model import PolicySection
-from tests.scoring.checked_parity import checked
 from tests.small_models import byte_tokenizer, tiny
 from tests.split_k import split_k
+from tests.training_run.checked_parity import checked
+from training_run.parity_check import ParityReport, ParitySample
 
 VARIANTS = (
     ("bfloat16", 0, False), ("bfloat16", 0, True), ("bfloat16", 4, False), ("bfloat16", 4, True), ("float16", 0, False),

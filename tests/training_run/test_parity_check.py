@@ -18,17 +18,6 @@ from clotho.inference.rows import RouteArray
 from clotho.models.parameters import flat, nested
 from clotho.models.policy import Policy, TrainablePolicy
 from clotho.models.turns import TurnBudget
-from clotho.scoring import parity_check
-from clotho.scoring.parity_check import (
-    MAX_PROMPT,
-    MAX_ROWS,
-    SERVED_KL,
-    ParityModels,
-    ParityReport,
-    ParitySample,
-    TeacherForcedDecoder,
-    parity_sample,
-)
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
 from clotho.settings.engine import EngineSection
@@ -43,9 +32,20 @@ from tests.inference.engine_helpers import (
     tick_until,
 )
 from tests.recorded_turns import RecordedTurns
-from tests.scoring.checked_parity import checked
 from tests.small_models import ARCHITECTURES, tiny_source
 from tests.training.policies_and_groups import BigramPolicy, tiny_policy
+from tests.training_run.checked_parity import checked
+from training_run import parity_check
+from training_run.parity_check import (
+    MAX_PROMPT,
+    MAX_ROWS,
+    SERVED_KL,
+    ParityModels,
+    ParityReport,
+    ParitySample,
+    TeacherForcedDecoder,
+    parity_sample,
+)
 
 Decoded = Generator[mx.array, None, Sequence[RouteArray]]
 
