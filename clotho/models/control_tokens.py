@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -81,8 +81,13 @@ class ControlTokens:
         A content can also end with the beginning of such a text, which the template or the next content would complete.
         Raises RequestError if the tokenizer cannot encode such contents as ordinary text.
         """
-        plain = [_plain(message) for message in messages]
-        texts = list(_texts(plain))
+        texts: list[str] = []
+
+        def recorded(text: str) -> str:
+            texts.append(str.__str__(text))
+            return texts[-1]
+
+        plain = [_mapped(message, recorded) for message in messages]
         found = {text: positions for text in dict.fromkeys(texts) if (positions := self._positions(text))}
         if not found:
             return Disarmed(messages=plain, originals={})
@@ -94,7 +99,7 @@ class ControlTokens:
             raise RequestError("the messages use every private-use character", param="messages")
         disarmed = {text: _replaced(text, positions, stand_ins) for text, positions in found.items()}
         return Disarmed(
-            messages=[_mapped(message, disarmed) for message in plain],
+            messages=[_mapped(message, lambda text: disarmed.get(text, text)) for message in plain],
             originals={stand_in: character for character, stand_in in stand_ins.items()},
         )
 
@@ -195,39 +200,17 @@ def _not_as_text() -> RequestError:
     )
 
 
-def _plain(value: Any) -> Any:
-    """Rebuild a value from plain JSON types; other objects become the name of their type."""
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Rebuild a value from plain JSON types, with other texts; other objects become the name of their type."""
     if isinstance(value, str):
-        return str.__str__(value)
+        return change(value)
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {_mapped(key, change): _mapped(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_mapped(item, change) for item in value]
     return f"<{type(value).__name__}>"
-
-
-def _texts(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
-
-
-def _mapped(value: Any, texts: Mapping[str, str]) -> Any:
-    if isinstance(value, str):
-        return texts.get(value, value)
-    if isinstance(value, dict):
-        return {_mapped(key, texts): _mapped(item, texts) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_mapped(item, texts) for item in value]
-    return value
 
 
 def _replaced(text: str, positions: Iterable[int], replacement: Mapping[str, str]) -> str:

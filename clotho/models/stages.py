@@ -89,17 +89,7 @@ class Stages:
 
     def watched(self, index: int, x: mx.array) -> mx.array:
         """Return the input `x` of a block; its cotangent will be recorded when the backward pass is built."""
-
-        @mx.custom_function
-        def watch(x: mx.array) -> mx.array:
-            return x
-
-        @watch.vjp
-        def record(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-            self._cotangents.setdefault(index, []).append(cotangent)
-            return cotangent
-
-        return cast(mx.array, watch(x))
+        return watched(x, self._cotangents.setdefault(index, []))
 
     def take(self, gradients: dict[str, mx.array] | None = None) -> list[Stage]:
         """Return all stages; with gradients by parameter name, the backward pass follows, from last to first block.
@@ -120,6 +110,21 @@ class Stages:
         ]
         rest = Stage("other gradients", others, sum(array.size for array in others))
         return [stage for stage in (*forward, *backward, rest) if stage.arrays]
+
+
+def watched(x: mx.array, cotangents: list[mx.array]) -> mx.array:
+    """Return `x` unchanged; its cotangent is appended when the backward pass is built."""
+
+    @mx.custom_function
+    def watch(x: mx.array) -> mx.array:
+        return x
+
+    @watch.vjp
+    def record(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        cotangents.append(cotangent)
+        return cotangent
+
+    return cast(mx.array, watch(x))
 
 
 def block_of(name: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from clotho.models.parameters import Arrays, Parameters, flat, nested
 from clotho.models.policy_model import WeightedModel
-from clotho.models.stages import block_of
+from clotho.models.stages import block_of, watched
 from clotho.models.turns import TurnBudget
 from clotho.scoring.sequences import MicroBatch
 from clotho.scoring.teacher_forcing import TeacherForcing
@@ -211,7 +211,7 @@ class LearnerModel(NamedTuple):
                 )
                 seen = inputs._replace(proximal_N=proximal_N)
             value, metrics, cut_N = policy_loss(
-                scores.logp_N if slopes is None else _watched(scores.logp_N, slopes),
+                scores.logp_N if slopes is None else watched(scores.logp_N, slopes),
                 scores.entropy_N,
                 seen,
                 cross_entropy_N=scores.cross_entropy_N,
@@ -267,21 +267,6 @@ class LearnerModel(NamedTuple):
 
 def _log_probability(logp_N: mx.array, tokens: ObjectiveInputs, settings: Reinforce) -> PolicyLoss:
     return PolicyLoss(logp_N, mx.zeros_like(logp_N))
-
-
-def _watched(logp_N: mx.array, slopes: list[mx.array]) -> mx.array:
-    """Return the log-probabilities unchanged; their cotangent is appended when the backward pass is built."""
-
-    @mx.custom_function
-    def watch(logp_N: mx.array) -> mx.array:
-        return logp_N
-
-    @watch.vjp
-    def record(logp_N: mx.array, cotangent_N: mx.array, output_N: mx.array) -> mx.array:
-        slopes.append(cotangent_N)
-        return cotangent_N
-
-    return cast(mx.array, watch(logp_N))
 
 
 def add_gradients(total: MicroBatchGradient | None, part: MicroBatchGradient) -> MicroBatchGradient:
