@@ -21,7 +21,6 @@ from msgspec import Struct
 if TYPE_CHECKING:
     import mlx.core as mx
     import mlx.nn as nn
-    from starlette.types import ASGIApp
 
     from clotho.backend import Backend
     from clotho.inference.parts import EngineParts
@@ -65,19 +64,6 @@ class ModelFormat(Struct, frozen=True, kw_only=True):
     tokenizer: str
 
 
-class Generator(Struct, frozen=True, kw_only=True):
-    """A source of generated problems; the key is the prefix of its datasets, such as `reasoning_gym:`.
-
-    open: called with `[data]`, returns a context manager of a `training_run.profile.generators.Generate`. weights:
-    called with `[data]` and the problems, returns the weight of each type in an epoch. rewards: `[[rewards]]` of a
-    profile that lists none.
-    """
-
-    open: str
-    weights: str
-    rewards: tuple[Mapping[str, Any], ...] = ()
-
-
 OWNERS: Mapping[str, str] = {
     ".gguf": "files",
     "gguf": "files",
@@ -86,8 +72,6 @@ OWNERS: Mapping[str, str] = {
     "judge": "graders",
     "math_verify": "graders",
     "reasoning_gym": "reasoning_gym",
-    "reasoning_gym:": "reasoning_gym",
-    "verifiers:": "verifiers",
 }
 """The attachment that each name of the tables below belongs to, so that a name is refused by its attachment."""
 
@@ -136,10 +120,6 @@ class Extension:
         """Return what reads adapters of each format: `module:name` of a `clotho.models.adapter_reading.ReadAdapter`."""
         return {}
 
-    def generators(self) -> Mapping[str, Generator]:
-        """Return sources of generated problems, by the prefix of their datasets."""
-        return {}
-
     def rewards(self) -> Mapping[str, BuiltIn]:
         """Return built-in reward functions, by name."""
         return {}
@@ -164,10 +144,6 @@ class Extension:
     def client_keys(self, _: HttpServer) -> Sequence[ClientKey]:
         """Return API keys of a server. Raises ProfileError if they are not valid."""
         return ()
-
-    def loading_page(self, _: HttpServer) -> ASGIApp | None:
-        """Return what the server of a run answers on paths that need no key while the model is loaded."""
-        return None
 
     def server(self, parts: ServerParts) -> None:
         """Add to the parts of a server; called once per server. What they share belongs to the parts, not to this."""

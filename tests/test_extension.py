@@ -15,10 +15,8 @@ from clotho.models.adapter_reading import read_adapter_of
 from clotho.models.loading import find_model, is_local
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.rewards.registry import load_reward
-from protocols.errors import ArtifactError, DatasetError, ModelError, ProfileError
+from protocols.errors import ArtifactError, ModelError, ProfileError
 from tests.absent import without
-from training_run.profile.data import DataSection
-from training_run.profile.generators import Generators, epoch_weights, prefix_of, rewards_of
 
 
 def test_every_name_of_a_table_is_known_with_its_attachment() -> None:
@@ -26,7 +24,7 @@ def test_every_name_of_a_table_is_known_with_its_attachment() -> None:
     found = [
         (name, one.attachment)
         for one in extensions()
-        for table in (one.model_formats(), one.adapter_formats(), one.generators(), one.rewards())
+        for table in (one.model_formats(), one.adapter_formats(), one.rewards())
         for name in table
     ]
     assert dict(found) == OWNERS
@@ -36,7 +34,6 @@ def test_every_name_of_a_table_is_known_with_its_attachment() -> None:
 def test_every_row_names_something_that_can_be_imported() -> None:
     """As text, so that nothing is imported before it is used."""
     places = [row.load for row in joined(lambda one: one.rewards()).values() if row.function is None]
-    places += [place for row in joined(lambda one: one.generators()).values() for place in (row.open, row.weights)]
     places += [place for row in joined(lambda one: one.model_formats()).values() for place in (row.open, row.tokenizer)]
     places += joined(lambda one: one.adapter_formats()).values()
     assert all(callable(provided(place)) for place in places)
@@ -64,24 +61,6 @@ def test_a_reward_of_an_absent_attachment_is_refused_by_its_name(
     assert f"'{attachment}'" in absence(name)
     assert absence("zzz") == ""
     assert callable(load_reward("exact"))
-
-
-def test_problems_of_an_absent_attachment_are_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of such a dataset is still no path of a file; a file is read as before."""
-    data = DataSection(train="reasoning_gym:gcd")
-    without(monkeypatch, "reasoning_gym")
-    with Generators(data) as opened, pytest.raises(DatasetError, match="needs the attachment 'reasoning_gym'"):
-        opened.problems(data.train, seed=0)
-    with pytest.raises(DatasetError, match="needs the attachment 'reasoning_gym'"):
-        epoch_weights(data, [])
-    assert prefix_of(data.train)
-    assert rewards_of(data.train) == ()
-
-
-def test_other_datasets_are_not_generated_and_keep_their_type_weights() -> None:
-    """Files, directories, and repositories of the hub."""
-    assert [prefix_of(name) for name in ("x.jsonl", "openai/gsm8k", "C:x", None)] == ["", "", "", ""]
-    assert epoch_weights(DataSection(train="x.jsonl", type_weights={"a": 2.0}), []) == {"a": 2.0}
 
 
 def test_a_model_file_of_an_absent_attachment_is_refused_by_its_name(

@@ -19,6 +19,7 @@ from clotho.extension import attachment_modules, attachment_names
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
+    from starlette.types import ASGIApp
 
     from clotho.inference.engine import DecodeEngine
     from clotho.lanes.compute_thread import Compute
@@ -136,6 +137,19 @@ class Attached(Struct, kw_only=True, eq=False):
         return queue.inbox()
 
 
+class Generator(Struct, frozen=True, kw_only=True):
+    """A source of generated problems; the key is the prefix of its datasets, such as `reasoning_gym:`.
+
+    open: called with `[data]`, returns a context manager of a `training_run.profile.generators.Generate`. weights:
+    called with `[data]` and the problems, returns the weight of each type in an epoch. rewards: `[[rewards]]` of a
+    profile that lists none.
+    """
+
+    open: str
+    weights: str
+    rewards: tuple[Mapping[str, Any], ...] = ()
+
+
 SLOTS = {
     "sampler": "where rollouts are sampled",
     "episodes": "whether the policy completes a prompt or acts in an environment",
@@ -153,6 +167,7 @@ class Attachment:
     module, whose `run(argv, console)` returns the exit status. directories: name of a directory of the run -> pattern
     of the names of its entries; other entries are not deleted with a run. metrics: name in metrics.jsonl -> what it is,
     in a sentence; null in a step of which nothing returns it. entries: the keys of metrics that are tables by name.
+    generators: sources of generated problems, by the prefix of their datasets, such as `reasoning_gym:`.
 
     Every method adds nothing by default. They are called in the order below. `attachment.py` is imported at every
     start, so that it imports what is expensive only where it is used.
@@ -165,6 +180,7 @@ class Attachment:
     directories: ClassVar[Mapping[str, str]] = {}
     metrics: ClassVar[Mapping[str, str]] = {}
     entries: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    generators: ClassVar[Mapping[str, Generator]] = {}
 
     def launch(self, argv: Sequence[str]) -> int | None:
         """Take over a process that `mlx.launch` has started for a run; return its exit status.
@@ -255,6 +271,10 @@ class Attachment:
     def described(self, parts: CheckpointParts) -> Mapping[str, Any]:
         """Return what `show` says about a checkpoint with these parts, whose arrays are not read."""
         return {}
+
+    def loading_page(self, server: HttpServer) -> ASGIApp | None:
+        """Return what a server answers on paths that need no key while the model is loaded; None: nothing."""
+        return None
 
     def shown(self, line: Mapping[str, Any]) -> Iterable[str]:
         """Return what the displays in the terminal show of a line of metrics.jsonl."""

@@ -20,7 +20,6 @@ from prometheus_client.core import Metric
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from clotho import extension
 from clotho.engine_metrics import engine_metrics
 from clotho.sampler import Sampler
 from clotho.serving.auth import is_open
@@ -152,7 +151,7 @@ def loading_page(settings: ServerSection) -> ASGIApp | None:
     """Return the page that the server of a run shows while the model is loaded; None if no attachment has one."""
     if isinstance(settings, Off):
         return None
-    return next((page for one in extension.extensions() if (page := one.loading_page(settings)) is not None), None)
+    return next((page for one in installed_attachments() if (page := one.loading_page(settings)) is not None), None)
 
 
 async def while_loading(

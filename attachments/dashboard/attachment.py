@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from attachments.dashboard.library import page_app
 from attachments.dashboard.sections import TOKEN_VALUES_MB
 from clotho.storage.atomic_files import copy_file
 from training_run.attachment import Attach, Attachment, Plan
 from training_run.supervision.supervisor import temporary
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from clotho.settings.server import HttpServer
     from training_run.directory.run_directory import RunDirectory
     from training_run.run import RunContext
 
@@ -25,6 +29,10 @@ class DashboardPage(Attachment):
 
     commands: ClassVar[Mapping[str, str]] = {"view": "attachments.dashboard.view"}
     directories: ClassVar[Mapping[str, str]] = {TOKENS: r"step-[0-9]{6,}\.safetensors"}
+
+    def loading_page(self, server: HttpServer) -> ASGIApp | None:
+        """Return the page that is shown while the model is loaded; None without a dashboard."""
+        return page_app() if server.dashboard else None
 
     def rewind(self, directory: RunDirectory, step: int, place: Path | None) -> None:
         """Move the values of later steps to `place`, with a copy of the timeline; without a place, delete the values.

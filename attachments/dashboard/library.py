@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from clotho.serving.parts import Handlers, ServerParts
-    from clotho.settings.server import HttpServer
 
 API = "/dashboard/api/runs"
 STATIC = "/dashboard/static/"
@@ -26,10 +25,6 @@ KINDS = ("metrics", "evaluations", "timeline", "groups")
 
 class DashboardPages(Extension):
     """The page and its routes."""
-
-    def loading_page(self, settings: HttpServer) -> ASGIApp | None:
-        """Return the page that is shown while the model is loaded; None without a dashboard."""
-        return page_app() if settings.dashboard else None
 
     def server(self, parts: ServerParts) -> None:
         """Add the routes of the page, for the run of the server."""

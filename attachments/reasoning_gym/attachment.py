@@ -1,12 +1,13 @@
-"""What Reasoning Gym adds to runs: the checks of its tables."""
+"""What Reasoning Gym adds to runs: problems that it generates, and the checks of its tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 from attachments.reasoning_gym.sections import GYM, TABLES, gym_names
 from protocols.errors import did_you_mean, visible
-from training_run.attachment import Attachment
+from training_run.attachment import Attachment, Generator
 from training_run.profile.rules import Complaint, Rule
 from training_run.profile.schema import Profile
 
@@ -22,6 +23,14 @@ class ReasoningGymRuns(Attachment):
             "data.train data.heldout",
         ),
     )
+
+    generators: ClassVar[Mapping[str, Generator]] = {
+        GYM: Generator(
+            open="attachments.reasoning_gym.reasoning_gym:opened",
+            weights="attachments.reasoning_gym.reasoning_gym:epoch_weights",
+            rewards=({"name": "reasoning_gym", "correct": True},),
+        )
+    }
 
     def complaints(self, profile: Profile) -> Iterator[Complaint]:
         """Each table has a name of its own, which `data.train` or `data.heldout` contains."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from attachments.verifiers.sections import TASKSET, VERIFIERS, VerifiersSection
+from training_run.attachment import Generator
 from training_run.episodes.attachment import EpisodeAttachment, EpisodeLimits, ends_messages, episode_metrics
 from training_run.profile.rules import Complaint, Rule, Values
 
@@ -44,6 +45,13 @@ class VerifiersRuns(EpisodeAttachment):
         ),
     )
     may_change = ("data.verifiers.python", "data.verifiers.memory_limit_mb", "data.verifiers.step_seconds")
+    generators: ClassVar[Mapping[str, Generator]] = {
+        VERIFIERS: Generator(
+            open="attachments.verifiers.tasks:opened",
+            weights="attachments.verifiers.tasks:epoch_weights",
+            rewards=({"name": "environment", "correct": True},),
+        )
+    }
     prefix = "verifiers"
     metrics: ClassVar[Mapping[str, str]] = episode_metrics(prefix)
 

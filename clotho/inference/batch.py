@@ -292,21 +292,23 @@ class Batch:
         computing: Computing,
     ) -> None:
         """make_caches: returns the KV caches for a number of rows. computing: selects the adapters of the rows."""
-        self._computing = computing
-        self.vocabulary = vocabulary
-        self.table = SlotTable(end_tokens, vocabulary)
+        self._make_caches, self._computing = make_caches, computing
+        self._end_tokens, self.vocabulary = end_tokens, vocabulary
+        self.failed: list[tuple[Row, Exception]] = []
+        self._limit = sys.maxsize
+        self._empty()
+
+    def _empty(self) -> None:
+        """Begin with no slots; a step in flight holds no live row."""
+        self.table = SlotTable(self._end_tokens, self.vocabulary)
         self.inflight: Step | None = None
-        self._make_caches = make_caches
-        self._end_tokens = end_tokens
         self._cache: RowCaches | None = None
         self._input: mx.array | None = None
         self._parameters: RowParameters | None = None
         self._seen: mx.array | None = None
         self._counts: mx.array | None = None
         self._masked: MaskedRows | None = None
-        self.failed: list[tuple[Row, Exception]] = []
         self._waste = 0.0
-        self._limit = sys.maxsize
 
     @property
     def slots(self) -> int:
@@ -326,8 +328,10 @@ class Batch:
         """
         wanted = sum(job.admitted for job in jobs)
         if self._cache is None or not self.table.running:
-            self._restart(wanted)
-        assert self._cache is not None
+            self._empty()
+            self.table.grow(wanted)
+            self._cache = self._make_caches(wanted)
+            self._cache.limit = self._limit
         prompts = [PrefilledPrompt(job.admitted, len(job.tokens) - 1, job.state, job.reserved) for job in jobs]
         if not self._cache.has_room(prompts):
             self._compact()  # the limit on the KV cache counts no free slots, so free them before columns grow
@@ -356,16 +360,6 @@ class Batch:
             if self.table.rows[slot] is not None:
                 self.leave(slot)
             self.clear(slot)
-
-    def _restart(self, rows: int) -> None:
-        """Start again with empty slots; a step in flight holds no live row."""
-        self.inflight = None
-        self.table = SlotTable(self._end_tokens, self.vocabulary)
-        self.table.grow(rows)
-        self._cache, self._input, self._seen = self._make_caches(rows), None, None
-        self._cache.limit = self._limit
-        self._parameters, self._counts, self._masked = None, None, None
-        self._waste = 0.0
 
     def _grow(self, rows: int) -> None:
         if rows <= 0:
@@ -412,8 +406,7 @@ class Batch:
 
     def drop(self) -> None:
         """Free the buffers. All rows have left."""
-        self._restart(0)
-        self._cache = None
+        self._empty()
 
     def compact(self) -> None:
         """Remove free slots and order the others once that saves as much as a copy of the KV cache costs."""

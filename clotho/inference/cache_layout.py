@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -143,8 +143,8 @@ class CacheLayout:
 
     def nest(self, flat: Sequence[Any]) -> list[Any]:
         """Arrange flat caches in the structure that the model's layers expect."""
-        rest = iter(flat)
-        return [_hybrid([next(rest) for _ in range(n)]) if n else next(rest) for n in self._nested]
+        rest, hybrid = iter(flat), cast("Any", CacheList)
+        return [hybrid(*(next(rest) for _ in range(n))) if n else next(rest) for n in self._nested]
 
     def prefilled(self, tokens: Sequence[int]) -> PromptState | None:
         """Return the evaluated state after `tokens`; None without tokens."""
@@ -179,11 +179,6 @@ class CacheLayout:
         if self.right_padding_limit is not None:
             return state
         return tuple(tuple(a[:, :, :tokens] for a in arrays) for arrays in state)
-
-
-def _hybrid(members: list[Any]) -> Any:
-    hybrid: Any = CacheList
-    return hybrid(*members)
 
 
 def set_state(cache: ArraysCache, arrays: list[mx.array]) -> None:
@@ -231,10 +226,9 @@ def _extracted(cache: Any, row: int, tokens: int) -> tuple[mx.array, ...]:
     if isinstance(cache, RotatingKVCache):
         in_order: Any = cache._temporal_order
         keys, values = in_order(keys), in_order(values)
-        if cache.offset > tokens:  # right padding never fills the window
-            return keys[row : row + 1, :, :tokens], values[row : row + 1, :, :tokens]
-        kept = min(tokens, cache.max_size)
-        return keys[row : row + 1, :, -kept:], values[row : row + 1, :, -kept:]
+        if cache.offset <= tokens:  # without right padding, which never fills the window
+            kept = min(tokens, cache.max_size)
+            return keys[row : row + 1, :, -kept:], values[row : row + 1, :, -kept:]
     return keys[row : row + 1, :, :tokens], values[row : row + 1, :, :tokens]
 
 

@@ -171,8 +171,7 @@ class ClientLine:
     def __iter__(self) -> Iterator[PrefillJob]:
         """Yield the jobs, client by client."""
         yield from self._first
-        if self._queue.length:
-            yield from self._queue
+        yield from self._queue
 
     @property
     def rows(self) -> int:
@@ -271,7 +270,7 @@ class Scheduler:
     @property
     def has_waiting(self) -> bool:
         """Whether a job is not in the batch yet."""
-        return bool(self.entering or self._rollouts or any(map(len, self._lines)))
+        return bool(self.entering or self._rollouts or self.has_waiting_clients)
 
     @property
     def has_waiting_clients(self) -> bool:

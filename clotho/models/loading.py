@@ -97,8 +97,7 @@ def is_local(path: str) -> bool:
 
 def _has_suffix(path: str) -> bool:
     """Whether a path has the suffix of a format of model files, also if the attachment that reads it is missing."""
-    names = {**OWNERS, **joined(lambda one: one.model_formats())}
-    return path.lower().endswith(tuple(name for name in names if name.startswith(".")))
+    return path.lower().endswith(tuple(name for name in OWNERS if name.startswith(".")))
 
 
 def file_format(path: Path) -> ModelFormat:

@@ -44,14 +44,14 @@ class LocalOriginMiddleware:
         """Pass the request on, or respond with 400."""
         headers = Headers(scope=scope) if scope["type"] in ("http", "websocket") else Headers()
         origin = headers.get("origin")
+        app, message = self._app, ""
         if scope["type"] != "lifespan" and not self._is_local("//" + headers.get("host", "")):
-            error = ApiError(400, "The Host header does not name this machine; use the address that the server binds.")
-            await error.response()(scope, receive, send)
+            message = "The Host header does not name this machine; use the address that the server binds."
         elif origin is not None and not self._is_local(origin):
-            error = ApiError(400, "The Origin header names another web site; send the request without a browser.")
-            await error.response()(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+            message = "The Origin header names another web site; send the request without a browser."
+        if message:
+            app = ApiError(400, message).response()
+        await app(scope, receive, send)
 
     def _is_local(self, url: str) -> bool:
         try:

@@ -49,11 +49,6 @@ class MessageParser(Protocol):
         """Add text; return the parts that are final with it. last: the completion ends with this text."""
 
 
-def unchanged(request: ValidatedRequest) -> ValidatedRequest:
-    """Return the request."""
-    return request
-
-
 class Conversation(Struct, frozen=True, kw_only=True):
     """A conversation as it is rendered, and what its answer needs.
 
@@ -66,7 +61,7 @@ class Conversation(Struct, frozen=True, kw_only=True):
     tools: Sequence[dict[str, Any]] = ()
     variables: dict[str, Any] = {}
     grammars: tuple[Grammar, ...] = ()
-    finished: Callable[[ValidatedRequest], ValidatedRequest] = unchanged
+    finished: Callable[[ValidatedRequest], ValidatedRequest] = lambda request: request
 
 
 class ChatExtension:

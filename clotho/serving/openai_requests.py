@@ -370,12 +370,10 @@ def _sampling(fields: GenerationFields, top_logprobs: int | None, context: Serve
         values["stop"] = tuple(
             text for text in ([fields.stop] if isinstance(fields.stop, str) else fields.stop) if text
         )
-    if fields.stop_token_ids is not None:
-        values["stop_token_ids"] = tuple(fields.stop_token_ids)
+    tokens = {"stop_token_ids": fields.stop_token_ids, "allowed_token_ids": fields.allowed_token_ids}
+    values |= {name: tuple(given) for name, given in tokens.items() if given is not None}
     if fields.logit_bias is not None:
         values["logit_bias"] = tuple(fields.logit_bias.items())
-    if fields.allowed_token_ids is not None:
-        values["allowed_token_ids"] = tuple(fields.allowed_token_ids)
     if fields.bad_words is not None:
         values["bad_words"] = _bad_words(fields.bad_words, lambda text: encode_plain(text, "bad_words", context))
     try:

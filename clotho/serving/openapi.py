@@ -91,12 +91,8 @@ def _operation(path: str, one: Endpoint) -> dict[str, Any]:
 
 
 def _alternatives(places: tuple[str, ...]) -> dict[str, Any]:
-    found = [_reference(place.partition(":")[2]) for place in places]
+    found = [{"$ref": REF.format(name=place.partition(":")[2])} for place in places]
     return found[0] if len(found) == 1 else {"anyOf": found}
-
-
-def _reference(name: str) -> dict[str, Any]:
-    return {"$ref": REF.format(name=name)}
 
 
 def _with_description(schema: dict[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-from clotho.extension import OWNERS, Generator, absence, joined, provided
+from clotho.extension import needs, provided
 from protocols.errors import DatasetError, visible
 from protocols.prompt import Problem
+from training_run.attachment import Generator, installed_attachments
 from training_run.profile.data import DataSection
+
+PREFIXES: Mapping[str, str] = {"reasoning_gym:": "reasoning_gym", "verifiers:": "verifiers"}
+"""The attachment of each prefix, so that a dataset is refused by its attachment where that is not installed."""
 
 
 class Generate(Protocol):
@@ -26,9 +30,8 @@ class Generate(Protocol):
 
 def prefix_of(dataset: object) -> str:
     """Return the prefix of a dataset that is generated, also if its attachment is missing; empty for other values."""
-    names = OWNERS.keys() | _rows()
     prefix = f"{dataset.partition(':')[0]}:" if isinstance(dataset, str) else ""
-    return prefix if prefix in names else ""
+    return prefix if prefix in PREFIXES else ""
 
 
 def rewards_of(dataset: object) -> Sequence[Mapping[str, Any]]:
@@ -67,7 +70,7 @@ class Generators:
 
 
 def _rows() -> dict[str, Generator]:
-    return joined(lambda one: one.generators())
+    return {prefix: row for one in installed_attachments() for prefix, row in one.generators.items()}
 
 
 def _row(path: str) -> Generator:
@@ -75,5 +78,5 @@ def _row(path: str) -> Generator:
     prefix = prefix_of(path)
     row = _rows().get(prefix)
     if row is None:
-        raise DatasetError(f"{visible(path, 200)} {absence(prefix)}")
+        raise DatasetError(f"{visible(path, 200)} {needs(PREFIXES[prefix])}")
     return row
