@@ -9,12 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from training_run import main as program
-
-if TYPE_CHECKING:
-    from training_run.main import Train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,13 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         sys.stderr.write(f"clotho: {error}\n")
         return 1
-    return program.main(argv, load_train=_load_train)
-
-
-def _load_train() -> Train:
-    from pipeline import train
-
-    return train
+    return program.main(argv, load_train=lambda: import_module("pipeline").train)
 
 
 if __name__ == "__main__":

@@ -257,9 +257,10 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
     """
     before_mlx()
     from clotho.storage.adapters import require_own_adapter
-    from protocols.errors import ClothoError
+    from protocols.errors import ClothoError, RunDirectoryError
     from training_run.attachment import check_attachments
     from training_run.directory.run_directory import open_run
+    from training_run.directory.run_paths import find_checkpoint
     from training_run.profile.flags import help_text, parse_arguments
     from training_run.profile.load import load_profile
     from training_run.stages import stages_of
@@ -268,7 +269,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
     arguments = parse_arguments(argv)
     if arguments.help is not None:
         return _show_help(help_text(arguments.help, commands()))[0]
-    fork = find_fork(arguments) if arguments.fork else None
+    fork = find_checkpoint(arguments.fork, "--fork").absolute() if arguments.fork else None
 
     def load(*layers: Layer) -> Profile:
         """Return the profile with further layers."""
@@ -292,8 +293,8 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
         shown: Literal["full", "changed"] = "full" if arguments.dry_run == "full" else "changed"
         return max(dry_run(one, console, shown=shown) for one in [stage.profile for stage in stages] or [profile])
     path = Path(os.path.expanduser(profile.run_dir))
-    if fork is not None:
-        refuse_same_run(path, fork)
+    if fork is not None and path.resolve() in fork.resolve().parents:
+        raise RunDirectoryError(f"--fork: {path} is the forked run itself: choose another --run-dir")
     if arguments.resume:
         refuse_missing_run(path)
     supervise(profile)
@@ -338,21 +339,6 @@ def adjusted(arguments: Arguments, layers: list[Layer]) -> list[Layer]:
     from training_run.start.adapter_settings import exists, with_adapter
 
     return layers if arguments.resume and not exists(named[-1]) else with_adapter(layers)
-
-
-def find_fork(arguments: Arguments) -> Path:
-    """Return the checkpoint that `--fork` names. Raises RunDirectoryError or CheckpointError if there is none."""
-    from training_run.directory.run_paths import find_checkpoint
-
-    return find_checkpoint(arguments.fork, "--fork").absolute()
-
-
-def refuse_same_run(path: Path, fork: Path) -> None:
-    """Raise `RunDirectoryError` if a fork would use the run directory of its source."""
-    from protocols.errors import RunDirectoryError
-
-    if path.resolve() in fork.resolve().parents:
-        raise RunDirectoryError(f"--fork: {path} is the forked run itself: choose another --run-dir")
 
 
 def refuse_missing_run(path: Path) -> None:

@@ -122,7 +122,8 @@ def write_checkpoint(
             files.append(write_file(unfinished / STATE, [state]))
             files += [file for name, part in snapshot.parts.items() for file in _write_part(unfinished, name, part)]
             files += [write_file(unfinished / name, [contents]) for name, contents in snapshot.records.items()]
-            _write_manifest(unfinished, files)
+            manifest = Manifest(format=FORMAT, files=tuple(files))
+            write_file(unfinished / MANIFEST, [msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"])
         prune(directory, keep_last, kept=kept())
     return path
 
@@ -212,7 +213,8 @@ def find_damage(directory: Path, *, sizes_only: bool = False) -> str | None:
             return problem
         for file in manifest.files:
             path = directory / file.name
-            if not _is_regular(path) or path.stat().st_size != file.size:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size != file.size:
                 return f"{file.name} does not match {MANIFEST}"
             if not sizes_only and digest_file(path) != file:
                 return f"{file.name} does not match {MANIFEST}"
@@ -236,10 +238,6 @@ def _listing_problem(directory: Path, names: Sequence[str]) -> str | None:
     read = (*REQUIRED, *sorted(path.name for path in directory.iterdir() if PART.fullmatch(path.name)))
     missing = [name for name in read if name not in names]
     return f"{MANIFEST} does not list {', '.join(missing)}" if missing else None
-
-
-def _is_regular(path: Path) -> bool:
-    return stat.S_ISREG(path.stat().st_mode)
 
 
 def _read_json(path: Path) -> bytes:
@@ -278,11 +276,6 @@ def require_same_inputs(state: RunState, inputs: Mapping[str, str]) -> None:
         raise CheckpointError(f"cannot resume: inputs changed since the start of the run: {', '.join(changed)}")
 
 
-def _write_manifest(directory: Path, files: list[FileDigest]) -> None:
-    manifest = Manifest(format=FORMAT, files=tuple(files))
-    write_file(directory / MANIFEST, [msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"])
-
-
 def _write_part(directory: Path, name: str, part: Part[object]) -> list[FileDigest]:
     files = [write_file(directory / _part_file(name, "msgpack"), [msgspec.msgpack.encode(part.value)])]
     if part.arrays:
@@ -294,14 +287,13 @@ def read_parts(directory: Path, *, with_arrays: bool = True) -> dict[str, Part[m
     """Read the parts of a checkpoint by the names of their attachments. Raises CheckpointError."""
     found = (PART.fullmatch(path.name) for path in directory.iterdir())
     names = sorted({match[1] for match in found if match})
-    return {name: _read_part(directory, name, with_arrays=with_arrays) for name in names}
-
-
-def _read_part(directory: Path, name: str, *, with_arrays: bool) -> Part[msgspec.Raw]:
-    value, arrays = directory / _part_file(name, "msgpack"), directory / _part_file(name, "safetensors")
-    with disk_errors_as(CheckpointError, f"{value} cannot be used"):
-        contents = msgspec.Raw(value.read_bytes())
-    return Part(value=contents, arrays=read_tensors(arrays) if with_arrays and arrays.exists() else {})
+    parts = {}
+    for name in names:
+        value, arrays = directory / _part_file(name, "msgpack"), directory / _part_file(name, "safetensors")
+        with disk_errors_as(CheckpointError, f"{value} cannot be used"):
+            contents = msgspec.Raw(value.read_bytes())
+        parts[name] = Part(value=contents, arrays=read_tensors(arrays) if with_arrays and arrays.exists() else {})
+    return parts
 
 
 def _part_file(name: str, kind: str) -> str:

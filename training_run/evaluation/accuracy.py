@@ -282,6 +282,9 @@ def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Comparison:
         pairs = ((value(a), value(b)) for a, b in zip(first, second, strict=True))
         return [(float(a), float(b)) for a, b in pairs if a is not None and b is not None]
 
+    loss_pairs = [(a.loss, b.loss) for a, b in zip(first, second, strict=True)]
+    # the same tokens, so that the difference of the losses is a ratio with the differences of nats
+    losses = [(b.nats - a.nats, float(a.tokens)) for a, b in loss_pairs if a is not None and b is not None]
     correct = both(_is_correct)
     gained, lost = sum(b > a for a, b in correct), sum(b < a for a, b in correct)
     names = sorted({name for one in (*first, *second) for name in one.greedy.grade.parts})
@@ -295,7 +298,7 @@ def compare(first: Sequence[Outcome], second: Sequence[Outcome]) -> Comparison:
         p_value=mcnemar(gained, lost),
         reward=value_difference(both(_reward)),
         rewards={name: found for name, found in parts.items() if found is not None},
-        loss=_loss_difference(first, second),
+        loss=mean_ratio(losses),
         avg=share_difference(both(avg_of)),
         pass_at={k: found for k, found in passes.items() if found is not None},
     )
@@ -311,12 +314,6 @@ def _reward(outcome: Outcome) -> float | None:
 
 def _part(outcome: Outcome, name: str) -> float | None:
     return outcome.greedy.grade.parts.get(name)
-
-
-def _loss_difference(first: Sequence[Outcome], second: Sequence[Outcome]) -> Estimate | None:
-    """Return the difference of the held-out losses: the same tokens, so a ratio with the differences of nats."""
-    pairs = [(a.loss, b.loss) for a, b in zip(first, second, strict=True)]
-    return mean_ratio([(b.nats - a.nats, float(a.tokens)) for a, b in pairs if a is not None and b is not None])
 
 
 def share_difference(pairs: Sequence[tuple[float, float]]) -> Estimate | None:

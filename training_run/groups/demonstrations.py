@@ -21,6 +21,7 @@ from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion, SampleRequest, Sampling, turns_of
 from protocols.step import TrainedGroup
+from training_run.episodes.tokens import common_prefix
 from training_run.groups.rollout_source import Complete
 from training_run.supervision.hooks import UpdateHook
 
@@ -83,9 +84,7 @@ def _answer(
 
 def shared_tokens(found: Sequence[Demonstration]) -> int:
     """Return the number of first tokens that all sequences share, and of which none is learned."""
-    end = min(one.learned.index(True) for one in found)
-    differ = (at for at in range(end) if len({one.tokens[at] for one in found}) > 1)
-    return next(differ, end)
+    return common_prefix([one.tokens[: one.learned.index(True)] for one in found])
 
 
 class DatasetGroups(ABC):

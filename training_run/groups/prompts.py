@@ -180,7 +180,9 @@ def read_split(profile: Profile | EvaluationProfile) -> HeldOutSplit:
             """Generate problems, without the prompts of `excluded`, or read those of another dataset."""
             if not prefix_of(source.path):
                 return load_problems(source, columns=columns)
-            _require_no_split(source)
+            if source.subset or source.split not in ("", DEFAULT_SPLIT):
+                text = "has no subsets and no splits: remove data.subset and the names of splits"
+                raise DatasetError(f"{source.path} {text}")
             prompts = {problem.prompt for problem in excluded}
             return generators.problems(source.path, seed=profile.seed, part=part, excluded=prompts)
 
@@ -197,11 +199,6 @@ def read_split(profile: Profile | EvaluationProfile) -> HeldOutSplit:
             split = split_heldout(problems, data.heldout_fraction, profile.seed)
     _require_applicable_rewards(profile, {problem.type for problem in (*split.train, *split.heldout)})
     return split
-
-
-def _require_no_split(source: Source) -> None:
-    if source.subset or source.split not in ("", DEFAULT_SPLIT):
-        raise DatasetError(f"{source.path} has no subsets and no splits: remove data.subset and the names of splits")
 
 
 def _dataset_report(split: HeldOutSplit) -> DatasetReport:

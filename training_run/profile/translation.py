@@ -6,6 +6,7 @@ refused together, each with its replacement, and with the whole command line as 
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -45,11 +46,10 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 class Translation(Struct, frozen=True, kw_only=True):
-    """A command line in the words of Clotho. changed: the words that replaced others. before: words before it."""
+    """A command line in the words of Clotho. changed: the words that replaced others."""
 
     words: tuple[str, ...]
     changed: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
 
 
 class Dialect(Struct, frozen=True, kw_only=True):
@@ -105,7 +105,9 @@ def translate(argv: Sequence[str], dialect: Dialect) -> Translation:
             if not line.accepts(one, choices):
                 choices = [line.fitting(one, choice) for choice in choices]
                 refused.append(_refusal(one, choices))
-            new = line.new_words(choices[0].words, words)
+            there = [(other.flag, other.values) for other in split(words)]
+            further = [other for other in split(choices[0].words) if (other.flag, other.values) not in there]
+            new = [word for other in further for word in other.words]
             words, changed = [*words, *new], [*changed, *new]
             before += shlex.split(choices[0].before)
     words = [*_giving_way(dialect.flags, words), *words]
@@ -158,11 +160,6 @@ class Line:
         """Whether a flag has one meaning, and that of its replacement."""
         return len(choices) == 1 and all(one.name in row.accepted for row in choices[0].rows)
 
-    def new_words(self, words: Sequence[str], there: Sequence[str]) -> list[str]:
-        """The words of a replacement, without flags that are there with the same value."""
-        seen = [(one.flag, one.values) for one in split(there)]
-        return [word for one in split(words) if (one.flag, one.values) not in seen for word in one.words]
-
     def fitting(self, one: Given, choice: Choice) -> Choice:
         """A choice of a refused flag whose words are valid: `VALUE` stands for a value that is not."""
         problem = "" if VALUE in choice.words else self._dialect.problem(choice.words)
@@ -197,7 +194,8 @@ def replaced_program(argv: Sequence[str], problem: Callable[[Sequence[str]], str
     problem: as in `Dialect`, for the flags of a run. Words before the program, such as `uv run` and `python -m`, are
     dropped. Raises ProfileError for a program that Clotho does not replace, and as `translate`.
     """
-    words = [os.path.basename(one) for one in _before_flags(argv)]
+    before = itertools.takewhile(lambda word: not word.startswith("--"), argv)
+    words = [os.path.basename(one) for one in before]
     names = {one.name: one for one in table().program}
     number = next((number for number, word in enumerate(words) if word in names), None)
     if number is None:
@@ -217,11 +215,6 @@ def replaced_program(argv: Sequence[str], problem: Callable[[Sequence[str]], str
     words = [*filter(None, [there.command]), *found.words]
     announce_words(words)
     return words
-
-
-def _before_flags(argv: Sequence[str]) -> list[str]:
-    number = next((number for number, word in enumerate(argv) if word.startswith("--")), len(argv))
-    return list(argv[:number])
 
 
 def announce_words(words: Sequence[str]) -> None:

@@ -84,7 +84,7 @@ def event_log(console: Console) -> Iterator[EventSink]:
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
             _add_logger_name,
             structlog.processors.format_exc_info,
-            _as_arguments,
+            lambda logger, method, event: ((event,), {}),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         context_class=dict,
@@ -241,10 +241,6 @@ def _add_logger_name(logger: WrappedLogger, method: str, event: EventDict) -> Ev
     if logger.name:
         event.setdefault("logger", logger.name)
     return event
-
-
-def _as_arguments(logger: WrappedLogger, method: str, event: EventDict) -> tuple[tuple[EventDict], dict[str, Any]]:
-    return (event,), {}
 
 
 class _ForwardHandler(logging.Handler):

@@ -124,12 +124,14 @@ def step_metrics(
     discarded.update((group.prompt.source, group.reason) for group in report.discarded)
     seconds = now.seconds - before.seconds
     completions = _completion_metrics(report)
+    rewards = [reward for group in report.ended for reward in group.rewards if bounded([reward])]
     return {
         "step": report.step,
         "policy_version": report.version,
         "weights_hash": report.fingerprint,
         "time/run": now.seconds,
-        **_reward_metrics(report),
+        "reward/mean": _mean(rewards),
+        "reward/std": pstdev(rewards) if rewards else None,
         "rewards": reward_parts(report, failures_between),
         **dict.fromkeys(UPDATE_METRICS),
         **_update_metrics(report),
@@ -195,11 +197,6 @@ def _environment(trained: list[ScoredGroup], discarded: dict[str, int]) -> Metri
         "completion_length/mean": _mean(lengths),
         "logprob_error_max": max(errors, default=None),
     }
-
-
-def _reward_metrics(report: StepReport) -> MetricsLine:
-    counted = [reward for group in report.ended for reward in group.rewards if bounded([reward])]
-    return {"reward/mean": _mean(counted), "reward/std": pstdev(counted) if counted else None}
 
 
 def _update_metrics(report: StepReport) -> MetricsLine:

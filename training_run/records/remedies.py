@@ -96,7 +96,8 @@ class RunCommands:
             argv = ["doctor", "--profile", profile, *self._free_port]
             return replace(finding, remedy=CHECK, command=command_line(argv))
         steps = checkpoint_steps(self._run_dir / "checkpoints")
-        if remedy.action == "resume" and not self._is_over(steps):
+        is_over = bool(steps) and steps[0] >= self._load({}).steps
+        if remedy.action == "resume" and not is_over:
             return replace(finding, command=command_line(["--profile", profile, "--resume", *as_flags(changes)]))
         before = inf if remedy.before_step is None else remedy.before_step
         step = next((step for step in steps if step < before), None) if remedy.action == "fork" else None
@@ -110,9 +111,6 @@ class RunCommands:
         if changes not in self._changes:
             self._changes[changes] = accepted_change(changes, self._load)
         return self._changes[changes]
-
-    def _is_over(self, steps: Sequence[int]) -> bool:
-        return bool(steps) and steps[0] >= self._load({}).steps
 
     @cached_property
     def _free_port(self) -> list[str]:

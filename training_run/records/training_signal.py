@@ -210,7 +210,8 @@ class TrainingSignal:
         fact = f"{fact}{described}" + (f"; {expected}" if expected else "")
         group = self._groups[-1]
         example = visible(f"{group.prompt} -> {group.completions[0].text}", MAX_SHOWN, keep_end=100)
-        truncated, total = self._truncated_counts()
+        reasons = [completion.finish_reason for group in self._groups for completion in group.completions]
+        truncated, total = reasons.count("length"), len(reasons)
         if truncated >= MOSTLY * total:
             return Finding(
                 name="all_truncated",
@@ -276,10 +277,6 @@ class TrainingSignal:
                 advice=LONGER,
                 remedy=Remedy(action="fork", changes=(LONGER_LIMIT,)),
             )
-
-    def _truncated_counts(self) -> tuple[int, int]:
-        reasons = [completion.finish_reason for group in self._groups for completion in group.completions]
-        return reasons.count("length"), len(reasons)
 
     def _part_values(self) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {}

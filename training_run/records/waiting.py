@@ -47,8 +47,10 @@ class GroupsInFlight:
 
     def waiting_for(self, stages: GroupStages | None = None) -> str:
         """Return what the learner waits for. stages: where the groups in flight are."""
-        context = self._context
-        return waits_for(context.profile, context.progress.step, stages or self.stages(), self._full_queue())
+        context, prefix = self._context, "updates."
+        full = (one.name for one in self._queues if one.name.startswith(prefix) and one.depth >= one.capacity)
+        receiver = next(full, "").removeprefix(prefix)
+        return waits_for(context.profile, context.progress.step, stages or self.stages(), receiver)
 
     def stages(self) -> GroupStages:
         """Return where the groups in flight are."""
@@ -67,9 +69,3 @@ class GroupsInFlight:
             scoring=max(0, sampled - scored),
             waiting=max(0, scored - ended),
         )
-
-    def _full_queue(self) -> str:
-        """Return the receiver of updates that the learner waits for, if there is one."""
-        prefix = "updates."
-        full = [one.name for one in self._queues if one.name.startswith(prefix) and one.depth >= one.capacity]
-        return full[0].removeprefix(prefix) if full else ""

@@ -10,7 +10,7 @@ import numpy as np
 from clotho.models.adapter_formats import TENSOR_FILES
 from clotho.models.adapter_reading import listed, read_adapter_of
 from clotho.models.adapters import Adapter, Floats
-from clotho.models.parameters import Arrays, as_parameters, fingerprint, flat, nested
+from clotho.models.parameters import as_parameters, fingerprint, flat, nested
 from clotho.models.policy import Policy
 from clotho.storage.adapters import TENSORS, read_adapter_config, tensor_problems, unpad_ranks
 from clotho.storage.adapters import read_adapter as read_own_adapter
@@ -76,7 +76,8 @@ def publish_initial(policy: Policy, initial: InitialAdapter) -> None:
     if initial.adapter is not None:
         arrays = as_parameters(_matrices(initial.adapter, policy), expected)
     else:
-        arrays = as_parameters(_own_weights(initial), expected)
+        assert initial.own is not None
+        arrays = as_parameters(unpad_ranks(read_tensors(initial.path / TENSORS), initial.own), expected)
     if initial.own is not None and initial.own.fine_tune_type == "full":
         arrays = {**expected, **arrays}
     if problems := tensor_problems(arrays, expected):
@@ -100,8 +101,3 @@ def _matrices(adapter: Adapter, policy: Policy) -> dict[str, Floats]:
         own = adapter.scales[module]
         arrays[name] = values * np.float32(own / scale) if matrix == "lora_b" and own != scale else values
     return arrays
-
-
-def _own_weights(initial: InitialAdapter) -> Arrays:
-    assert initial.own is not None
-    return unpad_ranks(read_tensors(initial.path / TENSORS), initial.own)

@@ -207,7 +207,8 @@ def restore_histories(directory: RunDirectory, state: RunState | None, profile: 
     for attachment in installed_attachments():
         _rewind(attachment, directory, step)
     warnings = [*_repairs(metrics), *_repairs(evaluations), *_repairs(rollouts)]
-    if state is None or _replaces_monitor(profile):
+    replaced = any(section.mode == "replace" and section.at == "monitor" for section in profile.actors)
+    if state is None or replaced:  # a custom monitor writes the histories in a form of its own
         return RestoredHistories(warnings=tuple(warnings))
     steps, evaluated = IntegerSet(ranges=[range(1, step + 1)] if step > 0 else ()), IntegerSet(state.evaluated)
     gaps: list[HistoryGap] = []
@@ -245,11 +246,6 @@ def _rewind(attachment: Attachment, directory: RunDirectory, step: int) -> None:
     except OSError as error:
         where = error.filename or directory.path
         raise RunDirectoryError(f"{where} cannot be changed: {error.strerror or error}") from error
-
-
-def _replaces_monitor(profile: Profile) -> bool:
-    """Whether a custom actor writes the histories, in a form of its own."""
-    return any(section.mode == "replace" and section.at == "monitor" for section in profile.actors)
 
 
 def _repairs(found: Scan) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -166,8 +167,8 @@ class CustomActors:
         """A channel with the stages and taps of the profile, in the profile's order."""
         channel = Channel[Any](name, capacity=capacity)
         for section, factory in self._at("insert", name):
-            channel.insert(self._stage(section, factory))
-        if taps := [self._tap(section, factory) for section, factory in self._at("tap", name)]:
+            channel.insert(partial(self._stage, section, factory))
+        if taps := [partial(self._tap, section, factory) for section, factory in self._at("tap", name)]:
             channel.tap(taps)
         return channel
 
@@ -184,13 +185,11 @@ class CustomActors:
             return self._child(section, factory, ends, restart, replaced)
         return None
 
-    def _stage(self, section: ActorSection, factory: Factory) -> Callable[[Inbox[Any], Outbox[Any]], Child]:
-        return lambda inbox, outbox: self._child(
-            section, factory, {"inbox": inbox, "outbox": outbox}, Restart.TRANSIENT
-        )
+    def _stage(self, section: ActorSection, factory: Factory, inbox: Inbox[Any], outbox: Outbox[Any]) -> Child:
+        return self._child(section, factory, {"inbox": inbox, "outbox": outbox}, Restart.TRANSIENT)
 
-    def _tap(self, section: ActorSection, factory: Factory) -> Callable[[Inbox[Any]], Child]:
-        return lambda inbox: self._child(section, factory, {"inbox": inbox}, Restart.TEMPORARY)
+    def _tap(self, section: ActorSection, factory: Factory, inbox: Inbox[Any]) -> Child:
+        return self._child(section, factory, {"inbox": inbox}, Restart.TEMPORARY)
 
     def _at(self, mode: str, place: str) -> list[tuple[ActorSection, Factory]]:
         return [entry for entry in self._sections if (entry[0].mode, entry[0].at) == (mode, place)]
