@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import structlog
@@ -16,10 +16,10 @@ from protocols.queues import Inbox
 from protocols.step import FirstBatch, GroupsEnded, LearnerReport, StepReport
 from protocols.summary import Gauges
 from training_run.directory.jsonl import JsonlWriter
-from training_run.records.display import Display, RunView, Sample, sample
+from training_run.records.display import Display, RunView, sample
 from training_run.records.findings import RunFindings
 from training_run.records.forecast import RunForecast
-from training_run.records.metrics import Measurement, MetricsLine, step_metrics
+from training_run.records.metrics import Measurement, step_metrics
 from training_run.records.rollout_log import rollout_records
 from training_run.records.solved import Solved, count_solved
 from training_run.supervision.hooks import Measure, ReportObserver
@@ -84,20 +84,14 @@ class Monitor:
         self._inbox, self._gauges, self._display = inbox, gauges, display
         self._metrics_file, self._evaluations_file, self._rollouts_file = metrics, evaluations, rollouts
         self.logged, self._findings, self._observers, self._measures = logged, findings, observers, measures
-        self._step, self._forecast = first_step, forecast
+        self._view, self._forecast = RunView(step=first_step), forecast
         self._seconds_before, self._clock, self._started_at = seconds_before, clock, clock()
         self._last = Measurement(seconds=seconds_before, gauges=replace(gauges(), findings=()))
         self._failed_writes: Counter[str] = Counter()
-        self._trained, self._discarded = 0, Counter[str]()
         self._discarded_between, self._failures_between = Counter[tuple[str, str]](), Counter[str]()
         self._solved_between = Counter[Solved]()
-        self._rewards: deque[float] = deque(maxlen=MAX_REWARDS)
         self._work, self._all_work = deque[StepWork](maxlen=SPEED_STEPS), StepWork()
         self._known = set[str]()
-        self._first_evaluation: EvalReport | None = None
-        self._evaluations: deque[EvalReport] = deque(maxlen=MAX_EVALUATIONS)
-        self._latest: MetricsLine | None = None
-        self._sample: Sample | None = None
 
     async def run(self) -> None:
         """Read reports until the inbox ends."""
@@ -130,7 +124,7 @@ class Monitor:
             case FirstBatch():
                 self._findings.preview(report.groups)
                 self._pass_findings(report.step)
-                self.logged.put(self._step)
+                self.logged.put(self._view.step)
             case EvalReport():
                 await self._observe_evaluation(report)
         self._show()
@@ -152,14 +146,18 @@ class Monitor:
             counts.clear()
         self._work.append(StepWork(metrics["completion_length/total"], seconds - self._last.seconds))
         self._all_work = _summed([self._all_work, self._work[-1]])
-        self._last, self._step, self._latest = now, report.step, metrics
+        self._last, view, mean = now, self._view, metrics["reward/mean"]
         if self._forecast is not None:
             self._forecast.add_step(metrics)
-        self._trained += len(report.trained)
-        self._discarded.update(group.reason for group in report.discarded)
-        if metrics["reward/mean"] is not None:
-            self._rewards.append(metrics["reward/mean"])
-        self._sample = sample(report) or self._sample
+        self._view = replace(
+            view,
+            step=report.step,
+            trained=view.trained + len(report.trained),
+            discarded=_with_reasons(view.discarded, report),
+            rewards=view.rewards if mean is None else (*view.rewards, mean)[-MAX_REWARDS:],
+            latest=metrics,
+            sample=sample(report) or view.sample,
+        )
         for observer in self._observers:
             observer.step(report, metrics)
         self._pass_findings(report.step)
@@ -186,7 +184,7 @@ class Monitor:
         self._findings.observe(report, self._gauges())
         self._pass_findings(report.step)
         self._failures_between.update(name for group in report.discarded for name in group.failed_rewards)
-        self._discarded.update(group.reason for group in report.discarded)
+        self._view = replace(self._view, discarded=_with_reasons(self._view.discarded, report))
         self._solved_between.update(count_solved(report.discarded))
         self._discarded_between.update((group.prompt.source, group.reason) for group in report.discarded)
         if self._rollouts_file is not None:
@@ -195,10 +193,8 @@ class Monitor:
             observer.groups(report)
 
     async def _observe_evaluation(self, report: EvalReport) -> None:
-        if self._first_evaluation is None:
-            self._first_evaluation = report
-        else:
-            self._evaluations.append(report)
+        first, *others = *self._view.evaluations, report
+        self._view = replace(self._view, evaluations=(first, *others[-MAX_EVALUATIONS:]))
         if self._forecast is not None:
             self._forecast.add_evaluation(report)
         for observer in self._observers:
@@ -239,7 +235,15 @@ class Monitor:
         try:
             if start:
                 self._display.start()
-            self._display.show(self._view(has_ended=has_ended))
+            age, work = self._age(), self._all_work if has_ended else _summed(self._work)
+            self._view = replace(
+                self._view,
+                seconds=age - self._seconds_before,
+                seconds_left=None if self._forecast is None else self._forecast.seconds_left(age),
+                tokens_per_second=work.tokens / work.seconds if work.seconds > 0 else None,
+                has_ended=has_ended,
+            )
+            self._display.show(self._view)
         except Exception:
             log.warning("display_failed", exc_info=True)
             self._display, failed = Display(), self._display
@@ -251,22 +255,10 @@ class Monitor:
         except Exception:
             log.warning("display_not_closed", exc_info=True)
 
-    def _view(self, *, has_ended: bool) -> RunView:
-        first = () if self._first_evaluation is None else (self._first_evaluation,)
-        age, work = self._age(), self._all_work if has_ended else _summed(self._work)
-        return RunView(
-            step=self._step,
-            seconds=age - self._seconds_before,
-            seconds_left=None if self._forecast is None else self._forecast.seconds_left(age),
-            tokens_per_second=work.tokens / work.seconds if work.seconds > 0 else None,
-            trained=self._trained,
-            discarded=dict(self._discarded),
-            rewards=tuple(self._rewards),
-            evaluations=(*first, *self._evaluations),
-            latest=self._latest,
-            sample=self._sample,
-            has_ended=has_ended,
-        )
+
+def _with_reasons(counts: Mapping[str, int], report: StepReport | GroupsEnded) -> dict[str, int]:
+    """Return numbers of discarded groups by reason, with those of a report."""
+    return dict(Counter(counts) + Counter(group.reason for group in report.discarded))
 
 
 def _summed(steps: Iterable[StepWork]) -> StepWork:

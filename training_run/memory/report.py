@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import structlog
 
@@ -66,8 +66,8 @@ ALWAYS_HELD = ("base", "trained", "optimizer", "reference", "rollback", "publish
 """Parts that are held at any time, whatever the length of completions."""
 
 
-def describe(estimate: MemoryEstimate) -> list[MemoryPart]:
-    """Return every part that is not empty, in the order of the fields.
+def describe(estimate: MemoryEstimate, only: Collection[str] = ()) -> list[MemoryPart]:
+    """Return every part that is not empty, in the order of the fields. only: fields; empty: all.
 
     The parts may add up to more than `estimate.total`, because backward pass, optimizer step and decode step alternate,
     and because freed buffers are not part of it.
@@ -75,7 +75,7 @@ def describe(estimate: MemoryEstimate) -> list[MemoryPart]:
     return [
         MemoryPart(component=component, bytes=getattr(estimate, name), change=change)
         for name, component, change in PARTS
-        if getattr(estimate, name)
+        if getattr(estimate, name) and (not only or name in only)
     ]
 
 
@@ -148,19 +148,14 @@ def _least_parts(estimate: MemoryEstimate) -> list[MemoryPart]:
         ("decode",): estimate.decode,
     }
     needed = {*ALWAYS_HELD, *max(turns, key=lambda names: turns[names])}
-    parts = [part for part in describe(estimate) if _field(part) in needed]
-    parts.append(MemoryPart(component="KV cache of one sequence", bytes=estimate.one_sequence, change=LENGTHS))
-    return parts
+    one_sequence = MemoryPart(component="KV cache of one sequence", bytes=estimate.one_sequence, change=LENGTHS)
+    return [*describe(estimate, needed), one_sequence]
 
 
 def _largest(parts: Sequence[MemoryPart]) -> str:
     """Name the largest parts, and what makes them smaller."""
     largest = sorted(parts, key=lambda part: -part.bytes)[:NAMED_PARTS]
     return "; ".join(f"{part.bytes / GIB:.1f} GiB of {part.component} (change {part.change})" for part in largest)
-
-
-def _field(part: MemoryPart) -> str:
-    return next(name for name, component, _ in PARTS if component == part.component)
 
 
 def _higher_limit(estimate: MemoryEstimate, limit: MemoryLimit) -> str:

@@ -15,7 +15,6 @@ from msgspec import Struct
 from protocols.errors import visible
 from protocols.finding import CHECK, Change, Finding, FindingName, Remedy
 from protocols.rollout import GroupOutcome, ScoredGroup, are_equal, bounded
-from protocols.sampling import Completion
 from protocols.step import GroupsEnded, StepReport
 from training_run.records.solved import Solved, count_solved, solved_by
 from training_run.rewards.overlong import OVERLONG
@@ -59,16 +58,6 @@ MAX_SHOWN = 300
 """Characters of a completion or an error that a finding shows."""
 
 
-class Observed(Struct, frozen=True, kw_only=True):
-    """The part of a scored group that the checks read. prompt: text of the problem. solved: by which completions."""
-
-    prompt: str
-    completions: tuple[Completion, ...]
-    rewards: tuple[float, ...]
-    parts: dict[str, tuple[float | None, ...]]
-    solved: Solved | None
-
-
 class _Silence(Struct):
     """Batches in a row that had no group to train on because of equal rewards.
 
@@ -89,7 +78,7 @@ class TrainingSignal:
 
     def __init__(self, expected: Mapping[str, str], *, window: int = WINDOW) -> None:
         self._expected = expected
-        self._groups: deque[Observed] = deque(maxlen=window)
+        self._groups: deque[GroupOutcome] = deque(maxlen=window)
         self._failed = 0
         self._error = ""
         self._silence = _Silence()
@@ -134,16 +123,8 @@ class TrainingSignal:
         yield from self._truncated()
 
     def _add(self, group: GroupOutcome) -> None:
-        rewards = group.rewards
-        if group.completions and len(rewards) == len(group.completions) and bounded(rewards):
-            seen = Observed(
-                prompt=group.prompt.problem.prompt,
-                completions=group.completions,
-                rewards=rewards,
-                parts=group.parts,
-                solved=solved_by(group) if are_equal(rewards) else None,
-            )
-            self._groups.append(seen)
+        if group.completions and len(group.rewards) == len(group.completions) and bounded(group.rewards):
+            self._groups.append(group)
             self._failed, self._error = 0, ""
 
     def _count(self, report: StepReport | GroupsEnded) -> None:
@@ -176,7 +157,7 @@ class TrainingSignal:
 
     def _difficulty(self) -> Iterator[Finding]:
         """Yield a finding if most of the latest problems are solved by all completions of their groups, or by none."""
-        counts = Counter(group.solved for group in self._groups)
+        counts = Counter(solved_by(group) for group in self._groups if are_equal(group.rewards))
         total = len(self._groups)
         for solved, name, fact, advice in DIFFICULTIES:
             share = STILL if name in self._difficult else MOSTLY
@@ -208,8 +189,6 @@ class TrainingSignal:
             )
         expected = "; ".join(f"{name} expects {self._expected[name]}" for name in parts if name in self._expected)
         fact = f"{fact}{described}" + (f"; {expected}" if expected else "")
-        group = self._groups[-1]
-        example = visible(f"{group.prompt} -> {group.completions[0].text}", MAX_SHOWN, keep_end=100)
         reasons = [completion.finish_reason for group in self._groups for completion in group.completions]
         truncated, total = reasons.count("length"), len(reasons)
         if truncated >= MOSTLY * total:
@@ -220,7 +199,7 @@ class TrainingSignal:
                 consequence=f"a completion without an end earns no reward, so nothing is learned{cost}",
                 advice=LONGER,
                 remedy=Remedy(action="start", changes=(LONGER_LIMIT,)),
-                example=example,
+                example=self._example(),
             )
         return Finding(
             name="no_reward",
@@ -230,7 +209,7 @@ class TrainingSignal:
             advice="compare the example with what the rewards expect, state the format in data.system, or choose "
             "other rewards",
             remedy=CHECK,
-            example=example,
+            example=self._example(),
         )
 
     def _constant_parts(self) -> Iterator[Finding]:
@@ -254,7 +233,6 @@ class TrainingSignal:
         truncated = [reward for completion, reward in completions if completion.finish_reason == "length"]
         ended = [reward for completion, reward in completions if completion.finish_reason != "length"]
         if not ended:
-            group = self._groups[-1]
             yield Finding(
                 name="all_truncated",
                 severity="warning",
@@ -262,7 +240,7 @@ class TrainingSignal:
                 consequence="no completion has an end, so the policy does not learn to finish its answer",
                 advice=LONGER,
                 remedy=Remedy(action="start", changes=(LONGER_LIMIT,)),
-                example=visible(f"{group.prompt} -> {group.completions[0].text}", MAX_SHOWN, keep_end=100),
+                example=self._example(),
             )
             return
         if len(truncated) < OFTEN * len(completions):
@@ -277,6 +255,10 @@ class TrainingSignal:
                 advice=LONGER,
                 remedy=Remedy(action="fork", changes=(LONGER_LIMIT,)),
             )
+
+    def _example(self) -> str:
+        group = self._groups[-1]
+        return visible(f"{group.prompt.problem.prompt} -> {group.completions[0].text}", MAX_SHOWN, keep_end=100)
 
     def _part_values(self) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {}

@@ -144,10 +144,11 @@ class WorkerProcess:
         message = await self._process.answer(request, MESSAGES, limit, grace_seconds=grace)
         if isinstance(message, Failure) and message.number == self._number:
             raise RewardError(message.message, traceback=message.traceback)
-        if not isinstance(message, Answer) or message.number != self._number:
-            raise self._process.end("sent an invalid answer")
-        if len(message.values) != len(completions.texts):
-            raise self._process.end("sent an invalid answer")
-        if any(value is not None and too_large(value) for value in message.values):
+        if (
+            not isinstance(message, Answer)
+            or message.number != self._number
+            or len(message.values) != len(completions.texts)
+            or any(value is not None and too_large(value) for value in message.values)
+        ):
             raise self._process.end("sent an invalid answer")
         return message.values

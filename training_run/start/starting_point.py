@@ -30,6 +30,7 @@ from protocols.finding import Finding
 from protocols.summary import HistoryGap
 from training_run.directory.checkpoints import (
     Checkpoint,
+    LatestCheckpoint,
     Snapshot,
     read_checkpoint,
     record_newest,
@@ -133,17 +134,18 @@ async def begin(
         whole = recorded_profile(profile, directory)
         refuse_if_incompatible(before, whole, run=directory.path, step=directory.resume_step)
     directory.begin()
-    initial = policy.trainable()
-    if fork is not None:
-        return await _begin_fork(profile, directory, compute, policy, learner, fork, inputs)
-    found = find_resume_point(directory)
+    initial = policy.trainable() if fork is None else None
+    found = LatestCheckpoint() if fork is not None else find_resume_point(directory)
     state: RunState | None = None
     parts: Mapping[str, Part[msgspec.Raw]] = {}
     warnings = found.warnings
-    if found.path is not None:
+    if fork is not None:
+        parts = fork.checkpoint.parts
+        state, origin, warnings = await _begin_fork(profile, directory, compute, policy, learner, fork, inputs)
+    elif found.path is not None:
         begins = directory.stage.first_step if directory.stage is not None else 0
         checkpoint = await restore(found.path, compute, policy, learner, inputs, begins=begins)
-        state, parts = checkpoint.state, checkpoint.parts
+        state, parts, origin = checkpoint.state, checkpoint.parts, None
     elif origin is not None or not isinstance(profile.policy.method, FullMethod):
         snapshot = await finish(compute.learner.submit(lambda: _snapshot(policy, learner, None, inputs)))
         if origin is not None:
@@ -156,7 +158,7 @@ async def begin(
         state=state,
         parts=parts,
         initial=initial,
-        origin=origin if found.path is None else None,
+        origin=origin,
         gaps=restored.gaps,
         warnings=(*warnings, *restored.warnings),
     )
@@ -170,31 +172,26 @@ async def _begin_fork(
     learner: PolicyLearner,
     fork: Fork,
     inputs: dict[str, str],
-) -> StartingPoint:
-    """Copy the histories of the forked run up to its step, and write the first checkpoint of the new run."""
+) -> tuple[RunState, Origin, tuple[str, ...]]:
+    """Copy the histories of the forked run up to its step, and write the first checkpoint of the new run.
+
+    Return the state of that checkpoint, what the run started from, and warnings.
+    """
     source = directory.fork
     assert source is not None
     before = fork.checkpoint.state
     changed = tuple(sorted(name for name in inputs if before.inputs.get(name) != inputs[name]))
     origin = await run_sync(lambda: _fork_origin(source, profile, before, changed))
     state = replace(before, inputs=inputs)
-    parts = fork.checkpoint.parts
 
     def snapshot() -> Snapshot:
         restore_random_state(state.random_state)
-        return replace(_snapshot(policy, learner, state, inputs), parts=parts)
+        return replace(_snapshot(policy, learner, state, inputs), parts=fork.checkpoint.parts)
 
     written = await finish(compute.learner.submit(snapshot))
     await run_sync(partial(_write_fork, directory, written, origin, profile))
-    restored = restore_histories(directory, state, profile)
     warned = (f"the fork has other inputs than the forked run: {', '.join(changed)}",) if changed else ()
-    return StartingPoint(
-        state=state,
-        parts=parts,
-        origin=origin,
-        gaps=restored.gaps,
-        warnings=(*fork.warnings, *warned, *restored.warnings),
-    )
+    return state, origin, (*fork.warnings, *warned)
 
 
 def _snapshot(

@@ -115,7 +115,7 @@ async def _build_context(
         loaded = await run_sync(lambda: _load_prompts(profile, policy, rewards))
         prompts, held_out = loaded.builder, loaded.held_out
         ungraded = _require_correct_rewards(profile, held_out, rewards)
-        inputs = await run_sync(lambda: _fingerprint_inputs(profile, loaded))
+        inputs = await run_sync(_fingerprint_inputs, profile, loaded.dataset.fingerprint)
         preflight = await run_sync(start_findings, profile, policy.tokenizer, prompts.problems, ready.estimate)
     with watch.phase("warmup step"):
         await finish(warmup)
@@ -255,11 +255,15 @@ def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> Lo
     """The prompts of the run, checked against the context length and the engine's limits."""
     sure = min(policy.context_length, profile.engine.kv_cache_tokens) - profile.sampling.max_tokens
     loaded = load_prompts(profile, policy.tokenizer, rewards.grade, longest=sure, say=log.warning)
-    held_out = loaded.held_out
+    held_out, longest, context = loaded.held_out, loaded.longest, policy.context_length
     if has_own_groups(profile):
         rewards.require_columns([*loaded.builder.problems, *held_out.problems])
-    _require_short_prompts(loaded.longest, policy.context_length, profile)
-    _require_valid_requests(loaded.longest, policy, profile)
+    if longest >= context:
+        raise ProfileError(
+            f"the longest prompt of {profile.data.train} and its held-out problems has {longest} tokens, and the "
+            f"policy's context length is {context}: set data.max_prompt_tokens, or choose another model"
+        )
+    _require_valid_requests(longest, policy, profile)
     if isinstance(profile.eval, HeldOutEvaluation) and profile.eval.problems > len(held_out.problems):
         log.warning(
             "fewer_heldout_problems_than_requested",
@@ -268,14 +272,6 @@ def _load_prompts(profile: Profile, policy: Policy, rewards: RewardRunner) -> Lo
             available=len(held_out.problems),
         )
     return loaded
-
-
-def _require_short_prompts(longest: int, context: int, profile: Profile) -> None:
-    if longest >= context:
-        raise ProfileError(
-            f"the longest prompt of {profile.data.train} and its held-out problems has {longest} tokens, and the "
-            f"policy's context length is {context}: set data.max_prompt_tokens, or choose another model"
-        )
 
 
 def _require_valid_requests(longest: int, policy: Policy, profile: Profile) -> None:
@@ -296,13 +292,10 @@ def _require_valid_requests(longest: int, policy: Policy, profile: Profile) -> N
         ) from error
 
 
-def _fingerprint_inputs(profile: Profile, loaded: LoadedPrompts) -> dict[str, str]:
+def _fingerprint_inputs(profile: Profile, dataset: str) -> dict[str, str]:
     model = find_model(profile.model.path)
-    return {
-        "model": model_fingerprint(model),
-        "tokenizer": tokenizer_fingerprint(model, profile.model.chat_template),
-        "dataset": loaded.dataset.fingerprint,
-    }
+    tokenizer = tokenizer_fingerprint(model, profile.model.chat_template)
+    return {"model": model_fingerprint(model), "tokenizer": tokenizer, "dataset": dataset}
 
 
 def _require_correct_rewards(profile: Profile, held_out: HeldOut, rewards: RewardRunner) -> tuple[str, ...]:
@@ -326,13 +319,7 @@ def _require_correct_rewards(profile: Profile, held_out: HeldOut, rewards: Rewar
 
 
 def _progress(state: RunState | None, ledger: Ledger, *, batch_size: int) -> LearnerProgress:
-    progress = LearnerProgress()
-    if state is not None:
-        progress = LearnerProgress(
-            step=state.step,
-            bad_steps=state.bad_steps,
-            train_seconds=state.train_seconds,
-            trained_tokens=state.trained_tokens,
-        )
+    kept = ("step", "bad_steps", "train_seconds", "trained_tokens")
+    progress = LearnerProgress(**{name: getattr(state, name) for name in kept} if state else {})
     progress.replacements.put(ledger.ended - progress.step * batch_size)
     return progress
