@@ -15,7 +15,7 @@ from attachments.files.adapter_writers import WRITERS
 from attachments.files.gguf import SUFFIX, open_gguf
 from attachments.files.gguf_header import read_header
 from attachments.files.gguf_tokenizer import gguf_tokenizer
-from clotho.models.adapter_formats import LABELS, FormatName
+from clotho.models.adapter_formats import DTYPES, LABELS, FormatName
 from clotho.models.adapter_reading import read_adapter_of
 from clotho.models.adapters import Adapter
 from clotho.models.loading import PACKAGE, find_model
@@ -82,7 +82,8 @@ def summary(adapter: Adapter, destination: Path, to: FormatName) -> Iterator[str
     yield f"read     {adapter.path} ({adapter.format}): {what}, rank {ranks}, scale {scales}, {kinds}"
     base = adapter.base_name or "unknown"
     yield f"base     {base}{'' if adapter.base else ' (not compared with the adapter: not on this machine)'}"
-    yield f"wrote    {destination} ({to}), {memory(adapter.file_bytes)}"
+    size = sum(array.size * DTYPES[adapter.dtypes[name]] for name, array in adapter.arrays.items())
+    yield f"wrote    {destination} ({to}), {memory(size)}"
 
 
 def convert(source: Path, destination: Path, to: FormatName, *, model: str = "", base_name: str = "") -> Adapter:

@@ -13,13 +13,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
+from mlx_lm.tuner.dora import DoRALinear
+from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 from msgspec import Struct, structs
 
 from attachments.files.merging import Change
 from clotho.models.adapter_formats import TENSORS_OF
 from clotho.models.adapters import Adapter
+from clotho.models.experts import EXPERT_LINEAR
 from clotho.models.loading import find_model, open_base
-from clotho.models.lora import adapter_layer
 from clotho.models.stages import recorded_stages
 from clotho.settings.model import ModelSection
 
@@ -126,7 +128,12 @@ def attached(model: nn.Module, adapter: Adapter) -> nn.Module:
 
 
 def _layer(module: nn.Module, adapter: Adapter, name: str) -> nn.Module:
-    arrays = {key: mx.array(adapter.arrays[f"{name}.{key}"]) for key in TENSORS_OF[adapter.method]}
-    layer = adapter_layer(module, adapter.method, rank=adapter.ranks[name], scale=adapter.scales[name])
-    layer.update(arrays)
+    """Return mlx-lm's layer with an adapter over a linear layer, the layer of experts or an embedding."""
+    kind: Any = DoRALinear if adapter.method == "dora" else LoRALinear
+    if isinstance(module, EXPERT_LINEAR):
+        kind = LoRASwitchLinear
+    elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
+        kind = LoRAEmbedding
+    layer: nn.Module = kind.from_base(module, r=adapter.ranks[name], scale=adapter.scales[name])
+    layer.update({key: mx.array(adapter.arrays[f"{name}.{key}"]) for key in TENSORS_OF[adapter.method]})
     return layer

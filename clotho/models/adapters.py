@@ -15,13 +15,13 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from clotho.models.adapter_formats import DTYPES, FormatName, Target, place_of
+from clotho.models.adapter_formats import FormatName, Target, place_of
 from clotho.models.experts import EXPERT_LINEAR
 from clotho.models.loading import find_model, is_local, open_base
 from clotho.models.lora import LINEAR, AdaptedModule, widths
 from clotho.settings.model import ModelSection
 from protocols.checkpoint import AdapterKind, BaseQuantization
-from protocols.errors import ArtifactError, ModelError, visible
+from protocols.errors import ArtifactError, ModelError
 
 Floats = NDArray[np.float32]
 
@@ -156,23 +156,3 @@ class Adapter(Struct, frozen=True, kw_only=True, eq=False):
     def bytes(self) -> int:
         """Size of the arrays."""
         return sum(array.nbytes for array in self.arrays.values())
-
-    @property
-    def file_bytes(self) -> int:
-        """Size of the tensors in the file."""
-        return sum(array.size * DTYPES[self.dtypes[name]] for name, array in self.arrays.items())
-
-
-def ranks_by_name(adapter: Adapter) -> dict[str, int]:
-    """Return ranks by the names of modules in their blocks. Raises ArtifactError if a name has several ranks."""
-    found: dict[str, tuple[int | None, int]] = {}
-    for module, rank in adapter.ranks.items():
-        block, name = place_of(module)
-        first, own = found.setdefault(name, (block, rank))
-        if own != rank:
-            raise ArtifactError(
-                f"{visible(name, 100)} has rank {own} in block {first} and rank {rank} in block {block}: modules of "
-                "one name share a rank",
-                reason="inexpressible",
-            )
-    return {name: rank for name, (_, rank) in found.items()}

@@ -352,14 +352,19 @@ def quantize_base(model: nn.Module, config: dict[str, Any], section: QuantizeAtL
     if isinstance(stated, str) and stated in DTYPES:
         _cast(model, DTYPES[stated])
     refused: dict[str, int] = {}
-    wanted = getattr(model, "quant_predicate", None)
-    nn.quantize(
-        model,
-        settings.group_size,
-        settings.bits,
-        mode=settings.mode,
-        class_predicate=_predicate(wanted, settings.group_size, refused),
-    )
+    wanted: Callable[[str, nn.Module], bool | dict[str, Any]] | None = getattr(model, "quant_predicate", None)
+
+    def choose(name: str, module: nn.Module) -> bool | dict[str, Any]:
+        """Return how a layer is quantized, if at all; layers that do not fit are refused."""
+        if not hasattr(module, "to_quantized"):
+            return False
+        chosen = True if wanted is None else wanted(name, module)
+        if chosen and module.weight.shape[-1] % settings.group_size:
+            refused[name] = int(module.weight.shape[-1])
+            return False
+        return chosen
+
+    nn.quantize(model, settings.group_size, settings.bits, mode=settings.mode, class_predicate=choose)
     if refused:
         name, width = next(iter(refused.items()))
         more = f" and {len(refused) - 1} more layers" if len(refused) > 1 else ""
@@ -369,20 +374,3 @@ def quantize_base(model: nn.Module, config: dict[str, Any], section: QuantizeAtL
             f"model.quantize.group_size = {settings.group_size} does not divide the {width} inputs of {name}{more}: "
             f"{advice}"
         )
-
-
-def _predicate(
-    wanted: Callable[[str, nn.Module], bool | dict[str, Any]] | None, group_size: int, refused: dict[str, int]
-) -> Callable[[str, nn.Module], bool | dict[str, Any]]:
-    """Return how each layer is quantized, if at all. refused: receives the inputs of layers that do not fit."""
-
-    def choose(name: str, module: nn.Module) -> bool | dict[str, Any]:
-        if not hasattr(module, "to_quantized"):
-            return False
-        chosen = True if wanted is None else wanted(name, module)
-        if chosen and module.weight.shape[-1] % group_size:
-            refused[name] = int(module.weight.shape[-1])
-            return False
-        return chosen
-
-    return choose

@@ -7,8 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.tuner.dora import DoRALinear
-from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from msgspec import Struct
 
@@ -16,7 +14,7 @@ from clotho.models.experts import EXPERT_LINEAR, configuration_of, experts_per_t
 from clotho.models.module_calls import Call, watched_calls
 from clotho.models.parameters import flat, locate
 from clotho.settings.model import AdapterMethod, Dora
-from protocols.checkpoint import AdapterConfig, AdapterKind, LoRAParameters
+from protocols.checkpoint import AdapterConfig, LoRAParameters
 from protocols.errors import ModelError, nearest
 
 LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERT_LINEAR)
@@ -125,17 +123,6 @@ class AdaptedModule(Struct, frozen=True, kw_only=True):
     key: Any
     base: nn.Module
     adapted: nn.Module
-
-
-def adapter_layer(base: nn.Module, method: AdapterKind, *, rank: int, scale: float) -> nn.Module:
-    """Return mlx-lm's layer with an adapter over a linear layer, the layer of experts or an embedding."""
-    kind: Any = DoRALinear if method == "dora" else LoRALinear
-    if isinstance(base, EXPERT_LINEAR):
-        kind = LoRASwitchLinear
-    elif isinstance(base, (nn.Embedding, nn.QuantizedEmbedding)):
-        kind = LoRAEmbedding
-    layer: nn.Module = kind.from_base(base, r=rank, scale=scale)
-    return layer
 
 
 def is_quantized(model: nn.Module) -> bool:

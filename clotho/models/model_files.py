@@ -49,6 +49,10 @@ GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4":
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
 
 
+MALFORMED = (OSError, ArithmeticError, LookupError, ValueError, TypeError, AttributeError, RecursionError, struct.error)
+"""What a header that is not one raises."""
+
+
 class TensorHeader(Struct, frozen=True, kw_only=True):
     """A tensor of a safetensors file. begin, bytes: position and size of its data."""
 
@@ -214,16 +218,7 @@ def read_header(file: BinaryIO, size: int, limit: int) -> tuple[dict[str, Tensor
                 shape = tuple(map(int, entry["shape"]))
                 tensors[name] = TensorHeader(dtype=str(entry["dtype"]), shape=shape, begin=begin, bytes=end - begin)
         _require_disjoint(tensors)
-    except (
-        OSError,
-        OverflowError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        RecursionError,
-        struct.error,
-    ) as error:
+    except MALFORMED as error:
         raise ModelError(one_line(error)) from error
     return tensors, 8 + length
 

@@ -66,7 +66,6 @@ class ChatTokenizer:
         self._wrapper = wrapper
         self._library = _library(wrapper._tokenizer)
         self._replacement, self._variables = template, dict(variables)
-        self._template: ChatTemplate | None = None
         self._control: ControlTokens | None = None
         self._lock = nullcontext() if getattr(wrapper._tokenizer, "is_fast", False) else threading.Lock()
         self._compilers: dict[int, Callable[[Grammar], Constraint]] = {}
@@ -268,6 +267,10 @@ class ChatTokenizer:
         own_code = type(self._wrapper._tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
         return self._wrapper._chat_template is not None or own_code
 
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.chat_template)
+
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -286,8 +289,6 @@ class ChatTokenizer:
                     **(self._variables | dict(variables)),
                 )
             )
-        if self._template is None:
-            self._template = ChatTemplate(self.chat_template)
         names = tokenizer.special_tokens_map | {"enable_thinking": self._wrapper.has_thinking}
         names |= self._variables | dict(variables)
         if tools:

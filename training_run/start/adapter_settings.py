@@ -14,7 +14,7 @@ from typing import Any
 
 from clotho.models.adapter_formats import MlxLmConfig, config_type, is_named, place_of
 from clotho.models.adapter_reading import listed, read_adapter_of
-from clotho.models.adapters import Adapter, ranks_by_name
+from clotho.models.adapters import Adapter
 from clotho.models.loading import is_local
 from clotho.models.model_files import read_object
 from clotho.settings.keys import shown
@@ -22,7 +22,7 @@ from clotho.settings.layers import ADAPTER, Layer
 from clotho.settings.model import Lora
 from clotho.storage.adapters import CONFIG, read_adapter_config
 from protocols.checkpoint import AdapterConfig
-from protocols.errors import ClothoError, ModelError, ProfileError, visible
+from protocols.errors import ArtifactError, ClothoError, ModelError, ProfileError, visible
 from training_run.directory.checkpoints import MANIFEST
 from training_run.directory.run_paths import find_checkpoint, split_step
 from training_run.profile.load import merge
@@ -142,7 +142,7 @@ def _values(adapter: Adapter) -> Values:
             f"{visible(outside[0], 100)} has matrices and is outside of the transformer blocks: a run adapts modules "
             "of the blocks only"
         )
-    rank_of = ranks_by_name(adapter)
+    rank_of = _ranks_by_name(adapter)
     rank = Counter(rank_of.values()).most_common(1)[0][0]
     of_experts = {place_of(module)[1] for module, target in adapter.targets.items() if target.experts}
     return {
@@ -245,3 +245,18 @@ COMPARED: dict[str, Callable[[Any, Values, Values], bool]] = {
     "scale": _same_scale, "alpha": _same_alpha, "target_modules": _same_modules, "ranks": _same_ranks,
 }  # fmt: skip
 """Settings whose values can agree without being equal. What an adapter does not determine contradicts nothing."""
+
+
+def _ranks_by_name(adapter: Adapter) -> dict[str, int]:
+    """Return ranks by the names of modules in their blocks. Raises ArtifactError if a name has several ranks."""
+    found: dict[str, tuple[int | None, int]] = {}
+    for module, rank in adapter.ranks.items():
+        block, name = place_of(module)
+        first, own = found.setdefault(name, (block, rank))
+        if own != rank:
+            raise ArtifactError(
+                f"{visible(name, 100)} has rank {own} in block {first} and rank {rank} in block {block}: modules of "
+                "one name share a rank",
+                reason="inexpressible",
+            )
+    return {name: rank for name, (_, rank) in found.items()}

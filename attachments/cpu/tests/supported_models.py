@@ -10,11 +10,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from attachments.cpu.blas import Floats
 from attachments.cpu.decoder import HostDecoder
 from attachments.cpu.kv_cache import HostKVCache
-from clotho.models.lora import adapter_layer
+from clotho.models.experts import EXPERT_LINEAR
 from tests.inference.cache_rows import Rows
 from tests.small_models import ARCHITECTURES, FixedSource, tiny_source
 
@@ -54,7 +55,8 @@ def adapt(model: nn.Module) -> None:
     for name, parent in parents:
         rank, keys = ADAPTED.get(name, (0, ()))
         for i, key in enumerate(key for key in keys if key in parent):
-            layer: Any = adapter_layer(parent[key], "lora", rank=rank, scale=1.5)
+            kind: Any = LoRASwitchLinear if isinstance(parent[key], EXPERT_LINEAR) else LoRALinear
+            layer = kind.from_base(parent[key], r=rank, scale=1.5)
             layer.lora_b = 0.3 * mx.random.normal(layer.lora_b.shape, key=mx.random.key(i))
             layer.eval()
             mx.eval(layer.parameters())
