@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from mlx.utils import tree_map_with_path
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes, dequantize_model, load_model
 
 from clotho.extension import OWNERS, ModelFormat, absence, extensions, joined, provided
 from clotho.models.model_files import BITS, GROUP_SIZES, check_model, one_line, read_config
@@ -63,28 +63,38 @@ def _require_finite(model: nn.Module, section: ModelSection) -> None:
             raise ModelError(f"model {section.path}: the weights are not finite: {visible(name, 100)}")
 
 
-def open_base(files: Path, section: ModelSection, *, read_weights: bool = True) -> tuple[nn.Module, dict[str, Any]]:
+Classes = Callable[[dict[str, Any]], tuple[type[nn.Module], type]]
+"""Returns the classes of a model and of its arguments for a configuration, as mlx-lm's `load_model` calls it."""
+
+
+def open_base(
+    files: Path, section: ModelSection, *, read_weights: bool = True, classes: Classes = _get_classes
+) -> tuple[nn.Module, dict[str, Any]]:
     """Build the base model of `section` from its directory or GGUF file; return it with its configuration.
 
     The weights have their final shapes and types and are not evaluated. Of a directory only the headers of the files
     are read, and evaluating all weights at once holds no second copy. The weights of a GGUF file are read here, unless
-    `read_weights` is false; they must then not be evaluated. Raises `ModelError`.
+    `read_weights` is false; they must then not be evaluated. classes: of a directory. Raises `ModelError`.
     """
-    model, config = open_stored(files, section, read_weights=read_weights)
+    model, config = open_stored(files, section, read_weights=read_weights, classes=classes)
     for one in extensions():
         one.install_layers()
     convert(model, section, config)
     return model, config
 
 
-def open_stored(files: Path, section: ModelSection, *, read_weights: bool = True) -> tuple[nn.Module, dict[str, Any]]:
+def open_stored(
+    files: Path, section: ModelSection, *, read_weights: bool = True, classes: Classes = _get_classes
+) -> tuple[nn.Module, dict[str, Any]]:
     """Build the base model as `open_base`, with the quantization and the types of its files."""
     if not files.is_dir():
         opened: tuple[nn.Module, dict[str, Any]] = provided(file_format(files).open)(files, read_weights=read_weights)
         return opened
     _check_files(files, section)
     try:
-        model, config = load_model(files, lazy=True, trust_remote_code=section.trust_remote_code)
+        model, config = load_model(
+            files, lazy=True, get_model_classes=classes, trust_remote_code=section.trust_remote_code
+        )
     except Exception as error:  # mlx-lm raises arbitrary exceptions for malformed model files
         raise ModelError(f"model {section.path} cannot be loaded: {one_line(error)}") from error
     return model, config

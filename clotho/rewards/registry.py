@@ -34,13 +34,15 @@ class BuiltIn(Struct, frozen=True, kw_only=True):
     expects: what it expects of a completion; `{place}` stands for the place of the answer, if it reads the answer.
     function: a function with a bounded cost for every text, which runs in threads; None if it runs in worker processes.
     load: `module:name` of what loads such a function. It is called with the `RewardOptions`, imports what the function
-    needs, returns it, and raises ProfileError. has_settings: whether it accepts `settings`.
+    needs, returns it, and raises ProfileError. has_settings: whether it accepts `settings`. computes: whether `load`
+    returns what scores groups with a model of its own, in the compute threads of the run, in place of a function.
     """
 
     expects: str
     function: RewardFunction | None = None
     load: str = ""
     has_settings: bool = False
+    computes: bool = False
 
     @property
     def reads_answer(self) -> bool:

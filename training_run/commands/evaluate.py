@@ -165,7 +165,7 @@ async def outcomes_of(
         compute = Compute(decode_share=profile.engine.decode_share, slots=compute_slots())
         compute.start()
         stack.callback(compute.stop)
-        await rewards.start()
+        await rewards.start(compute)
         made = [await attachment.evaluated(profile, stack) for attachment in installed_attachments()]
         make_episodes = next(filter(None, made), None)
         base = await finish(compute.decode.submit(lambda: load(arguments)))

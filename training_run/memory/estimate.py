@@ -152,9 +152,10 @@ def estimate_memory(model: ModelSection, profile: Profile, *, prompt_tokens: int
     logits = logits_bytes(micro, vocabulary)
     draft_weights, draft_caches = _beside(need.draft_model, rows, length + need.step_tokens - 1)
     teacher_weights, teacher_caches = _beside(need.teacher, 1, length)
+    further = sum(array.nbytes for open_model in need.models for array in flat(open_model()[0].parameters()).values())
     estimate = replace(
         learning,
-        base=learning.base + draft_weights + teacher_weights,
+        base=learning.base + draft_weights + teacher_weights + further,
         trained=learning.trained + converted_bytes(base, _itemsize(base, config)),
         caches=_caches(layout, rows, length) + draft_caches + teacher_caches,
         prefixes=_prefixes(layout, profile.engine.prefix_cache_tokens, min(prompt_tokens, length)),

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from clotho.inference.kv_format import PLAIN, KVFormat
 from clotho.settings.engine import EngineSection
 from training_run.attachment import installed_attachments
 from training_run.profile.schema import Profile
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
 
 
 class MemoryNeed(Struct, kw_only=True):
@@ -18,9 +25,9 @@ class MemoryNeed(Struct, kw_only=True):
     prompt with a completion. published: weights that are trained in full are kept until their next version. sums:
     gradients of several processes are added. step_tokens: tokens of a row that a decode step computes at most.
     draft_model: samples the others of these tokens; empty: no model does. teacher: a model that scores completions one
-    by one; empty: none does. critic: a second adapter is trained. adapter_copies: arrays of the size of
-    the adapter that the state of the optimizer has beside its own. rollbacks: older policies are kept. kv_format: how
-    the KV caches of running rows hold keys and values.
+    by one; empty: none does. models: open further models without their weights. critic: a second adapter is trained.
+    adapter_copies: arrays of the size of the adapter that the state of the optimizer has beside its own. rollbacks:
+    older policies are kept. kv_format: how the KV caches of running rows hold keys and values.
     """
 
     engine: EngineSection
@@ -33,6 +40,7 @@ class MemoryNeed(Struct, kw_only=True):
     step_tokens: int = 1
     draft_model: str = ""
     teacher: str = ""
+    models: list[Callable[[], tuple[nn.Module, Path]]] = field(default_factory=list)
     critic: bool = False
     adapter_copies: int = 0
     kv_format: KVFormat = PLAIN

@@ -6,12 +6,15 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
 
 from clotho.lanes.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
 from clotho.rewards.values import Completions, Reward, RewardError, Values, await_all, call_all
+
+if TYPE_CHECKING:
+    from clotho.lanes.compute_thread import Compute
 
 MAX_HANGING_CALLS = 32
 """Maximum number of abandoned calls of one function that still run. At the limit the function is not called again."""
@@ -85,6 +88,30 @@ def _hang(names: Sequence[str], count: int) -> RewardError:
 
 def _took_longer(names: Sequence[str], seconds: float) -> RewardError:
     return RewardError(f"reward {', '.join(names)} took longer than {seconds:g} s")
+
+
+class ModelReward(Protocol):
+    """Scores groups with a model of its own."""
+
+    async def begin(self, compute: Compute) -> None:
+        """Load the model in a compute thread. Raises ModelError."""
+
+    async def score(self, completions: Completions) -> Values:
+        """Return the value of each completion of a group. Raises RewardError."""
+
+
+class ModelCaller:
+    """Lets a model score groups, each with a time limit."""
+
+    def __init__(self, name: str, model: ModelReward, *, timeout_seconds: float) -> None:
+        self.names: tuple[str, ...] = (name,)
+        self._model, self._timeout_seconds = model, timeout_seconds
+
+    async def __call__(self, completions: Completions) -> list[Values]:
+        """Return the value for every completion. Raises RewardError."""
+        with anyio.move_on_after(self._timeout_seconds):
+            return [await self._model.score(completions)]
+        raise _took_longer(self.names, self._timeout_seconds)
 
 
 class WorkerLoop:

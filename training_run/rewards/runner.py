@@ -8,12 +8,13 @@ import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import anyio
 import structlog
 from msgspec import Struct
 
+from clotho.extension import provided
 from clotho.rewards.answer import PLACES
 from clotho.rewards.registry import (
     ARGUMENTS,
@@ -34,10 +35,13 @@ from protocols.rollout import Discarded, GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion
 from training_run.profile.data import RewardSection
 from training_run.profile.schema import Profile
-from training_run.rewards.calls import AsyncCaller, Caller, WorkerLoop
+from training_run.rewards.calls import AsyncCaller, Caller, ModelCaller, ModelReward, WorkerLoop
 from training_run.rewards.overlong import OVERLONG, Overlong
 from training_run.rewards.worker_pool import WorkerPool
 from training_run.rewards.worker_process import NewWorker, ProcessFunction, new_process
+
+if TYPE_CHECKING:
+    from clotho.lanes.compute_thread import Compute
 
 log = structlog.get_logger(__name__)
 
@@ -122,6 +126,7 @@ class RewardRunner:
         self._loops: list[WorkerLoop] = []
         self._failed: set[str] = set()
         self._pools: list[WorkerPool] = []
+        self._models: list[ModelReward] = []
         most = max((section.max_workers or 0 for section in sections), default=0)
         self.concurrency = concurrency or max(DEFAULT_MAX_WORKERS, most)
         self._limiter = anyio.Semaphore(self.concurrency)
@@ -129,12 +134,16 @@ class RewardRunner:
         self._components = [self._load(section) for section in sections]
         self._built_in: dict[tuple[tuple[str, str | None, float], ...], Caller] = {}
 
-    async def start(self) -> None:
-        """Start one worker process per function, and wait until all are ready. Raises ProfileError.
+    async def start(self, compute: Compute | None = None) -> None:
+        """Start one worker process per function and load models, until all are ready. Raises ProfileError, ModelError.
 
-        Without this call, the first group starts them, and a function that cannot be loaded discards its groups.
+        compute: for the models; None: no group will be scored. Without this call, the first group starts the
+        processes, and a function that cannot be loaded discards its groups.
         """
         await asyncio.gather(*(pool.start() for pool in self._pools))
+        if compute is not None:
+            for model in self._models:
+                await model.begin(compute)
 
     @property
     def full_seconds(self) -> float:
@@ -279,6 +288,12 @@ class RewardRunner:
             )
             self._pools.append(pool)
             return _Component(section=section, caller=pool)
+        found = built_in().get(section.name)
+        if found is not None and found.computes:
+            model: ModelReward = provided(found.load)(options)
+            self._models.append(model)
+            caller = ModelCaller(section.name, model, timeout_seconds=section.timeout_seconds)
+            return _Component(section=section, caller=caller)
         loaded = load_reward(section.name, options)
         is_built_in = section.name in built_in()
         reward = Reward(name=section.name, function=loaded, group=group_parameters(loaded), max_steps=self._max_steps)
@@ -415,7 +430,7 @@ def runs_in_process(section: RewardSection) -> bool:
     if section.where == "cluster":
         return True
     if found := built_in().get(section.name):
-        return found.function is None
+        return found.function is None and not found.computes
     return section.run_in != "thread"
 
 
@@ -440,6 +455,8 @@ def _check_effect(section: RewardSection) -> None:
     table, in_process = built_in(), runs_in_process(section)
     found = table.get(section.name)
     place = "process" if in_process else "thread"
+    if found and found.computes and section.where != "local":
+        raise ProfileError(f"rewards.where of {section.name!r}: it computes in the process of the run; remove the key")
     if section.where == "cluster" and section.run_in == "thread":
         raise ProfileError(
             f'rewards.run_in of {section.name!r}: with where = "cluster" it runs in a process; remove one of the keys'

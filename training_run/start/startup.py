@@ -105,7 +105,7 @@ async def _build_context(
     profile, directory = plan.profile, plan.directory
     loading = compute.learner.submit(lambda: _load_policy(plan, compute.learner.lane))
     with watch.phase("worker processes of rewards"):
-        await rewards.start()
+        await rewards.start(compute)
     with watch.phase("model and tokenizer"):
         ready = await finish(loading)
         policy, policy_learner = ready.policy, ready.learner

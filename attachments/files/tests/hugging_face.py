@@ -1,12 +1,14 @@
 """Runs transformers and PEFT, which are not installed beside the project: `python hugging_face.py JOBS.json`.
 
-A job `adapter` writes a random adapter with the settings of LoraConfig. A job `logits` writes the logits of tokens.
+A job `adapter` writes a random adapter with the settings of LoraConfig. A job `logits` writes the logits of tokens,
+a job `values` what a sequence classifier says of texts.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +48,19 @@ def logits(*, model: str, out: str, tokens: list[int], adapter: str = "") -> Non
         np.save(out, found(torch.tensor([tokens])).logits[0].float().numpy())
 
 
+def values(*, model: str, out: str, texts: list[list[int]]) -> None:
+    """Write the values of texts, by a sequence classifier with one label, of all texts at once."""
+    found: Any = transformers.AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    longest = max(map(len, texts))
+    padding = found.config.pad_token_id
+    rows = [text + [padding] * (longest - len(text)) for text in texts]
+    mask = [[1] * len(text) + [0] * (longest - len(text)) for text in texts]
+    with torch.inference_mode():
+        np.save(out, found(torch.tensor(rows), attention_mask=torch.tensor(mask)).logits[:, 0].float().numpy())
+
+
+KINDS: dict[str, Callable[..., None]] = {"adapter": adapter, "logits": logits, "values": values}
+
 if __name__ == "__main__":
     for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
-        kind = job.pop("kind")
-        if kind == "adapter":
-            adapter(**job)
-        else:
-            logits(**job)
+        KINDS[job.pop("kind")](**job)
