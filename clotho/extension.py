@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from clotho.inference.parts import EngineParts
     from clotho.rewards.registry import BuiltIn
     from clotho.serving.auth import ClientKey
+    from clotho.serving.chat_extension import MessageDelta
     from clotho.serving.parts import ServerParts
     from clotho.settings.server import AdaptersSection, HttpServer
     from protocols.constraints import Constraint, Grammar
@@ -33,24 +34,8 @@ if TYPE_CHECKING:
 Entry = TypeVar("Entry")
 
 
-class SampledCall(Struct, frozen=True, kw_only=True):
-    """A call of a tool in a message. arguments: JSON text as the model wrote it."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-class SampledMessage(Struct, frozen=True, kw_only=True):
-    """The parts of a message that a model wrote."""
-
-    content: str
-    reasoning: str = ""
-    calls: tuple[SampledCall, ...] = ()
-
-
-ReadMessage = Callable[[str, str], SampledMessage]
-"""Reads the end of a prompt and the text of a completion, special tokens included, as a message."""
+ReadMessage = Callable[[str, str], "MessageDelta"]
+"""Reads the end of a prompt and the text of a completion, special tokens included, as a whole message."""
 
 
 class ModelFormat(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,8 @@ from typing import Any
 from attachments.tools.reasoning import END_THINK, MessageParts
 from attachments.tools.tool_calls import NO_TOOLS, ToolUse
 from attachments.tools.tool_grammars import tool_format
-from clotho.extension import ReadMessage, SampledCall, SampledMessage
+from clotho.extension import ReadMessage
+from clotho.serving.chat_extension import MessageDelta
 from clotho.serving.errors import ApiError
 
 
@@ -24,13 +25,9 @@ def message_reader(template: str, tools: Sequence[Mapping[str, Any]]) -> ReadMes
         properties = {name: one.get("parameters", {}).get("properties", {}) for name, one in functions.items()}
         use = ToolUse(rendered=[], format=found, parameters=properties)
 
-    def read(prompt_end: str, text: str) -> SampledMessage:
+    def read(prompt_end: str, text: str) -> MessageDelta:
         """Return the parts of a whole text."""
         parts = MessageParts(use, [prompt_end], reasons=END_THINK in template, separate=True)
-        delta = parts.parser().push(text, last=True)
-        calls = tuple(
-            SampledCall(id=call.id or "", name=call.name or "", arguments=call.arguments) for call in delta.calls
-        )
-        return SampledMessage(content=delta.content, reasoning=delta.reasoning, calls=calls)
+        return parts.parser().push(text, last=True)
 
     return read

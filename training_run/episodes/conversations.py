@@ -16,12 +16,13 @@ import msgspec
 
 from clotho import extension
 from clotho.data.problems import conversation
-from clotho.extension import ReadMessage, SampledMessage
+from clotho.extension import ReadMessage
 from clotho.models.tokenizer import ChatTokenizer
+from clotho.serving.chat_extension import MessageDelta
 from protocols.errors import ProfileError, RequestError
 from protocols.prompt import Problem
 from protocols.sampling import Completion
-from training_run.episodes.messages import Ask, PolicyTurn
+from training_run.episodes.messages import Ask, PolicyTurn, SampledCall
 from training_run.episodes.tokens import EpisodeRow
 
 PROMPT_TAIL = 16
@@ -131,12 +132,15 @@ class Conversations:
         if not self.rows or row not in self.rows:
             self.rows.append(row)
         row.add(self.turns, context, completion)
-        row.called.append(tuple(call.name for call in message.calls))
+        calls = tuple(
+            SampledCall(id=call.id or "", name=call.name or "", arguments=call.arguments) for call in message.calls
+        )
+        row.called.append(tuple(call.name for call in calls))
         self.turns += 1
         turn = PolicyTurn(
             content=message.content,
             reasoning=message.reasoning,
-            calls=message.calls,
+            calls=calls,
             finish="stop" if completion.finish_reason == "stop" else "length",
         )
         self._open[ask.conversation] = row, turn, tools
@@ -152,7 +156,7 @@ def message_reader(tokenizer: ChatTokenizer, tools: Tools) -> ReadMessage:
         raise ProfileError(f"tools of an environment: {error}") from None
     if found is None and tools:
         raise ProfileError(f"tools of an environment: {extension.needs('tools')}")
-    return found or (lambda _, text: SampledMessage(content=text))
+    return found or (lambda _, text: MessageDelta(content=text))
 
 
 def written(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,17 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
-from clotho.extension import SampledCall
 from protocols.prompt import Problem
 
 Finish = Literal["stop", "length", "limit"]
+
+
+class SampledCall(Struct, frozen=True, kw_only=True):
+    """A call of a tool in a message. arguments: JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 class PolicyTurn(Struct, frozen=True, kw_only=True):
