@@ -85,14 +85,9 @@ def test_unused_sampling_parameters_allocate_no_arrays() -> None:
 def test_only_filtered_rows_that_request_it_record_supports() -> None:
     """Supports are as wide as the largest top-k of these rows. A greedy row and an unfiltered row have none."""
     settings = [
-        Sampling(top_k=9),
-        Sampling(top_k=5, top_p=0.9),
-        Sampling(),
-        Sampling(temperature=0.0, top_k=8),
-        Sampling(top_k=6),
-        Sampling(top_k=500),
-        None,
-    ]
+        Sampling(top_k=9), Sampling(top_k=5, top_p=0.9), Sampling(), Sampling(temperature=0.0, top_k=8),
+        Sampling(top_k=6), Sampling(top_k=500), None,
+    ]  # fmt: skip
     recording = row_parameters(settings, 400, recorded=[5, 4, 3, 2, 1]).recording
     assert recording is not None
     assert (np.array(recording.row_R).tolist(), recording.number) == ([1, 4], 6)

@@ -98,12 +98,8 @@ def test_conversations_that_are_rendered_together_have_the_same_tokens(name: str
     """Contents with the text of control tokens, of other lengths and of other alphabets are among them."""
     tokenizer = family(name)
     contents = [
-        "hello the user",
-        f"one {names(tokenizer)[0]} two",
-        "ünï \u4e2d\ufdfa e\u0301 " * 9,
-        " model ",
-        "\n\n0123",
-    ]
+        "hello the user", f"one {names(tokenizer)[0]} two", "ünï \u4e2d\ufdfa e\u0301 " * 9, " model ", "\n\n0123",
+    ]  # fmt: skip
     conversations = [user(content) for content in contents] + [user(*contents)]
     together = tokenizer.render_chats([Chat(messages) for messages in conversations])
     assert together == [tokenizer.render_chat(messages) for messages in conversations]

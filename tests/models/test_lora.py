@@ -40,14 +40,9 @@ def test_every_linear_layer_of_a_block_is_adapted_by_default() -> None:
     config, adapted = install_adapter(model, Lora(), seed=0)
     assert config.lora_parameters is not None
     assert config.lora_parameters.keys == (
-        "mlp.down_proj",
-        "mlp.gate_proj",
-        "mlp.up_proj",
-        "self_attn.k_proj",
-        "self_attn.o_proj",
-        "self_attn.q_proj",
+        "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "self_attn.k_proj", "self_attn.o_proj", "self_attn.q_proj",
         "self_attn.v_proj",
-    )
+    )  # fmt: skip
     assert len(adapted) == 2 * 7
     assert len(trainable(model)) == 2 * 2 * 7
 

@@ -77,12 +77,8 @@ def test_names_types_and_shapes_count_and_order_does_not() -> None:
     one = fingerprint({"x": a, "y": b, "z": {}})
     assert one == fingerprint({"y": b, "x": a})
     others = [
-        {"x": b, "y": a},
-        {"x": a, "q": b},
-        {"x": a.reshape(2, 4), "y": b},
-        {"x": a.astype(mx.int32), "y": b},
-        {"x": a},
-    ]
+        {"x": b, "y": a}, {"x": a, "q": b}, {"x": a.reshape(2, 4), "y": b}, {"x": a.astype(mx.int32), "y": b}, {"x": a},
+    ]  # fmt: skip
     assert len({one, *map(fingerprint, others)}) == 6
 
 

@@ -110,16 +110,9 @@ async def test_health_reports_the_weights_and_the_state_of_the_run() -> None:
         assert answer.status_code == 200
         assert answer.headers["x-clotho-weights-version"] == "3"
         assert answer.json() == {
-            "status": "ok",
-            "detail": "",
-            "model": "policy",
-            "weights_version": 3,
-            "step": 4,
-            "fingerprint": "f3",
-            "progress_seconds": 0.5,
-            "children": {"learner": "running"},
-            "findings": [],
-        }
+            "status": "ok", "detail": "", "model": "policy", "weights_version": 3, "step": 4, "fingerprint": "f3",
+            "progress_seconds": 0.5, "children": {"learner": "running"}, "findings": [],
+        }  # fmt: skip
         for status in ("stalled", "failed"):
             served.health = HealthReport(status=status, detail="no progress for 130 s")
             answer = await served.http.get("/health")

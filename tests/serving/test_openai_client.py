@@ -180,16 +180,10 @@ async def test_every_sampling_parameter_reaches_the_engine() -> None:
             presence_penalty=0.25,
             frequency_penalty=-0.5,
             extra_body={
-                "min_tokens": 2,
-                "allowed_token_ids": [5, 6],
-                "bad_words": ["ab", " c"],
-                "top_k": 10**9,
-                "min_p": 0.1,
-                "repetition_penalty": 1.2,
-                "ignore_eos": True,
-                "stop_token_ids": [END],
+                "min_tokens": 2, "allowed_token_ids": [5, 6], "bad_words": ["ab", " c"], "top_k": 10**9, "min_p": 0.1,
+                "repetition_penalty": 1.2, "ignore_eos": True, "stop_token_ids": [END],
             },
-        )
+        )  # fmt: skip
         sampling = served.engine.requests[0].sampling
         assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.9, 0.1)
         assert (sampling.top_k, sampling.repetition_penalty) == (0, 1.2)

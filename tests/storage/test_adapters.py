@@ -206,14 +206,10 @@ PADDED = AdapterConfig(
 def low_rank_arrays() -> dict[str, mx.array]:
     """Return a dense layer of rank 2, five experts of rank 3, a layer of rank 4, and an embedding."""
     shapes = {
-        "model.layers.0.mlp.up.lora_a": (6, 2),
-        "model.layers.0.mlp.up.lora_b": (2, 7),
-        "model.layers.0.mlp.up.m": (7,),
-        "model.layers.0.experts.mlp.up.lora_a": (5, 3, 6),
-        "model.layers.0.experts.mlp.up.lora_b": (5, 7, 3),
-        "model.layers.0.attn.q.lora_a": (6, 4),
-        "model.embed.weight": (9, 6),
-    }
+        "model.layers.0.mlp.up.lora_a": (6, 2), "model.layers.0.mlp.up.lora_b": (2, 7), "model.layers.0.mlp.up.m": (7,),
+        "model.layers.0.experts.mlp.up.lora_a": (5, 3, 6), "model.layers.0.experts.mlp.up.lora_b": (5, 7, 3),
+        "model.layers.0.attn.q.lora_a": (6, 4), "model.embed.weight": (9, 6),
+    }  # fmt: skip
     made = {name: mx.random.normal(shape, key=mx.random.key(1)) for name, shape in shapes.items()}
     mx.eval(made)
     return made
@@ -223,14 +219,9 @@ def test_padding_extends_the_rank_axis_and_keeps_the_product() -> None:
     """The longest matching key determines the rank; other arrays are unchanged."""
     given, wide = low_rank_arrays(), pad_ranks(low_rank_arrays(), PADDED)
     assert {name.removeprefix("model.").removeprefix("layers.0."): array.shape for name, array in wide.items()} == {
-        "mlp.up.lora_a": (6, 4),
-        "mlp.up.lora_b": (4, 7),
-        "mlp.up.m": (7,),
-        "experts.mlp.up.lora_a": (5, 4, 6),
-        "experts.mlp.up.lora_b": (5, 7, 4),
-        "attn.q.lora_a": (6, 4),
-        "embed.weight": (9, 6),
-    }
+        "mlp.up.lora_a": (6, 4), "mlp.up.lora_b": (4, 7), "mlp.up.m": (7,), "experts.mlp.up.lora_a": (5, 4, 6),
+        "experts.mlp.up.lora_b": (5, 7, 4), "attn.q.lora_a": (6, 4), "embed.weight": (9, 6),
+    }  # fmt: skip
     for layer in ("mlp.up", "experts.mlp.up"):
         a, b = f"model.layers.0.{layer}.lora_a", f"model.layers.0.{layer}.lora_b"
         if layer == "mlp.up":

@@ -99,20 +99,10 @@ class BigramPolicy:
 def tiny_policy(*, tied: bool = True, **section: Any) -> Policy:
     """A Qwen3 of two layers with random weights and an adapter (rank 4, scale 2 by default) over every linear layer."""
     config = {
-        "model_type": "qwen3",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 128,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": tied,
-        **model_lanes.sizes(),
-    }
+        "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "vocab_size": VOCAB,
+        "max_position_embeddings": 128, "rope_theta": 10000.0, "tie_word_embeddings": tied, **model_lanes.sizes(),
+    }  # fmt: skip
     model_lanes.skip_full_training(section.get("kind", "lora"))
     mx.random.seed(7)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))  # type: ignore[no-untyped-call]

@@ -47,13 +47,9 @@ def test_what_groups_bring_is_what_a_reference_policy_would_have_said(kl_in: str
     """The same update as with that policy, without its passes; two micro-batches, two epochs."""
     groups = brought(random_groups(5), BigramPolicy())
     keys: dict[str, Any] = {
-        "kl_beta": 0.5,
-        "kl_in": kl_in,
-        "epsilon": 1e-3,
-        "micro_batch_tokens": 40,
-        "max_turn_ms": 0.0,
+        "kl_beta": 0.5, "kl_in": kl_in, "epsilon": 1e-3, "micro_batch_tokens": 40, "max_turn_ms": 0.0,
         "update_epochs": 2,
-    }
+    }  # fmt: skip
     base = learner(BigramPolicy(), **keys).update(groups)
     own = learner(WithoutReference(), **keys, reference="environment").update(groups)
     assert base.metrics.kl > 0.01

@@ -93,13 +93,9 @@ async def test_a_collapse_ends_the_run_if_no_rollback_is_allowed(
 async def test_a_batch_without_an_update_does_not_count_as_healthy(compute: Compute) -> None:
     """Only applied updates count towards the rollback window."""
     outcomes = [
-        trainable_group(0),
-        trainable_group(1),
-        discarded_group(2),
-        discarded_group(3),
-        discarded_group(4),
+        trainable_group(0), trainable_group(1), discarded_group(2), discarded_group(3), discarded_group(4),
         discarded_group(5),
-    ]
+    ]  # fmt: skip
     hooks = list[CollapseHook]()
     harness = LearnerHarness(compute, outcomes, hooks=[detection(RollBackOnCollapse(), hooks=hooks)])
     assert [report.version for report in await harness.run()] == [1, 1, 1]

@@ -44,13 +44,9 @@ def conversations(*sequences: Sequence[Turn], **fields: Any) -> dict[str, Any]:
     """Return a group of conversations with the scores 0, 1, 2, ..."""
     tokens, masks, logprobs = zip(*(sequence(*turns) for turns in sequences), strict=True)
     return {
-        "tokens": list(tokens),
-        "masks": list(masks),
-        "scores": [float(i) for i in range(len(sequences))],
-        "inference_logprobs": list(logprobs),
-        "env_id": 3,
-        **fields,
-    }
+        "tokens": list(tokens), "masks": list(masks), "scores": [float(i) for i in range(len(sequences))],
+        "inference_logprobs": list(logprobs), "env_id": 3, **fields,
+    }  # fmt: skip
 
 
 def group(*completions: Turn, **fields: Any) -> dict[str, Any]:

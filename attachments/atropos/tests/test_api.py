@@ -52,16 +52,10 @@ async def test_the_registration_has_all_eight_fields() -> None:
     await trainer(fake).open(step=6)
     assert fake.registered == [
         {
-            "wandb_group": "",
-            "wandb_project": "",
-            "batch_size": 4,
-            "max_token_len": 64,
-            "checkpoint_dir": "/kept",
-            "save_checkpoint_interval": 5,
-            "starting_step": 6,
-            "num_steps": 9,
+            "wandb_group": "", "wandb_project": "", "batch_size": 4, "max_token_len": 64, "checkpoint_dir": "/kept",
+            "save_checkpoint_interval": 5, "starting_step": 6, "num_steps": 9,
         }
-    ]
+    ]  # fmt: skip
 
 
 def refuse(fake: FakeApi) -> None:

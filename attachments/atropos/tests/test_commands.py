@@ -80,21 +80,12 @@ def test_the_command_contains_the_settings_of_the_run() -> None:
         environments=mine(weight=3.0, group_size=4, min_batch_allocation=0.25), **{"sampling.max_tokens": 64}
     )
     said = {
-        "slurm": "false",
-        "env.group_size": "4",
-        "env.batch_size": "128",
-        "env.inference_weight": "3.0",
-        "env.min_batch_allocation": "0.25",
-        "env.rollout_server_url": "http://127.0.0.1:1",
-        "env.max_token_length": "64",
-        "env.use_wandb": "false",
-        "env.wandb_name": "mine",
-        "env.steps_per_eval": "0",
-        "openai.base_url": "http://127.0.0.1:8000/v1",
-        "openai.server_type": "vllm",
-        "openai.model_name": "policy",
+        "slurm": "false", "env.group_size": "4", "env.batch_size": "128", "env.inference_weight": "3.0",
+        "env.min_batch_allocation": "0.25", "env.rollout_server_url": "http://127.0.0.1:1",
+        "env.max_token_length": "64", "env.use_wandb": "false", "env.wandb_name": "mine", "env.steps_per_eval": "0",
+        "openai.base_url": "http://127.0.0.1:8000/v1", "openai.server_type": "vllm", "openai.model_name": "policy",
         "openai.api_key": "clotho:mine",
-    }
+    }  # fmt: skip
     assert {name: flag(made, name) for name in said} == said
     assert flag(made, "env.tokenizer_name") == flag(made, "openai.tokenizer_name")
     assert Path(flag(made, "env.tokenizer_name") or "").is_dir()

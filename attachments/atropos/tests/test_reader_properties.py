@@ -42,12 +42,8 @@ def plausible_groups(draw: st.DrawFn) -> dict[str, Any]:
     logprobs = [[draw(numbers) if mask != -100 else 1.0 for mask in row] for row in masks]
     scores = [draw(st.floats(-1e7, 1e7)) for _ in tokens]
     return {
-        "tokens": tokens,
-        "masks": masks,
-        "scores": scores,
-        "inference_logprobs": logprobs,
-        "env_id": draw(integers),
-    }
+        "tokens": tokens, "masks": masks, "scores": scores, "inference_logprobs": logprobs, "env_id": draw(integers),
+    }  # fmt: skip
 
 
 CHANGES = ("replace", "remove", "row", "element", "shorten", "extend")

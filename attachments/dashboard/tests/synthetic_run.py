@@ -134,16 +134,11 @@ def _completion(
     parts = {"format": 0.0 if is_truncated else 0.2, "math_eval": float(is_right), "choice_correctness": None}
     reward = sum(value for value in parts.values() if value is not None)
     return {
-        "text": text,
-        "reward": reward if is_scored else None,
-        "parts": parts if is_scored else {},
-        "advantage": reward - 0.6 if reason is None else None,
-        "first_version": version,
-        "last_version": version + (number + index) % 2,
-        "finish_reason": "length" if is_truncated else "stop",
-        "tokens": len(_pieces(text)),
-        "turns": _turns(text) if (number, index) in EPISODES else [],
-    }
+        "text": text, "reward": reward if is_scored else None, "parts": parts if is_scored else {},
+        "advantage": reward - 0.6 if reason is None else None, "first_version": version,
+        "last_version": version + (number + index) % 2, "finish_reason": "length" if is_truncated else "stop",
+        "tokens": len(_pieces(text)), "turns": _turns(text) if (number, index) in EPISODES else [],
+    }  # fmt: skip
 
 
 UNUSED = (
@@ -243,28 +238,15 @@ def made_evaluations(shape: RunShape) -> Iterator[dict[str, Any]]:
     for step in sorted({0, shape.steps // 2, shape.steps}):
         accuracy = 0.25 + 0.5 * step / shape.steps
         yield {
-            "step": step,
-            "policy_version": step,
-            "accuracy": accuracy,
-            "accuracy_interval": [accuracy - 0.04, accuracy + 0.04],
-            "accuracy_by_type": dict.fromkeys(TYPES, accuracy),
-            "problems": 512,
-            "ungraded": 0,
-            "failed": 0,
-            "reward": _mean(1.2 * accuracy),
-            "rewards": {"exact": _mean(accuracy), "format": _mean(1.0)},
-            "loss": _mean(2.0 - accuracy),
-            "completion_length/mean": 40.0 - 20 * accuracy,
-            "truncated_fraction": 0.1 * (1 - accuracy),
-            "samples": 4,
-            "avg_at_k": _mean(0.9 * accuracy),
-            "pass_at": {"2": _mean(accuracy), "4": _mean(1.1 * accuracy)},
-            "sampled_reward": _mean(1.1 * accuracy),
-            "completion_tokens": 9000,
-            "time/evaluation": 2.5,
-            "time/run": SECONDS_PER_STEP * step + 1.0,
-            "final": step == shape.steps,
-        }
+            "step": step, "policy_version": step, "accuracy": accuracy,
+            "accuracy_interval": [accuracy - 0.04, accuracy + 0.04], "accuracy_by_type": dict.fromkeys(TYPES, accuracy),
+            "problems": 512, "ungraded": 0, "failed": 0, "reward": _mean(1.2 * accuracy),
+            "rewards": {"exact": _mean(accuracy), "format": _mean(1.0)}, "loss": _mean(2.0 - accuracy),
+            "completion_length/mean": 40.0 - 20 * accuracy, "truncated_fraction": 0.1 * (1 - accuracy), "samples": 4,
+            "avg_at_k": _mean(0.9 * accuracy), "pass_at": {"2": _mean(accuracy), "4": _mean(1.1 * accuracy)},
+            "sampled_reward": _mean(1.1 * accuracy), "completion_tokens": 9000, "time/evaluation": 2.5,
+            "time/run": SECONDS_PER_STEP * step + 1.0, "final": step == shape.steps,
+        }  # fmt: skip
 
 
 def _mean(value: float) -> dict[str, float]:

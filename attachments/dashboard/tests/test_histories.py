@@ -38,13 +38,9 @@ def test_nested_values_become_columns_and_missing_values_null(tmp_path: Path) ->
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(lines([{"step": 1, "a": {"b": {"c": 2.5}}, "text": "x", "list": [1]}, {"step": 2, "on": True}]))
     assert read(Series(path)) == {
-        "columns": {"step": [1, 2], "a/b/c": [2.5, None], "on": [None, 1]},
-        "minima": {},
-        "maxima": {},
-        "marks": [],
-        "lost_marks": 0,
-        "damaged": 0,
-    }
+        "columns": {"step": [1, 2], "a/b/c": [2.5, None], "on": [None, 1]}, "minima": {}, "maxima": {}, "marks": [],
+        "lost_marks": 0, "damaged": 0,
+    }  # fmt: skip
 
 
 def test_the_metrics_mark_where_something_began(tmp_path: Path) -> None:
@@ -138,15 +134,11 @@ def numbered(path: Path, count: int) -> Path:
     """Write `count` lines of metrics: a constant, a spike at step 5, and a group per step, discarded in every third."""
     records = [
         {
-            "step": step,
-            "time/run": 2.0 * step,
-            "constant": 3,
-            "value": 100.0 if step == 5 else float(step % 2),
-            "groups/trained": int(step % 3 > 0),
-            "groups/discarded_by_reason": {"stale": int(step % 3 == 0)},
+            "step": step, "time/run": 2.0 * step, "constant": 3, "value": 100.0 if step == 5 else float(step % 2),
+            "groups/trained": int(step % 3 > 0), "groups/discarded_by_reason": {"stale": int(step % 3 == 0)},
         }
         for step in range(1, count + 1)
-    ]
+    ]  # fmt: skip
     path.write_bytes(lines(records))
     return path
 
@@ -242,13 +234,9 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     """Everything else is read."""
     path = tmp_path / "rollouts.jsonl"
     damaged = [
-        b"{",
-        b"[1]",
-        b'{"group_id": "x", "step": 1}',
-        b'{"step": 1}',
-        b"\0\0\0",
+        b"{", b"[1]", b'{"group_id": "x", "step": 1}', b'{"step": 1}', b"\0\0\0",
         b'{"group_id": 1, "step": 1, "x": "\xff"}',
-    ]
+    ]  # fmt: skip
     path.write_bytes(b"\n".join([*damaged, encode(GROUP), b""]))
     body = read(Groups(path))
     assert body["damaged"] == len(damaged)

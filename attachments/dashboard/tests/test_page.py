@@ -340,13 +340,8 @@ def test_the_command_of_a_finding_can_be_copied(browser: Browser, tmp_path: Path
     """The command is complete and on one line. The button selects it, and copies it where the browser allows that."""
     command = "clotho --profile 'my run/profile.toml' --learner.optimizer.learning-rate 1e-05"
     finding = {
-        "name": "truncated",
-        "severity": "error",
-        "fact": "f",
-        "consequence": "c",
-        "advice": "a",
-        "command": command,
-    }
+        "name": "truncated", "severity": "error", "fact": "f", "consequence": "c", "advice": "a", "command": command,
+    }  # fmt: skip
     run = rewritten(write_run(tmp_path / "run", SHAPE), lambda line: line | {"findings": [finding]})
     with viewing(run) as found, visit(browser, found, size=TALL) as visited:
         opened(visited)

@@ -42,14 +42,9 @@ LLAMA_CPP = "CLOTHO_LLAMA_CPP_PYTHON"
 def config_of(architecture: str, **settings: Any) -> dict[str, Any]:
     """The configuration of a tiny model."""
     return {
-        "architectures": [CLASSES.get(architecture, architecture)],
-        "model_type": architecture,
-        **ATTENTION,
-        **ARCHITECTURES[architecture],
-        "vocab_size": 64,
-        **OTHER_SETTINGS.get(architecture, {}),
-        **settings,
-    }
+        "architectures": [CLASSES.get(architecture, architecture)], "model_type": architecture, **ATTENTION,
+        **ARCHITECTURES[architecture], "vocab_size": 64, **OTHER_SETTINGS.get(architecture, {}), **settings,
+    }  # fmt: skip
 
 
 def save(directory: Path, architecture: str, *, bits: int = 0, dtype: mx.Dtype = mx.float32, **settings: Any) -> Path:

@@ -56,17 +56,9 @@ real = pytest.mark.skipif(
 def request(**fields: object) -> HarnessRequest:
     """Return a request of two tasks."""
     values = {
-        "url": "http://127.0.0.1:8001/v1",
-        "model": "policy",
-        "directory": Path("results"),
-        "tasks": ("one", "two"),
-        "chat": False,
-        "limit": 0,
-        "concurrency": 4,
-        "context": 512,
-        "flags": (),
-        **fields,
-    }
+        "url": "http://127.0.0.1:8001/v1", "model": "policy", "directory": Path("results"), "tasks": ("one", "two"),
+        "chat": False, "limit": 0, "concurrency": 4, "context": 512, "flags": (), **fields,
+    }  # fmt: skip
     return HarnessRequest(**values)  # type: ignore[arg-type]
 
 

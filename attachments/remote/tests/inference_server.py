@@ -168,19 +168,13 @@ class TrainingRun:
         """Return the sampler of the run."""
         parameters = self.local.policy.trainable()
         settings: dict[str, Any] = {
-            "updates": self.updates.inbox(),
-            "weights": self.weights,
-            "start": Weights(ready=self.weights.value, parameters=parameters),
-            "layout": layout(parameters),
-            "vocab_size": self.local.policy.vocab_size,
-            "decode": self.local.policy.tokenizer.decode,
-            "run_id": "run",
-            "sync_interval": 1,
-            "probe_prompt": PROMPT,
-            "recompute": lambda tokens, _: self.local.prompt_logprobs(tokens, 0),
-            "sampling": SAMPLING,
+            "updates": self.updates.inbox(), "weights": self.weights,
+            "start": Weights(ready=self.weights.value, parameters=parameters), "layout": layout(parameters),
+            "vocab_size": self.local.policy.vocab_size, "decode": self.local.policy.tokenizer.decode, "run_id": "run",
+            "sync_interval": 1, "probe_prompt": PROMPT,
+            "recompute": lambda tokens, _: self.local.prompt_logprobs(tokens, 0), "sampling": SAMPLING,
             "patience_seconds": 60.0,
-        }
+        }  # fmt: skip
         return RemoteSampler(servers, **(settings | changes))
 
     async def update(

@@ -56,13 +56,9 @@ async def test_replayed_groups_are_trained_on_beside_the_batch_and_end_once(comp
 async def test_batches_without_trainable_groups_do_not_use_replay(compute: Compute) -> None:
     """Such a batch is a step without an update, and adds no group to the buffer."""
     outcomes = [
-        trainable_group(0),
-        trainable_group(1),
-        discarded_group(2),
-        discarded_group(3),
-        trainable_group(4, logprob=NAN),
+        trainable_group(0), trainable_group(1), discarded_group(2), discarded_group(3), trainable_group(4, logprob=NAN),
         discarded_group(5),
-    ]
+    ]  # fmt: skip
     hook = replay(capacity=8)
     reports = await LearnerHarness(compute, outcomes, hooks=[hook]).run()
     assert [(report.version, report.replayed) for report in reports] == [(1, 0), (1, 0), (1, 2)]
