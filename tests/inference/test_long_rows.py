@@ -134,7 +134,7 @@ SAMPLINGS = (
     ("path", "architecture"),
     [
         ("host", "qwen3"),
-        *(("MLX", architecture) for architecture in ("gemma3_text", "lfm2", "falcon_h1")),
+        *(("MLX", architecture) for architecture in ("gemma3_text", "lfm2")),
         ("MLX, sampled on the device", "qwen3"),
     ],
     indirect=["path"],

@@ -125,17 +125,6 @@ def test_kept_rows_keep_their_prompts() -> None:
     rows.check_step()
 
 
-def test_non_finite_values_of_a_cleared_slot_do_not_reach_the_next_row() -> None:
-    """A masked product would give NaN: 0 times NaN is NaN."""
-    rows = host_rows(plain_source("qwen3").model, 2)
-    rows.enter([0], make_prompt(10))
-    rows.put([1], make_prompt(10, 1), non_finite_prompt(rows, 10))
-    rows.check_step(but=[1])
-    rows.cache.clear(1)
-    rows.enter([1], make_prompt(4, 2))
-    rows.check_step()
-
-
 def test_a_non_finite_prompt_affects_only_its_own_rows() -> None:
     """Other groups of the same step and later rows of the cleared slots are finite."""
     rows = host_rows(plain_source("qwen3").model, 5)

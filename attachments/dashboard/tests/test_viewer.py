@@ -174,24 +174,6 @@ def test_the_rows_show_the_values_of_the_records(browser: Browser, address: str,
         assert widths == pytest.approx([100 * value / max(means) for value in means], abs=0.01)
 
 
-def test_keys_move_through_the_list_and_open_a_group(browser: Browser, address: str) -> None:
-    """`j` and `k` choose a row, Enter opens the group, Escape returns to the list, `/` goes to the search."""
-    with visit(browser, address) as page:
-        wait_for_list(page, "sort=group_id")
-        for key in ("j", "j", "j", "k", "Enter"):
-            page.page.keyboard.press(key)
-        page.page.wait_for_selector("h1:text-is('Group 1')")
-        page.page.wait_for_selector("[rel=next]")
-        page.page.keyboard.press("j")
-        page.page.wait_for_selector("h1:text-is('Group 2')")
-        page.page.wait_for_selector("[rel=prev]")
-        page.page.keyboard.press("Escape")
-        page.page.wait_for_selector(".rows .row")
-        assert page.place == "#/groups?sort=group_id"
-        page.page.keyboard.press("/")
-        assert page.evaluate("document.activeElement.type") == "search"
-
-
 def test_ten_thousand_groups_are_shown_completely(browser: Browser, address: str) -> None:
     """The table has a row for each group. Only rows near the screen are elements; the last one is reachable."""
     with visit(browser, address) as page:

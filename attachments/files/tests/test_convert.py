@@ -295,14 +295,6 @@ def test_peft_adapts_embeddings_that_are_not_the_head(bases: dict[str, Path], tm
         assert error.value.reason == "inexpressible"
 
 
-def test_an_embedding_can_be_stored_in_npz(bases: dict[str, Path], tmp_path: Path) -> None:
-    """NPZ has the names and layouts of mlx-lm."""
-    source = adapter(tmp_path / "a", bases["llama"])
-    embedding(source)
-    back = there_and_back(source, "npz")
-    assert load_file(back / TENSORS["mlx"]).keys() == load_file(source / TENSORS["mlx"]).keys()
-
-
 def test_nothing_is_overwritten_and_errors_are_one_line(
     bases: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
