@@ -38,8 +38,8 @@ from tests.training_run.memory.test_estimate import ADAPTER, profile_of, saved
 from training_run.memory.estimate import estimate_memory
 from training_run.profile.schema import ParityCheck
 
-PACKED = {"kv_quantization": EightBits()}
-HEADS = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+PACKED: dict[str, Any] = {"kv_quantization": EightBits()}
+HEADS: dict[str, Any] = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.fixture
