@@ -20,8 +20,9 @@ from unittest.mock import patch
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from attachments.metal import norm_rotation
+from attachments.metal import add_norm, norm_rotation
 from attachments.metal.attention import fusible, install
+from attachments.metal.blocks import fusible_blocks, install_blocks
 from bench.shapes import unending
 from clotho.inference.engine import DecodeEngine
 from clotho.models.policy import Policy
@@ -111,7 +112,7 @@ def metal_kernels() -> Iterator[None]:
         parts = mx.split(_one_operation(result, *inputs), list(accumulate(sizes))[:-1])
         return [part.reshape(shape) for part, shape in zip(parts, output_shapes, strict=True)]
 
-    with patch.object(norm_rotation, "kernel", lambda: launched):
+    with patch.object(norm_rotation, "kernel", lambda: launched), patch.object(add_norm, "kernel", lambda: launched):
         yield
 
 
@@ -143,6 +144,7 @@ def decode_step(policy: Policy, *, rows: int) -> GraphCounts:
     values.
     """
     install(fusible(policy.model))
+    install_blocks(fusible_blocks(policy.model))
     with metal_kernels():
         engine = DecodeEngine(policy, EngineSection(max_num_seqs=rows))
         engine.submit(unending(policy, rows), lambda _: None)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
 import mlx.nn as nn
 import structlog
 
+from attachments.metal import add_norm, norm_rotation
 from attachments.metal.attention import fusible, install
-from attachments.metal.norm_rotation import difference
+from attachments.metal.blocks import fusible_blocks, install_blocks
 from clotho.backend import Backend
 
 log = structlog.get_logger(__name__)
@@ -16,20 +20,43 @@ LARGEST_DIFFERENCE = 0.02
 bfloat16 differ by 2^-8 each."""
 
 
+class Fusion(NamedTuple):
+    """A kernel and the layers that use it.
+
+    layers: of a model that can use it. difference: of the kernel from MLX's operations, for a layer. install: let
+    layers use it.
+    """
+
+    kernel: str
+    layers: Callable[[nn.Module], Sequence[Any]]
+    difference: Callable[[Any], float]
+    install: Callable[[Sequence[Any]], None]
+
+
+FUSIONS = (
+    Fusion("norm_rotation", fusible, lambda layer: norm_rotation.difference(layer), install),
+    Fusion("add_norm", fusible_blocks, lambda block: add_norm.difference(block), install_blocks),
+)
+
+
 class MetalBackend(Backend):
     """MLX computes everything, in decode steps with kernels of `attachments.metal`."""
 
     def install_layers(self, model: nn.Module) -> None:
-        """Replace attention layers, if their kernel computes what MLX computes on this machine."""
-        layers = fusible(model)
-        if not layers:
-            return
-        try:
-            found = difference(layers[0])
-        except (RuntimeError, ValueError) as error:
-            log.warning("metal_kernel_not_used", kernel="norm_rotation", reason=str(error).partition("\n")[0])
-            return
-        if not found <= LARGEST_DIFFERENCE:  # also if it is not a number
-            log.warning("metal_kernel_not_used", kernel="norm_rotation", difference=found)
-            return
-        install(layers)
+        """Replace layers by such with a kernel that computes what MLX computes on this machine."""
+        for fusion in FUSIONS:
+            layers = fusion.layers(model)
+            if layers and _is_equal(fusion, layers[0]):
+                fusion.install(layers)
+
+
+def _is_equal(fusion: Fusion, layer: Any) -> bool:
+    try:
+        found = fusion.difference(layer)
+    except (RuntimeError, ValueError) as error:
+        log.warning("metal_kernel_not_used", kernel=fusion.kernel, reason=str(error).partition("\n")[0])
+        return False
+    is_equal = found <= LARGEST_DIFFERENCE  # not if it is not a number
+    if not is_equal:
+        log.warning("metal_kernel_not_used", kernel=fusion.kernel, difference=found)
+    return is_equal

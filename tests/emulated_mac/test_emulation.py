@@ -57,6 +57,7 @@ def test_the_policy_decodes_with_the_layers_for_metal() -> None:
     """They are compared with MLX's operations, as on a Mac, where a stand-in computes the kernel."""
     policy = load_policy(ModelSection(path=str(EMBEDDED)), PolicySection(), seed=0, keep_reference=False)
     assert {type(block.self_attn).__name__ for block in policy.model.layers} == {"FusedAttention"}
+    assert {type(block).__name__ for block in policy.model.layers} == {"FusedBlock"}
 
 
 def test_programs_of_macos_tell_the_state_of_the_mac() -> None:

@@ -1,4 +1,4 @@
-"""Executes the body of a Metal kernel on this machine: compiled as C++, with one thread per lane of a group of 32."""
+"""Executes the body of a Metal kernel on this machine: compiled as C++, with one thread per thread of a group."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ PROGRAM = """
 #include <vector>
 #define device
 #define constant
+#define threadgroup static
 using uint = uint32_t;
 struct uint3 { uint x, y, z; };
-static std::barrier group(32);
-static float partial[32];
+constexpr uint WIDTH = GROUP_WIDTH;
+static std::barrier group(WIDTH);
+static float partial[WIDTH];
 static thread_local uint own_lane;
 namespace metal {
   namespace precise { inline float rsqrt(float x) { return 1.0f / std::sqrt(x); } }
@@ -33,10 +35,12 @@ namespace metal {
     partial[own_lane] = x;
     group.arrive_and_wait();
     float sum = 0;
-    for (float one : partial) sum += one;
+    for (uint i = own_lane / 32 * 32; i < own_lane / 32 * 32 + 32; i++) sum += partial[i];
     group.arrive_and_wait();
     return sum;
   }
+  enum class mem_flags { mem_threadgroup };
+  inline void threadgroup_barrier(mem_flags) { group.arrive_and_wait(); }
 }
 CONSTANTS
 template <typename E> std::vector<E> read(const char* path) {
@@ -53,7 +57,7 @@ int main(int, char** argv) {
   LOADED
   for (uint z = 0; z < DEPTH; z++) for (uint y = 0; y < HEIGHT; y++) {
     std::vector<std::thread> lanes;
-    for (uint x = 0; x < 32; x++) lanes.emplace_back([&, x] { own_lane = x; body({x, y, z}, ARGUMENTS); });
+    for (uint x = 0; x < WIDTH; x++) lanes.emplace_back([&, x] { own_lane = x; body({x, y, z}, ARGUMENTS); });
     for (auto& lane : lanes) lane.join();
   }
   WRITTEN
@@ -74,11 +78,19 @@ class Argument:
 
 
 def execute(
-    source: str, constants: str, arguments: Sequence[Argument], *, groups: tuple[int, int], out: type, at: Path
+    source: str,
+    constants: str,
+    arguments: Sequence[Argument],
+    *,
+    groups: tuple[int, int],
+    out: type,
+    at: Path,
+    threads: int = 32,
 ) -> list[NDArray[np.generic]]:
-    """Execute the kernel for a grid of 32 x groups; return its outputs. Skips the test without a C++ compiler.
+    """Execute the kernel for a grid of threads x groups; return its outputs. Skips the test without a C++ compiler.
 
-    constants: definitions in C++. out: NumPy's type of the outputs. at: an empty directory.
+    constants: definitions in C++. threads: of a group, a multiple of 32. out: NumPy's type of the outputs. at: an empty
+    directory.
     """
     compiler = shutil.which("g++") or pytest.skip("needs g++")
     loaded, written = [], []
@@ -98,6 +110,7 @@ def execute(
         ("ARGUMENTS", ", ".join(f"{one.name}_.data()" for one in arguments)),
         ("LOADED", "\n".join(loaded)),
         ("WRITTEN", "\n".join(written)),
+        ("GROUP_WIDTH", str(threads)),
         ("HEIGHT", str(groups[0])),
         ("DEPTH", str(groups[1])),
         ("BODY", source),

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import qwen3
 
-from attachments.metal import attention, backend, norm_rotation
+from attachments.metal import add_norm, attention, norm_rotation
 from attachments.metal.attention import FusedAttention, fusible, install
 from attachments.metal.backend import MetalBackend
 from clotho.backend import Backend
@@ -126,10 +126,12 @@ def test_a_kernel_that_does_not_compute_the_same_is_not_used(
             raise failure
         return failure
 
-    monkeypatch.setattr(backend, "difference", found)
+    monkeypatch.setattr(norm_rotation, "difference", found)
+    monkeypatch.setattr(add_norm, "difference", found)
     model: Any = tiny("qwen3").freeze()
     MetalBackend().install_layers(model)
     assert {type(layer.self_attn) for layer in model.layers} == {qwen3.Attention}
+    assert {type(layer) for layer in model.layers} == {qwen3.TransformerBlock}
 
 
 def test_an_installed_layer_is_not_installed_again() -> None:

@@ -200,7 +200,17 @@ def norm_rotation(core: Any) -> Callable[..., Any]:
     return launched
 
 
-KERNELS = {"clotho_norm_rotation": norm_rotation}
+def add_norm(core: Any) -> Callable[..., Any]:
+    """Compute the kernel `clotho_add_norm` by operations of MLX."""
+
+    def launched(*, inputs: Any, **_: Any) -> list[Any]:
+        x, r, weight, eps = inputs
+        return [x + r, core.fast.rms_norm(x + r, weight, eps.item())]
+
+    return launched
+
+
+KERNELS = {"clotho_norm_rotation": norm_rotation, "clotho_add_norm": add_norm}
 """What stands for each kernel of Metal."""
 
 
