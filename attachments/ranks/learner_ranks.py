@@ -44,10 +44,12 @@ from clotho.models.parameters import Arrays, Parameters, fingerprint, flat, layo
 from clotho.models.turns import TurnBudget
 from clotho.scoring.layouts.micro_batches import positions
 from clotho.scoring.sequences import MicroBatch
+from clotho.settings.model import PolicySection
 from clotho.storage.tensors import tensor_bytes
 from clotho.training.gradient import FixedLogprobs, LossConfig, MicroBatchGradient, StepPosition, TokenGradient
 from protocols.errors import ClothoError, ModelError, ProfileError, RankError
 from protocols.sampling import derive
+from training_run.profile.mounted import without_settings
 from training_run.profile.schema import Profile
 
 T = TypeVar("T")
@@ -174,7 +176,7 @@ class LearnerRanks:
         """
         setup = Setup(
             model=profile.model,
-            policy=profile.policy,
+            policy=without_settings(profile.policy, PolicySection),
             learner=profile.learner,
             sampling=profile.sampling,
             distributed=DISTRIBUTED.of(profile),

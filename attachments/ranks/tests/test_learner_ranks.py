@@ -34,12 +34,14 @@ from clotho.lanes.arbiter import WorkCancelled
 from clotho.models.parameters import flat, layout
 from clotho.models.turns import UNSHARED, Turns
 from clotho.settings.engine import SamplingSection
+from clotho.settings.model import PolicySection
 from clotho.training.update import PolicyLearner, Update
 from protocols.errors import ProfileError, RankError
 from tests.learner_settings import learner_settings
 from tests.recorded_turns import RecordedTurns
 from tests.training.policies_and_groups import VOCAB, random_groups, tiny_policy
 from tests.training_run.built_context import tiny_profile
+from training_run.profile.mounted import without_settings
 
 
 class RanksInProcess:
@@ -171,7 +173,8 @@ def test_every_rank_gets_the_settings_of_rank_0(tmp_path: Path) -> None:
     assert found.keys() == {1, 2}
     for setup in found.values():
         assert isinstance(setup, Setup)
-        assert (setup.model, setup.policy, setup.learner) == (profile.model, profile.policy, profile.learner)
+        policy = without_settings(profile.policy, PolicySection)
+        assert (setup.model, setup.policy, setup.learner) == (profile.model, policy, profile.learner)
         assert (setup.sampling, setup.distributed) == (profile.sampling, DISTRIBUTED.of(profile))
         assert (setup.seed, setup.model_fingerprint, setup.memory_bytes) == (7, "its files", 8)
 
