@@ -31,32 +31,35 @@ from clotho.settings.objectives import (
 from protocols.rollout import ScoredGroup
 
 Array = NDArray[np.float64]
-Advantages = Callable[[list[Array], int, float], list[Array]]
-"""advantages(rewards of each group (G,), delta degrees of freedom, epsilon) -> advantages of each group (G,)."""
+OfGroup = Callable[[Array, int, float], Array]
+"""advantages(rewards of a group (G,), delta degrees of freedom, epsilon) -> advantages (G,)."""
+
+OfBatch = Callable[[list[Array], int, float], list[Array]]
+"""The same of all groups of a batch together."""
 
 
-def group(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
+def group(reward_G: Array, ddof: int, epsilon: float) -> Array:
     """A_i = (r_i - mean r) / (std r + epsilon) over the group: GRPO, DeepSeekMath (arXiv:2402.03300), section 4.1.2.
 
     |A_i| is below sqrt(G - 1) for the population's standard deviation.
     """
-    return [_centred(reward_G) / (_spread(reward_G, ddof) + epsilon) for reward_G in rewards]
+    return _centred(reward_G) / (_spread(reward_G, ddof) + epsilon)
 
 
-def mean(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
+def mean(reward_G: Array, ddof: int, epsilon: float) -> Array:
     """A_i = r_i - mean r over the group: Dr. GRPO (arXiv:2503.20783)."""
-    return [_centred(reward_G) for reward_G in rewards]
+    return _centred(reward_G)
 
 
-def leave_one_out(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
+def leave_one_out(reward_G: Array, ddof: int, epsilon: float) -> Array:
     """A_i = r_i - mean of r_j over the other completions j of the group: RLOO (arXiv:2402.14740).
 
     It is G / (G - 1) times the centered reward. The baseline does not depend on r_i, so the gradient is unbiased.
     """
-    return [_centred(reward_G) * (reward_G.size / max(reward_G.size - 1, 1)) for reward_G in rewards]
+    return _centred(reward_G) * (reward_G.size / max(reward_G.size - 1, 1))
 
 
-def max_rl(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
+def max_rl(reward_G: Array, ddof: int, epsilon: float) -> Array:
     """A_i = (r_i - mean r) / (mean r - z) over the group, with z = min(0, lowest r): MaxRL (arXiv:2602.02710).
 
     With rewards of 0 and 1, the policy gradient is an unbiased estimate for the first G terms of the series
@@ -66,10 +69,6 @@ def max_rl(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
     Departure for negative rewards, which the paper excludes: they are measured from the lowest reward of the group, so
     that -1 and 1 give the same advantages as 0 and 1. prime-rl gives 0 to groups whose mean is not positive.
     """
-    return [_relative(reward_G) for reward_G in rewards]
-
-
-def _relative(reward_G: Array) -> Array:
     centred_G = _centred(reward_G)
     return centred_G / (reward_G.mean() - min(0.0, reward_G.min())) if centred_G.any() else centred_G
 
@@ -128,31 +127,27 @@ def batch_scaled(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]
     return [_centred(reward_G) / scale for reward_G in rewards]
 
 
-def best_worst(rewards: list[Array], ddof: int, epsilon: float) -> list[Array]:
+def best_worst(reward_G: Array, ddof: int, epsilon: float) -> Array:
     """A_i = 1 for the highest reward of the group, -1 for the lowest, else 0: a pair for objectives of preferences.
 
     Of equal rewards, the first completion counts. A group of equal rewards has no pair, and exact zeros.
     """
-    return [_best_and_worst(reward_G) for reward_G in rewards]
-
-
-def _best_and_worst(reward_G: Array) -> Array:
     place_G = np.arange(reward_G.size)
     signs_G = (place_G == reward_G.argmax()).astype(np.float64) - (place_G == reward_G.argmin())
     return np.asarray(signs_G)
 
 
-ADVANTAGES: Mapping[type[Advantage], Advantages] = MappingProxyType(
+OF_GROUP: Mapping[type[Advantage], OfGroup] = MappingProxyType(
     {
         GroupAdvantage: group,
         MeanAdvantage: mean,
         LeaveOneOutAdvantage: leave_one_out,
         MaxRLAdvantage: max_rl,
-        BatchAdvantage: batch,
-        BatchCentredAdvantage: batch_centred,
-        BatchScaledAdvantage: batch_scaled,
         BestWorstAdvantage: best_worst,
     }
+)
+OF_BATCH: Mapping[type[Advantage], OfBatch] = MappingProxyType(
+    {BatchAdvantage: batch, BatchCentredAdvantage: batch_centred, BatchScaledAdvantage: batch_scaled}
 )
 """Struct of the advantage -> advantages, for all that need nothing but rewards."""
 
@@ -174,7 +169,9 @@ def advantages(settings: Advantage, rewards: Sequence[ArrayLike], log_weights: S
         ddof, epsilon = int(settings.deviation == "sample"), settings.epsilon
     if isinstance(settings, OptimalBaselineAdvantage):
         return optimal_baseline(reward, log_weights or [np.zeros_like(one_G) for one_G in reward], ddof, epsilon)
-    return ADVANTAGES[type(settings)](reward, ddof, epsilon)
+    if of_batch := OF_BATCH.get(type(settings)):
+        return of_batch(reward, ddof, epsilon)
+    return [OF_GROUP[type(settings)](reward_G, ddof, epsilon) for reward_G in reward]
 
 
 def environment_advantages(scored: ScoredGroup) -> list[Array]:
