@@ -20,10 +20,11 @@ class Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request whose fields all have an effect, or are refused."""
 
 
-class ClientConfigRequest(Struct, frozen=True, kw_only=True):
-    """POST client/config and client/dynamic_config."""
+class Call(Strict, frozen=True):
+    """A request of a model or sampling session. seq_id: its number there. type: names the request once more."""
 
-    sdk_version: str = ""
+    seq_id: int | None = None
+    type: str = ""
 
 
 class CreateSession(Struct, frozen=True, kw_only=True):
@@ -86,55 +87,47 @@ class AdamFields(Strict, frozen=True):
     grad_clip_norm: float = 0.0
 
 
-class OptimStep(Strict, frozen=True):
+class OptimStep(Call, frozen=True, kw_only=True):
     """POST optim_step. optimizer_params: of another optimizer, which is refused by its name."""
 
     model_id: str
     adam_params: AdamFields | UnsetType = UNSET
     optimizer_params: OptimizerFields | UnsetType = UNSET
-    seq_id: int | None = None
-    type: str = "optim_step"
 
 
-class SaveWeights(Strict, frozen=True):
+class SaveWeights(Call, frozen=True, kw_only=True):
     """POST save_weights."""
 
     model_id: str
     path: Name | None = None
-    seq_id: int | None = None
     ttl_seconds: Ttl | None = None
     overwrite: bool = False
     user_metadata: Metadata | None = None
-    type: str = "save_weights"
 
 
-class SaveForSampler(Strict, frozen=True):
+class SaveForSampler(Call, frozen=True, kw_only=True):
     """POST save_weights_for_sampler. path: keep the weights under this name; without one, for this session."""
 
     model_id: str
     path: Name | None = None
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    seq_id: int | None = None
     ttl_seconds: Ttl | None = None
     user_metadata: Metadata | None = None
-    type: str = "save_weights_for_sampler"
 
 
-class LoadWeights(Strict, frozen=True):
+class LoadWeights(Call, frozen=True, kw_only=True):
     """POST load_weights: onto a model, or as a new model of a session."""
 
     path: str
     optimizer: bool
     model_id: str | None = None
-    seq_id: int | None = None
     session_id: str | None = None
     model_seq_id: int | None = None
     base_model: str | None = None
     user_metadata: Metadata | None = None
     optimizer_config: OptimizerFields | None = None
     weights_access_token: str | None = None
-    type: str = "load_weights"
 
 
 class CreateSamplingSession(Strict, frozen=True):
@@ -171,14 +164,13 @@ class SamplingParams(Strict, frozen=True):
     top_p: float = 1.0
 
 
-class SampleCall(Strict, frozen=True):
+class SampleCall(Call, frozen=True, kw_only=True):
     """POST asample."""
 
     prompt: ModelInput
     sampling_params: SamplingParams
     num_samples: Annotated[int, Meta(ge=1)] = 1
     sampling_session_id: str | None = None
-    seq_id: int | None = None
     base_model: str | None = None
     model_path: str | None = None
     prompt_logprobs: bool | None = None
@@ -188,7 +180,6 @@ class SampleCall(Strict, frozen=True):
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None
-    type: str = "sample"
 
 
 class RetrieveFuture(Struct, frozen=True, kw_only=True):
@@ -225,24 +216,10 @@ class ClientConfig(Struct, frozen=True, kw_only=True):
     proto_compress_fwdbwd: bool = False
 
 
-class DynamicConfig(Struct, frozen=True, kw_only=True):
-    """What clients read again and again."""
-
-    sample_cancel_enabled: bool = True
-    refresh_interval_sec: int = 300
-
-
-class SessionCreated(Struct, frozen=True, kw_only=True):
+class SessionCreated(Struct, frozen=True, kw_only=True, tag="create_session"):
     """The answer of create_session."""
 
     session_id: str
-    type: str = "create_session"
-
-
-class Heartbeat(Struct, frozen=True, kw_only=True):
-    """The answer of session_heartbeat."""
-
-    type: str = "session_heartbeat"
 
 
 class SupportedModel(Struct, frozen=True, kw_only=True):
@@ -268,12 +245,11 @@ class Promise(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sample_sequence_ids: list[str] | None = None
 
 
-class TryAgain(Struct, frozen=True, kw_only=True):
+class TryAgain(Struct, frozen=True, kw_only=True, tag="try_again"):
     """The answer of retrieve_future, with status 408, while there is no result."""
 
     request_id: str
     queue_state: str = "active"
-    type: str = "try_again"
 
 
 class FailedRequest(Struct, frozen=True, kw_only=True):
@@ -283,25 +259,22 @@ class FailedRequest(Struct, frozen=True, kw_only=True):
     category: str
 
 
-class ModelCreated(Struct, frozen=True, kw_only=True):
+class ModelCreated(Struct, frozen=True, kw_only=True, tag="create_model"):
     """The result of create_model."""
 
     model_id: str
-    type: str = "create_model"
 
 
-class Unloaded(Struct, frozen=True, kw_only=True):
+class Unloaded(Struct, frozen=True, kw_only=True, tag="unload_model"):
     """The result of unload_model."""
 
     model_id: str
-    type: str = "unload_model"
 
 
-class Stepped(Struct, frozen=True, kw_only=True):
+class Stepped(Struct, frozen=True, kw_only=True, tag="optim_step"):
     """The result of optim_step."""
 
     metrics: dict[str, float]
-    type: str = "optim_step"
 
 
 class Saved(Struct, frozen=True, kw_only=True):
@@ -312,19 +285,17 @@ class Saved(Struct, frozen=True, kw_only=True):
     model_id: str | None = None
 
 
-class SavedForSampler(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SavedForSampler(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="save_weights_for_sampler"):
     """The result of save_weights_for_sampler."""
 
-    type: str
     path: str | None = None
     sampling_session_id: str | None = None
 
 
-class SamplingSession(Struct, frozen=True, kw_only=True):
+class SamplingSession(Struct, frozen=True, kw_only=True, tag="create_sampling_session"):
     """The answer of create_sampling_session."""
 
     sampling_session_id: str
-    type: str = "create_sampling_session"
 
 
 class SamplerInfo(Struct, frozen=True, kw_only=True):
@@ -343,7 +314,7 @@ class ModelData(Struct, frozen=True, kw_only=True):
     tokenizer_id: str
 
 
-class ModelInfo(Struct, frozen=True, kw_only=True):
+class ModelInfo(Struct, frozen=True, kw_only=True, tag="get_info"):
     """The answer of get_info."""
 
     model_id: str
@@ -351,7 +322,6 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     model_name: str
     lora_rank: int
     is_lora: bool = True
-    type: str = "get_info"
 
 
 class WeightsInfo(Struct, frozen=True, kw_only=True):

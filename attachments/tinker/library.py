@@ -18,14 +18,20 @@ if TYPE_CHECKING:
 
 HERE, PREFIX = "attachments.tinker", "/api/v1"
 
+CONSTANT = {
+    ("GET", "healthz"): b'{"status":"ok"}',
+    ("POST", "telemetry"): b'{"status":"accepted"}',
+    ("POST", "client/dynamic_config"): b'{"sample_cancel_enabled":true,"refresh_interval_sec":300}',
+}
+"""Routes with one answer."""
+PROMISED = (
+    "asample", "create_model", "load_weights", "optim_step", "save_weights", "save_weights_for_sampler", "unload_model",
+)  # fmt: skip
+"""POST routes that begin work, whose result `retrieve_future` returns."""
 TRAINING = {
-    "client/config": "config", "client/dynamic_config": "dynamic_config", "telemetry": "telemetry",
-    "create_session": "create_session", "session_heartbeat": "heartbeat", "sessions/{session_id}/finish": "finish",
-    "create_model": "create_model", "get_info": "get_info", "unload_model": "unload",
-    "forward_backward": "forward_backward", "optim_step": "optim_step", "save_weights": "save_weights",
-    "save_weights_for_sampler": "save_for_sampler", "load_weights": "load_weights",
-    "create_sampling_session": "create_sampling_session", "asample": "sample", "retrieve_future": "retrieve",
-    "cancel_future": "cancel",
+    "client/config": "config", "create_session": "create_session", "session_heartbeat": "heartbeat",
+    "sessions/{session_id}/finish": "finish", "get_info": "get_info", "forward_backward": "forward_backward",
+    "create_sampling_session": "create_sampling_session", "retrieve_future": "retrieve", "cancel_future": "cancel",
 }  # fmt: skip
 """POST routes below the prefix, with the methods of `TinkerRoutes` that answer them."""
 
@@ -75,7 +81,7 @@ def measured(training: Handlers) -> Iterable[Metric]:
     """Return metrics once a client has asked for anything."""
     if not training.is_loaded:
         return ()
-    from attachments.tinker.gauges import tinker_metrics
+    from attachments.tinker.service import tinker_metrics
 
     return tinker_metrics(training.loaded.service)
 
@@ -91,8 +97,11 @@ def endpoints(parts: ServerParts, training: Handlers) -> Iterator[Endpoint]:
 
     for path, name in TRAINING.items():
         yield endpoint("POST", path, training.method(name))
+    for path in PROMISED:
+        yield endpoint("POST", path, training.method("promised", route=path))
+    for (method, path), content in CONSTANT.items():
+        yield endpoint(method, path, training.method("constant", content=content))
     yield endpoint("POST", "forward", training.method("forward_backward", forward_only=True))
-    yield endpoint("GET", "healthz", training.method("health"))
     yield endpoint("GET", "get_server_capabilities", training.method("capabilities"))
     yield endpoint("GET", "samplers/{sampler_id}", training.method("sampler"))
     for method, path, name in REST:

@@ -75,19 +75,23 @@ class TrainedModel:
     bytes: estimate of the memory. steps: of the optimizer so far, as of the last finished request.
     """
 
-    def __init__(self, model_id: str, session_id: str, lora: LoraFields, size: int) -> None:
-        self.model_id, self.session_id, self.lora, self.bytes = model_id, session_id, lora, size
-        self.steps = 0
-        self._policy: Policy | None = None
-        self._learner: StepwiseLearner | None = None
+    def __init__(
+        self, model_id: str, session_id: str, lora: LoraFields, access: BaseAccess, settings: TinkerApi
+    ) -> None:
+        """Raises ApiError if no layer would have an adapter."""
+        self.model_id, self.session_id, self.lora = model_id, session_id, lora
+        self._access, self._micro_batch_tokens = access, settings.micro_batch_tokens
+        self._method = lora_method(access.base, lora)
+        self.bytes, self.steps = training_bytes(access.base, self._method), 0
+        self._trained: tuple[Policy, StepwiseLearner] | None = None
 
-    def build(self, access: BaseAccess, method: Lora, settings: TinkerApi) -> None:
+    def build(self) -> None:
         """Make the adapter and its learner. Raises ModelError."""
-        base = access.base
-        self._policy = Policy(
+        base = self._access.base
+        policy = Policy(
             base.copy_model().model,
             base.tokenizer,
-            PolicySection(method=method),
+            PolicySection(method=self._method),
             config=base.config,
             seed=self.lora.seed or 0,
             keep_reference=False,
@@ -98,49 +102,39 @@ class TrainedModel:
             objective=IMPORTANCE_SAMPLING,
             optimizer=AdamW(learning_rate=1e-4, beta2=0.95, epsilon=1e-12),
             schedule=ConstantSchedule(warmup_steps=0),
-            micro_batch_tokens=settings.micro_batch_tokens,
+            micro_batch_tokens=self._micro_batch_tokens,
             max_grad_norm=0.0,
             layout="padded",
         )
-        sampling = Sampling(max_tokens=base.context_length)
-        self._learner = StepwiseLearner(
-            self._policy, section, sampling, steps=0, seed=0, lane=access.compute.learner.lane
-        )
+        sampling, lane = Sampling(max_tokens=base.context_length), self._access.compute.learner.lane
+        self._trained = policy, StepwiseLearner(policy, section, sampling, steps=0, seed=0, lane=lane)
 
-    @property
-    def learner(self) -> StepwiseLearner:
-        """The learner. Raises ApiError if the model was released."""
-        if self._learner is None:
+    def _built(self) -> tuple[Policy, StepwiseLearner]:
+        """Return the adapter and its learner. Raises ApiError if the model was released."""
+        if self._trained is None:
             raise ApiError(410, f"The model {self.model_id} was unloaded.", code="unloaded")
-        return self._learner
-
-    @property
-    def policy(self) -> Policy:
-        """The adapter. Raises ApiError if the model was released."""
-        if self._policy is None:
-            raise ApiError(410, f"The model {self.model_id} was unloaded.", code="unloaded")
-        return self._policy
+        return self._trained
 
     def release(self) -> None:
         """Free the memory."""
-        self._policy = self._learner = None
+        self._trained = None
         free_buffers()
 
     def forward(self, batch: CheckedData) -> GradientResult:
         """Return log-probabilities and the loss, without a gradient."""
-        logprobs = self.learner.logprobs(groups_of(batch.data))
+        logprobs = self._built()[1].logprobs(groups_of(batch.data))
         return _result(batch, logprobs, {"loss:sum": loss_of(batch, logprobs)})
 
     def forward_backward(self, batch: CheckedData) -> GradientResult:
         """Add a gradient to the one that the next step takes."""
         loss: Loss = "cross_entropy" if batch.chosen is None else batch.chosen
-        found = self.learner.forward_backward(groups_of(batch.data), loss)
+        found = self._built()[1].forward_backward(groups_of(batch.data), loss)
         means = {f"{name}:mean": found.metrics[name] for name in ("clip_fraction", "ratio_mean") if found.metrics}
         return _result(batch, found.logprobs, {"loss:sum": found.loss, "tokens:sum": float(found.tokens), **means})
 
     def optim_step(self, adam: AdamFields) -> dict[str, float]:
         """Take a step of AdamW, and return its metrics. Nothing changes without a gradient that is finite."""
-        update = self.learner.optim_step(
+        update = self._built()[1].optim_step(
             learning_rate=adam.learning_rate,
             optimizer=AdamW(
                 learning_rate=max(adam.learning_rate, 1e-30),
@@ -161,8 +155,8 @@ class TrainedModel:
 
     def weights(self) -> ModelWeights:
         """Return the newest weights."""
-        learner = self.learner
-        parameters, config = self.policy.loadable(learner.parameters)
+        policy, learner = self._built()
+        parameters, config = policy.loadable(learner.parameters)
         return ModelWeights(
             parameters=parameters, config=config, fingerprint=learner.fingerprint, version=learner.version
         )
@@ -171,7 +165,7 @@ class TrainedModel:
         """Write a checkpoint: of training with all that the learner needs, of a sampler the weights only."""
         now = self.weights()
         found = replace(checkpoint, step=now.version)
-        store.write(found, now, self.learner.whole_state() if found.kind == "weights" else None)
+        store.write(found, now, self._built()[1].whole_state() if found.kind == "weights" else None)
         return found
 
     def load(self, place: Path, *, optimizer: bool) -> None:
@@ -179,11 +173,11 @@ class TrainedModel:
 
         Raises CheckpointError, and changes nothing, if it does not fit this model.
         """
-        learner = self.learner
+        policy, learner = self._built()
         if optimizer:
             learner.restore_whole(TinkerStore.state(place))
         else:
-            _, config = self.policy.loadable(learner.parameters)
+            _, config = policy.loadable(learner.parameters)
             parameters = flat(read_adapter(place, learner.parameters, config))
             learner.begin()
             named = {f"parameters.{name}": array for name, array in parameters.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -13,9 +13,9 @@ from starlette.responses import Response
 from attachments.tinker import bodies
 from attachments.tinker.sections import TinkerApi
 from attachments.tinker.service import TinkerService
-from attachments.tinker.wire import JSON, PROTOBUF, read_forward_backward
+from attachments.tinker.wire import JSON, PROTOBUF, encoded, read_forward_backward
 from clotho.sampler import BaseAccess
-from clotho.serving.auth import Client, client_of
+from clotho.serving.auth import client_of
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError
 from clotho.serving.openai_requests import validation_error
@@ -54,13 +54,17 @@ class Routes:
         async with self._parts.bodies.read(http.scope, http.receive) as content:
             return decoded(content, kind)
 
-    async def promised(
-        self, http: Request, kind: type[Body], begin: Callable[[Body, Client], bodies.Promise]
-    ) -> Response:
-        """Answer with the promise of a request, which counts in the quota of the client."""
-        call, client = await self.body(http, kind), client_of(http.scope)
-        with client.request():
-            return answer(begin(call, client))
+
+PROMISED: Mapping[str, tuple[type[Struct], Callable[..., bodies.Promise]]] = {
+    "asample": (bodies.SampleCall, TinkerService.sample),
+    "create_model": (bodies.CreateModel, TinkerService.create_model),
+    "load_weights": (bodies.LoadWeights, TinkerService.load),
+    "optim_step": (bodies.OptimStep, TinkerService.optim_step),
+    "save_weights": (bodies.SaveWeights, TinkerService.save),
+    "save_weights_for_sampler": (bodies.SaveForSampler, TinkerService.save_for_sampler),
+    "unload_model": (bodies.ModelCall, TinkerService.unload),
+}
+"""Routes whose answer is a promise: the body of the request, and what begins the work."""
 
 
 class TinkerRoutes(Routes):
@@ -69,29 +73,27 @@ class TinkerRoutes(Routes):
     def __init__(self, parts: ServerParts, access: BaseAccess, settings: TinkerApi) -> None:
         super().__init__(parts, TinkerService(access, parts.context, settings))
 
-    async def health(self, _: Request) -> Response:
-        """Serve GET healthz."""
-        return Response(b'{"status":"ok"}', media_type=JSON)
+    async def constant(self, http: Request, *, content: bytes) -> Response:
+        """Serve a route with one answer. A body is read, and not kept."""
+        await self.body(http, bodies.Empty)
+        return Response(content, media_type=JSON)
+
+    async def promised(self, http: Request, *, route: str) -> Response:
+        """Answer with the promise of a request, which counts in the quota of the client."""
+        kind, begin = PROMISED[route]
+        call, client = await self.body(http, kind), client_of(http.scope)
+        with client.request():
+            return answer(begin(self.service, call, client))
 
     async def config(self, http: Request) -> Response:
         """Serve POST client/config."""
-        await self.body(http, bodies.ClientConfigRequest)
+        await self.body(http, bodies.Empty)
         settings = self._parts.context.settings
         found = bodies.ClientConfig(
             fwdbwd_max_chunk_bytes_count=int(CHUNK_SHARE * settings.max_body_bytes),
             sample_max_concurrent_requests=self.service.settings.max_pending,
         )
         return answer(found)
-
-    async def dynamic_config(self, http: Request) -> Response:
-        """Serve POST client/dynamic_config."""
-        await self.body(http, bodies.ClientConfigRequest)
-        return answer(bodies.DynamicConfig())
-
-    async def telemetry(self, http: Request) -> Response:
-        """Serve POST telemetry: read, and not kept."""
-        await self.body(http, bodies.Empty)
-        return Response(b'{"status":"accepted"}', media_type=JSON)
 
     async def capabilities(self, _: Request) -> Response:
         """Serve GET get_server_capabilities."""
@@ -108,7 +110,7 @@ class TinkerRoutes(Routes):
         """Serve POST session_heartbeat; 410 ends the client's heartbeats."""
         call = await self.body(http, bodies.SessionCall)
         self.service.sessions.get(call.session_id, client_of(http.scope))
-        return answer(bodies.Heartbeat())
+        return Response(b'{"type":"session_heartbeat"}', media_type=JSON)
 
     async def finish(self, http: Request) -> Response:
         """Serve POST sessions/{id}/finish."""
@@ -116,10 +118,6 @@ class TinkerRoutes(Routes):
         sessions = self.service.sessions
         sessions.end(sessions.get(http.path_params["session_id"], client_of(http.scope)), "its client has finished it")
         return answer(bodies.Empty())
-
-    async def create_model(self, http: Request) -> Response:
-        """Serve POST create_model."""
-        return await self.promised(http, bodies.CreateModel, self.service.create_model)
 
     async def get_info(self, http: Request) -> Response:
         """Serve POST get_info."""
@@ -134,12 +132,6 @@ class TinkerRoutes(Routes):
             bodies.ModelInfo(model_id=call.model_id, model_data=data, model_name=name, lora_rank=model.lora.rank)
         )
 
-    async def unload(self, http: Request) -> Response:
-        """Serve POST unload_model."""
-        return await self.promised(
-            http, bodies.ModelCall, lambda call, client: self.service.unload(call.model_id, client)
-        )
-
     async def forward_backward(self, http: Request, *, forward_only: bool = False) -> Response:
         """Serve POST forward_backward and POST forward."""
         media_type, client = http.headers.get("content-type", ""), client_of(http.scope)
@@ -147,22 +139,6 @@ class TinkerRoutes(Routes):
             call, number = read_forward_backward(content, media_type, forward_only=forward_only)
         with client.request():
             return answer(self.service.forward_backward(call, number, client))
-
-    async def optim_step(self, http: Request) -> Response:
-        """Serve POST optim_step."""
-        return await self.promised(http, bodies.OptimStep, self.service.optim_step)
-
-    async def save_weights(self, http: Request) -> Response:
-        """Serve POST save_weights."""
-        return await self.promised(http, bodies.SaveWeights, self.service.save)
-
-    async def save_for_sampler(self, http: Request) -> Response:
-        """Serve POST save_weights_for_sampler."""
-        return await self.promised(http, bodies.SaveForSampler, self.service.save_for_sampler)
-
-    async def load_weights(self, http: Request) -> Response:
-        """Serve POST load_weights."""
-        return await self.promised(http, bodies.LoadWeights, self.service.load)
 
     async def create_sampling_session(self, http: Request) -> Response:
         """Serve POST create_sampling_session."""
@@ -177,10 +153,6 @@ class TinkerRoutes(Routes):
             bodies.SamplerInfo(sampler_id=found.sampler_id, base_model=found.base_model, model_path=found.path or None)
         )
 
-    async def sample(self, http: Request) -> Response:
-        """Serve POST asample."""
-        return await self.promised(http, bodies.SampleCall, self.service.sample)
-
     async def retrieve(self, http: Request) -> Response:
         """Serve POST retrieve_future: the result, or 408 if there is none yet."""
         call, sessions = await self.body(http, bodies.RetrieveFuture), self.service.sessions
@@ -188,7 +160,7 @@ class TinkerRoutes(Routes):
         result = await pending.within(POLL_SECONDS)
         if result is None:
             return answer(bodies.TryAgain(request_id=call.request_id), status=408)
-        content, media_type = result.encoded(binary=PROTOBUF in http.headers.get("accept", ""))
+        content, media_type = encoded(result, binary=PROTOBUF in http.headers.get("accept", ""))
         sessions.was_read(call.request_id)
         return Response(content, media_type=media_type)
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
+from msgspec import Struct
 from msgspec.structs import replace
+from prometheus_client.core import Metric
 
 from attachments.tinker.bodies import (
     AdamFields,
@@ -22,6 +25,7 @@ from attachments.tinker.bodies import (
     CreateSamplingSession,
     LoadWeights,
     LoraFields,
+    ModelCall,
     ModelCreated,
     OptimStep,
     Promise,
@@ -35,17 +39,17 @@ from attachments.tinker.bodies import (
 )
 from attachments.tinker.learner_queue import LearnerQueue
 from attachments.tinker.losses import checked_batch, require_adamw
-from attachments.tinker.models import TrainedModel, lora_method, training_bytes
-from attachments.tinker.samplers import Samplers, SamplingSource
-from attachments.tinker.sampling import named_by, sample_request, sampled
+from attachments.tinker.models import TrainedModel
+from attachments.tinker.samplers import Samplers, SamplingSource, sample_request, sampled
 from attachments.tinker.sections import TinkerApi
 from attachments.tinker.sessions import TinkerSession, TinkerSessions
 from attachments.tinker.store import Kind, ModelWeights, SavedCheckpoint, SavedRun, TinkerStore, expiry
-from attachments.tinker.wire import ForwardBackward, JsonResult, Result
+from attachments.tinker.wire import ForwardBackward
 from clotho.models.machine import memory_limit
 from clotho.sampler import BaseAccess
 from clotho.serving.auth import Client
 from clotho.serving.errors import ApiError, invalid_field
+from clotho.serving.metrics import gauge, gauges
 from clotho.serving.services import ServerContext
 from protocols.errors import did_you_mean, visible
 
@@ -109,58 +113,63 @@ class TinkerService:
             created=time.time(),
             user_metadata=call.user_metadata,
         )
+        return self._new_model(session, run, lambda _: None, ModelCreated(model_id=run.model_id))
 
-        async def created(built: Callable[[], Coroutine[Any, Any, TrainedModel]]) -> Result:
-            await built()
-            return JsonResult(body=ModelCreated(model_id=run.model_id))
+    def _new_model(
+        self, session: TinkerSession, run: SavedRun, load: Callable[[TrainedModel], None], answer: Struct
+    ) -> Promise:
+        """Begin to make a model, and to load it. answer: the result."""
 
         def begin() -> Promise:
-            return self.sessions.begin(session, created(self._new_model(session, run)), model_id=run.model_id)
+            model = self._admitted(session, run)
+            built = self.queue.put(session.name, 1.0, model.build)
+            loaded = self.queue.put(session.name, 1.0, partial(load, model))
+
+            async def work() -> Struct:
+                try:
+                    await built
+                    self.store.add(run)
+                except BaseException:
+                    session.models.pop(run.model_id, None)
+                    loaded.cancel()
+                    raise
+                await loaded
+                return answer
+
+            return self.sessions.begin(session, work(), model_id=run.model_id)
 
         return self.sessions.once(session, (run.model_id, 0), begin)
 
-    def _new_model(self, session: TinkerSession, run: SavedRun) -> Callable[[], Coroutine[Any, Any, TrainedModel]]:
-        """Admit a model, and return what makes it. Raises ApiError."""
+    def _admitted(self, session: TinkerSession, run: SavedRun) -> TrainedModel:
+        """Return a model that is not built yet. Raises ApiError if its rank or its memory is above the limit."""
         limit = self.context.settings.adapters.max_rank
         if run.lora.rank > limit:
             raise invalid_field("rank", f"{run.lora.rank} is above {limit}; raise it with --server.adapters.max-rank")
-        method = lora_method(self.access.base, run.lora)
-        size = training_bytes(self.access.base, method)
+        model = TrainedModel(run.model_id, session.session_id, run.lora, self.access, self.settings)
         used = sum(model.bytes for one in self.sessions.open("") for model in one.models.values())
-        if used + size > self.budget:
+        if used + model.bytes > self.budget:
             raise ApiError(
                 400,
-                f"The model needs {size / MIB:.0f} MiB, and {used / MIB:.0f} of {self.budget / MIB:.0f} MiB are used "
-                "by others: choose a smaller rank, wait, or raise --server.tinker.max-bytes.",
+                f"The model needs {model.bytes / MIB:.0f} MiB, and {used / MIB:.0f} of {self.budget / MIB:.0f} MiB are "
+                "used by others: choose a smaller rank, wait, or raise --server.tinker.max-bytes.",
                 code="no_memory",
             )
-        model = TrainedModel(run.model_id, session.session_id, run.lora, size)
         session.models[run.model_id] = model
-        queued = self.queue.put(session.name, 1.0, partial(model.build, self.access, method, self.settings))
-
-        async def built() -> TrainedModel:
-            try:
-                await queued
-                self.store.add(run)
-            except BaseException:
-                session.models.pop(run.model_id, None)
-                raise
-            return model
-
-        return built
+        return model
 
     def _work(
-        self, model_id: str, number: int | None, client: Client, cost: float,
-        call: Callable[[TrainedModel], T], answer: Callable[[T], Coroutine[Any, Any, Result]],
+        self, model_id: str, number: int | None, client: Client, call: Callable[[TrainedModel], T],
+        answer: Callable[[T], Struct | Awaitable[Struct]], *, cost: float = 1.0,
     ) -> Promise:  # fmt: skip
-        """Queue a call of a model behind its earlier ones."""
+        """Queue a call of a model behind its earlier ones. answer: makes the result from what it returns."""
         session, model = self.sessions.of_model(model_id, client)
 
         def begin() -> Promise:
             queued = self.queue.put(session.name, cost, partial(call, model))
 
-            async def work() -> Result:
-                return await answer(await queued)
+            async def work() -> Struct:
+                found = answer(await queued)
+                return found if isinstance(found, Struct) else await found
 
             return self.sessions.begin(session, work(), model_id=model_id)
 
@@ -171,12 +180,9 @@ class TinkerService:
         self.sessions.of_model(call.model_id, client)
         context = self.context
         batch = checked_batch(call, vocabulary=context.vocab_size, context=context.context_length)
-
-        async def answer(found: Result) -> Result:
-            return found
-
         method = TrainedModel.forward if call.forward_only else TrainedModel.forward_backward
-        return self._work(call.model_id, number, client, batch.tokens, lambda model: method(model, batch), answer)
+        compute = partial(method, batch=batch)
+        return self._work(call.model_id, number, client, compute, lambda found: found, cost=batch.tokens)
 
     def optim_step(self, call: OptimStep, client: Client) -> Promise:
         """Begin a step of the optimizer."""
@@ -190,10 +196,7 @@ class TinkerService:
             self.store.count(model.model_id, model.steps)
             return found
 
-        async def answer(metrics: dict[str, float]) -> Result:
-            return JsonResult(body=Stepped(metrics=metrics))
-
-        return self._work(call.model_id, call.seq_id, client, 1.0, step, answer)
+        return self._work(call.model_id, call.seq_id, client, step, lambda metrics: Stepped(metrics=metrics))
 
     def save(self, call: SaveWeights, client: Client) -> Promise:
         """Begin to save the state of training."""
@@ -201,20 +204,22 @@ class TinkerService:
         name = call.path or f"{model.steps:06d}-{secrets.token_hex(3)}"
         if not call.overwrite:
             self.store.refuse_taken(call.model_id, "weights", name)
-        kept = self._checkpoint(call.model_id, "weights", name, call.ttl_seconds, call.user_metadata)
+        return self._save(call, "weights", name, client, lambda path: Saved(path=path, type="save_weights"))
 
-        async def answer(saved: SavedCheckpoint) -> Result:
-            return JsonResult(body=Saved(path=saved.path, type="save_weights"))
-
-        return self._work(call.model_id, call.seq_id, client, 1.0, lambda one: one.save(self.store, kept), answer)
-
-    @staticmethod
-    def _checkpoint(
-        model_id: str, kind: Kind, name: str, ttl: int | None, metadata: dict[str, Any] | None
-    ) -> SavedCheckpoint:
-        return SavedCheckpoint(
-            run=model_id, kind=kind, name=name, step=0, created=time.time(), expires=expiry(ttl), user_metadata=metadata
+    def _save(
+        self, call: SaveWeights | SaveForSampler, kind: Kind, name: str, client: Client, answer: Callable[[str], Struct]
+    ) -> Promise:
+        kept = SavedCheckpoint(
+            run=call.model_id,
+            kind=kind,
+            name=name,
+            step=0,
+            created=time.time(),
+            expires=expiry(call.ttl_seconds),
+            user_metadata=call.user_metadata,
         )
+        save = partial(TrainedModel.save, store=self.store, checkpoint=kept)
+        return self._work(call.model_id, call.seq_id, client, save, lambda saved: answer(saved.path))
 
     def load(self, call: LoadWeights, client: Client) -> Promise:
         """Begin to load a checkpoint, onto a model or as a new one."""
@@ -226,76 +231,42 @@ class TinkerService:
         if found.kind != "weights":
             raise invalid_field("path", "names weights for samplers; training continues from those of save_state")
         load = partial(TrainedModel.load, place=place, optimizer=call.optimizer)
-
-        async def answer(_: None, model_id: str) -> Result:
-            return JsonResult(body=Saved(path=call.path, type="load_weights", model_id=model_id))
-
+        answer = Saved(path=call.path, type="load_weights", model_id=call.model_id)
         if call.model_id is not None:
-            model_id = call.model_id
-            return self._work(model_id, call.seq_id, client, 1.0, load, partial(answer, model_id=model_id))
+            return self._work(call.model_id, call.seq_id, client, load, lambda _: answer)
         if call.session_id is None or call.model_seq_id is None:
             raise invalid_field("model_id", "is missing; name a model, or session_id and model_seq_id")
-        return self._load_new(call.session_id, call.model_seq_id, call, client, found, load)
-
-    def _load_new(
-        self, session_id: str, number: int, call: LoadWeights, client: Client, found: SavedCheckpoint,
-        load: Callable[[TrainedModel], None],
-    ) -> Promise:  # fmt: skip
-        session, source = self.sessions.get(session_id, client), self.store.run(found.run, client.owner)
-        name = call.base_model or source.base_model
-        self.require_name(name)
-        model_id = f"{session.session_id}:train:{number}"
-        run = SavedRun(
-            model_id=model_id,
+        session, source = self.sessions.get(call.session_id, client), self.store.run(found.run, client.owner)
+        run = replace(
+            source,
+            model_id=f"{session.session_id}:train:{call.model_seq_id}",
             owner=session.owner,
-            base_model=name,
-            lora=source.lora,
+            base_model=call.base_model or source.base_model,
             created=time.time(),
             user_metadata=call.user_metadata,
         )
-
-        async def work(built: Callable[[], Coroutine[Any, Any, TrainedModel]], loaded: Any) -> Result:
-            try:
-                await built()
-            except BaseException:
-                loaded.cancel()
-                raise
-            await loaded
-            return JsonResult(body=Saved(path=call.path, type="load_weights", model_id=model_id))
-
-        def begin() -> Promise:
-            built = self._new_model(session, run)
-            loaded = self.queue.put(session.name, 1.0, partial(load, session.models[model_id]))
-            return self.sessions.begin(session, work(built, loaded), model_id=model_id)
-
-        return self.sessions.once(session, (model_id, 0), begin)
+        self.require_name(run.base_model)
+        return self._new_model(session, run, load, replace(answer, model_id=run.model_id))
 
     def save_for_sampler(self, call: SaveForSampler, client: Client) -> Promise:
         """Begin to save weights under a name, or to sample from the present ones."""
         session, _ = self.sessions.of_model(call.model_id, client)
         if call.path is not None:
             self.store.refuse_taken(call.model_id, "sampler_weights", call.path)
-            kept = self._checkpoint(call.model_id, "sampler_weights", call.path, call.ttl_seconds, call.user_metadata)
-
-            async def saved(checkpoint: SavedCheckpoint) -> Result:
-                return JsonResult(body=SavedForSampler(type="save_weights_for_sampler", path=checkpoint.path))
-
-            return self._work(call.model_id, call.seq_id, client, 1.0, lambda one: one.save(self.store, kept), saved)
+            return self._save(call, "sampler_weights", call.path, client, lambda path: SavedForSampler(path=path))
         number = call.sampling_session_seq_id
         if number is None:
             raise invalid_field("path", "is missing; name the weights, or a number of a sampling session")
         base_model = self.names[0]
 
-        async def sampler(weights: ModelWeights) -> Result:
+        async def sampler(weights: ModelWeights) -> Struct:
             if call.kind == "inflight":
                 found = await self.samplers.follow(session, number, base_model, call.model_id, weights)
             else:
                 found = await self.samplers.snapshot(session, number, base_model, weights)
-            return JsonResult(
-                body=SavedForSampler(type="save_weights_for_sampler", sampling_session_id=found.sampler_id)
-            )
+            return SavedForSampler(sampling_session_id=found.sampler_id)
 
-        return self._work(call.model_id, call.seq_id, client, 1.0, TrainedModel.weights, sampler)
+        return self._work(call.model_id, call.seq_id, client, TrainedModel.weights, sampler)
 
     def create_sampler(self, call: CreateSamplingSession, client: Client) -> SamplingSource:
         """Return a new sampling session, of the base model or of a checkpoint."""
@@ -311,8 +282,10 @@ class TinkerService:
         return self.samplers.open(session, number, name, found.path, place, found.step)
 
     def sample(self, call: SampleCall, client: Client) -> Promise:
-        """Begin to sample."""
-        sampler = self.samplers.get(named_by(call), client)
+        """Begin to sample. Raises ApiError for a request that names no sampling session."""
+        if call.sampling_session_id is None:
+            raise ApiError(400, "sampling_session_id is missing; create a sampling session first.", param="base_model")
+        sampler = self.samplers.get(call.sampling_session_id, client)
         request = sample_request(call, sampler, self.context)
         session = self.sessions.get(sampler.session.session_id, client)
 
@@ -322,13 +295,27 @@ class TinkerService:
 
         return self.sessions.once(session, (sampler.sampler_id, call.seq_id), begin)
 
-    def unload(self, model_id: str, client: Client) -> Promise:
+    def unload(self, call: ModelCall, client: Client) -> Promise:
         """Begin to free a model; its checkpoints stay."""
-
-        async def answer(_: None) -> Result:
-            return JsonResult(body=Unloaded(model_id=model_id))
-
-        promise = self._work(model_id, None, client, 1.0, TrainedModel.release, answer)
-        session, _ = self.sessions.of_model(model_id, client)
-        del session.models[model_id]
+        answer = Unloaded(model_id=call.model_id)
+        promise = self._work(call.model_id, None, client, TrainedModel.release, lambda _: answer)
+        session, _ = self.sessions.of_model(call.model_id, client)
+        del session.models[call.model_id]
         return promise
+
+
+def tinker_metrics(service: TinkerService) -> Iterator[Metric]:
+    """Yield gauges of open sessions, which are labels only while they are open."""
+    sessions = service.sessions.open("")
+    models = {model.model_id: model for one in sessions for model in one.models.values()}
+    versions = Counter(visible(one.fields.sdk_version, 20) for one in sessions)
+    yield gauges("clotho_tinker_sessions", "Open sessions by version of the SDK.", versions, by="sdk")
+    unfinished = {one.session_id: one.unfinished for one in sessions}
+    yield gauges("clotho_tinker_requests", "Requests of a session without a result.", unfinished, by="session")
+    steps = {name: model.steps for name, model in models.items()}
+    yield gauges("clotho_tinker_steps", "Optimizer steps of a model in training.", steps, by="model")
+    size = sum(model.bytes for model in models.values())
+    yield gauge("clotho_tinker_model_bytes", "Estimated memory of the models in training.", size)
+    yield gauge("clotho_tinker_budget_bytes", "Memory that models in training may take.", service.budget)
+    yield gauge("clotho_tinker_adapters", "Adapters in memory that are sampled from.", service.samplers.resident)
+    yield gauge("clotho_tinker_learner_queue", "Requests that wait for the learner.", service.queue.waiting)

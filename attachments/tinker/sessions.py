@@ -11,10 +11,10 @@ from contextlib import suppress
 from typing import Any
 
 import structlog
+from msgspec import Struct
 
 from attachments.tinker.bodies import CreateSession, FailedRequest, Promise
 from attachments.tinker.models import TrainedModel
-from attachments.tinker.wire import JsonResult, Result
 from clotho.serving.auth import Client
 from clotho.serving.errors import ApiError
 from protocols.errors import ClothoError, RequestError, visible
@@ -31,35 +31,32 @@ KEPT_ENDED = 1024
 class Pending:
     """A request whose result the client will ask for."""
 
-    def __init__(self, session: TinkerSession, work: Coroutine[Any, Any, Result]) -> None:
+    def __init__(self, session: TinkerSession, work: Coroutine[Any, Any, Struct]) -> None:
         self.session = session
         self.task = asyncio.create_task(_result_of(work))
 
-    async def within(self, seconds: float) -> Result | None:
+    async def within(self, seconds: float) -> Struct | None:
         """Wait for the result; None if there is none after so many seconds."""
         done, _ = await asyncio.wait([self.task], timeout=seconds)
         if not done:
             return None
         if self.task.cancelled():
-            return JsonResult(body=FailedRequest(error="the request was cancelled", category="user"))
+            return FailedRequest(error="the request was cancelled", category="user")
         return self.task.result()
 
 
-async def _result_of(work: Coroutine[Any, Any, Result]) -> Result:
+async def _result_of(work: Coroutine[Any, Any, Struct]) -> Struct:
     """Await a result. What fails is a result too: the client's fault if the error says so."""
     try:
         return await work
     except ApiError as error:
-        return _failed(str(error), "user" if error.status < 500 else "server")
+        return FailedRequest(error=str(error), category="user" if error.status < 500 else "server")
     except (RequestError, ClothoError, ValueError) as error:
-        return _failed(visible(str(error), 1000), "user")
+        return FailedRequest(error=visible(str(error), 1000), category="user")
     except Exception as error:
         log.exception("tinker_request_failed")
-        return _failed(f"internal error ({type(error).__name__}); the event log has the details", "server")
-
-
-def _failed(message: str, category: str) -> Result:
-    return JsonResult(body=FailedRequest(error=message, category=category))
+        message = f"internal error ({type(error).__name__}); the event log has the details"
+        return FailedRequest(error=message, category="server")
 
 
 class TinkerSession:
@@ -168,7 +165,7 @@ class TinkerSessions:
     def begin(
         self,
         session: TinkerSession,
-        work: Coroutine[Any, Any, Result],
+        work: Coroutine[Any, Any, Struct],
         *,
         model_id: str | None = None,
         sequences: int = 0,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from attachments.tinker.bodies import ModelInput, Strict, TextChunk
+from attachments.tinker.bodies import Call, ModelInput, Strict, TextChunk
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.openai_requests import validation_error
@@ -71,32 +71,13 @@ class InputFields(Strict, frozen=True):
     loss_fn_config: dict[str, float | str] | None = None
 
 
-class ForwardBackwardFields(Strict, frozen=True):
+class ForwardBackwardFields(Call, frozen=True, kw_only=True):
     """The body of forward_backward in JSON; that of forward has `forward_input`."""
 
     model_id: str
     forward_backward_input: InputFields | None = None
     forward_input: InputFields | None = None
     forward_only: bool = False
-    seq_id: int | None = None
-    type: str = ""
-
-
-class Result(Protocol):
-    """The result of a request."""
-
-    def encoded(self, *, binary: bool) -> tuple[bytes, str]:
-        """Return the body and its media type. binary: the client reads protobuf."""
-
-
-class JsonResult(Struct, frozen=True, kw_only=True):
-    """A result that is JSON for every client."""
-
-    body: Struct
-
-    def encoded(self, *, binary: bool) -> tuple[bytes, str]:
-        """Return the body."""
-        return msgspec.json.encode(self.body), JSON
 
 
 @cache
@@ -208,11 +189,8 @@ class GradientResult(Struct, frozen=True, kw_only=True):
     outputs: Mapping[str, Sequence[NDArray[np.float32]]]
     metrics: Mapping[str, float]
 
-    def encoded(self, *, binary: bool) -> tuple[bytes, str]:
-        """Return a ForwardBackwardOutput."""
-        return (self._protobuf(), PROTOBUF) if binary else (self._json(), JSON)
-
-    def _json(self) -> bytes:
+    def json(self) -> object:
+        """Return the body in JSON."""
         rows = [
             {
                 name: {"data": value_N.tolist(), "dtype": "float32", "shape": [len(value_N)]}
@@ -220,10 +198,10 @@ class GradientResult(Struct, frozen=True, kw_only=True):
             }
             for values in zip(*self.outputs.values(), strict=True)
         ]
-        body = {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": rows, "metrics": self.metrics}
-        return msgspec.json.encode(body)
+        return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": rows, "metrics": self.metrics}
 
-    def _protobuf(self) -> bytes:
+    def protobuf(self) -> Any:
+        """Return a ForwardBackwardOutput."""
         message = _message("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
         for name, value in self.metrics.items():
             message.metrics[name] = value
@@ -234,8 +212,7 @@ class GradientResult(Struct, frozen=True, kw_only=True):
             field.data = b"".join(row_N.astype("<f4").tobytes() for row_N in rows)
             field.offsets = np.cumsum([0, *(4 * len(row_N) for row_N in rows)], dtype="<i8").tobytes()
             field.dtype = FLOAT32
-        content: bytes = message.SerializeToString()
-        return content
+        return message
 
 
 class SampleResult(Struct, frozen=True, kw_only=True):
@@ -274,11 +251,8 @@ class SampleResult(Struct, frozen=True, kw_only=True):
             top_prompt_logprobs=best if top else None,
         )
 
-    def encoded(self, *, binary: bool) -> tuple[bytes, str]:
-        """Return a SampleResponse."""
-        return (self._protobuf(), PROTOBUF) if binary else (self._json(), JSON)
-
-    def _json(self) -> bytes:
+    def json(self) -> object:
+        """Return the body in JSON."""
         sequences = [
             {
                 "stop_reason": one.finish_reason,
@@ -289,17 +263,15 @@ class SampleResult(Struct, frozen=True, kw_only=True):
             }
             for one, versions in zip(self.completions, self.versions, strict=True)
         ]
-        scores = self.prompt_logprobs
-        return msgspec.json.encode(
-            {
-                "type": "sample",
-                "sequences": sequences,
-                "prompt_logprobs": scores if scores is None else [None if one != one else one for one in scores],
-                "topk_prompt_logprobs": self.top_prompt_logprobs,
-            }
-        )
+        return {
+            "type": "sample",
+            "sequences": sequences,
+            "prompt_logprobs": self.prompt_logprobs,
+            "topk_prompt_logprobs": self.top_prompt_logprobs,
+        }
 
-    def _protobuf(self) -> bytes:
+    def protobuf(self) -> Any:
+        """Return a SampleResponse."""
         message = _message("SampleResponse")()
         for one in self.completions:
             sequence = message.sequences.add(stop_reason=int(one.finish_reason == "length"))
@@ -311,8 +283,17 @@ class SampleResult(Struct, frozen=True, kw_only=True):
             message.prompt_logprobs = np.array(self.prompt_logprobs, dtype="<f4").tobytes()
         if self.top_prompt_logprobs is not None:
             _fill(message.topk_prompt_logprobs, self.top_prompt_logprobs)
-        content: bytes = message.SerializeToString()
-        return content
+        return message
+
+
+def encoded(result: Struct, *, binary: bool) -> tuple[bytes, str]:
+    """Return the body of a result, and its media type. binary: the client reads protobuf."""
+    if not isinstance(result, GradientResult | SampleResult):
+        return msgspec.json.encode(result), JSON
+    if not binary:
+        return msgspec.json.encode(result.json()), JSON
+    content: bytes = result.protobuf().SerializeToString()
+    return content, PROTOBUF
 
 
 def _fill(message: Any, best: Sequence[Sequence[tuple[int, float]]]) -> None:

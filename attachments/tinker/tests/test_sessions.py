@@ -75,7 +75,7 @@ def test_a_session_that_ends_frees_its_memory(live: Live, place: Path) -> None:
     other = live.client("tml-ann-1")
     other.result("load_weights", session_id=other.session, model_seq_id=1, path=path, optimizer=True)
     assert live.service.samplers.resident == 0
-    assert (model._policy, model._learner) == (None, None)
+    assert model._trained is None
     other.post(f"sessions/{other.session}/finish")
 
 
