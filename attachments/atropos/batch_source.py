@@ -8,7 +8,7 @@ from attachments.atropos.api import AtroposApi
 from attachments.atropos.client import Registration
 from attachments.atropos.commands import require_server
 from attachments.atropos.mock import MockAtropos
-from attachments.atropos.reader import GroupReader, PolicyBounds
+from attachments.atropos.reader import GroupReader
 from attachments.atropos.sample_log import SampleLog, token_cost
 from attachments.atropos.sections import ATROPOS, DIRECTORY, AtroposSource, EnvironmentSource, MockSource, RunningServer
 from attachments.atropos.validation import Bounds
@@ -67,10 +67,8 @@ def _group_reader(run: RunContext, settings: AtroposSource, samples: SampleLog, 
     profile, policy = run.profile, run.policy
     return GroupReader(
         sample_log=samples,
-        policy=PolicyBounds(
-            bounds=Bounds(vocab_size=policy.vocab_size, context_length=longest),
-            decode=policy.tokenizer.decode,
-        ),
+        bounds=Bounds(vocab_size=policy.vocab_size, context_length=longest),
+        decode=policy.tokenizer.decode,
         recompute=run.recompute_logprobs,
         sampling=profile.sampling,
         learner=profile.learner,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -58,82 +57,6 @@ class ValidGroup(Struct, frozen=True, kw_only=True):
     teacher: tuple[TeacherTokens, ...]
 
 
-def to_message(
-    valid: ValidGroup,
-    *,
-    group_id: int,
-    source: str,
-    decode: Callable[[Sequence[int]], str],
-    sampling: Sampling,
-    learner: LearnerSection,
-    context_length: int,
-) -> GroupOutcome:
-    """Return the message for the learner; a zero-variance group is discarded with its completions and rewards.
-
-    The prompt is the common prefix of all sequences before the first sampled token. The rest of a sequence is its
-    completion.
-    """
-    checked, sequences = valid.checked, valid.sequences
-    prefix = valid.group.tokens[0][: checked.common]
-    prompt = Prompt(
-        group_id=group_id,
-        problem=Problem(prompt=decode(prefix), answer="", type=source),
-        tokens=tuple(prefix),
-        seed=0,
-        source=source,
-    )
-    completions = tuple(
-        _completion(valid, i, decode, max_tokens=sampling.max_tokens, context_length=context_length)
-        for i in range(len(sequences))
-    )
-    has_signal = (
-        checked.advantages or valid.teacher or isinstance(learner.objective.advantage, ADVANTAGES_ACROSS_GROUPS)
-    )
-    temperatures = tuple(sequence.temperature for sequence in sequences)
-    differences = [sequence.max_difference for sequence in sequences if sequence.max_difference is not None]
-    needs_reference = isinstance(learner.reference, EnvironmentReference)
-    scored = ScoredGroup(
-        group=RolloutGroup(prompt=prompt, completions=completions),
-        rewards=checked.rewards,
-        parts={},
-        token_advantages=_completion_part(checked.advantages, checked.common),
-        reference_logprobs=_completion_part(checked.reference, checked.common) if needs_reference else (),
-        temperatures=temperatures if set(temperatures) != {sampling.temperature} else (),
-        zero_advantage=checked.zero_advantage if any(checked.zero_advantage) else (),
-        teacher=valid.teacher,
-        logprob_error=max(differences, default=None),
-    )
-    return scored if has_signal else scored.unless_equal()
-
-
-def _completion(
-    valid: ValidGroup, index: int, decode: Callable[[Sequence[int]], str], *, max_tokens: int, context_length: int
-) -> Completion:
-    common, sequence = valid.checked.common, valid.sequences[index]
-    trained_T = valid.checked.trained[index]
-    tokens = valid.group.tokens[index][common:]
-    sampled = () if trained_T[common:].all() else tuple(trained_T[common:].tolist())
-    text = decode(tokens)
-    supports = tuple(sequence.supports.get(t, b"") for t in range(common, trained_T.size))
-    return Completion(
-        tokens=tuple(tokens),
-        logprobs=tuple(sequence.logprob_T[common:].tolist()),
-        versions=tuple(token_versions(sequence, trained_T)[common:].tolist()),
-        text=text,
-        finish_reason=sequence.finish_reason or _finish_reason(trained_T, max_tokens, context_length),
-        supports=supports if any(supports) else (),
-        sampled=sampled,
-        turns=turns_of(tokens, sampled, text, decode),
-    )
-
-
-def _finish_reason(trained_T: NDArray[Any], max_tokens: int, context_length: int) -> FinishReason:
-    """Return the finish reason of a sequence that is not in the sample log, from its length."""
-    spans = trained_spans(trained_T)
-    full = spans and spans[-1][1] - spans[-1][0] >= max_tokens
-    return "length" if full or trained_T.size >= context_length else "stop"
-
-
 def _completion_part(rows: Sequence[NDArray[Any]], common: int) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(row_T[common:].tolist()) for row_T in rows)
 
@@ -171,8 +94,7 @@ class RecentGroups:
     """Hashes of the latest `MAX_RECENT_GROUPS` groups."""
 
     def __init__(self) -> None:
-        self._order: deque[bytes] = deque()
-        self._known: set[bytes] = set()
+        self._known: dict[bytes, None] = {}  # the oldest first
 
     def __len__(self) -> int:
         return len(self._known)
@@ -186,10 +108,9 @@ class RecentGroups:
         key = _group_hash(group)
         if key in self._known:
             return True
-        if len(self._order) == MAX_RECENT_GROUPS:
-            self._known.remove(self._order.popleft())
-        self._order.append(key)
-        self._known.add(key)
+        if len(self._known) == MAX_RECENT_GROUPS:
+            del self._known[next(iter(self._known))]
+        self._known[key] = None
         return False
 
 
@@ -211,13 +132,6 @@ class _Duplicate(Exception):
     """An equal group has been received before."""
 
 
-class PolicyBounds(Struct, frozen=True, kw_only=True):
-    """The parts of the policy that the reader uses. decode: tokens -> text; may be called from worker threads."""
-
-    bounds: Bounds
-    decode: Callable[[Sequence[int]], str]
-
-
 class GroupReader:
     """Converts a group from JSON to a message for the learner, or to a `Discarded` message with the reason.
 
@@ -229,14 +143,18 @@ class GroupReader:
         self,
         *,
         sample_log: SampleLog,
-        policy: PolicyBounds,
+        bounds: Bounds,
+        decode: Callable[[Sequence[int]], str],
         recompute: Recompute,
         sampling: Sampling,
         learner: LearnerSection,
         missing_logprobs: Literal["recompute", "refuse"],
     ) -> None:
-        """sample_log: completions that the engine sampled for environments."""
-        self._sample_log, self._policy, self._recompute = sample_log, policy, recompute
+        """sample_log: completions that the engine sampled for environments. bounds: of the policy.
+
+        decode: tokens -> text; may be called from worker threads.
+        """
+        self._sample_log, self._bounds, self._decode, self._recompute = sample_log, bounds, decode, recompute
         self._sampling, self._learner, self._missing_logprobs = sampling, learner, missing_logprobs
         self._threads = DaemonThreads("groups", 1, wait_seconds=math.inf, work_seconds=math.inf)
         self._names = EnvironmentNames()
@@ -259,14 +177,14 @@ class GroupReader:
 
     def _validate(self, raw: Raw, version: int) -> ValidGroup:
         group = decode_group(raw)
-        checked = check(group, self._policy.bounds)
+        checked = check(group, self._bounds)
         self._record_label(group, checked)
         learner = self._learner
         if isinstance(learner.objective.advantage, EnvironmentAdvantage) and not checked.advantages:
             raise InvalidGroup('advantages: missing, but learner.objective.advantage = "environment" needs them')
         if isinstance(learner.reference, EnvironmentReference) and not checked.reference:
             raise InvalidGroup('ref_logprobs: missing, but learner.kl_penalty.reference = "environment" needs them')
-        teacher = teacher_tokens(group, checked, self._policy.bounds.vocab_size) if learner.distillation_weight else ()
+        teacher = teacher_tokens(group, checked, self._bounds.vocab_size) if learner.distillation_weight else ()
         sequences = [
             sampled_sequence(
                 i, tokens, checked, self._sample_log, version=version, temperature=self._sampling.temperature
@@ -313,17 +231,60 @@ class GroupReader:
                     sequence.version_T[start:end] = scored.version
 
     def _message(self, valid: ValidGroup, group_id: int) -> GroupOutcome:
-        client_label = next((sequence.client_label for sequence in valid.sequences if sequence.client_label), "")
+        """Return the message for the learner; a zero-variance group is discarded with its completions and rewards.
+
+        The prompt is the common prefix of all sequences before the first sampled token. The rest of a sequence is its
+        completion.
+        """
+        checked, sequences, learner = valid.checked, valid.sequences, self._learner
+        client_label = next((sequence.client_label for sequence in sequences if sequence.client_label), "")
         source = self._names.name(valid.group.env_id, client_label)
-        return to_message(
-            valid,
-            group_id=group_id,
-            source=source,
-            decode=self._policy.decode,
-            sampling=self._sampling,
-            learner=self._learner,
-            context_length=self._policy.bounds.context_length,
+        prefix = tuple(valid.group.tokens[0][: checked.common])
+        problem = Problem(prompt=self._decode(prefix), answer="", type=source)
+        prompt = Prompt(group_id=group_id, problem=problem, tokens=prefix, seed=0, source=source)
+        completions = tuple(self._completion(valid, i) for i in range(len(sequences)))
+        temperatures = tuple(sequence.temperature for sequence in sequences)
+        differences = [sequence.max_difference for sequence in sequences if sequence.max_difference is not None]
+        needs_reference = isinstance(learner.reference, EnvironmentReference)
+        scored = ScoredGroup(
+            group=RolloutGroup(prompt=prompt, completions=completions),
+            rewards=checked.rewards,
+            parts={},
+            token_advantages=_completion_part(checked.advantages, checked.common),
+            reference_logprobs=_completion_part(checked.reference, checked.common) if needs_reference else (),
+            temperatures=temperatures if set(temperatures) != {self._sampling.temperature} else (),
+            zero_advantage=checked.zero_advantage if any(checked.zero_advantage) else (),
+            teacher=valid.teacher,
+            logprob_error=max(differences, default=None),
         )
+        has_signal = (
+            checked.advantages or valid.teacher or isinstance(learner.objective.advantage, ADVANTAGES_ACROSS_GROUPS)
+        )
+        return scored if has_signal else scored.unless_equal()
+
+    def _completion(self, valid: ValidGroup, index: int) -> Completion:
+        common, sequence = valid.checked.common, valid.sequences[index]
+        trained_T = valid.checked.trained[index]
+        tokens = valid.group.tokens[index][common:]
+        sampled = () if trained_T[common:].all() else tuple(trained_T[common:].tolist())
+        text = self._decode(tokens)
+        supports = tuple(sequence.supports.get(t, b"") for t in range(common, trained_T.size))
+        return Completion(
+            tokens=tuple(tokens),
+            logprobs=tuple(sequence.logprob_T[common:].tolist()),
+            versions=tuple(token_versions(sequence, trained_T)[common:].tolist()),
+            text=text,
+            finish_reason=sequence.finish_reason or self._finish_reason(trained_T),
+            supports=supports if any(supports) else (),
+            sampled=sampled,
+            turns=turns_of(tokens, sampled, text, self._decode),
+        )
+
+    def _finish_reason(self, trained_T: NDArray[Any]) -> FinishReason:
+        """Return the finish reason of a sequence that is not in the sample log, from its length."""
+        spans = trained_spans(trained_T)
+        full = spans and spans[-1][1] - spans[-1][0] >= self._sampling.max_tokens
+        return "length" if full or trained_T.size >= self._bounds.context_length else "stop"
 
     async def _discarded(self, raw: Raw, group_id: int, reason: DiscardReason, detail: str) -> Discarded:
         source = await self._threads.run(lambda: self._names.name(environment_id(raw)))

@@ -44,28 +44,17 @@ MAX_EQUAL = 16
 """Maximum number of completions with the same prompt and tokens that are kept."""
 
 
-class SampledCompletion(Struct, frozen=True, kw_only=True, eq=False):
+class SampledCompletion(Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """One completion and how it was sampled.
 
-    logprobs: natural logarithms under the distribution that each token was sampled from. versions: the policy version
-        that sampled each token.
-    supports: as in `Completion`. client_label: label of the client that requested it; empty if it gave none.
-    unlearnable: why the learner cannot evaluate that distribution; empty if it can.
+    key: of its prompt and tokens. logprob_bytes, version_bytes: float32 and int32 per token. supports: as in
+    `Completion`. client_label: label of the client that requested it; empty if it gave none. unlearnable: why the
+    learner cannot evaluate the distribution that it was sampled from; empty if it can.
     """
 
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-    temperature: float
-    supports: tuple[bytes, ...]
-    finish_reason: FinishReason
-    client_label: str
-    unlearnable: str
-
-
-class _Entry(Struct, frozen=True, gc=False):
     key: bytes
-    logprobs: bytes
-    versions: bytes
+    logprob_bytes: bytes
+    version_bytes: bytes
     temperature: float
     supports: tuple[bytes, ...]
     finish_reason: FinishReason
@@ -73,10 +62,20 @@ class _Entry(Struct, frozen=True, gc=False):
     unlearnable: str
 
     @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """Natural logarithms under the distribution that each token was sampled from."""
+        return np.frombuffer(self.logprob_bytes, dtype=np.float32)
+
+    @property
+    def versions(self) -> NDArray[np.int32]:
+        """The policy version that sampled each token."""
+        return np.frombuffer(self.version_bytes, dtype=np.int32)
+
+    @property
     def cost(self) -> int:
         """Size in tokens."""
         supports = sum(map(len, self.supports)) + SUPPORT_BYTES * len(self.supports)
-        return len(self.versions) // 4 + (supports + COMPLETION_BYTES) // TOKEN_BYTES
+        return len(self.version_bytes) // 4 + (supports + COMPLETION_BYTES) // TOKEN_BYTES
 
     @property
     def sample_key(self) -> tuple[object, ...]:
@@ -85,20 +84,8 @@ class _Entry(Struct, frozen=True, gc=False):
         It contains the rounded log-probabilities, because the KV cache of one of two samples may have been computed by
         an earlier policy version (`engine.kv_policy = "keep"`).
         """
-        rounded = np.frombuffer(self.logprobs, dtype=np.float32).round(DECIMALS).tobytes()
-        return rounded, self.versions, self.temperature, self.supports, self.unlearnable, self.client_label
-
-    def to_sampled(self) -> SampledCompletion:
-        """Return the entry as readers receive it."""
-        return SampledCompletion(
-            logprobs=np.frombuffer(self.logprobs, dtype=np.float32),
-            versions=np.frombuffer(self.versions, dtype=np.int32),
-            temperature=self.temperature,
-            supports=self.supports,
-            finish_reason=self.finish_reason,
-            client_label=self.client_label,
-            unlearnable=self.unlearnable,
-        )
+        rounded = self.logprobs.round(DECIMALS).tobytes()
+        return rounded, self.version_bytes, self.temperature, self.supports, self.unlearnable, self.client_label
 
 
 class SampleLog:
@@ -115,7 +102,7 @@ class SampleLog:
         logit_bias: logit bias of the run, which the learner evaluates.
         """
         self._capacity, self._bias = capacity_tokens, sorted(logit_bias)
-        self._entries: dict[int, _Entry] = {}  # by serial number, oldest first
+        self._entries: dict[int, SampledCompletion] = {}  # by serial number, oldest first
         self._equal: dict[bytes, list[int]] = {}
         self._serial = count()
         self._cost = 0
@@ -144,15 +131,15 @@ class SampleLog:
         if completion.finish_reason == "abort" or request.weights != POLICY:
             return
         with self._lock:
-            entry = _Entry(
-                self._key(request.prompt, completion.tokens),
-                array("f", completion.logprobs).tobytes(),
-                array("i", completion.versions).tobytes(),
-                request.sampling.temperature,
-                completion.supports,
-                completion.finish_reason,
-                client_label,
-                unlearnable_completion(request, completion, logit_bias=self._bias),
+            entry = SampledCompletion(
+                key=self._key(request.prompt, completion.tokens),
+                logprob_bytes=array("f", completion.logprobs).tobytes(),
+                version_bytes=array("i", completion.versions).tobytes(),
+                temperature=request.sampling.temperature,
+                supports=completion.supports,
+                finish_reason=completion.finish_reason,
+                client_label=client_label,
+                unlearnable=unlearnable_completion(request, completion, logit_bias=self._bias),
             )
             if entry.cost > self._capacity:
                 return
@@ -181,7 +168,7 @@ class SampleLog:
         except (OverflowError, TypeError):
             return None  # not token identifiers
         with self._lock:
-            found = [self._entries[number].to_sampled() for number in reversed(self._equal.get(key, ()))]
+            found = [self._entries[number] for number in reversed(self._equal.get(key, ()))]
         found = [sampled for sampled in found if not sampled.unlearnable] or found
         if len(found) > 1 and logprobs is not None:
             return min(found, key=lambda sampled: float(np.abs(sampled.logprobs - logprobs).max()))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw
 
-from attachments.atropos.reader import GroupReader, PolicyBounds
+from attachments.atropos.reader import GroupReader
 from attachments.atropos.sample_log import SampleLog
 from attachments.atropos.validation import Bounds
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
@@ -73,7 +73,8 @@ class ReaderHarness:
         self.recomputed: list[tuple[tuple[int, ...], float]] = []
         self.reader = GroupReader(
             sample_log=self.sample_log,
-            policy=PolicyBounds(bounds=BOUNDS, decode=CharacterTokenizer().decode),
+            bounds=BOUNDS,
+            decode=CharacterTokenizer().decode,
             recompute=self._recompute,
             sampling=sampling,
             learner=learner_settings(**learner),
