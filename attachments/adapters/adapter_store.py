@@ -14,8 +14,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+from msgspec import Struct
 
-from attachments.adapters.messages import AdapterInfo
 from clotho.models.adapter_reading import read_adapter
 from clotho.models.adapters import Adapter, adapter_targets
 from clotho.models.lora import AdaptedModule
@@ -23,6 +23,24 @@ from clotho.models.parameters import Arrays, Parameters, fingerprint, nested
 from clotho.settings.server import AdaptersSection
 from protocols.errors import AdapterRequestError, did_you_mean, visible
 from protocols.sampling import BASE
+
+
+class AdapterInfo(Struct, frozen=True, kw_only=True):
+    """A loaded adapter.
+
+    version: number of the load; a reload in place has a greater one. fingerprint: of the float32 weights and scales.
+    rank: the largest rank of any module. targets: names of the adapted modules, sorted. path: the directory that the
+    weights were read from. bytes: size of the float32 weights.
+    """
+
+    name: str
+    version: int
+    fingerprint: str
+    rank: int
+    targets: tuple[str, ...]
+    path: str
+    bytes: int
+
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 """Names of adapters. Names that begin with another character are reserved, such as `POLICY` and `BASE`."""

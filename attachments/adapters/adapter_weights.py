@@ -10,16 +10,37 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from attachments.adapters.adapter_rows import AdapterRows
-from attachments.adapters.adapter_store import AdapterStore, LoadedAdapter
-from attachments.adapters.messages import AdapterInfo
+from attachments.adapters.adapter_store import AdapterInfo, AdapterStore, LoadedAdapter
 from clotho.inference.engine import DecodeEngine
 from clotho.inference.parts import RowWeights
 from clotho.inference.rows import RowAdapter
+from clotho.models.adapter_formats import LABELS
+from clotho.models.adapter_reading import read_adapter_of
 from clotho.models.adapters import Adapter
 from clotho.models.lora import AdaptedModule
 from clotho.models.policy_model import PolicyModel
-from protocols.errors import AdapterRequestError, RequestError
+from protocols.errors import AdapterRequestError, ProfileError, RequestError, visible
 from protocols.sampling import POLICY
+from training_run.start.adapter_settings import find_adapter
+
+
+def read_chosen(path: Path, model: str, store: AdapterStore) -> Adapter:
+    """Read an adapter that the operator names, in any of the forms of `policy.adapter`, in a compute thread.
+
+    model: value of `model.path`. Raises an error with exit status 2, also for what cannot be served beside other
+    adapters: magnitudes, weights in full, adapters of embeddings, and what exceeds the limits of the store.
+    """
+    flag = "--adapter"
+    found = read_adapter_of(find_adapter(str(path), flag), model)
+    if found.has_magnitudes or found.weights:
+        what = LABELS[found.method] if found.has_magnitudes else "weights in full"
+        raise ProfileError(f"{flag}: {path} has {what}; only LoRA can be served beside other adapters")
+    if others := [module for module in found.ranks if module not in store.targets]:
+        raise ProfileError(f"{flag}: {path} adapts {visible(others[0], 100)}, which is not served with adapters")
+    for key, value in (("max_rank", found.rank), ("max_bytes", found.bytes)):
+        if value > (limit := getattr(store.limits, key)):
+            raise ProfileError(f"{flag}: {path} exceeds server.adapters.{key} = {limit}: it has {value}")
+    return found
 
 
 class AdapterWeights(RowWeights):
@@ -74,8 +95,6 @@ class AdapterWeights(RowWeights):
 
     def read(self, path: Path, model: str) -> Adapter:
         """Read an adapter that the operator names."""
-        from attachments.adapters.chosen import read_chosen  # it knows runs, of which the library knows nothing
-
         return read_chosen(path, model, self.store)
 
     def load(self, name: str, contents: Adapter, *, protected: Collection[str]) -> None:

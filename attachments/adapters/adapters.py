@@ -10,8 +10,7 @@ from typing import Any, Protocol, Self
 import anyio
 import structlog
 
-from attachments.adapters.adapter_store import AdapterStore
-from attachments.adapters.messages import AdapterInfo
+from attachments.adapters.adapter_store import AdapterInfo, AdapterStore
 from clotho.lanes.compute_thread import finish
 from clotho.lanes.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
 from clotho.lanes.sampling_client import Submit

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from attachments.adapters.adapter_store import AdapterInfo
 from attachments.adapters.adapters import AdapterRegistry
-from attachments.adapters.messages import AdapterInfo
 from clotho.serving.auth import client_of
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError, invalid_field, overloaded
-from clotho.serving.openai_requests import validation_error
+from clotho.serving.openai_requests import converted
 from protocols.errors import AdapterRefusal, AdapterRequestError
-
-Body = TypeVar("Body", bound=Struct)
 
 STATUS: dict[AdapterRefusal, int] = {
     "missing": 404, "unknown": 404, "exists": 400, "invalid": 400, "disabled": 403, "forbidden": 403,
@@ -85,19 +83,19 @@ class AdapterRoutes:
 
     async def load(self, http: Request) -> Response:
         """Serve POST /v1/load_lora_adapter, which responds with text. Raises ApiError."""
-        fields = _decoded(await http.body(), LoadAdapter)
+        fields = converted(json_object(await http.body()), LoadAdapter)
         await self._load(fields.lora_name, fields.lora_path, _owner(http), replace=fields.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' added successfully.")
 
     async def unload(self, http: Request) -> Response:
         """Serve POST /v1/unload_lora_adapter, which responds with text. Raises ApiError."""
-        fields = _decoded(await http.body(), UnloadAdapter)
+        fields = converted(json_object(await http.body()), UnloadAdapter)
         await self._unload(fields.lora_name, _owner(http))
         return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
 
     async def load_by_path(self, http: Request) -> Response:
         """Serve POST /lora/load, which replaces an adapter of the same name. Raises ApiError."""
-        fields, owner = _decoded(await http.body(), LoadByPath), _owner(http)
+        fields, owner = converted(json_object(await http.body()), LoadByPath), _owner(http)
         name = fields.adapter_name or Path(fields.adapter_path).name
         if not name:
             raise invalid_field("adapter_path", "names no directory")
@@ -116,7 +114,7 @@ class AdapterRoutes:
 
     async def unload_by_name(self, http: Request) -> Response:
         """Serve POST /lora/unload. Raises ApiError."""
-        fields, owner = _decoded(await http.body() or b"{}", UnloadByName), _owner(http)
+        fields, owner = converted(json_object(await http.body() or b"{}"), UnloadByName), _owner(http)
         name = fields.adapter_name or self._active.get(owner)
         if name is not None:
             await self._unload(name, owner)
@@ -153,14 +151,6 @@ def _owner(http: Request) -> str:
 
 def _json(body: Struct) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
-
-
-def _decoded(body: bytes, kind: type[Body]) -> Body:
-    """Decode a body; unknown fields are ignored, as in vLLM. Raises ApiError that names the invalid field."""
-    try:
-        return msgspec.convert(json_object(body), kind)
-    except msgspec.ValidationError as error:
-        raise validation_error(error) from error
 
 
 def _refusal(error: AdapterRequestError) -> ApiError:

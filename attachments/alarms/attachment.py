@@ -70,14 +70,14 @@ class Alarms(Attachment):
 
     def described(self, parts: CheckpointParts) -> Mapping[str, Any]:
         """Return the number of rollbacks."""
-        from attachments.alarms.state import NAME, AlarmsState
+        from attachments.alarms.collapse_detection import NAME, AlarmsState
 
         saved = parts.saved(NAME, AlarmsState)
         return {"rollbacks": saved.value.rollbacks if saved else 0}
 
     def rehearsed(self, profile: Profile, updates: Sequence[UpdateMetrics]) -> Iterable[Finding]:
         """Compare the updates with the limit of the collapse detection, also if the run goes without it."""
-        from attachments.alarms.rehearsal import large_updates
+        from attachments.alarms.collapse_detection import large_updates
 
         settings = COLLAPSE_DETECTION.of(profile)
         return large_updates(updates, settings if isinstance(settings, CollapseChecks) else WarnOnCollapse())

@@ -13,28 +13,127 @@ updates old.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import inf, isfinite
+from math import inf, isfinite, isnan
 from statistics import fmean, median, stdev
-from typing import Literal
 
-import structlog
 from msgspec import Struct
 
-from attachments.alarms.sections import CollapseChecks, RollBackOnCollapse, WarnOnCollapse
-from attachments.alarms.state import (
-    BaselineStatistics,
-    BatchStatistics,
-    CollapseState,
-    CollapseVerdict,
-    GroupStatistics,
-)
-from protocols.errors import CollapseError
+from attachments.alarms.sections import CollapseChecks
 from protocols.finding import CHECK, LOWER_RATE, Change, Finding, Remedy
 from protocols.rollout import bounded
 from protocols.sampling import Completion
-from protocols.step import StepReport
+from protocols.step import StepReport, UpdateMetrics
 
-log = structlog.get_logger(actor="learner")
+
+class GroupStatistics(Struct, frozen=True, kw_only=True):
+    """Statistics of one scored group; means and fractions over its completions.
+
+    source: name of the environment. lowest: lowest reward of a completion.
+    truncated: fraction of completions cut off at `sampling.max_tokens`.
+    empty_form: fraction of completions with the full format reward and no content reward.
+    content: fraction of completions with any content reward.
+    empty_form and content are None if format or content is not rewarded.
+    """
+
+    source: str = ""
+    reward: float
+    lowest: float
+    length: float
+    truncated: float
+    empty_form: float | None = None
+    content: float | None = None
+
+
+class BatchStatistics(Struct, frozen=True, kw_only=True):
+    """Statistics of a batch and of its update; None if not available.
+
+    reward_error: standard error of `reward`.
+    rewards, shares: mean reward of each environment's groups, and their fraction of the batch.
+    entropy, kl, update_kl: nats per token. ess: fraction of the tokens. learning_rate: of the update.
+    The other fields are means of those of `GroupStatistics`.
+    """
+
+    reward: float | None = None
+    reward_error: float | None = None
+    rewards: dict[str, float] = {}
+    shares: dict[str, float] = {}
+    length: float | None = None
+    truncated: float | None = None
+    empty_form: float | None = None
+    content: float | None = None
+    entropy: float | None = None
+    kl: float | None = None
+    ess: float | None = None
+    update_kl: float | None = None
+    learning_rate: float | None = None
+
+
+class BaselineStatistics(Struct, frozen=True, kw_only=True):
+    """Medians over the latest `window` healthy updates, reduced over the run; None until the window is full once.
+
+    | field | statistic | reduction over the run | check triggers if the batch is |
+    |---|---|---|---|
+    | rewards | median reward, per environment | maximum | lower |
+    | reward_error | median standard error of the mean reward | that of the highest reward | lower by more than noise |
+    | entropy_most | median entropy | maximum | lower |
+    | entropy_least | median entropy | minimum | higher |
+    | length | median completion length | latest | longer |
+    | truncated | median truncated fraction | minimum | higher |
+    | empty_form | median fraction of format without content | minimum | higher |
+    | content | median fraction with content | maximum | lower (with empty_form) |
+    """
+
+    rewards: dict[str, float] = {}
+    reward_error: float | None = None
+    entropy_most: float | None = None
+    entropy_least: float | None = None
+    length: float | None = None
+    truncated: float | None = None
+    empty_form: float | None = None
+    content: float | None = None
+
+
+class CollapseState(Struct, frozen=True, kw_only=True):
+    """The detector's state, as a checkpoint keeps it. The default is the state of a new run.
+
+    bad: number of consecutive updates with triggered checks. lowest: lowest reward of any completion of the run.
+    groups: the latest groups; small batches are assessed together with these.
+    healthy: statistics of the latest healthy updates.
+    """
+
+    bad: int = 0
+    lowest: float | None = None
+    groups: tuple[GroupStatistics, ...] = ()
+    healthy: tuple[BatchStatistics, ...] = ()
+    baseline: BaselineStatistics = BaselineStatistics()
+
+
+NAME = "alarms"
+"""Name of the part in checkpoints."""
+
+
+class AlarmsState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint keeps of the collapse detection, beside the policies of rollbacks.
+
+    rollbacks: number of rollbacks since the run began. healthy_updates: as `RollbackPolicy` counts them.
+    """
+
+    collapse: CollapseState = CollapseState()
+    rollbacks: int = 0
+    healthy_updates: int = 0
+
+
+class CollapseVerdict(Struct, frozen=True, kw_only=True):
+    """The assessment of a batch. findings: of the triggered checks. tripped: triggered for `patience` updates."""
+
+    findings: tuple[Finding, ...]
+    tripped: bool
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the batch triggers no check."""
+        return not self.findings
+
 
 FORMAT = "format"
 """Name of the reward component that scores only the format. Without it, format without content is not checked."""
@@ -368,10 +467,6 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def _facts(findings: Sequence[Finding]) -> str:
-    return "; ".join(finding.fact for finding in findings)
-
-
 def _min(*values: float | None) -> float | None:
     return min((value for value in values if value is not None), default=None)
 
@@ -380,54 +475,24 @@ def _max(*values: float | None) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-class CollapseResponse(Struct, frozen=True, kw_only=True):
-    """Response to one batch. findings: of the triggered checks. action: what the learner does."""
+def large_updates(updates: Sequence[UpdateMetrics], settings: CollapseChecks) -> Iterator[Finding]:
+    """Yield a finding if updates that were rehearsed one after another move the policy too far.
 
-    findings: tuple[Finding, ...]
-    action: Literal["none", "stop", "rollback"]
-
-
-class CollapseMonitor:
-    """Assesses every batch and decides the response that the type of `[collapse_detection]` configures."""
-
-    def __init__(self, settings: CollapseChecks, *, state: CollapseState, rollbacks: int) -> None:
-        """state, rollbacks: from the checkpoint of a resumed run, or `CollapseState()` and 0."""
-        self._settings = settings
-        self._detector = CollapseDetector(settings, state)
-        self.rollbacks = rollbacks
-        self._tripped = False
-
-    @property
-    def rollback_rate(self) -> float:
-        """Factor of the learning rate per rollback."""
-        return self._settings.rollback_rate if isinstance(self._settings, RollBackOnCollapse) else 1.0
-
-    def state(self) -> CollapseState:
-        """Return the state of the detector, for a checkpoint."""
-        return self._detector.state()
-
-    def assess(self, report: StepReport) -> CollapseResponse:
-        """Assess a batch. The action `rollback` also resets the baseline statistics.
-
-        After `max_rollbacks` rollbacks the action is `stop`.
-        """
-        verdict = self._detector.observe(report)
-        first, self._tripped = verdict.tripped and not self._tripped, verdict.tripped
-        if first:
-            log.warning("collapse_detected", step=report.step, findings=_facts(verdict.findings))
-        if not verdict.tripped or isinstance(self._settings, WarnOnCollapse):
-            return CollapseResponse(findings=verdict.findings, action="none")
-        if not isinstance(self._settings, RollBackOnCollapse) or self.rollbacks >= self._settings.max_rollbacks:
-            return CollapseResponse(findings=verdict.findings, action="stop")
-        self.rollbacks += 1
-        self._detector.reset()
-        self._tripped = False
-        return CollapseResponse(findings=verdict.findings, action="rollback")
-
-    def error(self, step: int, findings: Sequence[Finding]) -> CollapseError:
-        """Return the error that ends the run at a step with these findings."""
-        rollbacks = f" after {self.rollbacks} rollbacks (collapse_detection.max_rollbacks)" if self.rollbacks else ""
-        return CollapseError(
-            f"the policy collapsed at step {step}{rollbacks}: {_facts(findings)}. The "
-            "findings above have the command that continues from an earlier checkpoint; or change collapse_detection"
+    The thresholds are those of the collapse detection: all updates exceed its limit, or one exceeds it so far that no
+    second is needed as evidence. The first updates of Adam are the largest of a run, and single updates of healthy runs
+    exceed the limit.
+    """
+    limit, moved = settings.update_kl_high, [one.update_kl for one in updates if one.update_kl is not None]
+    certain = any(isnan(kl) or kl > CERTAIN_FACTOR * limit for kl in moved)
+    if certain or (len(moved) > 1 and min(moved) > limit):
+        rate = max(metrics.learning_rate for metrics in updates)
+        yield Finding(
+            name="update_too_large",
+            severity="warning",
+            fact=f"rehearsed updates with learning rates up to {rate:g} move the policy by "
+            f"{', '.join(f'{kl:.2g}' for kl in moved)} nats per token (limit {limit:g}, "
+            "collapse_detection.update_kl_high)",
+            consequence="the policy may collapse within a few updates",
+            advice=f"--learner.optimizer.learning-rate {rate / 10:g}, or a lower policy.method.scale",
+            remedy=Remedy(action="start", changes=LOWER_RATE.changes),
         )

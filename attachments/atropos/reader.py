@@ -12,13 +12,13 @@ import numpy as np
 from msgspec import Raw, Struct
 from numpy.typing import NDArray
 
-from attachments.atropos.rollout_logprobs import (
+from attachments.atropos.sample_log import (
     SampledSequence,
+    SampleLog,
     sampled_sequence,
     token_versions,
     trained_spans,
 )
-from attachments.atropos.sample_log import SampleLog
 from attachments.atropos.validation import (
     Bounds,
     CheckedGroup,

@@ -8,8 +8,7 @@ from anyio.to_thread import run_sync
 
 from attachments.cluster.connection import RayConnection
 from attachments.cluster.messages import EngineWorkerSettings
-from attachments.cluster.published_weights import PublishedWeights
-from attachments.cluster.ray_worker import RayWorker
+from attachments.cluster.ray_worker import PublishedWeights, RayWorker
 from attachments.cluster.sections import RayCluster
 from attachments.remote.messages import RolloutAnswer, ServedPolicy
 from attachments.remote.place import InferenceServer

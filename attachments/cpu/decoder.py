@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from attachments.cpu.adapter_segments import Arrangement, LowRanks
 from attachments.cpu.attention import DecodeAttention
 from attachments.cpu.blas import Floats
-from attachments.cpu.blocks import Attention, AttentionCache, GatedLinear, HostStep, Mixer, StepBuffers
+from attachments.cpu.blocks import Attention, AttentionCache, Experts, GatedLinear, HostStep, Mixer, StepBuffers
 from attachments.cpu.decoder_layers import (
     Projection,
     ProjectionGroup,
@@ -26,7 +26,6 @@ from attachments.cpu.decoder_layers import (
     empty,
 )
 from attachments.cpu.delta_layer import DeltaLayer, RowState
-from attachments.cpu.experts import Experts
 from attachments.cpu.layers import rope_frequencies
 from clotho.inference.rows import RowAdapter
 from clotho.models.experts import Mixtures

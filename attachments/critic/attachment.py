@@ -100,8 +100,7 @@ class Critic(Attachment):
 
 def _critic(run: RunContext, settings: ValueHead) -> CriticUpdates:
     """Return the critic of a run. Raises ModelError, and CheckpointError if that of the checkpoint does not fit."""
-    from attachments.critic.critic import NAME, CriticState, CriticUpdates
-    from attachments.critic.value_model import ValueModel
+    from attachments.critic.critic import NAME, CriticState, CriticUpdates, ValueModel
 
     learner, turns = run.profile.learner, run.policy_learner.turns
     model = ValueModel(run.policy, settings, learner, turns)

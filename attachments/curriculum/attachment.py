@@ -51,9 +51,8 @@ class CurriculumAttachment(Attachment):
 
         async def attach(run: RunContext) -> None:
             """Make the curriculum, with the evidence of the checkpoint, and let it choose the problems."""
-            from attachments.curriculum.curriculum import Curriculum
-            from attachments.curriculum.hooks import NAME, take_part
-            from attachments.curriculum.state import SavedCurriculum
+            from attachments.curriculum.curriculum import NAME, Curriculum, take_part
+            from attachments.curriculum.group_outcomes import SavedCurriculum
             from clotho.data.problems import problems_fingerprint
 
             problems = run.prompts.problems

@@ -63,8 +63,7 @@ class DashboardPage(Attachment):
 
             run.attached.recorders.append(lambda wired: temporary(timeline_recorder(run, wired.facts, wired.queues)))
             if limit:
-                from attachments.dashboard.token_texts import TokenTexts
-                from attachments.dashboard.token_values import TokenValueWriter
+                from attachments.dashboard.token_values import TokenTexts, TokenValueWriter
 
                 tokenizer = run.policy.tokenizer
                 texts = TokenTexts(tokenizer, tokenizer.encode("a", add_special_tokens=False)[-1])

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from clotho.inference.stop_strings import MAX_CHARACTER_TOKENS, REPLACEMENT, IncrementalDetokenizer, TokenDecoder
 from clotho.storage.atomic_files import make_directory, replace_file
 from protocols.errors import RunDirectoryError
 from protocols.sampling import Completion
@@ -46,7 +47,7 @@ FORMAT = "1"
 MAX_LOG_RATIO = 20.0
 """Bound of the logarithm of an importance ratio in nats, as in the loss."""
 TOKEN_FILE = re.compile(r"step-([0-9]{6,})\.safetensors")
-TokenTexts = Callable[[Sequence[int], str], Sequence[str]]
+DivideText = Callable[[Sequence[int], str], Sequence[str]]
 """Divides the text of a completion among its tokens: texts(tokens, text), one text per token."""
 
 
@@ -114,7 +115,7 @@ class TokenValueWriter(ReportObserver):
     A step writes the groups that ended before it too. If they exceed the limit, the first ones are dropped.
     """
 
-    def __init__(self, directory: Path, *, limit_bytes: int, texts: TokenTexts) -> None:
+    def __init__(self, directory: Path, *, limit_bytes: int, texts: DivideText) -> None:
         """directory: created with the first file. limit_bytes: limit on the sum of all files."""
         self.path, self.name = directory, directory.name
         self._limit, self._texts = limit_bytes, texts
@@ -158,7 +159,7 @@ class TokenValueWriter(ReportObserver):
         return [row for row in rows[first:] if row.group != incomplete]
 
 
-def _rows(report: StepReport | GroupsEnded, texts: TokenTexts) -> Iterator[_Rows]:
+def _rows(report: StepReport | GroupsEnded, texts: DivideText) -> Iterator[_Rows]:
     """Yield the rows of every completion of a report, groups that were trained on first."""
     for trained in report.trained if isinstance(report, StepReport) else ():
         group = trained.scored.group
@@ -171,7 +172,7 @@ def _rows(report: StepReport | GroupsEnded, texts: TokenTexts) -> Iterator[_Rows
 
 
 def _completion_rows(
-    group: int, index: int, completion: Completion, values: TokenValues | None, texts: TokenTexts
+    group: int, index: int, completion: Completion, values: TokenValues | None, texts: DivideText
 ) -> _Rows:
     T = len(completion.tokens)
     pieces = texts(completion.tokens, completion.text)
@@ -294,3 +295,69 @@ def _completion(file: Any, start: int, end: int) -> CompletionTokens:
         gradient_share=tuple(rows["gradient_share"].tolist()),
         **values,
     )
+
+
+class TokenTexts:
+    """Divides texts among tokens. Keeps the text of every token that it has seen, at most the vocabulary.
+
+    Bytes of a character that several tokens share belong to the last one. Special tokens have no text, nor has what
+    follows the text: a stop string, the end token. If `text` is not the decoded tokens or their beginning, the result
+    is the decoded tokens.
+    """
+
+    def __init__(self, decoder: TokenDecoder, anchor: int) -> None:
+        """anchor: an ordinary token with text. Decoders treat the first token of a text differently."""
+        self._decoder, self._anchor = decoder, anchor
+        self._anchor_text = decoder.decode([anchor])
+        self._known: dict[int, str] = {}
+
+    def __call__(self, tokens: Sequence[int], text: str) -> list[str]:
+        """Return one text per token of a completion with this text."""
+        texts = list(self._one_by_one(tokens))
+        if not "".join(texts).startswith(text):
+            texts = self._in_context(tokens)
+        return _until(texts, text)
+
+    def _one_by_one(self, tokens: Sequence[int]) -> Iterator[str]:
+        """Yield the text of each token as if it followed the anchor. Tokens of one character are decoded together."""
+        run: list[int] = []
+        for place, token in enumerate(tokens):
+            first = place == len(run)  # the run began with the first token
+            text = self._of_token(token) if not run and place else self._of([*run, token], first=first)
+            if text.endswith(REPLACEMENT) and len(run) + 1 < MAX_CHARACTER_TOKENS and place + 1 < len(tokens):
+                run.append(token)
+                yield ""
+            else:
+                run.clear()
+                yield text
+
+    def _of_token(self, token: int) -> str:
+        text = self._known.get(token)
+        if text is None:
+            text = self._known[token] = self._of([token], first=False)
+        return text
+
+    def _of(self, tokens: Sequence[int], *, first: bool) -> str:
+        """Return the text of tokens. first: they begin the completion."""
+        if first:
+            return self._decoder.decode(tokens)
+        return self._decoder.decode([self._anchor, *tokens])[len(self._anchor_text) :]
+
+    def _in_context(self, tokens: Sequence[int]) -> list[str]:
+        """Decode each token after those before it, for decoders that join neighbouring tokens."""
+        detokenizer = IncrementalDetokenizer(self._decoder)
+        texts = [detokenizer.push(token) for token in tokens]
+        return [*texts[:-1], texts[-1] + detokenizer.finish()] if texts else []
+
+
+def _until(texts: list[str], text: str) -> list[str]:
+    """Return the texts of the tokens up to the end of `text`, if they begin with it."""
+    joined = "".join(texts)
+    if len(joined) == len(text) or not joined.startswith(text):
+        return texts
+    left = len(text)
+    for place, one in enumerate(texts):
+        if len(one) > left:
+            texts[place] = one[:left]
+        left -= len(texts[place])
+    return texts

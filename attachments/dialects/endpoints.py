@@ -14,10 +14,9 @@ from attachments.dialects.messages_requests import MessagesRequest, count_tokens
 from attachments.dialects.native import GenerationResult, NativeRequest
 from attachments.dialects.responses_format import ResponsesBuilder
 from attachments.dialects.responses_requests import ResponsesRequest, parse_responses_request
-from attachments.dialects.routes_generate import parse_generate_request
+from attachments.dialects.routes_generate import parse_generate_request, parse_trl_request
 from attachments.dialects.routes_tokenize import detokenize, tokenize_text, tokenizer_info
 from attachments.dialects.routes_tokens import parse_tokens_request
-from attachments.dialects.routes_trl import parse_trl_request
 from clotho.serving.limits import until_disconnect
 from clotho.serving.parts import ServerParts, json_response
 from clotho.serving.services import ClientSampler, ServerContext

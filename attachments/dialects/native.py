@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from clotho.serving.openai_fields import IGNORED, UNSUPPORTED, GenerationFields
-from clotho.serving.openai_requests import ValidatedRequest, is_same, validation_error, without_unsupported
+from clotho.serving.openai_requests import ValidatedRequest, converted, is_same, without_unsupported
 from clotho.serving.openai_responses import WeightsVersions, weights_versions
 from protocols.sampling import Completion, PromptLogprobs
 from protocols.step import WeightsReady
@@ -90,10 +89,7 @@ def decode_known(fields: dict[str, Any], kind: type[F]) -> tuple[F, tuple[str, .
     rest = without_unsupported(fields, UNSUPPORTED_NATIVE)
     if is_same(rest.get("top_k"), -1):
         rest["top_k"] = 0
-    try:
-        decoded = msgspec.convert(rest, kind, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise validation_error(error) from error
+    decoded = converted(rest, kind)
     known = {*kind.__struct_fields__, *IGNORED}
     ignored = [
         name

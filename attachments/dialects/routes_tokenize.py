@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from msgspec import Struct
 
 from clotho.serving.bodies import json_object
@@ -10,11 +9,11 @@ from clotho.serving.errors import invalid_field
 from clotho.serving.openai_fields import Messages, TemplateVariables
 from clotho.serving.openai_requests import (
     check_tokens,
+    converted,
     render_prompt,
     run_tokenizer,
     text_messages,
     tokenize,
-    validation_error,
 )
 from clotho.serving.services import ServerContext, find_served
 from protocols.sampling import TokenId
@@ -91,14 +90,9 @@ def tokenize_text(body: bytes, context: ServerContext) -> TokenizeResponse:
     fields = json_object(body)
     if "messages" in fields and "prompt" in fields:
         raise invalid_field("messages", "set either prompt or messages")
-    try:
-        request: TokenizeRequest | TokenizeChatRequest
-        if "messages" in fields:
-            request = msgspec.convert(fields, TokenizeChatRequest)
-        else:
-            request = msgspec.convert(fields, TokenizeRequest)
-    except msgspec.ValidationError as error:
-        raise validation_error(error) from error
+    request: TokenizeRequest | TokenizeChatRequest
+    is_chat = "messages" in fields
+    request = converted(fields, TokenizeChatRequest) if is_chat else converted(fields, TokenizeRequest)
     find_served(request.model, context)
     if isinstance(request, TokenizeChatRequest):
         messages = text_messages(request.messages, context)
@@ -122,10 +116,7 @@ def tokenize_text(body: bytes, context: ServerContext) -> TokenizeResponse:
 
 def detokenize(body: bytes, context: ServerContext) -> DetokenizeResponse:
     """Return the response of /detokenize. Raises ApiError."""
-    try:
-        request = msgspec.convert(json_object(body), DetokenizeRequest)
-    except msgspec.ValidationError as error:
-        raise validation_error(error) from error
+    request = converted(json_object(body), DetokenizeRequest)
     find_served(request.model, context)
     check_tokens("tokens", tuple(request.tokens), context)
     return DetokenizeResponse(

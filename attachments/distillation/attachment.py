@@ -117,7 +117,7 @@ class Distillation(Attachment):
     ) -> Iterable[Finding]:
         """Find nothing. Raises ProfileError if the teacher is not there, or has another tokenizer than the policy."""
         if (settings := DISTILLATION.of(profile)).teacher and not settings.is_own:
-            from attachments.distillation.chosen import encoder_of
+            from attachments.distillation.scoring import encoder_of
             from attachments.distillation.teacher import require_equal_tokens
 
             require_equal_tokens(tokenizer, problems, encoder_of(settings), settings.teacher)
@@ -133,8 +133,7 @@ class Distillation(Attachment):
 
         async def attach(run: RunContext) -> None:
             """Load the teacher."""
-            from attachments.distillation.chosen import teacher_of
-            from attachments.distillation.scoring import TeacherScoring
+            from attachments.distillation.scoring import TeacherScoring, teacher_of
 
             teacher, prompts = await teacher_of(run)
             scoring = TeacherScoring(teacher, settings, vocab_size=run.policy.vocab_size, prompts=prompts)

@@ -24,9 +24,8 @@ class Doctor(Attachment):
     ) -> Iterator[Finding]:
         """Yield what will not work, or not as meant."""
         from attachments.doctor.problems import problem_findings
-        from attachments.doctor.settings import setting_findings
         from attachments.doctor.template import check_template, template_use
-        from attachments.doctor.versions import installed_versions, version_findings
+        from attachments.doctor.versions import installed_versions, setting_findings, version_findings
 
         yield from version_findings(installed_versions())
         yield from setting_findings(profile)

@@ -23,13 +23,13 @@ from attachments.doctor.completions import (
     completion_findings,
     draw,
     examples,
+    learnability,
     next_draw,
     rehearsal_batches,
     reward_rows,
     stop_reasons,
     trainable,
 )
-from attachments.doctor.learnability import learnability
 from attachments.doctor.problems import problem_findings, unparsable_finding
 from attachments.doctor.progress import Progress
 from attachments.doctor.rehearsal import (
@@ -43,9 +43,8 @@ from attachments.doctor.rehearsal import (
     update_findings,
     update_time,
 )
-from attachments.doctor.settings import setting_findings
 from attachments.doctor.template import check_template, template_use
-from attachments.doctor.versions import installed_versions, version_findings
+from attachments.doctor.versions import installed_versions, setting_findings, version_findings
 from clotho.backend import backend
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.adapters import adapter_targets, reached_share

@@ -19,14 +19,16 @@ from attachments.files.merging import (
     MergeSettings,
     ModelFormat,
     Packing,
+    common_dtype,
     merged_config,
     merged_layers,
     new_packings,
     require_layers,
     summarize,
     weights_of,
+    write_beside,
+    write_weights,
 )
-from attachments.files.model_writer import common_dtype, write_beside, write_weights
 from clotho.data.problems import ProblemColumns, conversation, load_problems
 from clotho.data.records import Source
 from clotho.models.adapter_reading import read_adapter_of

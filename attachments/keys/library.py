@@ -22,8 +22,7 @@ class KeysExtension(Extension):
         path = API_KEYS_FILE.of(settings)
         if not path:
             return ()
-        from attachments.keys.api_keys import read_api_keys
-        from attachments.keys.quotas import limited
+        from attachments.keys.api_keys import limited, read_api_keys
 
         return [limited(key) for key in read_api_keys(path)]
 

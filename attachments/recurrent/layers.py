@@ -9,8 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gated_delta, ssm
 
-from attachments.recurrent.delta_rule import CHUNK, SEGMENT, delta_rule
-from attachments.recurrent.scan import recomputed_scan
+from attachments.recurrent.delta_rule import CHUNK, SEGMENT, delta_rule, recomputed_scan
 from clotho.models.attention import ResetState, model_modules
 
 SHORTEST = 16

@@ -26,7 +26,7 @@ from attachments.remote.sections import WEIGHTS_ROOT
 from clotho.serving.bodies import declares_more, json_object
 from clotho.serving.errors import ApiError, invalid_field, overloaded
 from clotho.serving.limits import until_disconnect
-from clotho.serving.openai_requests import ValidatedRequest, validation_error
+from clotho.serving.openai_requests import ValidatedRequest, converted
 from clotho.serving.parts import ServerParts, json_response
 from clotho.serving.services import ServerContext
 from protocols.errors import CheckpointError
@@ -41,10 +41,7 @@ MAX_NAME = 64
 
 def parse_rollout_call(body: bytes, context: ServerContext) -> ValidatedRequest:
     """Parse the body of /v1/rollouts. Raises ApiError with status 400 that names the invalid field."""
-    try:
-        call = msgspec.convert(json_object(body), RolloutCall)
-    except msgspec.ValidationError as error:
-        raise validation_error(error) from error
+    call = converted(json_object(body), RolloutCall)
     if not 1 <= len(call.seeds) <= context.settings.max_choices:
         raise invalid_field("seeds", f"must have 1 to {context.settings.max_choices} entries (server.max_choices)")
     request = call.request()

@@ -18,8 +18,7 @@ import structlog
 from anyio.abc import TaskGroup
 from msgspec import structs
 
-from attachments.remote.answer_checks import Decode, check_answer
-from attachments.remote.comparison import ServerComparison
+from attachments.remote.answer_checks import Decode, ServerComparison, check_answer
 from attachments.remote.gauges import RemoteGauges
 from attachments.remote.messages import MAX_LISTED_VERSIONS, RolloutAnswer, ServedPolicy
 from attachments.remote.place import InferenceServer, Place, freest

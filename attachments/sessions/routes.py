@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,7 +10,7 @@ from attachments.sessions.sessions import Sessions
 from clotho.serving.auth import client_of
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import invalid_field
-from clotho.serving.openai_requests import validation_error
+from clotho.serving.openai_requests import converted
 from clotho.serving.parts import ServerParts, json_response
 from protocols.rollout import MAX_GROUP_REWARD, bounded
 
@@ -30,10 +29,7 @@ class RewardRoutes:
 
 def parse_post(body: bytes) -> RewardPost:
     """Parse the body of /v1/rewards. Raises ApiError."""
-    try:
-        post = msgspec.convert(json_object(body), RewardPost)
-    except msgspec.ValidationError as error:
-        raise validation_error(error) from error
+    post = converted(json_object(body), RewardPost)
     if post.session is not None and post.receipts is not None:
         raise invalid_field("receipts", "and session exclude each other; name one of the two")
     if post.session is None and post.receipts is None and (post.amounts or not post.close):

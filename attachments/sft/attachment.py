@@ -80,8 +80,7 @@ class SftAttachment(Attachment):
 
         async def attach(run: RunContext) -> None:
             """Read the demonstrations with the tokenizer of the policy."""
-            from attachments.sft.demonstrations import Demonstrator
-            from attachments.sft.source import DemonstrationSource
+            from attachments.sft.demonstrations import DemonstrationSource, Demonstrator
             from training_run.groups.demonstrations import DatasetCounts
 
             tokenizer = run.policy.tokenizer

@@ -18,7 +18,7 @@ from clotho.sampler import BaseAccess
 from clotho.serving.auth import client_of
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError
-from clotho.serving.openai_requests import validation_error
+from clotho.serving.openai_requests import converted
 from clotho.serving.parts import ServerParts
 
 Body = TypeVar("Body", bound=Struct)
@@ -35,14 +35,6 @@ def answer(body: Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status_code=status, media_type=JSON)
 
 
-def decoded(body: bytes, kind: type[Body]) -> Body:
-    """Decode a body. Raises ApiError that names the invalid field."""
-    try:
-        return msgspec.convert(json_object(body or b"{}"), kind)
-    except msgspec.ValidationError as error:
-        raise validation_error(error) from error
-
-
 class Routes:
     """What all routes of a server share."""
 
@@ -52,7 +44,7 @@ class Routes:
     async def body(self, http: Request, kind: type[Body]) -> Body:
         """Read the body of a request."""
         async with self._parts.bodies.read(http.scope, http.receive) as content:
-            return decoded(content, kind)
+            return converted(json_object(content or b"{}"), kind)
 
 
 PROMISED: Mapping[str, tuple[type[Struct], Callable[..., bodies.Promise]]] = {

@@ -121,6 +121,7 @@ class TinkerService:
         """Begin to make a model, and to load it. answer: the result."""
 
         def begin() -> Promise:
+            """Queue the work of a model that is admitted now."""
             model = self._admitted(session, run)
             built = self.queue.put(session.name, 1.0, model.build)
             loaded = self.queue.put(session.name, 1.0, partial(load, model))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from attachments.tinker.bodies import Call, ModelInput, Strict, TextChunk
 from clotho.serving.bodies import json_object
 from clotho.serving.errors import ApiError, invalid_field
-from clotho.serving.openai_requests import validation_error
+from clotho.serving.openai_requests import converted
 from protocols.errors import visible
 from protocols.sampling import Completion, PromptLogprobs
 
@@ -99,10 +99,7 @@ def read_forward_backward(body: bytes, media_type: str, *, forward_only: bool) -
     """Read a request, and its number. forward_only: the route computes no gradient. Raises ApiError."""
     if media_type == PROTOBUF:
         return _from_protobuf(body)
-    try:
-        fields = msgspec.convert(json_object(body), ForwardBackwardFields, strict=False)
-    except msgspec.ValidationError as error:
-        raise validation_error(error) from error
+    fields = converted(json_object(body), ForwardBackwardFields, strict=False)
     given = fields.forward_backward_input or fields.forward_input
     if given is None:
         raise invalid_field("forward_backward_input", "is missing")

@@ -9,9 +9,18 @@ from itertools import count
 
 import structlog
 
-from attachments.verifiers.messages import BeginTask, ContinueTask, ForgetTask, Forgotten, Numbered, TasksetLoaded
 from attachments.verifiers.sections import TASKSET
-from attachments.verifiers.tasks import command, program, taskset_of
+from attachments.verifiers.tasks import (
+    BeginTask,
+    ContinueTask,
+    ForgetTask,
+    Forgotten,
+    Numbered,
+    TasksetLoaded,
+    command,
+    program,
+    taskset_of,
+)
 from protocols.errors import ActorError, ProfileError
 from protocols.prompt import Problem
 from training_run.episodes.messages import Event, Failed, PolicyTurn

@@ -1,4 +1,7 @@
-"""The tasks of a taskset as problems of a run."""
+"""The tasks of a taskset as problems of a run, and the messages to and from the process that plays them.
+
+The process is `taskset_program.py`, which knows the messages as MessagePack maps. `number` names an episode.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,77 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from msgspec import Struct
 
-from attachments.verifiers.messages import ListedTask, TasksetProgram
 from attachments.verifiers.sections import TASKSET, VERIFIERS
 from protocols.errors import DatasetError, ProfileError, visible
 from protocols.prompt import Problem
+from training_run.episodes.messages import Ask, EpisodeEnded, Failed, PolicyTurn
 from training_run.profile.data import DataSection
 from training_run.profile.generators import Generate
+from training_run.supervision.guarded_process import ProcessSettings
+
+
+class TasksetProgram(ProcessSettings, frozen=True, kw_only=True):
+    """Run -> process, in the command line.
+
+    directory: of tasksets that are not installed; empty: none. tasks: number of tasks; 0: all. tasks_file: the process
+    writes them to this file and ends; empty: it plays tasks.
+    """
+
+    taskset: str
+    directory: str
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    tasks: int
+    tasks_file: str = ""
+
+
+class ListedTask(Struct, frozen=True, kw_only=True):
+    """A task in the file. prompt: text of the last message. messages: before the first one of the policy."""
+
+    prompt: str
+    messages: tuple[dict[str, Any], ...]
+    data: dict[str, Any]
+
+
+class BeginTask(Struct, frozen=True, kw_only=True, tag=True):
+    """Run -> process. Begin an episode. task: its data, as it was listed."""
+
+    number: int
+    task: dict[str, Any]
+
+
+class ContinueTask(Struct, frozen=True, kw_only=True, tag=True):
+    """Run -> process. The policy has answered."""
+
+    number: int
+    turn: PolicyTurn
+
+
+class ForgetTask(Struct, frozen=True, kw_only=True, tag=True):
+    """Run -> process. The episode has ended in the run; the answer is `Forgotten`."""
+
+    number: int
+
+
+class TasksetLoaded(Struct, frozen=True, kw_only=True, tag=True):
+    """Process -> run. The taskset is imported; the number is 0."""
+
+
+class Forgotten(Struct, frozen=True, kw_only=True, tag=True):
+    """Process -> run. The episode has ended in the process, whatever the run knows of it."""
+
+
+class Numbered(Struct, frozen=True, kw_only=True):
+    """Process -> run. What an episode does next."""
+
+    number: int
+    event: TasksetLoaded | Ask | EpisodeEnded | Failed | Forgotten
+
 
 LIST_SECONDS = 600.0
 """Time limit of a taskset that lists its tasks; some download their data."""

@@ -89,6 +89,7 @@ class ValidatedRequest(Struct, frozen=True, kw_only=True):
 
 
 R = TypeVar("R", bound=SamplingFields)
+Fields = TypeVar("Fields", bound=Struct)
 T = TypeVar("T")
 
 
@@ -101,11 +102,21 @@ def decode_fields(body: dict[str, Any], kind: type[R]) -> R:
     """Decode the fields of a request body, as `decode`."""
     fields = without_unsupported(body, UNSUPPORTED)
     ignored = (IGNORED | HINTS).difference(kind.__struct_fields__)
-    known = {name: value for name, value in fields.items() if name not in ignored}
+    return converted({name: value for name, value in fields.items() if name not in ignored}, kind)
+
+
+def converted(fields: dict[str, Any], kind: type[Fields], *, strict: bool = True) -> Fields:
+    """Return fields as a struct. Raises ApiError with status 400 that names the invalid field.
+
+    strict: see `msgspec.convert`.
+    """
     try:
-        return msgspec.convert(known, kind, str_keys=True)
+        return msgspec.convert(fields, kind, strict=strict, str_keys=True)
     except msgspec.ValidationError as error:
-        raise validation_error(error) from error
+        message, _, path = str(error).partition(" - at ")
+        found = re.search(r"(?<=\$\.)\w+", path) or re.search(r"(?<=field `)\w+", message)
+        param = found.group() if found else None
+        raise ApiError(400, f"{param}: {message}" if path and param else message, param=param) from error
 
 
 def without_unsupported(fields: dict[str, Any], unsupported: Mapping[str, tuple[object, ...]]) -> dict[str, Any]:
@@ -120,14 +131,6 @@ def without_unsupported(fields: dict[str, Any], unsupported: Mapping[str, tuple[
 def is_same(value: object, other: object) -> bool:
     """Return True if two JSON values are equal. Unlike in Python, a boolean does not equal a number."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def validation_error(error: msgspec.ValidationError) -> ApiError:
-    """Return the 400 error for a value of the wrong type or out of range, with the name of its field."""
-    message, _, path = str(error).partition(" - at ")
-    found = re.search(r"(?<=\$\.)\w+", path) or re.search(r"(?<=field `)\w+", message)
-    param = found.group() if found else None
-    return ApiError(400, f"{param}: {message}" if path and param else message, param=param)
 
 
 def parse_chat_request(body: bytes, context: ServerContext) -> ValidatedRequest:
@@ -376,10 +379,7 @@ def _sampling(fields: GenerationFields, top_logprobs: int | None, context: Serve
         values["logit_bias"] = tuple(fields.logit_bias.items())
     if fields.bad_words is not None:
         values["bad_words"] = _bad_words(fields.bad_words, lambda text: encode_plain(text, "bad_words", context))
-    try:
-        sampling = msgspec.convert({**values, "top_logprobs": top_logprobs or 0}, Sampling)
-    except msgspec.ValidationError as error:
-        raise validation_error(error) from error
+    sampling = converted({**values, "top_logprobs": top_logprobs or 0}, Sampling)
     if (name := below_least_positive(sampling)) is not None:
         raise invalid_field(name, f"{getattr(sampling, name):g} is not {PARAMETERS[name].allowed}")
     check_tokens("stop_token_ids", sampling.stop_token_ids, context)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from attachments.adapters.adapter_store import AdapterStore
-from attachments.adapters.chosen import read_chosen
+from attachments.adapters.adapter_weights import read_chosen
 from attachments.files.convert import convert
 from clotho.models.policy import BaseModel
 from clotho.settings.model import ModelSection

@@ -13,9 +13,14 @@ import pytest
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from attachments.alarms.collapse_detection import CollapseDetector, batch_statistics, group_statistics
+from attachments.alarms.collapse_detection import (
+    BatchStatistics,
+    CollapseDetector,
+    CollapseState,
+    batch_statistics,
+    group_statistics,
+)
 from attachments.alarms.sections import CollapseChecks, WarnOnCollapse
-from attachments.alarms.state import BatchStatistics, CollapseState
 from attachments.alarms.tests.collapse_reports import GOOD, batch, completion, discarded, metrics, report, scored
 from clotho.training.update_checks import limited_k3
 from protocols.rollout import ScoredGroup

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from attachments.alarms.collapse_detection import CollapseMonitor, CollapseResponse
+from attachments.alarms.collapse_detection import AlarmsState
+from attachments.alarms.hooks import CollapseHook, RollbackPolicy
 from attachments.alarms.sections import RollBackOnCollapse, StopOnCollapse, WarnOnCollapse
-from attachments.alarms.state import CollapseState
 from attachments.alarms.tests.collapse_reports import GOOD, batch, metrics, report
+from protocols.finding import Finding
 from protocols.step import StepReport
 
 HEALTHY = (*[batch(GOOD)] * 5,)
@@ -35,11 +36,14 @@ USED_BY_THE_LEARNER = {"rollback_rate"}
 """attachments/alarms/tests/test_rollback.py: the learning rate after a rollback."""
 
 
-def responses(bad: StepReport, **settings: Any) -> list[CollapseResponse]:
-    """Return the responses to healthy batches and to four bad batches after them."""
+def responses(bad: StepReport, **settings: Any) -> list[tuple[tuple[Finding, ...], bool, bool]]:
+    """Return findings, stop and rollback of healthy batches and of four bad batches after them."""
     response = settings.pop("type", WarnOnCollapse)
-    monitor = CollapseMonitor(response(**settings), state=CollapseState(), rollbacks=0)
-    return [monitor.assess(one) for one in (*HEALTHY, *[bad] * 4)]
+    weights: Any = object()
+    rollback = RollbackPolicy(weights, window=1) if response is RollBackOnCollapse else None
+    hook = CollapseHook(response(**settings), AlarmsState(), snapshot=lambda: weights, rollback=rollback)
+    verdicts = [hook.assess(one) for one in (*HEALTHY, *[bad] * 4)]
+    return [(one.findings, one.error is not None, one.back_to is not None) for one in verdicts]
 
 
 @pytest.mark.parametrize("key", EFFECTS)

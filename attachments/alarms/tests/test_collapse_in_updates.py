@@ -10,11 +10,9 @@ import pytest
 import structlog
 
 from attachments.alarms.attachment import ATTACHMENT
-from attachments.alarms.collapse_detection import CollapseMonitor
-from attachments.alarms.hooks import CollapseHook
-from attachments.alarms.rollback import RollbackPolicy
+from attachments.alarms.collapse_detection import NAME, AlarmsState, BaselineStatistics, CollapseState
+from attachments.alarms.hooks import CollapseHook, RollbackPolicy
 from attachments.alarms.sections import CollapseChecks, RollBackOnCollapse, StopOnCollapse, WarnOnCollapse
-from attachments.alarms.state import NAME, AlarmsState, BaselineStatistics, CollapseState
 from clotho.lanes.compute_thread import Compute
 from clotho.training.update import PolicyLearner
 from protocols.errors import CollapseError
@@ -48,8 +46,8 @@ def detection(
     def made(learner: PolicyLearner) -> UpdateHook:
         rolls_back = isinstance(settings, RollBackOnCollapse)
         rollback = RollbackPolicy(learner.snapshot(), window=1) if rolls_back else None
-        monitor = CollapseMonitor(settings, state=state or CollapseState(), rollbacks=0)
-        hook = CollapseHook(monitor, snapshot=learner.snapshot, rollback=rollback)
+        saved = AlarmsState(collapse=state or CollapseState())
+        hook = CollapseHook(settings, saved, snapshot=learner.snapshot, rollback=rollback)
         if hooks is not None:
             hooks.append(hook)
         return hook
@@ -135,7 +133,7 @@ def alarms_of(run: RunContext) -> AlarmsState:
 def train(run: RunContext) -> None:
     """Let the learner train on two batches, which look healthy."""
     (hook,) = (hook for hook in run.attached.hooks if isinstance(hook, CollapseHook))
-    hook._monitor.rollbacks = 2
+    hook.rollbacks = 2
     for seed in range(2):
         groups = policies_and_groups.random_groups(run.policy.vocab_size, seed=seed)
         run.compute.learner.submit(lambda: run.policy_learner.update(groups)).result()  # noqa: B023

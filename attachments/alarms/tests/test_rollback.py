@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from attachments.alarms.rollback import RollbackPolicy
+from attachments.alarms.hooks import RollbackPolicy
 from clotho.settings.learner import LearnerSection
 from clotho.training.learner_state import LearnerSnapshot, LearnerState
 from clotho.training.objectives.loss import LossCoefficients

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attachments.atropos.rollout_logprobs import SampledSequence, token_versions, trained_spans
+from attachments.atropos.sample_log import SampledSequence, token_versions, trained_spans
 
 
 @pytest.mark.parametrize(

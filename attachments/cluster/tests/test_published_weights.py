@@ -7,7 +7,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from attachments.cluster.published_weights import MAX_PATCHES, Publication, PublishedWeights
+from attachments.cluster.ray_worker import MAX_PATCHES, Publication, PublishedWeights
 from attachments.remote.weight_patch import apply_patches
 from attachments.remote.weights import Weights
 from clotho.models.parameters import fingerprint

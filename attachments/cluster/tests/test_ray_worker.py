@@ -14,8 +14,7 @@ import pytest
 from mlx.utils import tree_map
 
 from attachments.cluster.messages import Published
-from attachments.cluster.published_weights import PublishedWeights
-from attachments.cluster.ray_worker import RayWorker
+from attachments.cluster.ray_worker import PublishedWeights, RayWorker
 from attachments.cluster.rollout_engine import RolloutEngine
 from attachments.cluster.tests.test_rollout_engine import small_settings
 from attachments.remote.server import RemoteFailure

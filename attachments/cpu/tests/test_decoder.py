@@ -11,9 +11,9 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
+from attachments.cpu.backend import is_supported
 from attachments.cpu.decoder_layers import cosines_and_sines, rotate
 from attachments.cpu.layers import install_cpu_layers, rope_frequencies
-from attachments.cpu.supported import is_supported
 from attachments.cpu.tests.supported_models import SUPPORTED, adapt, host_rows, plain_source
 from protocols.sampling import Sampling
 from tests.inference.engine_helpers import log_softmax, make_engine, make_prompt, submit_request, tick_until

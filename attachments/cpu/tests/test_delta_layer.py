@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attachments.cpu.backend import HostPrompts
 from attachments.cpu.decoder import HostDecoder
 from attachments.cpu.delta_layer import DeltaLayer
-from attachments.cpu.prompts import HostPrompts
 from attachments.cpu.tests.supported_models import adapt, host_rows, plain_source
 from clotho.inference.rows import PromptState
 from tests.inference.cache_rows import Rows

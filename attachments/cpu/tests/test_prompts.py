@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attachments.cpu.backend import HostPrompts
 from attachments.cpu.decoder import HostDecoder
-from attachments.cpu.prompts import HostPrompts
 from attachments.cpu.tests.supported_models import PLAIN, adapt, plain_source
 from clotho.inference.cache_layout import CacheLayout
 from clotho.models.turns import TurnBudget
@@ -70,7 +70,7 @@ def test_a_pass_has_a_limited_number_of_scores(monkeypatch: pytest.MonkeyPatch) 
     source = tiny_source()
     decoder, expected = HostDecoder(source.model), complete_alone(source, make_prompt(40), SHORT).tokens
     heads, _, repeats, _ = decoder.query_shape(1)
-    monkeypatch.setattr("attachments.cpu.prompts.MAX_SCORES", 12 * heads * repeats * 40)
+    monkeypatch.setattr("attachments.cpu.backend.MAX_SCORES", 12 * heads * repeats * 40)
     assert HostPrompts(decoder, 3, 40).most(40) == 4
     assert HostPrompts(decoder, 13, 40).most(40) == 1
     engine = make_engine(source)

@@ -13,10 +13,10 @@ from mlx_lm.models import qwen3
 from mlx_lm.tuner.dora import DoRALinear
 from structlog.testing import capture_logs
 
+from attachments.cpu.backend import is_supported, make_host_decoder
 from attachments.cpu.blas import Floats
 from attachments.cpu.decoder import HostDecoder
 from attachments.cpu.layers import install_cpu_layers
-from attachments.cpu.supported import is_supported, make_host_decoder
 from attachments.cpu.tests.supported_models import SUPPORTED, adapt, plain_source, scaled_parts
 from clotho.inference.cache_layout import CacheLayout
 from tests.small_models import tiny

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attachments.critic.gae import explained_variance, generalized_advantages, normalized
+from attachments.critic.critic import explained_variance, generalized_advantages, normalized
 
 
 def published(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from attachments.critic.critic import CriticUpdates
+from attachments.critic.critic import BIAS, HEAD, CriticUpdates, ValueModel, value_loss
 from attachments.critic.sections import ValueHead
-from attachments.critic.value_model import BIAS, HEAD, ValueModel, value_loss
 from clotho.models.parameters import flat
 from clotho.models.policy import Policy
 from clotho.models.turns import UNDIVIDED

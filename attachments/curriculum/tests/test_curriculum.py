@@ -12,8 +12,8 @@ import structlog
 from msgspec import structs
 
 from attachments.curriculum.curriculum import Curriculum, CurriculumReport
+from attachments.curriculum.group_outcomes import CountedGroup, SavedCurriculum
 from attachments.curriculum.sections import SuccessRateCurriculum
-from attachments.curriculum.state import CountedGroup, SavedCurriculum
 from protocols.prompt import Problem
 from protocols.rollout import Discarded, GroupOutcome
 from tests.actors.actor_helpers import prompt

@@ -9,10 +9,9 @@ import pytest
 
 from actors.prompter import Prompter
 from attachments.curriculum.attachment import ATTACHMENT
-from attachments.curriculum.curriculum import Curriculum
-from attachments.curriculum.hooks import NAME, CurriculumChooser, CurriculumHook, take_part
+from attachments.curriculum.curriculum import NAME, Curriculum, CurriculumChooser, CurriculumHook, take_part
+from attachments.curriculum.group_outcomes import SavedCurriculum
 from attachments.curriculum.sections import SuccessRateCurriculum
-from attachments.curriculum.state import SavedCurriculum
 from clotho.lanes.compute_thread import Compute
 from pipeline import wire_rollouts
 from protocols.rollout import Discarded

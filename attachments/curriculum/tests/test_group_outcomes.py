@@ -12,9 +12,16 @@ import pytest
 from msgspec.structs import replace
 
 from attachments.curriculum.curriculum import Curriculum
-from attachments.curriculum.group_outcomes import HALF_LIFE, OLDEST, PRIOR, PRIOR_GROUPS, Floats, GroupOutcomes
+from attachments.curriculum.group_outcomes import (
+    HALF_LIFE,
+    OLDEST,
+    PRIOR,
+    PRIOR_GROUPS,
+    CountedGroup,
+    Floats,
+    GroupOutcomes,
+)
 from attachments.curriculum.sections import SuccessRateCurriculum
-from attachments.curriculum.state import CountedGroup
 from protocols.rollout import Discarded
 from tests.actors.actor_helpers import prompt
 from training_run.groups.order import ProblemOrder

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from attachments.dashboard import histories
 from attachments.dashboard.histories import Evaluations, Groups, History, Metrics, Series, Timeline
+from attachments.dashboard.run_files import TextSearch
 from attachments.dashboard.tests.synthetic_run import RunShape, made_groups, write_run
 from attachments.dashboard.tests.viewed_runs import lines
-from attachments.dashboard.text_search import TextSearch
 from training_run.directory.json_text import encode
 
 GROUP = {"group_id": 7, "step": 1, "outcome": "trained", "completions": []}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attachments.dashboard import growing_file, text_search
+from attachments.dashboard import growing_file, run_files
 from attachments.dashboard.histories import Groups
-from attachments.dashboard.text_search import KEPT_TEXTS, TextSearch
+from attachments.dashboard.run_files import KEPT_TEXTS, TextSearch
 from training_run.directory.json_text import encode
 
 FOLDED = "ßİŉſﬁ\N{KELVIN SIGN}"
@@ -79,7 +79,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(size)
         return read(path, offset, size)
 
-    monkeypatch.setattr(text_search, "read_part", counted)
+    monkeypatch.setattr(run_files, "read_part", counted)
     return sizes
 
 
@@ -105,7 +105,7 @@ def test_the_blocks_of_a_search_are_bounded(tmp_path: Path, reads: list[int], mo
     path = tmp_path / "rollouts.jsonl"
     lines = [record(number, f"text {number}") for number in range(40)] + [record(40, "text 3" + "x" * 500)]
     path.write_bytes(b"".join(lines))
-    monkeypatch.setattr(text_search, "CALL_BYTES", 200)
+    monkeypatch.setattr(run_files, "CALL_BYTES", 200)
     found, calls = TextSearch(opened(path)), 1
     while found.advance("text 3"):
         calls += 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from attachments.dashboard.token_texts import TokenTexts
+from attachments.dashboard.token_values import TokenTexts
 from tests.models.tokenizer_families import FAMILIES, family
 from tests.small_models import byte_tokenizer
 

@@ -16,18 +16,17 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attachments.alarms.collapse_detection import CollapseMonitor
+from attachments.alarms.collapse_detection import CollapseDetector
 from attachments.alarms.sections import WarnOnCollapse
-from attachments.alarms.state import CollapseState
 from attachments.doctor import doctor
 from attachments.doctor.completions import completion_findings
 from attachments.doctor.problems import problem_findings
 from attachments.doctor.rehearsal import update_findings
-from attachments.doctor.settings import setting_findings
 from attachments.doctor.template import TemplateUse, check_template
 from attachments.doctor.tests import templates
 from attachments.doctor.tests.test_completions import scored
 from attachments.doctor.tests.test_problems import REWARDS, problems
+from attachments.doctor.versions import setting_findings
 from attachments.machine.machine import machine_findings, read_machine
 from attachments.machine.tests import simulated_mac
 from protocols.finding import Finding
@@ -195,7 +194,7 @@ def test_the_faults_have_different_findings() -> None:
 
 def test_a_learning_rate_that_is_too_high_is_found_during_the_run_too() -> None:
     """By the collapse detection, under the same name and with the same learning rate in the advice."""
-    detection = CollapseMonitor(WarnOnCollapse(), state=CollapseState(), rollbacks=0)
-    response = detection.assess(step(1, update=replace(UPDATE, update_kl=3.0, learning_rate=0.1)))
+    detection = CollapseDetector(WarnOnCollapse())
+    response = detection.observe(step(1, update=replace(UPDATE, update_kl=3.0, learning_rate=0.1)))
     fault = FAULTS["learning rate too high"]
     assert {finding.name: "0.01" in finding.advice for finding in response.findings} == {fault.name: True}

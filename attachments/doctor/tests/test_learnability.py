@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attachments.doctor.learnability import learnability
+from attachments.doctor.completions import learnability
 from protocols.rollout import GroupOutcome, RolloutGroup, ScoredGroup
 from tests.training_run.records.display_examples import completion, prompt
 

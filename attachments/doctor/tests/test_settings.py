@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attachments.doctor.settings import setting_findings
+from attachments.doctor.versions import setting_findings
 from tests.training_run.built_context import tiny_profile
 
 

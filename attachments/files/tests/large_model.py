@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from attachments.files.model_writer import TensorShape, write_streamed
+from attachments.files.merging import TensorShape, write_streamed
 from clotho.storage.tensors import StoredTensor
 from tests.saved_models import save_tokenizer
 

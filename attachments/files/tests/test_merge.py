@@ -20,7 +20,7 @@ from mlx_lm.utils import load_model
 from safetensors.numpy import load_file, save_file
 
 from attachments.adapters.tests.adapter_models import write_mlx_adapter
-from attachments.files import model_writer
+from attachments.files import merging
 from attachments.files.merge import REPORT, merge
 from attachments.files.merging import MergeSettings, Packing, full_weight, weights_of
 from attachments.files.tests import hub_models
@@ -216,7 +216,7 @@ def test_hugging_face_gets_its_names_and_one_layer_per_expert(bases: dict[str, P
 def test_large_models_are_written_in_several_files(bases: dict[str, Path], tmp_path: Path) -> None:
     """With an index, as mlx-lm and transformers read it."""
     source = adapter(tmp_path / "a", bases["biases"], scale=0.5)
-    with patch.object(model_writer, "SHARD_BYTES", 2**15):
+    with patch.object(merging, "SHARD_BYTES", 2**15):
         merge("", source, tmp_path / "merged", FULL)
     files = sorted(path.name for path in (tmp_path / "merged").glob("*.safetensors"))
     index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())

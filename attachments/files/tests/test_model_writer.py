@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from attachments.files.model_writer import TensorShape, write_streamed
+from attachments.files.merging import TensorShape, write_streamed
 from clotho.storage.tensors import CODES, as_stored
 
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from attachments.keys.api_keys import KeyLimits
-from attachments.keys.quotas import Quota
+from attachments.keys.api_keys import KeyLimits, Quota
 from clotho.serving import auth
 from clotho.serving.errors import ApiError
 from tests.serving.running_server import Served, serving

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attachments.rejection.keep import conditions, kept
+from attachments.rejection.sample import conditions, kept
 from protocols.errors import ProfileError
 from protocols.evaluation import Grade
 from protocols.prompt import Problem

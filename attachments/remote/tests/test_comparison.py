@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from attachments.remote.comparison import ServerComparison
+from attachments.remote.answer_checks import ServerComparison
 from protocols.prompt import Prompt
 from protocols.rollout import RolloutGroup, ScoredGroup
 from protocols.sampling import Completion, SampleRequest, Sampling, completion_seeds

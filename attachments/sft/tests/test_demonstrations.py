@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from mlx_lm.tuner.datasets import CompletionsDataset, TextDataset
 
-from attachments.sft.demonstrations import Demonstrator
+from attachments.sft.demonstrations import DemonstrationSource, Demonstrator
 from attachments.sft.sections import SftSection
-from attachments.sft.source import DemonstrationSource
 from clotho.data.problems import ProblemColumns, _problem
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import ProfileError, RequestError
