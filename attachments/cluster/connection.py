@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 import os
 import socket
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +17,7 @@ import structlog
 from attachments.cluster.messages import RESOURCE, EngineWorkerSettings
 from attachments.cluster.sections import RayCluster
 from attachments.cluster.worker_process import RolloutWorker
+from clotho.lanes.daemon_threads import LastingThread
 from protocols.errors import ProfileError, RemoteError, visible
 from training_run.local_network import local_network_hint
 from training_run.supervision.signals import reinstall_handlers
@@ -53,38 +50,6 @@ ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Variables for a cluster of this machine alone: on every system, Ray's processes then listen on 127.0.0.1 only."""
 
 
-class _LastingThread:
-    """Runs one function after the other in a daemon thread, which lives as long as the process.
-
-    The processes of a local cluster receive SIGKILL when the thread ends that has started them. Cancellation of a
-    caller therefore does not interrupt the function.
-    """
-
-    def __init__(self) -> None:
-        self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        threading.Thread(target=self._serve, name="ray", daemon=True).start()
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run a function after those that were submitted before."""
-        future: Future[T] = Future()
-        self._work.put((work, future))
-        return future
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of a function, or raise its exception."""
-        return await asyncio.wrap_future(self.submit(work))
-
-    def _serve(self) -> None:
-        while True:
-            work, future = self._work.get()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
-
-
 class RayConnection:
     """A cluster that the run uses until `close`. Ray's blocking calls run in a thread of their own.
 
@@ -96,7 +61,7 @@ class RayConnection:
         self._started = 0
         self._connected = self._lost = False
         self._services: tuple[tuple[str, int], ...] = ()
-        self._thread = _LastingThread()
+        self._thread = LastingThread("ray")  # processes of a local cluster receive SIGKILL when their thread ends
 
     async def connect(self) -> None:
         """Connect to the cluster, or start one on this machine, with the first call. Raises ProfileError.

@@ -12,7 +12,7 @@ from clotho.serving.metrics import counter
 from training_run.records.terminal_text import number
 
 
-class RankGauge(Struct, frozen=True, kw_only=True):
+class RankGauge(Struct, kw_only=True):
     """Work of a rank of a data-parallel learner. Totals count since the last start.
 
     name: number of the rank. positions: of its micro-batches, padding included. seconds: between a share and its
@@ -20,9 +20,9 @@ class RankGauge(Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    positions: int
-    seconds: float
-    bytes_sent: int
+    positions: int = 0
+    seconds: float = 0.0
+    bytes_sent: int = 0
 
 
 class RankGauges(Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ def measured(gauges: Callable[[], RankGauges]) -> Callable[[float], Mapping[str,
         waited, before = now.waited_seconds - before.waited_seconds, now
         found = {}
         for one in now.ranks:
-            start = earlier.get(one.name, RankGauge(name=one.name, positions=0, seconds=0.0, bytes_sent=0))
+            start = earlier.get(one.name, RankGauge(name=one.name))
             positions, seconds = one.positions - start.positions, one.seconds - start.seconds
             found[one.name] = {
                 "positions": positions,

@@ -8,7 +8,6 @@ same for it. The fingerprint of the weights comes back with every share and is c
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,6 +39,7 @@ from attachments.ranks.messages import (
     part,
 )
 from attachments.ranks.sections import DISTRIBUTED
+from clotho.lanes.daemon_threads import LastingThread
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat, layout
 from clotho.models.turns import TurnBudget
 from clotho.scoring.layouts.micro_batches import positions
@@ -123,13 +123,6 @@ class RankGroup(Protocol):
         """Send the remaining messages and close the connections."""
 
 
-class _Work:
-    """Totals of a rank; see `RankGauge`."""
-
-    def __init__(self) -> None:
-        self.positions, self.seconds, self.bytes_sent = 0, 0.0, 0
-
-
 class LearnerRanks:
     """All ranks, as the learner of rank 0 sees them. Implements `OtherRanks`.
 
@@ -151,15 +144,14 @@ class LearnerRanks:
         """
         self._share_seconds = share_seconds
         self._answers: SimpleQueue[tuple[int, Answer]] = SimpleQueue()
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        threading.Thread(target=self._run_calls, name="collectives", daemon=True).start()
-        self._group = self._submit(lambda: join(self._receive)).result()
+        self._collectives = LastingThread("collectives")
+        self._group = self._collectives.submit(lambda: join(self._receive)).result()
         self.count = self._group.size
         self._speeds = tuple(shares) or (1.0,) * self.count
         if len(self._speeds) != self.count:
             raise ProfileError(f"distributed.shares needs one value per rank: {len(shares)} given, {self.count} ranks")
         self.pieces = min(MAX_PIECES * self.count, math.ceil(sum(self._speeds) / min(self._speeds)))
-        self._work = [_Work() for _ in range(self.count)]
+        self._work = [RankGauge(name=str(rank)) for rank in range(self.count)]
         self._dealt_at = 0.0
         self._others = range(1, self.count)
         self._number = 0
@@ -219,13 +211,7 @@ class LearnerRanks:
 
     def gauges(self) -> RankGauges:
         """Return the work of every rank so far. Thread-safe."""
-        return RankGauges(
-            waited_seconds=self._waited_seconds,
-            ranks=tuple(
-                RankGauge(name=str(rank), positions=work.positions, seconds=work.seconds, bytes_sent=work.bytes_sent)
-                for rank, work in enumerate(self._work)
-            ),
-        )
+        return RankGauges(waited_seconds=self._waited_seconds, ranks=tuple(map(replace, self._work)))
 
     def assign_gradients(
         self,
@@ -271,7 +257,7 @@ class LearnerRanks:
         began = time.monotonic()
         for rank in self._others:
             self._tell(rank, encode(Add(number=number)))
-        adding = self._submit(lambda: self._group.add(own.arrays))
+        adding = self._collectives.submit(lambda: self._group.add(own.arrays))
         while not adding.done():
             with turns.outside():
                 _wait(adding, LOOK_SECONDS)
@@ -377,20 +363,6 @@ class LearnerRanks:
 
     def _receive(self, rank: int, content: bytes) -> None:
         self._answers.put((rank, decode_answer(content)))
-
-    def _submit(self, call: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._calls.put((call, future))
-        return future
-
-    def _run_calls(self) -> None:
-        """Run collectives, in one thread, because a group belongs to the thread that joined it."""
-        while True:
-            call, future = self._calls.get()
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
 
 
 def _wait(future: Future[Any], seconds: float) -> None:

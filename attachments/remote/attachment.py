@@ -91,7 +91,7 @@ class Remote(Attachment):
         """Return the state of the servers."""
         if not line.get("remote_servers"):
             return ()
-        from attachments.remote.gauges import shown
+        from attachments.remote.place import shown
 
         return shown(line["remote_servers"])
 

@@ -1,20 +1,127 @@
-"""One inference server as the sampler sees it, with state and metrics; and the choice between servers."""
+"""One inference server as the sampler sees it, its state and metrics, and the choice between servers."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, Protocol
 
 import anyio
+from msgspec import Struct
+from prometheus_client.core import Metric, StateSetMetricFamily
 
-from attachments.remote.gauges import RemoteServerGauge
+from attachments.remote.attachment import REMOTE_METRICS
 from attachments.remote.messages import RolloutAnswer, ServedPolicy
 from attachments.remote.server import Traffic
 from attachments.remote.weights import Weights
+from clotho.serving.metrics import counter, gauges, histogram
 from protocols.sampling import SampleRequest
 from protocols.summary import Distribution
+from training_run.records.terminal_text import memory, number
+
+
+class RemoteServerGauge(Struct, frozen=True, kw_only=True):
+    """State of a remote inference server. Totals count since the last start; None means that it gets no groups.
+
+    The fields are those of `REMOTE_METRICS`. tokens: of the groups that it has completed. restarts: how often another
+    process than before has answered. pushes: distribution of `push_seconds`.
+    """
+
+    name: str
+    state: Literal["ready", "updating", "failed"]
+    version: int | None
+    lag: int | None
+    rows: int
+    groups: int
+    tokens: int
+    failures: int
+    restarts: int
+    bytes_sent: int
+    bytes_received: int
+    push_seconds: float | None
+    pushes: Distribution
+
+
+class RemoteGauges(Struct, frozen=True, kw_only=True):
+    """State of all remote inference servers. Totals count since the last start.
+
+    tokens_sampled: of completed groups. requested_again: groups that were requested again from another server.
+    """
+
+    tokens_sampled: int = 0
+    requested_again: int = 0
+    servers: tuple[RemoteServerGauge, ...] = ()
+
+
+def measured(gauges: Callable[[], RemoteGauges]) -> Callable[[float], Mapping[str, Any]]:
+    """Return what measures servers for a line of metrics.jsonl; its argument is the seconds since the line before."""
+    tokens: dict[str, int] = {}
+
+    def measure(seconds: float) -> Mapping[str, Any]:
+        nonlocal tokens
+        servers, before = gauges().servers, tokens
+        tokens = {one.name: one.tokens for one in servers}
+        return {
+            "remote_servers": {
+                one.name: {key: getattr(one, key, None) for key in REMOTE_METRICS}
+                | {"tokens_per_second": (one.tokens - before.get(one.name, 0)) / seconds if seconds > 0 else None}
+                for one in servers
+            }
+        }
+
+    return measure
+
+
+def shown(servers: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the state of all servers together, and those that cannot be used. servers: of a line of metrics.jsonl."""
+    found = servers.values()
+    rate = sum(one["tokens_per_second"] or 0.0 for one in found)
+    lag = max((one["lag"] for one in found if one["lag"] is not None), default=None)
+    moved = sum(one["bytes_sent"] + one["bytes_received"] for one in found)
+    ready = sum(one["state"] == "ready" for one in found)
+    yield (
+        f"{ready} of {len(found)} servers ready, {rate:.0f} tokens/s, lag {number(lag, 'd')}, "
+        f"{sum(one['rows'] for one in found)} sequences, {sum(one['restarts'] for one in found)} restarts, "
+        f"{memory(moved)} moved"
+    )
+    yield from (f"{name} {one['state']}" for name, one in servers.items() if one["state"] != "ready")
+
+
+GAUGES = {
+    "weights_version": ("version", "Policy version that a server in use serves."),
+    "lag_versions": ("lag", "Versions that a server in use is behind the run."),
+    "rows": ("rows", "Completions in flight on a server."),
+}
+COUNTERS = {
+    "groups": ("groups", "Groups requested from a server."),
+    "tokens": ("tokens", "Tokens of the groups that a server has completed."),
+    "failures": ("failures", "Failed attempts and groups of a server."),
+    "restarts": ("restarts", "Restarts of a server."),
+    "sent_bytes": ("bytes_sent", "Weights and requests for a server."),
+    "received_bytes": ("bytes_received", "Answers of a server."),
+}
+"""What /metrics shows of each server, behind `clotho_remote_server_`: a field and what it is."""
+
+
+def server_metrics(remote: RemoteGauges) -> Iterator[Metric]:
+    """Yield the state of each server."""
+    servers = remote.servers
+    if not servers:
+        return
+    state = StateSetMetricFamily("clotho_remote_server_state", "State of an inference server.", labels=["server"])
+    for one in servers:
+        state.add_metric([one.name], {name: one.state == name for name in ("ready", "updating", "failed")})
+    yield state
+    for table, make in ((GAUGES, gauges), (COUNTERS, counter)):
+        for name, (field, help_text) in table.items():
+            values = {one.name: value for one in servers if (value := getattr(one, field)) is not None}
+            yield make(f"clotho_remote_server_{name}", help_text, values, by="server")
+    again = {"": remote.requested_again}
+    yield counter("clotho_remote_groups_requested_again", "Groups requested again elsewhere.", again)
+    pushes = {one.name: one.pushes for one in servers}
+    yield histogram("clotho_remote_server_push_seconds", "Time until a server served new weights.", pushes, "server")
+
 
 PUSH_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Bounds of the histogram of push latencies, in seconds."""

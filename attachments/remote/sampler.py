@@ -19,9 +19,8 @@ from anyio.abc import TaskGroup
 from msgspec import structs
 
 from attachments.remote.answer_checks import Decode, ServerComparison, check_answer
-from attachments.remote.gauges import RemoteGauges
 from attachments.remote.messages import MAX_LISTED_VERSIONS, RolloutAnswer, ServedPolicy
-from attachments.remote.place import InferenceServer, Place, freest
+from attachments.remote.place import InferenceServer, Place, RemoteGauges, freest
 from attachments.remote.server import RemoteFailure
 from attachments.remote.weights import Weights
 from clotho.lanes.sampling_client import Refusal

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from attachments.remote.attachment import DIRECTORY
-from attachments.remote.gauges import measured, server_metrics
 from attachments.remote.messages import ServedPolicy
 from attachments.remote.mlx_server import MlxServer
-from attachments.remote.place import InferenceServer
+from attachments.remote.place import InferenceServer, measured, server_metrics
 from attachments.remote.sampler import RemoteSampler, ServerSource
 from attachments.remote.sections import RemoteGeneration, RestartedServers, SharedWeights
 from attachments.remote.server import RemoteServer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from attachments.remote.attachment import REMOTE_METRICS
-from attachments.remote.gauges import RemoteGauges, RemoteServerGauge, measured, shown
+from attachments.remote.place import RemoteGauges, RemoteServerGauge, measured, shown
 from protocols.summary import Distribution
 
 SERVER = RemoteServerGauge(

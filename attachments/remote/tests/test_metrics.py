@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attachments.remote.gauges import RemoteGauges, RemoteServerGauge, server_metrics
+from attachments.remote.place import RemoteGauges, RemoteServerGauge, server_metrics
 from protocols.summary import Distribution
 from tests.metric_samples import Values, require
 
