@@ -19,7 +19,7 @@ from msgspec import Struct
 from clotho.models.adapter_reading import read_adapter
 from clotho.models.adapters import Adapter, adapter_targets
 from clotho.models.lora import AdaptedModule
-from clotho.models.parameters import Arrays, Parameters, fingerprint, nested
+from clotho.models.parameters import Arrays, fingerprint
 from clotho.settings.server import AdaptersSection
 from protocols.errors import AdapterRequestError, did_you_mean, visible
 from protocols.sampling import BASE
@@ -46,13 +46,13 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 """Names of adapters. Names that begin with another character are reserved, such as `POLICY` and `BASE`."""
 
 
-@dataclass(eq=False, slots=True, kw_only=True, weakref_slot=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class LoadedAdapter:
     """One version of an adapter. Requests keep the version that they started with.
 
     version: number of the load; no other adapter of the store has it, and later loads have greater numbers.
-    arrays: the float32 matrices `MODULE.lora_a` and `MODULE.lora_b` in mlx-lm's layout, which a trainer may replace
-    together with the optimizer state that it keeps for them. scales: the absolute scale of each module.
+    arrays: the float32 matrices `MODULE.lora_a` and `MODULE.lora_b` in mlx-lm's layout. scales: the absolute scale of
+    each module.
     """
 
     name: str
@@ -62,11 +62,6 @@ class LoadedAdapter:
     path: str
     arrays: Arrays = field(repr=False)
     scales: Mapping[str, float] = field(repr=False)
-
-    @property
-    def parameters(self) -> Parameters:
-        """The matrices as a tree, as an optimizer expects them."""
-        return nested(self.arrays)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -81,15 +76,7 @@ class LoadedAdapter:
     @property
     def info(self) -> AdapterInfo:
         """The description for clients."""
-        return AdapterInfo(
-            name=self.name,
-            version=self.version,
-            fingerprint=self.fingerprint,
-            rank=self.rank,
-            targets=self.targets,
-            path=self.path,
-            bytes=self.bytes,
-        )
+        return AdapterInfo(**{name: getattr(self, name) for name in AdapterInfo.__struct_fields__})
 
 
 class AdapterStore:
@@ -158,28 +145,12 @@ class AdapterStore:
         self, name: str, version: int, arrays: Arrays, scales: Mapping[str, float], rank: int, path: str
     ) -> LoadedAdapter:
         digest = fingerprint({"arrays": arrays, "scales": {key: mx.array(scales[key]) for key in scales}})
-        return LoadedAdapter(
-            name=name,
-            version=version,
-            fingerprint=digest if arrays else "",
-            rank=rank,
-            path=path,
-            arrays=arrays,
-            scales=scales,
-        )
+        return LoadedAdapter(name, version, digest if arrays else "", rank, path, arrays, scales)
 
     def provided(self, name: str, arrays: Arrays, scales: Mapping[str, float], fingerprint: str) -> LoadedAdapter:
         """Return an adapter that the store does not hold, with a version of its own. arrays: evaluated."""
         rank = max(array.shape[-1] for key, array in arrays.items() if key.endswith("lora_a"))
-        return LoadedAdapter(
-            name=name,
-            version=next(self._loads),
-            fingerprint=fingerprint,
-            rank=int(rank),
-            path="",
-            arrays=arrays,
-            scales=scales,
-        )
+        return LoadedAdapter(name, next(self._loads), fingerprint, int(rank), "", arrays, scales)
 
     def _to_evict(
         self, name: str, size: int, in_use: Collection[LoadedAdapter], protected: Collection[str]

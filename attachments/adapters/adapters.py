@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import structlog
 
-from attachments.adapters.adapter_store import AdapterInfo, AdapterStore
+from attachments.adapters.adapter_store import AdapterInfo
 from clotho.lanes.compute_thread import finish
 from clotho.lanes.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
 from clotho.lanes.sampling_client import Submit
 from clotho.serving.services import ServedModel, ServerContext
 from protocols.errors import AdapterRequestError, visible
 from protocols.step import WeightsReady
+
+if TYPE_CHECKING:
+    from attachments.adapters.adapter_weights import EngineAdapters
 
 log = structlog.get_logger(actor="server")
 
@@ -25,22 +28,6 @@ READ_SECONDS = 120.0
 
 UNLOADED_NAMES = 256
 """Names of unloaded adapters that stay reserved for each of their owners, the newest ones."""
-
-
-class AdapterEngine(Protocol):
-    """Manages the adapters of an engine, in the decode thread only; see `EngineAdapters`."""
-
-    def load_adapter(self, name: str, contents: Any, /, *, replace: bool, protected: Collection[str]) -> AdapterInfo:
-        """Load an adapter under a name. protected: names that are not evicted. Raises AdapterRequestError."""
-        ...
-
-    def unload_adapter(self, name: str, /) -> AdapterInfo:
-        """Forget a name. Raises AdapterRequestError."""
-        ...
-
-    def loaded_adapters(self) -> tuple[AdapterInfo, ...]:
-        """Describe the loaded adapters."""
-        ...
 
 
 class AdapterRegistry:
@@ -54,35 +41,17 @@ class AdapterRegistry:
     loaded: the loaded adapters by name, as of the last change. loads: number of successful loads.
     """
 
-    def __init__(
-        self,
-        submit: Submit,
-        engine: AdapterEngine,
-        read: Callable[[Path], Any],
-        *,
-        root: str,
-        reserved: frozenset[str] = frozenset(),
-        base: str = "",
-    ) -> None:
-        """read: reads and validates an adapter directory, in any thread. reserved: names of other models.
-
-        root: directory of the adapters; if it is empty, clients can load no adapter. base: id of the base model.
-        """
+    def __init__(self, offered: ServerContext, submit: Submit, engine: EngineAdapters) -> None:
+        """submit: runs a call in the decode thread, to which the adapters of the engine belong."""
         self.loaded: dict[str, AdapterInfo] = {}
         self.loads = 0
-        self._submit, self._engine, self._read = submit, engine, read
-        self._root, self._reserved, self._base = root, reserved, base
+        self._submit, self._engine = submit, engine
+        self._reserved = frozenset(name for one in offered.models() for name in (one.id, *one.aliases))
+        self._root, self._base = offered.settings.adapters.root, offered.base_model
         self._reader = DaemonThreads("adapter", 1, wait_seconds=READ_SECONDS, work_seconds=READ_SECONDS)
         self._lock = anyio.Lock()
         self._owners: dict[str, str] = {}  # of each name, in the order of the last loads
         self._kept: set[str] = set()
-
-    @classmethod
-    def of_server(cls, offered: ServerContext, submit: Submit, engine: AdapterEngine, store: AdapterStore) -> Self:
-        """Return the adapters of a server, whose other models keep their names."""
-        reserved = frozenset(name for one in offered.models() for name in (one.id, *one.aliases))
-        root = offered.settings.adapters.root
-        return cls(submit, engine, store.read, root=root, reserved=reserved, base=offered.base_model)
 
     def models(self) -> Sequence[ServedModel]:
         """Return the loaded adapters as models that requests can name."""
@@ -131,7 +100,7 @@ class AdapterRegistry:
                 if read is not None:
                     contents = await finish(self._submit(partial(read, path)))
                 else:
-                    contents = await self._reader.run(partial(self._read, path))
+                    contents = await self._reader.run(partial(self._engine.store.read, path))
             except (NoThreadError, OvertimeError):
                 message = f"{path} could not be read in {READ_SECONDS:g} seconds"
                 raise AdapterRequestError(message, reason="invalid") from None

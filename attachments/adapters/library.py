@@ -45,7 +45,7 @@ class Adapters(Extension):
         from attachments.adapters.adapters import AdapterRegistry
 
         if (adapters := EngineAdapters.of(access.engine)) is not None:
-            registry = AdapterRegistry.of_server(parts.offered, access.submit, adapters, adapters.store)
+            registry = AdapterRegistry(parts.offered, access.submit, adapters)
             parts.sources.append(registry)
             parts.endpoints += endpoints(registry)
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 from msgspec.structs import replace
 
 from attachments.adapters.adapter_store import AdapterStore
 from attachments.adapters.tests.adapter_models import write_mlx_adapter
-from clotho.models.parameters import flat
 from clotho.settings.server import AdaptersSection
 from protocols.errors import AdapterRequestError
 from protocols.sampling import BASE
@@ -154,14 +152,6 @@ def test_the_base_model_is_an_adapter_without_matrices_unless_its_weights_are_tr
     trained = AdapterStore(MODEL, AdaptersSection(), base_is_served=False)
     with pytest.raises(AdapterRequestError):
         trained.use(BASE)
-
-
-def test_the_parameters_of_an_adapter_are_a_tree_that_an_optimizer_accepts(directory: Path) -> None:
-    """Float32 leaves under the names of the model."""
-    adapter = make_store().load("a", make_store().read(directory))
-    leaves = flat(adapter.parameters)
-    assert leaves.keys() == adapter.arrays.keys()
-    assert {array.dtype for array in leaves.values()} == {mx.float32}
 
 
 def test_limits_of_a_store_apply_to_reading(directory: Path) -> None:
