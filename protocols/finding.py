@@ -74,11 +74,11 @@ class Finding(Struct, frozen=True, kw_only=True):
     """
 
     name: FindingName
-    severity: Literal["error", "warning"]
+    severity: Literal["error", "warning"] = "warning"
     fact: str
     consequence: str
     advice: str
-    remedy: Remedy
+    remedy: Remedy = CHECK
     command: str = ""
     example: str = ""
 

@@ -154,7 +154,6 @@ class CutCheck(Check):
         key, change = f"learner.objective.{self._key}", self._change
         yield Finding(
             name="cut_without_moving",
-            severity="warning",
             fact=f"{self._name} cuts {fmean(self._shares):.0%} of the tokens although the policy has not moved since "
             "it sampled them",
             consequence="rounding decides what the policy learns from",
@@ -186,7 +185,6 @@ class ExpertCheck(Check):
             return
         yield Finding(
             name="experts_die",
-            severity="warning",
             fact=f"{self._latest[-1]:.0%} of the experts compute no token, at step {self._step} {self._lowest:.0%}",
             consequence="the policy loses what these experts know, and the others compute its tokens alone",
             advice="lower learner.optimizer.learning_rate to a tenth, and continue from a checkpoint before the change",
@@ -213,7 +211,6 @@ class RouteCheck(Check):
             return
         yield Finding(
             name="routes_flip",
-            severity="warning",
             fact=f"the learner's routers choose {self._latest[-1]:.0f} other experts per layer and 1,000 tokens",
             consequence="their log-probabilities differ, which importance ratios take for a change of the policy",
             advice='set learner.router_replay = "on"',
@@ -270,10 +267,8 @@ class ThroughputCheck(Check):
             rate, best = self._rates
             yield Finding(
                 name="slow",
-                severity="warning",
                 fact=f"decoding has {rate:.0f} tokens/s, and had {best:.0f} on comparable work earlier in this run",
                 consequence=f"the rest of the run takes {best / rate:.1f} times as long",
                 advice="close other programs, connect the power adapter, let the machine cool, and look for swap in "
                 "`metrics.jsonl` (resources/swap_change_bytes)",
-                remedy=CHECK,
             )

@@ -19,7 +19,7 @@ from statistics import fmean, median, stdev
 from msgspec import Struct
 
 from attachments.alarms.sections import CollapseChecks
-from protocols.finding import CHECK, LOWER_RATE, Change, Finding, Remedy
+from protocols.finding import LOWER_RATE, Change, Finding, Remedy
 from protocols.rollout import bounded
 from protocols.sampling import Completion
 from protocols.step import StepReport, UpdateMetrics
@@ -330,7 +330,6 @@ def _check_ess(batch: BatchStatistics, state: CollapseState, settings: CollapseC
     if batch.ess is not None and batch.ess < settings.ess_low:
         yield Finding(
             name="low_effective_sample_size",
-            severity="warning",
             fact=f"the effective sample size is {batch.ess:.1%} of the tokens",
             consequence="the completions are too far from the trained policy, so the gradient is mostly noise",
             advice="lower rollouts.max_batches_ahead, learner.max_staleness or learner.optimizer.learning_rate",
@@ -344,7 +343,6 @@ def _check_kl(batch: BatchStatistics, state: CollapseState, settings: CollapseCh
     if batch.kl is not None and batch.kl > settings.kl_high:
         yield Finding(
             name="far_from_reference",
-            severity="warning",
             fact=f"the KL divergence to the reference policy is {batch.kl:.2g} nats per token",
             consequence="the policy loses abilities of the base model",
             advice="raise learner.kl_penalty.coef, or lower learner.optimizer.learning_rate",
@@ -374,7 +372,6 @@ def _check_reward(batch: BatchStatistics, state: CollapseState, settings: Collap
     if drop > max(settings.reward_drop * (baseline - lowest), noise):
         yield Finding(
             name="reward_drop",
-            severity="warning",
             fact=f"the mean reward fell from {baseline:.3g} to {batch.reward:.3g}",
             consequence="the policy loses what it has learned",
             advice="lower learner.optimizer.learning_rate, and continue from a checkpoint before the fall, or set "
@@ -390,7 +387,6 @@ def _check_entropy(batch: BatchStatistics, state: CollapseState, settings: Colla
     if batch.entropy > max(settings.entropy_high * least, least + ENTROPY_NOISE):
         yield Finding(
             name="entropy_rise",
-            severity="warning",
             fact=f"the entropy rose from {least:.2g} to {batch.entropy:.2g} nats",
             consequence="the policy becomes random",
             advice="lower learner.optimizer.learning_rate or learner.entropy_bonus",
@@ -399,7 +395,6 @@ def _check_entropy(batch: BatchStatistics, state: CollapseState, settings: Colla
     elif batch.entropy < settings.entropy_low * most:
         yield Finding(
             name="entropy_drop",
-            severity="warning",
             fact=f"the entropy fell from {most:.2g} to {batch.entropy:.2g} nats",
             consequence="the completions of a group become identical, so groups have no signal",
             advice="use a larger learner.objective.clip_high, set learner.entropy_bonus, or raise sampling.temperature",
@@ -418,7 +413,6 @@ def _check_length(batch: BatchStatistics, state: CollapseState, settings: Collap
     if batch.length is not None and baseline is not None and batch.length > settings.length_high * baseline:
         yield Finding(
             name="length_growth",
-            severity="warning",
             fact=f"the completion length grew from {baseline:.0f} to {batch.length:.0f} tokens",
             consequence="long completions cost time, and can mean that a reward favors length",
             advice="set learner.objective.overlong_penalty, or check whether a reward favors length",
@@ -431,7 +425,6 @@ def _check_truncated(batch: BatchStatistics, state: CollapseState, settings: Col
     if batch.truncated is not None and baseline is not None and batch.truncated > baseline + settings.truncated_high:
         yield Finding(
             name="truncation_growth",
-            severity="warning",
             fact=f"{batch.truncated:.0%} of completions are truncated, compared with {baseline:.0%} in the baseline",
             consequence="truncated completions seldom earn a reward",
             advice="set learner.objective.overlong_penalty, or raise sampling.max_tokens if long answers are wanted",
@@ -446,12 +439,10 @@ def _check_format(batch: BatchStatistics, state: CollapseState, settings: Collap
     if batch.empty_form > baseline + settings.empty_format_high and batch.content <= CONTENT_DROP * content:
         yield Finding(
             name="format_without_content",
-            severity="warning",
             fact=f"{batch.empty_form:.0%} of completions have the format without content, compared with "
             f"{baseline:.0%} in the baseline",
             consequence="the policy learns to satisfy the format reward instead of solving problems",
             advice="lower the weight of the reward format in [[rewards]]",
-            remedy=CHECK,
         )
 
 
@@ -488,7 +479,6 @@ def large_updates(updates: Sequence[UpdateMetrics], settings: CollapseChecks) ->
         rate = max(metrics.learning_rate for metrics in updates)
         yield Finding(
             name="update_too_large",
-            severity="warning",
             fact=f"rehearsed updates with learning rates up to {rate:g} move the policy by "
             f"{', '.join(f'{kl:.2g}' for kl in moved)} nats per token (limit {limit:g}, "
             "collapse_detection.update_kl_high)",

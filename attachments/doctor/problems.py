@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from clotho.rewards.answer import with_answer
 from clotho.rewards.registry import BuiltIn, RewardFunction, built_in
 from protocols.errors import RecordsError, visible
-from protocols.finding import CHECK, Finding
+from protocols.finding import Finding
 from protocols.prompt import Problem
 from training_run.profile.data import RewardSection
 
@@ -40,11 +40,9 @@ def _few(problems: Sequence[Problem], batch_size: int) -> Iterator[Finding]:
         several = "1 different problem" if different == 1 else f"{different} different problems"
         yield Finding(
             name="few_problems",
-            severity="warning",
             fact=f"the dataset has {several} for training, and a batch has {batch_size} groups",
             consequence="the policy learns these answers by heart, and rewards soon have no variance",
             advice="name a larger dataset in data.train; 200 problems are a useful minimum",
-            remedy=CHECK,
         )
 
 
@@ -64,7 +62,6 @@ def _without_reward(problems: Sequence[Problem], rewards: Sequence[RewardSection
         fact=f"no reward is listed for {count} of {len(problems)} problems, which have the types {named}",
         consequence="groups of these problems are discarded",
         advice="add the types to the key types of a reward in [[rewards]], or remove these problems from data.train",
-        remedy=CHECK,
     )
 
 
@@ -87,7 +84,6 @@ def _unanswerable(problems: Sequence[Problem], rewards: Sequence[RewardSection])
         consequence="the correct answer of such a problem is never rewarded",
         advice="extract the answer with data.answer_pattern, name another column in data.answer_key, or list a reward "
         "that suits these answers",
-        remedy=CHECK,
         example=visible(f"{problem.prompt} -> {problem.answer}", 300, keep_end=100),
     )
 
@@ -126,6 +122,5 @@ def unparsable_finding(error: RecordsError) -> Finding:
         fact=f"{error.invalid} of {error.records} records of the dataset are malformed",
         consequence="the run is refused, because it would train on another dataset than the one that is named",
         advice="correct or remove these records in data.train, or set data.prompt_key and data.answer_key",
-        remedy=CHECK,
         example=error.first,
     )

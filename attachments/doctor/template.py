@@ -157,24 +157,20 @@ def _kept(tokenizer: ChatTokenizer, use: TemplateUse) -> tuple[str, list[Finding
         found.append(
             Finding(
                 name="template_drops_thinking",
-                severity="warning",
                 fact=f"the chat template removes {THINK}...{THINK_END} from earlier turns of a conversation",
                 consequence="the prompt of a later turn is not what the policy sampled, so that its log-probabilities "
                 "differ, and the prefix cache is not used",
                 advice="name a template that keeps the content of earlier turns in model.chat_template",
-                remedy=CHECK,
             )
         )
     if use.several_turns and not extends and not drops:
         found.append(
             Finding(
                 name="template_rewrites_history",
-                severity="warning",
                 fact="the prompt of a turn does not extend the prompt and the completion of the turn before it",
                 consequence="the policy is trained on other tokens than it sampled in earlier turns, and the prefix "
                 "cache is not used",
                 advice="name a template that writes earlier turns as they were sampled in model.chat_template",
-                remedy=CHECK,
             )
         )
     thinking = "removes thoughts of earlier turns" if drops else "keeps thoughts of earlier turns"

@@ -12,7 +12,7 @@ from msgspec import Struct
 from packaging.specifiers import SpecifierSet
 
 from clotho.settings.model import AdapterMethod
-from protocols.finding import CHECK, Change, Finding, Remedy
+from protocols.finding import Change, Finding, Remedy
 from training_run.profile.schema import Profile
 
 TABLE = Path(__file__).with_name("known_bad.toml")
@@ -63,7 +63,6 @@ def version_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
                 fact=f"{row.package} {version} is installed, a version with a known fault ({row.source})",
                 consequence=row.consequence,
                 advice=row.remedy,
-                remedy=CHECK,
             )
 
 
@@ -88,7 +87,6 @@ def setting_findings(profile: Profile) -> Iterator[Finding]:
     usual = Change(key="policy.method.alpha", of="policy.method.rank", factor=2.0)
     yield Finding(
         name="lora_scale_unusual",
-        severity="warning",
         fact=f"the adapter has the scale {scale:g} ({keys}); usual scales are {low:g} to {high:g}",
         consequence=result,
         advice="set policy.method.alpha to twice the rank, without policy.method.scale",

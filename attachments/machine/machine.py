@@ -15,7 +15,7 @@ from attachments.machine.pressure import read_memory
 from attachments.machine.resources import ResourceReading
 from clotho.models.machine import backend_name, physical_memory
 from clotho.process import REFERENCE_BLAS
-from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, Remedy
+from protocols.finding import LESS_MEMORY, Change, Finding, Remedy
 from protocols.summary import MemoryEstimate
 from training_run.memory.report import beside_macos
 from training_run.profile.schema import Profile
@@ -37,20 +37,16 @@ def power_findings(*, on_battery: bool, low_power: bool) -> Iterator[Finding]:
     if low_power:
         yield Finding(
             name="low_power_mode",
-            severity="warning",
             fact="the low power mode is on",
             consequence="processor and GPU run at about half of their speed",
             advice="turn the mode off: sudo pmset -a lowpowermode 0",
-            remedy=CHECK,
         )
     if on_battery:
         yield Finding(
             name="on_battery",
-            severity="warning",
             fact="the machine runs on its battery",
             consequence="the speed can be reduced, and the run stops when the battery is empty",
             advice="connect the power adapter",
-            remedy=CHECK,
         )
 
 
@@ -73,7 +69,6 @@ class MachineCheck(Check):
         if reading.thermal == "heavy":
             yield Finding(
                 name="thermal_pressure",
-                severity="warning",
                 fact="the system reports heavy thermal pressure",
                 consequence="processor and GPU run at a reduced speed",
                 advice="improve the ventilation, or lower engine.max_num_seqs",
@@ -98,7 +93,6 @@ class MachineCheck(Check):
         if reading.swap_matters and (growth := reading.swap_change_bytes or 0) >= SWAP_GROWTH:
             yield Finding(
                 name="swap_growing",
-                severity="warning",
                 fact=f"the used swap grew by {growth / 2**30:.1f} GiB since the start",
                 consequence="reading memory back from the disk is slower by orders of magnitude",
                 advice=advice,
@@ -217,7 +211,6 @@ def machine_findings(state: MachineState, needs: RunNeeds) -> Iterator[Finding]:
     if state.disk_bytes is not None and state.disk_bytes < needs.disk_bytes:
         yield Finding(
             name="disk_space_low",
-            severity="warning",
             fact=f"{_gib(state.disk_bytes)} of disk space are free, and the run needs up to {_gib(needs.disk_bytes)}",
             consequence="a checkpoint that cannot be written is lost",
             advice="free disk space, choose another --run-dir, or lower checkpoint.keep_last",
@@ -226,11 +219,9 @@ def machine_findings(state: MachineState, needs: RunNeeds) -> Iterator[Finding]:
     if state.blas == REFERENCE_BLAS and not needs.uses_gpu:
         yield Finding(
             name="slow_blas",
-            severity="warning",
             fact="MLX computes with the reference BLAS of its wheel",
             consequence="matrix products are about 50 times slower than with an optimised BLAS",
             advice="pip install mkl, or apt install libopenblas0-pthread",
-            remedy=CHECK,
         )
     if state.mac is not None:
         yield from _mac(state.mac, state, needs)
@@ -242,7 +233,6 @@ def _memory(state: MachineState, needs: RunNeeds) -> Iterator[Finding]:
     if state.swap_bytes >= MUCH_SWAP or (short and state.swap_bytes >= SOME_SWAP):
         yield Finding(
             name="swap_in_use",
-            severity="warning",
             fact=f"{_gib(state.swap_bytes)} of swap are in use before the run has started, and "
             f"{_gib(state.available_bytes)} of memory are available",
             consequence="a run that swaps is slower by an order of magnitude",
@@ -253,7 +243,6 @@ def _memory(state: MachineState, needs: RunNeeds) -> Iterator[Finding]:
     if short:
         yield Finding(
             name="memory_occupied",
-            severity="warning",
             fact=f"{_gib(state.available_bytes)} of memory are available, and the run needs up to "
             f"{_gib(needs.memory_bytes)}",
             consequence="the system swaps, or ends a process, when the caches of the run are full",
@@ -273,35 +262,29 @@ def _mac(mac: MacState, state: MachineState, needs: RunNeeds) -> Iterator[Findin
         held = f", kept on by {', '.join(mac.display_held_by)}" if mac.display_held_by else ""
         yield Finding(
             name="display_awake",
-            severity="warning",
             fact=f"the display is on{held}",
             consequence="macOS ends GPU work that delays the display (Impacting Interactivity), or panics; a turn of "
             f"the learner takes up to learner.max_turn_ms = {needs.max_turn_ms:g}",
             advice="let the display sleep (pmset displaysleepnow), or start the run over ssh; keep the Mac awake with "
             "caffeinate -is, never with caffeinate -d; if the run is ended, lower learner.max_turn_ms and "
             "learner.micro_batch_tokens",
-            remedy=CHECK,
         )
     if mac.panic is not None and mac.panic.days <= RECENT_DAYS and mac.panic.names_gpu:
         yield Finding(
             name="kernel_panic",
-            severity="warning",
             fact=f"macOS panicked {mac.panic.days:.0f} days ago, and the report {mac.panic.file} names the GPU driver",
             consequence="the run can end with a restart of the Mac; its last checkpoint remains",
             advice="let the display sleep, set sudo sysctl iogpu.wired_limit_mb=0, lower checkpoint.interval, and "
             "update macOS",
-            remedy=CHECK,
         )
     most = beside_macos(state.memory_bytes)
     left = state.memory_bytes - (mac.wired_limit_mb or 0) * 2**20
     if left < state.memory_bytes - most:
         yield Finding(
             name="wired_limit_high",
-            severity="warning",
             fact=f"iogpu.wired_limit_mb = {mac.wired_limit_mb} leaves {_gib(max(0, left))} to macOS",
             consequence="macOS panics when the GPU takes the memory that it needs itself",
             advice=f"sudo sysctl iogpu.wired_limit_mb={most // 2**20}",
-            remedy=CHECK,
         )
     yield from power_findings(on_battery=mac.power == "battery", low_power=mac.low_power_mode or False)
 

@@ -128,7 +128,6 @@ class ScoringCheck(Check):
         if len(self._waits) == SCORING_REPORTS:
             yield Finding(
                 name="scorer_full",
-                severity="warning",
                 fact=f"the learner waits for rewards in {fmean(self._waits):.0%} of the time, and {self._limit} groups "
                 "are scored at the same time, which is the limit",
                 consequence="slow rewards decide how long the run takes",
@@ -154,7 +153,6 @@ class CacheCheck(Check):
         if self._reports >= CACHE_REPORTS:
             yield Finding(
                 name="kv_cache_full",
-                severity="warning",
                 fact=f"long requests of clients use the KV cache ({', '.join(self._holders)}), and others wait for it",
                 consequence="fewer rollouts are decoded at once, and long completions are interrupted and continued",
                 advice="raise engine.kv_cache_tokens if the memory allows it, abort these requests, or let clients ask "

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from protocols.errors import visible
-from protocols.finding import CHECK, Change, Finding, FindingName, Remedy
+from protocols.finding import Change, Finding, FindingName, Remedy
 from protocols.rollout import GroupOutcome, ScoredGroup, are_equal, bounded
 from protocols.step import GroupsEnded, StepReport
 from training_run.records.solved import Solved, count_solved, solved_by
@@ -109,7 +109,6 @@ class TrainingSignal:
                 fact=f"a reward failed for each of the last {self._failed} groups",
                 consequence="groups without rewards are discarded, so nothing is learned",
                 advice="correct the reward function; the event reward_failed in log.jsonl has the traceback",
-                remedy=CHECK,
                 example=visible(self._error, MAX_SHOWN),
             )
         if len(self._groups) < FEWEST_GROUPS:
@@ -166,7 +165,6 @@ class TrainingSignal:
                 self._difficult.add(name)
                 yield Finding(
                     name=name,
-                    severity="warning",
                     fact=f"{counts[solved]} of the last {total} problems are solved {fact} of their groups",
                     consequence="groups with equal rewards have no gradient, so most of the sampling is wasted",
                     advice=advice,
@@ -185,7 +183,6 @@ class TrainingSignal:
                 fact=f"{fact}{described}",
                 consequence=f"nothing can be learned from problems that are always solved{cost}",
                 advice=HARDER,
-                remedy=CHECK,
             )
         expected = "; ".join(f"{name} expects {self._expected[name]}" for name in parts if name in self._expected)
         fact = f"{fact}{described}" + (f"; {expected}" if expected else "")
@@ -208,7 +205,6 @@ class TrainingSignal:
             consequence=f"equal rewards have no advantages, so nothing is learned{cost}",
             advice="compare the example with what the rewards expect, state the format in data.system, or choose "
             "other rewards",
-            remedy=CHECK,
             example=self._example(),
         )
 
@@ -219,11 +215,9 @@ class TrainingSignal:
             expected = f"; it expects {self._expected[name]}" if name in self._expected else ""
             yield Finding(
                 name="constant_reward_part",
-                severity="warning",
                 fact=f"the reward {name} is {values[0]:g} for each of the last {len(values)} completions{expected}",
                 consequence="a reward that never varies has no gradient",
                 advice=f"correct the reward {name}, or remove it from the profile",
-                remedy=CHECK,
             )
             return
 
@@ -235,7 +229,6 @@ class TrainingSignal:
         if not ended:
             yield Finding(
                 name="all_truncated",
-                severity="warning",
                 fact=f"all {len(truncated)} completions reached the token limit",
                 consequence="no completion has an end, so the policy does not learn to finish its answer",
                 advice=LONGER,
@@ -248,7 +241,6 @@ class TrainingSignal:
         if sum(truncated) / len(truncated) < sum(ended) / len(ended):
             yield Finding(
                 name="truncated",
-                severity="warning",
                 fact=f"{len(truncated)} of {len(completions)} completions reached the token limit, and earn less than "
                 "the others",
                 consequence="most of the sampled tokens are wasted, and the policy learns only from short completions",
