@@ -25,13 +25,12 @@ MAX_NAMED = 5
 
 
 def problem_findings(
-    problems: Sequence[Problem], rewards: Sequence[RewardSection], *, batch_size: int, rewards_apply: bool = True
+    problems: Sequence[Problem], rewards: Sequence[RewardSection], *, batch_size: int
 ) -> Iterator[Finding]:
-    """Yield the findings about the problems for training. rewards_apply: False if environments compute rewards."""
+    """Yield the findings about the problems for training."""
     yield from _few(problems, batch_size)
-    if rewards_apply:
-        yield from _without_reward(problems, rewards)
-        yield from _unanswerable(problems, rewards)
+    yield from _without_reward(problems, rewards)
+    yield from _unanswerable(problems, rewards)
 
 
 def _few(problems: Sequence[Problem], batch_size: int) -> Iterator[Finding]:

@@ -57,12 +57,6 @@ def test_functions_of_the_user_may_accept_any_answer() -> None:
     assert names(problems(8, "four"), (RewardSection(name="exact"),)) == []
 
 
-def test_environments_compute_rewards_themselves() -> None:
-    """Only the number of problems is checked."""
-    found = problem_findings(problems(8, "four"), REWARDS, batch_size=8, rewards_apply=False)
-    assert list(found) == []
-
-
 def test_malformed_records_are_counted() -> None:
     """The first one is shown with its place."""
     finding = unparsable_finding(RecordsError("a.jsonl:2: not valid JSON", invalid=5, records=10))
