@@ -31,14 +31,12 @@ from attachments.alarms.tests.test_collapse_detection import detector_with_basel
 from attachments.doctor import doctor
 from attachments.doctor.problems import problem_findings
 from attachments.doctor.rehearsal import parity_findings, update_findings
-from attachments.doctor.versions import setting_findings
 from attachments.doctor.template import TemplateUse, check_template
 from attachments.doctor.tests import templates
 from attachments.doctor.tests import test_faults as faults
 from attachments.doctor.tests.test_problems import REWARDS, problems
-from attachments.doctor.versions import version_findings
-from attachments.machine.machine import MachineCheck
-from attachments.machine.machine import machine_findings
+from attachments.doctor.versions import setting_findings, version_findings
+from attachments.machine.machine import MachineCheck, machine_findings
 from attachments.machine.macos import KernelPanic, MacState
 from attachments.machine.resources import ResourceReading
 from attachments.machine.tests import simulated_mac
