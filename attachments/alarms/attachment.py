@@ -77,7 +77,7 @@ class Alarms(Attachment):
 
     def rehearsed(self, profile: Profile, updates: Sequence[UpdateMetrics]) -> Iterable[Finding]:
         """Compare the updates with the limit of the collapse detection, also if the run goes without it."""
-        from attachments.alarms.collapse_detection import large_updates
+        from attachments.alarms.rehearsal import large_updates
 
         settings = COLLAPSE_DETECTION.of(profile)
         return large_updates(updates, settings if isinstance(settings, CollapseChecks) else WarnOnCollapse())

@@ -13,7 +13,7 @@ updates old.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import inf, isfinite, isnan
+from math import inf, isfinite
 from statistics import fmean, median, stdev
 
 from msgspec import Struct
@@ -22,7 +22,7 @@ from attachments.alarms.sections import CollapseChecks
 from protocols.finding import LOWER_RATE, Change, Finding, Remedy
 from protocols.rollout import bounded
 from protocols.sampling import Completion
-from protocols.step import StepReport, UpdateMetrics
+from protocols.step import StepReport
 
 
 class GroupStatistics(Struct, frozen=True, kw_only=True):
@@ -464,25 +464,3 @@ def _min(*values: float | None) -> float | None:
 
 def _max(*values: float | None) -> float | None:
     return max((value for value in values if value is not None), default=None)
-
-
-def large_updates(updates: Sequence[UpdateMetrics], settings: CollapseChecks) -> Iterator[Finding]:
-    """Yield a finding if updates that were rehearsed one after another move the policy too far.
-
-    The thresholds are those of the collapse detection: all updates exceed its limit, or one exceeds it so far that no
-    second is needed as evidence. The first updates of Adam are the largest of a run, and single updates of healthy runs
-    exceed the limit.
-    """
-    limit, moved = settings.update_kl_high, [one.update_kl for one in updates if one.update_kl is not None]
-    certain = any(isnan(kl) or kl > CERTAIN_FACTOR * limit for kl in moved)
-    if certain or (len(moved) > 1 and min(moved) > limit):
-        rate = max(metrics.learning_rate for metrics in updates)
-        yield Finding(
-            name="update_too_large",
-            fact=f"rehearsed updates with learning rates up to {rate:g} move the policy by "
-            f"{', '.join(f'{kl:.2g}' for kl in moved)} nats per token (limit {limit:g}, "
-            "collapse_detection.update_kl_high)",
-            consequence="the policy may collapse within a few updates",
-            advice=f"--learner.optimizer.learning-rate {rate / 10:g}, or a lower policy.method.scale",
-            remedy=Remedy(action="start", changes=LOWER_RATE.changes),
-        )

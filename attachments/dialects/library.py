@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 HERE = "attachments.dialects"
 ANTHROPIC = {"errors": f"{HERE}.messages_format:MessagesError"}
-SAMPLING: tuple[tuple[str, str, str, str, str, dict[str, Any]], ...] = (
-    ("/v1/responses", "responses", "Answer the items of a conversation",
+SAMPLING: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
+    "/v1/responses": ("responses", "Answer the items of a conversation",
      "responses_requests:CreateResponse", "responses_format:ResponseObject", {"streams": True}),
-    ("/v1/messages", "messages", "Answer a conversation (Anthropic)",
+    "/v1/messages": ("messages", "Answer a conversation (Anthropic)",
      "messages_requests:CreateMessage", "messages_format:MessageObject", {**ANTHROPIC, "streams": True}),
-    ("/v1/messages/count_tokens", "count_tokens", "Count the tokens of a conversation (Anthropic)",
+    "/v1/messages/count_tokens": ("count_tokens", "Count the tokens of a conversation (Anthropic)",
      "messages_requests:CountTokens", "messages_requests:TokenCount", ANTHROPIC),
-    ("/generate", "generate", "Sample completions of one prompt (vLLM, SGLang)",
+    "/generate": ("generate", "Sample completions of one prompt (vLLM, SGLang)",
      "routes_generate:VllmRequest routes_generate:SglangRequest",
      "routes_generate:VllmResponse routes_generate:SglangResponse", {}),
-    ("/v1/generate", "generate_many", "Sample completions of many prompts (TRL)",
+    "/v1/generate": ("generate_many", "Sample completions of many prompts (TRL)",
      "routes_generate:TrlRequest", "routes_generate:TrlResponse", {"also": ("/v1/generate/",)}),
-    ("/inference/v1/generate", "generate_tokens", "Token IDs in, token IDs and log-probabilities out",
+    "/inference/v1/generate": ("generate_tokens", "Token IDs in, token IDs and log-probabilities out",
      "routes_tokens:TokensRequest", "routes_tokens:TokensResponse", {}),
-    ("/tokenize", "tokenize", "Convert text or a conversation to tokens",
+    "/tokenize": ("tokenize", "Convert text or a conversation to tokens",
      "routes_tokenize:TokenizeRequest routes_tokenize:TokenizeChatRequest", "routes_tokenize:TokenizeResponse", {}),
-    ("/detokenize", "detokenize", "Convert tokens to text",
+    "/detokenize": ("detokenize", "Convert tokens to text",
      "routes_tokenize:DetokenizeRequest", "routes_tokenize:DetokenizeResponse", {}),
-)  # fmt: skip
-"""POST routes: path, method of `DialectRoutes`, what it does, bodies of requests and of responses, and options."""
+}  # fmt: skip
+"""POST routes by path: method of `DialectRoutes`, what it does, bodies of requests and of responses, and options."""
 
 
 class Dialects(Extension):
@@ -51,7 +51,7 @@ def sampling_endpoints(parts: ServerParts) -> Iterator[Endpoint]:
 
     routes = Handlers(f"{HERE}.endpoints:DialectRoutes", parts)
 
-    for path, method, about, requests, responses, more in SAMPLING:
+    for path, (method, about, requests, responses, more) in SAMPLING.items():
         kinds, answers = (tuple(f"{HERE}.{name}" for name in names.split()) for names in (requests, responses))
         yield Endpoint("POST", path, routes.method(method), about, kinds, answers, **more)
     info = f"{HERE}.routes_tokenize:TokenizerInfo"

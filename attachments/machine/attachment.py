@@ -82,7 +82,7 @@ class Machine(Attachment):
 
         async def attach(run: RunContext) -> None:
             """Add the checks of the machine, and what measures its resources."""
-            from attachments.machine.machine import MachineCheck
+            from attachments.machine.alarms import MachineCheck
             from attachments.machine.periodic import PeriodicReading
             from attachments.machine.pressure import read_memory
             from attachments.machine.resources import READ_SECONDS, ResourceProbe, ResourceReading

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from attachments.machine.machine import MachineCheck
+from attachments.machine.alarms import MachineCheck
 from attachments.machine.resources import ResourceReading
 
 HEALTHY = ResourceReading(

@@ -36,7 +36,8 @@ from attachments.doctor.tests import templates
 from attachments.doctor.tests import test_faults as faults
 from attachments.doctor.tests.test_problems import REWARDS, problems
 from attachments.doctor.versions import setting_findings, version_findings
-from attachments.machine.machine import MachineCheck, machine_findings
+from attachments.machine.alarms import MachineCheck
+from attachments.machine.machine import machine_findings
 from attachments.machine.macos import KernelPanic, MacState
 from attachments.machine.resources import ResourceReading
 from attachments.machine.tests import simulated_mac
