@@ -57,9 +57,7 @@ OWNERS: Mapping[str, str] = {
     "judge": "graders",
     "math_verify": "graders",
     "reasoning_gym": "reasoning_gym",
-    "reasoning_gym:": "reasoning_gym",
     "reward_model": "reward_model",
-    "verifiers:": "verifiers",
 }
 """The attachment that each name of the tables below belongs to, so that a name is refused by its attachment."""
 

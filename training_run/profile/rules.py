@@ -11,7 +11,7 @@ import msgspec
 from clotho.serving.loopback import is_loopback
 from clotho.settings.objectives import Preference
 from protocols.learnability import unlearnable
-from protocols.sampling import PARAMETERS, in_use
+from protocols.sampling import PARAMETERS, POLICY, in_use
 from training_run.attachment import SLOTS, installed_attachments, slot_settings
 from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS, SETTABLE, by_path
 from training_run.profile.schema import Profile
@@ -70,9 +70,13 @@ def from_clients(v: Values) -> bool:
 
 
 def needs_rewards(v: Values) -> bool:
-    """Whether something is learned from rewards: not in a run of demonstrations or pairs. Stages say it themselves."""
+    """Whether something is learned from rewards: not in a run of demonstrations, pairs or a teacher alone.
+
+    Stages say it themselves.
+    """
     of_dataset = v["learner.objective.type"] in PREFERENCES and v.get("preference.pairs") == "dataset"
-    return not (v["learner.objective.type"] == "sft" or of_dataset or v.get("stages"))
+    of_teacher = v.get("distillation.teacher", "") not in ("", POLICY) and not v["distillation.beside_rewards"]
+    return not (v["learner.objective.type"] == "sft" or of_dataset or of_teacher or v.get("stages"))
 
 
 # fmt: off

@@ -9,6 +9,7 @@ import pytest
 
 from attachments.distillation.attachment import ATTACHMENT
 from attachments.distillation.tests.teachers import EMBEDDED, TeacherServer, other_model
+from protocols.errors import ProfileError
 from tests.e2e.pipeline_process import PROBLEMS, Run, adapter, continued, lines, metrics, run
 from training_run.memory.estimate import estimate_memory
 from training_run.profile.load import load_profile
@@ -125,3 +126,12 @@ def test_the_estimate_of_memory_counts_the_teacher() -> None:
 
     weights = (EMBEDDED / "model.safetensors").stat().st_size
     assert base(str(EMBEDDED)) - base("http://127.0.0.1:9") == pytest.approx(weights, rel=0.05)
+
+
+def test_a_teacher_alone_needs_no_rewards(teacher: str) -> None:
+    """The policy as its own teacher, and a teacher beside rewards, need them."""
+    settings = {"distillation.teacher": teacher, "learner.distillation_weight": 1.0, "rewards": []}
+    assert load_profile("local-m3", settings).rewards == ()
+    for other in ({"distillation.teacher": "@policy"}, {"distillation.beside_rewards": True}):
+        with pytest.raises(ProfileError, match="reward"):
+            load_profile("local-m3", settings | other)
