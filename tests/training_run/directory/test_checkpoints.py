@@ -156,6 +156,19 @@ def test_pruning_keeps_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000020", "step-000030"]
 
 
+@pytest.mark.parametrize("name", ["a\0b", "/etc/passwd", "..", "state.json/x"])
+def test_a_manifest_cannot_name_a_file_outside_its_directory(tmp_path: Path, name: str) -> None:
+    """The checkpoint is damaged, and no such file is read."""
+    path = write_checkpoint(tmp_path, snapshot(20), keep_last=3)
+    manifest = msgspec.json.decode((path / "MANIFEST.json").read_bytes())
+    manifest["files"].append({"name": name, "size": 0, "sha256": ""})
+    (path / "MANIFEST.json").write_bytes(msgspec.json.encode(manifest))
+    damage = find_damage(path)
+    assert damage is not None
+    assert "is not a file of the checkpoint" in damage
+    assert damage.isprintable()
+
+
 @pytest.mark.parametrize("file", ["state.json", "adapters.safetensors", "one.part.msgpack", "one.part.safetensors"])
 def test_a_manifest_lists_every_file_that_is_read(tmp_path: Path, file: str) -> None:
     """A file without a digest could be damaged unnoticed."""

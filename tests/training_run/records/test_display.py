@@ -338,6 +338,15 @@ def test_the_facts_name_processor_and_blas_once() -> None:
     assert all(words in text for words in ("on CPU (NVIDIA H100)", "BLAS MKL"))
 
 
+def test_the_facts_name_the_compute_path_and_the_step_of_a_resumed_run() -> None:
+    """A new run has no line about resuming."""
+    assert any(line.startswith("compute  MLX") for line in fact_lines(facts()))
+    assert not any(line.startswith("resumed") for line in fact_lines(facts()))
+    resumed = replace(facts(), resumed_from=37)
+    assert list(fact_lines(resumed))[-1] == "resumed  from the checkpoint of step 37"
+    assert "no checkpoint" in list(fact_lines(replace(resumed, resumed_from=0)))[-1]
+
+
 def test_the_facts_have_the_system_message_and_what_the_rewards_expect() -> None:
     """A user sees at the start whether the message states the format. Without rewards, environments compute them."""
     known = replace(facts(), system_message="Answer inside <answer>.", rewards=("0.2 format: tags", "1 mine.py:reward"))
