@@ -15,6 +15,7 @@ from clotho.models.adapter_reading import read_adapter_of
 from clotho.models.loading import find_model, is_local
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.rewards.registry import load_reward
+from clotho.rewards.weighted_sum import Rewards
 from protocols.errors import ArtifactError, ModelError, ProfileError
 from tests.absent import without
 
@@ -61,6 +62,13 @@ def test_a_reward_of_an_absent_attachment_is_refused_by_its_name(
     assert f"'{attachment}'" in absence(name)
     assert absence("zzz") == ""
     assert callable(load_reward("exact"))
+
+
+def test_a_sum_of_rewards_refuses_names_of_absent_attachments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a profile does."""
+    without(monkeypatch, "graders")
+    with pytest.raises(ProfileError, match="needs the attachment 'graders'"):
+        Rewards(math_verify=1.0)
 
 
 def test_a_model_file_of_an_absent_attachment_is_refused_by_its_name(

@@ -17,6 +17,7 @@ from bench.contenders.shapes import Shape, named_model, products, random_model, 
 from bench.contenders.worker import Case, MeasureOnce
 from bench.measurement import read
 from bench.tables import unique
+from clotho.backend import SWITCH
 from tests.bench.made_measurements import Calls, made_up
 
 TINY = Shape(layers=2, width=64, heads=2, key_heads=1, feed_forward=128, vocabulary=100)
@@ -117,6 +118,24 @@ def test_the_first_token_can_be_measured_repeatedly(prepare: Callable[[Case], Me
     assert all(once()["seconds"] > 0 for _ in range(2))
 
 
+def test_the_first_case_has_every_peer(measured_calls: Calls) -> None:
+    """Each sweep has a table that includes the first case."""
+    page = decode.table(decode.measure(5))
+    titles = [line for line in page.splitlines() if line.startswith("**")]
+    assert [title.startswith("**tokens per second") for title in titles] == [True, False, True, False, *[True] * 5]
+    assert "clotho / mlx-lm-lora, as its trainer calls it" in page.splitlines()[2]
+    sweeps = [decode.sweep(decode.measure(1), belongs) for belongs in decode.SWEEP_FILTERS]
+    assert [[one.case for one in found].count(decode.case("6m")) for found in sweeps] == [6, 6, 6]
+    assert [len({str(one.case) for one in found}) for found in sweeps] == [5, 4, 3]
+
+
+def test_slow_cases_have_fewer_repeats(measured_calls: Calls) -> None:
+    """The setting of mlx-lm-lora's trainer, the slowest, is measured in one case."""
+    decode.measure(5)
+    assert [repeats for _, _, repeats in measured_calls] == [5, 3, 3, 2, 3, 3]
+    assert [len(cases) for contenders, cases, _ in measured_calls if decode.AS_CALLED in contenders] == [1]
+
+
 def test_two_threads_are_set_in_the_environment_and_recorded_in_the_case(measured_calls: Calls) -> None:
     """Contender names stay the same, so that ratios exist."""
     found = decode.with_threads([decode.case("6m")], 1)
@@ -143,6 +162,28 @@ def test_results_can_be_drawn(question: Any, measured_calls: Calls, tmp_path: Pa
     question.main(["--repeats", "1", "--out", str(tmp_path / "results.jsonl")])
     question.draw(read(tmp_path / "results.jsonl"), tmp_path / "image.svg")
     assert (tmp_path / "image.svg").read_text().startswith("<?xml")
+
+
+def test_the_adapter_part_is_measured_without_cpu_kernels_beside_mlx_lm(measured_calls: Calls) -> None:
+    """Groups of eight and of one. The cases belong to no sweep."""
+    found = decode.measure_adapter(3, quick=False)
+    ((contenders, cases, repeats),) = measured_calls
+    assert [one.name for one in contenders] == ["clotho", "mlx-lm"]
+    assert contenders[0].environment == {SWITCH: "0"}
+    assert repeats == 3
+    assert {(case["prompts"], case["group"]) for case in cases} == {(4, 8), (32, 1)}
+    assert not any(decode.is_first(one.case) for one in found)
+    assert not any(decode.sweep(found, belongs) for belongs in decode.SWEEP_FILTERS)
+
+
+def test_lognormal_lengths_are_measured_beside_mlx_lm(measured_calls: Calls) -> None:
+    """The case belongs to no sweep."""
+    found = decode.measure_uneven(3, quick=False)
+    ((contenders, cases, repeats),) = measured_calls
+    assert ([one.name for one in contenders], repeats) == (["clotho", "mlx-lm"], 3)
+    assert cases == [decode.UNEVEN]
+    assert not any(decode.is_first(one.case) for one in found)
+    assert not any(decode.sweep(found, belongs) for belongs in decode.SWEEP_FILTERS)
 
 
 def test_one_part_replaces_its_own_results_only(measured_calls: Calls, tmp_path: Path) -> None:

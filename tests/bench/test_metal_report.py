@@ -10,7 +10,7 @@ from attachments.machine.macos import MacState
 from bench import metal, metal_report, metal_state
 from bench.figures import write_between
 from bench.measurement import Case, Measurement, write
-from bench.metal_report import MACS, README, readme_table, write_report
+from bench.metal_report import MACS, README, block, readme_table, write_report
 from clotho.models.machine import memory_limit
 from tests.bench.made_measurements import HERE
 
@@ -33,6 +33,19 @@ def results() -> list[Measurement]:
         *bench.machine(STATE, memory_limit()),
         *(bench._one(name, case, metal.METRICS[metric], value, "", {}) for name, case, metric, value in made),
     ]
+
+
+def test_the_block_has_the_state_and_the_figures_of_each_contender() -> None:
+    """Of the machine, of decode steps and updates, and of learning."""
+    text = block(results())
+    for part in (
+        "macOS 26.1",
+        "power mains",
+        "Qwen3-0.6B, clotho: 4 rows 500 tokens/s, update 4 s",
+        "mlx-lm: 4 rows 250",
+    ):
+        assert part in text
+    assert "local-m3, step 5: accuracy 0.75" in text
 
 
 def test_a_file_becomes_a_row_for_each_contender(tmp_path: Path) -> None:

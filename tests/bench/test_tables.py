@@ -61,6 +61,25 @@ def test_unpaired_results_have_no_ratio() -> None:
     assert side_by_side([OURS, lone, nothing], "rate").splitlines()[-1].endswith("| no pairs | no pairs |")
 
 
+def test_a_table_without_clotho_has_no_ratios() -> None:
+    """The settings of a single case are in its row."""
+    assert side_by_side([PEER], "rate", title="Peers").splitlines() == [
+        "**Peers**",
+        "",
+        "| batch | model | mlx-lm |",
+        "|---|---|---:|",
+        "| 8 | 6m | 1,000 (1,000 to 1,000) |",
+    ]
+
+
+def test_a_unit_in_the_metric_name_is_not_repeated() -> None:
+    """Nor is a unit that stands next to each number."""
+    rate = measurement([1.0], metric="tokens_per_second", batch=8)
+    seconds = measurement([1.0], metric="latency", unit="seconds", better="lower", batch=8)
+    assert side_by_side([rate], "tokens_per_second").startswith("**tokens per second (higher is better)**")
+    assert side_by_side([seconds], "latency").startswith("**latency (lower is better)**")
+
+
 def test_an_unknown_metric_is_an_error() -> None:
     """A misspelled name must not remove its table silently."""
     with pytest.raises(ValueError, match="speed"):

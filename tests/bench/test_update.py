@@ -84,6 +84,20 @@ def test_quick_mode_writes_results_of_the_same_format(
     assert {repeats for _, _, repeats in measured_calls} == {1}
 
 
+def test_long_completions_can_be_measured_alone(
+    measured_calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Clotho on two completions per case, with the longest turn; other results of the file stay."""
+    path = str(tmp_path / "results.jsonl")
+    update.main(["--quick", "--out", path])
+    update.main(["--only", "long", "--repeats", "2", "--out", path])
+    contenders, cases, repeats = measured_calls[-1]
+    assert (contenders, repeats) == ([update.OURS], 2)
+    assert [case["completion_tokens"] for case in cases] == [1024, 2048, 4096, 8192, 16_384]
+    assert "longest turn seconds" in capsys.readouterr().out
+    assert len(read(Path(path))) > len(cases) * 4
+
+
 def test_memory_can_be_drawn_against_the_vocabulary(measured_calls: Calls, tmp_path: Path) -> None:
     """For the cases of one model and one length."""
     pytest.importorskip("matplotlib")

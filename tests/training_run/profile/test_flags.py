@@ -31,7 +31,8 @@ EXAMPLES = (
 
 def example(key: Key) -> str:
     """Return a text that the key's flag takes."""
-    first = key.allowed.removeprefix("one of ").split(", ")[-1] if key.allowed.startswith("one of ") else ""
+    words = key.allowed.removesuffix(" or none")
+    first = words.removeprefix("one of ").split(", ")[-1] if words.startswith("one of ") else ""
     return next(text for text in (first, *EXAMPLES, "http://a:1", *TABLES) if text and accepts(key, text))
 
 
