@@ -324,6 +324,7 @@ def test_settings_that_lose_their_effect_fall_back_to_defaults(here: Path) -> No
         ("steps = 0\n", "steps must be an integer >= 1, not 0"),
         ("[learner.optimizer]\nbeta1 = 1\n", "learner.optimizer.beta1 must be a number >= 0 and < 1, not 1"),
         ("[learner.optimizer]\nlearning_rate = inf\n", "learner.optimizer.learning_rate must be finite, not Infinity"),
+        ("[learner.optimizer]\nlearning_rate = nan\n", "learner.optimizer.learning_rate must be finite, not NaN"),
         ('[engine]\nkv_policy = "kep"\n', 'engine.kv_policy must be one of drain, keep, recompute, not "kep"'),
         ("[sampling]\nstop = [1]\n", "sampling.stop[0] must be text, not empty, not 1"),
         (
