@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from profiles.embedded_maker.__main__ import problems as make_problems
 from profiles.embedded_maker.demonstrations import careful, careless
-from profiles.embedded_maker.problems import GENERATORS, KINDS, LEVELS
+from profiles.embedded_maker.problems import GENERATORS, KINDS, LEVELS, column_steps
 from profiles.maker.evaluate import is_right
 from profiles.maker.problem import Problem, draw_distinct, write_problems
 from profiles.maker.tokenizer import CHAT_TEMPLATE, TAG_TOKENS, chat_prompt, train_tokenizer
@@ -207,6 +207,13 @@ def test_careful_demonstrations_are_correct_and_careless_ones_are_not(kind: str,
             assert solve(re.sub(r"([-+*])", r" \1 ", left)) == int(right) if right else left[0] in "ABCD"
         if kind == "comparison":
             assert problem.work[-1][0] == problem.answer
+
+
+def test_column_steps_carry_and_borrow() -> None:
+    """The two examples of the docstring."""
+    assert column_steps(347, "+", 285) == ["7+5=12", "4+8+1=13", "3+2+1=6"]
+    assert column_steps(55, "-", 15) == ["5-5=0", "5-1=4"]
+    assert column_steps(532, "-", 285) == ["12-5=7", "13-1-8=4", "5-1-2=2"]
 
 
 def test_generated_problems_are_distinct_and_evenly_distributed() -> None:
