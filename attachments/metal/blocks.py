@@ -27,7 +27,8 @@ class _AddsAndNorms:
             return y
         attended = block.self_attn(block.input_layernorm(x), mask, cache)
         h, normed = add_norm(norm, self.eps, x, attended)
-        return h + block.mlp(normed)
+        out: mx.array = h + block.mlp(normed)
+        return out
 
 
 class FusedBlock(_AddsAndNorms, qwen3.TransformerBlock):
