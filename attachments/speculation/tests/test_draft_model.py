@@ -13,6 +13,7 @@ from attachments.speculation.sections import ModelDrafts
 from clotho.inference.engine import DecodeEngine
 from protocols.errors import ModelError
 from protocols.sampling import Completion, Sampling
+from tests import model_lanes
 from tests.inference.engine_helpers import make_engine, make_prompt, run, submit_request, tick_until
 from tests.small_models import FixedSource, tiny, tiny_source
 
@@ -45,7 +46,9 @@ def with_draft_model(source: FixedSource, directory: Path, *, seed: int) -> Deco
     """Return an engine whose draft model is that of `source` (seed 0) or another one."""
     model = tiny("qwen3", vocab_size=257, seed=seed)
     save_model(directory, model)
-    save_config(asdict(model.args), directory / "config.json")
+    bits = model_lanes.current().bits
+    packed = {"quantization": {"group_size": model_lanes.GROUP_SIZE, "bits": bits}} if bits else {}
+    save_config(asdict(model.args) | packed, directory / "config.json")
     return make_engine(source, speculation=ModelDrafts(path=str(directory), max_draft=3))
 
 
