@@ -27,7 +27,7 @@ from clotho.settings.engine import SamplingSection
 from clotho.settings.model import Lora, ModelSection, PolicySection
 from clotho.storage.adapters import write_adapter
 from clotho.training.update import PolicyLearner
-from tests.e2e.pipeline_process import PROBLEMS, Run, adapter, metrics, run
+from tests.e2e.pipeline_process import FEW_PROBLEMS, PROBLEMS, Run, adapter, continued, metrics, run
 from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import scored_group
 from training_run.memory.estimate import estimate_memory
@@ -50,7 +50,8 @@ def words(flags: dict[str, str]) -> list[str]:
 
 def test_ranks_fall_and_a_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Coordinates, scores and masks are part of the checkpoint; the final adapter has the ranks that were chosen."""
-    whole = run(tmp_path / "whole", *words({"--steps": "6"}), small=())
+    flags = words({"--steps": "6", "--checkpoint.keep-last": "9"})
+    whole = run(tmp_path / "whole", *flags, small=())
     assert whole.status == 0, whole.err
     found = metrics(tmp_path / "whole")
     means = [line["adalora/mean_rank"] for line in found]
@@ -63,9 +64,7 @@ def test_ranks_fall_and_a_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert config["fine_tune_type"] == "lora"
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-000006"
     assert json.loads((checkpoint / "adapter_config.json").read_text())["lora_parameters"]["rank"] == 6
-    assert run(tmp_path / "run", *words({"--steps": "6"}), "--checkpoint.keep-last", "9", small=()).status == 0
-    assert run(tmp_path / "run", *words({"--steps": "6"}), "--resume-step", "3", small=()).status == 0
-    assert adapter(tmp_path / "run") == adapter(tmp_path / "whole")
+    assert continued(tmp_path / "whole", tmp_path / "run", *flags, step=3) == adapter(tmp_path / "whole")
 
 
 @pytest.mark.slow  # three runs in processes of their own
@@ -105,10 +104,12 @@ def test_a_stage_that_is_too_short_is_refused(tmp_path: Path) -> None:
     """Its schedule has the steps of the stage, not those of the run."""
     (tmp_path / "stages.toml").write_text(
         'extends = "local-m3"\nserver = "off"\neval = "off"\n'
+        "[learner]\nbatch_size = 4\n[sampling]\ngroup_size = 4\nmax_tokens = 48\n"
         '[policy.rank_budget]\ntype = "adalora"\nwarmup_steps = 2\nfinal_steps = 2\n'
         '[[stages]]\nkind = "rl"\nsteps = 5\n[[stages]]\nkind = "rl"\nsteps = 3\n'
     )
-    result = run(tmp_path / "run", "--profile", str(tmp_path / "stages.toml"), "--stage", "rl", small=())
+    flags = ("--profile", str(tmp_path / "stages.toml"), "--stage", "rl")
+    result = run(tmp_path / "run", *flags, small=FEW_PROBLEMS)
     assert result.status == 2
     assert "stages[1]" in result.err
 

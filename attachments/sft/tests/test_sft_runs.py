@@ -68,7 +68,7 @@ def test_evaluations_sample_from_the_policy_and_measure_the_held_out_loss(
     """Before and after; the held-out answers are those of the demonstrations, so that their loss falls."""
     train = demonstrations(tmp_path)
     flags = method | {"--data.train": train, "--data.heldout": train, "--eval": "heldout", "--eval.problems": "4"}
-    result = run(tmp_path / "run", *words(flags | {"--steps": "4"}), small=())
+    result = run(tmp_path / "run", *words(flags | {"--steps": "2"}), small=())
     assert result.status == 0, result.err
     first, last = lines(tmp_path / "run" / "evaluations.jsonl")
     assert last["loss"]["value"] < first["loss"]["value"]
