@@ -125,13 +125,7 @@ class ComputeTotals(Struct, frozen=True, kw_only=True):
 
     def since(self, before: ComputeTotals) -> ComputeTotals:
         """Return the totals from `before` until these."""
-        return ComputeTotals(
-            decode=self.decode - before.decode,
-            update=self.update - before.update,
-            other=self.other - before.other,
-            overlap=self.overlap - before.overlap,
-            processor=self.processor - before.processor,
-        )
+        return ComputeTotals(**{name: getattr(self, name) - getattr(before, name) for name in self.__struct_fields__})
 
 
 class RunSummary(Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
@@ -110,14 +111,12 @@ class ServingState:
         children = {name: status.state.value for name, status in self._children().items()}
         failed = sorted(name for name, state in children.items() if state == ChildState.FAILED)
         busy = max(0.0, time.monotonic() - self._sampler.compute.arbiter.busy_since)
+        report = partial(HealthReport, children=children, progress_seconds=busy)
         if self._stalled:
-            detail = f"a compute thread has made no progress for {busy:.0f} seconds"
-            return HealthReport(status="stalled", detail=detail, children=children, progress_seconds=busy)
+            return report(status="stalled", detail=f"a compute thread has made no progress for {busy:.0f} seconds")
         if children.get(EngineGuard.name) == ChildState.RESTARTING:
-            detail = f"{EngineGuard.name} restarts after a failure"
-            return HealthReport(status="restarting", detail=detail, children=children, progress_seconds=busy)
-        detail = f"failed: {', '.join(failed)}; {self._continues}" if failed else ""
-        return HealthReport(status="ok", detail=detail, children=children, progress_seconds=busy)
+            return report(status="restarting", detail=f"{EngineGuard.name} restarts after a failure")
+        return report(status="ok", detail=f"failed: {', '.join(failed)}; {self._continues}" if failed else "")
 
     async def score(self, tokens: tuple[int, ...], top: int, source: str) -> PromptLogprobs:
         """Log-probabilities of a prompt under the policy, the base model or an adapter, with `top` alternatives.
