@@ -72,11 +72,6 @@ class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         flags = (word[2:].replace("-", "_") for word in shlex.split(self.new) if word.startswith("--"))
         return tuple(SHORT.get(name, name) for name in flags if name not in ("profile", "resume", "resume_step"))
 
-    @property
-    def specificity(self) -> int:
-        """How many conditions the row has; the row with the most conditions applies."""
-        return sum(map(bool, (self.command, self.program, self.value)))
-
     def applies(self, text: str, command: str, program: str) -> bool:
         """Whether the row is for a value of a flag, in a command line of this command, of this earlier program."""
         return (

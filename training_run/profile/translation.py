@@ -148,7 +148,7 @@ class Line:
             rows = [row for row in by_name().get(one.name, ()) if one.name in row.names(system)]
             rows = [row for row in rows if row.applies(one.text, self._dialect.command, self._dialect.program)]
             if rows:
-                best = max(rows, key=lambda row: row.specificity)
+                best = max(rows, key=lambda row: sum(map(bool, (row.command, row.program, row.value))))
                 same = found.setdefault(best.words(one.text, self._values), [])
                 same += [best] if best not in same else []
         return [

@@ -204,19 +204,15 @@ class CustomActors:
     ) -> Child:
         services = structs.replace(self._services, replaced=replaced)
         restart = Restart(section.restart) if section.restart else default_restart
+        passes_groups = section.mode in ("insert", "replace") and section.at in PLACES  # and must send each on
         return Child(
             actor=_construct(section, factory, {"services": services, **ends}),
             restart=restart,
             policy=PERMANENT_POLICY if restart is Restart.PERMANENT else RestartPolicy(),
             held_ends=tuple(_flat(ends.values())),
             ends_with_input=restart is Restart.TEMPORARY and "inbox" in ends,
-            on_return=self._lost.watch(section, ends["inbox"], ends["outbox"]) if passes_groups(section) else None,
+            on_return=self._lost.watch(section, ends["inbox"], ends["outbox"]) if passes_groups else None,
         )
-
-
-def passes_groups(section: ActorSection) -> bool:
-    """Whether an actor must send on each group that it receives."""
-    return section.mode in ("insert", "replace") and section.at in PLACES
 
 
 ACTORS = ("prompter", "generator", "scorer", "learner", "broadcaster", "checkpointer", "evaluator", "monitor")

@@ -111,7 +111,7 @@ class LostGroups:
         """Watch a custom actor with these ends. Returns what must be called when the actor has returned."""
         custodian = Custodian(self, section, inbox, outbox)
         self.custodians.append(custodian)
-        return custodian.actor_returned
+        return custodian.returned.set
 
     def is_first(self, custodian: Custodian) -> bool:
         """Whether no actor before this one in the flow has groups inside, for which this one may wait."""
@@ -147,6 +147,7 @@ class Custodian:
     """Knows the groups inside one custom actor, and discards those that it has lost.
 
     inside: prompts of the groups by id. lost: ids of the lost groups. place: where the actor is in the flow.
+    returned: set when the actor sends nothing any more.
     """
 
     def __init__(self, run: LostGroups, section: ActorSection, inbox: QueueEnd, outbox: QueueOutbox[Any]) -> None:
@@ -157,7 +158,7 @@ class Custodian:
         self.inside: dict[int, Prompt] = {}
         self.lost: list[int] = []
         self._run, self._inbox, self._outbox = run, inbox, outbox.beside()
-        self._returned = anyio.Event()
+        self.returned = anyio.Event()
         self._activity: tuple[int, ...] = ()
         self._since = run.clock()
         inbox.observe, outbox.observe = self._received, self._sent
@@ -165,16 +166,12 @@ class Custodian:
     async def run(self) -> None:
         """Discard lost groups until the actor has returned."""
         async with self._outbox:
-            while not self._returned.is_set():
+            while not self.returned.is_set():
                 with anyio.move_on_after(self._run.limit_seconds / LOOKS):
-                    await self._returned.wait()
-                if not self._returned.is_set() and self.is_still():
+                    await self.returned.wait()
+                if not self.returned.is_set() and self.is_still():
                     await self._discard()
             await self._discard()
-
-    def actor_returned(self) -> None:
-        """Take into account that the actor sends nothing any more."""
-        self._returned.set()
 
     def is_still(self) -> bool:
         """Whether the actor waits for its next message, has groups inside, and nothing has moved for the time limit."""
@@ -200,7 +197,7 @@ class Custodian:
             return
         inside, self.inside = self.inside, {}
         self.lost += inside
-        self._run.add(is_still=not self._returned.is_set())
+        self._run.add(is_still=not self.returned.is_set())
         detail = f"{self.described} received the group and did not send it on"
         with suppress(QueueClosed):  # every receiver has ended
             for prompt in inside.values():
