@@ -5,8 +5,7 @@ Messages are msgpack. An array is (type, shape, bytes); weights are safetensors 
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple, Union, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,7 +21,6 @@ from clotho.settings.learner import LearnerSection
 from clotho.settings.model import ModelSection, PolicySection
 from clotho.training.gradient import StepPosition
 from clotho.training.objectives.loss import LossCoefficients
-from training_run.profile.mounted import with_attachments
 
 LAYOUTS: dict[str, Any] = {kind.__name__: kind for kind in (PaddedInputs, PackedInputs, SharedInputs)}
 """The inputs of a micro-batch by the name of their type."""
@@ -207,14 +205,8 @@ def _decode_array(kind: Any, encoded: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_instructions = msgspec.msgpack.Decoder(Instruction, dec_hook=_decode_array)
 _answers = msgspec.msgpack.Decoder(Answer, dec_hook=_decode_array)
-
-
-@cache
-def _instructions() -> msgspec.msgpack.Decoder[Instruction]:
-    """Return the decoder of instructions, with the settings of attachments in the sections of a profile."""
-    kinds = [with_attachments(kind) if kind is Setup else kind for kind in get_args(Instruction)]
-    return msgspec.msgpack.Decoder(Union[tuple(kinds)], dec_hook=_decode_array)  # noqa: UP007
 
 
 def encode(message: Instruction | Answer) -> bytes:
@@ -224,7 +216,8 @@ def encode(message: Instruction | Answer) -> bytes:
 
 def decode_instruction(content: bytes) -> Instruction:
     """Return a message of rank 0."""
-    return _instructions().decode(content)
+    instruction: Instruction = _instructions.decode(content)
+    return instruction
 
 
 def decode_answer(content: bytes) -> Answer:
