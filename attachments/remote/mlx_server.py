@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import anyio
 import httpx
@@ -25,6 +25,7 @@ from msgspec import Meta, Struct, structs
 from attachments.remote.messages import RolloutAnswer, ServedPolicy
 from attachments.remote.server import CONNECT_SECONDS, STATE_SECONDS, RemoteFailure, Traffic, server_address
 from attachments.remote.weights import Weights
+from clotho.models.tokenizer import ChatTokenizer
 from clotho.serving.loopback import is_loopback
 from clotho.storage.adapters import write_adapter
 from protocols.checkpoint import AdapterConfig
@@ -43,23 +44,6 @@ START = (
 
 POLL_SECONDS, ERROR_BYTES = 0.05, 4096
 """Pause between two attempts to reach a started server, and the part of its output that an error is taken from."""
-
-
-class Tokenizer(Protocol):
-    """The part of `ChatTokenizer` that this module uses."""
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a completion."""
-        ...
-
-    def encode(self, text: str, /) -> tuple[int, ...]:
-        """Return the tokens of a text, with the special tokens that the tokenizer adds."""
-        ...
-
-    def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens."""
-        ...
 
 
 class _Token(Struct, frozen=True, kw_only=True):
@@ -95,7 +79,7 @@ class MlxServer:
         url: str,
         *,
         model: Path,
-        tokenizer: Tokenizer,
+        tokenizer: ChatTokenizer,
         loadable: Callable[[object], Awaitable[tuple[object, AdapterConfig]]],
         unstarted: ServedPolicy,
         directory: Path,

@@ -7,19 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from clotho.lanes.fair_queue import FairQueue
+from clotho.lanes.sampling_client import Submit
 from protocols.errors import ExecutorStoppedError
 
 T = TypeVar("T")
-
-
-class SubmitToLearner(Protocol):
-    """Runs a call in the learner's thread."""
-
-    def __call__(self, work: Callable[[], T], /) -> Future[T]:
-        """Queue the call and return its future."""
 
 
 class _Work(NamedTuple):
@@ -34,7 +28,7 @@ class LearnerQueue:
     beyond its equal share (`FairQueue`).
     """
 
-    def __init__(self, submit: SubmitToLearner) -> None:
+    def __init__(self, submit: Submit) -> None:
         """submit: runs a call in the learner's thread."""
         self._submit, self._queue = submit, FairQueue[_Work]()
         self._running = False

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
+from typing import TypeVar
 
 import anyio
 from msgspec.structs import replace
@@ -19,6 +21,8 @@ from attachments.tinker.store import SCHEME, TYPES, SavedCheckpoint, SavedRun, e
 from clotho.serving.auth import client_of
 from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.parts import Handlers, ServerParts
+
+T = TypeVar("T")
 
 MOST_LISTED = 1000
 
@@ -39,11 +43,8 @@ class RestRoutes(Routes):
 
     async def runs(self, http: Request) -> Response:
         """Serve GET training_runs."""
-        found = self._store.runs(client_of(http.scope).owner)
-        offset, limit = _page(http)
-        shown = [self._run(run) for run in found[offset : offset + limit]]
-        cursor = bodies.Cursor(offset=offset, limit=limit, total_count=len(found))
-        return answer(bodies.RunList(training_runs=shown, cursor=cursor))
+        shown, cursor = _page(http, self._store.runs(client_of(http.scope).owner))
+        return answer(bodies.RunList(training_runs=[self._run(run) for run in shown], cursor=cursor))
 
     async def run(self, http: Request) -> Response:
         """Serve GET training_runs/{id}."""
@@ -85,11 +86,8 @@ class RestRoutes(Routes):
     async def checkpoints(self, http: Request) -> Response:
         """Serve GET checkpoints."""
         runs = self._store.runs(client_of(http.scope).owner)
-        found = [one for run in runs for one in self._store.checkpoints(run.model_id)]
-        offset, limit = _page(http)
-        shown = [self._checkpoint(one) for one in found[offset : offset + limit]]
-        cursor = bodies.Cursor(offset=offset, limit=limit, total_count=len(found))
-        return answer(bodies.CheckpointList(checkpoints=shown, cursor=cursor))
+        shown, cursor = _page(http, [one for run in runs for one in self._store.checkpoints(run.model_id)])
+        return answer(bodies.CheckpointList(checkpoints=[self._checkpoint(one) for one in shown], cursor=cursor))
 
     def _named(self, http: Request) -> tuple[SavedCheckpoint, Path]:
         parts = http.path_params
@@ -148,9 +146,8 @@ class RestRoutes(Routes):
 
     async def sessions(self, http: Request) -> Response:
         """Serve GET sessions: those that are open."""
-        found = self.service.sessions.open(client_of(http.scope).owner)
-        offset, limit = _page(http)
-        return answer(bodies.SessionList(sessions=[one.session_id for one in found[offset : offset + limit]]))
+        shown, _ = _page(http, self.service.sessions.open(client_of(http.scope).owner))
+        return answer(bodies.SessionList(sessions=[one.session_id for one in shown]))
 
     async def session(self, http: Request) -> Response:
         """Serve GET sessions/{id}."""
@@ -165,14 +162,15 @@ class RestRoutes(Routes):
         )
 
 
-def _page(http: Request) -> tuple[int, int]:
-    """Return offset and limit of a list. Raises ApiError."""
-    found = []
+def _page(http: Request, found: Sequence[T]) -> tuple[Sequence[T], bodies.Cursor]:
+    """Return the part of a list that a request asks for. Raises ApiError."""
+    numbers = []
     for name, usual in (("offset", 0), ("limit", 20)):
         text = http.query_params.get(name, str(usual))
         if not (text.isascii() and text.isdecimal() and len(text) <= 9):
             raise invalid_field(name, "must be a number")
-        found.append(int(text))
-    if found[1] > MOST_LISTED:
+        numbers.append(int(text))
+    offset, limit = numbers
+    if limit > MOST_LISTED:
         raise ApiError(400, f"limit must be at most {MOST_LISTED}", param="limit")
-    return found[0], found[1]
+    return found[offset : offset + limit], bodies.Cursor(offset=offset, limit=limit, total_count=len(found))

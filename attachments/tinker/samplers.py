@@ -105,26 +105,16 @@ class Samplers:
             self._adapters[name] = _Adapter(name=name, session_id=session.session_id, place=place, step=step)
         return self.add(session, number, base_model, name, path)
 
-    async def snapshot(
-        self, session: TinkerSession, number: int, base_model: str, weights: ModelWeights
+    async def publish(
+        self, session: TinkerSession, number: int, base_model: str, weights: ModelWeights, *, in_flight: str = ""
     ) -> SamplingSource:
-        """Add a sampling session for the weights of a model at one moment."""
-        found = self.add(session, number, base_model, f"tinker:{session.session_id}:sample:{number}")
-        adapter = _Adapter(name=found.weights, session_id=session.session_id, step=weights.version)
-        self._adapters[found.weights] = adapter
-        async with self._lock:
-            await self._provide(adapter, weights)
-        return found
+        """Add a sampling session for the weights of a model at one moment, or for these and all that follow.
 
-    async def follow(
-        self, session: TinkerSession, number: int, base_model: str, model_id: str, weights: ModelWeights
-    ) -> SamplingSource:
-        """Publish the weights of a model to its sampling sessions in flight, and add one."""
-        name = f"tinker:{model_id}:inflight"
-        adapter = self._adapters.get(name)
-        if adapter is None:
-            adapter = _Adapter(name=name, session_id=session.session_id, step=weights.version, in_flight=True)
-            self._adapters[name] = adapter
+        in_flight: id of the model whose sampling sessions in flight get these weights too; empty: a moment.
+        """
+        name = f"tinker:{in_flight}:inflight" if in_flight else f"tinker:{session.session_id}:sample:{number}"
+        new = _Adapter(name=name, session_id=session.session_id, step=weights.version, in_flight=bool(in_flight))
+        adapter = self._adapters.setdefault(name, new)
         async with self._lock:
             await self._provide(adapter, weights)
         return self.add(session, number, base_model, name)
@@ -132,9 +122,7 @@ class Samplers:
     async def ready(self, sampler: SamplingSource) -> None:
         """Let the engine hold what is sampled from. Raises CheckpointError if it cannot be read from disk."""
         adapter = self._adapters.get(sampler.weights)
-        if adapter is None:
-            return
-        if adapter.weights is not None:
+        if adapter is None or adapter.weights is not None:
             return
         async with self._lock:
             if adapter.weights is None:

@@ -260,11 +260,10 @@ class TinkerService:
             raise invalid_field("path", "is missing; name the weights, or a number of a sampling session")
         base_model = self.names[0]
 
+        model_id = call.model_id if call.kind == "inflight" else ""
+
         async def sampler(weights: ModelWeights) -> Struct:
-            if call.kind == "inflight":
-                found = await self.samplers.follow(session, number, base_model, call.model_id, weights)
-            else:
-                found = await self.samplers.snapshot(session, number, base_model, weights)
+            found = await self.samplers.publish(session, number, base_model, weights, in_flight=model_id)
             return SavedForSampler(sampling_session_id=found.sampler_id)
 
         return self._work(call.model_id, call.seq_id, client, TrainedModel.weights, sampler)
