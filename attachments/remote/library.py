@@ -20,31 +20,13 @@ class RemoteExtension(Extension):
         from clotho.serving.parts import Endpoint, Handlers
 
         routes, policy = Handlers("attachments.remote.routes:routes_of", parts), (f"{MESSAGES}:ServedPolicy",)
+        call, answer = (f"{MESSAGES}:RolloutCall",), (f"{MESSAGES}:RolloutAnswer",)
+        about, seen = "Sample a group of a training run", "The policy that a training run of another process sends"
+        put, replace = routes.method("put"), "Replace the weights of the policy"
         parts.endpoints += (
-            Endpoint(
-                "POST",
-                "/v1/rollouts",
-                routes.method("rollouts"),
-                "Sample a group of a training run",
-                (f"{MESSAGES}:RolloutCall",),
-                (f"{MESSAGES}:RolloutAnswer",),
-            ),
-            Endpoint(
-                "GET",
-                "/v1/policy",
-                routes.method("get"),
-                "The policy that a training run of another process sends",
-                responses=policy,
-            ),
-            Endpoint(
-                "PUT",
-                "/v1/policy/weights",
-                routes.method("put"),
-                "Replace the weights of the policy",
-                responses=policy,
-                binary=True,
-                access="admin",
-            ),
+            Endpoint("POST", "/v1/rollouts", routes.method("rollouts"), about, call, answer),
+            Endpoint("GET", "/v1/policy", routes.method("get"), seen, responses=policy),
+            Endpoint("PUT", "/v1/policy/weights", put, replace, responses=policy, binary=True, access="admin"),
         )
 
 
