@@ -20,6 +20,7 @@ from protocols.prompt import Problem, Prompt
 from protocols.queues import Inbox, Outbox
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion, SampleRequest
+from training_run.groups.rollout_source import SingleTurn
 from training_run.supervision.custom_actors import Services
 
 SECONDS = 0.05
@@ -85,6 +86,8 @@ class Accompanied(Generator):
     ) -> None:
         assert services.replaced is not None
         sampler = AccompaniedSampler(services.sampler, median=median, sigma=sigma)
-        arguments = {**services.replaced.arguments, "inbox": inbox, "outbox": outbox, "sampler": sampler}
+        sampling = services.profile.sampling
+        source = SingleTurn(sampler, sampling=sampling, group_size=sampling.group_size)
+        arguments = {**services.replaced.arguments, "inbox": inbox, "outbox": outbox, "source": source}
         super().__init__(**arguments)
         self.name = name

@@ -21,6 +21,7 @@ from clotho.rewards import choice_correctness, math_eval, tag_format
 from clotho.settings.model import Lora
 from protocols.prompt import Problem
 from protocols.sampling import Completion, SampleRequest, Sampling
+from tests.e2e.pipeline_process import metrics, run
 from training_run.profile.load import load_profile
 
 ANSWERS = ("67", " 67 ", "+67", "067", "6 7", "-67", "B", "b", "(B)", "B)", "B.", "C", "A or B", "", "the cat")
@@ -257,6 +258,14 @@ def test_a_group_waits_for_the_completions_that_accompany_it() -> None:
         long_tail.length(seed, median=16.0, sigma=1.02, longest=long_tail.LONGEST) for seed in (5, 6, 8)
     ]
     assert all(one.sampling.ignore_eos for one in others)
+
+
+def test_the_profile_of_the_long_tail_completes_a_batch(tmp_path: Path) -> None:
+    """The generator that replaces that of the run is constructed with what a run gives its generator."""
+    profile = str(clotho_train.PROFILES / "learn-long-tail.toml")
+    flags = ("--steps", "1", "--learner.batch-size", "2", "--eval.problems", "2", "--server", "off")
+    run(tmp_path / "run", "--profile", profile, *flags, small=())
+    assert len(metrics(tmp_path / "run")) == 1
 
 
 def _completion(tokens: int) -> Completion:

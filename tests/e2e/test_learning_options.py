@@ -186,7 +186,7 @@ def test_non_finite_updates_end_the_run_with_its_last_good_checkpoint(tmp_path: 
 
 def test_a_collapsed_policy_is_rolled_back(tmp_path: Path) -> None:
     """An excessive learning rate triggers collapse detection. The final accuracy is close to the initial one."""
-    flags = ("--collapse-detection", "rollback", "--collapse-detection.window", "2")
+    flags: tuple[str, ...] = ("--collapse-detection", "rollback", "--collapse-detection.window", "2")
     flags += ("--collapse-detection.rollback-rate", "0.001", "--steps", "6", "--async", "false")
     result = run(tmp_path / "run", *RUINOUS, *flags)
     assert result.status == 0, result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -20,8 +21,13 @@ TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
+
+def _each(fields: dict[str, list[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((name, {name: value}) for name, values in fields.items() for value in values)
+
+
 BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {name: value}) for name, values in {
+    *_each({
         "prompt": ["", [], [""], [[]], None, {"prompt_token_ids": [1]}, [-1], [10**9], [2**70], [1.5], [1, "a"],
             [[1], 2], [["a"]], "x" * CONTEXT, ["x"] * 100],
         "stop": [5, ["x"] * 10_000, ["x" * 10_000], [5]],
@@ -49,13 +55,13 @@ BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
         "suffix": ["end"],
         "allowed_token_ids": [[VOCABULARY], "a"],
         "bad_words": [[""], ["x" * 100], "x"],
-    }.items() for value in values),
+    }),
     ("stream_options", {"stream": True, "stream_options": {"usage": True}}),
     ("min_tokens", {"min_tokens": 4, "max_tokens": 3}),
 ]  # fmt: skip
 
 BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {name: value}) for name, values in {
+    *_each({
         "messages": [[], None, [{"role": "user", "content": 123}], [{"role": "user"}], HELLO * 2049,
             [{"role": "user", "content": [{"type": "text", "text": ""}] * 2049}],
             [{"role": "pirate", "content": "a"}], [{"role": "assistant", "content": "a", "tool_calls": []}],
@@ -76,7 +82,7 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
         "max_completion_tokens": [0],
         "continue_final_message": [True],
         "chat_template": ["{{ 1 }}"],
-    }.items() for value in values),
+    }),
     ("guided_regex", {"guided_regex": "a", "guided_json": {}}),
     ("guided_regex", {"guided_json": {}, "guided_regex": "a"}),
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
