@@ -110,11 +110,7 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path, content: str 
     [
         ("math_evla", "did you mean math_eval"),
         ("Format", "did you mean format"),
-        (
-            "zzz",
-            "use format, math_eval, jaccard, choice_correctness, environment, exact, judge, math_verify, "
-            "reasoning_gym, module:function, or path/to/file.py:function",
-        ),
+        ("zzz", ", module:function, or path/to/file.py:function"),
         ("", "use format"),
         (":length", "malformed"),
         (f"{HERE}:", "malformed"),
