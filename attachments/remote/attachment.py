@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attachments.remote.sections import ACCEPT_WEIGHTS, GENERATOR, WEIGHTS_ROOT, RemoteGeneration, RestartedServers
+from attachments.remote.sections import (
+    ACCEPT_WEIGHTS,
+    DIRECTORY,
+    GENERATOR,
+    REMOTE_METRICS,
+    WEIGHTS_ROOT,
+    RemoteGeneration,
+    RestartedServers,
+)
 from protocols.errors import ProfileError
 from protocols.sampling import PARAMETERS, in_use
 from training_run.attachment import Attach, Attachment, Plan
@@ -15,26 +23,6 @@ if TYPE_CHECKING:
     from clotho.settings.server import HttpServer
     from training_run.profile.schema import Profile
     from training_run.run import RunContext
-
-
-DIRECTORY = "remote"
-"""Directory of a run for adapters and output of inference servers that it starts."""
-
-
-REMOTE_METRICS = {
-    "state": "State: `ready` (gets groups), `updating` (gets weights), or `failed` (at the last attempt to use it).",
-    "version": "Policy version that it serves; null while it gets no groups.",
-    "lag": "Versions that it is behind the run; null while it gets no groups.",
-    "rows": "Completions in flight.",
-    "groups": "Number of groups requested from it.",
-    "tokens_per_second": "Tokens of the groups that it has completed since the line before, per second.",
-    "failures": "Number of failed attempts and groups.",
-    "restarts": "Number of restarts of its process.",
-    "bytes_sent": "Bytes of weights and requests for it.",
-    "bytes_received": "Bytes of its answers.",
-    "push_seconds": "Time until it served the last weights that it got.",
-}
-"""Every key of an entry of `remote_servers`."""
 
 
 class Remote(Attachment):

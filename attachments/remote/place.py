@@ -11,8 +11,8 @@ import anyio
 from msgspec import Struct
 from prometheus_client.core import Metric, StateSetMetricFamily
 
-from attachments.remote.attachment import REMOTE_METRICS
 from attachments.remote.messages import RolloutAnswer, ServedPolicy
+from attachments.remote.sections import REMOTE_METRICS
 from attachments.remote.server import Traffic
 from attachments.remote.weights import Weights
 from clotho.serving.metrics import counter, gauges, histogram

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attachments.remote.attachment import DIRECTORY
 from attachments.remote.messages import ServedPolicy
 from attachments.remote.mlx_server import MlxServer
 from attachments.remote.place import InferenceServer, measured, server_metrics
 from attachments.remote.sampler import RemoteSampler, ServerSource
-from attachments.remote.sections import RemoteGeneration, RestartedServers, SharedWeights
+from attachments.remote.sections import DIRECTORY, RemoteGeneration, RestartedServers, SharedWeights
 from attachments.remote.server import RemoteServer
 from attachments.remote.weights import Delivery, OverHttp, SharedDirectory, Weights
 from clotho.lanes.compute_thread import finish

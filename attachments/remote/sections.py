@@ -1,4 +1,4 @@
-"""The settings of inference servers in a profile."""
+"""The settings of inference servers in a profile, and their names in a run directory and in its metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,24 @@ from msgspec import Meta
 
 from clotho.settings.bounds import Positive, PositiveFloat, Variant, about
 from clotho.settings.mounted import Setting
+
+DIRECTORY = "remote"
+"""Directory of a run for adapters and output of inference servers that it starts."""
+
+REMOTE_METRICS = {
+    "state": "State: `ready` (gets groups), `updating` (gets weights), or `failed` (at the last attempt to use it).",
+    "version": "Policy version that it serves; null while it gets no groups.",
+    "lag": "Versions that it is behind the run; null while it gets no groups.",
+    "rows": "Completions in flight.",
+    "groups": "Number of groups requested from it.",
+    "tokens_per_second": "Tokens of the groups that it has completed since the line before, per second.",
+    "failures": "Number of failed attempts and groups.",
+    "restarts": "Number of restarts of its process.",
+    "bytes_sent": "Bytes of weights and requests for it.",
+    "bytes_received": "Bytes of its answers.",
+    "push_seconds": "Time until it served the last weights that it got.",
+}
+"""Every key of an entry of `remote_servers`."""
 
 ServerUrl = Annotated[str, Meta(pattern=r"^https?://[^\s/]+\S*$", title="http://HOST:PORT")]
 

@@ -16,7 +16,7 @@ class RewardModelExtension(Extension):
         return {
             "reward_model": BuiltIn(
                 expects="what the reward model scores highly",
-                load="attachments.reward_model.settings:load",
+                load="attachments.reward_model.network:load",
                 has_settings=True,
                 computes=True,
             )

@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from attachments.reward_model import NAME
 from attachments.reward_model.classifier import open_classifier
-from attachments.reward_model.settings import NetworkSettings
+from attachments.reward_model.settings import NetworkSettings, settings_of
 from clotho.backend import backend
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.model_files import read_config
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.models.turns import UNSHARED, TurnBudget, Turns
+from clotho.rewards.registry import RewardOptions
 from clotho.rewards.values import Completions, RewardError, Values
 from clotho.scoring.layouts.micro_batches import build_micro_batches
 from clotho.scoring.sequences import MicroBatch, scored_only
@@ -103,3 +104,8 @@ class NetworkReward:
             raise RewardError(f"{NAME} has no compute threads here")
         texts = [network.conversation(completions.problem, text) for text in completions.texts]
         return tuple(await finish(self._compute.scoring.submit(lambda: network.values(texts))))
+
+
+def load(options: RewardOptions) -> NetworkReward:
+    """Return the reward, whose model is read when the run begins. Raises ProfileError."""
+    return NetworkReward(settings_of(options.settings))

@@ -1,20 +1,14 @@
-"""The settings of a reward model, in `[rewards.settings]`, and what loads it."""
+"""The settings of a reward model, in `[rewards.settings]`."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 
 from attachments.reward_model import NAME
-from clotho.rewards.registry import RewardOptions
 from clotho.settings.bounds import NonNegativeFloat, Positive
 from clotho.settings.model import Dtype
 from protocols.errors import ProfileError
-
-if TYPE_CHECKING:
-    from attachments.reward_model.network import NetworkReward
 
 
 class NetworkSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,11 +30,3 @@ def settings_of(given: object) -> NetworkSettings:
         return msgspec.convert(given, NetworkSettings)
     except msgspec.ValidationError as error:
         raise ProfileError(f'rewards.settings of "{NAME}": {error}; it needs model = "PATH or OWNER/NAME"') from error
-
-
-def load(options: RewardOptions) -> NetworkReward:
-    """Return the reward, whose model is read when the run begins. Raises ProfileError."""
-    settings = settings_of(options.settings)
-    from attachments.reward_model.network import NetworkReward
-
-    return NetworkReward(settings)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from attachments.verifiers.sections import TASKSET, VERIFIERS, VerifiersSection
 from training_run.attachment import Generator
-from training_run.episodes.attachment import EpisodeAttachment, EpisodeLimits, ends_messages, episode_metrics
+from training_run.episodes.attachment import EpisodeAttachment, StartedEnvironments, ends_messages, episode_metrics
 from training_run.profile.rules import Complaint, Rule, Values
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from clotho.models.tokenizer import ChatTokenizer
-    from training_run.episodes.episodes import EnvironmentEpisodes
     from training_run.memory.need import MemoryNeed
     from training_run.profile.command_profiles import EvaluationProfile
     from training_run.profile.schema import Profile
@@ -76,36 +74,21 @@ class VerifiersRuns(EpisodeAttachment):
         if need.profile is not None and _taskset(need.profile):
             need.sequence_tokens = TASKSET.of(need.profile.data).max_tokens
 
-    async def episodes(
-        self, profile: Profile | EvaluationProfile, ending: ExitStack, *, in_rounds: bool
-    ) -> Callable[[ChatTokenizer, int], EnvironmentEpisodes] | None:
+    async def environments(self, profile: Profile | EvaluationProfile, ending: ExitStack) -> StartedEnvironments | None:
         """Start the process that plays tasks."""
         if not _taskset(profile):
             return None
         from attachments.verifiers.player import TasksetPlayer
         from attachments.verifiers.tasks import require_python
+        from training_run.episodes.messages import EpisodeLimits
 
         require_python(profile.data)
         settings = TASKSET.of(profile.data)
         player = TasksetPlayer(profile.data)
         ending.callback(player.close)
         await player.start()
-
-        def make(tokenizer: ChatTokenizer, context_length: int) -> EnvironmentEpisodes:
-            """Return the source of episodes."""
-            from training_run.episodes.conversations import ChatWriter
-            from training_run.episodes.episodes import EnvironmentEpisodes
-
-            return EnvironmentEpisodes(
-                EpisodeLimits(max_turns=settings.max_turns, max_tokens=settings.max_tokens),
-                player,
-                ChatWriter(tokenizer, tools=(), system=""),
-                sampling=profile.sampling,
-                context_length=context_length,
-                in_rounds=in_rounds,
-            )
-
-        return make
+        limits = EpisodeLimits(max_turns=settings.max_turns, max_tokens=settings.max_tokens)
+        return StartedEnvironments(environments=player, limits=limits)
 
 
 def _taskset(profile: Profile | EvaluationProfile) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
     from clotho.models.tokenizer import ChatTokenizer
     from training_run.episodes.episodes import EnvironmentEpisodes
+    from training_run.episodes.messages import Environments, EpisodeLimits
     from training_run.profile.command_profiles import EvaluationProfile
     from training_run.profile.schema import Profile
     from training_run.run import RunContext
 
-Credit = Literal["episode", "turn"]
 
+class StartedEnvironments(Struct, frozen=True, kw_only=True):
+    """Environments that were started, and their episodes. tools: of all of them. system: system message of prompts."""
 
-class EpisodeLimits(Struct, frozen=True, kw_only=True):
-    """Limits of an episode: messages of the policy, and tokens of a row. credit: what advantages follow from."""
-
-    max_turns: int
-    max_tokens: int
-    credit: Credit = "episode"
+    environments: Environments
+    limits: EpisodeLimits
+    tools: tuple[dict[str, Any], ...] = ()
+    system: str = ""
 
 
 METRICS: Mapping[str, str] = {
@@ -61,14 +61,36 @@ class EpisodeAttachment(Attachment):
 
     prefix: ClassVar[str]
 
+    async def environments(self, profile: Profile | EvaluationProfile, ending: ExitStack) -> StartedEnvironments | None:
+        """Start the environments; None: they are not used. ending: closed when the run or the command ends."""
+        raise NotImplementedError
+
     async def episodes(
         self, profile: Profile | EvaluationProfile, ending: ExitStack, *, in_rounds: bool
     ) -> Callable[[ChatTokenizer, int], EnvironmentEpisodes] | None:
         """Start the environments. The returned function makes the source of episodes; None: they are not used.
 
-        ending: closed when the run or the command ends. in_rounds: messages are sampled in rounds.
+        in_rounds: messages are sampled in rounds.
         """
-        raise NotImplementedError
+        started = await self.environments(profile, ending)
+        if started is None:
+            return None
+
+        def make(tokenizer: ChatTokenizer, context_length: int) -> EnvironmentEpisodes:
+            """Return the source of episodes."""
+            from training_run.episodes.conversations import ChatWriter
+            from training_run.episodes.episodes import EnvironmentEpisodes
+
+            return EnvironmentEpisodes(
+                started.limits,
+                started.environments,
+                ChatWriter(tokenizer, tools=started.tools, system=started.system),
+                sampling=profile.sampling,
+                context_length=context_length,
+                in_rounds=in_rounds,
+            )
+
+        return make
 
     async def prepare(self, plan: Plan) -> Attach | None:
         """Start the environments of a run."""

@@ -17,10 +17,9 @@ from protocols.errors import GenerationError, RequestError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup
 from protocols.sampling import Completion, SampleRequest, Sampling, completion_seeds, derive
-from training_run.episodes.attachment import EpisodeLimits
 from training_run.episodes.conversations import ChatWriter, Conversations
 from training_run.episodes.credit import turn_advantages
-from training_run.episodes.messages import Ask, Environments, EpisodeEnded, Event, Failed, PolicyTurn
+from training_run.episodes.messages import Ask, Environments, EpisodeEnded, EpisodeLimits, Event, Failed, PolicyTurn
 from training_run.episodes.rounds import Rounds
 from training_run.episodes.tokens import Ran, common_prefix
 from training_run.groups.rollout_source import Complete

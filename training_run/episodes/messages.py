@@ -10,6 +10,15 @@ from msgspec import Struct
 from protocols.prompt import Problem
 
 Finish = Literal["stop", "length", "limit"]
+Credit = Literal["episode", "turn"]
+
+
+class EpisodeLimits(Struct, frozen=True, kw_only=True):
+    """Limits of an episode: messages of the policy, and tokens of a row. credit: what advantages follow from."""
+
+    max_turns: int
+    max_tokens: int
+    credit: Credit = "episode"
 
 
 class SampledCall(Struct, frozen=True, kw_only=True):

@@ -22,10 +22,10 @@ from protocols.sampling import Completion, CompletionDone, SampleEvent, SampleRe
 from tests.inference.engine_helpers import make_engine, run
 from tests.scripted_policy import END, TEMPLATE, ScriptedSampler, call, prompts, script
 from tests.small_models import byte_tokenizer
-from training_run.episodes.attachment import EpisodeLimits
 from training_run.episodes.conversations import ChatWriter
 from training_run.episodes.credit import EPSILON, turn_advantages
 from training_run.episodes.episodes import Counts, EnvironmentEpisodes
+from training_run.episodes.messages import EpisodeLimits
 from training_run.supervision.guarded_process import MAX_LINE_CHARACTERS
 
 HERE = "attachments.agents.tests.environments_under_test"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from attachments.remote.attachment import REMOTE_METRICS
 from attachments.remote.place import RemoteGauges, RemoteServerGauge, measured, shown
+from attachments.remote.sections import REMOTE_METRICS
 from protocols.summary import Distribution
 
 SERVER = RemoteServerGauge(

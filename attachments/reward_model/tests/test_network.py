@@ -16,8 +16,8 @@ from attachments.files.tests import hub_models
 from attachments.files.tests.hub_models import PYTHON, python_with, run_jobs
 from attachments.reward_model import NAME
 from attachments.reward_model.classifier import open_classifier
-from attachments.reward_model.network import Network
-from attachments.reward_model.settings import NetworkSettings, load
+from attachments.reward_model.network import Network, load
+from attachments.reward_model.settings import NetworkSettings
 from clotho.lanes.compute_thread import Compute
 from clotho.models.parameters import flat
 from clotho.rewards.registry import RewardOptions

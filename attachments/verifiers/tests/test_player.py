@@ -24,9 +24,9 @@ from protocols.sampling import Sampling
 from tests.extras import VERIFIERS
 from tests.scripted_policy import END, TEMPLATE, Answers, ScriptedSampler, call, script
 from tests.small_models import byte_tokenizer
-from training_run.episodes.attachment import EpisodeLimits
 from training_run.episodes.conversations import ChatWriter
 from training_run.episodes.episodes import EnvironmentEpisodes
+from training_run.episodes.messages import EpisodeLimits
 from training_run.profile.data import DataSection
 
 HERE = Path(__file__).parent
