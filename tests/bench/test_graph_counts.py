@@ -75,11 +75,11 @@ def test_fused_operations_are_one_node_inside_the_context_only() -> None:
     assert count([mx.fast.rms_norm(x, weight, 1e-6)]).kernels > 3
 
 
-def test_a_decode_step_with_lora_has_at_most_620_kernels() -> None:
+def test_a_decode_step_with_lora_has_at_most_590_kernels() -> None:
     """With LoRA on every linear layer; the number of rows has no influence. mlx-lm needs 1,747 kernels, 3,037 nodes."""
     step = decode_step(make(vocabulary=1024), rows=4)
-    assert step.kernels <= 620
-    assert step.nodes <= 1300
+    assert step.kernels <= 590
+    assert step.nodes <= 1340
 
 
 def test_shared_prompts_cost_at_most_eleven_kernels_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:

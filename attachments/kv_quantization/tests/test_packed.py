@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from attachments.kv_quantization import packed
 from attachments.kv_quantization.packed import PackedFormat
 from attachments.speculation.verification import VerifyingKVCache
+from clotho.backend import Backend, backend
 from clotho.inference.batching_probe import probe_batching
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout
 from clotho.inference.kv_cache import BatchKVCache
@@ -33,6 +34,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32},
 }
 """Families: plain attention, windows, attention that a model computes itself, and routes of experts."""
+
+
+def test_this_module_computes_on_the_device_path() -> None:
+    """As a Mac does."""
+    assert type(backend()) is Backend
 
 
 class RoundedFormat(KVFormat):

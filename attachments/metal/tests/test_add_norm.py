@@ -15,6 +15,7 @@ from attachments.metal import blocks
 from attachments.metal.add_norm import SOURCE, in_operations, threads_of
 from attachments.metal.blocks import FusedBlock, fusible_blocks, install_blocks
 from attachments.metal.tests.lanes_of_a_kernel import Argument, execute
+from clotho.backend import Backend, backend
 from clotho.models.parameters import flat
 from tests.inference.engine_helpers import SAMPLED, make_engine, make_prompt, run, submit_request
 from tests.small_models import FixedSource, tiny, tiny_source
@@ -22,6 +23,11 @@ from tests.small_models import FixedSource, tiny, tiny_source
 pytestmark = [pytest.mark.usefixtures("device_path"), pytest.mark.needs_float32]
 
 ROWS = 3
+
+
+def test_this_module_computes_on_the_device_path() -> None:
+    """As a Mac does."""
+    assert type(backend()) is Backend
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(1000, mx.float32), (64, mx.float16), (1024, mx.float16)])
