@@ -191,7 +191,8 @@ class Decoding:
         """Prepare a step; return the number of tokens of the last one that are reported before it."""
         batch, sampled = self.batch, 0
         batch.compact()
-        if batch.inflight is not None and (waits or divided or batch.needs_tokens):
+        awaited = divided and bool(batch.table.client.any())  # batches of rollouts do not depend on durations
+        if batch.inflight is not None and (waits or awaited or batch.needs_tokens):
             sampled = self.read_inflight()
         self._parts, self._seconds = batch.launch(version, divided=divided), 0.0
         return sampled

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import numpy as np
 import pytest
 
+from clotho.inference.batch import Batch, Step
 from clotho.inference.decoding import FIRST_ROWS, Allowance
 from clotho.inference.engine import DecodeEngine
 from clotho.models.turns import TurnBudget
@@ -15,6 +18,7 @@ from tests.small_models import FixedSource, tiny_source
 
 ROLLOUT = Sampling(max_tokens=14, ignore_eos=True)
 VISITOR = Sampling(max_tokens=4, ignore_eos=True)
+ENDING = Sampling(max_tokens=40, stop_token_ids=tuple(range(16)))
 ROWS = 16
 
 
@@ -57,6 +61,28 @@ def test_a_visitor_gets_its_first_token_within_the_step_in_progress(monkeypatch:
     run(engine)
     assert len(visitor.streamed()) == 4
     assert [len(one.tokens) for group in groups for one in group.completions] == [14] * ROWS
+
+
+@pytest.mark.usefixtures("path")
+def test_rollouts_without_visitors_do_not_depend_on_the_durations_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has the same rows, also where a row ends at a token that nobody could expect."""
+    source, launch = tiny_source(), Batch.launch
+    steps, found = list[list[int]](), list[object]()
+
+    def recorded(self: Batch, version: int, *, divided: bool = False) -> Generator[None, None, Step | None]:
+        steps.append(self.table.positions[self.table.live].tolist())
+        return launch(self, version, divided=divided)
+
+    monkeypatch.setattr(Batch, "launch", recorded)
+    for choose in (every_step_is_long, no_step_is_long):
+        choose(monkeypatch)
+        engine = make_engine(source)
+        prompts = [make_prompt(6 + 20 * salt, salt) for salt in range(3)]
+        groups = [submit_request(engine, one, ENDING, tuple(range(ROWS // 2)), background=True) for one in prompts]
+        run(engine)
+        found.append(([(one.tokens, one.logprobs) for group in groups for one in group.completions], [*steps]))
+        steps.clear()
+    assert found[0] == found[1]
 
 
 def beside_visitors(source: FixedSource, *, long: bool, monkeypatch: pytest.MonkeyPatch) -> list[RecordedEvents]:
