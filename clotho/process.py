@@ -50,6 +50,8 @@ def load_blas() -> str:
             continue
         if setter := _mkl_threads():
             setter(max(1, usable_cores() - 1))
+        if initialize := getattr(ctypes.CDLL(None), "MKL_Get_Max_Threads", None):
+            initialize()  # sets a variable of the environment, which MLX reads in another thread when it starts g++
         return Path(path).name.split(".so")[0].removeprefix("lib")
     return REFERENCE_BLAS
 

@@ -1,4 +1,4 @@
-"""glibc's malloc: the threads of a run share one arena, and large blocks are returned to the system."""
+"""The process: threads share one arena of glibc's malloc, large blocks are returned, and MKL is initialized at once."""
 
 from __future__ import annotations
 
@@ -59,3 +59,25 @@ def test_threads_share_one_arena_and_large_blocks_are_in_none() -> None:
     assert arenas_and_mapped_blocks("configured") == (1, 2)
     variables = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**25)}
     assert arenas_and_mapped_blocks("configured", **variables) == (2, 0)
+
+
+ENVIRONMENT = """
+import ctypes
+from clotho.process import load_blas
+load_blas()
+
+def variables():
+    found = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    return [found[i] for i in range(next(i for i in range(10_000) if found[i] is None))]
+
+before = variables()
+import mlx.core as mx
+mx.eval(mx.ones((300, 300)) @ mx.ones((300, 300)))
+assert variables() == before, set(variables()) - set(before)
+"""
+
+
+@pytest.mark.needs_linux("MLX starts a compiler there")
+def test_the_first_product_changes_no_variable_of_the_environment() -> None:
+    """MLX computes in a thread of its own, and the main thread may be starting g++ with these variables meanwhile."""
+    subprocess.run([sys.executable, "-c", ENVIRONMENT], check=True)
