@@ -77,7 +77,7 @@ assert variables() == before, set(variables()) - set(before)
 """
 
 
-@pytest.mark.needs_linux("MLX starts a compiler there")
+@pytest.mark.needs_linux(reason="MLX starts a compiler there")
 def test_the_first_product_changes_no_variable_of_the_environment() -> None:
     """MLX computes in a thread of its own, and the main thread may be starting g++ with these variables meanwhile."""
     subprocess.run([sys.executable, "-c", ENVIRONMENT], check=True)

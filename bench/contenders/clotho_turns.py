@@ -14,9 +14,9 @@ from clotho.lanes.sampling_client import Refusal
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.prompt import Problem
 from protocols.sampling import Completion, SampleRequest, Sampling
-from training_run.episodes.attachment import EpisodeLimits
 from training_run.episodes.conversations import ChatWriter
 from training_run.episodes.episodes import EnvironmentEpisodes
+from training_run.episodes.messages import EpisodeLimits
 
 PROFILES = ROOT / "profiles"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 23, "b": 45}}\n</tool_call>'
