@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from attachments.ranks.attachment import RANK_METRICS
-from attachments.remote.attachment import REMOTE_METRICS
+from attachments.remote.sections import REMOTE_METRICS
 from protocols.rollout import DiscardReason
 from training_run.records.evaluation_history import EVALUATION_METRICS
 from training_run.records.metrics import ENVIRONMENT_METRICS, all_metrics
