@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -226,6 +228,17 @@ def test_settings_show_the_profile_and_mark_changes(browser: Browser, address: s
 
 
 @pytest.mark.slow
+def test_a_page_of_ten_thousand_steps_is_drawn(browser: Browser, tmp_path: Path) -> None:
+    """The charts that have values in this run: the others belong to objectives and attachments that it does not use."""
+    run = write_run(
+        tmp_path / "long", RunShape(groups=10_000, steps=10_000, planned_steps=10_000, token_steps=0, group_size=2)
+    )
+    with viewing(run) as found, visit(browser, found, size=TALL) as visited:
+        opened(visited)
+        until(visited, "document.querySelectorAll('[data-chart] canvas').length >= 38")
+
+
+@pytest.mark.slow
 def test_a_zoom_into_a_long_run_shows_every_step(browser: Browser, tmp_path: Path) -> None:
     """The page says how many steps a point of the whole run stands for."""
     run = write_run(tmp_path / "long", RunShape(groups=90, steps=9000, planned_steps=9000, token_steps=0, group_size=2))
@@ -298,6 +311,18 @@ def test_a_chart_without_any_change_from_its_neutral_value_is_folded(browser: Br
         assert titles.is_visible()
 
 
+@pytest.mark.slow
+def test_the_overview_begins_with_large_charts_of_reward_and_accuracy(browser: Browser, address: str) -> None:
+    """They are above the fold, directly below the tiles."""
+    with visit(browser, address, size=(1400, 900)) as visited:
+        opened(visited)
+        until(visited, "document.querySelector('[data-chart=reward] canvas') !== null")
+        reward, accuracy, loss = (box(visited, name) for name in ("reward", "held-out-accuracy", "loss"))
+        assert reward["y"] == accuracy["y"] < loss["y"]
+        assert reward["y"] + reward["height"] < 900
+        assert reward["width"] * reward["height"] > 2 * loss["width"] * loss["height"]
+
+
 def box(visited: Visit, chart: str) -> dict[str, float]:
     """Return the place and the size of a chart on the page."""
     found = visited.find(f"[data-chart='{chart}']").bounding_box()
@@ -340,14 +365,38 @@ def test_the_command_of_a_finding_can_be_copied(browser: Browser, tmp_path: Path
     """The command is complete and on one line. The button selects it, and copies it where the browser allows that."""
     command = "clotho --profile 'my run/profile.toml' --learner.optimizer.learning-rate 1e-05"
     finding = {
-        "name": "truncated", "severity": "error", "fact": "f", "consequence": "c", "advice": "a", "command": command,
-    }  # fmt: skip
+        "name": "truncated",
+        "severity": "error",
+        "fact": "f",
+        "consequence": "c",
+        "advice": "a",
+        "command": command,
+    }
     run = rewritten(write_run(tmp_path / "run", SHAPE), lambda line: line | {"findings": [finding]})
     with viewing(run) as found, visit(browser, found, size=TALL) as visited:
         opened(visited)
         visited.page.get_by_role("button", name="Copy", exact=True).click()
         assert visited.texts(".finding code") == [command]
         until(visited, "(command) => getSelection().toString() === command", command)
+
+
+@pytest.mark.slow
+def test_the_run_can_be_named_before_the_hash(browser: Browser, address: str) -> None:
+    """The address is then the one that the page itself uses."""
+    with visit(browser, address, size=TALL) as visited:
+        visited.open("?run=1#/settings")
+        until(visited, "location.hash === '#/settings?run=1' && location.search === ''")
+        until(visited, "document.querySelector('header select').value === '1'")
+
+
+@pytest.mark.slow
+def test_facts_are_readable(browser: Browser, address: str) -> None:
+    """The start is a date, and large numbers have separators."""
+    with visit(browser, address, size=TALL) as visited:
+        opened(visited, "#/settings")
+        shown = dict(zip(visited.texts("main dt"), visited.texts("main dd"), strict=True))
+        assert shown["parameters"] == "492,608"
+        assert "November 2026" in shown["started"]
 
 
 def luminance(colour: str) -> float:
@@ -361,6 +410,43 @@ def contrast(one: str, other: str) -> float:
     """Return the contrast of two colours as WCAG defines it."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_texts_and_lines_have_a_contrast_of_4_5_with_every_background(scheme: int) -> None:
+    """The variables of style.css are the only opaque colours."""
+    style = (PAGE / "style.css").read_text()
+    block = re.findall(r":root \{(.*?)\}", style, re.DOTALL)[scheme]
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+    texts = ["text", "muted", "accent", "good", "warn", "bad", *(f"s{number}" for number in range(1, LINES + 1))]
+    for text in texts:
+        for background in ("page", "card"):
+            assert contrast(colours[text], colours[background]) >= 4.5, (text, background)
+    tints = [(text, background) for text in ("text", "muted") for background in ("sunken", "warn-tint", "bad-tint")]
+    for text, background in (*tints, ("accent", "tint"), ("warn", "warn-tint"), ("bad", "bad-tint")):
+        assert contrast(colours[text], colours[background]) >= 4.5, (text, background)
+    assert not re.search(r"#(?:[0-9a-f]{3}|[0-9a-f]{6})\b", style.split("* { box-sizing", 1)[1])
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_lines_of_a_chart_can_be_told_apart(scheme: int) -> None:
+    """Any two colours are far from each other, in CIELAB; a chart with more lines dashes the others."""
+    style = (PAGE / "style.css").read_text()
+    block = re.findall(r":root \{(.*?)\}", style, re.DOTALL)[scheme]
+    colours = re.findall(r"--s\d: (#[0-9a-f]{6})", block)
+    assert len(colours) == LINES
+    assert f"const COLOURS = {LINES};" in (PAGE / "chart.js").read_text()
+    assert min(math.dist(cielab(one), cielab(other)) for one, other in combinations(colours, 2)) > 25
+
+
+def cielab(colour: str) -> tuple[float, float, float]:
+    """Return L*, a* and b* of `#rrggbb` under D65."""
+    values = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    rgb = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
+    weights = ((0.4124, 0.3576, 0.1805, 0.95047), (0.2126, 0.7152, 0.0722, 1.0), (0.0193, 0.1192, 0.9505, 1.08883))
+    ratios = (sum(w * v for w, v in zip(row, rgb, strict=False)) / row[3] for row in weights)
+    x, y, z = (ratio ** (1 / 3) if ratio > 0.008856 else 7.787 * ratio + 16 / 116 for ratio in ratios)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 def test_modules_create_no_markup_from_text() -> None:

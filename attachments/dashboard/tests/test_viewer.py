@@ -154,6 +154,19 @@ def test_every_column_sorts_in_both_directions(
             assert shown_ids(page) == [group["group_id"] for group in expected]
 
 
+def test_a_click_on_a_title_sorts_and_a_second_click_reverses(browser: Browser, address: str) -> None:
+    """The first click shows the largest values first. The direction is in the address and in `aria-sort`."""
+    with visit(browser, address) as page:
+        wait_for_list(page)
+        title = page.page.get_by_role("columnheader", name="reward")
+        title.get_by_role("button").click()
+        page.page.wait_for_selector("[role=columnheader][aria-sort=descending].reward_mean")
+        assert page.place == "#/groups?sort=-reward_mean"
+        title.get_by_role("button").click()
+        page.page.wait_for_selector("[role=columnheader][aria-sort=ascending].reward_mean")
+        assert page.place == "#/groups?sort=reward_mean"
+
+
 def test_the_rows_show_the_values_of_the_records(browser: Browser, address: str, groups: list[Group]) -> None:
     """Every cell equals the value of the record, rounded to three digits. A missing value is a dash, never 0."""
     with visit(browser, address, size=TALL) as page:
@@ -172,6 +185,45 @@ def test_the_rows_show_the_values_of_the_records(browser: Browser, address: str,
         )
         means = [COLUMNS["reward_mean"](group) or 0.0 for group in reversed(groups)]
         assert widths == pytest.approx([100 * value / max(means) for value in means], abs=0.01)
+
+
+def test_search_finds_text_in_prompts_answers_and_completions(
+    browser: Browser, address: str, groups: list[Group]
+) -> None:
+    """The search of the page finds the same groups as a search in the records, whatever the case of the letters."""
+    text = "MÜSSEN SHELLS"
+    texts = [[group["prompt"], group["answer"], *(one["text"] for one in group["completions"])] for group in groups]
+    expected = [
+        group["group_id"]
+        for group, found in zip(groups, texts, strict=True)
+        if any(text.lower() in one.lower() for one in found)
+    ]
+    with visit(browser, address, size=TALL) as page:
+        wait_for_list(page)
+        page.find("[data-key=text]").fill(text)
+        page.page.wait_for_function("(n) => document.querySelectorAll('.rows .row').length === n", arg=len(expected))
+        assert shown_ids(page) == expected[::-1]
+        page.page.reload()
+        page.page.wait_for_selector(".rows .row, .rows .empty")
+        assert shown_ids(page) == expected[::-1]
+
+
+def test_keys_move_through_the_list_and_open_a_group(browser: Browser, address: str) -> None:
+    """`j` and `k` choose a row, Enter opens the group, Escape returns to the list, `/` goes to the search."""
+    with visit(browser, address) as page:
+        wait_for_list(page, "sort=group_id")
+        for key in ("j", "j", "j", "k", "Enter"):
+            page.page.keyboard.press(key)
+        page.page.wait_for_selector("h1:text-is('Group 1')")
+        page.page.wait_for_selector("[rel=next]")
+        page.page.keyboard.press("j")
+        page.page.wait_for_selector("h1:text-is('Group 2')")
+        page.page.wait_for_selector("[rel=prev]")
+        page.page.keyboard.press("Escape")
+        page.page.wait_for_selector(".rows .row")
+        assert page.place == "#/groups?sort=group_id"
+        page.page.keyboard.press("/")
+        assert page.evaluate("document.activeElement.type") == "search"
 
 
 def test_ten_thousand_groups_are_shown_completely(browser: Browser, address: str) -> None:
@@ -211,3 +263,11 @@ def append_groups(directory: Path, groups: list[Group], number: int) -> None:
     """Append a group with this number to the records of a run."""
     with (directory / "rollouts.jsonl").open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(groups[-2] | {"group_id": number}) + "\n")
+
+
+@pytest.mark.parametrize(("width", "is_open"), [(899, False), (900, True)])
+def test_the_filters_are_folded_on_a_narrow_screen(browser: Browser, address: str, width: int, is_open: bool) -> None:
+    """The rows need the height."""
+    with visit(browser, address, size=(width, 600)) as page:
+        wait_for_list(page)
+        assert page.find("[data-key=min_reward]").is_visible() is is_open

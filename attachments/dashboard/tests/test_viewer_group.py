@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pytest
@@ -186,6 +187,24 @@ def test_colours_of_tokens_follow_their_values(
         assert len(page.texts(".scale li")) >= 5
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable_on_every_colour(
+    browser: Browser, address: str, groups: list[Group], scheme: Literal["light", "dark"]
+) -> None:
+    """Text on the colours of all overlays and of the diff has a contrast of at least 4.5 (WCAG 2.1, 1.4.3)."""
+    group = newest(groups)
+    script = """(selector) => [...document.querySelectorAll(selector)].map((one) => {
+        const layers = [];
+        for (let at = one; at; at = at.parentElement) layers.push(getComputedStyle(at).backgroundColor);
+        return [getComputedStyle(one).color, layers];
+    })"""
+    with visit(browser, address, scheme=scheme) as page:
+        for overlay in OVERLAYS:
+            open_group(page, f"{group['group_id']}?overlay={overlay}&diff=0-1")
+            for colour, layers in page.evaluate(script, ".t, .swatch, del, ins, .result, .chip, .muted"):
+                assert contrast(rgba(colour), [rgba(layer) for layer in layers]) >= 4.5
+
+
 def rgba(text: str) -> tuple[float, ...]:
     """Red, green, blue and opacity of a computed colour."""
     values = [float(value) for value in re.findall(r"[\d.]+", text)]
@@ -273,6 +292,26 @@ def test_the_best_and_the_worst_completion_are_compared_at_first(
         assert page.place == f"#/groups/{group['group_id']}?diff=none"
 
 
+def test_equal_completions_are_shown_once(browser: Browser, tmp_path: Path) -> None:
+    """The others can be unfolded, and an address of one of them unfolds them."""
+    run = write_viewed_run(tmp_path / "run")
+    group = read_groups(run)[0]
+    texts = ["equal", "other", "equal", "equal"]
+    group["completions"] = [
+        one | {"text": text, "reward": 1.0} for one, text in zip(group["completions"], texts, strict=True)
+    ]
+    lines = (run / "rollouts.jsonl").read_text().splitlines()
+    (run / "rollouts.jsonl").write_text("\n".join([json.dumps(group), *lines[1:]]) + "\n")
+    with viewing(run) as found, visit(browser, found) as page:
+        open_group(page, str(group["group_id"]))
+        assert page.texts("summary") == [f"2 {TIMES} the same text:  #2 #3"]
+        assert [one.is_visible() for one in page.find("article").all()] == [True, False, False, True]
+        page.find("summary").click()
+        assert all(one.is_visible() for one in page.find("article").all())
+        open_group(page, f"{group['group_id']}/3")
+        assert page.find("article.chosen").is_visible()
+
+
 def test_ranks_colour_the_least_probable_tokens_of_any_group(
     browser: Browser, address: str, run: Path, groups: list[Group]
 ) -> None:
@@ -355,3 +394,15 @@ def test_absent_token_values_are_explained(browser: Browser, address: str, group
         assert page.page.get_by_text(message).is_visible()
         assert set(page.texts("article pre")) == {one["text"] for one in groups[2]["completions"]}
         assert page.find(".t").count() == 0
+
+
+def test_the_pages_fit_a_narrow_screen(browser: Browser, address: str, groups: list[Group]) -> None:
+    """At 390 pixels nothing is wider than the screen, in the list, a group, its diff and the panel of a token."""
+    group = newest(groups)
+    with visit(browser, address, size=(390, 844)) as page:
+        wait_for_list(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        open_group(page, f"{group['group_id']}/1/3?diff=0-1")
+        assert page.find(".panel").is_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert not page.find(".diff .right").first.is_visible()
