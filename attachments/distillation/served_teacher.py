@@ -95,7 +95,7 @@ class ServedTeacher:
     async def score(self, prompt: Tokens, completions: Sequence[Tokens]) -> list[TeacherScores]:
         """Score the completions of a prompt. Raises TeacherError."""
         request = self._request([[*prompt, *tokens] for tokens in completions], self._top)
-        last, attempts = "no request was finished", 0
+        last, attempts, pause = "no request was finished", 0, FIRST_PAUSE
         with anyio.move_on_after(self._settings.timeout_seconds):
             async with httpx.AsyncClient(**self._client) as client:
                 while True:
@@ -110,7 +110,8 @@ class ServedTeacher:
                             return [self._scores(tokens, one) for tokens, one in zip(completions, found, strict=True)]
                         last = self._status(response)
                     self.retries += 1
-                    await anyio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempts - 1)) * random.uniform(0.5, 1.0))
+                    await anyio.sleep(pause * random.uniform(0.5, 1.0))
+                    pause = min(LONGEST_PAUSE, 2 * pause)
         raise TeacherError(
             f"no answer from {self._url} within {self._settings.timeout_seconds:g} s and {attempts} attempts; the "
             f"last: {last}"

@@ -156,7 +156,7 @@ class Judge:
             "messages": [{"role": "user", "content": self._filled(problem, completion)}],
         }
         last = "no request was finished"
-        attempts = 0
+        attempts, backoff = 0, FIRST_PAUSE
         with anyio.move_on_after(self._limit_seconds):
             async with self._slots:
                 while True:
@@ -170,8 +170,8 @@ class Judge:
                         if response.status_code not in RETRIED:
                             return self._score(response)
                         last, pause = self._status(response), _retry_after(response)
-                    backoff = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempts - 1)) * random.uniform(0.5, 1.0)
-                    await anyio.sleep(backoff if pause is None else pause)
+                    await anyio.sleep(backoff * random.uniform(0.5, 1.0) if pause is None else pause)
+                    backoff = min(LONGEST_PAUSE, 2 * backoff)
         raise JudgeError(
             f"no reply from {self._shown} within {self._limit_seconds:g} s and {attempts} attempts; the last: {last}"
         )
