@@ -175,6 +175,16 @@ def continued(whole: Path, run_dir: Path, *flags: str, step: int) -> bytes:
     return adapter(run_dir)
 
 
+def killed_and_continued(run_dir: Path, *flags: str, step: int) -> bytes:
+    """Kill a run when its checkpoint of this step is there, and resume it; return the bytes of the final adapter."""
+    with Run(run_dir, *flags, small=()) as running:
+        running.wait_until(lambda: (run_dir / "checkpoints" / f"step-{step:06d}").is_dir())
+        running.kill(after_seconds=0.0)
+    result = run(run_dir, *flags, "--resume", small=())
+    assert result.status == 0, result.err
+    return adapter(run_dir)
+
+
 def lane_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
     """Return the flags of the model in the current lane; none if `flags` choose a model."""
     return () if any(flag.startswith("--model") for flag in flags) else model_lanes.flags()

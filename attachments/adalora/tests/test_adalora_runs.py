@@ -27,7 +27,7 @@ from clotho.settings.engine import SamplingSection
 from clotho.settings.model import Lora, ModelSection, PolicySection
 from clotho.storage.adapters import write_adapter
 from clotho.training.update import PolicyLearner
-from tests.e2e.pipeline_process import FEW_PROBLEMS, PROBLEMS, Run, adapter, continued, metrics, run
+from tests.e2e.pipeline_process import FEW_PROBLEMS, PROBLEMS, adapter, continued, killed_and_continued, metrics, run
 from tests.learner_settings import learner_settings
 from tests.training.policies_and_groups import scored_group
 from training_run.memory.estimate import estimate_memory
@@ -73,11 +73,7 @@ def test_a_killed_run_resumes_bit_for_bit(step: int, tmp_path: Path) -> None:
     """In the warm-up, while ranks fall, and at the end."""
     flags = words({"--steps": "6"})
     assert run(tmp_path / "whole", *flags, small=()).status == 0
-    with Run(tmp_path / "run", *flags, small=()) as running:
-        running.wait_until(lambda: (tmp_path / "run" / "checkpoints" / f"step-{step:06d}").is_dir())
-        running.kill(after_seconds=0.0)
-    assert run(tmp_path / "run", *flags, "--resume", small=()).status == 0
-    assert adapter(tmp_path / "run") == adapter(tmp_path / "whole")
+    assert killed_and_continued(tmp_path / "run", *flags, step=step) == adapter(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.e2e.pipeline_process import Run, lines, metrics, run
+from tests.e2e.pipeline_process import adapter, killed_and_continued, lines, metrics, run
 from training_run.__main__ import main
 from training_run.commands.evaluate import Evaluation
 
@@ -38,12 +38,7 @@ def test_a_synchronous_run_that_is_killed_and_resumed_ends_with_equal_weights(tm
     """Bit by bit: what an episode samples does not depend on how fast its environment is."""
     flags = (*GAME, "--steps", "4", "--eval", "off")
     assert run(tmp_path / "whole", *flags, small=()).status == 0
-    with Run(tmp_path / "run", *flags, small=()) as running:
-        running.wait_until(lambda: (tmp_path / "run" / "checkpoints" / "step-000002").is_dir())
-        running.kill(after_seconds=0.0)
-    assert run(tmp_path / "run", *flags, "--resume", small=()).status == 0
-    adapters = [(tmp_path / name / "adapters/adapters.safetensors").read_bytes() for name in ("whole", "run")]
-    assert adapters[0] == adapters[1]
+    assert killed_and_continued(tmp_path / "run", *flags, step=2) == adapter(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attachments.critic.attachment import ATTACHMENT
-from tests.e2e.pipeline_process import PROBLEMS, Run, adapter, continued, metrics, run
+from tests.e2e.pipeline_process import PROBLEMS, adapter, continued, killed_and_continued, metrics, run
 from training_run.memory.estimate import estimate_memory
 from training_run.profile.load import load_profile
 
@@ -44,11 +44,7 @@ def test_a_killed_run_resumes_bit_for_bit(step: int, tmp_path: Path) -> None:
     """In the warm-up, at its end and after it."""
     flags = words({"--steps": "4"})
     assert run(tmp_path / "whole", *flags, small=()).status == 0
-    with Run(tmp_path / "run", *flags, small=()) as running:
-        running.wait_until(lambda: (tmp_path / "run" / "checkpoints" / f"step-{step:06d}").is_dir())
-        running.kill(after_seconds=0.0)
-    assert run(tmp_path / "run", *flags, "--resume", small=()).status == 0
-    assert adapter(tmp_path / "run") == adapter(tmp_path / "whole")
+    assert killed_and_continued(tmp_path / "run", *flags, step=step) == adapter(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attachments.preference.attachment import ATTACHMENT
-from tests.e2e.pipeline_process import PROBLEMS, Run, adapter, continued, lines, metrics, run
+from tests.e2e.pipeline_process import PROBLEMS, adapter, continued, killed_and_continued, lines, metrics, run
 
 STAGES = """
 extends = "local-m3"
@@ -108,11 +108,7 @@ def test_a_killed_run_resumes_bit_for_bit_in_and_after_a_stage_of_preferences(st
     assert run(tmp_path / "whole", *flags, small=()).status == 0
     kinds = [line["preference/epochs"] is None for line in metrics(tmp_path / "whole")]
     assert kinds == [False] * 4 + [True]
-    with Run(tmp_path / "run", *flags, small=()) as running:
-        running.wait_until(lambda: (tmp_path / "run" / "checkpoints" / f"step-{step:06d}").is_dir())
-        running.kill(after_seconds=0.0)
-    assert run(tmp_path / "run", *flags, "--resume", small=()).status == 0
-    assert adapter(tmp_path / "run") == adapter(tmp_path / "whole")
+    assert killed_and_continued(tmp_path / "run", *flags, step=step) == adapter(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.pipeline_process import PROBLEMS, Run, RunResult, adapter, continued, lines, metrics, run
+from tests.e2e.pipeline_process import (
+    PROBLEMS,
+    RunResult,
+    adapter,
+    continued,
+    killed_and_continued,
+    lines,
+    metrics,
+    run,
+)
 from training_run.directory.run_directory import open_run
 from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
@@ -109,11 +118,7 @@ def test_a_run_goes_from_stage_to_stage_and_resumes_bit_for_bit_in_and_between_t
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_a_killed_run_resumes_bit_for_bit(step: int, profile: str, whole: Path, tmp_path: Path) -> None:
     """After a step of a stage, and between the stages."""
-    with Run(tmp_path / "run", "--profile", profile, small=()) as running:
-        running.wait_until(lambda: (tmp_path / "run" / "checkpoints" / f"step-{step:06d}").is_dir())
-        running.kill(after_seconds=0.0)
-    assert train(tmp_path / "run", profile, "--resume").status == 0
-    assert adapter(tmp_path / "run") == adapter(whole)
+    assert killed_and_continued(tmp_path / "run", "--profile", profile, step=step) == adapter(whole)
 
 
 def test_one_kind_of_stage_runs_alone(profile: str, tmp_path: Path) -> None:
