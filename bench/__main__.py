@@ -36,6 +36,7 @@ STUDIES = {
     "curriculum": "Rollouts to a held-out accuracy if half of the problems are too hard or already solved.",
     "gym": "Learning of a real language model on datasets of Reasoning Gym.",
     "environments": "Training with Atropos environments: single-turn, multi-turn, two of different weight.",
+    "agents": "Training on episodes: three tools, Wordle, and one game in Python, as a taskset and over HTTP.",
     "speculation": "Tokens per forward pass and decode rate of speculative rollouts, by epoch.",
     "adapters": "Decode rate of batches with one adapter, eight adapters and the base model.",
     "overlap": "Decode rate during updates, and without them.",

@@ -28,7 +28,7 @@ class Record(NamedTuple):
     """The lines of a run's metrics.jsonl, evaluations.jsonl and log.jsonl, and its resolved profile.
 
     launched: when the process was started, in seconds since 1970. status: exit status of the process. elapsed,
-    cpu_seconds: duration and processor time of the process.
+    cpu_seconds: duration and processor time of the process. adapters: its directory, until the run is closed.
     """
 
     metrics: Metrics
@@ -39,6 +39,7 @@ class Record(NamedTuple):
     status: int = 0
     elapsed: float = 0.0
     cpu_seconds: float = 0.0
+    adapters: Path = Path()
 
 
 class PipelineRun:
@@ -59,7 +60,7 @@ class PipelineRun:
         """
         self._directory = tempfile.TemporaryDirectory()
         self._run = Path(self._directory.name, "run")
-        own = ["--run-dir", str(self._run), "--server.port", "0"]
+        own = ["--run-dir", str(self._run), *(() if "--server.port" in arguments else ("--server.port", "0"))]
         self._launched, self._ended, self._cpu_seconds = time.time(), 0.0, 0.0
         self._process = subprocess.Popen(
             [*before, sys.executable, "pipeline.py", *own, *arguments],
@@ -120,6 +121,7 @@ class PipelineRun:
             status=self._process.returncode,
             elapsed=self._ended - self._launched,
             cpu_seconds=self._cpu_seconds,
+            adapters=self._run / "adapters",
         )
 
 

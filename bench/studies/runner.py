@@ -381,7 +381,8 @@ def _trial(study: Study, job: Job, process: PipelineRun, parallel: int) -> Trial
         except subprocess.CalledProcessError as error:
             sys.stderr.write(f"bench: {job.command}: exit status {error.returncode} without an update\n")
             return None
-    curve, values = standard_values(record)
+        curve, values = standard_values(record)
+        values |= study.measure(record)
     return Trial(
         arm=job.arm.name,
         flags=job.flags,
@@ -390,7 +391,7 @@ def _trial(study: Study, job: Job, process: PipelineRun, parallel: int) -> Trial
         sources=job.sources,
         command=job.command,
         curve=curve,
-        values=values | study.measure(record),
+        values=values,
         status=0 if study.target < math.inf and record.status == 130 else record.status,
         side_by_side=parallel,
         load=os.getloadavg()[0],

@@ -60,7 +60,7 @@ def test_an_agent_with_the_client_of_openai_trains_the_policy(tmp_path: Path, mo
     assert "update_too_large" in {finding["name"] for finding in recorded[-1]["findings"]}
     groups = lines(tmp_path / "rollouts.jsonl")
     assert {len(group["completions"]) for group in groups} == {8}
-    assert any("How many coins now?" in one["text"] for group in groups for one in group["completions"])
+    assert any(" has more. How many " in one["text"] for group in groups for one in group["completions"])
     (balance,) = [line for line in result.out.splitlines() if line.startswith("sessions ")]
     assert " = trained 32 + " in balance
 
