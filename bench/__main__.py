@@ -34,6 +34,8 @@ STUDIES = {
     "methods": "Held-out accuracy by objective, correction, rank of the adapter and bad setting, for several seeds.",
     "rounding": "Share of the gradient that rounding cuts in 16 bits, by objective and correction.",
     "curriculum": "Rollouts to a held-out accuracy if half of the problems are too hard or already solved.",
+    "warm_up": "Rollouts that RL needs from a policy that rarely earns a reward, alone and after demonstrations.",
+    "distillation": "Rollouts to a held-out accuracy, from rewards and from a teacher of 6 million parameters.",
     "gym": "Learning of a real language model on datasets of Reasoning Gym.",
     "environments": "Training with Atropos environments: single-turn, multi-turn, two of different weight.",
     "agents": "Training on episodes: three tools, Wordle, and one game in Python, as a taskset and over HTTP.",

@@ -37,6 +37,9 @@ ONE_THREAD = {"MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THRE
 
 POLL_SECONDS = 0.2
 
+SAMPLED = ("rl", "distill")
+"""Kinds of stages that learn from completions of the policy."""
+
 
 Key = tuple[frozenset[tuple[str, str]], str, int, str]
 """What identifies a trial: flags, whose order does not matter, data, seed and sources."""
@@ -251,14 +254,18 @@ def conditions(trials: Sequence[Trial]) -> str:
 def standard_values(record: Record) -> tuple[tuple[Point, ...], dict[str, float]]:
     """The evaluations of a run, and what every study records.
 
+    Stages of demonstrations and of pairs sample no completions.
     before, after: held-out accuracy. average: accuracy averaged over the updates (area under the learning curve, by
     trapezoids). updates: applied. rollouts: completions. seconds: of training, with the evaluations between updates.
     elapsed, cpu_seconds: of the whole process. zero_variance: share of the groups. swap: seconds of weight swaps.
     """
     steps, began, size = record.metrics, training_began(record.metrics), record.profile["sampling"]["group_size"]
+    kinds = [stage["kind"] for stage in record.profile.get("stages", ())]
+    by_stage = {number: size if kind in SAMPLED else 0 for number, kind in enumerate(kinds, start=1)}
     seconds, rollouts, total = {0: 0.0}, {0: 0}, 0
     for line in steps:
-        total += size * (line["groups/trained"] + line["groups/discarded"])
+        sampled = by_stage.get(line.get("stages/stage"), size)
+        total += sampled * (line["groups/trained"] + line["groups/discarded"])
         seconds[line["step"]], rollouts[line["step"]] = line["time/run"] - began, total
     curve = tuple(
         Point(line["step"], seconds[line["step"]], rollouts[line["step"]], line["accuracy"])
@@ -437,7 +444,7 @@ def _parser(study: Study) -> argparse.ArgumentParser:
     parser.add_argument("--parallel", type=int, default=study.parallel, help="Runs at the same time, one thread each.")
     parser.add_argument("--priority", type=int, default=0, help="Real-time priority of the runs (Linux, needs rights).")
     parser.add_argument("--again", action="store_true", help="Repeat trials that the results file has.")
-    parser.add_argument("--quick", action="store_true", help="Two small updates of every arm; nothing is kept.")
+    parser.add_argument("--quick", action="store_true", help="A few small updates of every arm; nothing is kept.")
     parser.add_argument("--list", action="store_true", help="List the missing runs, and exit.")
     parser.add_argument("--out", type=Path, help=f"Results file to extend; default: {study.results.name}.")
     return parser

@@ -127,6 +127,15 @@ def test_a_trial_has_the_curve_the_costs_and_the_completions_of_its_run() -> Non
     }  # fmt: skip
 
 
+def test_a_stage_of_demonstrations_has_no_completions() -> None:
+    """The number of rollouts is that of the stages that sample."""
+    both = record(0.8)
+    stages = {"stages": [{"kind": "sft"}, {"kind": "rl"}]}
+    lines = [line | {"stages/stage": line["step"]} for line in both.metrics]
+    curve, values = runner.standard_values(both._replace(profile=both.profile | stages, metrics=lines))
+    assert ([point.rollouts for point in curve], values["rollouts"]) == ([0, 0, 8], 8)
+
+
 def test_arms_take_turns_in_both_orders(made: MadeRuns, tmp_path: Path) -> None:
     """A slow change of the machine touches all of them."""
     assert run(tmp_path / "out.jsonl") == 0

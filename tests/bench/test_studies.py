@@ -21,7 +21,6 @@ from bench.studies.runner import Arm, Point, Study
 from bench.studies.speculation import STEPS_OF_EPOCH, epochs
 from profiles.times_table_maker.problems import long_multiplication
 from tests.bench.made_measurements import made_trial
-from tests.learner_settings import PREFERENCES
 from training_run.profile.flags import parse_arguments
 from training_run.profile.keys import CHOICES
 from training_run.profile.load import load_profile
@@ -73,9 +72,9 @@ MEASURED = {
 
 @pytest.mark.parametrize("key", MEASURED)
 def test_every_objective_and_every_correction_is_measured(key: str) -> None:
-    """A new one needs a line in bench/studies/methods.toml, unless it learns demonstrations or pairs of them."""
+    """A new one needs a line in bench/studies/methods.toml, unless it learns demonstrations."""
     flags = [" ".join(arm.flags) for arm in methods.STUDY.arms]
-    names = [name for name in CHOICES[key] if name not in ("custom", "off", "sft", *PREFERENCES)]
+    names = [name for name in CHOICES[key] if name not in ("custom", "off", "sft")]
     assert names
     assert [name for name in names if not any(f"{MEASURED[key]} {name}" in words for words in flags)] == []
 

@@ -1,0 +1,116 @@
+"""On Linux, Clotho's decode step is NumPy and BLAS (attachments/cpu); nothing here was measured on Metal.
+
+Counts the rollouts that RL needs from a policy that rarely earns a reward, alone and after demonstrations.
+
+    python -m bench warm_up [--arms NAME ...] [--seeds 0 1 2 3 4] [--list] [--quick]
+
+The policy is the embedded one, after 200 updates of all weights on wrong answers without work (seed 0). Problems are
+those of `local-m3` whose answer is a number; demonstrations are those of the careful demonstrator in
+`profiles/embedded_maker`. A run ends at the first evaluation that reaches the target. A rollout is one completion of
+the policy; demonstrations are not rollouts. The files are made in runs/warm_up, once.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import msgspec
+
+from bench.fingerprint import ROOT
+from bench.studies.runner import Arm, Column, Study, column, merged, run_study
+from profiles.embedded_maker.__main__ import problems
+from profiles.embedded_maker.demonstrations import careful, guess
+from profiles.maker.problem import Problem, completion, write_problems
+
+NAME, PROFILE = "warm_up", "local-m3"
+TARGET = 0.9
+MADE = "runs/warm_up"
+"""Directory of problems, demonstrations and policy, relative to the checkout."""
+
+STEPS = 120
+"""Updates of RL alone: 15,360 completions."""
+
+WARM_UP = msgspec.json.encode(
+    [{"kind": "sft", "steps": 30, "data": f"{MADE}/careful.jsonl"}, {"kind": "rl", "steps": 30}]
+).decode()
+
+
+def write_demonstrations(path: Path, found: list[Problem], demonstrate: Callable[[Problem], str]) -> None:
+    """Write a completion of every problem."""
+    write_problems(path, found)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = (json.loads(line) | {"completion": demonstrate(one)} for line, one in zip(lines, found, strict=True))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def make(out: Path) -> None:
+    """Write problems, demonstrations and policy, unless they are there."""
+    policy, chance = out / "policy", Random(0)
+    if policy.exists():
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    training, held_out = ([one for one in found if not one.wrong] for found in problems(0))
+    write_problems(out / "train.jsonl", training)
+    write_problems(out / "heldout.jsonl", held_out)
+    write_demonstrations(out / "careful.jsonl", training, careful)
+    write_demonstrations(out / "wrong.jsonl", training, lambda one: completion("", guess(one, chance)))
+    with TemporaryDirectory(dir=out) as run:
+        flags = merged(
+            f"--profile {PROFILE} --learner.objective sft --policy.method full --steps 200 --eval off --server off",
+            ("--dataset", str(out / "wrong.jsonl"), "--monitor.display", "none", "--run-dir", f"{run}/run"),
+        )
+        subprocess.run([sys.executable, "pipeline.py", *flags], cwd=ROOT, check=True, stdout=sys.stderr)
+        copy = shutil.copytree(ROOT / "profiles" / "embedded", Path(run, "policy"))
+        shutil.copy(Path(run, "run", "adapters", "adapters.safetensors"), copy / "model.safetensors")
+        copy.rename(policy)
+
+
+def prepare(*_: object) -> tuple[str, ...]:
+    """Make what all arms read, which their flags name."""
+    make(ROOT / MADE)
+    return ()
+
+
+STUDY = Study(
+    name=NAME,
+    about=__doc__,
+    arms=(
+        Arm(name="RL"),
+        Arm(name="RL, groups of 64", flags=merged("--sampling.group-size 64 --steps 15 --eval.interval 1")),
+        Arm(name="SFT with 480 demonstrations, then RL", flags=("--stages", WARM_UP)),
+    ),
+    flags=merged(
+        f"--profile {PROFILE} --model.path {MADE}/policy --data.train {MADE}/train.jsonl",
+        f"--data.heldout {MADE}/heldout.jsonl --eval.interval 5 --async false --checkpoint.interval 0",
+        "--learner.max-equal-batches 0",
+        "--monitor.display none",
+    ),
+    quick="--eval.problems 8 --learner.batch-size 2 --sampling.group-size 2",
+    target=TARGET,
+    prepare=prepare,
+    columns=(
+        column("before", "before"),
+        Column(title="highest", value=lambda trial: max(point.accuracy for point in trial.curve)),
+        Column(
+            title=f"completions to {TARGET:g}",
+            value=lambda trial: point.rollouts if (point := trial.reached(TARGET)) else None,
+            missing="never",
+        ),
+        column("completions", "rollouts"),
+        column("processor seconds", "cpu_seconds"),
+    ),
+    note=(
+        f"Held-out greedy accuracy before training, the highest of all evaluations, and the completions until the "
+        f"first one with at least {TARGET:g}, at which a run ends; profile `{PROFILE}`. Medians over the seeds, with "
+        "lowest and highest."
+    ),
+)
+read, table, main = STUDY.read, STUDY.table, partial(run_study, STUDY)
