@@ -203,7 +203,7 @@ class ChatTokenizer:
         first, *others = messages
         marked = [
             {"role": "user", "content": "a"},
-            {**answer, "content": ANSWER_MARK},
+            {"content": ANSWER_MARK, **answer},
             {**first, "content": f"{NEXT_MARK}{first['content']}"},
             *others,
         ]

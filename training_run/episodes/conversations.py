@@ -17,7 +17,7 @@ import msgspec
 from clotho import extension
 from clotho.data.problems import conversation
 from clotho.extension import ReadMessage
-from clotho.models.tokenizer import ChatTokenizer
+from clotho.models.tokenizer import ANSWER_MARK, ChatTokenizer
 from clotho.serving.chat_extension import MessageDelta
 from protocols.errors import ProfileError, RequestError
 from protocols.prompt import Problem
@@ -82,10 +82,14 @@ class ChatWriter:
         """Return the tokens between an answer and the next one. They do not depend on the arguments of calls."""
         message: dict[str, Any] = {"role": "assistant"}
         if answer.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {}}}
-                for call in answer.calls
-            ]
+            calls = [{"name": call.name, "arguments": {ANSWER_MARK: ""}} for call in answer.calls]
+            message["content"], message["tool_calls"] = (
+                "",
+                [
+                    {"id": call.id, "type": "function", "function": function}
+                    for call, function in zip(answer.calls, calls, strict=True)
+                ],
+            )
         return self.tokenizer.continue_chat(message, messages, tools=tools)
 
 
