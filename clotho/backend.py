@@ -1,6 +1,6 @@
 """The backend: what computes decoding, sampling and parts of training. MLX, unless an attachment offers another one.
 
-MLX is imported when a method needs it, because an extension may be imported before the BLAS is loaded.
+MLX is imported when a method needs it, because `library.py` may be imported before the BLAS is loaded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING
 
-from clotho.extension import extensions
+from clotho.extension import Door
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -84,6 +84,10 @@ class Backend:
         return False
 
 
+BACKEND: Door[[mx.DeviceType], Backend | None] = Door("library.backend")
+"""Returns what computes on a kind of device instead of MLX; None if MLX does."""
+
+
 def backend() -> Backend:
     """Return what computes on the default device of MLX."""
     import mlx.core as mx
@@ -94,8 +98,7 @@ def backend() -> Backend:
 @cache
 def backend_of(kind: mx.DeviceType) -> Backend:
     """Return what computes on a kind of device: what an attachment offers for it, otherwise MLX."""
-    offered = (one.backend(kind) for one in extensions() if _is_on())
-    return next((one for one in offered if one is not None), Backend())
+    return (BACKEND.first(kind) if _is_on() else None) or Backend()
 
 
 def _is_on() -> bool:

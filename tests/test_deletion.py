@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clotho.extension import OWNERS
-from clotho.rewards.registry import built_in
+from clotho.rewards.registry import REWARDS
 from training_run.profile.mounted import ATTACHED
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +98,7 @@ def test_a_tree_without_an_attachment_trains_serves_and_refuses_what_it_lacks_by
         refused = copy.run("--dry-run", f"--{key.replace('_', '-')}", "x")
         assert refused.returncode == 2, (key, refused.stdout)
         assert f"'{absent}'" in refused.stderr, key
-    for name in [name for name, owner in OWNERS.items() if owner == absent and name in built_in()]:
+    for name in [name for name, owner in REWARDS.owners.items() if owner == absent]:
         refused = copy.run("--dry-run", "--rewards", name)
         assert refused.returncode == 2, name
         assert f"'{absent}'" in refused.stderr, name

@@ -2,48 +2,64 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from clotho.extension import OWNERS, absence, extensions, joined, provided
-from clotho.models.adapter_reading import read_adapter_of
-from clotho.models.loading import find_model, is_local
+from clotho.extension import TableDoor, attachment_modules, found, provided
+from clotho.models.adapter_reading import ADAPTER_FORMATS, read_adapter_of
+from clotho.models.loading import MODEL_FORMATS, find_model, is_local
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.rewards.registry import load_reward
+from clotho.rewards.registry import REWARDS, load_reward
 from clotho.rewards.weighted_sum import Rewards
 from protocols.errors import ArtifactError, ModelError, ProfileError
 from tests.absent import without
 
+ROOT = Path(__file__).parents[1]
+DOORS = {
+    match[2]: match[1]
+    for path in sorted([*ROOT.glob("clotho/**/*.py"), *ROOT.glob("training_run/**/*.py")])
+    for node in ast.parse(path.read_text(encoding="utf-8")).body
+    if isinstance(node, ast.AnnAssign)
+    if (match := re.fullmatch(r"\w+: Door\[(.*)\] = Door\('(.*)'\)", ast.unparse(node)))
+}
+"""Types of the parameters and of the result of every door, by its place."""
 
-def test_every_name_of_a_table_is_known_with_its_attachment() -> None:
-    """Whether or not the attachment is installed; the names of the tables differ from each other."""
-    found = [
-        (name, one.attachment)
-        for one in extensions()
-        for table in (one.model_formats(), one.adapter_formats(), one.rewards())
-        for name in table
-    ]
-    assert dict(found) == OWNERS
-    assert len(found) == len(OWNERS)
+
+@pytest.mark.parametrize("table", [ADAPTER_FORMATS, MODEL_FORMATS, REWARDS])
+def test_every_name_of_a_table_is_known_with_its_attachment(table: TableDoor[Any]) -> None:
+    """Whether or not the attachment is installed."""
+    assert table.owners == {name: folder for folder, rows in found(table.place).items() for name in rows}
 
 
 def test_every_row_names_something_that_can_be_imported() -> None:
     """As text, so that nothing is imported before it is used."""
-    places = [row.load for row in joined(lambda one: one.rewards()).values() if row.function is None]
-    places += [place for row in joined(lambda one: one.model_formats()).values() for place in (row.open, row.tokenizer)]
-    places += joined(lambda one: one.adapter_formats()).values()
+    places = [row.load for row in REWARDS().values() if row.function is None]
+    places += [place for row in MODEL_FORMATS().values() for place in row] + [*ADAPTER_FORMATS().values()]
     assert all(callable(provided(place)) for place in places)
 
 
-def test_the_extensions_of_all_attachments_load_neither_mlx_nor_the_server() -> None:
+def test_functions_of_attachments_have_the_types_of_their_doors() -> None:
+    """A function that no door asks for would never be called."""
+    for module in attachment_modules("library").values():
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                asked = ", ".join(ast.unparse(one.annotation or one) for one in node.args.args)
+                assert DOORS[f"library.{node.name}"] == f"[{asked}], {ast.unparse(node.returns or node)}"
+
+
+def test_the_doors_of_the_library_load_neither_mlx_nor_the_server() -> None:
     """They are imported at every start; what they add is imported when it is used."""
     heavy = ["mlx", "starlette", "anyio", "transformers", "clotho.serving", "clotho.inference"]
-    code = f"import sys; from clotho.extension import extensions; extensions(); print(set({heavy}) & set(sys.modules))"
+    code = f"import sys; from clotho.extension import found; found('library.'); print(set({heavy}) & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "set()"
 
@@ -58,9 +74,9 @@ def test_a_reward_of_an_absent_attachment_is_refused_by_its_name(
     without(monkeypatch, attachment)
     with pytest.raises(ProfileError) as caught:
         load_reward(name)
-    assert absence(name) in str(caught.value)
-    assert f"'{attachment}'" in absence(name)
-    assert absence("zzz") == ""
+    assert REWARDS.absence(name) in str(caught.value)
+    assert f"'{attachment}'" in REWARDS.absence(name)
+    assert REWARDS.absence("zzz") == ""
     assert callable(load_reward("exact"))
 
 

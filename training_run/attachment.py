@@ -284,7 +284,7 @@ class Attachment:
 @cache
 def installed_attachments() -> tuple[Attachment, ...]:
     """Return the attachments of this installation that take part in runs, by the names of their folders."""
-    return tuple(module.ATTACHMENT for module in attachment_modules("attachment"))
+    return tuple(module.ATTACHMENT for module in attachment_modules("attachment").values())
 
 
 def slot_settings(profile: Profile, slot: str) -> list[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from clotho.extension import Extension
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -17,40 +15,39 @@ if TYPE_CHECKING:
     from clotho.settings.server import AdaptersSection
 
 
-class Adapters(Extension):
-    """Adapters of rows, and the routes that load them."""
+def engine(parts: EngineParts) -> None:
+    """Let requests of an engine name adapters, if it has limits for them."""
+    if parts.adapters is None:
+        return
+    from attachments.adapters.adapter_store import AdapterStore
+    from attachments.adapters.adapter_weights import AdapterWeights
 
-    def engine(self, parts: EngineParts) -> None:
-        """Let requests of an engine name adapters, if it has limits for them."""
-        if parts.adapters is None:
-            return
-        from attachments.adapters.adapter_store import AdapterStore
-        from attachments.adapters.adapter_weights import AdapterWeights
-
-        store = AdapterStore(parts.model, parts.adapters, adapted=parts.adapted, base_is_served=parts.keeps_base)
-        parts.rows = AdapterWeights(store, parts.model, parts.adapted)
-
-    def adapter_bytes(self, model: nn.Module, limits: AdaptersSection, itemsize: int) -> int:
-        """Return the memory of the adapters that the limits permit."""
-        from attachments.adapters.adapter_rows import adapter_bytes
-
-        return adapter_bytes(model, limits, itemsize)
-
-    def server(self, parts: ServerParts) -> None:
-        """Serve the loaded adapters, and add the routes that load and unload them."""
-        access = parts.offered.engine
-        if access is None:
-            return
-        from attachments.adapters.adapter_weights import EngineAdapters
-        from attachments.adapters.adapters import AdapterRegistry
-
-        if (adapters := EngineAdapters.of(access.engine)) is not None:
-            registry = AdapterRegistry(parts.offered, access.submit, adapters)
-            parts.sources.append(registry)
-            parts.endpoints += endpoints(registry)
+    store = AdapterStore(parts.model, parts.adapters, adapted=parts.adapted, base_is_served=parts.keeps_base)
+    parts.rows = AdapterWeights(store, parts.model, parts.adapted)
 
 
-def endpoints(registry: AdapterRegistry) -> Iterator[Endpoint]:
+def adapter_bytes(model: nn.Module, limits: AdaptersSection, itemsize: int) -> int:
+    """Return the memory of the adapters that the limits permit."""
+    from attachments.adapters.adapter_rows import adapter_bytes
+
+    return adapter_bytes(model, limits, itemsize)
+
+
+def server(parts: ServerParts) -> None:
+    """Serve the loaded adapters, and add the routes that load and unload them."""
+    access = parts.offered.engine
+    if access is None:
+        return
+    from attachments.adapters.adapter_weights import EngineAdapters
+    from attachments.adapters.adapters import AdapterRegistry
+
+    if (adapters := EngineAdapters.of(access.engine)) is not None:
+        registry = AdapterRegistry(parts.offered, access.submit, adapters)
+        parts.sources.append(registry)
+        parts.endpoints += _endpoints(registry)
+
+
+def _endpoints(registry: AdapterRegistry) -> Iterator[Endpoint]:
     """Return the routes that load and unload adapters."""
     from clotho.serving.parts import Endpoint, Handlers
 
@@ -67,6 +64,3 @@ def endpoints(registry: AdapterRegistry) -> Iterator[Endpoint]:
     yield post("/lora/unload", "unload_by_name", "Unload an adapter (Atropos)", "UnloadByName", "AdapterStatus")
     status = (f"{place}:AdapterStatus",)
     yield Endpoint("GET", "/lora/status", routes.method("status"), "The loaded adapters (Atropos)", responses=status)
-
-
-EXTENSION = Adapters()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from attachments.dashboard.library import page_app
 from attachments.dashboard.sections import TOKEN_VALUES_MB
 from clotho.storage.atomic_files import copy_file
 from training_run.attachment import Attach, Attachment, Plan
@@ -32,7 +31,11 @@ class DashboardPage(Attachment):
 
     def loading_page(self, server: HttpServer) -> ASGIApp | None:
         """Return the page that is shown while the model is loaded; None without a dashboard."""
-        return page_app() if server.dashboard else None
+        if not server.dashboard:
+            return None
+        from attachments.dashboard.paths import page_app
+
+        return page_app()
 
     def rewind(self, directory: RunDirectory, step: int, place: Path | None) -> None:
         """Move the values of later steps to `place`, with a copy of the timeline; without a place, delete the values.

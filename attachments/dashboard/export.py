@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from attachments.dashboard.histories import decoded
-from attachments.dashboard.library import API
 from attachments.dashboard.overview import about, state
 from attachments.dashboard.page_files import INDEX, page_names, page_text
+from attachments.dashboard.paths import API
 from attachments.dashboard.run_files import RunFiles
 from clotho.storage.atomic_files import replace_file
 from protocols.errors import RunDirectoryError

@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from attachments.dashboard.histories import Series, decoded
-from attachments.dashboard.library import KINDS
 from attachments.dashboard.overview import about, state
 from attachments.dashboard.page_files import compressed
+from attachments.dashboard.paths import KINDS
 from attachments.dashboard.run_files import RunFiles, is_live
 from clotho.serving.errors import ApiError, overloaded
 from clotho.serving.limits import until_disconnect

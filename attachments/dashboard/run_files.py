@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from attachments.dashboard.growing_file import read_part, read_small
 from attachments.dashboard.histories import Evaluations, Groups, History, Integer, Metrics, Timeline
-from attachments.dashboard.library import KINDS
+from attachments.dashboard.paths import KINDS
 from attachments.dashboard.token_values import read_group
 from protocols.errors import RunDirectoryError
 from training_run.directory.run_directory import LOCK, TIMELINE

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from attachments.dashboard.export import DEFAULT_MEGABYTES, export
-from attachments.dashboard.library import routes
+from attachments.dashboard.paths import routes
 from attachments.dashboard.run_files import is_live
 from clotho.serving.auth import ClientMiddleware, Clients, LocalOriginMiddleware
 from clotho.serving.errors import EXCEPTION_HANDLERS

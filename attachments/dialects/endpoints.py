@@ -17,8 +17,9 @@ from attachments.dialects.responses_requests import ResponsesRequest, parse_resp
 from attachments.dialects.routes_generate import parse_generate_request, parse_trl_request
 from attachments.dialects.routes_tokenize import detokenize, tokenize_text, tokenizer_info
 from attachments.dialects.routes_tokens import parse_tokens_request
+from clotho.serving.bodies import json_response
 from clotho.serving.limits import until_disconnect
-from clotho.serving.parts import ServerParts, json_response
+from clotho.serving.parts import ServerParts
 from clotho.serving.services import ClientSampler, ServerContext
 from protocols.step import WeightsReady
 

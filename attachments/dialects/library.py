@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from clotho.extension import Extension
-
 if TYPE_CHECKING:
     from clotho.serving.parts import Endpoint, ServerParts
     from clotho.serving.services import EngineAccess
@@ -35,17 +33,14 @@ SAMPLING: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
 """POST routes by path: method of `DialectRoutes`, what it does, bodies of requests and of responses, and options."""
 
 
-class Dialects(Extension):
-    """Routes in the formats of other servers."""
-
-    def server(self, parts: ServerParts) -> None:
-        """Add the routes of vLLM, SGLang and TRL, and the control of the engine."""
-        parts.endpoints += sampling_endpoints(parts)
-        if (access := parts.offered.engine) is not None:
-            parts.endpoints += control_endpoints(parts, access)
+def server(parts: ServerParts) -> None:
+    """Add the routes of vLLM, SGLang and TRL, and the control of the engine."""
+    parts.endpoints += _sampling_endpoints(parts)
+    if (access := parts.offered.engine) is not None:
+        parts.endpoints += _control_endpoints(parts, access)
 
 
-def sampling_endpoints(parts: ServerParts) -> Iterator[Endpoint]:
+def _sampling_endpoints(parts: ServerParts) -> Iterator[Endpoint]:
     """Return the routes that sample or tokenize."""
     from clotho.serving.parts import Endpoint, Handlers
 
@@ -60,7 +55,7 @@ def sampling_endpoints(parts: ServerParts) -> Iterator[Endpoint]:
     )
 
 
-def control_endpoints(parts: ServerParts, access: EngineAccess) -> Iterator[Endpoint]:
+def _control_endpoints(parts: ServerParts, access: EngineAccess) -> Iterator[Endpoint]:
     """Return the routes that control the engine. Requests that are paused do not keep them from being admitted."""
     from clotho.serving.parts import Endpoint, Handlers
 
@@ -91,6 +86,3 @@ def control_endpoints(parts: ServerParts, access: EngineAccess) -> Iterator[Endp
     yield admin("/pause_generation", "pause_generation", "Pause (SGLang)", "PauseGeneration")
     yield admin("/continue_generation", "resume", "Continue (SGLang)")
     yield admin("/flush_cache", "flush_cache", "Empty the prefix cache (SGLang)")
-
-
-EXTENSION = Dialects()

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, structs
 
 from clotho.serving.bodies import json_object
+from clotho.serving.chat_extension import ValidatedRequest
 from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.openai_fields import (
     MAX_MESSAGES,
@@ -31,7 +32,7 @@ from clotho.serving.openai_fields import (
     ToolCall,
     ToolChoice,
 )
-from clotho.serving.openai_requests import ValidatedRequest, decode_fields, rendered_chat, validated_chat
+from clotho.serving.openai_requests import decode_fields, rendered_chat, validated_chat
 from clotho.serving.services import ServerContext, find_served
 
 WITHOUT_EFFECT = ("cache_control", "inference_geo")

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
+from clotho.serving.chat_extension import ValidatedRequest
 from clotho.serving.openai_fields import IGNORED, UNSUPPORTED, GenerationFields
-from clotho.serving.openai_requests import ValidatedRequest, converted, is_same, without_unsupported
+from clotho.serving.openai_requests import converted, is_same, without_unsupported
 from clotho.serving.openai_responses import WeightsVersions, weights_versions
 from protocols.sampling import Completion, PromptLogprobs
 from protocols.step import WeightsReady

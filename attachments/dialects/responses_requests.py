@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, structs
 
 from clotho.serving.bodies import json_object
+from clotho.serving.chat_extension import ValidatedRequest
 from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.openai_fields import (
     MAX_MESSAGES,
@@ -33,7 +34,7 @@ from clotho.serving.openai_fields import (
     ToolCall,
     ToolChoice,
 )
-from clotho.serving.openai_requests import ValidatedRequest, decode_fields, validated_chat
+from clotho.serving.openai_requests import decode_fields, validated_chat
 from clotho.serving.services import ServerContext
 from protocols.sampling import TopLogprobs
 

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from clotho.extension import Extension
 from clotho.rewards.registry import BuiltIn
 
-
-class Graders(Extension):
-    """Reward functions with a dependency."""
-
-    def rewards(self) -> Mapping[str, BuiltIn]:
-        """Return the reward functions."""
-        return {
-            "judge": BuiltIn(
-                expects="what the judge model scores highly", load="attachments.graders.judge:load", has_settings=True
-            ),
-            "math_verify": BuiltIn(
-                expects="an expression that equals the answer {place}", load="attachments.graders.math_verify:load"
-            ),
-        }
-
-
-EXTENSION = Graders()
+REWARDS = {
+    "judge": BuiltIn(
+        expects="what the judge model scores highly", load="attachments.graders.judge:load", has_settings=True
+    ),
+    "math_verify": BuiltIn(
+        expects="an expression that equals the answer {place}", load="attachments.graders.math_verify:load"
+    ),
+}

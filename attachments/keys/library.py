@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attachments.keys.sections import API_KEYS_FILE
-from clotho.extension import Extension
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,17 +13,11 @@ if TYPE_CHECKING:
     from clotho.settings.server import HttpServer
 
 
-class KeysExtension(Extension):
-    """API keys of a file."""
+def client_keys(settings: HttpServer) -> Sequence[ClientKey]:
+    """Read the file of API keys, with their quotas; none without a file."""
+    path = API_KEYS_FILE.of(settings)
+    if not path:
+        return ()
+    from attachments.keys.api_keys import limited, read_api_keys
 
-    def client_keys(self, settings: HttpServer) -> Sequence[ClientKey]:
-        """Read the file of API keys, with their quotas; none without a file."""
-        path = API_KEYS_FILE.of(settings)
-        if not path:
-            return ()
-        from attachments.keys.api_keys import limited, read_api_keys
-
-        return [limited(key) for key in read_api_keys(path)]
-
-
-EXTENSION = KeysExtension()
+    return [limited(key) for key in read_api_keys(path)]

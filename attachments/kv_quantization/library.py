@@ -5,25 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attachments.kv_quantization.sections import KV_QUANTIZATION
-from clotho.extension import Extension
 from clotho.settings.bounds import Off
 
 if TYPE_CHECKING:
     from clotho.inference.parts import EngineParts
 
 
-class KVQuantization(Extension):
-    """Packs keys and values."""
+def engine(parts: EngineParts) -> None:
+    """Let an engine hold keys and values in 8 bits, if its settings say so."""
+    settings = KV_QUANTIZATION.of(parts.settings)
+    if isinstance(settings, Off):
+        return
+    from attachments.kv_quantization.packed import PackedFormat
 
-    def engine(self, parts: EngineParts) -> None:
-        """Let an engine hold keys and values in 8 bits, if its settings say so."""
-        settings = KV_QUANTIZATION.of(parts.settings)
-        if isinstance(settings, Off):
-            return
-        from attachments.kv_quantization.packed import PackedFormat
-
-        parts.kv_format = PackedFormat(settings.group_size)
-
-
-EXTENSION = KVQuantization()
-"""The quantized KV cache as the library calls it."""
+    parts.kv_format = PackedFormat(settings.group_size)

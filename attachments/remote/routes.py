@@ -23,11 +23,12 @@ from attachments.remote.messages import (
     RolloutCall,
 )
 from attachments.remote.sections import WEIGHTS_ROOT
-from clotho.serving.bodies import declares_more, json_object
+from clotho.serving.bodies import declares_more, json_object, json_response
+from clotho.serving.chat_extension import ValidatedRequest
 from clotho.serving.errors import ApiError, invalid_field, overloaded
 from clotho.serving.limits import until_disconnect
-from clotho.serving.openai_requests import ValidatedRequest, converted
-from clotho.serving.parts import ServerParts, json_response
+from clotho.serving.openai_requests import converted
+from clotho.serving.parts import ServerParts
 from clotho.serving.services import ServerContext
 from protocols.errors import CheckpointError
 from protocols.step import WeightsReady

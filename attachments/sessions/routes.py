@@ -8,10 +8,10 @@ from starlette.responses import Response
 from attachments.sessions.posts import RewardPost
 from attachments.sessions.sessions import Sessions
 from clotho.serving.auth import client_of
-from clotho.serving.bodies import json_object
+from clotho.serving.bodies import json_object, json_response
 from clotho.serving.errors import invalid_field
 from clotho.serving.openai_requests import converted
-from clotho.serving.parts import ServerParts, json_response
+from clotho.serving.parts import ServerParts
 from protocols.rollout import MAX_GROUP_REWARD, bounded
 
 

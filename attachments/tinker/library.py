@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from attachments.tinker.sections import TINKER, TinkerApi
-from clotho.extension import Extension
 from protocols.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -58,26 +57,23 @@ REFUSED = (
 """Routes of Tinker that are refused by name."""
 
 
-class TinkerExtension(Extension):
-    """The routes of Tinker's API."""
+def server(parts: ServerParts) -> None:
+    """Add the routes, if the setting says so and this server has a base model. Raises ProfileError."""
+    settings = TINKER.of(parts.offered.settings)
+    if not isinstance(settings, TinkerApi):
+        return
+    if find_spec("google.protobuf") is None:
+        raise ProfileError('server.tinker needs protobuf: pip install "clotho-mlx[tinker]"')
+    if (access := parts.offered.base) is None:
+        raise ProfileError("server.tinker trains adapters of a base model: it excludes server.accept_weights")
+    from clotho.serving.parts import Handlers
 
-    def server(self, parts: ServerParts) -> None:
-        """Add the routes, if the setting says so and this server has a base model. Raises ProfileError."""
-        settings = TINKER.of(parts.offered.settings)
-        if not isinstance(settings, TinkerApi):
-            return
-        if find_spec("google.protobuf") is None:
-            raise ProfileError('server.tinker needs protobuf: pip install "clotho-mlx[tinker]"')
-        if (access := parts.offered.base) is None:
-            raise ProfileError("server.tinker trains adapters of a base model: it excludes server.accept_weights")
-        from clotho.serving.parts import Handlers
-
-        training = Handlers(f"{HERE}.routes:TinkerRoutes", parts, access, settings)
-        parts.endpoints += endpoints(parts, training)
-        parts.gauges.append(partial(measured, training))
+    training = Handlers(f"{HERE}.routes:TinkerRoutes", parts, access, settings)
+    parts.endpoints += _endpoints(parts, training)
+    parts.gauges.append(partial(_measured, training))
 
 
-def measured(training: Handlers) -> Iterable[Metric]:
+def _measured(training: Handlers) -> Iterable[Metric]:
     """Return metrics once a client has asked for anything."""
     if not training.is_loaded:
         return ()
@@ -86,7 +82,7 @@ def measured(training: Handlers) -> Iterable[Metric]:
     return tinker_metrics(training.loaded.service)
 
 
-def endpoints(parts: ServerParts, training: Handlers) -> Iterator[Endpoint]:
+def _endpoints(parts: ServerParts, training: Handlers) -> Iterator[Endpoint]:
     """Return the routes. training: those that hold the state of the API."""
     from clotho.serving.parts import Endpoint, Handlers
 
@@ -108,6 +104,3 @@ def endpoints(parts: ServerParts, training: Handlers) -> Iterator[Endpoint]:
         yield endpoint(method, path, rest.method(name))
     for method, path, advice in REFUSED:
         yield endpoint(method, path, training.method("refused", advice=advice))
-
-
-EXTENSION = TinkerExtension()

@@ -14,9 +14,9 @@ from attachments.tools.sections import REASONING_PARSER, TOOL_PARSER
 from attachments.tools.structured_outputs import requested_grammar
 from attachments.tools.tool_calls import NO_TOOLS, ToolUse, definition, message_fields
 from attachments.tools.tool_grammars import use_tools
-from clotho.serving.chat_extension import ChatExtension, Conversation
+from clotho.serving.chat_extension import ChatExtension, Conversation, ValidatedRequest
 from clotho.serving.openai_fields import ChatRequest, ConstraintFields, ContentPart, Message, Tool
-from clotho.serving.openai_requests import ValidatedRequest, encode_plain
+from clotho.serving.openai_requests import encode_plain
 from clotho.serving.services import ServerContext
 from protocols.constraints import Grammar
 

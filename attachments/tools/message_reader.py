@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attachments.tools.reasoning import END_THINK, MessageParts
 from attachments.tools.tool_calls import NO_TOOLS, ToolUse
 from attachments.tools.tool_grammars import tool_format
-from clotho.extension import ReadMessage
 from clotho.serving.chat_extension import MessageDelta
 from clotho.serving.errors import ApiError
 
+if TYPE_CHECKING:
+    from training_run.episodes.conversations import ReadMessage, Tools
 
-def message_reader(template: str, tools: Sequence[Mapping[str, Any]]) -> ReadMessage:
+
+def message_reader(template: str, tools: Tools) -> ReadMessage:
     """Return what reads the messages of a model with this chat template. Raises ValueError for an unknown form."""
     use = NO_TOOLS
     if tools:

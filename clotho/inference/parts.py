@@ -10,8 +10,8 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from clotho import extension
 from clotho.backend import backend
+from clotho.extension import Door, needs
 from clotho.inference.batch import Batch
 from clotho.inference.cache_layout import CacheLayout, Computing, RowCaches
 from clotho.inference.kv_cache import BatchKVCache
@@ -124,7 +124,7 @@ class Batches:
 
 @dataclass(slots=True, kw_only=True)
 class EngineParts:
-    """What an engine is made of. An extension replaces the parts that it provides.
+    """What an engine is made of. An attachment replaces the parts that it provides.
 
     model: as mlx-lm builds it. adapted: its modules that hold the policy's own adapter. keeps_base: whether training
     leaves the base weights as they are. adapters: limits of the adapters that requests can name; None: all requests use
@@ -151,11 +151,14 @@ class EngineParts:
         return None
 
     def extended(self) -> EngineParts:
-        """Let every extension provide its parts. Raises ModelError, also if a setting needs an absent attachment."""
+        """Let every attachment provide its parts. Raises ModelError, also if a setting needs an absent attachment."""
         if self.adapters is not None:
-            self.rows = RowWeights(f"a model beside the policy {extension.needs('adapters')}")
-        for one in extension.extensions():
-            one.engine(self)
+            self.rows = RowWeights(f"a model beside the policy {needs('adapters')}")
+        ENGINE(self)
         if self.adapters is not None and self.adapters.root and type(self.rows) is RowWeights:
-            raise ModelError(f"server.adapters.root {extension.needs('adapters')}")
+            raise ModelError(f"server.adapters.root {needs('adapters')}")
         return self
+
+
+ENGINE: Door[[EngineParts], None] = Door("library.engine")
+"""Replaces parts of a decode engine; called once per engine, in its thread. Raises ModelError."""

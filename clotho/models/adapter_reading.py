@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from clotho.extension import absence, joined, provided
+from clotho.extension import TableDoor, provided
 from clotho.models.adapter_formats import (
     DTYPES,
     GGUF,
@@ -313,6 +313,11 @@ ReadAdapter = Callable[[Path, Base | None], Adapter]
 Raises ArtifactError, AdapterRequestError or ModelError.
 """
 
+ADAPTER_FORMATS: TableDoor[str] = TableDoor(
+    "library.ADAPTER_FORMATS", {"gguf": "files", "npz": "files", "peft": "files"}
+)
+"""What reads adapters of each format: `module:name` of a `ReadAdapter`."""
+
 
 def read_adapter_of(path: Path, model: str = "") -> Adapter:
     """Read an adapter of any format.
@@ -327,9 +332,9 @@ def read_adapter_of(path: Path, model: str = "") -> Adapter:
         directory, config, base = opened_directory(path, base)
         with opened_tensors(directory / MLX.tensors) as file:
             return adapter_from(file, MLX, config, base, path=path)
-    place = joined(lambda one: one.adapter_formats()).get(name)
+    place = ADAPTER_FORMATS().get(name)
     if place is None:
-        raise ArtifactError(f"{path}: the format {name} {absence(name)}", reason="unreadable")
+        raise ArtifactError(f"{path}: the format {name} {ADAPTER_FORMATS.absence(name)}", reason="unreadable")
     read: ReadAdapter = provided(place)
     return read(path, base)
 

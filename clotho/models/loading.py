@@ -19,7 +19,7 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, Repository
 from mlx.utils import tree_map_with_path
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes, dequantize_model, load_model
 
-from clotho.extension import OWNERS, ModelFormat, absence, extensions, joined, provided
+from clotho.extension import Door, TableDoor, provided
 from clotho.models.model_files import BITS, GROUP_SIZES, check_model, one_line, read_config
 from clotho.models.parameters import flat
 from clotho.settings.model import ModelSection, QuantizeAtLoad
@@ -66,6 +66,16 @@ def _require_finite(model: nn.Module, section: ModelSection) -> None:
 Classes = Callable[[dict[str, Any]], tuple[type[nn.Module], type]]
 """Returns the classes of a model and of its arguments for a configuration, as mlx-lm's `load_model` calls it."""
 
+INSTALL_LAYERS: Door[[], None] = Door("library.install_layers")
+"""Replaces functions of mlx-lm's model modules by equivalent ones; called after each model is built."""
+
+MODEL_FORMATS: TableDoor[tuple[str, str]] = TableDoor("library.MODEL_FORMATS", {".gguf": "files"})
+"""Formats of model files, by their suffix: what opens a model, and what opens its tokenizer.
+
+The first is called with the path and `read_weights`, as `open_base`, and returns the model and its configuration. The
+second is called with the path, and returns a tokenizer of transformers.
+"""
+
 
 def open_base(
     files: Path, section: ModelSection, *, read_weights: bool = True, classes: Classes = _get_classes
@@ -77,8 +87,7 @@ def open_base(
     `read_weights` is false; they must then not be evaluated. classes: of a directory. Raises `ModelError`.
     """
     model, config = open_stored(files, section, read_weights=read_weights, classes=classes)
-    for one in extensions():
-        one.install_layers()
+    INSTALL_LAYERS()
     convert(model, section, config)
     return model, config
 
@@ -88,7 +97,7 @@ def open_stored(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Build the base model as `open_base`, with the quantization and the types of its files."""
     if not files.is_dir():
-        opened: tuple[nn.Module, dict[str, Any]] = provided(file_format(files).open)(files, read_weights=read_weights)
+        opened: tuple[nn.Module, dict[str, Any]] = provided(file_format(files)[0])(files, read_weights=read_weights)
         return opened
     _check_files(files, section)
     try:
@@ -107,15 +116,15 @@ def is_local(path: str) -> bool:
 
 def _has_suffix(path: str) -> bool:
     """Whether a path has the suffix of a format of model files, also if the attachment that reads it is missing."""
-    return path.lower().endswith(tuple(name for name in OWNERS if name.startswith(".")))
+    return path.lower().endswith(tuple(MODEL_FORMATS.owners))
 
 
-def file_format(path: Path) -> ModelFormat:
-    """Return the format of a file with a model. Raises ModelError if it has none, or its attachment is missing."""
-    suffix, formats = path.suffix.lower(), joined(lambda one: one.model_formats())
+def file_format(path: Path) -> tuple[str, str]:
+    """Return the row of `MODEL_FORMATS` for a file. Raises ModelError if it has none, or its attachment is missing."""
+    suffix, formats = path.suffix.lower(), MODEL_FORMATS()
     if suffix in formats:
         return formats[suffix]
-    if reason := absence(suffix):
+    if reason := MODEL_FORMATS.absence(suffix):
         raise ModelError(f"model {path}: a file *{suffix} {reason}")
     files = "".join(f", or a file *{known}," for known in formats)
     raise ModelError(f"model {path} is a file; a directory with config.json and *.safetensors{files} is expected")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from clotho import extension
+from clotho.extension import Door, needs, provided
 from clotho.models.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 from clotho.models.control_tokens import ControlTokens
 from clotho.models.loading import file_format
@@ -32,6 +32,14 @@ SAMPLE_CONVERSATION = (
 
 ANSWER_MARK, NEXT_MARK = "\U0010fffe", "\U0010ffff"
 """Characters that stand for an answer and that begin what follows it: the last two, which encode no text."""
+
+GRAMMAR_COMPILER: Door[[Any, Collection[int], int], Callable[[Grammar], Constraint] | None] = Door(
+    "library.grammar_compiler"
+)
+"""Returns what compiles grammars for a tokenizer of transformers, its end tokens, and logits of this width.
+
+None: nothing does. Raises ValueError if the tokenizer permits no constrained decoding. Compilation raises RequestError.
+"""
 
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
@@ -92,7 +100,7 @@ class ChatTokenizer:
         directory = Path(path)
         template = _read_template(chat_template)
         if directory.is_file():
-            tokenizer = extension.provided(file_format(directory).tokenizer)(directory)
+            tokenizer = provided(file_format(directory)[1])(directory)
             return cls(tokenizer, template=template, variables=variables)
         if not directory.is_dir():
             raise ModelError(f"{directory} is not a directory with a tokenizer")
@@ -332,10 +340,10 @@ class ChatTokenizer:
         return self._compilers[vocabulary](grammar)
 
     def _compiler(self, vocabulary: int) -> Callable[[Grammar], Constraint]:
-        for one in extension.extensions():
-            if (found := one.grammar_compiler(self._wrapper._tokenizer, self.eos_ids, vocabulary)) is not None:
-                return found
-        raise ValueError(extension.needs("tools"))
+        found = GRAMMAR_COMPILER.first(self._wrapper._tokenizer, self.eos_ids, vocabulary)
+        if found is None:
+            raise ValueError(needs("tools"))
+        return found
 
     def token_text(self, token: int) -> str:
         """Return one token as text, special tokens by name; an incomplete character becomes U+FFFD."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from clotho.extension import absence, joined, provided
+from clotho.extension import TableDoor, provided
 from clotho.rewards import choice_correctness, environment, exact, jaccard, math_eval, tag_format
 from clotho.user_code import load_named
 from protocols.errors import ProfileError, did_you_mean
@@ -62,10 +62,16 @@ CORE: Mapping[str, BuiltIn] = {
 }
 """Built-in reward functions of the library."""
 
+REWARDS: TableDoor[BuiltIn] = TableDoor(
+    "library.REWARDS",
+    {"judge": "graders", "math_verify": "graders", "reasoning_gym": "reasoning_gym", "reward_model": "reward_model"},
+)
+"""Built-in reward functions of attachments."""
+
 
 def built_in() -> Mapping[str, BuiltIn]:
     """Return the built-in reward functions by name: those of the library, and those of attachments."""
-    return {**CORE, **joined(lambda one: one.rewards())}
+    return {**CORE, **REWARDS()}
 
 
 LISTS = frozenset({"prompts", "completions", "completion_ids", "environment_rewards"})
@@ -96,8 +102,8 @@ def load_reward(name: str, options: RewardOptions | None = None, *, file: str = 
 def split_name(name: str) -> tuple[str, str]:
     """Return the module or file and the function of a name that is not built in. Raises ProfileError."""
     module_name, colon, attribute = name.rpartition(":")
-    if not colon and absence(name):
-        raise ProfileError(f"rewards.name {name!r} {absence(name)}")
+    if not colon and (reason := REWARDS.absence(name)):
+        raise ProfileError(f"rewards.name {name!r} {reason}")
     names = built_in()
     allowed = f"use {', '.join(names)}, module:function, or path/to/file.py:function"
     if not colon:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from clotho.extension import absence
-from clotho.rewards.registry import RewardOptions, built_in, group_parameters, load_reward
+from clotho.rewards.registry import REWARDS, RewardOptions, built_in, group_parameters, load_reward
 from clotho.rewards.values import Completions, Reward, RewardError, call_all
 from protocols.errors import ProfileError, did_you_mean
 from protocols.prompt import AnswerIn, Problem
@@ -37,7 +36,9 @@ class Rewards:
             self._add(getattr(function, "__name__", type(function).__name__), function, weight)
         for name, weight in weights.items():
             if name not in table:
-                reason = absence(name) or f"is no built-in function{did_you_mean(name, table)}; there are {names}"
+                reason = (
+                    REWARDS.absence(name) or f"is no built-in function{did_you_mean(name, table)}; there are {names}"
+                )
                 raise ProfileError(f"Rewards: {name!r} {reason}")
             self._add(name, load_reward(name, RewardOptions(answer_in=answer_in)), weight)
         judging = {name for name in weights if table[name].reads_answer}

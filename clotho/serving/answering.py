@@ -22,12 +22,12 @@ from starlette.types import Send
 
 from clotho.lanes.daemon_threads import DaemonThreads, NoThreadError, OvertimeError
 from clotho.serving.auth import client_of
+from clotho.serving.bodies import VERSION_HEADER, json_response
+from clotho.serving.chat_extension import ValidatedRequest
 from clotho.serving.errors import ApiError, invalid_field, overloaded, to_api_error
 from clotho.serving.limits import until_disconnect
 from clotho.serving.metrics import ServerMetrics
-from clotho.serving.openai_requests import ValidatedRequest
 from clotho.serving.openai_responses import Chunk, last_chunk
-from clotho.serving.parts import VERSION_HEADER, json_response
 from clotho.serving.services import ClientSampler, ServerContext, Tokenizer
 from protocols.sampling import Completion, CompletionDone, PromptLogprobs, TokenSampled
 from protocols.step import WeightsReady

@@ -15,10 +15,11 @@ from starlette.routing import Route
 
 from clotho import __version__
 from clotho.serving.auth import ClientMiddleware, LocalOriginMiddleware, for_admins
+from clotho.serving.bodies import json_response
 from clotho.serving.errors import EXCEPTION_HANDLERS
 from clotho.serving.limits import AdmissionMiddleware, ConcurrencyLimit, UnreadBodyMiddleware
 from clotho.serving.loopback import is_loopback
-from clotho.serving.parts import Endpoint, Handlers, ServerParts, json_response
+from clotho.serving.parts import Endpoint, Handlers, ServerParts
 from clotho.serving.services import Health, Version
 from clotho.serving.struct_types import prepare_struct_types
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from clotho import extension
+from clotho.extension import Door
 from clotho.serving.errors import ApiError
 from clotho.settings.server import HttpServer
 
@@ -99,9 +99,8 @@ def key_digest(secret: bytes) -> bytes:
     return sha256(secret).digest()
 
 
-def client_keys(settings: HttpServer) -> tuple[ClientKey, ...]:
-    """Return the API keys of a server, without those of `server.api_key`. Raises ProfileError if one is not valid."""
-    return tuple(key for one in extension.extensions() for key in one.client_keys(settings))
+CLIENT_KEYS: Door[[HttpServer], Sequence[ClientKey]] = Door("library.client_keys")
+"""Returns API keys of a server, beside `server.api_key`. Raises ProfileError if one is not valid."""
 
 
 class Client(Struct, frozen=True, kw_only=True):
@@ -141,7 +140,7 @@ class Clients:
 
     def __init__(self, settings: HttpServer) -> None:
         """Raise ProfileError if the API keys are not valid."""
-        named = client_keys(settings)
+        named = [key for keys in CLIENT_KEYS(settings) for key in keys]
         self.quotas = {key.name: key.quota for key in named if key.quota is not None}
         self._keys = {key.digest: key for key in named}
         if settings.api_key:

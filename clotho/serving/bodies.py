@@ -1,6 +1,6 @@
-"""Request bodies: media type, size, time, rate and memory, and strict decoding of a JSON object.
+"""Bodies of requests: media type, size, time, rate and memory, strict decoding of a JSON object. Bodies of responses.
 
-Bodies are read before the request is admitted. Decoding takes time and memory linear in the size of a body.
+Those of requests are read before the request is admitted. Decoding takes time and memory linear in the size of a body.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ import json
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from itertools import islice
 from typing import Any, NoReturn
 
 import anyio
 import msgspec
+from msgspec import Struct
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from clotho.serving.errors import ApiError, overloaded
@@ -34,6 +36,17 @@ FREE_BYTES = 65_536
 BYTES_PER_SECOND, BURST_BYTES = 1_048_576, 8_388_608
 """Rate at which the server reads the rest of all bodies. The work for a body is linear in its size, so the rate also
 limits the share of the processor that large bodies can take. 1 MiB is the text of about 250,000 tokens."""
+
+
+VERSION_HEADER = "x-clotho-weights-version"
+
+
+def json_response(
+    body: Struct | list[Struct], version: int, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return a body as JSON. version: of the weights, for a header. headers: others."""
+    headers = {VERSION_HEADER: str(version), **(headers or {})}
+    return Response(msgspec.json.encode(body), status_code=status, headers=headers, media_type="application/json")
 
 
 class ByteRate:

@@ -10,11 +10,15 @@ from msgspec import Struct
 from clotho.extension import needs, provided
 from clotho.serving.errors import invalid_field
 from clotho.serving.openai_fields import ChatRequest, ConstraintFields, Message
+from clotho.serving.services import ServedModel
 from protocols.constraints import Grammar
+from protocols.sampling import SampleRequest
 
 if TYPE_CHECKING:
-    from clotho.serving.openai_requests import ValidatedRequest
     from clotho.serving.services import ServerContext
+
+
+Prompt = tuple[int, ...]
 
 
 class CallDelta(Struct, frozen=True, kw_only=True):
@@ -47,6 +51,43 @@ class MessageParser(Protocol):
 
     def push(self, text: str, /, *, last: bool) -> MessageDelta:
         """Add text; return the parts that are final with it. last: the completion ends with this text."""
+
+
+class ValidatedRequest(Struct, frozen=True, kw_only=True):
+    """A validated request: one `SampleRequest` per prompt, with `n` completions each.
+
+    model: the model that the request names. samples: empty if nothing is sampled. top_logprobs: alternatives to return
+    per token; None: return no log-probabilities. echo: the text of each prompt, to be repeated; empty: not repeated.
+    prompt_logprobs: alternatives to return per prompt token; None: return no log-probabilities of prompts.
+    request_id: name under which the request can be aborted. grammar: constrains every completion; not compiled yet.
+    message_parser: makes the parser of reasoning and tool calls of one completion.
+    """
+
+    model: ServedModel
+    prompts: tuple[Prompt, ...]
+    samples: tuple[SampleRequest, ...]
+    n: int
+    top_logprobs: int | None
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    return_tokens_as_token_ids: bool = False
+    echo: tuple[str, ...] = ()
+    prompt_logprobs: int | None = None
+    request_id: str = ""
+    grammar: Grammar | None = None
+    message_parser: Callable[[], MessageParser] | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of all prompts; each prompt counts once."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def scored_alternatives(self) -> int | None:
+        """Number of alternatives for which the prompts are scored; None: they are not scored."""
+        shown = [self.prompt_logprobs, self.top_logprobs if self.echo else None]
+        return max((count for count in shown if count is not None), default=None)
 
 
 class Conversation(Struct, frozen=True, kw_only=True):

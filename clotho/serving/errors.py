@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ExceptionHandler, Receive, Scope, Send
 
-from clotho import extension
+from clotho.extension import attachment_names, needs, provided
 from protocols.errors import GenerationError, RequestError, nearest, visible
 
 ERRORS = "clotho.serving.errors:ErrorBody"
@@ -123,7 +123,7 @@ def error_body(error: ApiError, scope: Scope) -> ErrorFormat:
     Applications that only show pages, such as that of a run that loads, have no other formats.
     """
     places: Mapping[str, str] = getattr(scope["app"].state, "error_formats", {}) if "app" in scope else {}
-    found: type[ErrorFormat] = extension.provided(places.get(scope["path"], ERRORS))
+    found: type[ErrorFormat] = provided(places.get(scope["path"], ERRORS))
     return found.of(error)
 
 
@@ -164,7 +164,7 @@ async def _respond_to_http_exception(request: Request, error: Exception) -> Resp
     if not isinstance(error, HTTPException):
         raise error
     if error.status_code == 404 and (absent := _absent_attachment(request.url.path)):
-        return ApiError(404, f"This path {extension.needs(absent)}.").response()
+        return ApiError(404, f"This path {needs(absent)}.").response()
     guess = nearest(request.url.path, (route.path for route in request.app.routes if isinstance(route, Route)))
     hint = "" if guess is None else f" Did you mean {guess}?"
     messages = {
@@ -177,9 +177,8 @@ async def _respond_to_http_exception(request: Request, error: Exception) -> Resp
 
 def _absent_attachment(path: str) -> str:
     """Return the attachment of a path if it is not installed; else an empty string."""
-    installed = {one.attachment for one in extension.extensions()}
     owners = (name for name, paths in ATTACHMENTS.items() if path.rstrip("/") in paths)
-    return next((name for name in owners if name not in installed), "")
+    return next((name for name in owners if name not in attachment_names()), "")
 
 
 async def _ignore_disconnect(_: Request, __: Exception) -> None:

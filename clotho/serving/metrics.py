@@ -21,7 +21,7 @@ from protocols.sampling import Completion
 from protocols.summary import Distribution
 
 if TYPE_CHECKING:
-    from clotho.serving.openai_requests import ValidatedRequest
+    from clotho.serving.chat_extension import ValidatedRequest
 
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)

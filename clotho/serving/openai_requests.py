@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct, structs
 
 from clotho.serving.bodies import json_object
-from clotho.serving.chat_extension import Conversation, MessageParser, chat_extension
+from clotho.serving.chat_extension import Conversation, Prompt, ValidatedRequest, chat_extension
 from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.openai_fields import (
     HINTS,
@@ -45,47 +45,8 @@ from protocols.sampling import (
     completion_seeds,
 )
 
-Prompt = tuple[int, ...]
-
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "conversation"})
 """Variables of chat templates that requests do not set by `chat_template_kwargs`."""
-
-
-class ValidatedRequest(Struct, frozen=True, kw_only=True):
-    """A validated request: one `SampleRequest` per prompt, with `n` completions each.
-
-    model: the model that the request names. samples: empty if nothing is sampled. top_logprobs: alternatives to return
-    per token; None: return no log-probabilities. echo: the text of each prompt, to be repeated; empty: not repeated.
-    prompt_logprobs: alternatives to return per prompt token; None: return no log-probabilities of prompts.
-    request_id: name under which the request can be aborted. grammar: constrains every completion; not compiled yet.
-    message_parser: makes the parser of reasoning and tool calls of one completion.
-    """
-
-    model: ServedModel
-    prompts: tuple[Prompt, ...]
-    samples: tuple[SampleRequest, ...]
-    n: int
-    top_logprobs: int | None
-    stream: bool
-    include_usage: bool
-    return_token_ids: bool
-    return_tokens_as_token_ids: bool = False
-    echo: tuple[str, ...] = ()
-    prompt_logprobs: int | None = None
-    request_id: str = ""
-    grammar: Grammar | None = None
-    message_parser: Callable[[], MessageParser] | None = None
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of tokens of all prompts; each prompt counts once."""
-        return sum(map(len, self.prompts))
-
-    @property
-    def scored_alternatives(self) -> int | None:
-        """Number of alternatives for which the prompts are scored; None: they are not scored."""
-        shown = [self.prompt_logprobs, self.top_logprobs if self.echo else None]
-        return max((count for count in shown if count is not None), default=None)
 
 
 R = TypeVar("R", bound=SamplingFields)

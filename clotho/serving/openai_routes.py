@@ -13,10 +13,11 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from clotho.serving.chat_extension import MessageDelta, MessageParser
+from clotho.serving.bodies import json_response
+from clotho.serving.chat_extension import MessageDelta, MessageParser, ValidatedRequest
 from clotho.serving.errors import ApiError
 from clotho.serving.limits import until_disconnect
-from clotho.serving.openai_requests import ValidatedRequest, parse_chat_request, parse_completion_request
+from clotho.serving.openai_requests import parse_chat_request, parse_completion_request
 from clotho.serving.openai_responses import (
     DONE,
     AssistantMessage,
@@ -40,7 +41,7 @@ from clotho.serving.openai_responses import (
     server_sent,
     weights_versions,
 )
-from clotho.serving.parts import ServerParts, json_response
+from clotho.serving.parts import ServerParts
 from clotho.serving.services import ServedModel, ServerContext, Tokenizer, find_served
 from protocols.sampling import Completion, PromptLogprobs
 from protocols.step import WeightsReady

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import anyio
-import msgspec
-from msgspec import Struct, structs
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from clotho import extension
+from clotho.extension import Door, needs, provided
 from clotho.serving.auth import Clients
 from clotho.serving.bodies import RequestBodies
 from clotho.serving.errors import ERRORS
@@ -30,15 +29,6 @@ if TYPE_CHECKING:
     from clotho.serving.answering import Answering
 
 Handler = Callable[[Request], Awaitable[Response]]
-VERSION_HEADER = "x-clotho-weights-version"
-
-
-def json_response(
-    body: Struct | list[Struct], version: int, *, status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    """Return a body as JSON. version: of the weights, for a header. headers: others."""
-    headers = {VERSION_HEADER: str(version), **(headers or {})}
-    return Response(msgspec.json.encode(body), status_code=status, headers=headers, media_type="application/json")
 
 
 class Handlers:
@@ -51,7 +41,7 @@ class Handlers:
     @cached_property
     def loaded(self) -> Any:
         """The object."""
-        found = extension.provided(self._place)(*self._parts)
+        found = provided(self._place)(*self._parts)
         prepare_struct_types()  # bodies are decoded in several threads
         return found
 
@@ -129,8 +119,7 @@ class ServerParts:
         self.chat = offered.chat
         self.pages: list[Callable[[anyio.Event], Sequence[Route]]] = []
         self.gauges: list[Callable[[], Iterable[Metric]]] = []
-        for one in extension.extensions():
-            one.server(self)
+        SERVER(self)
         self.context = structs.replace(
             offered, models=self._models, health=self._health, chat=self.chat, measure=self._measure
         )
@@ -143,7 +132,7 @@ class ServerParts:
         """The steps that answer a request, shared by all endpoints."""
         from clotho.serving.answering import Answering
 
-        extension.provided(self.chat)
+        provided(self.chat)
         prepare_struct_types()  # bodies are decoded in several threads
         return Answering(self.context, self.metrics)
 
@@ -164,5 +153,9 @@ class ServerParts:
     async def load_chosen(self, name: str, path: Path, read: Callable[[Path], Any]) -> None:
         """Serve a model that the operator names. read: reads the path in a compute thread. Raises ProfileError."""
         if not self.sources:
-            raise ProfileError(f"--adapter: {extension.needs('adapters')}")
+            raise ProfileError(f"--adapter: {needs('adapters')}")
         await self.sources[0].load_chosen(name, path, read)
+
+
+SERVER: Door[[ServerParts], None] = Door("library.server")
+"""Adds to the parts of a server; called once per server. What they share belongs to the parts."""

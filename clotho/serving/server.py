@@ -23,7 +23,7 @@ from hypercorn.utils import wrap_app
 from starlette.types import ASGIApp
 
 from clotho.serving.app import build_app
-from clotho.serving.auth import client_keys
+from clotho.serving.auth import CLIENT_KEYS
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.loopback import is_loopback
 from clotho.serving.parts import ServerParts
@@ -61,7 +61,7 @@ def listen(settings: HttpServer) -> socket.socket:
     no API key; ProfileError if the file of API keys is not valid.
     """
     host, port = settings.host, settings.port
-    if not (client_keys(settings) or settings.api_key or is_loopback(host)):
+    if not (any(CLIENT_KEYS(settings)) or settings.api_key or is_loopback(host)):
         raise ServerError(
             f"server.host {host!r} is reachable from other machines: set server.api_keys_file or server.api_key, or "
             "bind 127.0.0.1"

@@ -23,7 +23,7 @@ from mlx.nn.utils import value_and_grad
 from mlx.utils import tree_flatten
 from tokenizers import Tokenizer
 
-from clotho.extension import extensions
+from clotho.models.loading import INSTALL_LAYERS
 from profiles.maker.problem import Generator, Problem
 from profiles.maker.tokenizer import END, PAD, chat_prompt, token_id, write_json
 
@@ -92,8 +92,7 @@ class Lesson:
 def make_model(shape: Shape, vocabulary: int, seed: int) -> nn.Module:
     """Make a fresh float32 policy with `vocabulary` token ids, whose head is tied to its embeddings."""
     architecture = importlib.import_module(f"mlx_lm.models.{shape['model_type']}")
-    for one in extensions():
-        one.install_layers()
+    INSTALL_LAYERS()
     mx.random.seed(seed)
     model: nn.Module = architecture.Model(architecture.ModelArgs.from_dict({**shape, "vocab_size": vocabulary}))
     embeddings = text_layers(model).embed_tokens

@@ -5,8 +5,8 @@ python -m tests.docs.model_reference
 
 from __future__ import annotations
 
-from clotho.extension import extensions
 from clotho.models.head import split_model
+from clotho.models.loading import INSTALL_LAYERS
 from clotho.models.lora import install_adapter
 from clotho.scoring.layouts.forward import check_layout
 from clotho.settings.model import Lora
@@ -29,8 +29,7 @@ def table() -> str:
 
 def _layouts(architecture: str) -> list[str]:
     model = tiny(architecture, vocab_size=VOCABULARY)
-    for one in extensions():
-        one.install_layers()
+    INSTALL_LAYERS()
     split = split_model(model, VOCABULARY)
     found = ["padded"]
     for layout in ("packed", "shared"):

@@ -9,14 +9,13 @@ here. An environment that changes earlier messages begins the conversation anew,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from clotho import extension
 from clotho.data.problems import conversation
-from clotho.extension import ReadMessage
+from clotho.extension import Door, needs
 from clotho.models.tokenizer import ANSWER_MARK, ChatTokenizer
 from clotho.serving.chat_extension import MessageDelta
 from protocols.errors import ProfileError, RequestError
@@ -38,6 +37,15 @@ MAX_READERS = 64
 """Sets of tools whose messages can be read, of which the newest are kept: tasks may have tools of their own."""
 
 Tools = Sequence[Mapping[str, Any]]
+
+ReadMessage = Callable[[str, str], MessageDelta]
+"""Reads the end of a prompt and the text of a completion, special tokens included, as a whole message."""
+
+MESSAGE_READER: Door[[str, Tools], ReadMessage | None] = Door("library.message_reader")
+"""Returns what reads the messages of a model whose calls of tools are in the form of its chat template.
+
+None: messages are texts. Raises ValueError if the form is unknown.
+"""
 
 
 class ChatWriter:
@@ -154,12 +162,11 @@ class Conversations:
 def message_reader(tokenizer: ChatTokenizer, tools: Tools) -> ReadMessage:
     """Return what reads the messages of the policy. Raises ProfileError if its calls of tools cannot be read."""
     try:
-        readers = (one.message_reader(tokenizer.chat_template, tools) for one in extension.extensions())
-        found = next((reader for reader in readers if reader is not None), None)
+        found = MESSAGE_READER.first(tokenizer.chat_template, tools)
     except ValueError as error:
         raise ProfileError(f"tools of an environment: {error}") from None
     if found is None and tools:
-        raise ProfileError(f"tools of an environment: {extension.needs('tools')}")
+        raise ProfileError(f"tools of an environment: {needs('tools')}")
     return found or (lambda _, text: MessageDelta(content=text))
 
 

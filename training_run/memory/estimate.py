@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model
 from msgspec.structs import replace
 
-from clotho import extension
 from clotho.backend import backend
+from clotho.extension import Door
 from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
 from clotho.inference.prefill import MAX_ENTRIES
 from clotho.inference.rows import rounded_columns, spare_columns
@@ -277,10 +278,23 @@ def _beside(path: str, rows: int, tokens: int) -> tuple[int, int]:
     return weights, _caches(CacheLayout(model), rows, tokens)
 
 
+ADAPTER_BYTES: Door[[nn.Module, AdaptersSection, int], int] = Door("library.adapter_bytes")
+"""Returns the largest number of bytes that adapters of an engine with these limits take.
+
+Called with the model as mlx-lm builds it, not evaluated, the limits, and the bytes per number of the compute type.
+"""
+
+SCAN_BYTES: Door[[nn.Module, Sequence[int], int, int], int] = Door("library.scan_bytes")
+"""Returns the bytes that the backward pass of a block's recurrent layer works with.
+
+Called with the block, the heads and the two sizes of the state of a head, and the rows and tokens that it computes.
+"""
+
+
 def _adapters(base: nn.Module, config: dict[str, Any], limits: AdaptersSection) -> int:
     """Return the bytes of the largest adapters that the limits allow."""
     itemsize = _itemsize(base, config)
-    return sum(one.adapter_bytes(base, limits, itemsize) for one in extension.extensions())
+    return sum(ADAPTER_BYTES(base, limits, itemsize))
 
 
 def _caches(layout: CacheLayout, rows: int, tokens: int) -> int:
@@ -360,10 +374,10 @@ def _scan_bytes(block: nn.Module, layout: CacheLayout, micro: MicroBatchShape) -
     }
     return max(
         (
-            one.scan_bytes(block, state, rows=part.rows, tokens=part.queries)
-            for one in extension.extensions()
+            found
             for state in states
             for part in micro.passes
+            for found in SCAN_BYTES(block, state, part.rows, part.queries)
         ),
         default=0,
     )

@@ -54,7 +54,7 @@ ATTACHED = {
 """The attachment of each key that an attachment adds to a profile: a key of an absent one is refused by its name."""
 
 SETTINGS: tuple[Setting[Any], ...] = tuple(
-    setting for module in attachment_modules("sections") for setting in module.SETTINGS
+    setting for module in attachment_modules("sections").values() for setting in module.SETTINGS
 )
 """The settings of the attachments that are installed."""
 

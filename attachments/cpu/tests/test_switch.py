@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from attachments.cpu import library
 from attachments.cpu.backend import CpuBackend
 from attachments.cpu.kv_cache import HostKVCache
-from attachments.cpu.library import EXTENSION
 from clotho.backend import SWITCH, backend_of
 from clotho.inference.kv_cache import BatchKVCache
 from protocols.sampling import Completion, Sampling
@@ -55,4 +55,4 @@ def test_the_environment_variable_turns_the_backend_off(
 
 def test_on_a_gpu_mlx_computes() -> None:
     """Its kernels are fast already, and its memory is far."""
-    assert EXTENSION.backend(mx.gpu) is None
+    assert library.backend(mx.gpu) is None

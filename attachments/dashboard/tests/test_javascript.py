@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from attachments.dashboard.library import KINDS
 from attachments.dashboard.page_files import PAGE
+from attachments.dashboard.paths import KINDS
 from attachments.dashboard.tests.synthetic_run import RunShape, write_run
 from attachments.dashboard.tests.viewed_runs import viewing
 from tests.test_layering import LONGEST_MODULE

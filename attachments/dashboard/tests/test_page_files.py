@@ -7,8 +7,8 @@ import re
 import pytest
 from starlette.testclient import TestClient
 
-from attachments.dashboard.library import page_app
 from attachments.dashboard.page_files import INDEX, PAGE, page_names, page_text
+from attachments.dashboard.paths import page_app
 
 MAX_BYTES = 80_000
 """Bytes of all files of the page with its chart library, compressed; the licence is not counted."""

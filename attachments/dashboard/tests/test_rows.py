@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from attachments.dashboard import routes
-from attachments.dashboard.library import KINDS
+from attachments.dashboard.paths import KINDS
 from attachments.dashboard.tests.synthetic_run import RunShape, write_run
 from attachments.dashboard.tests.viewed_runs import Viewed, lines, viewing
 

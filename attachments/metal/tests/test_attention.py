@@ -9,12 +9,11 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import qwen3
 
-from attachments.metal import add_norm, attention, norm_rotation
+from attachments.metal import add_norm, attention, library, norm_rotation
 from attachments.metal.attention import FusedAttention, fusible, install
 from attachments.metal.backend import MetalBackend
 from clotho.backend import Backend
 from clotho.backend import backend as computing
-from clotho.extension import extensions
 from clotho.models.parameters import flat
 from tests.inference.engine_helpers import SAMPLED, make_engine, make_prompt, run, submit_request
 from tests.small_models import FixedSource, tiny, tiny_source
@@ -144,8 +143,7 @@ def test_an_installed_layer_is_not_installed_again() -> None:
 @pytest.mark.parametrize("kind", [mx.gpu, mx.cpu])
 def test_the_backend_is_offered_for_metal_only(kind: mx.DeviceType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for a CPU, and not for CUDA, which is a GPU without Metal."""
-    (extension,) = (one for one in extensions() if one.attachment == "metal")
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    assert extension.backend(kind) is None
+    assert library.backend(kind) is None
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    assert isinstance(extension.backend(kind), MetalBackend if kind == mx.gpu else type(None))
+    assert isinstance(library.backend(kind), MetalBackend if kind == mx.gpu else type(None))
