@@ -35,9 +35,6 @@ TARGET = 0.9
 MADE = "runs/warm_up"
 """Directory of problems, demonstrations and policy, relative to the checkout."""
 
-STEPS = 120
-"""Updates of RL alone: 15,360 completions."""
-
 WARM_UP = msgspec.json.encode(
     [{"kind": "sft", "steps": 30, "data": f"{MADE}/careful.jsonl"}, {"kind": "rl", "steps": 30}]
 ).decode()
@@ -83,7 +80,7 @@ STUDY = Study(
     name=NAME,
     about=__doc__,
     arms=(
-        Arm(name="RL"),
+        Arm(name="RL", flags=("--steps", "120")),
         Arm(name="RL, groups of 64", flags=merged("--sampling.group-size 64 --steps 15 --eval.interval 1")),
         Arm(name="SFT with 480 demonstrations, then RL", flags=("--stages", WARM_UP)),
     ),
