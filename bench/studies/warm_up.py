@@ -36,7 +36,7 @@ MADE = "runs/warm_up"
 """Directory of problems, demonstrations and policy, relative to the checkout."""
 
 WARM_UP = msgspec.json.encode(
-    [{"kind": "sft", "steps": 30, "data": f"{MADE}/careful.jsonl"}, {"kind": "rl", "steps": 30}]
+    [{"kind": "sft", "steps": 60, "data": f"{MADE}/careful.jsonl"}, {"kind": "rl", "steps": 30}]
 ).decode()
 
 
@@ -81,12 +81,12 @@ STUDY = Study(
     about=__doc__,
     arms=(
         Arm(name="RL", flags=("--steps", "120")),
-        Arm(name="RL, groups of 64", flags=merged("--sampling.group-size 64 --steps 15 --eval.interval 1")),
-        Arm(name="SFT with 480 demonstrations, then RL", flags=("--stages", WARM_UP)),
+        Arm(name="RL, groups of 64", flags=merged("--sampling.group-size 64 --steps 15 --eval.interval 5")),
+        Arm(name="SFT with 960 demonstrations, then RL", flags=("--stages", WARM_UP)),
     ),
     flags=merged(
         f"--profile {PROFILE} --model.path {MADE}/policy --data.train {MADE}/train.jsonl",
-        f"--data.heldout {MADE}/heldout.jsonl --eval.interval 5 --async false --checkpoint.interval 0",
+        f"--data.heldout {MADE}/heldout.jsonl --eval.interval 10 --async false --checkpoint.interval 0",
         "--learner.max-equal-batches 0",
         "--monitor.display none",
     ),
