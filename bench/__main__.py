@@ -23,6 +23,7 @@ BENCHMARKS = {
     "visitors": "Rates of a run, and of clients of serve, beside 1 to 64 long requests; first token of short ones.",
     "swap": "How long a weight swap delays decoding.",
     "save": "How long saving a checkpoint delays decoding.",
+    "turns": "Processor time per turn of an environment in Python and per rollout of verifiers; prefilled tokens.",
     "soak": "Training under load with injected faults: groups lost, requests unanswered, growth of memory.",
     "compare": "Compare two sets of results; also --compare BEFORE AFTER.",
     "reproduce": "Measure a table of the documentation again, and show it beside the stored one.",

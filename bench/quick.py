@@ -90,7 +90,7 @@ LIMITS = (
     Limit(
         title="one turn of an environment, without policy",
         prepare=clotho_turns.prepare,
-        case={"episodes": 128, "workers": 2},
+        case={"environment": "Python", "episodes": 128, "workers": 2},
         metric="turn_seconds",
         unit="seconds",
         worst=20e-3,

@@ -78,6 +78,11 @@ SEMANTICS = {
         "the new arrays, which the learner has already computed, the prefix cache is emptied, and the running "
         "sequences continue. Median and longest swap of a repeat."
     ),
+    "clotho_turns": (
+        "Processor time of the run and of the processes of the environment, which includes the environment itself, per "
+        "message of the policy or per rollout; prefilled tokens of an episode of four turns per token of its last "
+        "prompt."
+    ),
     "clotho_save": (
         "Longest and median decode step while a thread saves checkpoints, minus the median decode step without other "
         "work; the longest step without other work, minus this median; and the duration of a checkpoint, from the "
@@ -133,6 +138,7 @@ PROGRAMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("serve", "mlx_lm.server"): ("mlx_lm_serve",),
     ("swap", "clotho"): ("clotho_swap",),
     ("save", "clotho"): ("clotho_save",),
+    ("turns", "clotho"): ("clotho_turns",),
     ("overlap", "clotho"): ("clotho_overlap",),
     ("peers", "clotho"): ("clotho_train",),
     ("peers", "mlx-lm-lora"): ("mlx_lm_lora_train",),

@@ -12,7 +12,6 @@ by `clotho eval --profile guessing`.
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from bench.contenders.clotho_turns import verifiers_python
 from bench.fingerprint import ROOT
 from bench.runs import POLL_SECONDS, Record
 from bench.studies.runner import Arm, Study, column, run_study
@@ -42,8 +42,7 @@ AGENT = re.compile(r"^```python\n(# agent\.py\n.*?)^```$", re.DOTALL | re.MULTIL
 def started(arm: Arm, _: int, directory: Path) -> Sequence[str]:
     """Further flags of a run. The agent of sessions is started beside it, as soon as the server of the run answers."""
     if arm.name == "game, taskset":
-        path = Path(os.environ.get("CLOTHO_VERIFIERS_PYTHON", ROOT / ".verifiers" / "bin" / "python"))
-        return "--data.verifiers.python", str(path.absolute())
+        return "--data.verifiers.python", verifiers_python()
     if arm.name != "game, HTTP agent":
         return ()
     with socket.create_server(("127.0.0.1", 0)) as probe:
