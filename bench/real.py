@@ -161,7 +161,7 @@ def measure(parts: Sequence[str], *, repeats: int, seeds: Sequence[int], quick: 
 def _interleaved(
     contenders: Sequence[Contender], case: Case, metrics: Sequence[Metric], repeats: int, *, warm_up: int = 1
 ) -> list[Measurement]:
-    with _model_directory() as model:
+    with model_directory() as model:
         reading = [
             replace(one, environment={**one.environment, REAL_DIRECTORY: str(model)}) if one != OURS else one
             for one in contenders
@@ -170,7 +170,7 @@ def _interleaved(
 
 
 @contextmanager
-def _model_directory() -> Iterator[Path]:
+def model_directory() -> Iterator[Path]:
     """Yield a directory with the model, in mlx-lm's form."""
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory, "model")

@@ -11,9 +11,11 @@ from bench.contenders.semantics import SEMANTICS
 from bench.contenders.shapes import named_model
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.shapes import make_policy
+from clotho.models.turns import UNSHARED, Turns
 from clotho.settings.engine import SamplingSection
 from clotho.settings.learner import AdamW, ConstantSchedule, LearnerSection
 from clotho.settings.model import Lora, PolicySection
+from clotho.settings.objectives import Grpo, Objective
 from clotho.training.update import PolicyLearner
 
 MAX_TURN_MS = "CLOTHO_BENCH_MAX_TURN_MS"
@@ -22,21 +24,27 @@ GRAD_CHECKPOINT = "CLOTHO_BENCH_GRAD_CHECKPOINT"
 """Environment variable that turns on `policy.grad_checkpoint`."""
 
 
-def prepare(case: Case) -> MeasureOnce:
-    """A learner and one batch that every run trains on."""
+def learner_of(case: Case, objective: Objective, lane: Turns = UNSHARED) -> PolicyLearner:
+    """A learner of the case's model with a new adapter; other settings are the defaults of a profile."""
     model, config = named_model(case["model"], vocabulary=case["vocabulary"])
     section = PolicySection(method=Lora(rank=RANK, scale=SCALE), grad_checkpoint=GRAD_CHECKPOINT in os.environ)
     policy = make_policy(model, config, section=section)
     defaults = LearnerSection()
     settings = LearnerSection(
+        objective=objective,
         optimizer=AdamW(learning_rate=RATE),
         schedule=ConstantSchedule(),
         micro_batch_tokens=case.get("micro_batch_tokens", defaults.micro_batch_tokens),
         max_turn_ms=float(os.environ.get(MAX_TURN_MS, defaults.max_turn_ms)),
     )
-    turns = MeasuredTurns()
     sampling = SamplingSection(max_tokens=case["completion_tokens"])
-    learner = PolicyLearner(policy, settings, sampling, steps=1, lane=turns)
+    return PolicyLearner(policy, settings, sampling, steps=1, lane=lane)
+
+
+def prepare(case: Case) -> MeasureOnce:
+    """A learner and one batch that every run trains on."""
+    turns = MeasuredTurns()
+    learner = learner_of(case, Grpo(), turns)
     batch, tokens = groups(case), rollouts(case).tokens
 
     def update() -> None:

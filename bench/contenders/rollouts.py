@@ -1,9 +1,10 @@
-"""Shared by the contenders of `update`: the rollouts, and the measurement on MLX."""
+"""Shared by the contenders of `update` and `sft`: the rollouts, and the measurement on MLX."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -52,16 +53,25 @@ def rollouts(case: Case) -> Rollouts:
 
 
 def measured(update: Callable[[], None], tokens: int) -> Metrics:
-    """Measure one update on MLX that evaluates all its results.
+    """Measure one update on MLX that evaluates all its results."""
+    with measuring(tokens) as found:
+        update()
+    return found
+
+
+@contextmanager
+def measuring(tokens: int) -> Iterator[Metrics]:
+    """Measure what the block computes on MLX. Yields the metrics, which are there when it has ended.
 
     peak_bytes: peak memory minus the memory before (weights, optimizer state, rollouts).
     """
+    found: Metrics = {}
     held = mx.get_active_memory()
     mx.reset_peak_memory()
-    began = time.perf_counter()
-    update()
-    seconds = time.perf_counter() - began
-    return metrics(seconds, tokens, mx.get_peak_memory() - held)
+    began, used = time.perf_counter(), time.process_time()
+    yield found
+    seconds, used = time.perf_counter() - began, time.process_time() - used
+    found |= metrics(seconds, tokens, mx.get_peak_memory() - held) | {"tokens_per_processor_second": tokens / used}
 
 
 def metrics(seconds: float, tokens: int, peak_bytes: int) -> Metrics:

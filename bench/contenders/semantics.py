@@ -50,6 +50,14 @@ SEMANTICS = {
         "ratio of 1, entropy and other metrics, gradient clipping, AdamW. Memory is the growth of the resident set "
         "during the step; memory that the allocator kept from earlier steps does not count."
     ),
+    "clotho_sft": (
+        "An update on demonstrations with the profile's default settings, from groups to evaluated weights and their "
+        "fingerprint, with gradient clipping, AdamW and the metrics of an update. Prompts are context."
+    ),
+    "mlx_lm_sft": (
+        "The second iteration of `train`, with its own batches: rows are padded to a multiple of 32. Prompts are "
+        "masked (`--mask-prompt`), Adam, no gradient clipping. The first iteration compiles the step."
+    ),
     "clotho_metal": (
         "Clotho on the device path, without the kernels of the CPU backend. decode: steady decode steps of all rows, "
         "without prefill; completions of a group share a prompt. build_seconds: CPU time of the calling thread until "
@@ -131,6 +139,8 @@ PROGRAMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("update", "clotho"): ("clotho_update",),
     ("update", "mlx-lm-lora"): ("mlx_lm_lora_update",),
     ("update", "trl"): ("trl_update",),
+    ("sft", "clotho"): ("clotho_sft",),
+    ("sft", "mlx-lm"): ("mlx_lm_sft",),
     ("metal", "clotho"): ("clotho_metal",),
     ("metal", "mlx-lm"): ("mlx_lm_metal",),
     ("metal", "mlx-lm-lora"): ("mlx_lm_lora_metal",),
