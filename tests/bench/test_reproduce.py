@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from bench import figures, reproduce
+from bench.__main__ import module_of
+from bench.fingerprint import ROOT
 from bench.measurement import Measurement, read, write
 from tests.bench.made_measurements import measurement
+
+GENERATED = re.compile(r"<!-- (\w[\w-]*):begin -->.*?<!-- \1:end -->", re.DOTALL)
+MEASURED = re.compile(r"^\|.*\d \([\d.,]+ to [\d.,]+\).*$", re.MULTILINE)
+"""A row of a table with a median and its range."""
 
 
 @pytest.fixture
@@ -66,9 +74,21 @@ def test_the_tables_of_the_documentation_are_listed(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("name", sorted(figures.PAGES))
-def test_every_table_is_stored_on_its_page_with_its_command(name: str) -> None:
-    """The command is how a reader finds what to run."""
-    assert f"`python -m bench {name}" in reproduce.stored_table(name) or name in reproduce.CALCULATED
+def test_every_table_is_that_of_its_results_with_its_command(name: str) -> None:
+    """The command is how a reader finds what to run. A chart stands above the table."""
+    stored = reproduce.stored_table(name)
+    if name not in reproduce.CALCULATED:
+        question = import_module(module_of(name))
+        assert stored.endswith(question.table(question.read()))
+        assert f"`python -m bench {name}" in stored
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted({figures.TABLES, "docs/benchmarks.md", figures.REPORT})])
+def test_measured_numbers_stand_in_generated_tables(page: str) -> None:
+    """A table with a number and its range stands between markers, so that a command repeats it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert MEASURED.search(text)
+    assert MEASURED.findall(GENERATED.sub("", text)) == []
 
 
 @pytest.mark.slow
