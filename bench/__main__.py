@@ -39,6 +39,7 @@ STUDIES = {
     "warm_up": "Rollouts that RL needs from a policy that rarely earns a reward, alone and after demonstrations.",
     "distillation": "Rollouts to a held-out accuracy, from rewards and from a teacher of 6 million parameters.",
     "gym": "Learning of a real language model on datasets of Reasoning Gym.",
+    "proof": "A real language model on tasks that others publish: demonstrations, then rewards.",
     "environments": "Training with Atropos environments: single-turn, multi-turn, two of different weight.",
     "agents": "Training on episodes: three tools, Wordle, and one game in Python, as a taskset and over HTTP.",
     "speculation": "Tokens per forward pass and decode rate of speculative rollouts, by epoch.",

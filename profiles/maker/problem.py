@@ -55,9 +55,15 @@ def make_problems(
     return draw_distinct(rng, generators, training, exclude=[problem.prompt for problem in reserved]), reserved
 
 
-def write_problems(path: Path, problems: list[Problem]) -> None:
-    """Write JSON lines of `prompt`, `answer` (text) and `type` (the kind)."""
-    rows = ({"prompt": problem.prompt, "answer": problem.answer, "type": problem.kind} for problem in problems)
+def write_problems(
+    path: Path, problems: Iterable[Problem], demonstration: Callable[[Problem], str] | None = None
+) -> None:
+    """Write JSON lines of `prompt`, `answer` (text), `type` (the kind) and `completion` if there are demonstrations."""
+    rows = (
+        {"prompt": problem.prompt, "answer": problem.answer, "type": problem.kind}
+        | ({"completion": demonstration(problem)} if demonstration else {})
+        for problem in problems
+    )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from attachments.reasoning_gym.sections import TABLES
 from bench import learning
 from bench.runs import Record
-from bench.studies import curriculum, environments, gym, methods, speculation
+from bench.studies import curriculum, environments, gym, methods, proof, speculation
 from bench.studies.curriculum import mixture, rollouts_at
 from bench.studies.environments import permutation_test
 from bench.studies.runner import Arm, Point, Study
@@ -27,7 +27,7 @@ from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
 
 STUDIES: tuple[Any, ...] = (learning, methods, curriculum, gym, environments, speculation)
-ARMS = [(module.STUDY, arm) for module in STUDIES for arm in module.STUDY.arms]
+ARMS = [(module.STUDY, arm) for module in (*STUDIES, proof) for arm in module.STUDY.arms]
 
 
 def profile_of(study: Study, arm: Arm, more: str = "") -> Profile:
