@@ -1,34 +1,42 @@
-"""Requests and answers of Tinker's API in JSON, with the names of the SDK.
+"""Requests of Tinker's API, with the names of the SDK. Path and query of a request are fields too.
 
-Requests that sample or train refuse unknown fields, because a setting without effect would be silent.
+Requests that sample or train refuse unknown fields, because a setting without effect would be silent. Answers are
+objects of JSON, which the methods make that answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
-"""A name of a checkpoint."""
+Answer = Mapping[str, Any]
+"""An answer, or the result of a promise, as an object of JSON. Its arrays may be those of numpy."""
 
+Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
 Ttl = Annotated[int, Meta(ge=1)]
 Metadata = dict[str, Any]
 
 
+class Empty(Struct, frozen=True, kw_only=True):
+    """A request without fields that matter."""
+
+
 class Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request whose fields all have an effect, or are refused."""
+    """A request whose fields all have an effect, or are refused. type: names the request once more."""
 
-
-class Call(Strict, frozen=True):
-    """A request of a model or sampling session. seq_id: its number there. type: names the request once more."""
-
-    seq_id: int | None = None
     type: str = ""
 
 
+class NumberedCall(Strict, frozen=True):
+    """A request of a model or of a sampling session. seq_id: its number there."""
+
+    seq_id: int | None = None
+
+
 class CreateSession(Struct, frozen=True, kw_only=True):
-    """POST create_session. Tags and names describe the session, and choose nothing."""
+    """Tags and names describe the session, and choose nothing."""
 
     sdk_version: str = ""
     tags: list[str] = []
@@ -36,13 +44,25 @@ class CreateSession(Struct, frozen=True, kw_only=True):
     display_name: str | None = None
 
 
-class SessionCall(Struct, frozen=True, kw_only=True):
-    """POST session_heartbeat."""
+class OfSession(Struct, frozen=True, kw_only=True):
+    """A request that concerns a session."""
 
     session_id: str
 
 
-class LoraFields(Strict, frozen=True):
+class OfSampler(Struct, frozen=True, kw_only=True):
+    """A request that concerns a sampling session."""
+
+    sampler_id: str
+
+
+class OfFuture(Struct, frozen=True, kw_only=True):
+    """A request for a result."""
+
+    request_id: str
+
+
+class LoraFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An adapter. train_unembed: accepted, without an adapter of the head: the head reads and writes no block."""
 
     rank: Annotated[int, Meta(ge=1)] = 32
@@ -59,7 +79,7 @@ class OptimizerFields(Struct, frozen=True, kw_only=True):
 
 
 class CreateModel(Strict, frozen=True):
-    """POST create_model."""
+    """A new adapter."""
 
     session_id: str
     model_seq_id: Annotated[int, Meta(ge=0)]
@@ -67,16 +87,15 @@ class CreateModel(Strict, frozen=True):
     user_metadata: Metadata | None = None
     lora_config: LoraFields | None = None
     optimizer_config: OptimizerFields = OptimizerFields()
-    type: str = "create_model"
 
 
-class ModelCall(Struct, frozen=True, kw_only=True):
-    """POST get_info and unload_model."""
+class OfModel(NumberedCall, frozen=True, kw_only=True):
+    """A request that concerns a model."""
 
     model_id: str
 
 
-class AdamFields(Strict, frozen=True):
+class AdamFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One step of AdamW, with Tinker's defaults. grad_clip_norm: 0 or less: none."""
 
     learning_rate: Annotated[float, Meta(ge=0.0)] = 1e-4
@@ -87,37 +106,36 @@ class AdamFields(Strict, frozen=True):
     grad_clip_norm: float = 0.0
 
 
-class OptimStep(Call, frozen=True, kw_only=True):
-    """POST optim_step. optimizer_params: of another optimizer, which is refused by its name."""
+class OptimStep(OfModel, frozen=True, kw_only=True):
+    """One step. optimizer_params: of another optimizer, which is refused by its name."""
 
-    model_id: str
     adam_params: AdamFields | UnsetType = UNSET
     optimizer_params: OptimizerFields | UnsetType = UNSET
 
 
-class SaveWeights(Call, frozen=True, kw_only=True):
-    """POST save_weights."""
+class Save(OfModel, frozen=True, kw_only=True):
+    """What is saved under a name."""
 
-    model_id: str
     path: Name | None = None
     ttl_seconds: Ttl | None = None
-    overwrite: bool = False
     user_metadata: Metadata | None = None
 
 
-class SaveForSampler(Call, frozen=True, kw_only=True):
-    """POST save_weights_for_sampler. path: keep the weights under this name; without one, for this session."""
+class SaveWeights(Save, frozen=True, kw_only=True):
+    """The state of training."""
 
-    model_id: str
-    path: Name | None = None
+    overwrite: bool = False
+
+
+class SaveForSampler(Save, frozen=True, kw_only=True):
+    """Weights to sample from. Without `path`, they end with the session."""
+
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: Ttl | None = None
-    user_metadata: Metadata | None = None
 
 
-class LoadWeights(Call, frozen=True, kw_only=True):
-    """POST load_weights: onto a model, or as a new model of a session."""
+class LoadWeights(NumberedCall, frozen=True, kw_only=True):
+    """A checkpoint for a model, or for a new model of a session."""
 
     path: str
     optimizer: bool
@@ -126,18 +144,17 @@ class LoadWeights(Call, frozen=True, kw_only=True):
     model_seq_id: int | None = None
     base_model: str | None = None
     user_metadata: Metadata | None = None
-    optimizer_config: OptimizerFields | None = None
+    optimizer_config: OptimizerFields = OptimizerFields()
     weights_access_token: str | None = None
 
 
 class CreateSamplingSession(Strict, frozen=True):
-    """POST create_sampling_session."""
+    """What samples from the base model, or from a checkpoint."""
 
     session_id: str
     sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
-    type: str = "create_sampling_session"
 
 
 class TextChunk(Struct, frozen=True, kw_only=True):
@@ -153,7 +170,40 @@ class ModelInput(Struct, frozen=True, kw_only=True):
     chunks: list[TextChunk]
 
 
-class SamplingParams(Strict, frozen=True):
+class TensorFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor. Those with sparse indices have several targets for one position, and are refused."""
+
+    data: list[float]
+    dtype: Literal["float32", "int64", "int32"]
+    shape: list[int] | None = None
+    sparse_crow_indices: Any = None
+    sparse_col_indices: Any = None
+
+
+class DatumFields(Struct, frozen=True, kw_only=True):
+    """A sequence."""
+
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, TensorFields]
+
+
+class LossData(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The data of a loss."""
+
+    data: Sequence[DatumFields]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class ForwardBackward(OfModel, frozen=True, kw_only=True):
+    """A request for a gradient, or for log-probabilities only, which has `forward_input`."""
+
+    forward_backward_input: LossData | None = None
+    forward_input: LossData | None = None
+    forward_only: bool = False
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a sequence is sampled. top_k: -1 keeps all tokens. stop: an empty list also disables end tokens."""
 
     max_tokens: int | None = None
@@ -164,8 +214,8 @@ class SamplingParams(Strict, frozen=True):
     top_p: float = 1.0
 
 
-class SampleCall(Call, frozen=True, kw_only=True):
-    """POST asample."""
+class SampleCall(NumberedCall, frozen=True, kw_only=True):
+    """Completions of a prompt."""
 
     prompt: ModelInput
     sampling_params: SamplingParams
@@ -182,223 +232,34 @@ class SampleCall(Call, frozen=True, kw_only=True):
     record_stability_info: bool | None = None
 
 
-class RetrieveFuture(Struct, frozen=True, kw_only=True):
-    """POST retrieve_future and cancel_future."""
+class Page(Struct, frozen=True, kw_only=True):
+    """A part of a list."""
 
-    request_id: str
+    offset: Annotated[int, Meta(ge=0)] = 0
+    limit: Annotated[int, Meta(ge=0, le=1000)] = 20
 
 
-class WeightsPath(Struct, frozen=True, kw_only=True):
-    """POST weights_info."""
+class OfRun(Struct, frozen=True, kw_only=True):
+    """A request that concerns a training run."""
+
+    run_id: str
+
+
+class OfCheckpoint(OfRun, frozen=True, kw_only=True):
+    """A request that concerns a checkpoint."""
+
+    kind: str
+    name: str
+    ttl_seconds: Ttl | None = None
+
+
+class WeightsInfo(Struct, frozen=True, kw_only=True):
+    """A request for what is known of weights."""
 
     tinker_path: str
 
 
 class CopyWeights(Struct, frozen=True, kw_only=True):
-    """POST copy_weights."""
+    """A request for a copy of a checkpoint."""
 
     source_path: str
-
-
-class TtlCall(Struct, frozen=True, kw_only=True):
-    """PUT .../ttl."""
-
-    ttl_seconds: Ttl | None = None
-
-
-class ClientConfig(Struct, frozen=True, kw_only=True):
-    """What clients do. Chunks of data arrive one after the other, and are small enough for `server.max_body_bytes`."""
-
-    fwdbwd_max_chunk_bytes_count: int
-    sample_max_concurrent_requests: int
-    use_pyqwest_transport: bool = False
-    parallel_fwdbwd_chunks: bool = False
-    proto_compress_fwdbwd: bool = False
-
-
-class SessionCreated(Struct, frozen=True, kw_only=True, tag="create_session"):
-    """The answer of create_session."""
-
-    session_id: str
-
-
-class SupportedModel(Struct, frozen=True, kw_only=True):
-    """A name of the base model."""
-
-    model_name: str
-    max_context_length: int
-    trainable: bool = True
-    sampleable: bool = True
-
-
-class Capabilities(Struct, frozen=True, kw_only=True):
-    """The answer of get_server_capabilities."""
-
-    supported_models: list[SupportedModel]
-
-
-class Promise(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer of a request whose result retrieve_future returns."""
-
-    request_id: str
-    model_id: str | None = None
-    sample_sequence_ids: list[str] | None = None
-
-
-class TryAgain(Struct, frozen=True, kw_only=True, tag="try_again"):
-    """The answer of retrieve_future, with status 408, while there is no result."""
-
-    request_id: str
-    queue_state: str = "active"
-
-
-class FailedRequest(Struct, frozen=True, kw_only=True):
-    """The result of a request that failed. category: `user` or `server`."""
-
-    error: str
-    category: str
-
-
-class ModelCreated(Struct, frozen=True, kw_only=True, tag="create_model"):
-    """The result of create_model."""
-
-    model_id: str
-
-
-class Unloaded(Struct, frozen=True, kw_only=True, tag="unload_model"):
-    """The result of unload_model."""
-
-    model_id: str
-
-
-class Stepped(Struct, frozen=True, kw_only=True, tag="optim_step"):
-    """The result of optim_step."""
-
-    metrics: dict[str, float]
-
-
-class Saved(Struct, frozen=True, kw_only=True):
-    """The result of save_weights and of load_weights."""
-
-    path: str
-    type: str
-    model_id: str | None = None
-
-
-class SavedForSampler(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="save_weights_for_sampler"):
-    """The result of save_weights_for_sampler."""
-
-    path: str | None = None
-    sampling_session_id: str | None = None
-
-
-class SamplingSession(Struct, frozen=True, kw_only=True, tag="create_sampling_session"):
-    """The answer of create_sampling_session."""
-
-    sampling_session_id: str
-
-
-class SamplerInfo(Struct, frozen=True, kw_only=True):
-    """The answer of GET samplers/{id}."""
-
-    sampler_id: str
-    base_model: str
-    model_path: str | None = None
-
-
-class ModelData(Struct, frozen=True, kw_only=True):
-    """The base model of an adapter. tokenizer_id: a directory of this machine, or a name on the hub."""
-
-    arch: str
-    model_name: str
-    tokenizer_id: str
-
-
-class ModelInfo(Struct, frozen=True, kw_only=True, tag="get_info"):
-    """The answer of get_info."""
-
-    model_id: str
-    model_data: ModelData
-    model_name: str
-    lora_rank: int
-    is_lora: bool = True
-
-
-class WeightsInfo(Struct, frozen=True, kw_only=True):
-    """The answer of weights_info."""
-
-    base_model: str
-    lora_rank: int
-    train_unembed: bool
-    train_mlp: bool
-    train_attn: bool
-    is_lora: bool = True
-
-
-class CheckpointInfo(Struct, frozen=True, kw_only=True):
-    """A checkpoint in a list. time, expires_at: ISO 8601."""
-
-    checkpoint_id: str
-    checkpoint_type: str
-    time: str
-    tinker_path: str
-    size_bytes: int
-    public: bool = False
-    user_metadata: Metadata | None = None
-    expires_at: str | None = None
-
-
-class Cursor(Struct, frozen=True, kw_only=True):
-    """A page of a list."""
-
-    offset: int
-    limit: int
-    total_count: int
-
-
-class CheckpointList(Struct, frozen=True, kw_only=True):
-    """The answer of the lists of checkpoints."""
-
-    checkpoints: list[CheckpointInfo]
-    cursor: Cursor | None = None
-
-
-class RunInfo(Struct, frozen=True, kw_only=True):
-    """One training run: one adapter."""
-
-    training_run_id: str
-    base_model: str
-    model_owner: str
-    lora_rank: int
-    last_request_time: str
-    last_checkpoint: CheckpointInfo | None = None
-    last_sampler_checkpoint: CheckpointInfo | None = None
-    user_metadata: Metadata | None = None
-    is_lora: bool = True
-    corrupted: bool = False
-
-
-class RunList(Struct, frozen=True, kw_only=True):
-    """The answer of GET training_runs."""
-
-    training_runs: list[RunInfo]
-    cursor: Cursor
-
-
-class SessionInfo(Struct, frozen=True, kw_only=True):
-    """The answer of GET sessions/{id}."""
-
-    training_run_ids: list[str]
-    sampler_ids: list[str]
-    user_metadata: Metadata | None = None
-    display_name: str | None = None
-
-
-class SessionList(Struct, frozen=True, kw_only=True):
-    """The answer of GET sessions."""
-
-    sessions: list[str]
-
-
-class Empty(Struct, frozen=True, kw_only=True):
-    """An answer that says nothing more than its status."""

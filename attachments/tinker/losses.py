@@ -18,14 +18,15 @@ excludes tokens from the mean and from the sum. Departure: log r_t is at most 20
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from attachments.tinker.wire import ForwardBackward, WireRow
+from attachments.tinker.bodies import DatumFields, LossData, TensorFields
+from attachments.tinker.wire import text_tokens
 from clotho.learner import Datum
 from clotho.serving.errors import ApiError, invalid_field
 from clotho.settings.bounds import Off
@@ -36,13 +37,13 @@ from clotho.settings.objectives import (
     EnvironmentAdvantage,
     Grpo,
     Gspo,
-    Objective,
     ObjectiveSettings,
     Reinforce,
 )
 from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.functions import objective
 from clotho.training.objectives.kl import bounded_log_ratio
+from clotho.training.stepwise import Loss
 from protocols.errors import did_you_mean, visible
 from protocols.sampling import Completion
 
@@ -84,23 +85,17 @@ def _dro(config: Config) -> ObjectiveSettings:
 class LossFunction(Struct, frozen=True, kw_only=True):
     """One loss. make: its objective, from its settings. settings: their names. inputs: further ones of a datum."""
 
-    make: Callable[[Config], ObjectiveSettings]
+    make: Callable[[Config], Loss]
     settings: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ("logprobs", "advantages")
     optional: tuple[str, ...] = ()
 
 
 LOSSES: Mapping[str, LossFunction] = {
-    "cross_entropy": LossFunction(make=lambda _: CROSS_ENTROPY, inputs=(), optional=("weights",)),
+    "cross_entropy": LossFunction(make=lambda _: "cross_entropy", inputs=(), optional=("weights",)),
     "importance_sampling": LossFunction(make=lambda _: IMPORTANCE_SAMPLING),
-    "ppo": LossFunction(
-        make=lambda c: Grpo(**_range(c, 0.8, 1.2), **SUM),
-        settings=(LOW, HIGH),
-    ),
-    "cispo": LossFunction(
-        make=lambda c: Cispo(**_range(c, 0.8, 1.2), **SUM),
-        settings=(LOW, HIGH),
-    ),
+    "ppo": LossFunction(make=lambda c: Grpo(**_range(c, 0.8, 1.2), **SUM), settings=(LOW, HIGH)),
+    "cispo": LossFunction(make=lambda c: Cispo(**_range(c, 0.8, 1.2), **SUM), settings=(LOW, HIGH)),
     "dro": LossFunction(make=_dro, settings=("beta",)),
     "gspo": LossFunction(
         make=lambda c: Gspo(
@@ -120,110 +115,105 @@ REFUSED = {
 
 
 class CheckedData(Struct, frozen=True, kw_only=True):
-    """Checked data of one request. chosen: the objective; None: cross-entropy. tokens: positions of all rows."""
+    """Checked data of one request. loss: `cross_entropy`, or an objective. longest: tokens of the longest row."""
 
     data: Sequence[Datum]
-    chosen: ObjectiveSettings | None
+    loss: Loss
     tokens: int
+    longest: int
 
 
-def checked_batch(call: ForwardBackward, *, vocabulary: int, context: int) -> CheckedData:
-    """Check a request, and return its data and its objective. Raises ApiError that names what is wrong."""
-    if call.loss_fn in REFUSED:
-        raise invalid_field("loss_fn", f"{call.loss_fn} is not served; {REFUSED[call.loss_fn]}")
-    if call.loss_fn not in LOSSES:
-        shown, hint = visible(call.loss_fn, 60), did_you_mean(call.loss_fn, LOSSES)
+def checked_batch(given: LossData, *, vocabulary: int, context: int) -> CheckedData:
+    """Check a request, and return its data and its loss. Raises ApiError that names what is wrong."""
+    name = given.loss_fn
+    if name in REFUSED:
+        raise invalid_field("loss_fn", f"{name} is not served; {REFUSED[name]}")
+    if name not in LOSSES:
+        shown, hint = visible(name, 60), did_you_mean(name, LOSSES)
         raise invalid_field("loss_fn", f"{shown!r} is unknown{hint}; one of {', '.join(LOSSES)}")
-    loss = LOSSES[call.loss_fn]
-    for name, value in call.config.items():
-        if name not in loss.settings:
-            raise invalid_field("loss_fn_config", f"{call.loss_fn} has no setting {visible(name, 60)!r}")
+    loss, config = LOSSES[name], given.loss_fn_config or {}
+    for key, value in config.items():
+        if key not in loss.settings:
+            raise invalid_field("loss_fn_config", f"{name} has no setting {visible(key, 60)!r}")
         if not isinstance(value, int | float):
-            raise invalid_field("loss_fn_config", f"{name} is a number, not {visible(str(value), 60)!r}")
-    chosen = loss.make({name: float(value) for name, value in call.config.items()})
-    if not call.rows:
+            raise invalid_field("loss_fn_config", f"{key} is a number, not {visible(str(value), 60)!r}")
+    chosen = loss.make({key: float(value) for key, value in config.items()})
+    if not given.data:
         raise invalid_field("data", "is empty")
-    data = [_datum(index, row, loss, vocabulary, context) for index, row in enumerate(call.rows)]
-    is_plain = call.loss_fn == "cross_entropy"
-    return CheckedData(data=data, chosen=None if is_plain else chosen, tokens=sum(len(row.tokens) for row in call.rows))
+    data = [_datum(f"data[{i}]", row, loss, vocabulary, context) for i, row in enumerate(given.data)]
+    lengths = [len(row.tokens) for row in data]
+    return CheckedData(data=data, loss=chosen, tokens=sum(lengths), longest=max(lengths))
 
 
-def _datum(index: int, row: WireRow, loss: LossFunction, vocabulary: int, context: int) -> Datum:
+def _datum(place: str, row: DatumFields, loss: LossFunction, vocabulary: int, context: int) -> Datum:
     """Return the sequence of a row: its first token is the prompt, and its targets are the completion."""
-    place = f"data[{index}]"
-    N, inputs = len(row.tokens), dict(row.inputs)
+    tokens, inputs = text_tokens(row.model_input.chunks), dict(row.loss_fn_inputs)
+    N = len(tokens)
     if not N:
         raise invalid_field(place, "has no tokens")
     if context < N + 1:
         raise invalid_field(place, f"has {N + 1} tokens with its last target; the context length is {context}")
     target_N = _values(place, inputs, "target_tokens", N)
-    given = {name: _values(place, inputs, name, N) for name in loss.inputs}
-    given |= {name: _values(place, inputs, name, N) for name in loss.optional if name in inputs}
-    if inputs:
-        name = next(iter(inputs))
+    names = [*loss.inputs, *(name for name in loss.optional if name in inputs)]
+    given = {name: _values(place, inputs, name, N) for name in names}
+    for name in inputs:
         raise invalid_field(f"{place}.loss_fn_inputs", f"{visible(name, 60)!r} has no effect in this loss")
-    tokens = (*row.tokens, int(target_N[-1]))
-    if not (np.array(tokens) >= 0).all() or max(tokens) >= vocabulary or (target_N != target_N.astype(np.int64)).any():
+    tokens = (*tokens, int(target_N[-1]))
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise invalid_field(place, f"has a token outside the vocabulary of {vocabulary}")
-    if tokens[1:] != tuple(map(int, target_N)):
+    if tokens[1:] != tuple(target_N.tolist()):
         raise invalid_field(
             f"{place}.target_tokens", "must be the next token at every position; give others weight 0, not another id"
         )
     weight_N = given.get("advantages", given.get("weights", np.ones(N)))
-    mask_N = given.get("sequence_ratio_mask")
-    return Datum(
-        tokens[:1],
-        Completion(
-            tokens=tokens[1:],
-            logprobs=tuple(map(float, given.get("logprobs", np.zeros(N)))),
-            versions=(0,) * N,
-            text="",
-            finish_reason="stop",
-            sampled=() if mask_N is None else tuple(map(bool, mask_N)),
-        ),
-        tuple(map(float, weight_N)),
+    completion = Completion(
+        tokens=tokens[1:],
+        logprobs=tuple(given.get("logprobs", np.zeros(N)).tolist()),
+        versions=(0,) * N,
+        text="",
+        finish_reason="stop",
+        sampled=tuple(given.get("sequence_ratio_mask", np.zeros(0)).astype(bool).tolist()),
     )
+    return Datum(tokens[:1], completion, tuple(weight_N.tolist()))
 
 
-def _values(place: str, inputs: dict[str, NDArray[np.generic]], name: str, length: int) -> NDArray[np.float64]:
+def _values(place: str, inputs: dict[str, TensorFields], name: str, length: int) -> NDArray[np.float64]:
     """Take one input of a datum: finite, one number for each position."""
     if name not in inputs:
         raise invalid_field(f"{place}.loss_fn_inputs", f"{name} is missing")
-    values = inputs.pop(name)
-    if values.ndim == 2 and values.shape[1] == 1:
-        values = values[:, 0]
-    if values.ndim != 1:
-        raise invalid_field(f"{place}.{name}", "several targets for one position are not served: send one number each")
-    if len(values) != length:
-        raise invalid_field(f"{place}.{name}", f"has {len(values)} entries for {length} tokens")
-    found = values.astype(np.float64)
+    tensor, param = inputs.pop(name), f"{place}.{name}"
+    shape = tensor.shape or [len(tensor.data)]
+    if tensor.sparse_crow_indices or tensor.sparse_col_indices or shape not in ([shape[0]], [shape[0], 1]):
+        raise invalid_field(param, "several targets for one position are not served; send one datum for each target")
+    if not shape[0] == len(tensor.data) == length:
+        raise invalid_field(param, f"has {len(tensor.data)} entries of shape {shape} for {length} tokens")
+    found = np.array(tensor.data, dtype=np.float64)
     if not np.isfinite(found).all():
-        raise invalid_field(f"{place}.{name}", "is not finite")
+        raise invalid_field(param, "is not finite")
     return found
 
 
 def loss_of(batch: CheckedData, logprobs: Sequence[Sequence[float]]) -> float:
     """Return the loss of a forward pass. logprobs: of each datum."""
-    chosen: Objective = CROSS_ENTROPY if batch.chosen is None else batch.chosen  # type: ignore[assignment]
-    completions = [one.completion for one in batch.data]
-    masks = [one.sampled or (True,) * len(one.tokens) for one in completions if isinstance(one, Completion)]
-    rollout = [one.logprobs for one in completions if isinstance(one, Completion)]
+    chosen: Any = CROSS_ENTROPY if batch.loss == "cross_entropy" else batch.loss
+    completions = [cast(Completion, one.completion) for one in batch.data]
 
     def joined(rows: Sequence[Sequence[float]]) -> mx.array:
         return mx.array(np.concatenate([np.asarray(row, dtype=np.float32) for row in rows]))
 
-    mask_N, rollout_N = joined(masks), joined(rollout)
+    B, mask_N = len(completions), joined([one.sampled or (True,) * len(one.tokens) for one in completions])
+    rollout_N = joined([one.logprobs for one in completions])
     tokens = ObjectiveInputs(
         old_logp_N=rollout_N,
         rollout_logp_N=rollout_N,
         advantage_N=joined([one.advantages for one in batch.data]),
         loss_mask_N=mask_N,
-        sequence_N=mx.array(np.repeat(np.arange(len(masks), dtype=np.int32), [len(row) for row in masks])),
-        sequences=len(masks),
-        group_B=mx.array(np.arange(len(masks), dtype=np.int32)),
+        sequence_N=mx.array(np.repeat(np.arange(B), [len(one.tokens) for one in completions]), dtype=mx.int32),
+        sequences=B,
+        group_B=mx.arange(B, dtype=mx.int32),
     )
-    found = objective(chosen)(joined(logprobs), tokens, chosen)
-    return float(np.array(mx.sum(found.loss_N * mask_N)))
+    loss_N = objective(chosen)(joined(logprobs), tokens, chosen).loss_N
+    return float(np.array(mx.sum(loss_N * mask_N)))
 
 
 def require_adamw(kind: str) -> None:

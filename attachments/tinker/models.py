@@ -6,20 +6,22 @@ computes is a function of its own requests.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 from msgspec.structs import replace
 
-from attachments.tinker.bodies import AdamFields, LoraFields
+from attachments.tinker.bodies import AdamFields, Answer, LoraFields
 from attachments.tinker.losses import IMPORTANCE_SAMPLING, CheckedData, loss_of
 from attachments.tinker.sections import TinkerApi
 from attachments.tinker.store import ModelWeights, SavedCheckpoint, TinkerStore
-from attachments.tinker.wire import GradientResult
 from clotho.learner import groups_of
 from clotho.models.adapter_reading import FLOAT32_BYTES
 from clotho.models.adapters import adapter_targets
 from clotho.models.experts import configuration_of, experts_per_token
+from clotho.models.loading import DTYPES, computing_dtype
 from clotho.models.lora import linear_modules, module_ranks
 from clotho.models.machine import free_buffers
 from clotho.models.parameters import flat
@@ -29,8 +31,12 @@ from clotho.serving.errors import ApiError, invalid_field
 from clotho.settings.learner import AdamW, ConstantSchedule, LearnerSection
 from clotho.settings.model import Lora, PolicySection
 from clotho.storage.adapters import read_adapter
-from clotho.training.stepwise import Loss, StepwiseLearner
+from clotho.storage.tensors import read_tensors
+from clotho.training.stepwise import StepwiseLearner
 from protocols.sampling import Sampling
+from training_run.memory.activations import SOFT_CAPPED, activation_bytes, attention_heads, block_bytes, logits_bytes
+from training_run.memory.estimate import calls_attention
+from training_run.memory.micro_batch import BlockPass, MicroBatchShape
 
 FEED_FORWARD = ("mlp", "feed_forward", "ffn", "moe", "experts", "switch_mlp", "block_sparse_moe", "shared_expert")
 """Parts of the names of layers that are no mixers of tokens, in the models of mlx-lm."""
@@ -59,14 +65,38 @@ def _is_feed_forward(name: str) -> bool:
 
 
 def training_bytes(base: BaseModel, method: Lora) -> int:
-    """Return the memory that the training of an adapter takes, without activations."""
-    blocks = base.model.layers
-    ranks = module_ranks(blocks, method, experts_per_token=experts_per_token(configuration_of(base.model)))
+    """Return the memory that an adapter in training holds."""
+    ranks = module_ranks(base.model.layers, method, experts_per_token=experts_per_token(configuration_of(base.model)))
     size = 0
     for name, target in adapter_targets(base.model).items():
         rank = next((rank for module, rank in ranks.items() if name.endswith(f".{module}")), 0)
         size += rank * max(1, target.experts) * (target.inputs + target.outputs)
     return COPIES * FLOAT32_BYTES * size
+
+
+def pass_bytes(base: BaseModel, tokens: int, longest: int) -> int:
+    """Return the memory of a forward and backward pass of so many padded tokens, in rows of the longest length.
+
+    Estimate of `training_run.memory.activations`, as if every layer were trained; without scans of recurrent layers.
+    """
+    model, rows = base.model, max(1, tokens // longest)
+    shape = BlockPass(rows=rows, queries=longest, keys=longest)
+    micro = MicroBatchShape(passes=(shape,), scored=rows * longest, several=False)
+    itemsize = DTYPES.get(computing_dtype(model), mx.float32).size
+    divides = calls_attention(model.layers)
+    experts = experts_per_token(configuration_of(model))
+    blocks = [block_bytes(block, full=True, itemsize=itemsize, experts=experts) for block in model.layers]
+    logits = logits_bytes(micro, base.vocab_size)
+    return logits + activation_bytes(
+        blocks,
+        [0] * len(blocks),
+        micro,
+        residual=0,
+        scores=attention_heads(base.config) * itemsize * (1 if divides else SOFT_CAPPED),
+        logits=logits,
+        checkpointed=False,
+        divides=divides,
+    )
 
 
 class TrainedModel:
@@ -75,11 +105,9 @@ class TrainedModel:
     bytes: estimate of the memory. steps: of the optimizer so far, as of the last finished request.
     """
 
-    def __init__(
-        self, model_id: str, session_id: str, lora: LoraFields, access: BaseAccess, settings: TinkerApi
-    ) -> None:
+    def __init__(self, model_id: str, lora: LoraFields, access: BaseAccess, settings: TinkerApi) -> None:
         """Raises ApiError if no layer would have an adapter."""
-        self.model_id, self.session_id, self.lora = model_id, session_id, lora
+        self.model_id, self.lora = model_id, lora
         self._access, self._micro_batch_tokens = access, settings.micro_batch_tokens
         self._method = lora_method(access.base, lora)
         self.bytes, self.steps = training_bytes(access.base, self._method), 0
@@ -120,15 +148,14 @@ class TrainedModel:
         self._trained = None
         free_buffers()
 
-    def forward(self, batch: CheckedData) -> GradientResult:
+    def forward(self, batch: CheckedData) -> Answer:
         """Return log-probabilities and the loss, without a gradient."""
         logprobs = self._built()[1].logprobs(groups_of(batch.data))
         return _result(batch, logprobs, {"loss:sum": loss_of(batch, logprobs)})
 
-    def forward_backward(self, batch: CheckedData) -> GradientResult:
+    def forward_backward(self, batch: CheckedData) -> Answer:
         """Add a gradient to the one that the next step takes."""
-        loss: Loss = "cross_entropy" if batch.chosen is None else batch.chosen
-        found = self._built()[1].forward_backward(groups_of(batch.data), loss)
+        found = self._built()[1].forward_backward(groups_of(batch.data), batch.loss)
         means = {f"{name}:mean": found.metrics[name] for name in ("clip_fraction", "ratio_mean") if found.metrics}
         return _result(batch, found.logprobs, {"loss:sum": found.loss, "tokens:sum": float(found.tokens), **means})
 
@@ -161,12 +188,11 @@ class TrainedModel:
             parameters=parameters, config=config, fingerprint=learner.fingerprint, version=learner.version
         )
 
-    def save(self, store: TinkerStore, checkpoint: SavedCheckpoint) -> SavedCheckpoint:
+    def save(self, store: TinkerStore, checkpoint: SavedCheckpoint) -> None:
         """Write a checkpoint: of training with all that the learner needs, of a sampler the weights only."""
         now = self.weights()
-        found = replace(checkpoint, step=now.version)
-        store.write(found, now, self._built()[1].whole_state() if found.kind == "weights" else None)
-        return found
+        state = self._built()[1].whole_state() if checkpoint.kind == "weights" else None
+        store.write(replace(checkpoint, step=now.version), now, state)
 
     def load(self, place: Path, *, optimizer: bool) -> None:
         """Continue from a checkpoint. optimizer: with its optimizer, bit by bit; without it, from its weights only.
@@ -175,7 +201,7 @@ class TrainedModel:
         """
         policy, learner = self._built()
         if optimizer:
-            learner.restore_whole(TinkerStore.state(place))
+            learner.restore_whole(read_tensors(place / "state.safetensors"))
         else:
             _, config = policy.loadable(learner.parameters)
             parameters = flat(read_adapter(place, learner.parameters, config))
@@ -185,10 +211,12 @@ class TrainedModel:
         self.steps = learner.version
 
 
-def _result(batch: CheckedData, logprobs: tuple[tuple[float, ...], ...], metrics: dict[str, float]) -> GradientResult:
-    rows = [np.asarray(row, dtype=np.float32) for row in logprobs]
-    outputs = {"logprobs": rows}
-    if batch.chosen is None:
-        weights = (np.asarray(one.advantages, dtype=np.float32) for one in batch.data)
-        outputs["elementwise_loss"] = [-weight * row for weight, row in zip(weights, rows, strict=True)]
-    return GradientResult(outputs=outputs, metrics=metrics)
+def _result(batch: CheckedData, logprobs: Sequence[Sequence[float]], metrics: Mapping[str, float]) -> Answer:
+    rows = []
+    for datum, row in zip(batch.data, logprobs, strict=True):
+        logp_N = np.asarray(row, dtype=np.float32)
+        outputs = {"logprobs": logp_N}
+        if batch.loss == "cross_entropy":
+            outputs["elementwise_loss"] = -np.asarray(datum.advantages, dtype=np.float32) * logp_N
+        rows.append({k: {"data": v, "dtype": "float32", "shape": [len(v)]} for k, v in outputs.items()})
+    return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": rows, "metrics": metrics}

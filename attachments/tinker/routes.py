@@ -1,16 +1,22 @@
-"""The routes of Tinker's API that sample and train. Answers about what is saved are in `routes_rest`."""
+"""The routes of Tinker's API: how requests are read, and how what answers them is written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from functools import cache
+from inspect import isawaitable
+from operator import attrgetter
+from typing import Any, get_type_hints
 
-import msgspec
-from msgspec import Struct
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
 from attachments.tinker import bodies
+from attachments.tinker.rest import TinkerRest
 from attachments.tinker.sections import TinkerApi
 from attachments.tinker.service import TinkerService
 from attachments.tinker.wire import JSON, PROTOBUF, encoded, read_forward_backward
@@ -21,147 +27,80 @@ from clotho.serving.errors import ApiError
 from clotho.serving.openai_requests import converted
 from clotho.serving.parts import ServerParts
 
-Body = TypeVar("Body", bound=Struct)
-
 POLL_SECONDS = 20.0
 """How long an answer of retrieve_future waits for a result. The SDK waits for 45 seconds."""
 
-CHUNK_SHARE = 0.75
-"""Share of `server.max_body_bytes` that the SDK fills with data; it estimates the size of a body."""
+
+@cache
+def _read_as(method: Callable[..., Any]) -> Any:
+    """Return the type of the argument `call`."""
+    return get_type_hints(method)["call"]
 
 
-def answer(body: Struct, status: int = 200) -> Response:
-    """Return a body as JSON."""
-    return Response(msgspec.json.encode(body), status_code=status, media_type=JSON)
+def _answer(found: bodies.Answer, status: int = 200) -> Response:
+    return Response(encoded(found, binary=False)[0], status_code=status, media_type=JSON)
 
 
-class Routes:
-    """What all routes of a server share."""
-
-    def __init__(self, parts: ServerParts, service: TinkerService) -> None:
-        self._parts, self.service = parts, service
-
-    async def body(self, http: Request, kind: type[Body]) -> Body:
-        """Read the body of a request."""
-        async with self._parts.bodies.read(http.scope, http.receive) as content:
-            return converted(json_object(content or b"{}"), kind)
-
-
-PROMISED: Mapping[str, tuple[type[Struct], Callable[..., bodies.Promise]]] = {
-    "asample": (bodies.SampleCall, TinkerService.sample),
-    "create_model": (bodies.CreateModel, TinkerService.create_model),
-    "load_weights": (bodies.LoadWeights, TinkerService.load),
-    "optim_step": (bodies.OptimStep, TinkerService.optim_step),
-    "save_weights": (bodies.SaveWeights, TinkerService.save),
-    "save_weights_for_sampler": (bodies.SaveForSampler, TinkerService.save_for_sampler),
-    "unload_model": (bodies.ModelCall, TinkerService.unload),
-}
-"""Routes whose answer is a promise: the body of the request, and what begins the work."""
-
-
-class TinkerRoutes(Routes):
+class TinkerRoutes:
     """The routes of one server."""
 
     def __init__(self, parts: ServerParts, access: BaseAccess, settings: TinkerApi) -> None:
-        super().__init__(parts, TinkerService(access, parts.context, settings))
+        self._parts, self.service = parts, TinkerService(access, parts.context, settings)
+        self.rest = TinkerRest(self.service)
 
-    async def constant(self, http: Request, *, content: bytes) -> Response:
+    async def _read(self, http: Request, kind: Any) -> Any:
+        """Read a request: its body, its path, and its query."""
+        given: dict[str, Any] = {}
+        if http.method in ("POST", "PUT"):
+            async with self._parts.bodies.read(http.scope, http.receive) as content:
+                given = json_object(content or b"{}")
+        return converted({**given, **http.query_params, **http.path_params}, kind, strict=http.method != "GET")
+
+    async def call(self, http: Request, *, by: str, counts: bool = False) -> Response:
+        """Answer by a method of `service` or of `rest`. counts: in the quota of the client."""
+        method, client = attrgetter(by)(self), client_of(http.scope)
+        call = await self._read(http, _read_as(method))
+        with client.request() if counts else nullcontext():
+            found = method(call, client)
+        return _answer(await found if isawaitable(found) else found)
+
+    async def constant(self, http: Request, *, found: bodies.Answer) -> Response:
         """Serve a route with one answer. A body is read, and not kept."""
-        await self.body(http, bodies.Empty)
-        return Response(content, media_type=JSON)
-
-    async def promised(self, http: Request, *, route: str) -> Response:
-        """Answer with the promise of a request, which counts in the quota of the client."""
-        kind, begin = PROMISED[route]
-        call, client = await self.body(http, kind), client_of(http.scope)
-        with client.request():
-            return answer(begin(self.service, call, client))
-
-    async def config(self, http: Request) -> Response:
-        """Serve POST client/config."""
-        await self.body(http, bodies.Empty)
-        settings = self._parts.context.settings
-        found = bodies.ClientConfig(
-            fwdbwd_max_chunk_bytes_count=int(CHUNK_SHARE * settings.max_body_bytes),
-            sample_max_concurrent_requests=self.service.settings.max_pending,
-        )
-        return answer(found)
-
-    async def capabilities(self, _: Request) -> Response:
-        """Serve GET get_server_capabilities."""
-        length = self._parts.context.context_length
-        found = [bodies.SupportedModel(model_name=name, max_context_length=length) for name in self.service.names]
-        return answer(bodies.Capabilities(supported_models=found))
-
-    async def create_session(self, http: Request) -> Response:
-        """Serve POST create_session."""
-        session = self.service.sessions.create(client_of(http.scope), await self.body(http, bodies.CreateSession))
-        return answer(bodies.SessionCreated(session_id=session.session_id))
-
-    async def heartbeat(self, http: Request) -> Response:
-        """Serve POST session_heartbeat; 410 ends the client's heartbeats."""
-        call = await self.body(http, bodies.SessionCall)
-        self.service.sessions.get(call.session_id, client_of(http.scope))
-        return Response(b'{"type":"session_heartbeat"}', media_type=JSON)
-
-    async def finish(self, http: Request) -> Response:
-        """Serve POST sessions/{id}/finish."""
-        await self.body(http, bodies.Empty)
-        sessions = self.service.sessions
-        sessions.end(sessions.get(http.path_params["session_id"], client_of(http.scope)), "its client has finished it")
-        return answer(bodies.Empty())
-
-    async def get_info(self, http: Request) -> Response:
-        """Serve POST get_info."""
-        call = await self.body(http, bodies.ModelCall)
-        _, model = self.service.sessions.of_model(call.model_id, client_of(http.scope))
-        base = self.service.access.base
-        name = self.service.store.run(call.model_id, "").base_model
-        data = bodies.ModelData(
-            arch=base.description.architecture, model_name=name, tokenizer_id=str(base.files or name)
-        )
-        return answer(
-            bodies.ModelInfo(model_id=call.model_id, model_data=data, model_name=name, lora_rank=model.lora.rank)
-        )
-
-    async def forward_backward(self, http: Request, *, forward_only: bool = False) -> Response:
-        """Serve POST forward_backward and POST forward."""
-        media_type, client = http.headers.get("content-type", ""), client_of(http.scope)
-        async with self._parts.bodies.read(http.scope, http.receive, binary=PROTOBUF) as content:
-            call, number = read_forward_backward(content, media_type, forward_only=forward_only)
-        with client.request():
-            return answer(self.service.forward_backward(call, number, client))
-
-    async def create_sampling_session(self, http: Request) -> Response:
-        """Serve POST create_sampling_session."""
-        call = await self.body(http, bodies.CreateSamplingSession)
-        found = self.service.create_sampler(call, client_of(http.scope))
-        return answer(bodies.SamplingSession(sampling_session_id=found.sampler_id))
-
-    async def sampler(self, http: Request) -> Response:
-        """Serve GET samplers/{id}."""
-        found = self.service.samplers.get(http.path_params["sampler_id"], client_of(http.scope))
-        return answer(
-            bodies.SamplerInfo(sampler_id=found.sampler_id, base_model=found.base_model, model_path=found.path or None)
-        )
-
-    async def retrieve(self, http: Request) -> Response:
-        """Serve POST retrieve_future: the result, or 408 if there is none yet."""
-        call, sessions = await self.body(http, bodies.RetrieveFuture), self.service.sessions
-        pending = sessions.pending(call.request_id, client_of(http.scope))
-        result = await pending.within(POLL_SECONDS)
-        if result is None:
-            return answer(bodies.TryAgain(request_id=call.request_id), status=408)
-        content, media_type = encoded(result, binary=PROTOBUF in http.headers.get("accept", ""))
-        sessions.was_read(call.request_id)
-        return Response(content, media_type=media_type)
-
-    async def cancel(self, http: Request) -> Response:
-        """Serve POST cancel_future."""
-        call = await self.body(http, bodies.RetrieveFuture)
-        self.service.sessions.cancel(call.request_id, client_of(http.scope))
-        return answer(bodies.Empty())
+        await self._read(http, bodies.Empty)
+        return _answer(found)
 
     async def refused(self, _: Request, *, advice: str) -> Response:
         """Refuse a route of Tinker that is not served."""
         raise ApiError(400, advice, code="not_served")
+
+    async def forward_backward(self, http: Request, *, forward_only: bool = False) -> Response:
+        """Serve POST forward_backward and POST forward, whose bodies may be protobuf."""
+        media_type, client = http.headers.get("content-type", ""), client_of(http.scope)
+        async with self._parts.bodies.read(http.scope, http.receive, binary=PROTOBUF) as content:
+            call = read_forward_backward(content, media_type)
+        with client.request():
+            call = structs.replace(call, forward_only=forward_only or call.forward_only)
+            return _answer(self.service.forward_backward(call, client))
+
+    async def retrieve_future(self, http: Request) -> Response:
+        """Serve POST retrieve_future: the result, or 408 if there is none yet."""
+        call = await self._read(http, bodies.OfFuture)
+        result = await self.service.sessions.result(call.request_id, client_of(http.scope), POLL_SECONDS)
+        if result is None:
+            waiting = {"type": "try_again", "request_id": call.request_id, "queue_state": "active"}
+            return _answer(waiting, status=408)
+        content, media_type = encoded(result, binary=PROTOBUF in http.headers.get("accept", ""))
+        return Response(content, media_type=media_type)
+
+    async def archive(self, http: Request) -> Response:
+        """Serve GET of a checkpoint's archive: a redirection to this server, which sends the file itself.
+
+        SDK 0.34 reads the address from `location`; a client that sends `accept: application/gzip` gets the file.
+        """
+        call, client = await self._read(http, bodies.OfCheckpoint), client_of(http.scope)
+        name, content = await self.rest.archive(call, client)
+        if "gzip" in http.headers.get("accept", ""):
+            headers = {"content-disposition": f'attachment; filename="{name}"'}
+            return Response(content, media_type="application/gzip", headers=headers)
+        until = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
+        return Response(status_code=302, headers={"location": str(http.url), "expires": until})

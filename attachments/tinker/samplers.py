@@ -9,16 +9,17 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections import OrderedDict
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 from msgspec import Struct, structs
 
-from attachments.tinker.bodies import SampleCall
+from attachments.tinker.bodies import Answer, SampleCall
 from attachments.tinker.sessions import TinkerSession
-from attachments.tinker.store import ModelWeights, TinkerStore
-from attachments.tinker.wire import SampleResult, text_tokens
+from attachments.tinker.store import ModelWeights, TinkerStore, adapter_weights
+from attachments.tinker.wire import text_tokens
 from clotho.inference.sampling import validate
 from clotho.lanes.compute_thread import finish
 from clotho.models.parameters import flat
@@ -28,20 +29,10 @@ from clotho.serving.errors import ApiError, invalid_field
 from clotho.serving.services import ClientSampler, Recording, ServerContext
 from clotho.storage.adapters import write_adapter
 from protocols.errors import GenerationError, visible
-from protocols.sampling import MAX_TOP_LOGPROBS, POLICY, Completion, SampleRequest, Sampling, completion_seeds
+from protocols.sampling import MAX_TOP_LOGPROBS, POLICY, SampleRequest, Sampling, completion_seeds
 
 
-class SamplingSource(Struct, frozen=True, kw_only=True):
-    """One sampling session. weights: name in the engine. path: of the checkpoint; empty if there is none."""
-
-    sampler_id: str
-    session: TinkerSession
-    base_model: str
-    weights: str = POLICY
-    path: str = ""
-
-
-class _Adapter(Struct, kw_only=True, eq=False):
+class ServedAdapter(Struct, kw_only=True, eq=False):
     """What the engine samples from under one name. place: on disk; None if it is in memory only.
 
     versions: steps of the optimizer, by version in the engine. weights: None if the engine does not hold them.
@@ -50,11 +41,31 @@ class _Adapter(Struct, kw_only=True, eq=False):
 
     name: str
     session_id: str
-    step: int
     place: Path | None = None
+    step: int = 0
     versions: dict[int, int] = {}
     weights: ModelWeights | None = None
     in_flight: bool = False
+
+
+class SamplingSource(Struct, frozen=True, kw_only=True):
+    """One sampling session. adapter: None: the base model. path: of the checkpoint; empty if there is none."""
+
+    sampler_id: str
+    session: TinkerSession
+    base_model: str
+    adapter: ServedAdapter | None = None
+    path: str = ""
+
+    @property
+    def weights(self) -> str:
+        """Its name in the engine."""
+        return POLICY if self.adapter is None else self.adapter.name
+
+    def steps(self, versions: tuple[int, ...]) -> list[int]:
+        """Return the steps of the optimizer before tokens of these versions were sampled; 0 for the base model."""
+        known = self.adapter.versions if self.adapter is not None else {}
+        return [known.get(version, 0) for version in versions]
 
 
 class Samplers:
@@ -67,7 +78,7 @@ class Samplers:
     def __init__(self, access: BaseAccess, store: TinkerStore, *, limit: int) -> None:
         self._access, self._store, self._limit = access, store, limit
         self._samplers: dict[str, SamplingSource] = {}
-        self._adapters: OrderedDict[str, _Adapter] = OrderedDict()
+        self._adapters: OrderedDict[str, ServedAdapter] = OrderedDict()
         self._lock = anyio.Lock()
 
     @property
@@ -84,58 +95,42 @@ class Samplers:
             raise ApiError(404, message, code="not_found")
         return found
 
+    def adapter(self, session: TinkerSession, name: str, **fields: object) -> ServedAdapter:
+        """Return the adapter of a name, which ends with the session."""
+        name = f"tinker:{session.session_id}:{name}"
+        if name not in self._adapters:
+            self._adapters[name] = structs.replace(ServedAdapter(name=name, session_id=session.session_id), **fields)
+        return self._adapters[name]
+
     def add(
-        self, session: TinkerSession, number: int, base_model: str, weights: str = POLICY, path: str = ""
+        self, session: TinkerSession, number: int, base_model: str, adapter: ServedAdapter | None = None, path: str = ""
     ) -> SamplingSource:
-        """Add a sampling session."""
-        sampler_id = f"{session.session_id}:sample:{number}"
+        """Add a sampling session. An adapter from disk is read when it is sampled from."""
         found = SamplingSource(
-            sampler_id=sampler_id, session=session, base_model=base_model, weights=weights, path=path
+            sampler_id=f"{session.session_id}:sample:{number}",
+            session=session,
+            base_model=base_model,
+            adapter=adapter,
+            path=path,
         )
-        self._samplers[sampler_id] = found
-        session.samplers.append(sampler_id)
+        self._samplers[found.sampler_id] = found
+        session.samplers.append(found.sampler_id)
         return found
 
-    def open(
-        self, session: TinkerSession, number: int, base_model: str, path: str, place: Path, step: int
-    ) -> SamplingSource:
-        """Add a sampling session for a checkpoint, which is read when it is sampled from."""
-        name = f"tinker:{session.session_id}:{path}"
-        if name not in self._adapters:
-            self._adapters[name] = _Adapter(name=name, session_id=session.session_id, place=place, step=step)
-        return self.add(session, number, base_model, name, path)
-
-    async def publish(
-        self, session: TinkerSession, number: int, base_model: str, weights: ModelWeights, *, in_flight: str = ""
-    ) -> SamplingSource:
-        """Add a sampling session for the weights of a model at one moment, or for these and all that follow.
-
-        in_flight: id of the model whose sampling sessions in flight get these weights too; empty: a moment.
-        """
-        name = f"tinker:{in_flight}:inflight" if in_flight else f"tinker:{session.session_id}:sample:{number}"
-        new = _Adapter(name=name, session_id=session.session_id, step=weights.version, in_flight=bool(in_flight))
-        adapter = self._adapters.setdefault(name, new)
+    async def publish(self, adapter: ServedAdapter, weights: ModelWeights) -> None:
+        """Let the engine sample from weights, in place of earlier ones of the adapter."""
         async with self._lock:
             await self._provide(adapter, weights)
-        return self.add(session, number, base_model, name)
 
-    async def ready(self, sampler: SamplingSource) -> None:
-        """Let the engine hold what is sampled from. Raises CheckpointError if it cannot be read from disk."""
-        adapter = self._adapters.get(sampler.weights)
-        if adapter is None or adapter.weights is not None:
+    async def ready(self, adapter: ServedAdapter) -> None:
+        """Let the engine hold an adapter. Raises CheckpointError if it cannot be read from disk."""
+        if adapter.weights is not None:
             return
         async with self._lock:
             if adapter.weights is None:
-                place, step = adapter.place, adapter.step
-                assert place is not None
-                read = self._access.compute.scoring.submit(lambda: TinkerStore.adapter(place, step))
-                await self._provide(adapter, await finish(read))
-
-    def steps(self, sampler: SamplingSource, completions: Sequence[Completion]) -> list[tuple[int, ...]]:
-        """Return the steps of the optimizer before each token was sampled; 0 for the base model."""
-        adapter = self._adapters.get(sampler.weights)
-        versions = adapter.versions if adapter is not None else {}
-        return [tuple(versions.get(version, 0) for version in one.versions) for one in completions]
+                assert adapter.place is not None
+                read = partial(adapter_weights, adapter.place, adapter.step)
+                await self._provide(adapter, await finish(self._access.compute.scoring.submit(read)))
 
     def end(self, session: TinkerSession) -> None:
         """Forget what belongs to a session."""
@@ -147,7 +142,7 @@ class Samplers:
                 del self._adapters[name]
         shutil.rmtree(self._store.scratch(session.session_id), ignore_errors=True)
 
-    async def _provide(self, adapter: _Adapter, weights: ModelWeights) -> None:
+    async def _provide(self, adapter: ServedAdapter, weights: ModelWeights) -> None:
         engine, scales = self._access.engine, weights.scales
 
         def provide() -> int:
@@ -157,21 +152,22 @@ class Samplers:
         version = await finish(self._access.compute.decode.submit(provide))
         adapter.versions = {**(adapter.versions if adapter.in_flight else {}), version: weights.version}
         adapter.weights = weights
-        self._adapters.move_to_end(adapter.name)
+        if adapter.name in self._adapters:  # else the session has ended
+            self._adapters.move_to_end(adapter.name)
         here = [one for one in self._adapters.values() if one.weights is not None and not one.in_flight]
         for one in here[: max(0, len(here) - self._limit)]:
             await self._leave(one)
 
-    async def _leave(self, adapter: _Adapter) -> None:
+    async def _leave(self, adapter: ServedAdapter) -> None:
         weights = adapter.weights
         assert weights is not None
         if adapter.place is None:
             place = self._store.scratch(adapter.session_id) / adapter.name.rpartition(":")[2]
             await anyio.to_thread.run_sync(lambda: write_adapter(place, weights.parameters, weights.config))
-            adapter.place = place
+            adapter.place, adapter.step = place, weights.version
         self._withdraw(adapter)
 
-    def _withdraw(self, adapter: _Adapter) -> None:
+    def _withdraw(self, adapter: ServedAdapter) -> None:
         engine, name = self._access.engine, adapter.name
         if adapter.weights is not None:
             self._access.compute.decode.submit(lambda: engine.withdraw_adapter(name))
@@ -180,45 +176,42 @@ class Samplers:
 
 SEED_BITS = 63
 
+UNSERVED = {
+    "record_stability_info": "train with loss_fn = importance_sampling",
+    "target_prompt_logprobs": "ask for topk_prompt_logprobs, or one prompt each",
+    "prompt_alt_tokens_k": "sample with max_tokens = 1 from each prefix",
+}
+"""Fields that are refused, with the way out."""
+
 
 def sample_request(call: SampleCall, sampler: SamplingSource, context: ServerContext) -> SampleRequest:
     """Check a request. Raises ApiError that names what is wrong or not served."""
-    _refuse_unserved(call)
-    prompt = text_tokens(call.prompt.chunks)
+    for name, advice in UNSERVED.items():
+        if getattr(call, name) not in (None, False, 0):
+            raise invalid_field(name, f"is not served; {advice}")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if getattr(call, name) > MAX_TOP_LOGPROBS:
+            raise invalid_field(name, f"must be at most {MAX_TOP_LOGPROBS}")
+    prompt, length, limit = text_tokens(call.prompt.chunks), context.context_length, context.settings.max_choices
     if not prompt:
         raise invalid_field("prompt", "has no tokens")
-    if len(prompt) >= context.context_length:
-        raise invalid_field("prompt", f"has {len(prompt)} tokens; the context length is {context.context_length}")
-    if call.num_samples > context.settings.max_choices:
-        limit = context.settings.max_choices
+    if len(prompt) >= length:
+        raise invalid_field("prompt", f"has {len(prompt)} tokens; the context length is {length}")
+    if call.num_samples > limit:
         raise invalid_field("num_samples", f"must be at most {limit}; raise it with --server.max-choices")
     if call.prompt_logprobs_last_n is not None and not 1 <= call.prompt_logprobs_last_n < len(prompt):
         raise invalid_field("prompt_logprobs_last_n", "must be at least 1, and less than the length of the prompt")
-    fields = call.sampling_params
-    seed = secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed % 2**SEED_BITS
+    seed = call.sampling_params.seed
+    seed = secrets.randbits(SEED_BITS) if seed is None else seed % 2**SEED_BITS
     request = SampleRequest(
         prompt=prompt,
-        sampling=_sampling(call, context.sampling.max_tokens, context.context_length - len(prompt)),
+        sampling=_sampling(call, context.sampling.max_tokens, length - len(prompt)),
         seeds=completion_seeds(seed, call.num_samples),
         reuse_prefix=True,
         weights=sampler.weights,
     )
-    validate(
-        request, vocabulary=context.vocab_size, context=context.context_length, cache_tokens=context.context_length
-    )
+    validate(request, vocabulary=context.vocab_size, context=length, cache_tokens=length)
     return request
-
-
-def _refuse_unserved(call: SampleCall) -> None:
-    if call.record_stability_info:
-        raise invalid_field("record_stability_info", "is not served; train with loss_fn = importance_sampling")
-    if call.target_prompt_logprobs is not None:
-        raise invalid_field("target_prompt_logprobs", "is not served; ask for topk_prompt_logprobs, or one prompt each")
-    if call.prompt_alt_tokens_k:
-        raise invalid_field("prompt_alt_tokens_k", "is not served; sample with max_tokens = 1 from each prefix")
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        if getattr(call, name) > MAX_TOP_LOGPROBS:
-            raise invalid_field(name, f"must be at most {MAX_TOP_LOGPROBS}")
 
 
 def _sampling(call: SampleCall, usual: int, room: int) -> Sampling:
@@ -249,22 +242,41 @@ async def sampled(
     samplers: Samplers,
     context: ServerContext,
     client: Client,
-) -> SampleResult:
-    """Sample, and score the prompt if requested. Raises RequestError, GenerationError, ApiError and CheckpointError."""
-    await samplers.ready(sampler)
+) -> Answer:
+    """Sample, and score the prompt if requested. Raises RequestError, GenerationError, ApiError and CheckpointError.
+
+    The first token of a prompt has no score; `prompt_logprobs_last_n` leaves out others.
+    """
+    if sampler.adapter is not None:
+        await samplers.ready(sampler.adapter)
     named = structs.replace(client, name=sampler.session.name)
     rows = ClientSampler(context, named, Recording(remember=lambda _, __: None))
     (completions,) = await rows.complete_all([request])
     if any(one.finish_reason == "abort" for one in completions):
         raise GenerationError("the request was aborted")
-    scores = None
-    if call.prompt_logprobs or call.topk_prompt_logprobs:
-        scores = await context.prompt_logprobs(request.prompt, call.topk_prompt_logprobs, sampler.weights)
-    return SampleResult.of(
-        completions,
-        samplers.steps(sampler, completions),
-        scores,
-        last=call.prompt_logprobs_last_n,
-        top=call.topk_prompt_logprobs,
-        logprobs=bool(call.prompt_logprobs),
-    )
+    sequences = [
+        {
+            "stop_reason": one.finish_reason,
+            "tokens": one.tokens,
+            "logprobs": one.logprobs,
+            "topk_logprobs": one.top_logprobs or None,
+            "versions": sampler.steps(one.versions),
+        }
+        for one in completions
+    ]
+    answer: dict[str, Any] = {
+        "type": "sample",
+        "sequences": sequences,
+        "prompt_logprobs": None,
+        "topk_prompt_logprobs": None,
+    }
+    if not call.prompt_logprobs and not call.topk_prompt_logprobs:
+        return answer
+    scores = await context.prompt_logprobs(request.prompt, call.topk_prompt_logprobs, sampler.weights)
+    last = call.prompt_logprobs_last_n
+    hidden = 1 if last is None else len(request.prompt) - last
+    if call.prompt_logprobs:
+        answer["prompt_logprobs"] = [None] * hidden + list(scores.logprobs[hidden - 1 :])
+    if call.topk_prompt_logprobs:
+        answer["topk_prompt_logprobs"] = [()] * hidden + list(scores.top_logprobs[hidden - 1 :])
+    return answer

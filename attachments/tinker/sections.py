@@ -15,7 +15,8 @@ class TinkerApi(Variant, frozen=True, kw_only=True, tag="on"):
     aliases: Annotated[tuple[str, ...], about("Further names of the base model, such as that of its hub.")] = ()
     heartbeat_seconds: Annotated[PositiveFloat, about("Time without a heartbeat after which a session ends.")] = 120.0
     max_bytes: Annotated[
-        NonNegative, about("Memory of the adapters in training, in bytes; 0: what the base model leaves.")
+        NonNegative,
+        about("Memory of the adapters in training and of one pass, in bytes; 0: half of what the base model leaves."),
     ] = 0
     max_pending: Annotated[Positive, about("Requests of a session that are not finished; more are refused.")] = 1024
     max_samplers: Annotated[Positive, about("Adapters in memory that are sampled from; others wait on disk.")] = 16

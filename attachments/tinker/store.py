@@ -18,10 +18,10 @@ import shutil
 import tarfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-import mlx.core as mx
 import msgspec
 from msgspec import Struct
 
@@ -29,11 +29,19 @@ from attachments.tinker.bodies import LoraFields
 from clotho.models.parameters import Arrays, Parameters, fingerprint, flat, nested
 from clotho.serving.errors import ApiError
 from clotho.storage.adapters import fill_adapter, read_adapter_config, unpad_ranks
-from clotho.storage.atomic_files import make_directory, new_directory, remove_leftovers, replace_file, write_file
+from clotho.storage.atomic_files import (
+    copy_file,
+    make_directory,
+    new_directory,
+    remove_leftovers,
+    replace_file,
+    write_file,
+)
 from clotho.storage.tensors import read_tensors, write_tensors
 from protocols.checkpoint import AdapterConfig
 from protocols.errors import visible
 
+T = TypeVar("T")
 Kind = Literal["weights", "sampler_weights"]
 SCHEME, SCRATCH = "tinker://", ".sessions"
 PATH = re.compile(r"tinker://([A-Za-z0-9:_-]{1,128})/(weights|sampler_weights)/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
@@ -90,11 +98,6 @@ def expiry(seconds: int | None) -> float:
     return 0.0 if seconds is None else time.time() + seconds
 
 
-def missing(path: str) -> ApiError:
-    """Return the refusal of a path that names nothing that the client may see."""
-    return ApiError(404, f"{visible(path, 200)!r} names no checkpoint of yours on this server.", code="not_found")
-
-
 class TinkerStore:
     """The directory."""
 
@@ -103,15 +106,17 @@ class TinkerStore:
         self.root = root
         make_directory(root)
         shutil.rmtree(root / SCRATCH, ignore_errors=True)
-        for run in self._directories(root):
-            remove_leftovers(run)
-            for kind in TYPES:
-                if (run / kind).is_dir():
-                    remove_leftovers(run / kind)
+        for run in _directories(root):
+            for place in (run, *(run / kind for kind in TYPES)):
+                remove_leftovers(place)
 
     def directory(self, model_id: str) -> Path:
         """Return the directory of a run."""
         return self.root / model_id.replace(":", "_")
+
+    def place(self, checkpoint: SavedCheckpoint) -> Path:
+        """Return the directory of a checkpoint."""
+        return self.directory(checkpoint.run) / checkpoint.kind / checkpoint.name
 
     def add(self, run: SavedRun) -> None:
         """Record a run."""
@@ -123,42 +128,24 @@ class TinkerStore:
         """Note how far a run was trained; not synced, because it is only told."""
         (self.directory(model_id) / "steps").write_text(str(steps), encoding="utf-8")
 
-    def counted(self, model_id: str) -> int:
-        """Return how far a run was trained, as far as is known."""
-        try:
-            return int((self.directory(model_id) / "steps").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return 0
-
     def runs(self, owner: str) -> list[SavedRun]:
         """Return the runs of an owner, the newest first; of all, for the empty name."""
-        found = [self._run(path) for path in self._directories(self.root)]
+        found = [_read(path / "run.json", SavedRun) for path in _directories(self.root)]
         mine = [run for run in found if run is not None and owner in ("", run.owner)]
         return sorted(mine, key=lambda run: run.created, reverse=True)
 
     def run(self, model_id: str, owner: str) -> SavedRun:
         """Return a run. Raises ApiError with status 404 if the owner has none of this name."""
-        run = self._run(self.directory(model_id)) if PATH.fullmatch(f"{SCHEME}{model_id}/weights/x") else None
+        is_name = PATH.fullmatch(f"{SCHEME}{model_id}/weights/x")
+        run = _read(self.directory(model_id) / "run.json", SavedRun) if is_name else None
         if run is None or owner not in ("", run.owner):
             raise ApiError(404, f"There is no training run {visible(model_id, 128)!r} of yours.", code="not_found")
         return run
 
-    @staticmethod
-    def _run(directory: Path) -> SavedRun | None:
-        try:
-            return msgspec.json.decode((directory / "run.json").read_bytes(), type=SavedRun)
-        except (OSError, msgspec.DecodeError):
-            return None
-
-    @staticmethod
-    def _directories(place: Path) -> Iterator[Path]:
-        if place.is_dir():
-            yield from sorted(path for path in place.iterdir() if path.is_dir() and not path.name.startswith("."))
-
     def left(self, model_id: str, owner: str) -> str:
         """Return what is left of a model that is not in memory any more. Raises ApiError with status 404."""
         self.run(model_id, owner)
-        steps = self.counted(model_id)
+        steps = _read(self.directory(model_id) / "steps", int) or 0
         saved = [one for one in self.checkpoints(model_id) if one.kind == "weights"]
         if not saved:
             return f"It was trained for {steps} steps, and its state was never saved."
@@ -166,97 +153,93 @@ class TinkerStore:
         return f"It was trained for {steps} steps; continue from {newest.path}, which has {newest.step}."
 
     def checkpoints(self, model_id: str) -> list[SavedCheckpoint]:
-        """Return the checkpoints of a run, the oldest first; remove those that have expired."""
-        places = [place for kind in TYPES for place in self._directories(self.directory(model_id) / kind)]
-        found = [one for place in places if (one := self._checkpoint(place)) is not None]
-        return sorted(found, key=lambda one: one.created)
+        """Return the checkpoints of a run, the oldest first."""
+        places = [place for kind in TYPES for place in _directories(self.directory(model_id) / kind)]
+        return sorted(filter(None, map(_checkpoint, places)), key=lambda one: one.created)
 
-    @staticmethod
-    def _checkpoint(place: Path) -> SavedCheckpoint | None:
-        try:
-            found = msgspec.json.decode((place / "checkpoint.json").read_bytes(), type=SavedCheckpoint)
-        except (OSError, msgspec.DecodeError):
-            return None
-        if found.expires and found.expires <= time.time():
-            shutil.rmtree(place, ignore_errors=True)
-            return None
-        return found
-
-    def find(self, path: str, owner: str) -> tuple[SavedCheckpoint, Path]:
-        """Return what a path names, and its directory. Raises ApiError with status 404."""
-        named = PATH.fullmatch(path)
-        if named is None:
-            raise missing(path)
-        try:
-            self.run(named[1], owner)
-        except ApiError:
-            raise missing(path) from None
-        place = self.directory(named[1]) / named[2] / named[3]
-        found = self._checkpoint(place)
+    def find(self, path: str, owner: str) -> SavedCheckpoint:
+        """Return what a path names. Raises ApiError with status 404."""
+        named, found = PATH.fullmatch(path), None
+        if named is not None:
+            with suppress(ApiError):
+                found = _checkpoint(self.directory(self.run(named[1], owner).model_id) / named[2] / named[3])
         if found is None:
-            raise missing(path)
-        return found, place
+            raise ApiError(
+                404, f"{visible(path, 200)!r} names no checkpoint of yours on this server.", code="not_found"
+            )
+        return found
 
     def refuse_taken(self, model_id: str, kind: Kind, name: str) -> None:
         """Raise ApiError if a run has a checkpoint of this name."""
-        if self._checkpoint(self.directory(model_id) / kind / name) is not None:
+        if _checkpoint(self.directory(model_id) / kind / name) is not None:
             raise ApiError(400, f"The name {name!r} is taken; choose another one, or set overwrite.", param="path")
 
-    def write(self, checkpoint: SavedCheckpoint, weights: ModelWeights, state: Arrays | None = None) -> None:
-        """Write a checkpoint, in the place of one of its name. state: of training. Arrays are evaluated."""
-        place = self.directory(checkpoint.run) / checkpoint.kind / checkpoint.name
+    @contextmanager
+    def _new(self, checkpoint: SavedCheckpoint) -> Iterator[Path]:
+        """Yield the directory of a checkpoint, which takes the place of one of its name at the end of the block."""
+        place = self.place(checkpoint)
         make_directory(place.parent)
         with new_directory(place) as unfinished:
+            yield unfinished
+            write_file(unfinished / "checkpoint.json", [msgspec.json.encode(checkpoint)])
+
+    def write(self, checkpoint: SavedCheckpoint, weights: ModelWeights, state: Arrays | None = None) -> None:
+        """Write a checkpoint. state: of training. Arrays are evaluated."""
+        with self._new(checkpoint) as unfinished:
             fill_adapter(unfinished, weights.parameters, weights.config)
             if state is not None:
                 write_tensors(unfinished / "state.safetensors", state)
-            write_file(unfinished / "checkpoint.json", [msgspec.json.encode(checkpoint)])
 
-    def change(self, checkpoint: SavedCheckpoint, place: Path) -> None:
-        """Replace what is known of a checkpoint."""
-        replace_file(place / "checkpoint.json", [msgspec.json.encode(checkpoint)])
-
-    def copy(self, path: str, owner: str, to: SavedRun) -> SavedCheckpoint:
-        """Copy a checkpoint to a run. Raises ApiError with status 404."""
-        found, place = self.find(path, owner)
+    def copy(self, source: SavedCheckpoint, to: SavedRun) -> SavedCheckpoint:
+        """Copy a checkpoint to a run."""
         self.add(to)
-        copied = msgspec.structs.replace(found, run=to.model_id, created=time.time(), expires=0.0)
-        target = self.directory(to.model_id) / found.kind / found.name
-        make_directory(target.parent)
-        with new_directory(target) as unfinished:
-            for file in place.iterdir():
+        copied = msgspec.structs.replace(source, run=to.model_id, created=time.time(), expires=0.0)
+        with self._new(copied) as unfinished:
+            for file in self.place(source).iterdir():
                 if file.name != "checkpoint.json":
-                    shutil.copy2(file, unfinished / file.name)
-            write_file(unfinished / "checkpoint.json", [msgspec.json.encode(copied)])
+                    copy_file(file, unfinished / file.name)
         return copied
 
-    @staticmethod
-    def size(place: Path) -> int:
-        """Return the bytes of a checkpoint."""
-        return sum(file.stat().st_size for file in place.iterdir())
+    def change(self, checkpoint: SavedCheckpoint) -> None:
+        """Replace what is known of a checkpoint."""
+        replace_file(self.place(checkpoint) / "checkpoint.json", [msgspec.json.encode(checkpoint)])
 
-    @staticmethod
-    def state(place: Path) -> dict[str, mx.array]:
-        """Read the state of training, in a compute thread. Raises CheckpointError."""
-        return read_tensors(place / "state.safetensors")
-
-    @staticmethod
-    def adapter(place: Path, version: int) -> ModelWeights:
-        """Read the weights of an adapter, in a compute thread. Raises CheckpointError."""
-        config = read_adapter_config(place)
-        arrays = unpad_ranks(read_tensors(place / "adapters.safetensors"), config)
-        return ModelWeights(parameters=nested(arrays), config=config, fingerprint=fingerprint(arrays), version=version)
+    def archive(self, checkpoint: SavedCheckpoint) -> bytes:
+        """Return the files of the adapter as tar.gz; mlx-lm reads them from its directory."""
+        content = io.BytesIO()
+        with tarfile.open(fileobj=content, mode="w:gz") as archive:
+            for file in sorted(self.place(checkpoint).iterdir()):
+                if file.name != "state.safetensors":
+                    archive.add(file, arcname=file.name)
+        return content.getvalue()
 
     def scratch(self, session_id: str) -> Path:
         """Return the directory of what belongs to a session, and ends with it."""
         return self.root / SCRATCH / session_id
 
-    @staticmethod
-    def archive(place: Path) -> bytes:
-        """Return the files of the adapter as tar.gz; mlx-lm reads them from its directory."""
-        content = io.BytesIO()
-        with tarfile.open(fileobj=content, mode="w:gz") as archive:
-            for file in sorted(place.iterdir()):
-                if file.name != "state.safetensors":
-                    archive.add(file, arcname=file.name)
-        return content.getvalue()
+
+def adapter_weights(place: Path, version: int) -> ModelWeights:
+    """Read the weights of an adapter, in a compute thread. Raises CheckpointError."""
+    config = read_adapter_config(place)
+    arrays = unpad_ranks(read_tensors(place / "adapters.safetensors"), config)
+    return ModelWeights(parameters=nested(arrays), config=config, fingerprint=fingerprint(arrays), version=version)
+
+
+def _directories(place: Path) -> list[Path]:
+    found = place.iterdir() if place.is_dir() else ()
+    return sorted(path for path in found if path.is_dir() and not path.name.startswith("."))
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    return None
+
+
+def _checkpoint(place: Path) -> SavedCheckpoint | None:
+    """Return what a directory holds; one that has expired is removed."""
+    found = _read(place / "checkpoint.json", SavedCheckpoint)
+    if found is None or not found.expires or found.expires > time.time():
+        return found
+    shutil.rmtree(place, ignore_errors=True)
+    return None

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 
+from attachments.tinker.bodies import LossData
 from attachments.tinker.losses import LOSSES, REFUSED, checked_batch
 from attachments.tinker.tests.tinker_server import Live, datum, logprobs_of, tinker_server
-from attachments.tinker.wire import ForwardBackward, WireRow
 from clotho.serving.errors import ApiError
 from tests import saved_models
 
@@ -97,13 +98,15 @@ def test_a_loss_and_its_gradient_are_those_of_float64(
     assert norms[0] == pytest.approx(norms[1], rel=1e-4, abs=1e-6)
 
 
-def call(
-    loss: str, tokens: tuple[int, ...] = (3, 4, 5), config: Mapping[str, Any] = {}, **inputs: Any
-) -> ForwardBackward:
+def call(loss: str, tokens: tuple[int, ...] = (3, 4, 5), config: Mapping[str, Any] = {}, **inputs: Any) -> LossData:
     """Return a request whose targets are the next tokens, and 6."""
-    found = {"target_tokens": np.array([*tokens[1:], 6]), **{name: np.array(one) for name, one in inputs.items()}}
-    row = WireRow(tokens=tokens, inputs=found)
-    return ForwardBackward(model_id="m", loss_fn=loss, config=config, rows=[row], forward_only=False)
+    arrays = {name: np.array(one) for name, one in {"target_tokens": [*tokens[1:], 6], **inputs}.items()}
+    tensors = {
+        name: {"data": array.ravel().tolist(), "dtype": "float32", "shape": array.shape}
+        for name, array in arrays.items()
+    }
+    row = {"model_input": {"chunks": [{"tokens": tokens}]}, "loss_fn_inputs": tensors}
+    return msgspec.convert({"data": [row], "loss_fn": loss, "loss_fn_config": config}, LossData)
 
 
 RL: dict[str, Any] = {"logprobs": [0.0] * 3, "advantages": [0.0] * 3}
@@ -126,7 +129,7 @@ RL: dict[str, Any] = {"logprobs": [0.0] * 3, "advantages": [0.0] * 3}
         (call("cross_entropy", tokens=()), "data[0]"),
     ],
 )
-def test_what_is_not_served_is_refused_by_its_name(given: ForwardBackward, param: str) -> None:
+def test_what_is_not_served_is_refused_by_its_name(given: LossData, param: str) -> None:
     """Before anything is computed: the client learns it from the request itself."""
     with pytest.raises(ApiError) as refusal:
         checked_batch(given, vocabulary=64, context=128)

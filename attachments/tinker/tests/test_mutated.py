@@ -28,7 +28,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server of all tests of the module."""
     directory = tmp_path_factory.mktemp("mutated")
     saved_models.save(directory / "model", dtype=mx.float32)
-    flags = ("--server.tinker.max-bytes", "3000000")
+    flags = ("--server.tinker.max-bytes", "22000000")
     with tinker_server(directory / "model", directory / "saved", *flags) as live:
         yield live
 

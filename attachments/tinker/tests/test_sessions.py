@@ -32,8 +32,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(place: Path) -> Iterator[Live]:
-    """A server with keys, whose memory is enough for three small adapters."""
-    flags = ("--server.api-keys-file", str(place / "keys.toml"), "--server.tinker.max-bytes", "1000000")
+    """A server with keys, whose memory is enough for two small adapters and a pass of 16 tokens."""
+    memory = ("--server.tinker.max-bytes", "2000000", "--server.tinker.micro-batch-tokens", "16")
+    flags = ("--server.api-keys-file", str(place / "keys.toml"), *memory)
     with tinker_server(place / "model", place / "saved", *flags) as live:
         yield live
 
@@ -91,14 +92,17 @@ def test_a_session_without_heartbeats_ends(place: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_at_once(live: Live, place: Path) -> None:
-    """The message has the memory that it needs. One that has ended leaves room."""
+    """The message has the memory that it needs. One that has ended leaves room; long data need more than a model."""
     client = live.client("tml-ann-1")
     made = [client.model(str(place / "model"), rank=8)]
     call = {"session_id": client.session, "model_seq_id": 50, "base_model": str(place / "model")}
     refused = client.respond("create_model", **call, lora_config={"rank": 64})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_memory")
     client.result("unload_model", model_id=made[0])
-    client.model(str(place / "model"), rank=8)
+    model_id = client.model(str(place / "model"), rank=8)
+    given = {"data": [datum([3] * 100)], "loss_fn": "cross_entropy"}
+    refused = client.respond("forward_backward", model_id=model_id, forward_backward_input=given)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_memory")
     client.post(f"sessions/{client.session}/finish")
 
 

@@ -1,0 +1,133 @@
+"""The answers of Tinker's Rest client: training runs, checkpoints and sessions.
+
+A client sees what belongs to its API key; without keys, everything.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import anyio
+from msgspec.structs import replace
+
+from attachments.tinker import bodies
+from attachments.tinker.bodies import Answer
+from attachments.tinker.service import TinkerService
+from attachments.tinker.store import SCHEME, TYPES, SavedCheckpoint, SavedRun, expiry
+from clotho.serving.auth import Client
+
+T = TypeVar("T")
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _page(call: bodies.Page, found: Sequence[T]) -> tuple[Sequence[T], Mapping[str, int]]:
+    """Return the part of a list that a request asks for, and where it is."""
+    cursor = {"offset": call.offset, "limit": call.limit, "total_count": len(found)}
+    return found[call.offset : call.offset + call.limit], cursor
+
+
+class TinkerRest:
+    """What is saved on one server."""
+
+    def __init__(self, service: TinkerService) -> None:
+        self._sessions, self._store = service.sessions, service.store
+
+    def runs(self, call: bodies.Page, client: Client) -> Answer:
+        """List training runs."""
+        shown, cursor = _page(call, self._store.runs(client.owner))
+        return {"training_runs": [self._run(run) for run in shown], "cursor": cursor}
+
+    def run(self, call: bodies.OfRun, client: Client) -> Answer:
+        """Return a training run."""
+        return self._run(self._store.run(call.run_id, client.owner))
+
+    def _run(self, run: SavedRun) -> Answer:
+        checkpoints = self._store.checkpoints(run.model_id)
+        newest = {one.kind: self._checkpoint(one) for one in checkpoints}
+        return {
+            "training_run_id": run.model_id,
+            "base_model": run.base_model,
+            "model_owner": run.owner or "local",
+            "lora_rank": run.lora.rank,
+            "is_lora": True,
+            "corrupted": False,
+            "last_request_time": _iso(checkpoints[-1].created if checkpoints else run.created),
+            "last_checkpoint": newest.get("weights"),
+            "last_sampler_checkpoint": newest.get("sampler_weights"),
+            "user_metadata": run.user_metadata,
+        }
+
+    def _checkpoint(self, one: SavedCheckpoint) -> Answer:
+        return {
+            "checkpoint_id": f"{one.kind}/{one.name}",
+            "checkpoint_type": TYPES[one.kind],
+            "time": _iso(one.created),
+            "tinker_path": one.path,
+            "size_bytes": sum(file.stat().st_size for file in self._store.place(one).iterdir()),
+            "public": False,
+            "user_metadata": one.user_metadata,
+            "expires_at": _iso(one.expires) if one.expires else None,
+        }
+
+    def checkpoints_of_run(self, call: bodies.OfRun, client: Client) -> Answer:
+        """List the checkpoints of a run."""
+        run = self._store.run(call.run_id, client.owner)
+        return {"checkpoints": [self._checkpoint(one) for one in self._store.checkpoints(run.model_id)]}
+
+    def checkpoints(self, call: bodies.Page, client: Client) -> Answer:
+        """List the checkpoints of all runs."""
+        runs = self._store.runs(client.owner)
+        shown, cursor = _page(call, [one for run in runs for one in self._store.checkpoints(run.model_id)])
+        return {"checkpoints": [self._checkpoint(one) for one in shown], "cursor": cursor}
+
+    def _named(self, call: bodies.OfCheckpoint, client: Client) -> SavedCheckpoint:
+        return self._store.find(f"{SCHEME}{call.run_id}/{call.kind}/{call.name}", client.owner)
+
+    async def delete(self, call: bodies.OfCheckpoint, client: Client) -> Answer:
+        """Delete a checkpoint."""
+        place = self._store.place(self._named(call, client))
+        await anyio.to_thread.run_sync(lambda: shutil.rmtree(place))
+        return {}
+
+    def set_ttl(self, call: bodies.OfCheckpoint, client: Client) -> Answer:
+        """Change how long a checkpoint is kept."""
+        self._store.change(replace(self._named(call, client), expires=expiry(call.ttl_seconds)))
+        return {}
+
+    async def archive(self, call: bodies.OfCheckpoint, client: Client) -> tuple[str, bytes]:
+        """Return the name and the content of the archive of a checkpoint."""
+        found = self._named(call, client)
+        return f"{found.name}.tar.gz", await anyio.to_thread.run_sync(lambda: self._store.archive(found))
+
+    def weights_info(self, call: bodies.WeightsInfo, client: Client) -> Answer:
+        """Return the shape of the adapter of a checkpoint."""
+        run = self._store.run(self._store.find(call.tinker_path, client.owner).run, client.owner)
+        names = ("train_unembed", "train_mlp", "train_attn")
+        shape: dict[str, Any] = {name: getattr(run.lora, name) for name in names}
+        return {"base_model": run.base_model, "is_lora": True, "lora_rank": run.lora.rank, **shape}
+
+    async def copy_weights(self, call: bodies.CopyWeights, client: Client) -> Answer:
+        """Copy a checkpoint to a run of its own, which nobody trains."""
+        source = self._store.find(call.source_path, client.owner)
+        run = self._store.run(source.run, client.owner)
+        target = replace(run, model_id=f"copy-{time.time_ns():x}:train:0", owner=client.owner, created=time.time())
+        copied = await anyio.to_thread.run_sync(lambda: self._store.copy(source, target))
+        return {"tinker_path": copied.path}
+
+    def sessions(self, call: bodies.Page, client: Client) -> Answer:
+        """List the sessions that are open."""
+        shown, _ = _page(call, self._sessions.open(client.owner))
+        return {"sessions": [one.session_id for one in shown]}
+
+    def session(self, call: bodies.OfSession, client: Client) -> Answer:
+        """Return what a session has made."""
+        found = self._sessions.get(call.session_id, client)
+        made = {"training_run_ids": list(found.models), "sampler_ids": found.samplers}
+        return {**made, "user_metadata": found.fields.user_metadata, "display_name": found.fields.display_name}
