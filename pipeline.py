@@ -57,7 +57,7 @@ from protocols.rollout import Discarded, GroupOutcome, RolloutGroup
 from protocols.step import LearnerReport, PolicyUpdated
 from protocols.summary import RunSummary
 from training_run.accounting import GroupAccounting, group_source
-from training_run.attachment import Wired
+from training_run.attached import Wired
 from training_run.directory.jsonl import JsonlWriter
 from training_run.directory.run_directory import RunDirectory
 from training_run.profile.schema import HeldOutEvaluation, Profile

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -28,13 +28,18 @@ class Door(Generic[Asked, Answer]):
         """place: the module of a folder and the name in it, such as `library.engine`."""
         self.place = place
 
+    @property
+    def functions(self) -> list[Callable[Asked, Answer]]:
+        """The functions, to await them one after another."""
+        return [*found(self.place).values()]
+
     def __call__(self, *args: Asked.args, **kwargs: Asked.kwargs) -> list[Answer]:
         """Ask every folder."""
-        return [function(*args, **kwargs) for function in found(self.place).values()]
+        return [function(*args, **kwargs) for function in self.functions]
 
     def first(self: Door[Asked, Answer | None], *args: Asked.args, **kwargs: Asked.kwargs) -> Answer | None:
         """Return the first answer that is not None; the folders behind it are not asked. None without one."""
-        answers = (function(*args, **kwargs) for function in found(self.place).values())
+        answers = (function(*args, **kwargs) for function in self.functions)
         return next((answer for answer in answers if answer is not None), None)
 
 
@@ -52,6 +57,18 @@ class TableDoor(Generic[Answer]):
     def absence(self, name: str) -> str:
         """Return why the table has no row: its attachment is not installed. Empty for names of no attachment."""
         return needs(self.owners[name]) if name in self.owners else ""
+
+
+class RowsDoor(Generic[Answer]):
+    """A sequence that folders may have."""
+
+    def __init__(self, place: str) -> None:
+        """place: as of a `Door`."""
+        self.place = place
+
+    def __call__(self) -> list[Answer]:
+        """Return the rows of all folders."""
+        return [row for rows in found(self.place).values() for row in rows]
 
 
 def found(place: str) -> dict[str, Any]:

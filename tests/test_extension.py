@@ -23,11 +23,13 @@ from clotho.rewards.weighted_sum import Rewards
 from protocols.errors import ArtifactError, ModelError, ProfileError
 from tests.absent import without
 
-ROOT = Path(__file__).parents[1]
+ROOT, RINGS = Path(__file__).parents[1], ("attachments", "clotho", "training_run")
+SOURCES = (path.read_text(encoding="utf-8") for ring in RINGS for path in sorted(ROOT.glob(f"{ring}/**/*.py")))
 DOORS = {
     match[2]: match[1]
-    for path in sorted([*ROOT.glob("clotho/**/*.py"), *ROOT.glob("training_run/**/*.py")])
-    for node in ast.parse(path.read_text(encoding="utf-8")).body
+    for source in SOURCES
+    if ": Door[" in source
+    for node in ast.parse(source).body
     if isinstance(node, ast.AnnAssign)
     if (match := re.fullmatch(r"\w+: Door\[(.*)\] = Door\('(.*)'\)", ast.unparse(node)))
 }
@@ -49,11 +51,14 @@ def test_every_row_names_something_that_can_be_imported() -> None:
 
 def test_functions_of_attachments_have_the_types_of_their_doors() -> None:
     """A function that no door asks for would never be called."""
-    for module in attachment_modules("library").values():
-        for node in ast.parse(inspect.getsource(module)).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                asked = ", ".join(ast.unparse(one.annotation or one) for one in node.args.args)
-                assert DOORS[f"library.{node.name}"] == f"[{asked}], {ast.unparse(node.returns or node)}"
+    for file in ("library", "attachment"):
+        for module in attachment_modules(file).values():
+            for node in ast.parse(inspect.getsource(module)).body:
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+                    asked = ", ".join(ast.unparse(one.annotation or one) for one in node.args.args)
+                    answer = ast.unparse(node.returns or node)
+                    answer = f"Awaitable[{answer}]" if isinstance(node, ast.AsyncFunctionDef) else answer
+                    assert DOORS[f"{file}.{node.name}"] == f"[{asked}], {answer}", module.__name__
 
 
 def test_the_doors_of_the_library_load_neither_mlx_nor_the_server() -> None:

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from clotho.settings.layers import Layer
-    from training_run.directory.run_directory import RunDirectory
+    from training_run.directory.run_directory import RunDirectory, RunStage
     from training_run.profile.flags import Arguments
     from training_run.profile.schema import Profile
-    from training_run.stages import RunStage
 
     Train = Callable[[Profile, RunDirectory, Console], Awaitable[int]]
     LoadTrain = Callable[[], Train]
@@ -109,10 +108,9 @@ def _run_launched(argv: Sequence[str]) -> int | None:
     """Run what `mlx.launch` has started beside the run; None for the process of the run, and for other commands."""
     if argv and COMMANDS.get(argv[0], argv[0]) in commands():
         return None
-    from training_run.attachment import installed_attachments
+    from training_run.profile.program import LAUNCH
 
-    statuses = (attachment.launch(argv) for attachment in installed_attachments())
-    return next((status for status in statuses if status is not None), None)
+    return LAUNCH.first(argv)
 
 
 def serve(argv: Sequence[str]) -> tuple[int, bool]:
@@ -194,10 +192,10 @@ def _command(module: str) -> Callable[[Sequence[str]], tuple[int, bool]]:
 
 def commands() -> dict[str, Callable[[Sequence[str]], tuple[int, bool]]]:
     """Return the commands besides a run, by the word after the program's name. They return as `_run`."""
-    from training_run.attachment import installed_attachments
+    from training_run.profile.program import ATTACHED_COMMANDS
 
-    further = {word: module for one in installed_attachments() for word, module in one.commands.items()}
-    return {"serve": serve, "eval": evaluate, **{word: _command(module) for word, module in further.items()}}
+    further = {word: _command(module) for word, module in ATTACHED_COMMANDS().items()}
+    return {"serve": serve, "eval": evaluate, **further}
 
 
 class PreparedRun:
@@ -258,11 +256,11 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
     before_mlx()
     from clotho.storage.adapters import require_own_adapter
     from protocols.errors import ClothoError, RunDirectoryError
-    from training_run.attachment import check_attachments
     from training_run.directory.run_directory import open_run
     from training_run.directory.run_paths import find_checkpoint
     from training_run.profile.flags import help_text, parse_arguments
     from training_run.profile.load import load_profile
+    from training_run.profile.rules import CHECK
     from training_run.stages import stages_of
 
     console = _console()
@@ -278,7 +276,7 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
             arguments.overrides,
             adjust=lambda below: [*adjusted(arguments, below), *layers],
         )
-        check_attachments(found)
+        CHECK(found)
         if found.actors:
             from training_run.supervision.custom_actors import require_positions
 
@@ -314,11 +312,10 @@ def prepare(argv: Sequence[str]) -> PreparedRun | int:
 
 def supervise(profile: Profile) -> None:
     """Let an attachment replace this process by a supervisor of the run, if it is the process of the program."""
-    from training_run.attachment import installed_attachments
+    from training_run.profile.program import SUPERVISE
 
     if process_signals.installed:
-        for attachment in installed_attachments():
-            attachment.supervise(profile)
+        SUPERVISE(profile)
 
 
 def adjusted(arguments: Arguments, layers: list[Layer]) -> list[Layer]:

@@ -18,7 +18,7 @@ from protocols.prompt import Prompt
 from protocols.rollout import GroupRewards
 from protocols.sampling import PromptLogprobs
 from protocols.summary import MemoryEstimate
-from training_run.attachment import Attached
+from training_run.attached import Attached
 from training_run.directory.best_checkpoint import BestCheckpointKeeper
 from training_run.directory.run_directory import RunDirectory
 from training_run.groups.ledger import Ledger

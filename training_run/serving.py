@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,6 +22,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from clotho.engine_metrics import engine_metrics
+from clotho.extension import Door
+from clotho.inference.engine import DecodeEngine
+from clotho.lanes.compute_thread import Compute
 from clotho.sampler import Sampler
 from clotho.serving.auth import is_open
 from clotho.serving.errors import ApiError
@@ -32,7 +35,6 @@ from clotho.serving.services import EngineAccess, Health, HealthReport
 from clotho.settings.bounds import Off
 from clotho.settings.server import HttpServer, ServerSection
 from protocols.sampling import PromptLogprobs
-from training_run.attachment import installed_attachments
 from training_run.profile.schema import MonitorSection
 from training_run.records.terminal_text import relative_path
 from training_run.supervision.supervisor import Child, ChildState, ChildStatus, RestartPolicy, describe_error, permanent
@@ -47,6 +49,13 @@ T = TypeVar("T")
 
 SERVER_RESTARTS = RestartPolicy(max_restarts=3)
 """How often the HTTP server is restarted."""
+
+
+WATCHES: Door[[Compute, DecodeEngine], Sequence[Child]] = Door("attachment.watches")
+"""Returns children that look after a decode engine, in a run and in `serve`."""
+
+LOADING_PAGE: Door[[HttpServer], ASGIApp | None] = Door("attachment.loading_page")
+"""Returns what a server answers on paths that need no key while the model is loaded; None: nothing."""
 
 
 def report_failure(name: str, error: Exception) -> None:
@@ -90,7 +99,7 @@ class ServingState:
             fail_requests=sampler.engine.fail_all,
             attach=sampler.restart,
         )
-        watches = (one.watches(sampler.compute, sampler.engine) for one in installed_attachments())
+        watches = WATCHES(sampler.compute, sampler.engine)
         return [permanent(watchdog), *chain.from_iterable(watches), permanent(guard, ENGINE_RESTARTS)]
 
     def on_stall(self, seconds: float) -> None:
@@ -148,9 +157,7 @@ def names_of(path: str, files: Path | None) -> frozenset[str]:
 
 def loading_page(settings: ServerSection) -> ASGIApp | None:
     """Return the page that the server of a run shows while the model is loaded; None if no attachment has one."""
-    if isinstance(settings, Off):
-        return None
-    return next((page for one in installed_attachments() if (page := one.loading_page(settings)) is not None), None)
+    return None if isinstance(settings, Off) else LOADING_PAGE.first(settings)
 
 
 async def while_loading(

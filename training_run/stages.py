@@ -12,9 +12,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from clotho.extension import Door
 from clotho.settings.layers import Layer
-from training_run.attachment import installed_attachments
-from training_run.directory.run_directory import RunDirectory
+from training_run.directory.run_directory import RunDirectory, RunStage
 from training_run.profile.schema import Profile
 
 
@@ -26,16 +26,8 @@ class StagePlan(Struct, frozen=True, kw_only=True):
     settings: Mapping[str, Any]
 
 
-class RunStage(Struct, frozen=True, kw_only=True, eq=False):
-    """number: from 1. first_step: number of steps before the stage. profile: its settings; it ends at its `steps`.
-
-    recorded: the profile of the whole run.
-    """
-
-    number: int
-    first_step: int
-    profile: Profile
-    recorded: Profile
+STAGES: Door[[Profile], Sequence[StagePlan]] = Door("attachment.stages")
+"""Returns the stages of a run, in order. Raises ProfileError."""
 
 
 def stages_of(recorded: Profile, load: Callable[[Layer], Profile]) -> tuple[RunStage, ...]:
@@ -44,7 +36,7 @@ def stages_of(recorded: Profile, load: Callable[[Layer], Profile]) -> tuple[RunS
     Raises ProfileError if the settings of a stage are not valid.
     """
     found: list[RunStage] = []
-    for plan in (plan for attachment in installed_attachments() for plan in attachment.stages(recorded)):
+    for plan in (plan for plans in STAGES(recorded) for plan in plans):
         first = found[-1].profile.steps if found else 0
         profile = load(Layer(label=plan.label, values={**plan.settings, "steps": first + plan.steps}))
         found.append(RunStage(number=len(found) + 1, first_step=first, profile=profile, recorded=recorded))

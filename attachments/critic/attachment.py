@@ -2,100 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from attachments.critic.sections import CRITIC, ValueHead
 from protocols.errors import CheckpointError
-from training_run.attachment import Attach, Attachment, Plan, slot_settings
-from training_run.profile.rules import Complaint, Rule
+from training_run.profile.rules import Complaint, Rule, slot_settings
 
 if TYPE_CHECKING:
     from attachments.critic.critic import CriticUpdates
     from training_run.memory.need import MemoryNeed
     from training_run.profile.schema import Profile
     from training_run.run import RunContext
+    from training_run.start.startup import Attach, Plan
 
 CHOICE = 'critic = "value_head"'
 
 
-class Critic(Attachment):
-    """`[critic]` of a profile."""
+NO_EFFECT = (
+    Rule(
+        "learner.objective.dynamic_sampling_max_ratio",
+        lambda v, _: v["critic.type"] != "off",
+        f"with {CHOICE} groups of equal rewards have advantages",
+        "critic.type",
+    ),
+)
+CONTRADICTIONS = (
+    Rule(
+        "policy.method.type",
+        lambda v, x: x == "full" and v["critic.type"] != "off",
+        f'= "{{}}" and {CHOICE} exclude each other: the critic is an adapter over the base model of the policy',
+    ),
+    Rule(
+        "learner.kl_penalty.type",
+        lambda v, x: x == "reward" and v["critic.type"] != "off",
+        f'= "{{}}" and {CHOICE} exclude each other: the critic learns rewards without it; set "loss"',
+    ),
+    Rule(
+        "replay.type",
+        lambda v, x: x != "off" and v["critic.type"] != "off",
+        f'= "{{}}" and {CHOICE} exclude each other: the critic judges the groups of its batch only',
+    ),
+)
+METRICS: Mapping[str, str] = {
+    "critic/value_loss": "Mean clipped value loss of a token before the critic learned the batch; null without a "
+    "critic.",
+    "critic/explained_variance": "Share of the variance of returns that values explain, 1 - Var(return - value) / "
+    "Var(return), over the tokens of the batch before the critic learned it; null if all returns are equal.",
+    "critic/mean_value": "Mean value of a token, in units of the reward.",
+}
 
-    no_effect = (
-        Rule(
-            "learner.objective.dynamic_sampling_max_ratio",
-            lambda v, _: v["critic.type"] != "off",
-            f"with {CHOICE} groups of equal rewards have advantages",
-            "critic.type",
-        ),
-    )
-    contradictions = (
-        Rule(
-            "policy.method.type",
-            lambda v, x: x == "full" and v["critic.type"] != "off",
-            f'= "{{}}" and {CHOICE} exclude each other: the critic is an adapter over the base model of the policy',
-        ),
-        Rule(
-            "learner.kl_penalty.type",
-            lambda v, x: x == "reward" and v["critic.type"] != "off",
-            f'= "{{}}" and {CHOICE} exclude each other: the critic learns rewards without it; set "loss"',
-        ),
-        Rule(
-            "replay.type",
-            lambda v, x: x != "off" and v["critic.type"] != "off",
-            f'= "{{}}" and {CHOICE} exclude each other: the critic judges the groups of its batch only',
-        ),
-    )
-    metrics: ClassVar[Mapping[str, str]] = {
-        "critic/value_loss": "Mean clipped value loss of a token before the critic learned the batch; null without a "
-        "critic.",
-        "critic/explained_variance": "Share of the variance of returns that values explain, 1 - Var(return - value) / "
-        "Var(return), over the tokens of the batch before the critic learned it; null if all returns are equal.",
-        "critic/mean_value": "Mean value of a token, in units of the reward.",
-    }
 
-    def complaints(self, profile: Profile) -> Iterator[Complaint]:
-        """Refuse objectives and groups without advantages from rewards, and a learner that has no hooks."""
-        if not isinstance(CRITIC.of(profile), ValueHead):
-            return
-        if not (objective := profile.learner.objective).has_ratio:
-            text = (
-                f'learner.objective = "{objective.__struct_config__.tag}" and {CHOICE} exclude each other: it learns '
-            )
-            yield Complaint("learner.objective.type", f"{text}from no advantages")
-        for setting in slot_settings(profile, "groups"):
-            yield Complaint("critic.type", f"{CHOICE} and {setting} exclude each other: such groups judge themselves")
-        if any(actor.mode == "replace" and actor.at == "learner" for actor in profile.actors):
-            yield Complaint("critic.type", f"{CHOICE} belongs to the built-in learner, which a custom actor replaces")
+def complaints(profile: Profile) -> Iterable[Complaint]:
+    """Refuse objectives and groups without advantages from rewards, and a learner that has no hooks."""
+    if not isinstance(CRITIC.of(profile), ValueHead):
+        return
+    if not (objective := profile.learner.objective).has_ratio:
+        text = f'learner.objective = "{objective.__struct_config__.tag}" and {CHOICE} exclude each other: it learns '
+        yield Complaint("learner.objective.type", f"{text}from no advantages")
+    for setting in slot_settings(profile, "groups"):
+        yield Complaint("critic.type", f"{CHOICE} and {setting} exclude each other: such groups judge themselves")
+    if any(actor.mode == "replace" and actor.at == "learner" for actor in profile.actors):
+        yield Complaint("critic.type", f"{CHOICE} belongs to the built-in learner, which a custom actor replaces")
 
-    def memory(self, need: MemoryNeed) -> None:
-        """Hold a second adapter, with the state of its optimizer."""
-        if need.profile is not None and isinstance(CRITIC.of(need.profile), ValueHead):
-            need.critic = True
 
-    async def prepare(self, plan: Plan) -> Attach | None:
-        """Train on groups with equal rewards too, and let the critic judge them."""
-        settings = CRITIC.of(plan.profile)
-        if not isinstance(settings, ValueHead):
-            return None
-        plan.learns_equal = True
+def memory(need: MemoryNeed) -> None:
+    """Hold a second adapter, with the state of its optimizer."""
+    if need.profile is not None and isinstance(CRITIC.of(need.profile), ValueHead):
+        need.critic = True
 
-        async def attach(run: RunContext) -> None:
-            """Make the critic in the learner's thread, with the state of the checkpoint."""
-            from attachments.critic.critic import NAME
-            from clotho.lanes.compute_thread import finish
 
-            critic = await finish(run.compute.learner.submit(lambda: _critic(run, settings)))
-            run.attached.hooks.append(critic)
-            run.attached.parts.save(NAME, critic.part)
+async def prepare(plan: Plan) -> Attach | None:
+    """Train on groups with equal rewards too, and let the critic judge them."""
+    settings = CRITIC.of(plan.profile)
+    if not isinstance(settings, ValueHead):
+        return None
+    plan.learns_equal = True
 
-        return attach
+    async def attach(run: RunContext) -> None:
+        """Make the critic in the learner's thread, with the state of the checkpoint."""
+        from attachments.critic.critic import NAME
+        from clotho.lanes.compute_thread import finish
 
-    def shown(self, line: Mapping[str, Any]) -> Iterator[str]:
-        """Yield how well the values explain the returns."""
-        if (explained := line.get("critic/explained_variance")) is not None:
-            yield f"explained variance {explained:.2f}"
+        critic = await finish(run.compute.learner.submit(lambda: _critic(run, settings)))
+        run.attached.hooks.append(critic)
+        run.attached.parts.save(NAME, critic.part)
+
+    return attach
+
+
+def shown(line: Mapping[str, Any]) -> Iterable[str]:
+    """Yield how well the values explain the returns."""
+    if (explained := line.get("critic/explained_variance")) is not None:
+        yield f"explained variance {explained:.2f}"
 
 
 def _critic(run: RunContext, settings: ValueHead) -> CriticUpdates:
@@ -111,6 +110,3 @@ def _critic(run: RunContext, settings: ValueHead) -> CriticUpdates:
         except ValueError as error:
             raise CheckpointError(f"the part 'critic' of the checkpoint cannot be used: {error}") from error
     return critic
-
-
-ATTACHMENT = Critic()

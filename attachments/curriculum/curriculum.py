@@ -27,7 +27,7 @@ from protocols.errors import CheckpointError
 from protocols.rollout import Discarded, GroupOutcome, are_equal, bounded
 from protocols.sampling import derive
 from protocols.step import TrainedGroup
-from training_run.attachment import Attached
+from training_run.attached import Attached
 from training_run.directory.checkpoint_parts import Keeper
 from training_run.groups.order import ProblemOrder
 from training_run.supervision.hooks import Chooser, UpdateHook

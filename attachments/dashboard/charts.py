@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from training_run.attachment import Attachment, installed_attachments
+from clotho.extension import found
 from training_run.records.evaluation_history import EVALUATION_METRICS
 from training_run.records.metrics import all_metrics
 
@@ -139,17 +139,24 @@ def unit(column: str) -> Format:
 def charts() -> list[Chart]:
     """Return the charts of metrics that every run has, and those of the attachments that are installed."""
     core = [_chart(section, title, lines) for section, titles in CORE.items() for title, lines in titles.items()]
-    return [*core, *(chart for attachment in installed_attachments() for chart in _of_attachment(attachment))]
+    return [
+        *core,
+        *(
+            chart
+            for folder, metrics in found("attachment.METRICS").items()
+            for chart in _of_attachment(folder, metrics)
+        ),
+    ]
 
 
-def _of_attachment(attachment: Attachment) -> Iterator[Chart]:
+def _of_attachment(folder: str, metrics: Mapping[str, str]) -> Iterator[Chart]:
     """Yield a chart for each key of its tables, with a line for each entry; and one for the other metrics of a unit."""
-    section = type(attachment).__module__.split(".")[1].replace("_", " ").capitalize()
+    section, tables = folder.replace("_", " ").capitalize(), found("attachment.ENTRIES").get(folder, {})
     groups = dict[str, dict[str, str]]()
-    for name in attachment.metrics:
-        for key, text in attachment.entries.get(name, {}).items():
+    for name in metrics:
+        for key, text in tables.get(name, {}).items():
             yield _chart(section, f"{section}: {key.replace('_', ' ')}", {"*": f"{name}/*/{key}"}, text)
-        if name not in attachment.entries:
+        if name not in tables:
             words, kind = name.rpartition("/")[2].replace("_", " "), unit(name)
             title = f"{section}: {words}" if kind in ("number", "seconds") else f"{section}, {kind}"
             groups.setdefault(title, {})[words] = name

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from protocols.finding import Finding
-from training_run.attachment import Attachment, has_own_groups
+from training_run.profile.rules import has_own_groups
 
 if TYPE_CHECKING:
     from clotho.models.tokenizer import ChatTokenizer
@@ -14,24 +14,17 @@ if TYPE_CHECKING:
     from training_run.profile.schema import Profile
 
 
-class Doctor(Attachment):
-    """Checks versions, settings, chat template and problems."""
-
-    commands: ClassVar[Mapping[str, str]] = {"doctor": "attachments.doctor.doctor"}
-
-    def findings_when_loaded(
-        self, profile: Profile, tokenizer: ChatTokenizer, problems: Sequence[Problem]
-    ) -> Iterator[Finding]:
-        """Yield what will not work, or not as meant."""
-        from attachments.doctor.problems import problem_findings
-        from attachments.doctor.template import check_template, template_use
-        from attachments.doctor.versions import installed_versions, setting_findings, version_findings
-
-        yield from version_findings(installed_versions())
-        yield from setting_findings(profile)
-        yield from check_template(tokenizer, template_use(profile, problems)).findings
-        if has_own_groups(profile):
-            yield from problem_findings(problems, profile.rewards, batch_size=profile.learner.batch_size)
+COMMANDS: Mapping[str, str] = {"doctor": "attachments.doctor.doctor"}
 
 
-ATTACHMENT = Doctor()
+def findings_when_loaded(profile: Profile, tokenizer: ChatTokenizer, problems: Sequence[Problem]) -> Iterable[Finding]:
+    """Yield what will not work, or not as meant."""
+    from attachments.doctor.problems import problem_findings
+    from attachments.doctor.template import check_template, template_use
+    from attachments.doctor.versions import installed_versions, setting_findings, version_findings
+
+    yield from version_findings(installed_versions())
+    yield from setting_findings(profile)
+    yield from check_template(tokenizer, template_use(profile, problems)).findings
+    if has_own_groups(profile):
+        yield from problem_findings(problems, profile.rewards, batch_size=profile.learner.batch_size)

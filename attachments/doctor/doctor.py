@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +47,7 @@ from attachments.doctor.rehearsal import (
 from attachments.doctor.template import check_template, template_use
 from attachments.doctor.versions import installed_versions, setting_findings, version_findings
 from clotho.backend import backend
+from clotho.extension import Door
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.adapters import adapter_targets, reached_share
 from clotho.models.experts import configuration_of, experts_per_token
@@ -61,7 +63,6 @@ from protocols.errors import ClothoError, DatasetError, ProfileError, RecordsErr
 from protocols.finding import CHECK, LESS_MEMORY, Change, Finding, FindingName, Remedy
 from protocols.rollout import GroupOutcome, RolloutGroup, ScoredGroup
 from protocols.summary import MemoryEstimate
-from training_run.attachment import check_attachments, has_own_groups, installed_attachments, slot_settings
 from training_run.commands.command_line import new_file
 from training_run.directory.json_text import encode
 from training_run.directory.run_directory import open_run
@@ -74,6 +75,8 @@ from training_run.profile.keys import PROFILE_KEYS
 from training_run.profile.load import load_profile
 from training_run.profile.mounted import left_out
 from training_run.profile.program import program
+from training_run.profile.rules import CHECK as CHECK_PROFILE
+from training_run.profile.rules import has_own_groups, slot_settings
 from training_run.profile.schema import Profile
 from training_run.records.event_log import event_log
 from training_run.records.remedies import Loaded, accepted_change, command_line
@@ -88,6 +91,7 @@ from training_run.records.terminal_text import (
 )
 from training_run.rewards.runner import expectations
 from training_run.run import RunContext
+from training_run.start.preflight import FINDINGS
 from training_run.start.startup import build_context
 from training_run.supervision.idle_sleep import no_idle_sleep
 
@@ -225,12 +229,16 @@ async def diagnose(profile: Profile, console: Console, *, seconds: float = SECON
     return found
 
 
+FACTS: Door[[Profile], Mapping[str, str]] = Door("attachment.facts")
+"""Returns what is said about a machine or a profile, by subject."""
+
+
 def check_without_model(found: Diagnosis, profile: Profile) -> MemoryEstimate:
     """Check machine, libraries, settings, port, memory and dataset. Raises Stopped."""
-    blas, attachments = load_blas(), installed_attachments()
+    blas = load_blas()
     described = describe_machine(blas=blas)
     found.add("machine", f"{described.processor}, {described.cores} cores, {memory(physical_memory())}")
-    for subject, fact in (item for one in attachments for item in one.facts(profile).items()):
+    for subject, fact in (item for facts in FACTS(profile) for item in facts.items()):
         found.add(subject, fact)
     found.add("compute", f"MLX {described.mlx_version} on {described.backend}; {backend().compute_path(blas)}")
     installed = installed_versions()
@@ -249,7 +257,7 @@ def check_without_model(found: Diagnosis, profile: Profile) -> MemoryEstimate:
     _check_dataset(found, profile)
     with found.refused("model", "model_unusable", "name a directory or a repository in model.path"):
         estimate = estimate_memory(profile.model, profile)
-    found.findings += [finding for one in attachments for finding in one.findings(profile, estimate)]
+    found.findings += chain(*FINDINGS(profile, estimate))
     limit = memory_limit()
     text = f"{memory(estimate.total)} of {memory(limit.bytes)} ({describe_limit(limit)})"
     if refusal := too_large(estimate, limit):
@@ -279,7 +287,7 @@ def _check_dataset(found: Diagnosis, profile: Profile) -> None:
 async def _context(profile: Profile, directory: Path, compute: Compute, ending: ExitStack) -> RunContext:
     """Build the run without its server and trackers, in a temporary directory."""
     own = replace(left_out(profile, "doctor"), run_dir=str(directory))
-    check_attachments(own)
+    CHECK_PROFILE(own)
     run_directory = open_run(directory, resume=False, clean=False)
     try:
         return await build_context(own, run_directory, compute, ending, slow_seconds=profile.monitor.watchdog_seconds)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from attachments.doctor.completions import draw
+from clotho.extension import Door
 from clotho.inference.engine import DecodeEngine
 from clotho.lanes.compute_thread import Compute
 from clotho.lanes.sampling_client import GroupSampler
@@ -21,11 +23,13 @@ from protocols.prompt import Prompt
 from protocols.rollout import RolloutGroup
 from protocols.sampling import Sampling
 from protocols.step import UpdateMetrics
-from training_run.attachment import installed_attachments
 from training_run.groups.rollout_source import SingleTurn
 from training_run.parity_check import LIMITS, ParityChecker, ParityReport, parity_sample
 from training_run.profile.schema import HeldOutEvaluation, Profile
 from training_run.start.warmup_step import dummy_batch_size, dummy_groups
+
+REHEARSED: Door[[Profile, Sequence[UpdateMetrics]], Iterable[Finding]] = Door("attachment.rehearsed")
+"""Assesses updates that were computed one after another, and discarded."""
 
 RATE_TOKENS = 32
 """Length of the completions with which the decode rate is measured."""
@@ -136,8 +140,7 @@ def update_findings(rehearsed: Sequence[UpdateMetrics | None], profile: Profile)
             remedy=Remedy(action="start", changes=(FLOAT32, *LOWER_RATE.changes)),
         )
         return
-    for attachment in installed_attachments():
-        yield from attachment.rehearsed(profile, updates)
+    yield from chain(*REHEARSED(profile, updates))
 
 
 def check_decoding(

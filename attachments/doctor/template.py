@@ -17,7 +17,7 @@ from clotho.rewards.registry import built_in
 from protocols.errors import RequestError, visible
 from protocols.finding import CHECK, Change, Finding, Remedy
 from protocols.prompt import Problem
-from training_run.attachment import has_own_groups
+from training_run.profile.rules import has_own_groups
 from training_run.profile.schema import Profile
 from training_run.rewards.runner import expects_tag
 

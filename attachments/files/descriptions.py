@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from attachments.files.gguf import SUFFIX
 from attachments.files.gguf_header import read_header as read_gguf_header
+from clotho.extension import Door
 from clotho.models.adapter_formats import (
     MLX,
     PEFT,
@@ -42,7 +43,6 @@ from clotho.storage.adapters import CONFIG
 from protocols.checkpoint import RunState
 from protocols.errors import ModelError, RunDirectoryError, disk_errors_as, visible
 from protocols.evaluation import Estimate
-from training_run.attachment import installed_attachments
 from training_run.directory.best_checkpoint import read_best
 from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.directory.checkpoints import (
@@ -205,10 +205,14 @@ def describe_checkpoint(path: Path) -> Description:
     }
 
 
+DESCRIBED: Door[[CheckpointParts], Mapping[str, Any]] = Door("attachment.described")
+"""Returns what `show` says about a checkpoint with these parts, whose arrays are not read."""
+
+
 def _described_parts(path: Path) -> Description:
     """Return what attachments say about their parts of a checkpoint."""
     parts = CheckpointParts(read_parts(path, with_arrays=False))
-    return {key: value for one in installed_attachments() for key, value in one.described(parts).items()}
+    return {key: value for found in DESCRIBED(parts) for key, value in found.items()}
 
 
 def describe_adapter(path: Path) -> Description:

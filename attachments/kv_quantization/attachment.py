@@ -6,25 +6,19 @@ from typing import TYPE_CHECKING
 
 from attachments.kv_quantization.sections import KV_QUANTIZATION
 from clotho.settings.bounds import Off
-from training_run.attachment import Attachment
 
 if TYPE_CHECKING:
     from training_run.memory.need import MemoryNeed
 
 
-class KVQuantizationRuns(Attachment):
-    """`engine.kv_quantization` of a profile."""
-
-    may_change = ("engine.kv_quantization",)
-
-    def memory(self, need: MemoryNeed) -> None:
-        """Count the KV caches of running rows in 8 bits."""
-        settings = KV_QUANTIZATION.of(need.engine)
-        if isinstance(settings, Off):
-            return
-        from attachments.kv_quantization.packed import PackedFormat
-
-        need.kv_format = PackedFormat(settings.group_size)
+MAY_CHANGE = ("engine.kv_quantization",)
 
 
-ATTACHMENT = KVQuantizationRuns()
+def memory(need: MemoryNeed) -> None:
+    """Count the KV caches of running rows in 8 bits."""
+    settings = KV_QUANTIZATION.of(need.engine)
+    if isinstance(settings, Off):
+        return
+    from attachments.kv_quantization.packed import PackedFormat
+
+    need.kv_format = PackedFormat(settings.group_size)

@@ -3,15 +3,5 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
-from training_run.attachment import Attachment
-
-
-class Migration(Attachment):
-    """Earlier systems, which a run does not know."""
-
-    commands: ClassVar[Mapping[str, str]] = {"import-profile": "attachments.migration.migration"}
-
-
-ATTACHMENT = Migration()
+COMMANDS: Mapping[str, str] = {"import-profile": "attachments.migration.migration"}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from attachments.ranks.sections import DISTRIBUTED
-from training_run.attachment import Attach, Attachment, Plan
 
 if TYPE_CHECKING:
     from attachments.ranks.learner_ranks import LearnerRanks
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from attachments.ranks.sections import DistributedSection
     from training_run.memory.need import MemoryNeed
     from training_run.run import RunContext
+    from training_run.start.startup import Attach, Plan
 
 
 RANK_METRICS = {
@@ -26,66 +26,67 @@ RANK_METRICS = {
 """Every key of an entry of `learner_ranks`."""
 
 
-class Ranks(Attachment):
-    """A run that `mlx.launch` has started in several processes, with `[distributed]` of its profile."""
+MAY_CHANGE = ("distributed",)
+METRICS: Mapping[str, str] = {
+    "learner_ranks": "Work of each rank of a data-parallel learner since the line before, by number of the rank; "
+    "null without other ranks.",
+    "time/wait_for_ranks": "Seconds that rank 0 waited for the shares of other ranks and for sums of gradients "
+    "since the line before; null without other ranks.",
+}
+ENTRIES: Mapping[str, Mapping[str, str]] = {"learner_ranks": RANK_METRICS}
 
-    may_change = ("distributed",)
-    metrics: ClassVar[Mapping[str, str]] = {
-        "learner_ranks": "Work of each rank of a data-parallel learner since the line before, by number of the rank; "
-        "null without other ranks.",
-        "time/wait_for_ranks": "Seconds that rank 0 waited for the shares of other ranks and for sums of gradients "
-        "since the line before; null without other ranks.",
-    }
-    entries: ClassVar[Mapping[str, Mapping[str, str]]] = {"learner_ranks": RANK_METRICS}
 
-    def launch(self, argv: Sequence[str]) -> int | None:
-        """Run the supervisor of a rank, or a rank other than 0; None for rank 0, and for a single process."""
-        from attachments.ranks import supervision
+def launch(argv: Sequence[str]) -> int | None:
+    """Run the supervisor of a rank, or a rank other than 0; None for rank 0, and for a single process."""
+    from attachments.ranks import supervision
 
-        if not supervision.has_other_ranks(os.environ):
-            return None
-        if not supervision.is_rank():
-            return supervision.supervise(argv)
-        return None if supervision.rank() == 0 else _run_rank()
+    if not supervision.has_other_ranks(os.environ):
+        return None
+    if not supervision.is_rank():
+        return supervision.supervise(argv)
+    return None if supervision.rank() == 0 else _run_rank()
 
-    def memory(self, need: MemoryNeed) -> None:
-        """Sums of gradients, in the process of a rank."""
-        from attachments.ranks.supervision import is_rank
 
-        need.sums = need.profile is not None and is_rank()
+def memory(need: MemoryNeed) -> None:
+    """Sums of gradients, in the process of a rank."""
+    from attachments.ranks.supervision import is_rank
 
-    def shown(self, line: Mapping[str, Any]) -> Iterable[str]:
-        """Return the speed of each rank."""
-        if not line.get("learner_ranks"):
-            return ()
-        from attachments.ranks.gauges import shown
+    need.sums = need.profile is not None and is_rank()
 
-        return shown(line)
 
-    async def prepare(self, plan: Plan) -> Attach | None:
-        """Join the other ranks. They load the model when this process has loaded it."""
-        from attachments.ranks.supervision import is_rank
+def shown(line: Mapping[str, Any]) -> Iterable[str]:
+    """Return the speed of each rank."""
+    if not line.get("learner_ranks"):
+        return ()
+    from attachments.ranks.gauges import shown
 
-        if not is_rank():
-            return None
-        from anyio.to_thread import run_sync
+    return shown(line)
 
-        ranks = await run_sync(_join, DISTRIBUTED.of(plan.profile))
-        plan.ending.callback(ranks.close)
-        plan.ranks = ranks
 
-        async def attach(run: RunContext) -> None:
-            """Send model and settings to the other ranks, and let the run show their work."""
-            model, parameters = run.inputs["model"], run.policy_learner.parameters
-            memory_bytes = run.memory.minimum
-            ranks.resumable(str(run.directory.path))
-            await run_sync(lambda: ranks.set_up(run.profile, parameters, model=model, memory_bytes=memory_bytes))
-            from attachments.ranks.gauges import measured, rank_metrics
+async def prepare(plan: Plan) -> Attach | None:
+    """Join the other ranks. They load the model when this process has loaded it."""
+    from attachments.ranks.supervision import is_rank
 
-            run.attached.measures.append(measured(ranks.gauges))
-            run.attached.metrics.append(lambda: rank_metrics(ranks.gauges()))
+    if not is_rank():
+        return None
+    from anyio.to_thread import run_sync
 
-        return attach
+    ranks = await run_sync(_join, DISTRIBUTED.of(plan.profile))
+    plan.ending.callback(ranks.close)
+    plan.ranks = ranks
+
+    async def attach(run: RunContext) -> None:
+        """Send model and settings to the other ranks, and let the run show their work."""
+        model, parameters = run.inputs["model"], run.policy_learner.parameters
+        memory_bytes = run.memory.minimum
+        ranks.resumable(str(run.directory.path))
+        await run_sync(lambda: ranks.set_up(run.profile, parameters, model=model, memory_bytes=memory_bytes))
+        from attachments.ranks.gauges import measured, rank_metrics
+
+        run.attached.measures.append(measured(ranks.gauges))
+        run.attached.metrics.append(lambda: rank_metrics(ranks.gauges()))
+
+    return attach
 
 
 def _run_rank() -> int:
@@ -115,6 +116,3 @@ def _join(settings: DistributedSection) -> LearnerRanks:
     ranks = LearnerRanks(join, share_seconds=settings.share_seconds, shares=settings.shares)
     process_signals.before_exit(ranks.close)
     return ranks
-
-
-ATTACHMENT = Ranks()

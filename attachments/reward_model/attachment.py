@@ -7,34 +7,28 @@ from typing import TYPE_CHECKING
 
 from attachments.reward_model import NAME
 from clotho.settings.model import ModelSection
-from training_run.attachment import Attachment
 
 if TYPE_CHECKING:
     from training_run.memory.need import MemoryNeed
     from training_run.profile.schema import Profile
 
 
-class RewardModelAttachment(Attachment):
-    """`[[rewards]]` with the name `reward_model`."""
+def check(profile: Profile) -> None:
+    """Raise ProfileError for settings that are not valid."""
+    for reward in profile.rewards:
+        if reward.name == NAME:
+            from attachments.reward_model.settings import settings_of
 
-    def check(self, profile: Profile) -> None:
-        """Raise ProfileError for settings that are not valid."""
-        for reward in profile.rewards:
-            if reward.name == NAME:
-                from attachments.reward_model.settings import settings_of
-
-                settings_of(reward.settings)
-
-    def memory(self, need: MemoryNeed) -> None:
-        """Hold the weights of each."""
-        for reward in need.profile.rewards if need.profile is not None else ():
-            if reward.name == NAME:
-                from attachments.reward_model.classifier import open_classifier
-                from attachments.reward_model.settings import settings_of
-
-                settings = settings_of(reward.settings)
-                section = ModelSection(path=settings.model, dtype=settings.dtype)
-                need.models.append(partial(open_classifier, section, read_weights=False))
+            settings_of(reward.settings)
 
 
-ATTACHMENT = RewardModelAttachment()
+def memory(need: MemoryNeed) -> None:
+    """Hold the weights of each."""
+    for reward in need.profile.rewards if need.profile is not None else ():
+        if reward.name == NAME:
+            from attachments.reward_model.classifier import open_classifier
+            from attachments.reward_model.settings import settings_of
+
+            settings = settings_of(reward.settings)
+            section = ModelSection(path=settings.model, dtype=settings.dtype)
+            need.models.append(partial(open_classifier, section, read_weights=False))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from attachments.stages.sections import STAGE, STAGES, StageSection
 from clotho.settings.objectives import Sft
 from protocols.errors import ProfileError
-from training_run.attachment import Attach, Attachment, Plan
 from training_run.profile.rules import PREFERENCES, Complaint, Rule
 
 if TYPE_CHECKING:
     from training_run.profile.schema import Profile
     from training_run.run import RunContext
     from training_run.stages import StagePlan
+    from training_run.start.startup import Attach, Plan
 
 FIXED = ("model", "policy", "seed", "run_dir", "steps", "stages", "stage")
 """Tables and keys that are the same in all stages."""
@@ -27,50 +27,50 @@ OBJECTIVES: Mapping[str, Sequence[str]] = {"sft": ("sft",), "preference": PREFER
 """The objectives of a kind of stage, of which the first is its default."""
 
 
-class StagesAttachment(Attachment):
-    """Training in stages."""
+NO_EFFECT = (
+    Rule("steps", lambda v, _: bool(v["stages"]), "every one of [[stages]] has steps of its own", "stages"),
+    Rule("stage", lambda v, _: not v["stages"], "no [[stages]] are listed"),
+)
+METRICS: Mapping[str, str] = {"stages/stage": "Number of the stage of the run, from 1; null in a run without stages."}
 
-    no_effect = (
-        Rule("steps", lambda v, _: bool(v["stages"]), "every one of [[stages]] has steps of its own", "stages"),
-        Rule("stage", lambda v, _: not v["stages"], "no [[stages]] are listed"),
-    )
-    metrics: ClassVar[Mapping[str, str]] = {
-        "stages/stage": "Number of the stage of the run, from 1; null in a run without stages."
-    }
 
-    def complaints(self, profile: Profile) -> Iterable[Complaint]:
-        """Refuse a choice without stages, and reinforcement learning with the objective of demonstrations."""
-        found, chosen = STAGES.of(profile), STAGE.of(profile)
-        if found and chosen != "all" and all(one.kind != chosen for one in found):
-            yield Complaint("stage", f'stage = "{chosen}" is the kind of none of [[stages]]')
-        if isinstance(profile.learner.objective, Sft) and any(one.kind == "rl" for one in found):
-            yield Complaint(OBJECTIVE, 'learner.objective = "sft" is that of stages of the kind sft, and one is rl')
+def complaints(profile: Profile) -> Iterable[Complaint]:
+    """Refuse a choice without stages, and reinforcement learning with the objective of demonstrations."""
+    found, chosen = STAGES.of(profile), STAGE.of(profile)
+    if found and chosen != "all" and all(one.kind != chosen for one in found):
+        yield Complaint("stage", f'stage = "{chosen}" is the kind of none of [[stages]]')
+    if isinstance(profile.learner.objective, Sft) and any(one.kind == "rl" for one in found):
+        yield Complaint(OBJECTIVE, 'learner.objective = "sft" is that of stages of the kind sft, and one is rl')
 
-    def may_differ(self, key: str, old: Profile, new: Profile) -> bool:
-        """The last stage may become longer or shorter."""
-        return key == f"stages.{len(STAGES.of(new)) - 1}.steps"
 
-    def stages(self, profile: Profile) -> Sequence[StagePlan]:
-        """Return the chosen stages."""
-        found, chosen = STAGES.of(profile), STAGE.of(profile)
-        return [_plan(number, one, profile) for number, one in enumerate(found) if chosen in ("all", one.kind)]
+def may_differ(key: str, old: Profile, new: Profile) -> bool:
+    """The last stage may become longer or shorter."""
+    return key == f"stages.{len(STAGES.of(new)) - 1}.steps"
 
-    async def prepare(self, plan: Plan) -> Attach | None:
-        """Record the number of the stage."""
-        stage = plan.directory.stage
-        if stage is None:
-            return None
 
-        async def attach(run: RunContext) -> None:
-            """Add it to every line of metrics.jsonl."""
-            run.attached.measures.append(lambda _: {"stages/stage": stage.number})
+def stages(profile: Profile) -> Sequence[StagePlan]:
+    """Return the chosen stages."""
+    found, chosen = STAGES.of(profile), STAGE.of(profile)
+    return [_plan(number, one, profile) for number, one in enumerate(found) if chosen in ("all", one.kind)]
 
-        return attach
 
-    def shown(self, line: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the number of the stage."""
-        if (number := line.get("stages/stage")) is not None:
-            yield f"stage {number}"
+async def prepare(plan: Plan) -> Attach | None:
+    """Record the number of the stage."""
+    stage = plan.directory.stage
+    if stage is None:
+        return None
+
+    async def attach(run: RunContext) -> None:
+        """Add it to every line of metrics.jsonl."""
+        run.attached.measures.append(lambda _: {"stages/stage": stage.number})
+
+    return attach
+
+
+def shown(line: Mapping[str, Any]) -> Iterable[str]:
+    """Yield the number of the stage."""
+    if (number := line.get("stages/stage")) is not None:
+        yield f"stage {number}"
 
 
 def _plan(number: int, stage: StageSection, profile: Profile) -> StagePlan:
@@ -109,6 +109,3 @@ def _decide_teacher(values: dict[str, Any], stage: StageSection, profile: Profil
     values.setdefault(WEIGHT, profile.learner.distillation_weight or 1.0)
     if not values.setdefault(TEACHER, "" if section is None else section.teacher):
         raise ProfileError(f'{label}: kind = "distill" needs {TEACHER}, in the profile or in the settings of the stage')
-
-
-ATTACHMENT = StagesAttachment()

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from training_run.attachment import Attachment
 from training_run.profile.rules import Rule
 
-
-class Tinker(Attachment):
-    """`server.tinker`."""
-
-    contradictions = (
-        Rule(
-            "server.tinker.type",
-            lambda v, x: x != "off",
-            '= "{}" belongs to the command serve: a training run trains its own policy',
-        ),
-    )
-
-
-ATTACHMENT = Tinker()
+CONTRADICTIONS = (
+    Rule(
+        "server.tinker.type",
+        lambda v, x: x != "off",
+        '= "{}" belongs to the command serve: a training run trains its own policy',
+    ),
+)

@@ -26,7 +26,7 @@ from protocols.step import LearnerReport, PolicyUpdated, StepReport, UpdateMetri
 from tests.actors.actor_helpers import prompt, receive_all
 from tests.fakes import FakeEngine
 from tests.learner_settings import learner_settings
-from training_run.attachment import Attached
+from training_run.attached import Attached
 from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.groups.ledger import Ledger
 from training_run.groups.progress import LearnerProgress, StalenessRule

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import pytest
 
-from training_run import attachment
+from clotho import extension
 from training_run.__main__ import main
 from training_run.main import main as run
 from training_run.profile.aliases import COMMANDS
@@ -122,8 +122,8 @@ def test_a_foreign_module_that_hides_ours_ends_the_command_with_one_line(tmp_pat
 
 def test_a_process_that_was_launched_beside_the_run_is_that_of_an_attachment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its status is that of the first attachment that knows what to do in it."""
-    attachments = [SimpleNamespace(commands={}, launch=lambda _, status=status: status) for status in (None, 3, 4)]
-    monkeypatch.setattr(attachment, "installed_attachments", lambda: attachments)
+    folders = {str(status): SimpleNamespace(launch=lambda _, status=status: status) for status in (None, 3, 4)}
+    monkeypatch.setattr(extension, "attachment_modules", lambda _: folders)
     monkeypatch.setattr(sys, "argv", ["pipeline.py", "--profile", "local-m3"])
     monkeypatch.setenv("MLX_RANK", "1")
     assert main() == 3

@@ -9,12 +9,12 @@ import anyio
 from rich.console import Console
 
 from clotho.models.machine import memory_limit
-from training_run.attachment import has_own_groups
 from training_run.groups.order import HeldOutSplit
 from training_run.groups.prompts import inspect_dataset, read_split
 from training_run.memory.estimate import estimate_memory, local_files
 from training_run.memory.report import describe, describe_limit
 from training_run.profile.load import changed_toml, resolved_toml
+from training_run.profile.rules import has_own_groups
 from training_run.profile.schema import Profile
 from training_run.records.summary import print_dataset, print_estimate
 from training_run.records.terminal_text import print_line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import msgspec
@@ -14,12 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from clotho.extension import Door
 from clotho.inference.engine import DecodeEngine
 from clotho.inference.parts import RowWeights
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.loading import find_model
 from clotho.models.machine import compute_slots
 from clotho.models.policy import BaseModel
+from clotho.models.tokenizer import ChatTokenizer
 from clotho.sampler import OwnThreads, Sampler
 from clotho.serving.struct_types import prepare_struct_types
 from clotho.settings.server import AdaptersSection
@@ -27,7 +29,6 @@ from clotho.storage.atomic_files import replace_file
 from protocols.errors import AdapterRequestError, ModelError, ProfileError, RequestError
 from protocols.evaluation import Estimate, ReferenceLoss
 from protocols.sampling import POLICY, Completion, SampleRequest
-from training_run.attachment import installed_attachments
 from training_run.commands.command_line import new_file
 from training_run.evaluation.accuracy import (
     Accuracy,
@@ -48,7 +49,7 @@ from training_run.groups.rendering import Rendered, Renderer
 from training_run.groups.rollout_source import Episodes
 from training_run.memory.estimate import serving_memory
 from training_run.memory.report import limit_memory
-from training_run.profile.command_profiles import EvaluationArguments
+from training_run.profile.command_profiles import EvaluationArguments, EvaluationProfile
 from training_run.records.event_log import event_log
 from training_run.records.terminal_text import number, percent, terminal_text
 from training_run.rewards.runner import RewardRunner
@@ -123,6 +124,16 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     policies: dict[str, PolicyResult]
 
 
+MakeEpisodes = Callable[[ChatTokenizer, int], Episodes]
+"""Makes the source of episodes with the tokenizer and the context length of a policy."""
+
+EVALUATED: Door[[EvaluationProfile, ExitStack], Awaitable[MakeEpisodes | None]] = Door("attachment.evaluated")
+"""Begins what must exist before `eval` loads its model. None: `eval` samples completions.
+
+The second argument is closed when the command ends.
+"""
+
+
 async def evaluate(arguments: EvaluationArguments, console: Console) -> int:
     """Evaluate, print the table or the JSON text, and write the output file; the exit status is 0.
 
@@ -166,7 +177,7 @@ async def outcomes_of(
         compute.start()
         stack.callback(compute.stop)
         await rewards.start(compute)
-        made = [await attachment.evaluated(profile, stack) for attachment in installed_attachments()]
+        made = [await evaluated(profile, stack) for evaluated in EVALUATED.functions]
         make_episodes = next(filter(None, made), None)
         base = await finish(compute.decode.submit(lambda: load(arguments)))
         sampler = await run_sync(make_sampler, arguments, base, compute)

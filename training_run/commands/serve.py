@@ -23,10 +23,9 @@ from clotho.sampler import BaseAccess, OwnThreads, ReplaceablePolicy, Sampler
 from clotho.serving.server import ApiServer, base_url, listen
 from clotho.serving.services import ServedModel, ServerContext
 from protocols.step import WeightsReady
-from training_run.attachment import weights_are_replaced
 from training_run.memory.estimate import serving_memory
 from training_run.memory.report import limit_memory
-from training_run.profile.command_profiles import ServeArguments
+from training_run.profile.command_profiles import REPLACES_WEIGHTS, ServeArguments
 from training_run.records.display import machine_lines
 from training_run.records.event_log import event_log
 from training_run.records.terminal_text import memory, print_line, relative_path, size
@@ -161,7 +160,7 @@ def load_served(arguments: ServeArguments) -> BaseModel | Policy:
     find_model(profile.model.path)
     adapters = profile.server.adapters if arguments.adapters or profile.server.adapters.root else None
     limit_memory(serving_memory(profile.model, profile.engine, profile.sampling, adapters), profile.memory)
-    if not weights_are_replaced(profile.server):
+    if not any(REPLACES_WEIGHTS(profile.server)):
         return BaseModel(profile.model)
     return load_policy(profile.model, profile.policy, seed=0, keep_reference=False)
 

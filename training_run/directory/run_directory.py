@@ -12,14 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
+from clotho.extension import TableDoor
 from clotho.storage.adapters import CONFIG, TENSORS
 from clotho.storage.atomic_files import is_leftover, remove_leftovers, replace_file, sync_directory
 from protocols.errors import RunDirectoryError, disk_errors_as, visible
-from training_run.attachment import attachment_directories
 from training_run.directory.checkpoints import DIRECTORY_NAME
 
 if TYPE_CHECKING:
-    from training_run.stages import RunStage
+    from training_run.profile.schema import Profile
 
 LOCK = ".lock"
 MAX_COMMAND_CHARACTERS = 120
@@ -125,6 +127,9 @@ LINES = frozenset({"metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", TIMEL
 FILES = LINES | {"profile.toml", FACTS, PREFLIGHT, NEWEST_CHECKPOINT, BEST, LINEAGE}
 DIRECTORIES = frozenset({"checkpoints", "adapters", SUPERSEDED})
 """Directories of a run, beside those of attachments."""
+
+ATTACHED_DIRECTORIES: TableDoor[str] = TableDoor("attachment.DIRECTORIES")
+"""Directories of attachments, with the pattern of the names of their entries; other entries are not deleted."""
 SUPERSEDED_NAME = re.compile(r"[0-9]{3,}-after-step-[0-9]{6,}")
 """Entries of the directory of what `--resume-step` has set aside."""
 RUN_ID = ".run_id"
@@ -136,6 +141,18 @@ def read_run_id(run: Path) -> str:
     """Return the id of the run in a directory; empty if there is none."""
     path = run / RUN_ID
     return path.read_text(encoding="utf-8", errors="replace").strip()[:64] if path.is_file() else ""
+
+
+class RunStage(Struct, frozen=True, kw_only=True, eq=False):
+    """number: from 1. first_step: number of steps before the stage. profile: its settings; it ends at its `steps`.
+
+    recorded: the profile of the whole run.
+    """
+
+    number: int
+    first_step: int
+    profile: Profile
+    recorded: Profile
 
 
 class RunDirectory:
@@ -297,7 +314,7 @@ def _clean(path: Path) -> None:
 
 
 def _directories() -> frozenset[str]:
-    return DIRECTORIES | attachment_directories().keys()
+    return DIRECTORIES | ATTACHED_DIRECTORIES().keys()
 
 
 def _foreign(path: Path) -> list[Path]:
@@ -318,7 +335,7 @@ def _is_run_entry(inner: Path) -> bool:
     """Return whether an entry of a subdirectory is one that a run writes."""
     if is_leftover(inner) or inner.name in IGNORED:
         return True
-    if (pattern := attachment_directories().get(inner.parent.name)) is not None:
+    if (pattern := ATTACHED_DIRECTORIES().get(inner.parent.name)) is not None:
         return re.fullmatch(pattern, inner.name) is not None
     if inner.parent.name == SUPERSEDED:
         return SUPERSEDED_NAME.fullmatch(inner.name) is not None and inner.is_dir() and not inner.is_symlink()

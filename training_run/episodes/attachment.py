@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from training_run.attachment import Attach, Attachment, MakeEpisodes, Plan
 from training_run.profile.rules import Rule, Values
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from training_run.profile.command_profiles import EvaluationProfile
     from training_run.profile.schema import Profile
     from training_run.run import RunContext
+    from training_run.start.startup import Attach, Plan
 
 
 class StartedEnvironments(Struct, frozen=True, kw_only=True):
@@ -56,55 +56,47 @@ def ends_messages(setting: str, active: Callable[[Values], bool]) -> Rule:
     )
 
 
-class EpisodeAttachment(Attachment):
-    """An attachment whose environments make the episodes of runs and of `eval`. prefix: of its metrics."""
+Start = Callable[["Profile | EvaluationProfile", "ExitStack"], Awaitable[StartedEnvironments | None]]
+"""Starts the environments of a profile; None: they are not used. The second argument is closed at the end."""
 
-    prefix: ClassVar[str]
 
-    async def environments(self, profile: Profile | EvaluationProfile, ending: ExitStack) -> StartedEnvironments | None:
-        """Start the environments; None: they are not used. ending: closed when the run or the command ends."""
-        raise NotImplementedError
+async def prepare_episodes(start: Start, plan: Plan, prefix: str) -> Attach | None:
+    """Start the environments of a run, which makes its episodes in them. prefix: of their metrics."""
+    make = await episodes_of(start, plan.profile, plan.ending, in_rounds=not plan.profile.asynchronous)
+    if make is None:
+        return None
 
-    async def episodes(
-        self, profile: Profile | EvaluationProfile, ending: ExitStack, *, in_rounds: bool
-    ) -> Callable[[ChatTokenizer, int], EnvironmentEpisodes] | None:
-        """Start the environments. The returned function makes the source of episodes; None: they are not used.
+    async def attach(run: RunContext) -> None:
+        """Make episodes with the tokenizer of the policy."""
+        run.attached.episodes = episodes = make(run.policy.tokenizer, run.policy.context_length)
+        run.attached.measures.append(lambda _: episodes.measured(prefix))
 
-        in_rounds: messages are sampled in rounds.
-        """
-        started = await self.environments(profile, ending)
-        if started is None:
-            return None
+    return attach
 
-        def make(tokenizer: ChatTokenizer, context_length: int) -> EnvironmentEpisodes:
-            """Return the source of episodes."""
-            from training_run.episodes.conversations import ChatWriter
-            from training_run.episodes.episodes import EnvironmentEpisodes
 
-            return EnvironmentEpisodes(
-                started.limits,
-                started.environments,
-                ChatWriter(tokenizer, tools=started.tools, system=started.system),
-                sampling=profile.sampling,
-                context_length=context_length,
-                in_rounds=in_rounds,
-            )
+async def episodes_of(
+    start: Start, profile: Profile | EvaluationProfile, ending: ExitStack, *, in_rounds: bool = True
+) -> Callable[[ChatTokenizer, int], EnvironmentEpisodes] | None:
+    """Start the environments. The returned function makes the source of episodes; None: they are not used.
 
-        return make
+    in_rounds: messages are sampled in rounds.
+    """
+    started = await start(profile, ending)
+    if started is None:
+        return None
 
-    async def prepare(self, plan: Plan) -> Attach | None:
-        """Start the environments of a run."""
-        make = await self.episodes(plan.profile, plan.ending, in_rounds=not plan.profile.asynchronous)
-        if make is None:
-            return None
+    def make(tokenizer: ChatTokenizer, context_length: int) -> EnvironmentEpisodes:
+        """Return the source of episodes."""
+        from training_run.episodes.conversations import ChatWriter
+        from training_run.episodes.episodes import EnvironmentEpisodes
 
-        async def attach(run: RunContext) -> None:
-            """Make episodes with the tokenizer of the policy."""
-            run.attached.episodes = episodes = make(run.policy.tokenizer, run.policy.context_length)
-            run.attached.measures.append(lambda _: episodes.measured(self.prefix))
+        return EnvironmentEpisodes(
+            started.limits,
+            started.environments,
+            ChatWriter(tokenizer, tools=started.tools, system=started.system),
+            sampling=profile.sampling,
+            context_length=context_length,
+            in_rounds=in_rounds,
+        )
 
-        return attach
-
-    async def evaluated(self, profile: EvaluationProfile, ending: ExitStack) -> MakeEpisodes | None:
-        """Start the environments of `eval`, and make episodes in rounds."""
-        return await self.episodes(profile, ending, in_rounds=True)
+    return make

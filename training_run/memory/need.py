@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
+from clotho.extension import Door
 from clotho.inference.kv_format import PLAIN, KVFormat
 from clotho.settings.engine import EngineSection
-from training_run.attachment import installed_attachments
 from training_run.profile.schema import Profile
 
 if TYPE_CHECKING:
@@ -46,9 +46,12 @@ class MemoryNeed(Struct, kw_only=True):
     kv_format: KVFormat = PLAIN
 
 
+MEMORY: Door[[MemoryNeed], None] = Door("attachment.memory")
+"""Raises what the estimate assumes; a function of the settings in it."""
+
+
 def memory_need(engine: EngineSection, profile: Profile | None = None) -> MemoryNeed:
     """Return what the attachments need for these settings."""
     need = MemoryNeed(engine=engine, profile=profile)
-    for attachment in installed_attachments():
-        attachment.memory(need)
+    MEMORY(need)
     return need

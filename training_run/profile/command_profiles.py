@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Struct
 
+from clotho.extension import Door
 from clotho.settings.bounds import NonNegative, about
 from clotho.settings.engine import EngineSection, SamplingSection
 from clotho.settings.keys import Key, Keys
@@ -17,7 +18,6 @@ from clotho.settings.layers import COMMAND_LINE, Layer, Merged
 from clotho.settings.model import ModelSection, PolicySection
 from clotho.settings.server import HttpServer
 from protocols.errors import ProfileError, did_you_mean, visible
-from training_run.attachment import weights_are_replaced
 from training_run.profile.data import DataSection, RewardSection
 from training_run.profile.flags import WIDTH, help_topic, key_help, parse_flags
 from training_run.profile.keys import SETTABLE, flag_of
@@ -30,6 +30,10 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 """What the name of an adapter may be."""
 
 Part = Literal["heldout", "train", "all"]
+
+
+REPLACES_WEIGHTS: Door[[HttpServer], bool] = Door("attachment.replaces_weights")
+"""Whether clients of `serve` replace the weights of its model. Raises ProfileError for a contradiction."""
 
 
 class ServingProfile(Struct, frozen=True, kw_only=True):
@@ -199,7 +203,7 @@ def load_serving(argv: Sequence[str]) -> ServeArguments:
     if "model.path" not in merged.values:
         raise ProfileError("serve needs a model: --model DIRECTORY, FILE.gguf, package:NAME/FILE or a hub repository")
     profile = decode_tables(merged, ServingProfile)
-    replaced = weights_are_replaced(profile.server)
+    replaced = any(REPLACES_WEIGHTS(profile.server))
     if not replaced and (unused := [path for path in values if path.startswith("policy.")]):
         raise ProfileError(f"{flag_of(unused[0])} has no effect without --server.accept-weights true")
     limit = profile.engine.kv_cache_tokens

@@ -6,14 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-from clotho.extension import needs, provided
+from msgspec import Struct
+
+from clotho.extension import TableDoor, provided
 from protocols.errors import DatasetError, visible
 from protocols.prompt import Problem
-from training_run.attachment import Generator, installed_attachments
 from training_run.profile.data import DataSection
-
-PREFIXES: Mapping[str, str] = {"reasoning_gym:": "reasoning_gym", "verifiers:": "verifiers"}
-"""The attachment of each prefix, so that a dataset is refused by its attachment where that is not installed."""
 
 
 class Generate(Protocol):
@@ -28,15 +26,34 @@ class Generate(Protocol):
         """
 
 
+class Generator(Struct, frozen=True, kw_only=True):
+    """A source of generated problems; the key is the prefix of its datasets, such as `reasoning_gym:`.
+
+    open: called with `[data]`, returns a context manager of a `Generate`. weights:
+    called with `[data]` and the problems, returns the weight of each type in an epoch. rewards: `[[rewards]]` of a
+    profile that lists none.
+    """
+
+    open: str
+    weights: str
+    rewards: tuple[Mapping[str, Any], ...] = ()
+
+
+GENERATORS: TableDoor[Generator] = TableDoor(
+    "attachment.GENERATORS", {"reasoning_gym:": "reasoning_gym", "verifiers:": "verifiers"}
+)
+"""Sources of generated problems, by the prefix of their datasets."""
+
+
 def prefix_of(dataset: object) -> str:
     """Return the prefix of a dataset that is generated, also if its attachment is missing; empty for other values."""
     prefix = f"{dataset.partition(':')[0]}:" if isinstance(dataset, str) else ""
-    return prefix if prefix in PREFIXES else ""
+    return prefix if prefix in GENERATORS.owners else ""
 
 
 def rewards_of(dataset: object) -> Sequence[Mapping[str, Any]]:
     """Return the `[[rewards]]` of a dataset that is generated, for profiles that list none."""
-    row = _rows().get(prefix_of(dataset))
+    row = GENERATORS().get(prefix_of(dataset))
     return row.rewards if row else ()
 
 
@@ -69,14 +86,10 @@ class Generators:
         return list(self._opened[prefix](path, seed=seed, part=part, excluded=excluded))
 
 
-def _rows() -> dict[str, Generator]:
-    return {prefix: row for one in installed_attachments() for prefix, row in one.generators.items()}
-
-
 def _row(path: str) -> Generator:
     """Return what generates a dataset. Raises DatasetError if its attachment is missing."""
     prefix = prefix_of(path)
-    row = _rows().get(prefix)
+    row = GENERATORS().get(prefix)
     if row is None:
-        raise DatasetError(f"{visible(path, 200)} {needs(PREFIXES[prefix])}")
+        raise DatasetError(f"{visible(path, 200)} {GENERATORS.absence(prefix)}")
     return row

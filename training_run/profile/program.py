@@ -1,15 +1,34 @@
-"""How the program speaks of itself: the command that started it, and remarks on standard error."""
+"""The program as its user meets it: the command that started it, commands of attachments, and remarks."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from clotho.extension import Door, TableDoor
 from protocols.errors import visible
+
+if TYPE_CHECKING:
+    from training_run.profile.schema import Profile
 
 REMARK_LIMIT = 1000
 """Maximum number of characters of a remark."""
+
+
+ATTACHED_COMMANDS: TableDoor[str] = TableDoor("attachment.COMMANDS")
+"""Commands of attachments: word after the program's name -> module, whose `run(argv, console)` returns the status."""
+
+LAUNCH: Door[[Sequence[str]], int | None] = Door("attachment.launch")
+"""Takes over a process that `mlx.launch` has started for a run, and returns its exit status.
+
+None: it is the process of the run. Called with the arguments of the run, before MLX is imported.
+"""
+
+SUPERVISE: Door[[Profile], None] = Door("attachment.supervise")
+"""Replaces the process of a run by a supervisor of it, if the profile says so; before its directory is opened."""
 
 
 def program() -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple, get_args
 
 import msgspec
 
+from clotho.extension import Door, RowsDoor
 from clotho.serving.loopback import is_loopback
 from clotho.settings.objectives import Preference
 from protocols.learnability import unlearnable
 from protocols.sampling import PARAMETERS, POLICY, in_use
-from training_run.attachment import SLOTS, installed_attachments, slot_settings
 from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS, SETTABLE, by_path
 from training_run.profile.schema import Profile
 
@@ -187,6 +187,31 @@ CONTRADICTIONS = (
 # fmt: on
 
 
+ATTACHED_NO_EFFECT: RowsDoor[Rule] = RowsDoor("attachment.NO_EFFECT")
+ATTACHED_CONTRADICTIONS: RowsDoor[Rule] = RowsDoor("attachment.CONTRADICTIONS")
+"""Rows of attachments for the two tables."""
+
+COMPLAINTS: Door[[Profile], Iterable[Complaint]] = Door("attachment.complaints")
+"""Returns what is wrong between settings, beyond the rows of the two tables."""
+
+CHECK: Door[[Profile], None] = Door("attachment.check")
+"""Raises ProfileError for what cannot work; in milliseconds, and before the run directory is touched."""
+
+SLOTS_OF: Door[[Profile], Mapping[str, str]] = Door("attachment.slots")
+"""Returns the slots that the attachment fills, or that have no use with it: name -> the setting that says so.
+
+The setting begins with its key, such as `cluster = "ray"`.
+"""
+
+SLOTS = {
+    "sampler": "where rollouts are sampled",
+    "episodes": "whether the policy completes a prompt or acts in an environment",
+    "groups": "where groups come from",
+    "chooser": "of which problems groups are",
+}
+"""What at most one attachment of a run decides: name of the slot -> what it is, in a refusal."""
+
+
 def first_complaint(profile: Profile) -> Complaint | None:
     """The complaint of the first violated rule; None if the profile is valid."""
     checks: list[Callable[[Profile], Iterable[Complaint]]] = [
@@ -194,7 +219,7 @@ def first_complaint(profile: Profile) -> Complaint | None:
         violated_rows,
         one_setting_per_slot,
         rewards_of_environments,
-        *(attachment.complaints for attachment in installed_attachments()),
+        *COMPLAINTS.functions,
     ]
     return next((complaint for check in checks for complaint in check(profile)), None)
 
@@ -239,11 +264,21 @@ def rewards_of_environments(profile: Profile) -> Iterator[Complaint]:
         yield Complaint("rewards.name", text)
 
 
+def slot_settings(profile: Profile, slot: str) -> list[str]:
+    """Return the settings that decide what is in a slot; none if the run itself decides."""
+    return [claim[slot] for claim in SLOTS_OF(profile) if slot in claim]
+
+
+def has_own_groups(profile: Profile) -> bool:
+    """Whether a run makes its groups itself, from its dataset and with its rewards."""
+    return not slot_settings(profile, "groups")
+
+
 def rules_without_effect() -> tuple[Rule, ...]:
     """Return `NO_EFFECT` with the rows of attachments."""
-    return (*NO_EFFECT, *(rule for attachment in installed_attachments() for rule in attachment.no_effect))
+    return (*NO_EFFECT, *ATTACHED_NO_EFFECT())
 
 
 def contradictions() -> tuple[Rule, ...]:
     """Return `CONTRADICTIONS` with the rows of attachments."""
-    return (*CONTRADICTIONS, *(rule for attachment in installed_attachments() for rule in attachment.contradictions))
+    return (*CONTRADICTIONS, *ATTACHED_CONTRADICTIONS())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from math import isfinite
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 from msgspec import Struct
@@ -18,11 +19,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from clotho.extension import Door
 from protocols.errors import visible
 from protocols.evaluation import EvalReport
 from protocols.step import StepReport
 from protocols.summary import Gauges, MachineDescription, PolicyDescription, RunGauges
-from training_run.attachment import shown_by_attachments
 from training_run.records.held_out_rows import accuracy_text, rows
 from training_run.records.metrics import SOLVED_METRICS, MetricsLine
 from training_run.records.terminal_text import (
@@ -65,6 +66,9 @@ ALWAYS_FULL = "prompts"
 REDRAWS_PER_SECOND = 2
 
 Kind = Literal["auto", "live", "plain", "none"]
+
+SHOWN: Door[[Mapping[str, Any]], Iterable[str]] = Door("attachment.shown")
+"""Returns what both displays show of a line of metrics.jsonl."""
 
 
 class Sample(Struct, frozen=True, kw_only=True):
@@ -229,7 +233,7 @@ class PlainDisplay(Display):
         if latest["groups/discarded"]:
             yield f"discarded {latest['groups/discarded']}"
         yield from solved_pieces(latest)
-        yield from shown_by_attachments(latest)
+        yield from chain(*SHOWN(latest))
 
     def _position(self, step: int) -> str:
         digits = len(str(self._facts.steps))
@@ -447,7 +451,7 @@ class Screen:
         yield from solved_pieces(latest)
         if latest["truncated_fraction"] is not None:
             yield f"{share(latest['truncated_fraction'])} of the completions truncated"
-        yield from shown_by_attachments(latest)
+        yield from chain(*SHOWN(latest))
 
     def _sample(self, sample: Sample, console: Console, width: int, height: int, ascii_only: bool) -> Group:
         """Return the prompt on one line, and the begin of the completion on the other ones."""

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from clotho.extension import TableDoor
 from protocols import descriptions
 from protocols.finding import Finding
 from protocols.rollout import ScoredGroup, bounded
 from protocols.step import StepReport, UpdateMetrics
 from protocols.summary import RunGauges
-from training_run.attachment import attached_metrics
 from training_run.records.solved import Solved, count_solved
 
 MetricsLine = dict[str, Any]
@@ -80,9 +80,13 @@ METRICS = {
 """The keys of metrics.jsonl that every run has, with descriptions. docs/operating.md contains this table."""
 
 
+ATTACHED_METRICS: TableDoor[str] = TableDoor("attachment.METRICS")
+"""Metrics of attachments, with descriptions; null in a step of which nothing returns them."""
+
+
 def all_metrics() -> dict[str, str]:
     """Return every key of metrics.jsonl with its description, those of attachments last."""
-    return {**METRICS, **attached_metrics()}
+    return {**METRICS, **ATTACHED_METRICS()}
 
 
 ENVIRONMENT_METRICS = {
@@ -137,7 +141,7 @@ def step_metrics(
         **_update_metrics(report),
         **_group_metrics(report, discarded),
         **_solved_metrics(report, solved_between),
-        **dict.fromkeys(attached_metrics()),
+        **dict.fromkeys(ATTACHED_METRICS()),
         **report.metrics,
         **measured,
         **completions,

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import msgspec
 import structlog
 from msgspec import Struct
 
+from clotho.extension import Door
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.objectives import Custom
 from clotho.storage.atomic_files import replace_file
 from protocols.finding import Finding
 from protocols.prompt import Problem
 from protocols.summary import MemoryEstimate
-from training_run.attachment import installed_attachments
 from training_run.directory.json_text import encode
 from training_run.profile.schema import Profile
 from training_run.records.event_log import log_finding
@@ -30,14 +31,20 @@ class PreflightReport(Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
 
 
+FINDINGS: Door[[Profile, MemoryEstimate], Iterable[Finding]] = Door("attachment.findings")
+"""Examines machine and profile, with the memory of the run."""
+
+FINDINGS_WHEN_LOADED: Door[[Profile, ChatTokenizer, Sequence[Problem]], Iterable[Finding]] = Door(
+    "attachment.findings_when_loaded"
+)
+"""Examines what has been loaded, without a completion: the tokenizer, and the problems for training."""
+
+
 def start_findings(
     profile: Profile, tokenizer: ChatTokenizer, problems: Sequence[Problem], estimate: MemoryEstimate
 ) -> tuple[Finding, ...]:
     """Return the findings of all attachments, errors first. estimate: memory of the run."""
-    found: list[Finding] = []
-    for attachment in installed_attachments():
-        found += attachment.findings(profile, estimate)
-        found += attachment.findings_when_loaded(profile, tokenizer, problems)
+    found = chain(*FINDINGS(profile, estimate), *FINDINGS_WHEN_LOADED(profile, tokenizer, problems))
     return tuple(sorted(found, key=lambda finding: finding.severity != "error"))
 
 

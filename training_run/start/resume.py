@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from clotho.extension import Door, RowsDoor
 from clotho.lanes.compute_thread import Compute, finish
 from clotho.models.machine import restore_random_state
 from clotho.models.policy import Policy
@@ -23,7 +24,6 @@ from protocols.checkpoint import RunState
 from protocols.errors import CheckpointError, RunDirectoryError, disk_errors_as
 from protocols.evaluation import EvalReport
 from protocols.summary import HistoryGap
-from training_run.attachment import Attachment, installed_attachments
 from training_run.directory.best_checkpoint import INITIAL
 from training_run.directory.checkpoints import (
     Checkpoint,
@@ -47,6 +47,18 @@ from training_run.profile.schema import Profile
 from training_run.records.evaluation_history import MetricsRecord
 from training_run.records.remedies import new_run_line
 from training_run.records.summary import resume_command
+
+REWIND: Door[[RunDirectory, int, Path | None], None] = Door("attachment.rewind")
+"""Removes what the attachment has recorded in a run directory about later steps than the second argument.
+
+The third is a directory that keeps what is removed; None: nothing does. Raises OSError.
+"""
+
+ATTACHED_MAY_CHANGE: RowsDoor[str] = RowsDoor("attachment.MAY_CHANGE")
+"""Keys of attachments, and their beginnings, that a resumed run may change."""
+
+ATTACHED_MAY_DIFFER: Door[[str, Profile, Profile], bool] = Door("attachment.may_differ")
+"""Whether a resumed run may have another value of a key beside these, with the old and the new profile."""
 
 
 class RestoredHistories(Struct, frozen=True, kw_only=True):
@@ -115,8 +127,7 @@ def set_aside(directory: RunDirectory, step: int) -> tuple[str, ...]:
                 if path.is_file():
                     copy_file(path, unfinished / path.name)
             (unfinished / "checkpoints").mkdir()
-        for attachment in installed_attachments():
-            attachment.rewind(directory, step, place)
+        REWIND(directory, step, place)
         for number in later:
             moved = checkpoint_path(directory.checkpoints, number)
             moved.rename(place / "checkpoints" / moved.name)
@@ -204,8 +215,7 @@ def restore_histories(directory: RunDirectory, state: RunState | None, profile: 
     rewrite(metrics, step, MetricsRecord)
     rewrite(evaluations, step, EvalReport)
     rewrite(rollouts, step, ResumedRollout)
-    for attachment in installed_attachments():
-        _rewind(attachment, directory, step)
+    _rewind(directory, step)
     warnings = [*_repairs(metrics), *_repairs(evaluations), *_repairs(rollouts)]
     replaced = any(section.mode == "replace" and section.at == "monitor" for section in profile.actors)
     if state is None or replaced:  # a custom monitor writes the histories in a form of its own
@@ -240,9 +250,9 @@ def _compare(
             yield f"{name} has {_counted(len(numbers), unit)} {what}: {numbers}"
 
 
-def _rewind(attachment: Attachment, directory: RunDirectory, step: int) -> None:
+def _rewind(directory: RunDirectory, step: int) -> None:
     try:
-        attachment.rewind(directory, step, None)
+        REWIND(directory, step, None)
     except OSError as error:
         where = error.filename or directory.path
         raise RunDirectoryError(f"{where} cannot be changed: {error.strerror or error}") from error
@@ -328,9 +338,9 @@ def _changed(old: Profile, new: Profile) -> dict[str, Any]:
 def _may_differ(key: str, old: Profile, new: Profile) -> bool:
     if REWARD_KEYS_THAT_MAY_DIFFER.fullmatch(key):
         return True
-    if any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_DIFFER):
+    if any(key == allowed or key.startswith(f"{allowed}.") for allowed in (*MAY_DIFFER, *ATTACHED_MAY_CHANGE())):
         return True
-    return any(attachment.may_differ(key, old, new) for attachment in installed_attachments())
+    return any(ATTACHED_MAY_DIFFER(key, old, new))
 
 
 def _keys(node: Any, prefix: str = "") -> dict[str, Any]:

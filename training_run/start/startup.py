@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack
 from typing import NamedTuple
 
 import structlog
 from anyio.to_thread import run_sync
-from msgspec import structs
+from msgspec import Struct, field, structs
 
+from clotho.extension import Door, attachment_names
 from clotho.inference.decoding import LONGEST_PART
 from clotho.inference.sampling import validate
 from clotho.lanes.arbiter import Lane
@@ -20,7 +22,8 @@ from clotho.sampler import OwnThreads, Sampler
 from clotho.serving.struct_types import prepare_struct_types
 from clotho.settings.bounds import Off
 from clotho.settings.learner import BaseReference
-from clotho.training.optimizers import PLAIN
+from clotho.training.gradient import OtherRanks
+from clotho.training.optimizers import PLAIN, StepRule
 from clotho.training.update import PolicyLearner
 from protocols.checkpoint import Origin, RunState
 from protocols.errors import ProfileError, RequestError
@@ -28,7 +31,7 @@ from protocols.evaluation import HeldOut
 from protocols.finding import Finding
 from protocols.sampling import SampleRequest, restricts_support
 from protocols.summary import MemoryEstimate
-from training_run.attachment import Attached, Plan, has_own_groups, installed_attachments, unknown_parts
+from training_run.attached import Attached
 from training_run.directory.best_checkpoint import INITIAL, BestCheckpointKeeper
 from training_run.directory.checkpoint_parts import CheckpointParts
 from training_run.directory.checkpoints import checkpoint_path, checkpoint_steps
@@ -39,11 +42,13 @@ from training_run.groups.prompts import MAX_LISTED_TYPES, LoadedPrompts, dataset
 from training_run.memory.estimate import estimate_memory
 from training_run.memory.report import limit_memory
 from training_run.profile.load import write_profile
+from training_run.profile.rules import has_own_groups
 from training_run.profile.schema import HeldOutEvaluation, Profile
 from training_run.records.evaluation_history import RunHistory, read_history
 from training_run.records.findings import RunFindings
 from training_run.records.remedies import RunCommands
 from training_run.rewards.runner import RewardRunner, expectations, rewards_of
+from training_run.rewards.worker_process import NewWorker
 from training_run.run import RunContext
 from training_run.stages import recorded_profile
 from training_run.start.initial_adapter import publish_first_checkpoint, publish_initial, read_initial
@@ -54,6 +59,35 @@ from training_run.supervision.latest import Latest
 from training_run.supervision.watchdog import StartupWatch
 
 log = structlog.get_logger(actor="pipeline")
+
+
+class Plan(Struct, kw_only=True, eq=False):
+    """Start-up -> attachments, before the policy is loaded. What an attachment sets decides how the run is loaded.
+
+    ending: closed when the run ends, also if its start fails; last in, first out. token_values: updates return the
+    values of their tokens; may be set, and is never cleared. measured_updates: of so many updates in a row it is
+    measured how far they move the policy; may be raised. ranks: compute shares of every gradient; None: this process
+    computes them alone. workers: what starts the workers of rewards, by the value of `rewards.where`. learns_equal:
+    groups with equal rewards are trained on, because there is more to learn from than rewards; may be set.
+    rule: of optimizer steps; None: that of the optimizer alone.
+    """
+
+    profile: Profile
+    directory: RunDirectory
+    ending: ExitStack
+    token_values: bool = False
+    measured_updates: int = 0
+    ranks: OtherRanks | None = None
+    workers: dict[str, NewWorker] = field(default_factory=dict)
+    learns_equal: bool = False
+    rule: StepRule | None = None
+
+
+Attach = Callable[[RunContext], Awaitable[None]]
+"""Completes a run that is loaded, before its first actor is constructed: it adds to `run.attached`."""
+
+PREPARE: Door[[Plan], Awaitable[Attach | None]] = Door("attachment.prepare")
+"""Begins what must exist before the policy is loaded. None: the run does not use the attachment."""
 
 
 async def build_context(
@@ -73,7 +107,7 @@ async def build_context(
     """
     watch = startup_watch(slow_seconds)
     plan = Plan(profile=profile, directory=directory, ending=ending)
-    prepared = [await attachment.prepare(plan) for attachment in installed_attachments()]
+    prepared = [await prepare(plan) for prepare in PREPARE.functions]
     with watch.phase("custom actors and rewards"):
         require_importable(profile)
         rewards = rewards_of(profile, workers=plan.workers, learns_equal=plan.learns_equal)
@@ -323,3 +357,11 @@ def _progress(state: RunState | None, ledger: Ledger, *, batch_size: int) -> Lea
     progress = LearnerProgress(**{name: getattr(state, name) for name in kept} if state else {})
     progress.replacements.put(ledger.ended - progress.step * batch_size)
     return progress
+
+
+def unknown_parts(names: Iterable[str]) -> tuple[str, ...]:
+    """Return a warning for each part of a checkpoint whose attachment this installation lacks."""
+    return tuple(
+        f"the checkpoint has state of the attachment '{name}', which this installation lacks: it is dropped"
+        for name in sorted(set(names) - set(attachment_names()))
+    )

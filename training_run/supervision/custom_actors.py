@@ -11,6 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from msgspec import Struct, structs
 
+from clotho.extension import Door
 from clotho.lanes.sampling_client import EngineSampler
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.bounds import Off
@@ -18,7 +19,7 @@ from clotho.user_code import import_user_module
 from protocols.errors import ProfileError, did_you_mean
 from protocols.queues import Inbox, Outbox, QueueClosed
 from protocols.step import WeightsReady
-from training_run.attachment import has_own_groups, installed_attachments
+from training_run.profile.rules import has_own_groups
 from training_run.profile.schema import ActorSection, Profile
 from training_run.supervision.latest import Latest
 from training_run.supervision.lost_groups import PLACES, LostGroups
@@ -222,11 +223,15 @@ FETCHER = "atropos_fetcher"
 """The actor that takes the place of the first three actors and the first two queues if environments send the groups."""
 
 
+CHILDREN: Door[[Profile], Sequence[str]] = Door("attachment.children")
+"""Returns names of children that the attachment starts, which no custom actor may have."""
+
+
 def require_positions(profile: Profile) -> None:
     """Every custom actor has its own name and a valid position; ProfileError otherwise."""
     fetched = not has_own_groups(profile)
     actors, queues = ((FETCHER, *ACTORS[3:]), QUEUES[2:]) if fetched else (ACTORS, QUEUES)
-    services = {*SERVICES, *(name for one in installed_attachments() for name in one.children(profile))}
+    services = {*SERVICES, *(name for names in CHILDREN(profile) for name in names)}
     replaced = [actor.at for actor in profile.actors if actor.mode == "replace"]
     for what, values in (("name", [actor.name for actor in profile.actors]), ("place", replaced)):
         for value, count in Counter(values).items():

@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
-from attachments.adalora.attachment import ATTACHMENT
+from attachments.adalora import attachment
 from attachments.adalora.packed import packed
 from attachments.adalora.rule import AdaLoraRule
 from attachments.adalora.sections import AdaLora
@@ -58,7 +58,7 @@ def test_ranks_fall_and_a_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert means[0] == 6.0
     assert means[-2:] == [3.0, 3.0]
     assert means == sorted(means, reverse=True)
-    assert "mean rank 3" in " ".join(ATTACHMENT.shown(found[-1]))
+    assert "mean rank 3" in " ".join(attachment.shown(found[-1]))
     config = json.loads((tmp_path / "whole" / "adapters" / "adapter_config.json").read_text())
     assert config["lora_parameters"]["rank"] == found[-1]["adalora/largest_rank"]
     assert config["fine_tune_type"] == "lora"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
-from attachments.alarms.attachment import ATTACHMENT
+from attachments.alarms import attachment
 from attachments.alarms.collapse_detection import NAME, AlarmsState, BaselineStatistics, CollapseState
 from attachments.alarms.hooks import CollapseHook, RollbackPolicy
 from attachments.alarms.sections import CollapseChecks, RollBackOnCollapse, StopOnCollapse, WarnOnCollapse
@@ -198,5 +198,5 @@ async def test_a_checkpoint_is_described_with_its_rollbacks(tmp_path: Path) -> N
     profile = tiny_profile(tmp_path, collapse_detection=ROLLBACK)
     state = await write_step(profile, act=train)
     parts = read_parts(tmp_path / "run" / "checkpoints" / f"step-{state.step:06}", with_arrays=False)
-    assert ATTACHMENT.described(CheckpointParts(parts)) == {"rollbacks": 2}
-    assert ATTACHMENT.described(CheckpointParts({})) == {"rollbacks": 0}
+    assert attachment.described(CheckpointParts(parts)) == {"rollbacks": 2}
+    assert attachment.described(CheckpointParts({})) == {"rollbacks": 0}

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from attachments.atropos.attachment import ATTACHMENT
+from attachments.atropos import attachment
 from attachments.atropos.mock import MockAtropos
 from attachments.atropos.sample_log import SampleLog
 from protocols.errors import ProfileError
 from tests.training_run.built_context import open_context, tiny_profile
-from training_run.attachment import has_own_groups
 from training_run.memory.need import memory_need
+from training_run.profile.rules import has_own_groups
 from training_run.supervision.custom_actors import require_positions
 
 MOCK: dict[str, Any] = {"atropos": "mock", "server": {"type": "http", "port": 0}}
@@ -52,7 +52,7 @@ def test_an_address_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     """Before anything is loaded."""
     sections: dict[str, Any] = {**MOCK, "atropos": {"type": "connect", "url": "http://host:99999"}}
     with pytest.raises(ProfileError, match=r"atropos\.url"):
-        ATTACHMENT.check(tiny_profile(tmp_path, **sections))
+        attachment.check(tiny_profile(tmp_path, **sections))
 
 
 def test_no_custom_actor_has_the_name_of_an_environment(tmp_path: Path) -> None:
@@ -62,6 +62,6 @@ def test_no_custom_actor_has_the_name_of_an_environment(tmp_path: Path) -> None:
         "atropos": {"type": "connect", "url": "http://host:1", "python": "python"},
         "environments": [{"name": "one", "script": "one.py"}],
     }
-    for name in ATTACHMENT.children(tiny_profile(tmp_path, **sections)):
+    for name in attachment.children(tiny_profile(tmp_path, **sections)):
         with pytest.raises(ProfileError, match=name):
             require_positions(tiny_profile(tmp_path, **sections, actors=[ADDED | {"name": name}]))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from attachments.cluster.attachment import ATTACHMENT
+from attachments.cluster import attachment
 from attachments.cluster.reward_worker import ClusterRewards
 from attachments.remote.sampler import RemoteSampler
 from tests.training_run.built_context import open_context, tiny_profile
-from training_run.attachment import Plan
 from training_run.directory.run_directory import open_run
+from training_run.start.startup import Plan
 
 
 async def test_workers_of_a_cluster_compute_rewards(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ async def test_workers_of_a_cluster_compute_rewards(tmp_path: Path) -> None:
     with ExitStack() as ending:
         ending.callback(directory.close)
         plan = Plan(profile=profile, directory=directory, ending=ending)
-        await ATTACHMENT.prepare(plan)
+        await attachment.prepare(plan)
         assert isinstance(plan.workers["cluster"], ClusterRewards)
         assert plan.token_values
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attachments.cluster.attachment import ATTACHMENT
+from attachments.cluster import attachment
 from attachments.cluster.connection import ENVIRONMENT, LOCAL, ONE_MACHINE, RayConnection
 from attachments.cluster.messages import RESOURCE
 from attachments.cluster.sections import RayCluster
@@ -21,9 +21,9 @@ from tests.training_run.built_context import tiny_profile
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray is an optional package. A run without a cluster is not refused."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    ATTACHMENT.check(tiny_profile(tmp_path))
+    attachment.check(tiny_profile(tmp_path))
     with pytest.raises(ProfileError, match=r"\[ray\]"):
-        ATTACHMENT.check(tiny_profile(tmp_path, cluster="ray"))
+        attachment.check(tiny_profile(tmp_path, cluster="ray"))
 
 
 def test_without_the_attachment_of_inference_servers_it_is_named(
@@ -31,9 +31,9 @@ def test_without_the_attachment_of_inference_servers_it_is_named(
 ) -> None:
     """Workers speak the protocol of inference servers."""
     monkeypatch.setattr("attachments.cluster.attachment.attachment_names", lambda: ("cluster",))
-    ATTACHMENT.check(tiny_profile(tmp_path))
+    attachment.check(tiny_profile(tmp_path))
     with pytest.raises(ProfileError, match="'remote'"):
-        ATTACHMENT.check(tiny_profile(tmp_path, cluster="ray"))
+        attachment.check(tiny_profile(tmp_path, cluster="ray"))
 
 
 def test_a_run_without_a_cluster_needs_no_ray() -> None:

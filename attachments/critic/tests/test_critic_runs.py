@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attachments.critic.attachment import ATTACHMENT
+from attachments.critic import attachment
 from tests.e2e.pipeline_process import PROBLEMS, adapter, continued, killed_and_continued, metrics, run
 from training_run.memory.estimate import estimate_memory
 from training_run.profile.load import load_profile
@@ -33,7 +33,7 @@ def test_a_run_with_a_critic_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert all(line["critic/value_loss"] > 0 for line in found)
     assert found[0]["critic/mean_value"] == 0.0
     assert found[-1]["critic/mean_value"] != 0.0
-    assert "explained variance" in " ".join(ATTACHMENT.shown(found[-1]))
+    assert "explained variance" in " ".join(attachment.shown(found[-1]))
     resumed = continued(tmp_path / "whole", tmp_path / "run", *words({"--steps": "3"}), step=1)
     assert resumed == adapter(tmp_path / "whole")
 

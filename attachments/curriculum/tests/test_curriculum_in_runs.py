@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from actors.prompter import Prompter
-from attachments.curriculum.attachment import ATTACHMENT
+from attachments.curriculum import attachment
 from attachments.curriculum.curriculum import NAME, Curriculum, CurriculumChooser, CurriculumHook, take_part
 from attachments.curriculum.group_outcomes import SavedCurriculum
 from attachments.curriculum.sections import SuccessRateCurriculum
@@ -19,7 +19,7 @@ from tests.actors.actor_helpers import compute_thread
 from tests.training_run.built_context import lost_groups, open_context, tiny_profile
 from tests.training_run.simulated_run import PROBLEMS, SimulatedRun, SimulationSettings
 from tests.training_run.start.test_startup import write_step
-from training_run.attachment import Attached
+from training_run.attached import Attached
 from training_run.groups.order import ProblemOrder
 from training_run.run import RunContext
 from training_run.supervision.custom_actors import CustomActors
@@ -78,15 +78,15 @@ async def test_every_line_of_metrics_has_what_the_attachment_describes(compute: 
     """The problems by success rate add up to all problems."""
     simulated = SimulatedRun(compute, SimulationSettings(zero_variance=lambda group_id: False, attach=attach))
     reports = await simulated.run()
-    assert all(report.metrics.keys() == ATTACHMENT.metrics.keys() for report in reports)
+    assert all(report.metrics.keys() == attachment.METRICS.keys() for report in reports)
     assert [sum(report.metrics["curriculum/problems"].values()) for report in reports] == [len(PROBLEMS)] * len(reports)
 
 
 def test_the_displays_show_the_zero_variance_of_a_step() -> None:
     """The measured and the expected share; nothing without a curriculum."""
     line = {"curriculum/zero_variance_expected": 0.2, "curriculum/zero_variance_observed": 0.25}
-    assert list(ATTACHMENT.shown(line)) == ["zero variance 25 % (20 % expected)"]
-    assert not list(ATTACHMENT.shown(dict.fromkeys(line)))
+    assert list(attachment.shown(line)) == ["zero variance 25 % (20 % expected)"]
+    assert not list(attachment.shown(dict.fromkeys(line)))
 
 
 def curriculum_of(run: RunContext) -> Curriculum:

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from attachments.dashboard.charts import HIDDEN, charts, unit
-from training_run.attachment import attached_metrics
 from training_run.records.evaluation_history import EVALUATION_METRICS
-from training_run.records.metrics import all_metrics
+from training_run.records.metrics import ATTACHED_METRICS, all_metrics
 
 NESTED = ("rewards", "accuracy_by_type", "groups/discarded_by_reason", "pass_at", "remote_servers", "learner_ranks")
 """Metrics with several values, each of which is a column."""
@@ -26,7 +25,7 @@ def test_every_line_shows_a_metric_that_exists() -> None:
 def test_every_metric_of_an_attachment_has_a_chart() -> None:
     """Its registration is enough: one chart for each key of a table, and one for the other metrics of a unit."""
     columns = {column.split("/*")[0] for chart in charts() for column in chart.series.values()}
-    assert set(attached_metrics()) <= columns
+    assert set(ATTACHED_METRICS()) <= columns
     machine = {chart.title: list(chart.series.values()) for chart in charts() if chart.section == "Machine"}
     assert machine["Machine, percent"] == ["resources/cpu_share", "resources/gpu_share"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attachments.distillation.attachment import ATTACHMENT
+from attachments.distillation import attachment
 from attachments.distillation.tests.teachers import EMBEDDED, TeacherServer, other_model
 from protocols.errors import ProfileError
 from tests.e2e.pipeline_process import PROBLEMS, adapter, continued, killed_and_continued, lines, metrics, run
@@ -46,7 +46,7 @@ def test_a_run_learns_from_its_teacher_and_resumes_bit_for_bit(loss: str, teache
     assert [line["distillation_loss"] is None for line in found] == [loss == "reverse_kl"] * 3
     assert {line["distillation/failed"] for line in found} == {line["distillation/retries"] for line in found} == {0}
     assert [one for line in found for one in line["findings"]] == []
-    assert "KL to the teacher" in " ".join(ATTACHMENT.shown(found[-1]))
+    assert "KL to the teacher" in " ".join(attachment.shown(found[-1]))
     resumed = continued(tmp_path / "whole", tmp_path / "run", *flags, "--steps", "3", step=2)
     assert resumed == adapter(tmp_path / "whole")
 

@@ -98,9 +98,15 @@ def display_awake(path: Path, patch: pytest.MonkeyPatch) -> Iterator[Finding]:
     return machine_findings(replace(simulated_mac.machine(), mac=state.mac), simulated_mac.needs())
 
 
+def without_attachments(patch: pytest.MonkeyPatch) -> None:
+    """Let no attachment find or state anything."""
+    for door in ("FACTS", "FINDINGS"):
+        patch.setattr(doctor, door, lambda *_: [])
+
+
 def diagnosed(profile: Profile, patch: pytest.MonkeyPatch) -> list[Finding]:
     """The findings of `doctor` before it loads a model; no attachment finds anything."""
-    patch.setattr(doctor, "installed_attachments", tuple)
+    without_attachments(patch)
     found = doctor.Diagnosis()
     with pytest.raises(doctor.Stopped):
         doctor.check_without_model(found, profile)
@@ -119,7 +125,7 @@ def port_in_use(path: Path, patch: pytest.MonkeyPatch) -> list[Finding]:
     with socket.create_server(("127.0.0.1", 0)) as other:
         profile = tiny_profile(path, server={"type": "http", "port": other.getsockname()[1]})
         found = doctor.Diagnosis()
-        patch.setattr(doctor, "installed_attachments", tuple)
+        without_attachments(patch)
         doctor.check_without_model(found, profile)
         return found.findings
 

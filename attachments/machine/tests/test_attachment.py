@@ -8,7 +8,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from attachments.machine.attachment import ATTACHMENT
+from attachments.machine import attachment
 from attachments.machine.periodic import PeriodicCheck
 from attachments.machine.pressure import MemoryReading
 from attachments.machine.resources import ResourceProbe, ResourceReading
@@ -27,7 +27,7 @@ async def test_memory_pressure_limits_the_engine_of_the_run(tmp_path: Path, monk
     monkeypatch.setattr("attachments.machine.pressure.read_memory", lambda: critical)
     async with open_context(tiny_profile(tmp_path)) as run:
         monitor = RunMonitor(run, queues=[], children=dict)
-        (child,) = ATTACHMENT.watches(run.compute, run.sampler.engine)
+        (child,) = attachment.watches(run.compute, run.sampler.engine)
         assert (run.sampler.engine.stats().rows_limit, monitor.gauges().rows_limit) == (256, 256)
         assert isinstance(child.actor, PeriodicCheck)
         child.actor.check()
@@ -49,7 +49,7 @@ async def test_growing_swap_counts_after_the_first_completions_and_the_first_upd
 
     monkeypatch.setattr("attachments.machine.pressure.read_memory", read)
     async with open_context(tiny_profile(tmp_path)) as run:
-        (child,) = ATTACHMENT.watches(run.compute, run.sampler.engine)
+        (child,) = attachment.watches(run.compute, run.sampler.engine)
         watch = child.actor
         assert isinstance(watch, PeriodicCheck)
 
@@ -90,6 +90,6 @@ def test_the_state_of_the_machine_is_a_fact_and_its_lack_a_finding(
     state = simulated_mac.machine(swap=3 << 30)
     monkeypatch.setattr("attachments.machine.machine.read_machine", lambda path, blas: state)
     profile = tiny_profile(tmp_path)
-    assert "of swap in use" in ATTACHMENT.facts(profile)["system"]
-    found = ATTACHMENT.findings(profile, estimate_memory(profile.model, profile))
+    assert "of swap in use" in attachment.facts(profile)["system"]
+    found = attachment.findings(profile, estimate_memory(profile.model, profile))
     assert [finding.name for finding in found] == ["swap_in_use"]

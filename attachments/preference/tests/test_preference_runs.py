@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attachments.preference.attachment import ATTACHMENT
+from attachments.preference import attachment
 from tests.e2e.pipeline_process import PROBLEMS, adapter, continued, killed_and_continued, lines, metrics, run
 
 STAGES = """
@@ -74,7 +74,7 @@ def test_a_run_learns_pairs_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert [line["preference/epochs"] for line in found] == [0.5, 1.0, 1.5, 2.0]
     assert {line["preference/cut"] for line in found} == {0.0}
     assert [one for line in found for one in line["findings"]] == []
-    assert "pairs in order" in " ".join(ATTACHMENT.shown(found[-1]))
+    assert "pairs in order" in " ".join(attachment.shown(found[-1]))
     assert all(one["loss"] for one in lines(tmp_path / "whole" / "evaluations.jsonl"))
     resumed = continued(tmp_path / "whole", tmp_path / "run", *flags, "--steps", "4", step=2)
     assert resumed == adapter(tmp_path / "whole")

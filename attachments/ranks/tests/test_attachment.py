@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attachments.ranks.attachment import ATTACHMENT
+from attachments.ranks import attachment
 from attachments.ranks.supervision import CONNECTION, RANK
 
 
@@ -22,7 +22,7 @@ def test_the_process_of_the_run_is_left_to_the_run(
     monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts.json"))
     if connection:
         monkeypatch.setenv(CONNECTION, connection)
-    assert ATTACHMENT.launch(["--steps", "1"]) is None
+    assert attachment.launch(["--steps", "1"]) is None
 
 
 def test_the_process_of_mlx_launch_becomes_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,5 +37,5 @@ def test_the_process_of_mlx_launch_becomes_a_supervisor(tmp_path: Path, monkeypa
         return 7
 
     monkeypatch.setattr("attachments.ranks.supervision.supervise", supervise)
-    assert ATTACHMENT.launch(["--steps", "1"]) == 7
+    assert attachment.launch(["--steps", "1"]) == 7
     assert given == [["--steps", "1"]]

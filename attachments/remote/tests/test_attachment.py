@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from attachments.remote.attachment import ATTACHMENT
+from attachments.remote import attachment
 from attachments.remote.sampler import RemoteSampler
 from tests.training_run.built_context import open_context, tiny_profile
-from training_run.attachment import Plan
 from training_run.directory.run_directory import open_run
+from training_run.start.startup import Plan
 
 SERVERS = {"type": "remote", "server_url": ["http://127.0.0.1:1", "http://127.0.0.1:1", "http://127.0.0.1:2"]}
 
@@ -35,7 +35,7 @@ async def test_log_probabilities_of_servers_are_compared(tmp_path: Path, generat
     with ExitStack() as ending:
         ending.callback(directory.close)
         plan = Plan(profile=profile, directory=directory, ending=ending)
-        await ATTACHMENT.prepare(plan)
+        await attachment.prepare(plan)
         assert plan.token_values == (generator != "local")
 
 
@@ -44,4 +44,4 @@ def test_mlx_lm_server_samples_with_what_its_log_probabilities_contain(tmp_path:
     restarted = SERVERS | {"weights": "restart"}
     for sampling, complaints in (({}, []), ({"min_p": 0.1}, ["sampling.min_p"])):
         profile = tiny_profile(tmp_path, generator=restarted, sampling={"logit_bias": [[5, 1.0]], **sampling})
-        assert [complaint.key for complaint in ATTACHMENT.complaints(profile)] == complaints
+        assert [complaint.key for complaint in attachment.complaints(profile)] == complaints

@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from attachments.restarts import supervision
-from attachments.restarts.attachment import ATTACHMENT
+from attachments.restarts import attachment, supervision
 from attachments.restarts.supervision import CONNECTION, LEAST_TURN_MS, TURN_MS, shorter, with_turns
 from clotho.storage.atomic_files import UNFINISHED
 from protocols.errors import ProfileError
@@ -87,22 +86,22 @@ def test_a_process_has_at_most_one_supervisor(tmp_path: Path, monkeypatch: pytes
     begun: list[int] = []
     monkeypatch.setattr(supervision, "become_supervisor", begun.append)
     monkeypatch.delenv(CONNECTION, raising=False)
-    ATTACHMENT.supervise(tiny_profile(tmp_path))
+    attachment.supervise(tiny_profile(tmp_path))
     assert begun == []
     profile = load_profile("local-m3", {"restarts": 3})
-    ATTACHMENT.supervise(profile)
+    attachment.supervise(profile)
     monkeypatch.setenv(CONNECTION, "3")
-    ATTACHMENT.supervise(profile)
+    attachment.supervise(profile)
     assert begun == [3]
 
 
 def test_ranks_have_restarts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names their setting."""
     profile = load_profile("local-m3", {"restarts": 3})
-    ATTACHMENT.check(profile)
+    attachment.check(profile)
     monkeypatch.setenv("MLX_RANK", "0")
     with pytest.raises(ProfileError, match=r"distributed\.restarts"):
-        ATTACHMENT.check(profile)
+        attachment.check(profile)
 
 
 def process_of_run(running: Run, before: int = 0) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from attachments.sessions.attachment import ATTACHMENT
+from attachments.sessions import attachment
 from attachments.sessions.groups import SessionGroups
 from attachments.sessions.sections import HttpSessions
 from attachments.sessions.sessions import Sessions
@@ -44,4 +44,4 @@ def test_each_metric_shows_its_own_value() -> None:
 
 def test_every_described_metric_is_measured() -> None:
     """And no other."""
-    assert measured(resumed()).keys() == ATTACHMENT.metrics.keys()
+    assert measured(resumed()).keys() == attachment.METRICS.keys()

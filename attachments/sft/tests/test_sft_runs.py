@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attachments.sft.attachment import ATTACHMENT
+from attachments.sft import attachment
 from tests.e2e.pipeline_process import PROBLEMS, adapter, continued, lines, metrics, run
 
 SMALL = {
@@ -47,7 +47,7 @@ def test_a_run_learns_demonstrations_and_resumes_bit_for_bit(tmp_path: Path) -> 
     assert {line["ratio_mean"] for line in found} == {line["ess"] for line in found} == {1.0}
     assert {line["sft/cut"] for line in found} == {0.0}
     assert [one for line in found for one in line["findings"]] == []
-    text = " ".join(ATTACHMENT.shown(found[-1]))
+    text = " ".join(attachment.shown(found[-1]))
     assert "perplexity" in text
     assert "epoch 2.00" in text
     resumed = continued(tmp_path / "whole", tmp_path / "run", *flags, "--steps", "8", step=6)

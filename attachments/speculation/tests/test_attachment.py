@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from attachments.speculation.attachment import ATTACHMENT
+from attachments.speculation import attachment
 from protocols.summary import SpeculationCounts
 from tests.training_run.built_context import open_context, tiny_profile
 
@@ -15,7 +15,7 @@ from tests.training_run.built_context import open_context, tiny_profile
 async def test_speculation_is_counted_since_the_line_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine counts since it was created."""
     async with open_context(tiny_profile(tmp_path)) as run:
-        measure = next(one for one in run.attached.measures if one(1.0).keys() == ATTACHMENT.metrics.keys())
+        measure = next(one for one in run.attached.measures if one(1.0).keys() == attachment.METRICS.keys())
         stats = run.sampler.engine.stats()
         counts = iter(((4, 10, (3, 1)), (9, 25, (8, 5))))
 

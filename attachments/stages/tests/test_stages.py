@@ -19,10 +19,10 @@ from tests.e2e.pipeline_process import (
     metrics,
     run,
 )
-from training_run.directory.run_directory import open_run
+from training_run.directory.run_directory import RunStage, open_run
 from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
-from training_run.stages import RunStage, remaining, stages_of
+from training_run.stages import remaining, stages_of
 
 TEXT = """
 extends = "local-m3"

@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from protocols.checkpoint import Part
 from protocols.errors import CheckpointError
-from training_run.attachment import unknown_parts
 from training_run.directory.checkpoint_parts import CheckpointParts, Keeper
+from training_run.start.startup import unknown_parts
 
 
 class Kept(Struct, frozen=True, kw_only=True):

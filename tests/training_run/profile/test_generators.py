@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from clotho.extension import provided
+from clotho.extension import found, provided
 from protocols.errors import DatasetError
-from training_run.attachment import installed_attachments
+from tests.absent import without
 from training_run.profile.data import DataSection
-from training_run.profile.generators import PREFIXES, Generators, epoch_weights, prefix_of, rewards_of
+from training_run.profile.generators import GENERATORS, Generators, epoch_weights, prefix_of, rewards_of
 
 
 def test_every_prefix_is_known_with_its_attachment() -> None:
     """A row names its functions as text, so that nothing is imported before it is used."""
-    rows = [(prefix, row, one) for one in installed_attachments() for prefix, row in one.generators.items()]
-    assert {prefix: type(one).__module__.split(".")[1] for prefix, _, one in rows} == PREFIXES
-    assert all(callable(provided(place)) for _, row, _ in rows for place in (row.open, row.weights))
+    owners = {prefix: folder for folder, rows in found(GENERATORS.place).items() for prefix in rows}
+    assert owners == GENERATORS.owners
+    assert all(callable(provided(place)) for row in GENERATORS().values() for place in (row.open, row.weights))
 
 
 def test_problems_of_an_absent_attachment_are_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of such a dataset is still no path of a file; a file is read as before."""
     data = DataSection(train="reasoning_gym:gcd")
-    monkeypatch.setattr("training_run.profile.generators.installed_attachments", lambda: ())
+    without(monkeypatch, "reasoning_gym")
     with Generators(data) as opened, pytest.raises(DatasetError, match="needs the attachment 'reasoning_gym'"):
         opened.problems(data.train, seed=0)
     with pytest.raises(DatasetError, match="needs the attachment 'reasoning_gym'"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -24,8 +22,6 @@ from tests.training_run.records.display_examples import (
     step,
     ungraded_evaluation,
 )
-from training_run import attachment
-from training_run.attachment import Attachment
 from training_run.records.display import (
     REMINDER_SECONDS,
     Display,
@@ -133,12 +129,7 @@ def test_an_evaluation_is_shown_with_its_measures(kind: str) -> None:
 
 def test_both_displays_show_what_attachments_show_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing before the first step."""
-
-    class Showing(Attachment):
-        def shown(self, line: Mapping[str, Any]) -> Iterable[str]:
-            return (f"attached {line['step']}",)
-
-    monkeypatch.setattr(attachment, "installed_attachments", lambda: (Showing(),))
+    monkeypatch.setattr("training_run.records.display.SHOWN", lambda line: [(f"attached {line['step']}",)])
     for shown, expected in ((replace(view(), latest=None), False), (view(), True)):
         texts = []
         for live in (True, False):

@@ -19,9 +19,9 @@ from protocols.step import StepReport, TrainedGroup, UpdateMetrics
 from protocols.summary import RunGauges
 from tests.training.policies_and_groups import scored_group
 from tests.training_run.records.display_examples import MEASURES, completion, discarded, evaluation, ungraded_evaluation
-from training_run.attachment import attached_metrics
 from training_run.records.evaluation_history import EVALUATION_METRICS, read_history
 from training_run.records.metrics import (
+    ATTACHED_METRICS,
     ENVIRONMENT_METRICS,
     UPDATE_METRICS,
     Measurement,
@@ -79,12 +79,12 @@ def test_the_length_of_completions_that_ended_is_a_metric() -> None:
 
 def test_the_metrics_of_attachments_are_in_every_line() -> None:
     """Null in a step of which nothing returns them."""
-    hooked, measured, *_ = attached_metrics()
+    hooked, measured, *_ = ATTACHED_METRICS()
     now = Measurement(seconds=1.0, gauges=RunGauges())
     report = replace(EMPTY, metrics={hooked: {"a": 0.5}})
     found = step_metrics(report, now=now, before=now, measured={measured: 2})
     assert (found[hooked], found[measured]) == ({"a": 0.5}, 2)
-    assert all(line()[other] is None for other in attached_metrics())
+    assert all(line()[other] is None for other in ATTACHED_METRICS())
 
 
 def test_every_key_is_described_and_every_description_has_a_key() -> None:

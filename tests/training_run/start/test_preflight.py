@@ -15,7 +15,6 @@ from protocols.finding import CHECK, Finding
 from protocols.prompt import Problem
 from protocols.summary import MemoryEstimate
 from tests.training_run.built_context import open_context, tiny_profile
-from training_run.attachment import Attachment
 from training_run.profile.schema import Profile
 from training_run.start.preflight import log_findings, write_findings
 
@@ -23,25 +22,24 @@ WARNING = Finding(name="few_problems", severity="warning", fact="a", consequence
 ERROR = replace(WARNING, name="model_unusable", severity="error")
 
 
-class Examining(Attachment):
-    """Finds something before and after the policy is loaded."""
+def findings(_: Profile, estimate: MemoryEstimate) -> list[list[Finding]]:
+    """Find something before the policy is loaded."""
+    assert estimate.total > 0
+    return [[WARNING]]
 
-    def findings(self, profile: Profile, estimate: MemoryEstimate) -> Sequence[Finding]:
-        assert estimate.total > 0
-        return [WARNING]
 
-    def findings_when_loaded(
-        self, profile: Profile, tokenizer: ChatTokenizer, problems: Sequence[Problem]
-    ) -> Sequence[Finding]:
-        assert tokenizer.encode(problems[0].prompt)
-        return [ERROR]
+def findings_when_loaded(_: Profile, tokenizer: ChatTokenizer, problems: Sequence[Problem]) -> list[list[Finding]]:
+    """Find something when it is loaded."""
+    assert tokenizer.encode(problems[0].prompt)
+    return [[ERROR]]
 
 
 async def test_a_start_writes_the_findings_of_attachments_to_the_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Errors come first. The decode engine has sampled nothing."""
-    monkeypatch.setattr("training_run.start.preflight.installed_attachments", lambda: (Examining(),))
+    monkeypatch.setattr("training_run.start.preflight.FINDINGS", findings)
+    monkeypatch.setattr("training_run.start.preflight.FINDINGS_WHEN_LOADED", findings_when_loaded)
     async with open_context(tiny_profile(tmp_path)) as context:
         assert [finding.name for finding in context.start.findings] == ["model_unusable", "few_problems"]
         document = json.loads(context.directory.preflight.read_bytes())
