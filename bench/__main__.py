@@ -38,6 +38,7 @@ STUDIES = {
     "curriculum": "Rollouts to a held-out accuracy if half of the problems are too hard or already solved.",
     "warm_up": "Rollouts that RL needs from a policy that rarely earns a reward, alone and after demonstrations.",
     "distillation": "Rollouts to a held-out accuracy, from rewards and from a teacher of 6 million parameters.",
+    "learnability": "What doctor forecasts about fifteen tasks, and what RL then learns.",
     "gym": "Learning of a real language model on datasets of Reasoning Gym.",
     "proof": "A real language model on tasks that others publish: demonstrations, then rewards.",
     "environments": "Training with Atropos environments: single-turn, multi-turn, two of different weight.",

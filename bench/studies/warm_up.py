@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from bench.fingerprint import ROOT
+from bench.runs import PipelineRun
 from bench.studies.runner import Arm, Column, Study, column, merged, run_study
 from profiles.embedded_maker.__main__ import problems
 from profiles.embedded_maker.demonstrations import careful, guess
@@ -59,14 +58,16 @@ def make(out: Path) -> None:
     write_problems(out / "heldout.jsonl", held_out)
     write_demonstrations(out / "careful.jsonl", training, careful)
     write_demonstrations(out / "wrong.jsonl", training, lambda one: completion("", guess(one, chance)))
-    with TemporaryDirectory(dir=out) as run:
-        flags = merged(
-            f"--profile {PROFILE} --learner.objective sft --policy.method full --steps 200 --eval off --server off",
-            ("--dataset", str(out / "wrong.jsonl"), "--monitor.display", "none", "--run-dir", f"{run}/run"),
-        )
-        subprocess.run([sys.executable, "pipeline.py", *flags], cwd=ROOT, check=True, stdout=sys.stderr)
-        copy = shutil.copytree(ROOT / "profiles" / "embedded", Path(run, "policy"))
-        shutil.copy(Path(run, "run", "adapters", "adapters.safetensors"), copy / "model.safetensors")
+    flags = merged(
+        f"--profile {PROFILE} --learner.objective sft --policy.method full --steps 200 --eval off",
+        ("--monitor.display", "none", "--dataset", str(out / "wrong.jsonl")),
+    )
+    with (
+        PipelineRun(flags, quiet=True) as running,
+        TemporaryDirectory(dir=out) as made,
+    ):
+        copy = shutil.copytree(ROOT / "profiles" / "embedded", Path(made, "policy"))
+        shutil.copy(running.record().adapters / "adapters.safetensors", copy / "model.safetensors")
         copy.rename(policy)
 
 
