@@ -12,7 +12,8 @@ from profiles.maker.problem import Problem, draw_distinct, write_problems
 HELD_OUT, TRAINING = 128, 1024
 """Problems in heldout.jsonl and in train.jsonl; no text occurs twice in both together."""
 
-WORDS = tuple("".join(letters) for letters in product("bdgklmnprt", "aeiou"))
+CONSONANTS = "bdklmpt"
+WORDS = tuple("".join(letters) for letters in product(CONSONANTS, "aeiou", CONSONANTS))
 COUNT = 3
 """Words of a text."""
 
