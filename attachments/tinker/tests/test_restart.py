@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import mlx.core as mx
 import pytest
 
-from attachments.tinker.tests.tinker_server import Client, datum, logprobs_of
+from attachments.tinker.tests.tinker_server import Client, datum, logprobs_of, process
 from tests import saved_models
 
-ROOT = Path(__file__).parents[3]
 DATA = [datum([3, 9, 12, 7, 20, 5])]
-
-
-@contextmanager
-def process(directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Serve in a process of its own; yields it and its address."""
-    command = [
-        sys.executable, str(ROOT / "pipeline.py"), "serve", "--model", str(directory / "model"), "--server.port", "0",
-        "--server.tinker", "on", "--server.tinker.directory", str(directory / "saved"),
-    ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=directory) as running:
-        try:
-            assert running.stdout is not None
-            line = next(one for one in running.stdout if one.startswith("API"))
-            yield running, line.split()[-1].removesuffix("/v1")
-        finally:
-            running.kill()
 
 
 @pytest.mark.slow
 def test_a_killed_server_continues_with_what_was_saved(tmp_path: Path) -> None:
     """Bit by bit, and it says how many steps were lost. Sessions and their models are gone."""
     saved_models.save(tmp_path / "model", dtype=mx.float32)
-    with process(tmp_path) as (running, url):
+    with process(tmp_path / "model", tmp_path) as (running, url):
         client = Client(url)
         model_id = client.model(str(tmp_path / "model"))
         for step in range(3):
@@ -52,7 +31,7 @@ def test_a_killed_server_continues_with_what_was_saved(tmp_path: Path) -> None:
         running.send_signal(signal.SIGKILL)
         running.wait()
         client.http.close()
-    with process(tmp_path) as (_, url):
+    with process(tmp_path / "model", tmp_path) as (_, url):
         gone = httpx.post(f"{url}/api/v1/session_heartbeat", json={"session_id": client.session})
         assert gone.status_code == 410
         lost = httpx.post(f"{url}/api/v1/get_info", json={"model_id": model_id})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from training_run.serving import ServingState
 from training_run.supervision.latest import Latest
 
 PREFIX = "/api/v1"
+ROOT = Path(__file__).parents[3]
 
 
 class Live:
@@ -109,6 +112,22 @@ def tinker_server(model: Path, directory: Path, *flags: str) -> Iterator[Live]:
             live.stop()
     finally:
         thread.join()
+
+
+@contextmanager
+def process(model: Path, directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Serve in a process of its own; yields it and its address."""
+    command = [
+        sys.executable, str(ROOT / "pipeline.py"), "serve", "--model", str(model), "--server.port", "0",
+        "--server.tinker", "on", "--server.tinker.directory", str(directory / "saved"),
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=directory) as running:
+        try:
+            assert running.stdout is not None
+            line = next(one for one in running.stdout if one.startswith("API"))
+            yield running, line.split()[-1].removesuffix("/v1")
+        finally:
+            running.kill()
 
 
 class Client:
