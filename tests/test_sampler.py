@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from anyio.lowlevel import checkpoint
+from msgspec import structs
 
 import clotho
 from clotho.lanes.compute_thread import finish
@@ -54,6 +55,15 @@ def test_a_completion_has_a_logprob_and_a_version_for_each_token() -> None:
         for one, row in zip(completions, scores, strict=True):
             assert row == pytest.approx(one.logprobs, abs=1e-3)
         assert asyncio.run(sampler.score_async(prompts(), [one.tokens for one in completions])) == scores
+
+
+def test_a_completion_of_a_restricted_distribution_has_its_support_for_each_token() -> None:
+    """Which a learner needs to compute the same log-probabilities. Without a top-k there is none."""
+    restricted = structs.replace(SAMPLING, top_k=2)
+    with clotho.Sampler(policy()) as sampler:
+        (one,), (other,) = sampler.sample(prompts()[:1], restricted), sampler.sample(prompts()[:1], SAMPLING)
+    assert [len(support) for support in one[0].supports] == [8] * len(one[0].tokens)
+    assert other[0].supports == ()
 
 
 def test_nothing_is_sampled_from_no_prompts() -> None:

@@ -32,7 +32,7 @@ from clotho.inference.prefill import RowDecoder
 from clotho.inference.rows import DraftedTokens, Filters, RowLogitBias, RowParameters, SampledRows
 from clotho.inference.sampling import sample, uniforms
 from clotho.inference.scheduler import PrefillJob, Row
-from clotho.models.loading import load_base, setting
+from clotho.models.loading import load_base, vocabulary_size
 from clotho.settings.bounds import Off
 from clotho.settings.engine import EngineSection
 from clotho.settings.model import ModelSection
@@ -315,7 +315,7 @@ def make_drafter(settings: Drafts, vocabulary: int, cache_tokens: int) -> Drafte
     if not isinstance(settings, ModelDrafts):
         return PromptLookupDrafter()
     model, config, _ = load_base(ModelSection(path=settings.path))
-    width = setting(config, ("vocab_size",))
+    width = vocabulary_size(config)
     if width != vocabulary:
         raise ModelError(
             f"engine.speculation.path: the draft model {settings.path} has {width} tokens and the policy {vocabulary}; "

@@ -17,7 +17,7 @@ from attachments.files.tests.gguf_files import CONFIG as LLAMA
 from attachments.files.tests.gguf_files import build as build_llama
 from attachments.files.tests.gguf_files import byte_level, write
 from clotho.backend import Backend, backend
-from clotho.models.loading import find_model, open_base
+from clotho.models.loading import find_model, open_base, vocabulary_size
 from clotho.models.parameters import flat
 from clotho.models.policy import load_policy
 from clotho.settings.model import ModelSection
@@ -154,6 +154,13 @@ def test_models_that_mlx_lm_cannot_load_are_refused(tmp_path: Path) -> None:
     assert "config.json cannot be read" in refusal(directory)
     (directory / "config.json").write_text("[]")
     assert "has no model_type" in refusal(directory)
+
+
+def test_a_configuration_states_the_size_of_the_vocabulary() -> None:
+    """It may be a part of `text_config`. An architecture that has a default of its own does not stand in for it."""
+    assert vocabulary_size({"text_config": {"vocab_size": 64}}) == 64
+    with pytest.raises(ModelError):
+        vocabulary_size({"model_type": "qwen3", "text_config": {"hidden_size": 64}})
 
 
 def gguf_policy(path: Path, **model: Any) -> Any:

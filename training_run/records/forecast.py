@@ -105,12 +105,11 @@ def _per_step(
     later = steps[1:]
     duration = (later[-1].end - steps[0].end) / len(later)
     decoding, learning = sum(step.decode for step in later), sum(step.update for step in later)
-    trained, groups = sum(step.trained for step in later), sum(step.groups for step in later)
-    sampled = sum(step.sampled for step in later)
+    trained, sampled = sum(step.trained for step in later), sum(step.sampled for step in later)
     expected = decoding + learning
     if sampled:
         expected += decoding * (len(later) * _expected([step.sampled for step in steps], remaining) / sampled - 1)
-    if trained and groups:
+    if trained:
         recent = later[-5:]
         tokens_per_group = sum(step.trained for step in recent) / max(1, sum(step.groups for step in recent))
         tokens = len(later) * tokens_per_group * _expected([step.groups for step in steps], remaining)

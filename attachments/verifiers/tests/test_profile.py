@@ -10,6 +10,7 @@ import pytest
 
 from attachments.verifiers.sections import TASKSET, VerifiersSection
 from attachments.verifiers.tasks import listed
+from protocols.errors import DatasetError
 from tests.e2e.pipeline_process import lines, metrics, run
 from tests.extras import VERIFIERS
 from training_run.profile.data import DataSection
@@ -42,6 +43,15 @@ def test_a_table_without_a_taskset_has_no_effect_and_is_refused(tmp_path: Path) 
     result = run(tmp_path / "run", "--profile", "local-m3", "--data.verifiers.tasks", "3", small=())
     assert result.status == 2
     assert "data.verifiers.tasks" in result.err
+
+
+def test_an_interpreter_that_cannot_be_executed_is_refused(tmp_path: Path) -> None:
+    """With the key."""
+    file = tmp_path / "python"
+    file.write_bytes(b"\0")
+    file.chmod(0o700)
+    with pytest.raises(DatasetError, match=r"data\.verifiers\.python"):
+        listed(section(str(file)), "verifiers:guessing_taskset", seed=0)
 
 
 @pytest.mark.slow  # a run with the library
