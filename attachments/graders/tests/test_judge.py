@@ -168,14 +168,29 @@ async def test_a_missing_column_is_an_error(server: JudgeServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "failure",
-    [(429, {"retry-after": "0.01"}, "slow down"), (503, {}, "loading"), (500, {}, ""), (429, {"retry-after": "x"}, "")],
+    ("failure", "named"),
+    [
+        ((429, {"retry-after": "0.01"}, "slow down"), True),
+        ((503, {}, "loading"), False),
+        ((500, {}, ""), False),
+        ((429, {"retry-after": "x"}, ""), False),
+    ],
 )
-async def test_a_request_that_fails_is_repeated(server: JudgeServer, failure: Answer) -> None:
-    """After a pause, or after the time that the server names."""
+async def test_a_request_that_fails_is_repeated(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, failure: Answer, named: bool
+) -> None:
+    """After a pause, which is longer the second time, or after the time that the server names."""
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(judge.anyio, "sleep", sleep)
     server.answer = lambda body: failure if len(server.requests) < 3 else reply("Score: 5")
     assert await load(server)(problem(), "42") == 0.5
     assert len(server.requests) == 3
+    first, second = pauses
+    assert (first == second == 0.01) if named else (0.0005 <= first <= 0.001 <= second <= 0.002)
 
 
 @pytest.mark.parametrize(

@@ -187,3 +187,12 @@ def test_a_name_is_not_used_twice(client: Client, place: Path) -> None:
     again = client.respond("save_weights", model_id=model_id, path="same")
     assert (again.status_code, again.json()["error"]["param"]) == (400, "path")
     client.result("save_weights", model_id=model_id, path="same", overwrite=True)
+
+
+@pytest.mark.parametrize("request_name", ["save_weights", "save_weights_for_sampler"])
+def test_a_name_stays_in_its_directory(client: Client, place: Path, request_name: str) -> None:
+    """A name that is a path, hidden or too long is refused before anything is written."""
+    model_id = client.model(str(place / "model"))
+    for name in ("../other", "a/b", ".hidden", "n" * 129, ""):
+        answer = client.respond(request_name, model_id=model_id, path=name)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
