@@ -247,8 +247,7 @@ def take_optimizer_steps(
         )
         if stepped is None:
             return None
-        if stepped.steps > progress.steps:
-            model.turns.pause()
+        model.turns.pause()
         progress = stepped
     return progress
 

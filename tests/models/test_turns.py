@@ -298,15 +298,16 @@ def test_a_model_without_blocks_is_computed_in_one_turn_with_one_warning() -> No
     assert [entry["event"] for entry in logs] == ["learner_turns_not_divided"]
 
 
-def test_without_a_limit_an_update_pauses_after_each_micro_batch_only() -> None:
+def test_without_a_limit_an_update_pauses_after_each_micro_batch_and_each_step() -> None:
     """`max_turn_ms = 0` records no stages."""
 
-    def pauses(limit: float) -> int:
+    def pauses(limit: float, *, tokens: int = 24) -> int:
         lane = RecordedTurns()
-        learner(tiny_policy(), micro_batch_tokens=24, max_turn_ms=limit, lane=lane).update(random_groups(32))
+        learner(tiny_policy(), micro_batch_tokens=tokens, max_turn_ms=limit, lane=lane).update(random_groups(32))
         return lane.pauses
 
     assert pauses(0.0) == pauses(1e9) < pauses(SHORT)
+    assert pauses(0.0, tokens=1000) == 2
 
 
 def test_an_evaluation_pauses_its_lane_where_a_part_ends() -> None:

@@ -140,7 +140,7 @@ def test_the_table_and_the_help_have_one_line_for_each_value(place: Path, capsys
 
 def make_pipe(path: Path) -> None:
     """Replace a file by a pipe, which a reader could wait for."""
-    path.unlink()
+    path.unlink(missing_ok=True)
     os.mkfifo(path)
 
 
@@ -148,6 +148,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
     "no header": ("adapter", lambda path: (path / "adapters.safetensors").write_bytes(b"\xff" * 64)),
     "no tensors": ("adapter", lambda path: (path / "adapters.safetensors").unlink()),
     "a pipe": ("adapter", lambda path: make_pipe(path / "adapter_config.json")),
+    "a pipe as a history": ("run", lambda path: make_pipe(path / "metrics.jsonl")),
     "not an object": ("adapter", lambda path: (path / "adapter_config.json").write_text("[" * 100_000)),
     "a huge text": ("adapter", lambda path: os.truncate(path / "adapter_config.json", 1 << 40)),
     "no profile": ("run", lambda path: (path / "profile.toml").write_text("steps = [")),
