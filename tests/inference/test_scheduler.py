@@ -226,6 +226,9 @@ def test_waiting_rows_of_clients_are_limited(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RequestError):
         scheduler.check(7)
     assert admitted(scheduler) == [3]
+    scheduler.entered(jobs[2])
+    scheduler.check(8)
+    scheduler.add(job(5, 2, client="a"))
     scheduler.clear()
     scheduler.check(8)
 

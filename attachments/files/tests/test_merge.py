@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Quantization
@@ -78,6 +79,18 @@ def test_a_merged_model_computes_base_plus_adapter(case: str, bases: dict[str, P
         assert fidelity.mean_kl < 1e-6 < fidelity.adapter_kl
         assert fidelity.greedy_agreement == 1.0
         assert fidelity.weights.relative_error < 1e-4
+
+
+def test_an_adapter_of_a_base_that_its_run_quantized_is_merged_with_that_base(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """The weights that the adapter was trained on are those of the quantized base, and not those of the files."""
+    source = adapter(tmp_path / "a", bases["biases"], scale=0.5)
+    set_config(source, base_quantization={"bits": 4, "group_size": 16, "mode": "nvfp4"})
+    merge("", source, tmp_path / "merged", MergeSettings(dequantize=True, dtype="float32"))
+    model, _ = load_model(bases["biases"])
+    nn.quantize(model, group_size=16, bits=4, mode="nvfp4")
+    assert np.abs(merged_logits(tmp_path / "merged") - logits(load_adapters(model, str(source)))).max() <= 1e-4
 
 
 def test_an_adapter_of_tied_embeddings_changes_the_head_too(bases: dict[str, Path], tmp_path: Path) -> None:
