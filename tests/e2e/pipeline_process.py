@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -22,6 +23,7 @@ from msgspec import Struct
 
 from tests import model_lanes
 from training_run.__main__ import main
+from training_run.directory.checkpoints import checkpoint_steps
 
 REPOSITORY = Path(__file__).parents[2]
 BATCH = 4
@@ -45,6 +47,9 @@ at = "reports"
 """Part of a profile: a line is printed after every step."""
 PATIENCE_SECONDS = 240.0
 """Upper limit of a run. No assertion depends on it."""
+
+LONGEST_SECONDS = 0.4
+"""Largest time between what a moment waits for and the kill, about that of two steps."""
 
 ACCOUNTING_LINE = re.compile(r"prompted (\d+) = trained (\d+) \+ discarded (\d+) \+ carried over (\d+)")
 
@@ -180,6 +185,27 @@ def killed_and_continued(run_dir: Path, *flags: str, step: int) -> bytes:
     with Run(run_dir, *flags, small=()) as running:
         running.wait_until(lambda: (run_dir / "checkpoints" / f"step-{step:06d}").is_dir())
         running.kill(after_seconds=0.0)
+    result = run(run_dir, *flags, "--resume", small=())
+    assert result.status == 0, result.err
+    return adapter(run_dir)
+
+
+def newest(run_dir: Path) -> int:
+    """Return the step of the newest checkpoint; -1 without one."""
+    return max(checkpoint_steps(run_dir / "checkpoints"), default=-1)
+
+
+def killed_at_moments(run_dir: Path, *flags: str, moments: int, choose: random.Random) -> bytes:
+    """Kill a run at random moments, resume what each kill leaves, and let the run end; return the final adapter.
+
+    While it starts, between steps and in them. The run must have steps for all moments: up to two for each, and those
+    of `LONGEST_SECONDS`.
+    """
+    for _ in range(moments):
+        wanted = newest(run_dir) + choose.randint(0, 2)
+        with Run(run_dir, *flags, *resume_flag(run_dir), small=()) as running:
+            running.wait_until(lambda: newest(run_dir) >= wanted)  # noqa: B023, called in this iteration only
+            assert running.kill(after_seconds=choose.uniform(0.0, LONGEST_SECONDS))
     result = run(run_dir, *flags, "--resume", small=())
     assert result.status == 0, result.err
     return adapter(run_dir)

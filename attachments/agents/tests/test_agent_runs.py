@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests.e2e.pipeline_process import adapter, killed_and_continued, lines, metrics, run
+from tests.e2e.pipeline_process import adapter, killed_at_moments, lines, metrics, run
 from training_run.__main__ import main
 from training_run.commands.evaluate import Evaluation
 
@@ -33,12 +34,13 @@ def test_the_policy_learns_from_conversations_with_an_environment(tmp_path: Path
     assert 0 <= first["rewards"]["environment"]["value"] <= 1
 
 
-@pytest.mark.slow  # three runs
-def test_a_synchronous_run_that_is_killed_and_resumed_ends_with_equal_weights(tmp_path: Path) -> None:
+@pytest.mark.slow  # twenty runs in processes of their own
+def test_a_synchronous_run_that_is_killed_at_twenty_moments_ends_with_equal_weights(tmp_path: Path) -> None:
     """Bit by bit: what an episode samples does not depend on how fast its environment is."""
-    flags = (*GAME, "--steps", "4", "--eval", "off")
+    flags = (*GAME, "--steps", "80", "--eval", "off")
     assert run(tmp_path / "whole", *flags, small=()).status == 0
-    assert killed_and_continued(tmp_path / "run", *flags, step=2) == adapter(tmp_path / "whole")
+    found = killed_at_moments(tmp_path / "run", *flags, moments=20, choose=random.Random(20))
+    assert found == adapter(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

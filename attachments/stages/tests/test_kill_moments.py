@@ -10,15 +10,11 @@ from pathlib import Path
 import pytest
 
 from attachments.distillation.tests.teachers import other_model
-from tests.e2e.pipeline_process import PROBLEMS, Run, adapter, lines, resume_flag, run
-from training_run.directory.checkpoints import checkpoint_steps
+from tests.e2e.pipeline_process import PROBLEMS, adapter, killed_at_moments, lines, run
 
 MOMENTS = 20
 
 STEPS = 100
-
-LONGEST_SECONDS = 0.4
-"""Largest time between what a moment waits for and the kill, about that of two steps."""
 
 TEXT = """
 extends = "local-m3"
@@ -70,11 +66,6 @@ def write_profile(directory: Path, kind: str) -> str:
     return str(directory / "stages.toml")
 
 
-def newest(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint; -1 without one."""
-    return max(checkpoint_steps(run_dir / "checkpoints"), default=-1)
-
-
 @pytest.mark.slow  # twenty runs in processes of their own
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_is_killed_at_twenty_moments_ends_with_equal_weights(kind: str, tmp_path: Path) -> None:
@@ -82,19 +73,11 @@ def test_a_run_that_is_killed_at_twenty_moments_ends_with_equal_weights(kind: st
 
     The histories have every step once, and every group of the uninterrupted run.
     """
-    profile, choose = write_profile(tmp_path, kind), random.Random(kind)
+    flags = ("--profile", write_profile(tmp_path, kind))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    result = run(whole, "--profile", profile, small=())
+    result = run(whole, *flags, small=())
     assert result.status == 0, result.err
-    for _ in range(MOMENTS):
-        wanted = newest(killed) + choose.randint(0, 2)
-        with Run(killed, "--profile", profile, *resume_flag(killed), small=()) as running:
-            running.wait_until(lambda: newest(killed) >= wanted)  # noqa: B023, called in this iteration only
-            assert running.kill(after_seconds=choose.uniform(0.0, LONGEST_SECONDS))
-    assert newest(killed) < STEPS
-    last = run(killed, "--profile", profile, "--resume", small=())
-    assert last.status == 0, last.err
-    assert adapter(killed) == adapter(whole)
+    assert killed_at_moments(killed, *flags, moments=MOMENTS, choose=random.Random(kind)) == adapter(whole)
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         found, expected = ([one["step"] for one in lines(place / name)] for place in (killed, whole))
         assert found == expected

@@ -10,9 +10,8 @@ import pytest
 
 from attachments.verifiers.tests.test_profile import GAME
 from tests.e2e.child_processes import descendants, kill
-from tests.e2e.pipeline_process import Run, assert_recorded, lines, metrics, resume_flag, run
+from tests.e2e.pipeline_process import LONGEST_SECONDS, Run, assert_recorded, lines, metrics, newest, resume_flag, run
 from tests.extras import VERIFIERS
-from training_run.directory.checkpoints import checkpoint_steps
 
 MOMENTS = 20
 PLAYS = '"tasks_file":""'
@@ -20,14 +19,6 @@ PLAYS = '"tasks_file":""'
 
 PATIENCE_SECONDS = 3600.0
 """Upper limit of a start of the run. No assertion depends on it."""
-
-LONGEST_SECONDS = 0.4
-"""Largest time between what a moment waits for and the kill of the run."""
-
-
-def newest(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint; 0 without one."""
-    return max(checkpoint_steps(run_dir / "checkpoints"), default=0)
 
 
 @pytest.mark.slow  # six starts of the run and fifteen of the process
