@@ -12,7 +12,7 @@ prefilled once. The variable CLOTHO_VERIFIERS_PYTHON names an interpreter that h
 from __future__ import annotations
 
 from bench.benchmark import Benchmark
-from bench.contenders.process import Contender, measure_interleaved
+from bench.contenders.process import Contender, measure_interleaved, verifiers_python
 from bench.measurement import Case, Measurement, Metric
 
 NAME = "turns"
@@ -25,7 +25,8 @@ METRICS = (
 
 
 def measure_all(repeats: int, quick: bool) -> list[Measurement]:
-    """Measure all parts; quick: few episodes."""
+    """Measure all parts; quick: few episodes. Raises MissingContendersError without verifiers."""
+    verifiers_python()
     episodes = 16 if quick else 512
     cases: list[Case] = [
         {"environment": "Python", "episodes": episodes, "workers": 2},

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Sequence
 from itertools import chain, cycle, islice
-from pathlib import Path
 
 import psutil
 
@@ -17,6 +15,7 @@ from attachments.agents.workers import Workers
 from attachments.verifiers.player import TasksetPlayer
 from attachments.verifiers.sections import TASKSET, VerifiersSection
 from attachments.verifiers.tasks import listed
+from bench.contenders.process import verifiers_python
 from bench.contenders.semantics import SEMANTICS
 from bench.contenders.worker import Case, MeasureOnce, Metrics, serve
 from bench.fingerprint import ROOT
@@ -50,12 +49,6 @@ def prepare(case: Case) -> MeasureOnce:
     """
     measure = {"Python": turns_in_python, "verifiers": rollouts_of_verifiers, "engine": prefill_of_turns}
     return lambda: asyncio.run(measure[case["environment"]](case))
-
-
-def verifiers_python() -> str:
-    """The interpreter that has verifiers."""
-    path = os.environ.get("CLOTHO_VERIFIERS_PYTHON", ROOT / ".verifiers" / "bin" / "python")
-    return str(Path(path).absolute())
 
 
 async def turns_in_python(case: Case) -> Metrics:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -19,6 +20,7 @@ from bench.measurement import Case, Measurement, Metric, measured
 
 VARIABLE = "CLOTHO_BENCH_CONTENDERS"
 DEFAULT = ROOT / ".contenders" / "bin" / "python"
+VERIFIERS = "CLOTHO_VERIFIERS_PYTHON"
 INSTALL = "python3.11 -m venv .contenders && .contenders/bin/python -m pip install -r bench/contenders/requirements.txt"
 
 
@@ -79,6 +81,15 @@ def contenders_python() -> str:
     if not os.access(path, os.X_OK):
         raise MissingContendersError(f"the contenders are not installed at {path}; run {INSTALL}, or set {VARIABLE}")
     return path
+
+
+def verifiers_python() -> str:
+    """The interpreter that has verifiers. Raises MissingContendersError."""
+    path = Path(os.environ.get(VERIFIERS, ROOT / ".verifiers" / "bin" / "python")).absolute()
+    if not os.access(path, os.X_OK):
+        install = "python3 -m venv .verifiers && .verifiers/bin/pip install verifiers==0.4.0"
+        raise MissingContendersError(f"verifiers is not installed at {path}; run {install}, or set {VERIFIERS}")
+    return str(path)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from bench.contenders.clotho_turns import verifiers_python
+from bench.contenders.process import verifiers_python
 from bench.fingerprint import ROOT
 from bench.runs import POLL_SECONDS, Record
 from bench.studies.runner import Arm, Study, column, run_study
