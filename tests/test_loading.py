@@ -147,6 +147,7 @@ def test_a_run_loads_few_modules_and_handlers_when_they_are_requested(tmp_path: 
         "attachments/dashboard/routes.py",
         "attachments/dialects/endpoints.py",
         "attachments/dialects/routes_control.py",
+        "attachments/openapi/document.py",
         "attachments/remote/routes.py",
         "attachments/tools/chat.py",
         "clotho/serving/openai_routes.py",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import cached_property
 
 from msgspec import structs
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -26,9 +25,9 @@ from clotho.serving.struct_types import prepare_struct_types
 
 def build_app(parts: ServerParts, limit: ConcurrencyLimit) -> Starlette:
     """Return the application. Middleware from the outside in: unread bodies, local origin, client, admission."""
-    parts.limit = limit
+    endpoints = (*_Core(parts).endpoints(), *parts.endpoints)
+    parts.limit, parts.served = limit, endpoints
     settings = parts.context.settings
-    endpoints = (*_Core(parts).endpoints, *parts.endpoints)
     middleware = [Middleware(UnreadBodyMiddleware, send_seconds=settings.send_seconds)]
     if is_loopback(settings.host):
         middleware.append(Middleware(LocalOriginMiddleware, host=settings.host))
@@ -58,9 +57,8 @@ class _Core:
     def __init__(self, parts: ServerParts) -> None:
         self._parts, self._context = parts, parts.context
 
-    @cached_property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """All of them."""
+        """Return all of them."""
         openai = Handlers("clotho.serving.openai_routes:OpenaiRoutes", self._parts, int(time.time()))
         responses, services = "clotho.serving.openai_responses", "clotho.serving.services"
         return (
@@ -105,7 +103,6 @@ class _Core:
             ),
             Endpoint("GET", "/version", self.version, "Version of Clotho", responses=(f"{services}:Version",)),
             Endpoint("GET", "/metrics", self.metrics, "Metrics in the text format of Prometheus"),
-            Endpoint("GET", "/openapi.json", self.openapi),
         )
 
     async def health(self, _: Request) -> Response:
@@ -127,13 +124,3 @@ class _Core:
     async def metrics(self, _: Request) -> Response:
         """Return the metrics in the text format of Prometheus."""
         return Response(self._parts.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    async def openapi(self, _: Request) -> Response:
-        """Return the description of the API."""
-        return Response(self._document, media_type="application/json")
-
-    @cached_property
-    def _document(self) -> bytes:
-        from clotho.serving.openapi import document
-
-        return document((*self.endpoints, *self._parts.endpoints))

@@ -37,6 +37,7 @@ ATTACHMENTS: Mapping[str, tuple[str, ...]] = {
         "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/abort_requests", "/abort_request",
         "/pause_generation", "/continue_generation", "/flush_cache",
     ),
+    "openapi": ("/openapi.json",),
     "remote": ("/v1/rollouts", "/v1/policy", "/v1/policy/weights"),
     "sessions": ("/v1/rewards",),
 }  # fmt: skip
@@ -167,8 +168,9 @@ async def _respond_to_http_exception(request: Request, error: Exception) -> Resp
         return ApiError(404, f"This path {needs(absent)}.").response()
     guess = nearest(request.url.path, (route.path for route in request.app.routes if isinstance(route, Route)))
     hint = "" if guess is None else f" Did you mean {guess}?"
+    listed = " GET /openapi.json lists the endpoints." if "openapi" in attachment_names() else ""
     messages = {
-        404: f"This path does not exist.{hint} GET /openapi.json lists the endpoints.",
+        404: f"This path does not exist.{hint}{listed}",
         405: f"This path does not support the method {request.method}.",
     }
     message = messages.get(error.status_code, error.detail)

@@ -105,7 +105,7 @@ class ServerParts:
     bodies: reads the bodies of requests that do not wait for admission.
 
     When all attachments have added theirs: context: the interface to the program, as requests see it. clients, metrics:
-    shared by all endpoints. limit: of the running server.
+    shared by all endpoints. limit, served: of the running server; its endpoints are all that it has.
     """
 
     def __init__(self, offered: ServerContext) -> None:
@@ -124,6 +124,7 @@ class ServerParts:
             offered, models=self._models, health=self._health, chat=self.chat, measure=self._measure
         )
         self.clients = Clients(settings)
+        self.served: Sequence[Endpoint] = ()
         self.limit = ConcurrencyLimit(settings.max_concurrent)
         self.metrics = ServerMetrics(self.context, lambda: self.limit, self.clients.quotas)
 

@@ -10,9 +10,9 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from attachments.adapters.tests.adapter_server import serving_adapters
+from attachments.openapi.document import plain_path
 from attachments.sessions.tests.session_server import session_server
 from clotho.serving.errors import ATTACHMENTS
-from clotho.serving.openapi import plain_path
 from clotho.settings.server import AdaptersSection
 from protocols.constraints import Grammar
 from protocols.errors import ProfileError, RequestError

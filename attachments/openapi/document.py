@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from clotho import __version__
 from clotho.extension import provided
 from clotho.serving.auth import KEY_HEADER
-from clotho.serving.parts import Endpoint
+from clotho.serving.parts import Endpoint, ServerParts
 
 REF = "#/components/schemas/{name}"
 JSON, TEXT, EVENTS, BYTES = "application/json", "text/plain", "text/event-stream", "application/octet-stream"
@@ -29,7 +31,19 @@ ACCESS = {
 """Descriptions of operations that are not the same for all clients."""
 
 
-def document(endpoints: Sequence[Endpoint]) -> bytes:
+class Description:
+    """The document of one server, computed at the first request."""
+
+    def __init__(self, parts: ServerParts) -> None:
+        """parts: of the running server."""
+        self._content = encoded(parts.served)
+
+    async def document(self, _: Request) -> Response:
+        """Return the description of the API."""
+        return Response(self._content, media_type="application/json")
+
+
+def encoded(endpoints: Sequence[Endpoint]) -> bytes:
     """Return the document as JSON."""
     described = [one for one in endpoints if one.about]
     types = {provided(place) for one in described for place in (*one.requests, *one.responses, one.errors)}
