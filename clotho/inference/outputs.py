@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection
 from time import perf_counter
@@ -13,6 +12,7 @@ import structlog
 from clotho.inference.batch import Batch, StepOutput
 from clotho.inference.rows import RouteArray
 from clotho.inference.scheduler import ActiveRequest, Row
+from clotho.lanes.arbiter import Tally
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import RequestError
 from protocols.sampling import (
@@ -46,17 +46,16 @@ class Timings:
     """
 
     def __init__(self) -> None:
-        self._counts = {name: [0] * (len(bounds) + 1) for name, bounds in BOUNDS.items()}
-        self._totals = dict.fromkeys(BOUNDS, 0.0)
+        self._tallies = {name: Tally(bounds) for name, bounds in BOUNDS.items()}
         self._last_step: dict[object, float] = {}
 
     def step(self, batch: object, rows: int, tokens: int, *, more: bool) -> None:
         """Record a decode step of a batch. more: rows remain in it, so that the next step follows this one."""
         now = perf_counter()
-        self._observe("iteration_tokens_total", tokens)
+        self._tallies["iteration_tokens_total"].add(tokens)
         last = self._last_step.pop(batch, None)
         if last is not None:
-            self._observe("inter_token_latency_seconds", now - last, rows)
+            self._tallies["inter_token_latency_seconds"].add(now - last, rows)
         if more:
             self._last_step[batch] = now
 
@@ -64,20 +63,13 @@ class Timings:
         """Record a request whose completions have all ended."""
         if active.request.background or not active.started:
             return
-        self._observe("request_queue_time_seconds", active.admitted - active.submitted)
-        self._observe("request_prefill_time_seconds", active.started - active.admitted)
-        self._observe("request_decode_time_seconds", perf_counter() - active.started)
+        self._tallies["request_queue_time_seconds"].add(active.admitted - active.submitted)
+        self._tallies["request_prefill_time_seconds"].add(active.started - active.admitted)
+        self._tallies["request_decode_time_seconds"].add(perf_counter() - active.started)
 
     def distributions(self) -> dict[str, Distribution]:
         """Return all distributions by name."""
-        return {
-            name: Distribution(bounds=bounds, counts=tuple(self._counts[name]), total=self._totals[name])
-            for name, bounds in BOUNDS.items()
-        }
-
-    def _observe(self, name: str, value: float, times: int = 1) -> None:
-        self._counts[name][bisect_left(BOUNDS[name], value)] += times
-        self._totals[name] += value * times
+        return {name: tally.distribution() for name, tally in self._tallies.items()}
 
 
 class EventSender:

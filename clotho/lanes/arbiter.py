@@ -61,23 +61,23 @@ class TurnTimes(Struct, frozen=True, kw_only=True):
     longest: float
 
 
-class _TurnClock:
-    """Counts the turns of one kind by duration."""
+class Tally:
+    """Counts values by buckets. longest: the largest value so far; 0 without one."""
 
-    def __init__(self) -> None:
-        self._counts = [0] * (len(TURN_SECONDS) + 1)
-        self._total = self._longest = 0.0
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        """bounds: as of a `Distribution`."""
+        self._bounds, self._counts = bounds, [0] * (len(bounds) + 1)
+        self._total = self.longest = 0.0
 
-    def add(self, seconds: float) -> None:
-        """Record the duration of a turn."""
-        self._counts[bisect_left(TURN_SECONDS, seconds)] += 1
-        self._total += seconds
-        self._longest = max(self._longest, seconds)
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value so many times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._total += value * times
+        self.longest = max(self.longest, value)
 
-    def times(self) -> TurnTimes:
-        """Return the durations so far."""
-        seconds = Distribution(bounds=TURN_SECONDS, counts=tuple(self._counts), total=self._total)
-        return TurnTimes(seconds=seconds, longest=self._longest)
+    def distribution(self) -> Distribution:
+        """Return the values so far."""
+        return Distribution(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
 
 
 class Lane:
@@ -148,7 +148,7 @@ class Arbiter:
         self.decode = Lane(self, "decode", "decode")
         self._others: list[Lane] = []
         self._decode_used = self._others_used = 0.0
-        self._turns = {kind: _TurnClock() for kind in KINDS}
+        self._turns = {kind: Tally(TURN_SECONDS) for kind in KINDS}
         self._longest_update = self._overlap_seconds = 0.0
         self._overlap_began = math.inf
 
@@ -183,11 +183,11 @@ class Arbiter:
 
     def turn_times(self) -> dict[TurnKind, TurnTimes]:
         """Return the durations of turns by kind, of all kinds."""
-        return {kind: clock.times() for kind, clock in self._turns.items()}
+        return {kind: TurnTimes(seconds=one.distribution(), longest=one.longest) for kind, one in self._turns.items()}
 
     def totals(self) -> ComputeTotals:
         """Return what has been computed so far."""
-        spent = {kind: clock.times().seconds.total for kind, clock in self._turns.items()}
+        spent = {kind: one.distribution().total for kind, one in self._turns.items()}
         decode, update = spent.pop("decode"), spent.pop("update")
         return ComputeTotals(
             decode=decode,
