@@ -94,12 +94,12 @@ async def prepare(plan: Plan) -> Attach | None:
 
     async def attach(run: RunContext) -> None:
         """Read the pairs with the tokenizer of the policy."""
-        from attachments.preference.pairs import PairReader, PairSource
-        from training_run.groups.demonstrations import DatasetCounts
+        from attachments.preference.pairs import PairReader
+        from training_run.groups.demonstrations import DatasetCounts, DatasetGroups
 
         tokenizer, labelled = run.policy.tokenizer, isinstance(profile.learner.objective, Kto)
-        run.attached.episodes = PairSource(
-            PairReader(PREFERENCE.of(profile), profile.data, tokenizer, labelled=labelled),
+        run.attached.episodes = DatasetGroups(
+            PairReader(PREFERENCE.of(profile), profile.data, tokenizer, labelled=labelled).judged,
             tokenizer,
             system=profile.data.system,
             version=lambda: run.weights.value.version,

@@ -1,37 +1,20 @@
-"""Records as pairs of completions, or as completions with a label, and the groups of them."""
+"""Records as pairs of completions, or as completions with a label."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-from msgspec.structs import replace
+from collections.abc import Sequence
+from typing import Any
 
 from attachments.preference.sections import PreferenceSection
 from clotho.data.problems import ASSISTANT, CHOSEN, COMPLETION, LABEL, conversation
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import ProfileError, RequestError, visible
-from protocols.prompt import Problem, Prompt
-from protocols.rollout import Discarded, RolloutGroup
-from training_run.groups.demonstrations import (
-    DatasetGroups,
-    Demonstration,
-    Message,
-    answers_of,
-    messages_of,
-    shared_tokens,
-)
+from protocols.prompt import Problem
+from training_run.groups.demonstrations import Demonstration, Message, answers_of, messages_of
 from training_run.profile.data import DataSection
 
 REJECTED = "rejected"
 """Column of the worse completion of a pair, as in TRL."""
-
-
-class JudgedCompletion(NamedTuple):
-    """A completion of a record. better: of a pair, or desirable."""
-
-    demonstration: Demonstration
-    better: bool
 
 
 class PairReader:
@@ -58,17 +41,18 @@ class PairReader:
         except RequestError as error:
             raise ProfileError(f"data.train cannot be learned: {error}") from None
 
-    def judged(self, problem: Problem) -> list[JudgedCompletion]:
-        """Return the completions of a problem: one of each kind, or a single one with a label.
+    def judged(self, problem: Problem) -> list[Demonstration]:
+        """Return the completions of a problem: one of each kind, or a single one with a label; worse ones have -1.
 
         All messages of the assistant behind the prompt are learned. Longer sequences than `preference.max_tokens` are
         cut. Raises RequestError if the chat template cannot render the messages as one sequence, or does not write an
         answer behind its generation prompt, if nothing is left of a completion, or both are equal.
         """
         found = [
-            JudgedCompletion(self._demonstration(problem, answer), better) for answer, better in self._answers(problem)
+            self._demonstration(problem, answer)._replace(advantage=1.0 if better else -1.0)
+            for answer, better in self._answers(problem)
         ]
-        if len(found) > 1 and found[0].demonstration == found[1].demonstration:
+        if len(found) > 1 and found[0][:2] == found[1][:2]:
             raise RequestError(f"{CHOSEN} and {REJECTED} are equal, as far as they are learned", param=REJECTED)
         return found
 
@@ -106,28 +90,3 @@ def _behind(prompt: Sequence[Message], answer: list[Message]) -> list[Message]:
 
 def _said(message: Message) -> tuple[Any, Any]:
     return message.get("role"), message.get("content")
-
-
-class PairSource(DatasetGroups):
-    """Makes a group of the completions of each prompt's problem: advantages of 1 and -1 mark better and worse ones."""
-
-    def __init__(
-        self, reader: PairReader, tokenizer: ChatTokenizer, *, system: str, version: Callable[[], int]
-    ) -> None:
-        super().__init__(tokenizer, system=system, version=version)
-        self._reader = reader
-
-    def group(self, prompt: Prompt, version: int) -> RolloutGroup | Discarded:
-        """Return the group of a record."""
-        try:
-            found = self._reader.judged(prompt.problem)
-        except RequestError as error:
-            return Discarded(prompt=prompt, reason="invalid", detail=str(error))
-        shared = shared_tokens([one.demonstration for one in found])
-        return RolloutGroup(
-            prompt=replace(prompt, tokens=found[0].demonstration.tokens[:shared]),
-            completions=tuple(
-                self.completion(one.demonstration, shared, version, advantage=1.0 if one.better else -1.0)
-                for one in found
-            ),
-        )

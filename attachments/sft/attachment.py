@@ -79,17 +79,16 @@ async def prepare(plan: Plan) -> Attach | None:
 
     async def attach(run: RunContext) -> None:
         """Read the demonstrations with the tokenizer of the policy."""
-        from attachments.sft.demonstrations import DemonstrationSource, Demonstrator
-        from training_run.groups.demonstrations import DatasetCounts
+        from attachments.sft.demonstrations import Demonstrator
+        from training_run.groups.demonstrations import DatasetCounts, DatasetGroups
 
         tokenizer = run.policy.tokenizer
-        source = DemonstrationSource(
-            Demonstrator(SFT.of(profile), profile.data, tokenizer),
+        run.attached.episodes = DatasetGroups(
+            Demonstrator(SFT.of(profile), profile.data, tokenizer).demonstrations,
             tokenizer,
             system=profile.data.system,
             version=lambda: run.weights.value.version,
         )
-        run.attached.episodes = source
         run.attached.hooks.append(DatasetCounts("sft", len(run.prompts.problems)))
 
     return attach

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from msgspec.structs import replace
 
 from attachments.sft.sections import SftSection
 from clotho.data.problems import ASSISTANT, COMPLETION, conversation
 from clotho.models.tokenizer import ChatTokenizer
 from protocols.errors import ProfileError, RequestError, visible
-from protocols.prompt import Problem, Prompt
-from protocols.rollout import Discarded, RolloutGroup
-from training_run.groups.demonstrations import (
-    DatasetGroups,
-    Demonstration,
-    Message,
-    answers_of,
-    messages_of,
-    shared_tokens,
-)
+from protocols.prompt import Problem
+from training_run.groups.demonstrations import Demonstration, Message, answers_of, messages_of
 from training_run.profile.data import DataSection
 
 
@@ -87,27 +77,3 @@ class Demonstrator:
 
 def _all(tokens: tuple[int, ...]) -> Demonstration:
     return Demonstration(tokens, (False, *[True] * (len(tokens) - 1)))
-
-
-class DemonstrationSource(DatasetGroups):
-    """Makes a group of the demonstrations of each prompt's problem."""
-
-    def __init__(
-        self, demonstrator: Demonstrator, tokenizer: ChatTokenizer, *, system: str, version: Callable[[], int]
-    ) -> None:
-        super().__init__(tokenizer, system=system, version=version)
-        self._demonstrator = demonstrator
-
-    def group(self, prompt: Prompt, version: int) -> RolloutGroup | Discarded:
-        """Return a group with the sequences of a record."""
-        try:
-            found = self._demonstrator.demonstrations(prompt.problem)
-        except RequestError as error:
-            return Discarded(prompt=prompt, reason="invalid", detail=str(error))
-        if not found:
-            return Discarded(prompt=prompt, reason="invalid", detail="nothing is learned of the first sft.max_tokens")
-        shared = shared_tokens(found)
-        return RolloutGroup(
-            prompt=replace(prompt, tokens=found[0].tokens[:shared]),
-            completions=tuple(self.completion(one, shared, version) for one in found),
-        )

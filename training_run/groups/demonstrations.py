@@ -7,11 +7,11 @@ policy learns what it has to sample behind a prompt of a run or of the HTTP API,
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anyio.to_thread import run_sync
+from msgspec.structs import replace
 
 from clotho.data.problems import ASSISTANT, conversation
 from clotho.lanes.sampling_client import GroupSampler
@@ -29,14 +29,18 @@ Message = Mapping[str, Any]
 
 
 class Demonstration(NamedTuple):
-    """One sequence to learn from. learned: whether each token is learned; never the first, which nothing predicts."""
+    """One sequence to learn from. learned: whether each token is learned; never the first, which nothing predicts.
+
+    advantage: of every learned token; -1 for the worse one of a pair.
+    """
 
     tokens: tuple[int, ...]
     learned: tuple[bool, ...]
+    advantage: float = 1.0
 
     def cut(self, limit: int) -> Demonstration:
         """Return its first tokens."""
-        return Demonstration(self.tokens[:limit], self.learned[:limit])
+        return self._replace(tokens=self.tokens[:limit], learned=self.learned[:limit])
 
 
 def messages_of(answer: Any) -> list[Message]:
@@ -87,16 +91,36 @@ def shared_tokens(found: Sequence[Demonstration]) -> int:
     return common_prefix([one.tokens[: one.learned.index(True)] for one in found])
 
 
-class DatasetGroups(ABC):
+class DatasetGroups:
     """Makes a group of the answers of each prompt's problem. Held-out problems get completions of the policy."""
 
-    def __init__(self, tokenizer: ChatTokenizer, *, system: str, version: Callable[[], int]) -> None:
-        """system: system message of prompts. version: returns the policy version that is served now."""
-        self._tokenizer, self._system, self._version = tokenizer, system, version
+    def __init__(
+        self,
+        read: Callable[[Problem], Sequence[Demonstration]],
+        tokenizer: ChatTokenizer,
+        *,
+        system: str,
+        version: Callable[[], int],
+    ) -> None:
+        """read: returns what is learned of a problem, in a worker thread; raises RequestError.
 
-    @abstractmethod
+        system: system message of prompts. version: returns the policy version that is served now.
+        """
+        self._read, self._tokenizer, self._system, self._version = read, tokenizer, system, version
+
     def group(self, prompt: Prompt, version: int) -> RolloutGroup | Discarded:
-        """Return the group of a prompt; called in a worker thread."""
+        """Return the group of a prompt."""
+        try:
+            found = self._read(prompt.problem)
+        except RequestError as error:
+            return Discarded(prompt=prompt, reason="invalid", detail=str(error))
+        if not found:
+            return Discarded(prompt=prompt, reason="invalid", detail="nothing is learned of the first max_tokens")
+        shared = shared_tokens(found)
+        return RolloutGroup(
+            prompt=replace(prompt, tokens=found[0].tokens[:shared]),
+            completions=tuple(self._completion(one, shared, version) for one in found),
+        )
 
     def source(self, sampler: GroupSampler, group_size: int) -> DatasetGroups:
         """Return what makes groups. Nothing is sampled for them."""
@@ -124,11 +148,8 @@ class DatasetGroups(ABC):
             found.append(outcome)
         return found
 
-    def completion(self, one: Demonstration, shared: int, version: int, *, advantage: float = 1.0) -> Completion:
-        """Return what follows the first `shared` tokens. Its log-probabilities are unknown, and 0 therefore.
-
-        advantage: of every learned token.
-        """
+    def _completion(self, one: Demonstration, shared: int, version: int) -> Completion:
+        """Return what follows the first `shared` tokens. Its log-probabilities are unknown, and 0 therefore."""
         tokens, learned, decode = one.tokens[shared:], one.learned[shared:], self._tokenizer.decode
         text = decode(tokens)
         return Completion(
@@ -139,7 +160,7 @@ class DatasetGroups(ABC):
             turns=turns_of(tokens, learned, text, decode),
             text=text,
             finish_reason="stop" if tokens[-1] in self._tokenizer.eos_ids else "length",
-            advantages=tuple(advantage if yes else 0.0 for yes in learned),
+            advantages=tuple(one.advantage if yes else 0.0 for yes in learned),
         )
 
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from attachments.preference.pairs import PairReader, PairSource
+from attachments.preference.pairs import PairReader
 from attachments.preference.sections import PreferenceSection
 from clotho.data.problems import ProblemColumns, _problem
 from protocols.errors import ProfileError
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, RolloutGroup
 from tests.small_models import byte_tokenizer
+from training_run.groups.demonstrations import DatasetGroups
 from training_run.profile.data import DataSection
 
 PLAIN = (
@@ -52,7 +53,7 @@ def group_of(made: PairReader, record: dict[str, Any], template: str = PLAIN) ->
     tokenizer = byte_tokenizer(chat_template=template)
 
     async def first() -> RolloutGroup | Discarded:
-        source = PairSource(made, tokenizer, system="", version=lambda: 3)
+        source = DatasetGroups(made.judged, tokenizer, system="", version=lambda: 3)
         prompt = Prompt(group_id=0, problem=problem(record), tokens=(1,), seed=0)
         (group,) = [group async for group in source.groups([prompt])]
         return group
@@ -99,7 +100,7 @@ def test_a_completion_with_a_label_is_a_group_alone(label: bool, advantage: floa
 def test_a_system_message_stands_before_a_prompt_that_the_completions_repeat() -> None:
     """It belongs to the run, not to the record."""
     (better, _) = reader(system="be brief").judged(problem(FORMS["implicit prompt"]))
-    assert byte_tokenizer().decode(better.demonstration.tokens).startswith("system: be brief")
+    assert byte_tokenizer().decode(better.tokens).startswith("system: be brief")
 
 
 @pytest.mark.parametrize(

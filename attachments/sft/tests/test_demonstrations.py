@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mlx_lm.tuner.datasets import CompletionsDataset, TextDataset
 
-from attachments.sft.demonstrations import DemonstrationSource, Demonstrator
+from attachments.sft.demonstrations import Demonstrator
 from attachments.sft.sections import SftSection
 from clotho.data.problems import ProblemColumns, _problem
 from clotho.models.tokenizer import ChatTokenizer
@@ -19,7 +19,7 @@ from protocols.rollout import Discarded, RolloutGroup
 from tests.library_policy import EMBEDDED
 from tests.models.real_templates import TEMPLATES
 from tests.small_models import byte_tokenizer
-from training_run.groups.demonstrations import Demonstration
+from training_run.groups.demonstrations import DatasetGroups, Demonstration
 from training_run.profile.data import DataSection
 
 END = 256
@@ -181,14 +181,14 @@ def test_tokens_and_masks_are_those_of_mlx_lm(record: dict[str, Any]) -> None:
     assert written.learned == (False, *[True] * (len(written.tokens) - 1))
 
 
-def source(template: str, **settings: Any) -> DemonstrationSource:
+def source(template: str, **settings: Any) -> DatasetGroups:
     """Return a source at policy version 3."""
     tokenizer: ChatTokenizer = byte_tokenizer(chat_template=template)
     made = Demonstrator(SftSection(**settings), DataSection(train="unused"), tokenizer)
-    return DemonstrationSource(made, tokenizer, system="", version=lambda: 3)
+    return DatasetGroups(made.demonstrations, tokenizer, system="", version=lambda: 3)
 
 
-def group_of(source: DemonstrationSource, record: dict[str, Any]) -> RolloutGroup | Discarded:
+def group_of(source: DatasetGroups, record: dict[str, Any]) -> RolloutGroup | Discarded:
     """Return the group of a record."""
 
     async def first() -> RolloutGroup | Discarded:
