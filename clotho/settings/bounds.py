@@ -16,6 +16,10 @@ Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0.0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0.0)]
+ZERO_IS_OFF = {"zero_is_off": True}
+"""Marks a number of which 0 says that it is not used, so that a profile may write `off` or `none`."""
+ZeroIsOff = Annotated[int, Meta(ge=0, extra=ZERO_IS_OFF)]
+ZeroIsOffFloat = Annotated[float, Meta(ge=0.0, extra=ZERO_IS_OFF)]
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 PositiveFraction = Annotated[float, Meta(gt=0.0, le=1.0)]
 FractionBelowOne = Annotated[float, Meta(ge=0.0, lt=1.0)]

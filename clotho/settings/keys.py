@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import Struct, inspect
 
+from clotho.settings.bounds import ZERO_IS_OFF
 from clotho.settings.mounted import Setting
 from protocols.errors import CUTOFF, ProfileError, did_you_mean, similarity, visible
 
@@ -28,9 +29,6 @@ HANDICAP, MAX_DEPTH, MAX_INTEGER = 0.15, 32, 2**53
 
 OFF = frozenset({"off", "none"})
 """Words for what is not used. A union has the type `off`."""
-
-ZERO_IS_OFF = re.compile(r"\b0(: | means )(none|no limit)|\b0 disables")
-"""What the description of a number says that is 0 if it is not used."""
 
 Advice = Callable[[str, Callable[[str], str]], str | None]
 """Says which key replaces a name of another program; None for a name that no other program has. The function that it
@@ -271,7 +269,8 @@ class Keys:
         numbers = any(isinstance(one, inspect.IntType | inspect.FloatType) for one in kinds)
         if numbers and inspect.NoneType() in kinds:
             return None
-        return 0 if numbers and ZERO_IS_OFF.search(key.help) else next(iter(words & OFF - {value}), value)
+        zero_is_off = isinstance(key.shape, inspect.Metadata) and key.shape.extra == ZERO_IS_OFF
+        return 0 if zero_is_off else next(iter(words & OFF - {value}), value)
 
     def converted(self, key: Key, value: Any, where: str, *, text: bool = False) -> Any:
         """Return the value as the type of its key. where: the key in the error. text: numbers may be texts.

@@ -16,6 +16,8 @@ from clotho.settings.bounds import (
     PositiveFloat,
     PositiveFraction,
     Variant,
+    ZeroIsOff,
+    ZeroIsOffFloat,
     about,
 )
 from clotho.settings.objectives import Grpo, Objective, ReferencedPreference
@@ -214,12 +216,12 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     update_epochs: Annotated[Positive, about("Number of passes over each batch.")] = 1
     num_minibatches: Annotated[Positive, about("Number of optimizer steps per pass over the batch.")] = 1
     micro_batch_tokens: Annotated[Positive, about("Padded tokens per forward and backward pass.")] = 1024
-    max_turn_ms: Annotated[NonNegativeFloat, about("Longest turn of updates and prefill in ms; 0: no limit.")] = 250.0
+    max_turn_ms: Annotated[ZeroIsOffFloat, about("Longest turn of updates and prefill in ms; 0: no limit.")] = 250.0
     layout: Annotated[Layout, about("Rows of a micro-batch; shared: one prompt; auto: padded or shared.")] = "auto"
     router_replay: Annotated[
         RouterReplay, about("Experts of the sampler replace the learner's; auto: if the parity check finds others.")
     ] = "auto"
-    max_grad_norm: Annotated[NonNegativeFloat, about("Limit on the gradient's norm; 0 means none.")] = 1.0
+    max_grad_norm: Annotated[ZeroIsOffFloat, about("Limit on the gradient's norm; 0 means none.")] = 1.0
     lora_plus: Annotated[float, about("Factor of the B matrices' learning rate (LoRA+).", ge=1.0)] = 1.0
     max_staleness: Annotated[
         NonNegative | None,
@@ -227,10 +229,10 @@ class LearnerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     max_bad_steps: Annotated[Positive, about("Limit of non-finite updates in a row; then the run ends.")] = 5
     max_failed_batches: Annotated[
-        NonNegative, about("Batches in a row in which a reward fails for every group; then the run ends. 0: no limit.")
+        ZeroIsOff, about("Batches in a row in which a reward fails for every group; then the run ends. 0: no limit.")
     ] = 3
     max_equal_batches: Annotated[
-        NonNegative, about("Batches in a row of groups with equal rewards; then the run ends. 0: no limit.")
+        ZeroIsOff, about("Batches in a row of groups with equal rewards; then the run ends. 0: no limit.")
     ] = 20
 
     @property

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import field
 
 from clotho.settings.bounds import (
+    ZERO_IS_OFF,
     Fraction,
     FractionBelowOne,
     ModuleName,
@@ -23,6 +24,7 @@ from clotho.settings.bounds import (
     PositiveFloat,
     PositiveFraction,
     Variant,
+    ZeroIsOffFloat,
     about,
 )
 
@@ -142,7 +144,7 @@ Denominator = Literal["sampler", "batch_start", "batch_start_interpolated"]
 RatioReference = Annotated[Denominator, about("Denominator of the importance ratio; interpolated: an approximation.")]
 ClipLow = Annotated[PositiveFraction, about("Lower end of the clip range: 1 - clip_low (dppo_tv: a probability).")]
 ClipHigh = Annotated[PositiveFloat, about("Upper end of the clip range: 1 + clip_high (dppo_tv: a probability).")]
-MaxRatio = Annotated[NonNegativeFloat, about("Most groups per update, in batches; 0 disables dynamic sampling.")]
+MaxRatio = Annotated[ZeroIsOffFloat, about("Most groups per update, in batches; 0 disables dynamic sampling.")]
 
 
 class ObjectiveSettings(Variant, frozen=True, kw_only=True):
@@ -158,10 +160,12 @@ class ObjectiveSettings(Variant, frozen=True, kw_only=True):
     overlong_penalty: OverlongPenalty = Off()
     mask_truncated: Annotated[bool, about("Ignore completions that were truncated.")] = False
     dynamic_sampling_max_ratio: MaxRatio = 0.0
-    outlier_low: Annotated[FractionBelowOne, about("Lowest learner-to-sampler ratio of completions; 0: none.")] = 0.0
-    outlier_high: Annotated[NonNegativeFloat, about("Highest learner-to-sampler ratio of completions; 0: none.")] = 0.0
+    outlier_low: Annotated[
+        FractionBelowOne, about("Lowest learner-to-sampler ratio of completions; 0: none.", extra=ZERO_IS_OFF)
+    ] = 0.0
+    outlier_high: Annotated[ZeroIsOffFloat, about("Highest learner-to-sampler ratio of completions; 0: none.")] = 0.0
     off_policy_mask: Annotated[
-        NonNegativeFloat, about("Limit in nats of mean log(sampler / learner) for negative advantages; 0: none.")
+        ZeroIsOffFloat, about("Limit in nats of mean log(sampler / learner) for negative advantages; 0: none.")
     ] = 0.0
 
 
@@ -177,7 +181,7 @@ class ClippedObjective(RatioObjective, frozen=True, kw_only=True):
 
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
-    dual_clip: Annotated[NonNegativeFloat, about("Limit of the loss, x |A|, at a negative advantage A; 0: none.")] = 0.0
+    dual_clip: Annotated[ZeroIsOffFloat, about("Limit of the loss, x |A|, at a negative advantage A; 0: none.")] = 0.0
 
 
 class SequenceObjective(ClippedObjective, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Struct
 
-from clotho.settings.bounds import NonNegativeFloat, Off, Positive, PositiveFloat, Variant, about
+from clotho.settings.bounds import Off, Positive, PositiveFloat, Variant, ZeroIsOffFloat, about
 
 
 class AdaptersSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,9 +25,9 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
     port: Annotated[int, about("Port of the HTTP server; 0 takes any free port.", ge=0, le=65535)] = 8000
     api_key: Annotated[str, about("API key of clients; required unless the host is a loopback address.")] = ""
     model_name: Annotated[str, about("Name of the policy in /v1/models.")] = "policy"
-    max_queue_seconds: Annotated[NonNegativeFloat, about("Time until a request is admitted; 0: no limit.")] = 1200.0
+    max_queue_seconds: Annotated[ZeroIsOffFloat, about("Time until a request is admitted; 0: no limit.")] = 1200.0
     max_answer_seconds: Annotated[
-        NonNegativeFloat, about("Time from the admission in which a request is answered; 0: no limit.")
+        ZeroIsOffFloat, about("Time from the admission in which a request is answered; 0: no limit.")
     ] = 3600.0
     max_concurrent: Annotated[Positive, about("Requests that are processed at once; others wait.")] = 256
     max_choices: Annotated[Positive, about("Maximum completions of a request: prompts times n.")] = 64

@@ -6,14 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Struct
 
-from clotho.settings.bounds import (
-    FractionBelowOne,
-    NonNegative,
-    NonNegativeFloat,
-    Positive,
-    PositiveFloat,
-    about,
-)
+from clotho.settings.bounds import FractionBelowOne, NonNegativeFloat, Positive, PositiveFloat, ZeroIsOff, about
 from protocols.prompt import AnswerIn
 
 RunIn = Literal["auto", "process", "thread"]
@@ -39,7 +32,7 @@ class DataSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     type_weights: Annotated[
         dict[str, NonNegativeFloat], about("How often problems of a type occur in an epoch, by type; otherwise once.")
     ] = {}
-    max_prompt_tokens: Annotated[NonNegative, about("Longer prompts are removed and reported; 0: no limit.")] = 0
+    max_prompt_tokens: Annotated[ZeroIsOff, about("Longer prompts are removed and reported; 0: no limit.")] = 0
     system: Annotated[str, about("System message before every prompt; an empty text means none.")] = ""
     shuffle: Annotated[bool, about("Shuffle the problems in every epoch.")] = True
 

@@ -14,6 +14,7 @@ from clotho.settings.bounds import (
     Positive,
     PositiveFloat,
     Variant,
+    ZeroIsOff,
     about,
 )
 from clotho.settings.engine import EngineSection, SamplingSection
@@ -114,7 +115,7 @@ class MemorySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Limits of the memory of MLX."""
 
     cache_limit_mib: Annotated[Positive, about("Limit of MLX's cache of freed buffers, in MiB.")] = 512
-    wired_limit_mib: Annotated[NonNegative, about("Memory that macOS keeps resident on Metal, in MiB; 0: none.")] = 0
+    wired_limit_mib: Annotated[ZeroIsOff, about("Memory that macOS keeps resident on Metal, in MiB; 0: none.")] = 0
 
 
 class TrackingSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
