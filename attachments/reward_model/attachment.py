@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from training_run.profile.schema import Profile
 
 
+REWARD_PATHS = {NAME: {"model": "model", "chat_template": "input"}}
+
+
 def check(profile: Profile) -> None:
     """Raise ProfileError for settings that are not valid."""
     for reward in profile.rewards:

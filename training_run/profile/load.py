@@ -15,6 +15,7 @@ import tomli_w
 from msgspec import Struct
 
 from clotho.data.records import is_hub_dataset
+from clotho.extension import TableDoor
 from clotho.settings.keys import array_items, is_default, shown
 from clotho.settings.layers import COMMAND_LINE, Layer, Merged, decode_merged, flatten_table, merge_layers
 from clotho.settings.model import FullMethod
@@ -51,6 +52,9 @@ PATHS: dict[str, PathKind] = {
     **{key: kind for setting in SETTINGS for key, kind in setting.paths.items()},
 }
 """Keys whose values are paths, each with what they are relative to."""
+
+REWARD_PATHS: TableDoor[Mapping[str, PathKind]] = TableDoor("attachment.REWARD_PATHS")
+"""The keys of `rewards.settings` that are paths, by the name of the function."""
 
 P = TypeVar("P", bound=Struct)
 
@@ -175,6 +179,14 @@ def located(values: dict[str, Any], directory: Path, label: str) -> dict[str, An
             for number, table in enumerate(tables):
                 if name in table:
                     table[name] = _located(f"{array}[{number}].{name}", table[name], kind, directory, label)
+    for number, table in enumerate(found.get("rewards") or ()):
+        settings = table.get("settings")
+        if isinstance(settings, dict) and (kinds := REWARD_PATHS().get(table.get("name"))):
+            where = f"rewards[{number}].settings"
+            table["settings"] = settings | {
+                name: _located(f"{where}.{name}", settings[name], kinds[name], directory, label)
+                for name in settings.keys() & kinds
+            }
     return found
 
 

@@ -1,0 +1,30 @@
+"""Where the directory of a reward model is looked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from training_run.profile.load import load_profile
+
+PROFILE = """
+extends = "local-m3"
+eval = "off"
+
+[[rewards]]
+name = "reward_model"
+
+[rewards.settings]
+model = "./judge"
+"""
+
+
+def test_a_directory_is_relative_to_the_profile_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like other paths of a profile; a repository of the hub is a name."""
+    (tmp_path / "profiles").mkdir()
+    profile = tmp_path / "profiles" / "mine.toml"
+    monkeypatch.chdir(tmp_path)
+    for written, expected in (("./judge", str(profile.parent / "judge")), ("owner/name", "owner/name")):
+        profile.write_text(PROFILE.replace("./judge", written), encoding="utf-8")
+        assert load_profile(str(profile)).rewards[0].settings == {"model": expected}
