@@ -37,7 +37,7 @@ STUDIES = {
     "rounding": "Share of the gradient that rounding cuts in 16 bits, by objective and correction.",
     "curriculum": "Rollouts to a held-out accuracy if half of the problems are too hard or already solved.",
     "warm_up": "Rollouts that RL needs from a policy that rarely earns a reward, alone and after demonstrations.",
-    "distillation": "Rollouts to a held-out accuracy, from rewards and from a teacher of 6 million parameters.",
+    "distillation": "Rollouts to a held-out accuracy, from rewards and from a teacher.",
     "learnability": "What doctor forecasts about fifteen tasks, and what RL then learns.",
     "gym": "Learning of a real language model on datasets of Reasoning Gym.",
     "proof": "A real language model on tasks that others publish: demonstrations, then rewards.",

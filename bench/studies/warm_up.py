@@ -47,28 +47,30 @@ def write_demonstrations(path: Path, found: list[Problem], demonstrate: Callable
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def train_policy(out: Path, demonstrations: Path, *, steps: int) -> None:
+    """Train all weights of the embedded policy on demonstrations, and write the directory of the policy."""
+    flags = merged(
+        f"--profile {PROFILE} --learner.objective sft --policy.method full --steps {steps} --eval off",
+        ("--monitor.display", "none", "--dataset", str(demonstrations)),
+    )
+    with PipelineRun(flags, quiet=True) as running, TemporaryDirectory(dir=out.parent) as made:
+        copy = shutil.copytree(ROOT / "profiles" / "embedded", Path(made, "policy"))
+        shutil.copy(running.record().adapters / "adapters.safetensors", copy / "model.safetensors")
+        copy.rename(out)
+
+
 def make(out: Path) -> None:
     """Write problems, demonstrations and policy, unless they are there."""
-    policy, chance = out / "policy", Random(0)
-    if policy.exists():
+    if (out / "policy").exists():
         return
     out.mkdir(parents=True, exist_ok=True)
+    chance = Random(0)
     training, held_out = ([one for one in found if not one.wrong] for found in problems(0))
     write_problems(out / "train.jsonl", training)
     write_problems(out / "heldout.jsonl", held_out)
     write_demonstrations(out / "careful.jsonl", training, careful)
     write_demonstrations(out / "wrong.jsonl", training, lambda one: completion("", guess(one, chance)))
-    flags = merged(
-        f"--profile {PROFILE} --learner.objective sft --policy.method full --steps 200 --eval off",
-        ("--monitor.display", "none", "--dataset", str(out / "wrong.jsonl")),
-    )
-    with (
-        PipelineRun(flags, quiet=True) as running,
-        TemporaryDirectory(dir=out) as made,
-    ):
-        copy = shutil.copytree(ROOT / "profiles" / "embedded", Path(made, "policy"))
-        shutil.copy(running.record().adapters / "adapters.safetensors", copy / "model.safetensors")
-        copy.rename(policy)
+    train_policy(out / "policy", out / "wrong.jsonl", steps=200)
 
 
 def prepare(*_: object) -> tuple[str, ...]:
@@ -76,6 +78,18 @@ def prepare(*_: object) -> tuple[str, ...]:
     make(ROOT / MADE)
     return ()
 
+
+COLUMNS = (
+    column("before", "before"),
+    Column(title="highest", value=lambda trial: max(point.accuracy for point in trial.curve)),
+    Column(
+        title=f"completions to {TARGET:g}",
+        value=lambda trial: point.rollouts if (point := trial.reached(TARGET)) else None,
+        missing="never",
+    ),
+    column("completions", "rollouts"),
+    column("processor seconds", "cpu_seconds"),
+)
 
 STUDY = Study(
     name=NAME,
@@ -94,17 +108,7 @@ STUDY = Study(
     quick="--eval.problems 8 --learner.batch-size 2 --sampling.group-size 2",
     target=TARGET,
     prepare=prepare,
-    columns=(
-        column("before", "before"),
-        Column(title="highest", value=lambda trial: max(point.accuracy for point in trial.curve)),
-        Column(
-            title=f"completions to {TARGET:g}",
-            value=lambda trial: point.rollouts if (point := trial.reached(TARGET)) else None,
-            missing="never",
-        ),
-        column("completions", "rollouts"),
-        column("processor seconds", "cpu_seconds"),
-    ),
+    columns=COLUMNS,
     note=(
         f"Held-out greedy accuracy before training, the highest of all evaluations, and the completions until the "
         f"first one with at least {TARGET:g}, at which a run ends; profile `{PROFILE}`. Medians over the seeds, with "
