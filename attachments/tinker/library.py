@@ -99,4 +99,5 @@ def _handlers(routes: Handlers) -> Iterator[tuple[str, Handler]]:
     yield "POST forward_backward", routes.method("forward_backward")
     yield "POST forward", routes.method("forward_backward", forward_only=True)
     yield "POST retrieve_future", routes.method("retrieve_future")
+    yield "GET tenants", routes.method("tenants")
     yield f"GET {CHECKPOINT}/archive", routes.method("archive")

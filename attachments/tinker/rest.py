@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from html import escape
 from typing import Any, TypeVar
 
 import anyio
@@ -16,9 +17,10 @@ from msgspec.structs import replace
 
 from attachments.tinker import bodies
 from attachments.tinker.bodies import Answer
-from attachments.tinker.service import TinkerService
+from attachments.tinker.service import MIB, TinkerService
 from attachments.tinker.store import SCHEME, TYPES, SavedCheckpoint, SavedRun, expiry
 from clotho.serving.auth import Client
+from protocols.errors import visible
 
 T = TypeVar("T")
 
@@ -33,11 +35,19 @@ def _page(call: bodies.Page, found: Sequence[T]) -> tuple[Sequence[T], Mapping[s
     return found[call.offset : call.offset + call.limit], cursor
 
 
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">
+<title>Tenants</title><style>body{{font:14px system-ui;margin:2em}}td,th{{padding:.2em 1em;text-align:left}}</style>
+<h1>Tenants</h1>
+<p>Adapters in training hold {held:.1f} of {budget:.1f} MiB; {waiting} requests wait for the learner.</p>
+<table>{rows}</table></html>"""
+COLUMNS = ("client", "session", "SDK", "open requests", "samplers", "model", "rank", "steps", "MiB")
+
+
 class TinkerRest:
     """What is saved on one server."""
 
     def __init__(self, service: TinkerService) -> None:
-        self._sessions, self._store = service.sessions, service.store
+        self._service, self._sessions, self._store = service, service.sessions, service.store
 
     def runs(self, call: bodies.Page, client: Client) -> Answer:
         """List training runs."""
@@ -131,3 +141,19 @@ class TinkerRest:
         found = self._sessions.get(call.session_id, client)
         made = {"training_run_ids": list(found.models), "sampler_ids": found.samplers}
         return {**made, "user_metadata": found.fields.user_metadata, "display_name": found.fields.display_name}
+
+    def tenants(self) -> str:
+        """Return the page of all sessions and their models, which a browser loads again every five seconds."""
+        rows: list[Sequence[object]] = []
+        for one in self._sessions.open(""):
+            shown = (one.name.rpartition("/")[0], one.session_id, one.fields.sdk_version, one.unfinished)
+            models = [(m.model_id, m.lora.rank, m.steps, f"{m.bytes / MIB:.1f}") for m in one.models.values()]
+            rows += [(*shown, len(one.samplers), *model) for model in models or [("",) * 4]]
+        lines = ["".join(f"<td>{escape(visible(str(cell), 80))}</td>" for cell in row) for row in rows]
+        head = "".join(f"<th>{name}</th>" for name in COLUMNS)
+        return PAGE.format(
+            held=self._service.model_bytes / MIB,
+            budget=self._service.budget / MIB,
+            waiting=self._service.queue.waiting,
+            rows="".join(f"<tr>{line}</tr>" for line in (head, *lines)),
+        )

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from msgspec import structs
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from attachments.tinker import bodies
 from attachments.tinker.rest import TinkerRest
@@ -104,3 +104,9 @@ class TinkerRoutes:
             return Response(content, media_type="application/gzip", headers=headers)
         until = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
         return Response(status_code=302, headers={"location": str(http.url), "expires": until})
+
+    async def tenants(self, http: Request) -> Response:
+        """Serve the page of all tenants, for administrators."""
+        if not client_of(http.scope).is_admin:
+            raise ApiError(403, "Only a key with admin = true sees all tenants.", code="admin_required")
+        return HTMLResponse(self.rest.tenants())

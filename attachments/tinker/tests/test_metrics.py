@@ -20,7 +20,7 @@ METRICS = {
 
 
 def test_metrics_show_the_sessions_and_their_models(tmp_path: Path) -> None:
-    """Nothing before the first request; then the version of the SDK, the steps of models and their memory."""
+    """Nothing before the first request; then the SDK, the steps of models and their memory. A page shows them too."""
     saved_models.save(tmp_path / "model", dtype=mx.float32)
     with tinker_server(tmp_path / "model", tmp_path / "measured") as live:
         address = f"{live.url}/metrics"
@@ -29,7 +29,8 @@ def test_metrics_show_the_sessions_and_their_models(tmp_path: Path) -> None:
         model_id = client.model(str(tmp_path / "model"))
         client.gradient(model_id, [datum([3, 9, 12, 7, 20, 5])])
         client.step(model_id, learning_rate=1e-3)
-        shown = httpx.get(address).text
+        shown, page = httpx.get(address).text, httpx.get(f"{live.url}/api/v1/tenants").text
     assert 'clotho_tinker_sessions{sdk="test"} 1.0' in shown
     assert f'clotho_tinker_steps{{model="{model_id}"}} 1.0' in shown
+    assert f"<td>{model_id}</td><td>4</td><td>1</td>" in page
     assert dict(re.findall(r"^# TYPE (clotho_tinker\w+) (\w+)$", shown, re.MULTILINE)) == METRICS

@@ -59,6 +59,7 @@ def test_no_key_sees_what_belongs_to_another(live: Live, place: Path) -> None:
         bob.http.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/mine"),
     ):
         assert answer.status_code == 404, answer.text
+    assert bob.http.get("/api/v1/tenants").status_code == 403
     ann.post(f"sessions/{ann.session}/finish")
 
 
