@@ -347,7 +347,7 @@ class ChatTokenizer:
 
     def token_text(self, token: int) -> str:
         """Return one token as text, special tokens by name; an incomplete character becomes U+FFFD."""
-        return str(self._wrapper.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self.decode([token], skip_special_tokens=False)
 
 
 @contextmanager
