@@ -7,10 +7,11 @@ are still those of the learner's scores, so that gradients flow into them as in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -22,6 +23,9 @@ from protocols.errors import ModelError
 
 plain = mx.argpartition
 """The function of MLX."""
+
+COMPILED = type(mx.compile(lambda: None))
+"""What `mx.compile` returns, which refers to the function and has no attribute for it."""
 
 
 class PassRoutes(NamedTuple):
@@ -87,10 +91,25 @@ _core.argpartition = argpartition
 
 
 def install_routes() -> None:
-    """Replace `mx` in the modules of mlx-lm's models with experts that are loaded, for good; threads share them."""
+    """Replace `mx` in the modules of mlx-lm's models with experts that are loaded, for good; threads share them.
+
+    So are compiled functions that choose experts: a routed pass computes them without compilation, because a compiled
+    function keeps the routes of the pass that traced it.
+    """
     for module in map(vars, model_modules()):
         if module.get("mx") is mx and any(cls in module.values() for cls in EXPERTS):
             module["mx"] = _core
+            module.update({name: _own_in_routed_pass(one) for name, one in module.items() if type(one) is COMPILED})
+
+
+def _own_in_routed_pass(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the compiled function, whose original is called instead inside a routed pass."""
+    function = next((one for one in gc.get_referents(compiled) if isinstance(one, FunctionType)), compiled)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if _current.get() is None else function)(*args, **kwargs)
+
+    return call
 
 
 @contextmanager
@@ -106,9 +125,7 @@ def routed(mixtures: Mixtures, routes: PassRoutes) -> Iterator[RoutedPass]:
     finally:
         _current.reset(token)
     if one.layer < len(mixtures.counts):
-        raise ModelError(
-            "the routers of this model do not choose experts with mx.argpartition outside compiled functions"
-        )
+        raise ModelError("the routers of this model do not choose experts with mx.argpartition")
 
 
 def current_pass() -> tuple[RoutedPass, int] | None:

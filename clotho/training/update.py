@@ -347,8 +347,8 @@ def _require_replay(mode: RouterReplay, forcing: TeacherForcing) -> None:
     """Raise ModelError if routes have to be replayed, and the model cannot."""
     if mode == "on" and not forcing.can_replay:
         raise ModelError(
-            'learner.router_replay = "on" needs a model with experts whose routers choose with mx.argpartition outside '
-            'compiled functions; choose "auto" or "off"'
+            'learner.router_replay = "on" needs a model with experts whose routers choose with mx.argpartition; '
+            'choose "auto" or "off"'
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import deepseek_v3, glm4_moe, kimi_linear
 from numpy.typing import NDArray
 
 from clotho.models.experts import Mixtures
@@ -14,13 +16,13 @@ from clotho.models.routes import PassRoutes, can_replay, flipped, install_routes
 from protocols.errors import ModelError
 from tests.small_models import tiny
 
-REPLAYED = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_5_moe")
+REPLAYED = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_5_moe", "kimi_linear")
 
 
 @pytest.fixture(autouse=True)
 def routes_installed() -> None:
     """Load the modules of the models, and let their routers take routes."""
-    for architecture in (*REPLAYED, "kimi_linear"):
+    for architecture in REPLAYED:
         tiny(architecture)
     install_routes()
 
@@ -103,9 +105,29 @@ def test_replayed_experts_are_weighted_by_the_own_scores_which_get_the_gradient(
         assert float(gradient_E_D[e, d]) == pytest.approx(expected, abs=1e-4)
 
 
-def test_routers_in_compiled_functions_cannot_replay() -> None:
-    """They would keep the routes of the pass that compiled them; the model computes as before."""
+@pytest.mark.parametrize("module", [deepseek_v3, glm4_moe])
+def test_a_compiled_router_with_groups_takes_routes(module: Any) -> None:
+    """Whether it was compiled before or not; outside a routed pass it is the compiled function as before."""
+    install_routes()
+    score_1_3_E = mx.random.normal((1, 3, 8), key=mx.random.key(0))
+    arguments = score_1_3_E, mx.zeros(8), 2, 2, 1, 1.0, True
+    own, share = module.group_expert_select(*arguments)
+    mixtures: Any = SimpleNamespace(counts=[8], per_token=[2])
+    others = (own + 1) % 8
+    with routed(mixtures, PassRoutes(others.astype(mx.uint8), None)) as one:
+        found, own_share = module.group_expert_select(*arguments)
+    assert mx.array_equal(found, others).item()
+    assert mx.array_equal(mx.sort(one.own[0]), mx.sort(own)).item()
+    sigmoid = mx.take_along_axis(mx.sigmoid(score_1_3_E), others, axis=-1)
+    assert mx.allclose(own_share, sigmoid / sigmoid.sum(-1, keepdims=True), atol=1e-6).item()
+    assert mx.array_equal(module.group_expert_select(*arguments)[1], share).item()
+
+
+def test_routers_that_choose_in_another_way_cannot_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled function would keep the routes of the pass that compiled it; the model computes as before."""
     model = tiny("kimi_linear")
+    choose = kimi_linear._group_expert_select
+    monkeypatch.setattr(kimi_linear, "_group_expert_select", mx.compile(lambda *arguments: choose(*arguments)))
     mixtures, tokens_B_S = Mixtures(model), mx.array([[3, 9, 4, 1]])
     logits = model(tokens_B_S)
     assert not can_replay(model, mixtures)
