@@ -17,7 +17,6 @@ whose rounding errors would be large, and nothing is divided by a decay, which m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -28,57 +27,48 @@ Arrays = Sequence[mx.array]
 Step = Callable[..., Arrays]
 
 
-def recomputed_scan(
-    step: Step, tokens: Arrays, state: Arrays, constants: Arrays = (), *, axis: int, size: int
-) -> tuple[mx.array, Arrays]:
-    """Compute `step(start, *tokens, *state, *constants)` piece by piece; return all outputs and the last state.
+def recomputed_scan(step: Step, tokens: Arrays, state: Arrays, *, axis: int, size: int) -> tuple[mx.array, Arrays]:
+    """Compute `step(*tokens, *state)` piece by piece; return all outputs and the last state.
 
-    A step returns its outputs and the arrays of the next state. The tokens of a piece are the `size` entries of `axis`
-    from `start` on, and so are its outputs. The graph keeps the tokens and one state per piece (arXiv:1604.06174). The
+    A step returns its outputs and the arrays of the next state. The tokens of a piece are `size` entries of `axis`, and
+    so are its outputs. The graph keeps the tokens and one state per piece (arXiv:1604.06174). The
     pieces are one chain in both passes: of a wider graph, MLX would evaluate the parts in an order that holds the
     arrays of many pieces at once.
     """
-    length = tokens[0].shape[axis]
+    length, T = tokens[0].shape[axis], len(tokens)
     starts = range(0, length, size)
 
     def piece(arrays: Arrays, start: int) -> list[mx.array]:
         return [array[_within(axis, start, size)] for array in arrays]
 
-    def parts(arrays: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        stateful = len(tokens) + len(state)
-        return arrays[: len(tokens)], arrays[len(tokens) : stateful], arrays[stateful:]
-
     def forward(*arrays: mx.array) -> list[mx.array]:
-        tokens, state, constants = parts(arrays)
+        tokens, state = arrays[:T], arrays[T:]
         outputs, kept = list[mx.array](), list[mx.array]()
         for start in starts:
             kept += state
-            output, *state = step(start, *piece(tokens, start), *state, *constants)
+            output, *state = step(*piece(tokens, start), *state)
             outputs = [_placed(outputs, output, axis, start, length)]
         return [*outputs, *state, *kept]
 
     def backward(arrays: Arrays, cotangents: Arrays, results: Arrays) -> list[mx.array]:
         """Return the gradients of all arrays: pieces from last to first, each computed again from its state."""
-        tokens, state, constants = parts(arrays)
-        S = len(state)
+        tokens, S = arrays[:T], len(state)
         of_state, kept = list(cotangents[1 : 1 + S]), results[1 + S :]
         of_tokens: list[list[mx.array]] = [[] for _ in tokens]
-        of_constants = [mx.zeros_like(array) for array in constants]
         for index, start in reversed(list(enumerate(starts))):
             given = [*piece(cotangents[:1], start), *of_state]
-            own = [*piece(tokens, start), *kept[index * S : (index + 1) * S], *constants]
-            _, found = mx.vjp(partial(step, start), mx.depends(own, given), given)
-            of_own, before, of_all = parts(mx.depends(found, found))
-            of_state = list(before)
+            own = [*piece(tokens, start), *kept[index * S : (index + 1) * S]]
+            _, found = mx.vjp(step, mx.depends(own, given), given)
+            found = mx.depends(found, found)
+            of_state = list(found[T:])
             of_tokens = [
-                [_placed(whole, own, axis, start, length)] for whole, own in zip(of_tokens, of_own, strict=True)
+                [_placed(whole, one, axis, start, length)] for whole, one in zip(of_tokens, found[:T], strict=True)
             ]
-            of_constants = [whole + own for whole, own in zip(of_constants, of_all, strict=True)]
-        return [*(whole for (whole,) in of_tokens), *of_state, *of_constants]
+        return [*(whole for (whole,) in of_tokens), *of_state]
 
     scan: Any = mx.custom_function(forward)
     scan.vjp(backward)
-    output, *rest = scan(*tokens, *state, *constants)
+    output, *rest = scan(*tokens, *state)
     return output, rest[: len(state)]
 
 
@@ -162,7 +152,7 @@ def delta_rule(
     return output_B_S_H_V.astype(queries_B_S_G_K.dtype), state_X_1_K_V.swapaxes(-1, -2).reshape(B, H, V, K)
 
 
-def _segment(_: int, *arrays: mx.array) -> tuple[mx.array, mx.array]:
+def _segment(*arrays: mx.array) -> tuple[mx.array, mx.array]:
     """Compute the outputs of a few chunks, (X, N, C, V), and the state after them. arrays: `Tokens` and the state."""
     *tokens, state_X_1_K_V = arrays
     queries, keys, values, log_decay, beta = (array.astype(mx.float32) for array in tokens)
@@ -186,6 +176,29 @@ def _segment(_: int, *arrays: mx.array) -> tuple[mx.array, mx.array]:
     return mx.concatenate(outputs, axis=-3), state_X_1_K_V
 
 
+def state_space_chunk(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+    """Compute the outputs (R, C, H, P) of a chunk of a state-space layer without D, and the next state (R, H, P, K).
+
+    arrays: inputs x (R, C, H, P), keys and queries (R, C, G, K), steps dt and logarithms of decays (R, C, H), and the
+    state. The equation is that of the gated delta rule with d_t = dt_t x_t (Mamba-2: arXiv:2405.21060).
+    """
+    x_R_C_H_P, keys_R_C_G_K, queries_R_C_G_K, dt_R_C_H, log_decay_R_C_H, state_R_H_P_K = arrays
+    R, C, H, P = x_R_C_H_P.shape
+    G, K = keys_R_C_G_K.shape[2:]
+
+    def by_head(array: mx.array) -> mx.array:
+        return array.astype(mx.float32).reshape(R, C, G, array.shape[2] // G, -1).transpose(0, 2, 3, 1, 4)
+
+    keys, queries, log_decay = by_head(keys_R_C_G_K), by_head(queries_R_C_G_K), by_head(log_decay_R_C_H)
+    change_C_P = by_head(x_R_C_H_P) * by_head(dt_R_C_H)
+    state_K_P = state_R_H_P_K.astype(mx.float32).reshape(R, G, -1, P, K).swapaxes(-1, -2)
+    since_start, keys_K_C = _exp(mx.cumsum(log_decay, axis=-2)), keys.swapaxes(-1, -2)
+    output = (queries @ keys_K_C * _decay_between(log_decay)) @ change_C_P + since_start * (queries @ state_K_P)
+    last = since_start[..., C - 1 :, :] * state_K_P + keys_K_C @ (_exp(_sum_after(log_decay)) * change_C_P)
+    output_R_C_H_P = output.transpose(0, 3, 1, 2, 4).reshape(R, C, H, P)
+    return output_R_C_H_P.astype(x_R_C_H_P.dtype), last.swapaxes(-1, -2).reshape(R, H, P, K)
+
+
 def _exp(array: mx.array) -> mx.array:
     """Return e^x as the backend computes it."""
     return backend().exp(array)
@@ -196,11 +209,16 @@ def _sum_after(log_decay: mx.array) -> mx.array:
     return mx.cumsum(log_decay, axis=-2, reverse=True, inclusive=False)
 
 
+def _decay_between(log_decay_C_1: mx.array) -> mx.array:
+    """Return exp(D_ij), the decay from token j to token i of a chunk; 0 for later tokens j."""
+    C = log_decay_C_1.shape[-2]
+    between_C_C = mx.cumsum(mx.tril(mx.broadcast_to(log_decay_C_1, (*log_decay_C_1.shape[:-1], C)), -1), axis=-2)
+    return mx.tril(_exp(between_C_C))
+
+
 def _scores(queries: mx.array, keys: mx.array, log_decay: mx.array) -> tuple[mx.array, mx.array]:
     """Return the products of keys with keys and of queries with keys, with the decay of a head; 0 for later tokens."""
-    C = keys.shape[-2]
-    between_C_C = mx.cumsum(mx.tril(mx.broadcast_to(log_decay, (*log_decay.shape[:-1], C)), -1), axis=-2)
-    decay_C_C = mx.tril(_exp(between_C_C))
+    decay_C_C = _decay_between(log_decay)
     keys_K_C = keys.swapaxes(-1, -2)
     return (keys @ keys_K_C) * decay_C_C, (queries @ keys_K_C) * decay_C_C
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gated_delta, ssm
 
-from attachments.recurrent.delta_rule import CHUNK, SEGMENT, delta_rule, recomputed_scan
+from attachments.recurrent.delta_rule import CHUNK, SEGMENT, delta_rule, recomputed_scan, state_space_chunk
 from clotho.models.attention import ResetState, model_modules
 
 SHORTEST = 16
@@ -33,23 +33,29 @@ def install() -> None:
                 module[own.__name__] = own
 
 
+CONVOLVED = 13
+"""Number of arrays of the size of its output that the backward pass of a convolution of 4 tokens works with."""
+
+
 def scan_bytes(block: nn.Module, state: Sequence[int], *, rows: int, tokens: int) -> int:
     """Return the peak bytes of the backward pass of a block's recurrent layer, beside its inputs and their gradients.
 
-    state: (H, V, K), or (H, size, state size) of a state-space layer. The terms were fitted to peaks of single layers
-    on the CPU, for V and K from 16 to 128. A state-space layer has an array of its state for every token of a chunk.
+    state: (H, V, K), or (H, size, state size) of a state-space layer. The chunks are computed first, then the
+    convolutions. The terms were fitted to peaks of single layers on the CPU, for V and K from 16 to 128.
     """
     H, V, K = state
     layers = [layer for layer in block.modules() if "A_log" in layer]
     if not layers:
         return 0
+    widths = [one.weight.shape[0] for layer in layers for one in layer.modules() if isinstance(one, nn.Conv1d)]
     if any("ssm_update" in vars(sys.modules[type(layer).__module__]) for layer in layers):
-        at_once, floats = CHUNK, V * K + 6 * CHUNK + 9 * V + 2 * K
+        at_once, floats, kept = CHUNK, 15 * CHUNK, 3 * V + V * K // CHUNK
     else:
-        at_once = max(2, SEGMENT // rows) * CHUNK
+        at_once, kept = max(2, SEGMENT // rows) * CHUNK, 0
         per_channel = any(layer.dt_bias.size > H for layer in layers)
         floats = 7 * CHUNK + 43 * K + 2 * V if per_channel else 14 * CHUNK + 14 * K + 6 * V
-    return rows * min(tokens, at_once) * H * floats * mx.float32.size
+    chunks = H * (min(tokens, at_once) * floats + tokens * kept)
+    return rows * max(chunks, tokens * CONVOLVED * max(widths)) * mx.float32.size
 
 
 def ssm_update(
@@ -60,37 +66,40 @@ def ssm_update(
     D: mx.array,
     dt: mx.array,
     dt_bias: mx.array,
-    state: mx.array | None = None,
+    state: mx.array | ResetState | None = None,
     time_step_limit: tuple[float, float] = (0.001, 100.0),
     mask: mx.array | None = None,
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Compute the outputs (rows, S, heads, size) of a state-space layer, and its last state, as mlx-lm's function does.
+    """Compute the outputs (rows, S, heads, size) of a state-space layer, and its last state. Arguments are mlx-lm's.
 
-    The backward pass computes chunks again. Short passes are left to mlx-lm.
+    `ResetState` in place of a state sets it to 0 at each token that the mask excludes. Short passes are left to mlx-lm.
     """
     rows, S, heads, size = hidden_states.shape
-    if S < SHORTEST:
+    if S < SHORTEST and not isinstance(state, ResetState):
         own: tuple[mx.array, mx.array] = whole(
             hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask=mask, lengths=lengths
         )
         return own
-    if state is None:
+    dt_R_S_H = mx.clip(nn.softplus(dt.astype(mx.float32) + dt_bias), *time_step_limit)
+    log_decay_R_S_H = -mx.exp(A_log.astype(mx.float32)) * dt_R_S_H
+    if lengths is not None:
+        within_R_S = mx.arange(S) < lengths[:, None]
+        mask = within_R_S if mask is None else mask & within_R_S
+    if mask is not None:
+        dt_R_S_H = mx.where(mask[..., None], dt_R_S_H, 0.0)
+        log_decay_R_S_H = mx.where(mask[..., None], log_decay_R_S_H, _masked(state))
+    if not isinstance(state, mx.array):
         state = mx.zeros((rows, heads, size, B.shape[-1]), dtype=mx.float32)
-
-    def step(start: int, *arrays: mx.array) -> tuple[mx.array, mx.array]:
-        x, B, C, dt, state, A_log, D, dt_bias = arrays
-        found: tuple[mx.array, mx.array] = ssm.ssm_attn(
-            x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, step=CHUNK,
-            mask=None if mask is None else mask[..., start : start + CHUNK],
-            lengths=None if lengths is None else lengths - start,
-        )  # fmt: skip
-        return found
-
     output, (last,) = recomputed_scan(
-        step, (hidden_states, B, C, dt), (state,), (A_log, D, dt_bias), axis=1, size=CHUNK
+        state_space_chunk, (hidden_states, B, C, dt_R_S_H, log_decay_R_S_H), (state,), axis=1, size=CHUNK
     )
-    return output, last
+    return output + hidden_states * D[:, None], last
+
+
+def _masked(state: mx.array | ResetState | None) -> float:
+    """Return the logarithm of the decay of a state at tokens that the mask excludes."""
+    return NO_STATE if isinstance(state, ResetState) else 0.0
 
 
 def gated_delta_update(
@@ -125,7 +134,7 @@ def gated_delta_update(
         log_decay = -rate * nn.softplus(a + dt_bias)
     else:
         log_decay = lower_bound * mx.sigmoid(rate * (a.astype(mx.float32) + dt_bias))
-    masked = NO_STATE if isinstance(state, ResetState) else 0.0
+    masked = _masked(state)
     if not isinstance(state, mx.array):
         state = mx.zeros((q.shape[0], *v.shape[2:], q.shape[-1]), dtype=mx.float32)
     beta = mx.sigmoid(b) * (2.0 if allow_neg_eigval else 1.0)

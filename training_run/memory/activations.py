@@ -57,10 +57,8 @@ BACKWARD = 0.7
 """Working memory of the block in its backward pass, as a multiple of `BlockBytes.worked`."""
 
 RECOMPUTED = 1.25
-"""The same with gradient checkpointing: part of the next block's is held too."""
-
-SCANNED = 1.4
-"""What a block keeps, while its recurrent layer computes chunks again, with gradient checkpointing; as a multiple."""
+"""The same with gradient checkpointing, and multiple of what a block with a recurrent layer keeps: part of the next
+block's is held too."""
 
 SOFT_CAPPED = 2
 """Number of arrays of scores that a block keeps which computes them itself, with a cap (Gemma 2)."""
@@ -87,7 +85,8 @@ class BlockBytes(NamedTuple):
     """Bytes of a block per padded token, without attention probabilities.
 
     kept: for its own backward pass. worked: what its work is proportional to. Copies for norms of what is added to the
-    residual stream, for gates other than SwiGLU, and for recurrent layers are kept and do not add to it.
+    residual stream and for gates other than SwiGLU are kept and do not add to it. Neither do recurrent layers, which
+    work at another time.
     """
 
     kept: int
@@ -103,7 +102,8 @@ def block_bytes(block: nn.Module, *, full: bool, itemsize: int, experts: int) ->
     modules = dict(block.named_modules())
     norms = [module for name, module in block.items() if "norm" in name]
     copies = sum(norm.weight.size for norm in norms[2:])
-    kept = gates = 0
+    kept = gates = scanned = 0
+    recurrent = tuple(f"{name}." for name, module in modules.items() if "A_log" in module)
     inputs: dict[tuple[Any, ...], int] = {}
     for name, module in modules.items():
         if "A_log" in module:
@@ -123,6 +123,7 @@ def block_bytes(block: nn.Module, *, full: bool, itemsize: int, experts: int) ->
         elif last in GATES:
             copies += GATE_COPIES * width_out
         kept += outputs * width_out * itemsize
+        scanned += outputs * width_out * itemsize if name.startswith(recurrent) else 0
         returns = last in TO_RESIDUAL
         if has_magnitudes and itemsize < FLOAT32:
             kept += width_in * FLOAT32
@@ -131,7 +132,7 @@ def block_bytes(block: nn.Module, *, full: bool, itemsize: int, experts: int) ->
         if has_magnitudes:
             kept += width_out * itemsize
     kept += sum(inputs.values())
-    return BlockBytes(kept + copies * itemsize, kept + gates)
+    return BlockBytes(kept + copies * itemsize, kept + gates - scanned)
 
 
 def _outputs(layer: str, parent: nn.Module, *, is_expert: bool, itemsize: int) -> int:
@@ -175,7 +176,7 @@ def activation_bytes(
     micro: MicroBatchShape,
     *,
     residual: int,
-    scores: int,
+    scores: Sequence[int],
     logits: int,
     checkpointed: bool,
     divides: bool,
@@ -183,22 +184,25 @@ def activation_bytes(
     """Return the peak bytes of a backward pass without `logits`: what all blocks keep and the work in one block.
 
     blocks: those with a gradient. scans: bytes that the recurrent layer of each block works with. residual: bytes of a
-    block's input per token. scores: bytes of a block's attention probabilities per pair of query and key. logits:
+    block's input per token. scores: bytes of each block's attention probabilities per pair of query and key. logits:
     result of `logits_bytes`. divides: whether the model lets attention of long rows be divided.
     """
     pairs = micro.pairs(divides=divides)
-    probabilities = pairs.whole * scores
-    kept = [micro.positions * block.kept + probabilities for block in blocks]
-    works = [micro.positions * block.worked + PROBABILITIES_WORK * probabilities for block in blocks]
+    probabilities = [pairs.whole * one for one in scores]
+    kept = [micro.positions * block.kept + own for block, own in zip(blocks, probabilities, strict=True)]
+    works = [
+        micro.positions * block.worked + PROBABILITIES_WORK * own
+        for block, own in zip(blocks, probabilities, strict=True)
+    ]
     if checkpointed:
         held = micro.positions * residual * len(blocks)
         work = max(own + RECOMPUTED * one for own, one in zip(kept, works, strict=True))
-        scan = max(SCANNED * own + one for own, one in zip(kept, scans, strict=True) if one) if any(scans) else 0
+        scan = max(RECOMPUTED * own + one for own, one in zip(kept, scans, strict=True) if one) if any(scans) else 0
     else:
         held = sum(kept)
         work = BACKWARD * max(works)
         scan = max(start + one for start, one in zip(accumulate(kept), scans, strict=True)) - held
-    work = max(work, scan) + BLOCK_COPIES * pairs.divided * scores
+    work = max(work, scan) + BLOCK_COPIES * pairs.divided * max(scores)
     return int(held + max(work, logits) + OVERLAP * min(work, logits)) - logits
 
 

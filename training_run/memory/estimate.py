@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from clotho.backend import backend
 from clotho.extension import Door
-from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf
+from clotho.inference.cache_layout import AttentionLeaf, CacheLayout, StateLeaf, flatten
 from clotho.inference.prefill import MAX_ENTRIES
 from clotho.inference.rows import rounded_columns, spare_columns
 from clotho.inference.scheduler import client_rows
@@ -350,21 +350,27 @@ def _activations(
     blocks = list(model.layers)
     first = next((i for i, block in enumerate(blocks) if flat(block.trainable_parameters())), 0)
     full, experts = isinstance(profile.policy.method, FullMethod), experts_per_token(config)
-    attention_blocks = sum(isinstance(leaf, AttentionLeaf) for leaf in layout.leaves) - bool(layout.mixtures)
-    attention_blocks = min(len(blocks), attention_blocks)
     divides = calls_attention(blocks)
-    scores = attention_heads(config) * itemsize * attention_blocks // len(blocks) * (1 if divides else SOFT_CAPPED)
+    scores = attention_heads(config) * itemsize * (1 if divides else SOFT_CAPPED)
+    attends = _attends(layout, len(blocks))
     in_blocks = activation_bytes(
         [block_bytes(block, full=full, itemsize=itemsize, experts=experts) for block in blocks[first:]],
         [_scan_bytes(block, layout, micro) for block in blocks[first:]],
         micro,
         residual=(setting(config, HIDDEN_KEYS) or 0) * itemsize,
-        scores=scores,
+        scores=[int(scores * one) for one in attends[first:]],
         logits=logits,
         checkpointed=profile.policy.recomputes(describe_model(model, config).parameters),
         divides=divides,
     )
     return in_blocks + magnitude_bytes(blocks)
+
+
+def _attends(layout: CacheLayout, blocks: int) -> list[float]:
+    """Return 1 for each block with attention, and 0 for others; their mean if not every block has its own cache."""
+    caches = layout.nest(layout.leaves)[: -1 if layout.mixtures else None]
+    attends = [float(any(isinstance(leaf, AttentionLeaf) for leaf in flatten([cache]))) for cache in caches]
+    return attends if len(attends) == blocks else [min(1.0, sum(attends) / blocks)] * blocks
 
 
 def _scan_bytes(block: nn.Module, layout: CacheLayout, micro: MicroBatchShape) -> int:

@@ -38,7 +38,7 @@ def shapes(seed: int) -> Shapes:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_next", "kimi_linear", "mamba2"])
 def test_values_and_gradients_are_those_of_sequences_alone(architecture: str, seed: int) -> None:
     """Within 1e-5 relative: log-probabilities, the loss, and the gradient of every parameter."""
     sequences = random_sequences(shapes(seed), seed=seed)
@@ -46,7 +46,7 @@ def test_values_and_gradients_are_those_of_sequences_alone(architecture: str, se
     assert largest_error(the_plain_way(policy(architecture), sequences), found) < 1e-5
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", "kimi_linear"])
+@pytest.mark.parametrize("architecture", ["qwen3_5", "kimi_linear", "mamba2"])
 def test_a_state_that_stays_between_sequences_is_refused(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check at load time sees what a sequence leaves to the next one."""
     model = tiny(architecture)
@@ -54,4 +54,12 @@ def test_a_state_that_stays_between_sequences_is_refused(architecture: str, monk
     assert prove(model, "packed").gap == 3
     monkeypatch.setattr(layers, "NO_STATE", 0.0)
     with pytest.raises(ValueError, match="logits differ"):
+        prove(model, "packed")
+
+
+def test_layers_of_mlx_lm_that_cannot_reset_a_state_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In packed rows, as without the attachment; the message says what to choose."""
+    model = tiny("mamba2")
+    monkeypatch.setattr("mlx_lm.models.mamba2.ssm_update", layers.whole)
+    with pytest.raises(ValueError, match=r'"packed" does not suit.*cannot reset its state.*"padded" or "auto"'):
         prove(model, "packed")

@@ -5,7 +5,7 @@ embeddings, attention depends on differences of positions only. Results then equ
 up to rounding (1 % of the logits in bfloat16, whose rotations are coarse). Other models are refused.
 
 For recurrent layers, the columns of a gap separate the sequences. Their mask excludes the gap, so that convolutions
-read zeros there, as before a sequence, and the gated delta rule sets its state to 0.
+read zeros there, as before a sequence, and the gated delta rule and state-space layers set their state to 0.
 """
 
 from __future__ import annotations

@@ -113,14 +113,19 @@ def peak_of_a_run(profile: Profile) -> int:
     return peak
 
 
-def estimate_by_peak(directory: Path, architecture: str, *, grad_checkpoint: bool = False) -> float:
+def estimate_by_peak(
+    directory: Path, architecture: str, *, grad_checkpoint: bool = False, completion: int = COMPLETION
+) -> float:
     """Return the estimate of what is computed, divided by the peak while a policy is loaded and updated once.
 
     Nothing is decoded and no checkpoint is written.
     """
-    model = saved_architecture(directory, architecture, **(WIDE | WIDER.get(architecture, {})))
+    context = {"max_position_embeddings": 2048, "model_max_length": 2048}
+    model = saved_architecture(directory, architecture, **(WIDE | WIDER.get(architecture, {}) | context))
     policy_section = policy_settings(rank=8, grad_checkpoint=grad_checkpoint)
     profile = profile_of(model, policy_section, batch_size=1, micro_batch_tokens=1024)
+    sampling = SamplingSection(max_tokens=completion, group_size=SIZE)
+    profile = msgspec.structs.replace(profile, sampling=sampling)
     estimate = estimate_memory(profile.model, profile, prompt_tokens=PROMPT)
     gc.collect()
     before = mx.get_active_memory()
@@ -128,7 +133,7 @@ def estimate_by_peak(directory: Path, architecture: str, *, grad_checkpoint: boo
     policy = load_policy(profile.model, profile.policy, seed=0, keep_reference=False)
     learner = PolicyLearner(policy, profile.learner, profile.sampling, steps=1)
     rewards = [float(row % 2) for row in range(SIZE)]
-    learner.update([scored_group([[5] * COMPLETION] * SIZE, rewards, prompt=[4] * PROMPT)])
+    learner.update([scored_group([[5] * completion] * SIZE, rewards, prompt=[4] * PROMPT)])
     peak: int = mx.get_peak_memory() - before
     return (estimate.total - estimate.caches - estimate.padded - estimate.routes) / peak
 
