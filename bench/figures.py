@@ -27,6 +27,7 @@ PAGES = {
     "rounding": "docs/numerics.md",
     "environments": "docs/atropos.md",
     "curriculum": "docs/datasets.md",
+    "warm_up": "docs/sft.md",
     "soak": "docs/reliability.md",
     "remote": "docs/remote.md",
     "decode": TABLES,

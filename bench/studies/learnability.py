@@ -120,11 +120,15 @@ def prepare(arm: Arm, *_: object) -> tuple[str, ...]:
 
 
 def forecast(record: Record) -> dict[str, float]:
-    """Return what `doctor` says of the profile of a run: pass@1, pass@k, and which of the outcomes it expects."""
+    """Return what `doctor` says of the profile of a run."""
     profile = str(record.adapters.parent / "profile.toml")
     command = [sys.executable, "pipeline.py", "doctor", "--json", "--profile", profile]
     output = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False).stdout  # findings are a status
-    line = json.loads(output)["checks"]["learnability"]
+    return forecast_of(json.loads(output)["checks"]["learnability"])
+
+
+def forecast_of(line: str) -> dict[str, float]:
+    """Return the numbers in the line `learnability` of `doctor`, and which of the outcomes it expects."""
     found = re.fullmatch(r"pass@1 ([\d.]+), pass@(\d+) ([\d.]+) of \d+ problems: (.*)", line)
     assert found is not None
     expected = next(outcome for words, outcome in ADVICE.items() if found[4].startswith(words))

@@ -11,22 +11,37 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from attachments.doctor.completions import learnability as estimate
 from attachments.reasoning_gym.sections import TABLES
 from bench import learning
 from bench.runs import Record
-from bench.studies import curriculum, environments, gym, methods, proof, speculation
+from bench.studies import (
+    curriculum,
+    distillation,
+    environments,
+    gym,
+    learnability,
+    methods,
+    proof,
+    speculation,
+    warm_up,
+)
 from bench.studies.curriculum import mixture, rollouts_at
 from bench.studies.environments import permutation_test
 from bench.studies.runner import Arm, Point, Study
 from bench.studies.speculation import STEPS_OF_EPOCH, epochs
 from profiles.times_table_maker.problems import long_multiplication
+from protocols.rollout import RolloutGroup, ScoredGroup
 from tests.bench.made_measurements import made_trial
+from tests.training_run.records.display_examples import completion, prompt
 from training_run.profile.flags import parse_arguments
 from training_run.profile.keys import CHOICES
 from training_run.profile.load import load_profile
 from training_run.profile.schema import Profile
 
-STUDIES: tuple[Any, ...] = (learning, methods, curriculum, gym, environments, speculation)
+STUDIES: tuple[Any, ...] = (
+    learning, methods, curriculum, gym, environments, speculation, warm_up
+)  # fmt: skip
 ARMS = [(module.STUDY, arm) for module in (*STUDIES, proof) for arm in module.STUDY.arms]
 
 
@@ -172,6 +187,24 @@ def test_problems_that_are_too_long_take_more_tokens_than_a_completion_has() -> 
         assert answer == problem["answer"] == str(number * row)
         text = f"<think>{','.join(work)}</think><answer>{answer}"
         assert len(tokenizer.encode(text).ids) > profile.sampling.max_tokens
+
+
+@pytest.mark.parametrize(
+    ("correct", "expected"),
+    [([8] * 8, "solved"), ([4] * 8, "learned"), ([0] * 8, "not learned"), ([0, 8] * 4, "not learned")],
+)
+def test_every_line_of_doctor_forecasts_an_outcome(correct: list[int], expected: str) -> None:
+    """By the words of its advice, with pass@1 and pass@k. correct: of eight completions of each problem."""
+    outcomes = [
+        ScoredGroup(
+            group=RolloutGroup(prompt=prompt(), completions=(completion(),) * 8),
+            rewards=(0.0,) * 8, parts={}, correct=tuple(i < number for i in range(8)),
+        )
+        for number in correct
+    ]  # fmt: skip
+    found = learnability.forecast_of(estimate(outcomes, batch_size=16))
+    assert learnability.OUTCOMES[int(found["forecast"])] == expected
+    assert (found["k"], found["pass@1"]) == (8, sum(correct) / 64)
 
 
 @pytest.mark.parametrize(
