@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from clotho.models.machine import describe_machine
 from clotho.process import load_blas
-from protocols.summary import MachineDescription
+from protocols.compute import MachineDescription
 
 ROOT = Path(__file__).resolve().parent.parent
 

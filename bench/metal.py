@@ -45,7 +45,7 @@ from bench.metal_report import NOT_MEASURED, report, value, what, write_report
 from bench.metal_state import machine_state
 from bench.runs import accuracies, run_until
 from clotho.models.machine import memory_limit
-from protocols.summary import MemoryLimit
+from protocols.compute import MemoryLimit
 from training_run.main import RELAXED_GPU_TIMEOUT
 from training_run.supervision.idle_sleep import no_idle_sleep
 

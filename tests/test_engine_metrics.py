@@ -5,7 +5,7 @@ from __future__ import annotations
 from clotho.engine_metrics import TIMINGS, engine_metrics
 from clotho.inference.engine import EngineStats
 from clotho.lanes.arbiter import TurnKind, TurnTimes
-from protocols.summary import Distribution, SpeculationCounts
+from protocols.compute import Distribution, SpeculationCounts
 from tests.metric_samples import Values, require
 
 METRICS = {

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from clotho.lanes.daemon_threads import DaemonThreads
-from clotho.serving.loopback import is_loopback
+from clotho.settings.server import is_loopback
 from protocols.errors import ProfileError
 from training_run.local_network import local_network_hint
 

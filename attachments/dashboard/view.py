@@ -21,11 +21,10 @@ from attachments.dashboard.run_files import is_live
 from clotho.serving.auth import ClientMiddleware, Clients, LocalOriginMiddleware
 from clotho.serving.errors import EXCEPTION_HANDLERS
 from clotho.serving.limits import UnreadBodyMiddleware
-from clotho.serving.loopback import is_loopback
 from clotho.serving.parts import Handlers
 from clotho.serving.server import BACKLOG, Connections, base_url, listen
 from clotho.serving.struct_types import prepare_struct_types
-from clotho.settings.server import HttpServer
+from clotho.settings.server import HttpServer, is_loopback
 from protocols.errors import ProfileError, RunDirectoryError, ServerError, did_you_mean, visible
 from training_run.commands.command_line import CommandParser, new_file
 from training_run.directory.checkpoints import MANIFEST

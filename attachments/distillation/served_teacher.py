@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from attachments.distillation.sections import DistillationSection
 from attachments.distillation.teacher import TeacherError, TeacherScores, Tokens
-from clotho.serving.loopback import is_loopback
+from clotho.settings.server import is_loopback
 from protocols.errors import ProfileError, visible
 from protocols.sampling import MIN_LOGPROB
 

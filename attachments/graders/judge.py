@@ -24,7 +24,7 @@ from msgspec import Meta, Struct, field
 
 from clotho.rewards.answer import after_thoughts
 from clotho.rewards.registry import RewardFunction, RewardOptions
-from clotho.serving.loopback import is_loopback
+from clotho.settings.server import is_loopback
 from protocols.errors import ProfileError, did_you_mean, visible
 from protocols.prompt import Problem
 from training_run.local_network import local_network_hint

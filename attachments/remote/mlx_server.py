@@ -26,7 +26,7 @@ from attachments.remote.messages import RolloutAnswer, ServedPolicy
 from attachments.remote.server import CONNECT_SECONDS, STATE_SECONDS, RemoteFailure, Traffic, server_address
 from attachments.remote.weights import Weights
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.serving.loopback import is_loopback
+from clotho.settings.server import is_loopback
 from clotho.storage.adapters import write_adapter
 from protocols.checkpoint import AdapterConfig
 from protocols.errors import ProfileError, RequestError, visible

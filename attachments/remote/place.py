@@ -16,8 +16,8 @@ from attachments.remote.sections import REMOTE_METRICS
 from attachments.remote.server import Traffic
 from attachments.remote.weights import Weights
 from clotho.serving.metrics import counter, gauges, histogram
+from protocols.compute import Distribution
 from protocols.sampling import SampleRequest
-from protocols.summary import Distribution
 from training_run.records.terminal_text import memory, number
 
 

@@ -20,7 +20,7 @@ from attachments.remote.messages import (
     ServedPolicy,
 )
 from attachments.remote.weights import Delivery, OverHttp, Weights
-from clotho.serving.loopback import is_loopback
+from clotho.settings.server import is_loopback
 from protocols.errors import ProfileError, RequestError, visible
 from protocols.sampling import SampleRequest
 from training_run.local_network import local_network_hint

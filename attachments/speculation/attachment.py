@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attachments.speculation.sections import SPECULATION, Drafts, ModelDrafts
-from protocols.summary import SpeculationCounts
+from protocols.compute import SpeculationCounts
 
 if TYPE_CHECKING:
     from training_run.memory.need import MemoryNeed

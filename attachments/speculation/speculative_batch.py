@@ -36,8 +36,8 @@ from clotho.models.loading import load_base, vocabulary_size
 from clotho.settings.bounds import Off
 from clotho.settings.engine import EngineSection
 from clotho.settings.model import ModelSection
+from protocols.compute import SpeculationCounts
 from protocols.errors import ModelError
-from protocols.summary import SpeculationCounts
 
 MAX_PAUSE = 16
 """After steps without any draft, so many steps at most do not look for drafts, so that a GPU need not wait for the

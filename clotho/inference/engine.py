@@ -37,8 +37,8 @@ from clotho.models.tokenizer import ChatTokenizer
 from clotho.models.turns import TurnBudget
 from clotho.settings.engine import EngineSection, KvPolicy
 from clotho.settings.server import AdaptersSection
+from protocols.compute import Distribution, SpeculationCounts
 from protocols.sampling import POLICY, SampleRequest
-from protocols.summary import Distribution, SpeculationCounts
 
 log = structlog.get_logger(__name__)
 

@@ -14,6 +14,7 @@ from clotho.inference.rows import RouteArray
 from clotho.inference.scheduler import ActiveRequest, Row
 from clotho.lanes.arbiter import Tally
 from clotho.models.tokenizer import ChatTokenizer
+from protocols.compute import Distribution
 from protocols.errors import RequestError
 from protocols.sampling import (
     Completion,
@@ -24,7 +25,6 @@ from protocols.sampling import (
     SampleFailed,
     TokenSampled,
 )
-from protocols.summary import Distribution
 
 log = structlog.get_logger(__name__)
 

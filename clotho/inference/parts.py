@@ -24,9 +24,9 @@ from clotho.models.lora import AdaptedModule
 from clotho.models.policy_model import PolicyModel
 from clotho.settings.engine import EngineSection
 from clotho.settings.server import AdaptersSection
+from protocols.compute import SpeculationCounts
 from protocols.errors import ModelError, ProfileError, RequestError
 from protocols.sampling import POLICY
-from protocols.summary import SpeculationCounts
 
 MakeCaches = Callable[[int], RowCaches]
 """Returns KV caches for a number of rows."""

@@ -27,8 +27,8 @@ from typing import Literal, get_args
 
 from msgspec import Struct
 
+from protocols.compute import ComputeTotals, Distribution
 from protocols.errors import ClothoError, ExecutorStoppedError
-from protocols.summary import ComputeTotals, Distribution
 
 WorkKind = Literal["update", "parity", "evaluation", "scoring"]
 TurnKind = Literal["call", "decode"] | WorkKind

@@ -24,8 +24,8 @@ from clotho.models.model_files import BITS, GROUP_SIZES, check_model, one_line, 
 from clotho.models.parameters import flat
 from clotho.settings.model import ModelSection, QuantizeAtLoad
 from protocols.checkpoint import BaseQuantization
+from protocols.compute import PolicyDescription
 from protocols.errors import ModelError, visible
-from protocols.summary import PolicyDescription
 
 OFFLINE_PROFILE = "local-m3"
 """The profile whose model and data ship with the project."""

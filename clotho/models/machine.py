@@ -15,8 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from clotho.process import DIVIDED_PARAMETERS, divide_cores, usable_cores
+from protocols.compute import MachineDescription, MemoryLimit
 from protocols.errors import ProfileError
-from protocols.summary import MachineDescription, MemoryLimit
 
 CGROUP = Path("/sys/fs/cgroup")
 CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")

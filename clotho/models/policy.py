@@ -30,9 +30,9 @@ from clotho.models.policy_model import PolicyModel, WeightedModel
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.settings.model import FullMethod, ModelSection, PolicySection, QuantizeAtLoad
 from protocols.checkpoint import AdapterConfig, BaseQuantization
+from protocols.compute import PolicyDescription
 from protocols.errors import ClothoError, ModelError
 from protocols.prompt import Problem
-from protocols.summary import PolicyDescription
 
 
 def load_policy(model: ModelSection, policy: PolicySection, *, seed: int, keep_reference: bool) -> Policy:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
 from clotho.extension import TableDoor, provided
-from clotho.rewards import choice_correctness, environment, exact, jaccard, math_eval, tag_format
+from clotho.rewards import choice_correctness, exact, jaccard, math_eval, tag_format
 from clotho.user_code import load_named
 from protocols.errors import ProfileError, did_you_mean
 from protocols.prompt import AnswerIn, Problem
@@ -50,6 +50,13 @@ class BuiltIn(Struct, frozen=True, kw_only=True):
         return "{place}" in self.expects
 
 
+def environment_reward(
+    completions: Sequence[object], environment_rewards: Sequence[float | None] = ()
+) -> Sequence[float | None]:
+    """Return the reward that the environment of each completion gave; None where there was none."""
+    return environment_rewards or [None] * len(completions)
+
+
 CORE: Mapping[str, BuiltIn] = {
     "format": BuiltIn(expects="<think>...</think><answer>...</answer>, and nothing else", function=tag_format.reward),
     "math_eval": BuiltIn(expects="the value of the answer {place}", function=math_eval.reward),
@@ -57,7 +64,7 @@ CORE: Mapping[str, BuiltIn] = {
     "choice_correctness": BuiltIn(
         expects="the letter or text of the correct option {place}", function=choice_correctness.reward
     ),
-    "environment": BuiltIn(expects="what the environment of an episode gives", function=environment.reward),
+    "environment": BuiltIn(expects="what the environment of an episode gives", function=environment_reward),
     "exact": BuiltIn(expects="the answer itself {place}", function=exact.reward),
 }
 """Built-in reward functions of the library."""

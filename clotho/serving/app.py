@@ -17,10 +17,10 @@ from clotho.serving.auth import ClientMiddleware, LocalOriginMiddleware, for_adm
 from clotho.serving.bodies import json_response
 from clotho.serving.errors import EXCEPTION_HANDLERS
 from clotho.serving.limits import AdmissionMiddleware, ConcurrencyLimit, UnreadBodyMiddleware
-from clotho.serving.loopback import is_loopback
 from clotho.serving.parts import Endpoint, Handlers, ServerParts
 from clotho.serving.services import Health, Version
 from clotho.serving.struct_types import prepare_struct_types
+from clotho.settings.server import is_loopback
 
 
 def build_app(parts: ServerParts, limit: ConcurrencyLimit) -> Starlette:

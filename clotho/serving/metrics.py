@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 from clotho.serving.auth import Quota
 from clotho.serving.limits import ConcurrencyLimit
 from clotho.serving.services import ServerContext
+from protocols.compute import Distribution
 from protocols.sampling import Completion
-from protocols.summary import Distribution
 
 if TYPE_CHECKING:
     from clotho.serving.chat_extension import ValidatedRequest

@@ -25,10 +25,9 @@ from starlette.types import ASGIApp
 from clotho.serving.app import build_app
 from clotho.serving.auth import CLIENT_KEYS
 from clotho.serving.limits import ConcurrencyLimit
-from clotho.serving.loopback import is_loopback
 from clotho.serving.parts import ServerParts
 from clotho.serving.services import ServerContext
-from clotho.settings.server import HttpServer
+from clotho.settings.server import HttpServer, is_loopback
 from protocols.errors import ServerError
 
 BACKLOG = 1024

@@ -1,7 +1,8 @@
-"""Settings of the HTTP server."""
+"""Settings of the HTTP server, and the addresses that only programs of this machine reach."""
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated
 
 from msgspec import Struct
@@ -40,3 +41,12 @@ class HttpServer(Variant, frozen=True, kw_only=True, tag="http"):
 
 
 ServerSection = Annotated[Off | HttpServer, about("OpenAI-compatible HTTP server of the run.")]
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if `host` is `localhost` (in any case) or a loopback IP address, with or without IPv6 brackets."""
+    name = host.removeprefix("[").removesuffix("]")
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name.lower() == "localhost"

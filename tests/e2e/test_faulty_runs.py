@@ -20,7 +20,7 @@ from attachments.doctor.tests import templates
 from attachments.machine import machine as machine_checks
 from attachments.machine.machine import read_machine
 from attachments.machine.tests import simulated_mac
-from protocols.summary import MemoryLimit
+from protocols.compute import MemoryLimit
 from tests.e2e.pipeline_process import REPOSITORY, RunResult, lines, metrics, run
 from tests.e2e.test_run import ABOUT_THE_MACHINE
 from training_run.memory import report

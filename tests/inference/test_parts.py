@@ -9,9 +9,9 @@ import pytest
 from clotho.inference.engine import DecodeEngine
 from clotho.settings.engine import EngineSection
 from clotho.settings.server import AdaptersSection
+from protocols.compute import SpeculationCounts
 from protocols.errors import ModelError, ProfileError, RequestError
 from protocols.sampling import BASE
-from protocols.summary import SpeculationCounts
 from tests.absent import without
 from tests.inference.engine_helpers import SAMPLED, make_engine, make_prompt, run, submit_request
 from tests.small_models import tiny_source

@@ -22,8 +22,8 @@ from clotho.models.machine import (
     uses_tf32,
     wire_memory,
 )
+from protocols.compute import MemoryLimit
 from protocols.errors import ProfileError
-from protocols.summary import MemoryLimit
 from tests.models.simulated_devices import MAC_16_GB, simulate_gpu
 
 GIB = 2**30

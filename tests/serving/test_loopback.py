@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clotho.serving.loopback import is_loopback
+from clotho.settings.server import is_loopback
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost", "LOCALHOST", "Localhost"])

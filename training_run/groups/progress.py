@@ -8,8 +8,8 @@ from collections import deque
 
 from msgspec import Struct, field
 
+from protocols.compute import ComputeTotals
 from protocols.step import StepReport, WeightsReady
-from protocols.summary import ComputeTotals
 from training_run.supervision.latest import Latest, wait_until
 
 SWAPS_KEPT = 4096

@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 import structlog
 
 from clotho.models.machine import limit_mlx_memory, memory_limit, wire_memory
+from protocols.compute import MemoryLimit
 from protocols.errors import ProfileError
-from protocols.summary import MemoryEstimate, MemoryLimit, MemoryPart
+from protocols.summary import MemoryEstimate, MemoryPart
 from training_run.profile.schema import MemorySection
 
 log = structlog.get_logger(__name__)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from clotho.extension import Door, RowsDoor
-from clotho.serving.loopback import is_loopback
 from clotho.settings.objectives import Preference
+from clotho.settings.server import is_loopback
 from protocols.learnability import unlearnable
 from protocols.sampling import PARAMETERS, POLICY, in_use
 from training_run.profile.keys import KEYS, PROFILE_KEYS, SECTIONS, SETTABLE, by_path

@@ -20,10 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 from clotho.extension import Door
+from protocols.compute import MachineDescription, PolicyDescription
 from protocols.errors import visible
 from protocols.evaluation import EvalReport
 from protocols.step import StepReport
-from protocols.summary import Gauges, MachineDescription, PolicyDescription, RunGauges
+from protocols.summary import Gauges, RunGauges
 from training_run.records.held_out_rows import accuracy_text, rows
 from training_run.records.metrics import SOLVED_METRICS, MetricsLine
 from training_run.records.terminal_text import (

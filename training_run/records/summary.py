@@ -13,16 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from protocols.accounting import Balance
+from protocols.compute import ComputeTotals
 from protocols.evaluation import EvalReport
-from protocols.summary import (
-    ComputeTotals,
-    DatasetReport,
-    HistoryGap,
-    MemoryEstimate,
-    MemoryPart,
-    PromptReport,
-    RunSummary,
-)
+from protocols.summary import DatasetReport, HistoryGap, MemoryEstimate, MemoryPart, PromptReport, RunSummary
 from training_run.profile.program import program
 from training_run.records.held_out_rows import EvaluationRow, changed, rows
 from training_run.records.terminal_text import (

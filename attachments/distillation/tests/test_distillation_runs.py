@@ -72,7 +72,7 @@ def test_groups_that_the_teacher_cannot_score_are_discarded_and_counted(
     server: TeacherServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With the reason of failed rewards; the run ends when the teacher fails for whole batches in a row."""
-    monkeypatch.setattr("attachments.distillation.attachment.Distillation.findings_when_loaded", lambda *_: ())
+    monkeypatch.setattr("attachments.distillation.attachment.findings_when_loaded", lambda *_: ())
     server.answer = lambda body: (400, {"error": "no"})
     flags = words(server.url, {"--steps": "9", "--learner.max-failed-batches": "2"})
     result = run(tmp_path / "run", *flags, small=())

@@ -29,8 +29,8 @@ from attachments.doctor.tests.test_problems import REWARDS, problems
 from attachments.doctor.versions import setting_findings
 from attachments.machine.machine import machine_findings, read_machine
 from attachments.machine.tests import simulated_mac
+from protocols.compute import MemoryLimit
 from protocols.finding import Finding
-from protocols.summary import MemoryLimit
 from tests.training_run.built_context import tiny_profile
 from tests.training_run.records.display_examples import UPDATE, step
 from tests.training_run.simulated_run import METRICS

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from attachments.remote.place import RemoteGauges, RemoteServerGauge, measured, shown
 from attachments.remote.sections import REMOTE_METRICS
-from protocols.summary import Distribution
+from protocols.compute import Distribution
 
 SERVER = RemoteServerGauge(
     name="http://a:1", state="ready", version=6, lag=1, rows=8, groups=21, tokens=900, failures=3, restarts=2,

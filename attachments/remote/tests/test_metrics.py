@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attachments.remote.place import RemoteGauges, RemoteServerGauge, server_metrics
-from protocols.summary import Distribution
+from protocols.compute import Distribution
 from tests.metric_samples import Values, require
 
 METRICS = {

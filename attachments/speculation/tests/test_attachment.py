@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from attachments.speculation import attachment
-from protocols.summary import SpeculationCounts
+from protocols.compute import SpeculationCounts
 from tests.training_run.built_context import open_context, tiny_profile
 
 

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from clotho.models.machine import memory_limit
+from protocols.compute import MemoryLimit
 from protocols.errors import ProfileError
-from protocols.summary import MemoryEstimate, MemoryLimit
+from protocols.summary import MemoryEstimate
 from tests.models.simulated_devices import MAC_16_GB, simulate_gpu
 from training_run.memory.estimate import estimate_memory
 from training_run.memory.report import PARTS, beside_macos, describe, require_wired_limit, too_large

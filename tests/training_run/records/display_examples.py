@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from protocols.compute import MachineDescription, PolicyDescription
 from protocols.evaluation import Estimate, EvalReport
 from protocols.prompt import Problem, Prompt
 from protocols.rollout import Discarded, DiscardReason, RolloutGroup, ScoredGroup
 from protocols.sampling import Completion, FinishReason
 from protocols.step import StepReport, TrainedGroup, UpdateMetrics
-from protocols.summary import MachineDescription, PolicyDescription, QueueGauge, RunGauges
+from protocols.summary import QueueGauge, RunGauges
 from training_run.records.display import RunFacts
 
 HOSTILE = (

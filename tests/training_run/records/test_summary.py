@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from protocols.accounting import Balance
+from protocols.compute import ComputeTotals
 from protocols.finding import CHECK, Finding
-from protocols.summary import ComputeTotals, HistoryGap, MemoryEstimate, MemoryPart, RunSummary
+from protocols.summary import HistoryGap, MemoryEstimate, MemoryPart, RunSummary
 from tests.training_run.records.display_examples import GAUGES, MEASURES, evaluation, ungraded_evaluation
 from training_run.records.summary import (
     command_lines,

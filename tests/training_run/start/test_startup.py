@@ -18,8 +18,8 @@ from clotho.models.machine import random_state
 from clotho.settings.bounds import Off
 from protocols.accounting import LedgerState
 from protocols.checkpoint import RunState
+from protocols.compute import MemoryLimit
 from protocols.errors import CheckpointError, ClothoError, DatasetError, ModelError, ProfileError
-from protocols.summary import MemoryLimit
 from tests.e2e.child_processes import descendants, wait_until_ended
 from tests.training.policies_and_groups import random_groups, same_bits
 from tests.training_run.built_context import open_context, tiny_profile
