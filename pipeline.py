@@ -67,7 +67,8 @@ from training_run.records.forecast import RunForecast
 from training_run.records.summary import print_summary
 from training_run.run import RunContext
 from training_run.run_monitor import RunMonitor
-from training_run.serving import SERVER_RESTARTS, loading_page, report_failure, while_loading
+from training_run.serving import SERVER_RESTARTS, report_failure
+from training_run.start.loading_server import loading_page, while_loading
 from training_run.start.preflight import log_findings
 from training_run.start.starting_point import checkpoint_records
 from training_run.start.startup import build_context

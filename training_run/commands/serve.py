@@ -29,7 +29,8 @@ from training_run.profile.command_profiles import REPLACES_WEIGHTS, ServeArgumen
 from training_run.records.display import machine_lines
 from training_run.records.event_log import event_log
 from training_run.records.terminal_text import memory, print_line, relative_path, size
-from training_run.serving import SERVER_RESTARTS, ServingState, names_of, report_failure, while_loading
+from training_run.serving import SERVER_RESTARTS, ServingState, names_of, report_failure
+from training_run.start.loading_server import while_loading
 from training_run.start.startup import startup_watch
 from training_run.supervision.idle_sleep import no_idle_sleep
 from training_run.supervision.latest import Latest

@@ -22,7 +22,7 @@ from tests.fakes import FakeEngine
 from tests.serving.running_server import Served, server_context
 from tests.training_run.built_context import open_context, tiny_profile
 from training_run.run_monitor import RunMonitor
-from training_run.serving import loading_page, while_loading
+from training_run.start.loading_server import loading_page, while_loading
 
 
 async def test_a_run_in_progress_is_live_until_its_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from clotho.settings.server import HttpServer
 from protocols.errors import ModelError
 from tests.fakes import FakeEngine
 from tests.serving.running_server import Served, server_context
-from training_run.serving import while_loading
+from training_run.start.loading_server import while_loading
 
 
 async def test_while_the_model_is_loaded_every_request_is_told_to_retry() -> None:
