@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from clotho.serving.parts import Handler, Handlers, ServerParts
 
-PREFIX = "/api/v1"
+PREFIX = "/api/v1/"
 
 CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
 
@@ -71,9 +71,10 @@ def server(parts: ServerParts) -> None:
     from clotho.serving.parts import Endpoint, Handlers
 
     routes = Handlers("attachments.tinker.routes:TinkerRoutes", parts, access, settings)
-    for route, handle in _handlers(routes):
-        method, path = route.split()
-        parts.endpoints.append(Endpoint(cast(Any, method), f"{PREFIX}/{path}", handle, admitted=False))
+    own = [(*route.split(), handle) for route, handle in _handlers(routes)]
+    parts.endpoints[:0] = [
+        Endpoint(cast(Any, method), PREFIX + path, handle, admitted=False) for method, path, handle in own
+    ]
     parts.gauges.append(partial(_measured, routes))
 
 
@@ -87,17 +88,17 @@ def _measured(routes: Handlers) -> Iterable[Metric]:
 
 
 def _handlers(routes: Handlers) -> Iterator[tuple[str, Handler]]:
-    """Yield each route and what answers it."""
-    for name in (*SERVICE, *PROMISED):
+    """Yield each route and what answers it; what is asked most comes first, because routes are tried in order."""
+    yield "POST retrieve_future", routes.method("retrieve_future")
+    for name in (*PROMISED, *SERVICE):
         yield f"POST {name}", routes.method("call", by=f"service.{name}", counts=name in PROMISED)
-    for route, name in NAMED.items():
-        yield route, routes.method("call", by=name)
+    yield "POST forward_backward", routes.method("forward_backward")
+    yield "POST forward", routes.method("forward_backward", forward_only=True)
+    for route, by in NAMED.items():
+        yield route, routes.method("call", by=by)
     for route, found in CONSTANT.items():
         yield route, routes.method("constant", found=found)
     for route, advice in REFUSED.items():
         yield route, routes.method("refused", advice=advice)
-    yield "POST forward_backward", routes.method("forward_backward")
-    yield "POST forward", routes.method("forward_backward", forward_only=True)
-    yield "POST retrieve_future", routes.method("retrieve_future")
     yield "GET tenants", routes.method("tenants")
     yield f"GET {CHECKPOINT}/archive", routes.method("archive")
