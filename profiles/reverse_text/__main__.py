@@ -12,8 +12,7 @@ from profiles.maker.problem import Problem, draw_distinct, write_problems
 HELD_OUT, TRAINING = 128, 1024
 """Problems in heldout.jsonl and in train.jsonl; no text occurs twice in both together."""
 
-CONSONANTS = "bdklmpt"
-WORDS = tuple("".join(letters) for letters in product(CONSONANTS, "aeiou", CONSONANTS))
+WORDS = tuple("".join(letters) for letters in product("bdgklmnprt", "aeiou"))
 COUNT = 3
 """Words of a text."""
 
