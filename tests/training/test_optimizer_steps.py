@@ -7,12 +7,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 
 from clotho.scoring.sequences import MicroBatch
 from clotho.settings.engine import SamplingSection
 from clotho.training.gradient import LearnerModel
+from clotho.training.objectives.loss import LossCoefficients
+from clotho.training.optimizer_steps import MetricTotals
 from clotho.training.update import PolicyLearner
 from protocols.rollout import ScoredGroup
 from protocols.step import Cut, TokenValues
@@ -227,3 +229,12 @@ def test_the_first_optimizer_step_takes_the_policy_at_the_start_of_the_batch_fro
     metrics = learner(BigramPolicy(), objective="gspo", correction="off", **keys).update(groups()).metrics
     assert sum(passes) == scored
     assert metrics.unmoved_cut_fraction == 0.0
+
+
+def test_an_update_without_a_token_has_neutral_metrics() -> None:
+    """Ratios, shares and the step scale are 1, what has no value is null, and the rest is 0."""
+    coefficients = LossCoefficients(kl_beta=0.25, entropy_coef=0.5)
+    metrics = MetricTotals().metrics(tokens=0, learning_rate=0.125, loss_coefficients=coefficients, steps=0)
+    ones = {name: 1.0 for name in ("ratio_mean", "ess", "completion_ess", "step_scale")}
+    given = {"learning_rate": 0.125, "kl_beta": 0.25, "entropy_coef": 0.5}
+    assert {name: value for name, value in asdict(metrics).items() if value} == ones | given
