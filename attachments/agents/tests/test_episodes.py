@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from structlog.testing import capture_logs
 from attachments.agents.environment import described
 from attachments.agents.sections import PythonAgent
 from attachments.agents.tests.environments_under_test import Calculator
-from attachments.agents.workers import Workers
+from attachments.agents.workers import EnvironmentWorker, Workers
 from clotho.lanes.sampling_client import Refusal
 from protocols.errors import ProfileError, RequestError
 from protocols.prompt import Problem
@@ -383,3 +384,23 @@ async def test_what_cannot_work_is_refused_at_the_start(name: str, reason: str) 
             ChatWriter(byte_tokenizer(chat_template=NO_END), tools=await workers.tools(), system="")
     finally:
         workers.close()
+
+
+def test_an_episode_gets_a_worker_of_its_own_or_the_one_with_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further worker starts while all have episodes and there are fewer than `max_workers`."""
+    monkeypatch.setattr(
+        "attachments.agents.workers.EnvironmentWorker", lambda *_: SimpleNamespace(episodes=0, ended=False)
+    )
+    workers = Workers(PythonAgent(environment="talks:Talk", max_workers=2))
+    first, second = (begun(workers) for _ in range(2))
+    assert first is not second
+    assert {begun(workers).episodes for _ in range(2)} == {2}
+    second.episodes = 0
+    assert begun(workers) is second
+
+
+def begun(workers: Workers) -> EnvironmentWorker:
+    """Begin an episode, and return its worker."""
+    worker = workers.worker()
+    worker.episodes += 1
+    return worker
