@@ -175,7 +175,7 @@ def _say_loading(console: Console, model: str) -> None:
 
 
 def _show_help(text: str) -> tuple[int, bool]:
-    _console().print(text, markup=False, highlight=False, soft_wrap=True, end="")
+    sys.stdout.write(text)
     return 0, False
 
 

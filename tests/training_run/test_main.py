@@ -98,6 +98,7 @@ def test_a_command_of_mlx_lm_has_the_name_that_it_has_there(
     """One line on standard error has the own name."""
     assert main([own, "--help"]) == 0
     help_text, _ = capfd.readouterr()
+    assert f"clotho {own}" in help_text
     assert main([word, "--help"]) == 0
     assert capfd.readouterr() == (help_text, f"clotho: in the words of Clotho: {own}\n")
 
