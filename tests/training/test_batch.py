@@ -139,3 +139,11 @@ def test_groups_with_teachers_of_different_sizes_come_together_and_apart_from_ot
         expected = [8, -1, -1] if group == 0 else [8, 9, 10]
         assert taught.table.teacher.token_T_K[n].tolist() == expected
     assert not taught.table.teacher.share_T_K[6:].any()
+
+
+@pytest.mark.parametrize("least", [3, 9])
+def test_a_minibatch_is_cut_into_as_many_micro_batches_as_are_needed(least: int) -> None:
+    """Down to one completion each, of whatever lengths they are."""
+    group = scored_group([[3] * 64, [4, 5], [6, 7]], [1.0, 0.0, 0.5])
+    division = Division(learner_settings(micro_batch_tokens=1000), max_tokens=64, layout="padded", least=least)
+    assert len(division.micro_batches([sequence(group, i) for i in range(3)])) == 3
