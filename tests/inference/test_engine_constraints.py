@@ -160,13 +160,15 @@ class _Exhausted:
         return False
 
 
-def test_a_grammar_that_exceeds_its_limits_fails_its_request_alone() -> None:
-    """The failure names the field; the other rows complete."""
+def test_a_grammar_that_exceeds_its_limits_fails_its_request_alone(choice: Constraint) -> None:
+    """The failure names the field; the other rows complete, and constraints of theirs follow them."""
     engine = make_engine()
     failing = submit_request(engine, (1, 2), Sampling(max_tokens=9), constraint=_Exhausted())
     other = submit_request(engine, (1, 2), Sampling(max_tokens=9, ignore_eos=True))
+    chosen = submit_request(engine, (1, 2), Sampling(max_tokens=12), constraint=choice)
     run(engine)
     assert failing.failures == ["too much work"]
+    assert bytes(token for token in chosen.completions[0].tokens if token != END).decode() in CHOICES
     assert [getattr(event, "param", None) for event in failing.events] == ["guided_regex"]
     assert len(other.completions[0].tokens) == 9
 

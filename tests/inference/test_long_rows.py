@@ -112,6 +112,7 @@ def test_requests_that_hold_the_kv_cache_are_named_while_others_wait_for_it() ->
     engine = make_engine(kv_cache_tokens=400)
     answers = [long_request(engine, 150, salt, request_id=f"request {salt}") for salt in range(3)]
     tick_until(engine, lambda: engine._long.running == 3)
+    assert engine.running == 3 + engine._short.running
     assert engine.stats().cache_holders == ()
     tick_until(engine, lambda: bool(engine.stats().cache_holders))
     assert engine.stats().cache_holders == ("request 0", "request 1")

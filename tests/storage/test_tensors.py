@@ -88,6 +88,14 @@ def test_evaluated_arrays_are_written_from_any_thread(tmp_path: Path) -> None:
     assert mx.array_equal(read_tensors(tmp_path / "t.safetensors")["a"], array).item()
 
 
+def test_arrays_are_read_at_once(tmp_path: Path) -> None:
+    """What happens to the file afterwards changes them no more."""
+    path = save(tmp_path / "t.safetensors", {"a": mx.arange(1000)})
+    arrays = read_tensors(path)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert mx.array_equal(arrays["a"], mx.arange(1000)).item()
+
+
 def test_trees_have_dotted_names() -> None:
     """Nested and flat trees have the same names."""
     tree = {"model": {"layers": [{}, {"w": mx.ones((1,))}]}, "step": mx.array(1)}

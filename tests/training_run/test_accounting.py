@@ -132,10 +132,11 @@ async def test_a_source_that_implements_the_protocol_is_used_itself(context: Run
 
 async def test_checkpoint_totals_include_earlier_starts(context: RunContext) -> None:
     """Sampled tokens are added; the learner's values are kept unchanged."""
-    context = resumed(context, prompted=9)
     update = policy_updated(
         {}, step=3, version=2, random_state=(1, 2), ledger=LEDGER, bad_steps=1, train_seconds=7.0, trained_tokens=60
     )
+    assert accounting(context, prompter(context)).run_state(update).sampled_tokens == 0
+    context = resumed(context, prompted=9)
     assert accounting(context, prompter(context)).run_state(update) == RunState(
         step=3, version=2, fingerprint="f", ledger=LEDGER, prompted=9, random_state=(1, 2), bad_steps=1,
         train_seconds=7.0, sampled_tokens=100, trained_tokens=60, inputs=context.inputs,
