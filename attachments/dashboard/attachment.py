@@ -39,7 +39,7 @@ def loading_page(server: HttpServer) -> ASGIApp | None:
 def rewind(directory: RunDirectory, step: int, place: Path | None) -> None:
     """Move the values of later steps to `place`, with a copy of the timeline; without a place, delete the values.
 
-    The recorder of the timeline shortens it it
+    The recorder of the timeline shortens it itself.
     """
     if place is not None:
         (place / TOKENS).mkdir(exist_ok=True)
