@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -292,3 +294,9 @@ def test_an_allowance_is_a_share_of_the_time() -> None:
         credited.spend(0.0, 1.0)
     assert not credited.allows(3.9)
     assert credited.allows(4.0)
+
+
+def test_beside_few_rows_one_row_gets_its_first_token_at_once() -> None:
+    """A request of two rows waits for the step of all, and so does another row."""
+    jobs: list[Any] = [SimpleNamespace(awaits_first_token=True, admitted=rows) for rows in (2, 1, 1)]
+    assert make_engine()._first.chosen(jobs, beside=FIRST_ROWS - 1) == [jobs[1]]
