@@ -97,9 +97,11 @@ async def test_previous_handlers_are_restored() -> None:
     try:
         mine = signal.getsignal(signal.SIGTERM)
         recorded = RecordedSupervisor(transient(ScriptedActor("actor", [])))
+        async with handle_signals(recorded.supervisor):
+            assert signal.getsignal(signal.SIGTERM) is not mine
+        assert signal.getsignal(signal.SIGTERM) is mine
         with fail_after(5):
             async with handle_signals(recorded.supervisor), create_task_group() as group:
-                assert signal.getsignal(signal.SIGTERM) is not mine
                 group.start_soon(recorded.run)
                 _send(signal.SIGINT)
                 await recorded.drained.wait()
