@@ -20,6 +20,9 @@ from clotho.models.loading import MODEL_FORMATS, find_model, is_local
 from clotho.models.tokenizer import ChatTokenizer
 from clotho.rewards.registry import REWARDS, load_reward
 from clotho.rewards.weighted_sum import Rewards
+from clotho.settings.objectives import Dpo
+from clotho.training.objectives.functions import ATTACHED as OBJECTIVES
+from clotho.training.objectives.functions import objective
 from protocols.errors import ArtifactError, ModelError, ProfileError
 from tests.absent import without
 
@@ -36,7 +39,7 @@ DOORS = {
 """Types of the parameters and of the result of every door, by its place."""
 
 
-@pytest.mark.parametrize("table", [ADAPTER_FORMATS, MODEL_FORMATS, REWARDS])
+@pytest.mark.parametrize("table", [ADAPTER_FORMATS, MODEL_FORMATS, OBJECTIVES, REWARDS])
 def test_every_name_of_a_table_is_known_with_its_attachment(table: TableDoor[Any]) -> None:
     """Whether or not the attachment is installed."""
     assert table.owners == {name: folder for folder, rows in found(table.place).items() for name in rows}
@@ -45,7 +48,10 @@ def test_every_name_of_a_table_is_known_with_its_attachment(table: TableDoor[Any
 def test_every_row_names_something_that_can_be_imported() -> None:
     """As text, so that nothing is imported before it is used."""
     places = [row.load for row in REWARDS().values() if row.function is None]
-    places += [place for row in MODEL_FORMATS().values() for place in row] + [*ADAPTER_FORMATS().values()]
+    places += [place for row in MODEL_FORMATS().values() for place in row] + [
+        *ADAPTER_FORMATS().values(),
+        *OBJECTIVES().values(),
+    ]
     assert all(callable(provided(place)) for place in places)
 
 
@@ -90,6 +96,13 @@ def test_a_sum_of_rewards_refuses_names_of_absent_attachments(monkeypatch: pytes
     without(monkeypatch, "graders")
     with pytest.raises(ProfileError, match="needs the attachment 'graders'"):
         Rewards(math_verify=1.0)
+
+
+def test_an_objective_of_an_absent_attachment_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings are read, because rules between settings name them."""
+    without(monkeypatch, "preference")
+    with pytest.raises(ProfileError, match=r"dpo.* needs the attachment 'preference'"):
+        objective(Dpo())
 
 
 def test_a_model_file_of_an_absent_attachment_is_refused_by_its_name(

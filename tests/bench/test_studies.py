@@ -17,7 +17,6 @@ from bench import learning
 from bench.runs import Record
 from bench.studies import (
     curriculum,
-    distillation,
     environments,
     gym,
     learnability,

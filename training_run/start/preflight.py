@@ -12,7 +12,6 @@ from msgspec import Struct
 
 from clotho.extension import Door
 from clotho.models.tokenizer import ChatTokenizer
-from clotho.settings.objectives import Custom
 from clotho.storage.atomic_files import replace_file
 from protocols.finding import Finding
 from protocols.prompt import Problem
@@ -64,10 +63,9 @@ def write_findings(path: Path, findings: tuple[Finding, ...]) -> None:
 
 
 def require_importable(profile: Profile) -> None:
-    """Import custom actors and a custom objective. Raises ProfileError."""
+    """Import custom actors and the objective. Raises ProfileError."""
     for section in profile.actors:
         load_factory(section)
-    if isinstance(profile.learner.objective, Custom):
-        from clotho.training.objectives.functions import objective  # imports MLX
+    from clotho.training.objectives.functions import objective  # imports MLX
 
-        objective(profile.learner.objective)
+    objective(profile.learner.objective)

@@ -22,6 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from clotho.extension import TableDoor, provided
 from clotho.settings import objectives as settings
 from clotho.settings.objectives import (
     Cispo,
@@ -35,7 +36,6 @@ from clotho.settings.objectives import (
     Sapo,
     SequenceObjective,
 )
-from clotho.training.objectives import preferences
 from clotho.training.objectives.contract import Objective, ObjectiveInputs, PolicyLoss
 from clotho.training.objectives.kl import MAX_LOG_RATIO, bounded_log_ratio
 from clotho.user_code import load_named
@@ -196,23 +196,30 @@ OBJECTIVES: Mapping[type[ObjectiveSettings], Objective] = {
     GspoToken: gspo_token,
     Rloo: rloo,
     settings.Sft: reinforce,
-    settings.Dpo: preferences.dpo,
-    settings.Ipo: preferences.ipo,
-    settings.Kto: preferences.kto,
-    settings.Orpo: preferences.orpo,
-    settings.Simpo: preferences.simpo,
 }
 """The objective function of each struct: objective(log pi, tokens, settings)."""
+
+ATTACHED: TableDoor[str] = TableDoor(
+    "library.OBJECTIVES", dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), "preference")
+)
+"""Objective functions of attachments as `module:name`, by the types of their settings."""
 
 
 def objective(chosen: settings.Objective) -> Objective:
     """Return the objective function of these settings; see `contract` for what a custom function must return.
 
-    Raises ProfileError if a custom function cannot be imported or does not take three arguments. A custom function that
-    returns anything but a PolicyLoss of (N,) arrays raises ProfileError when it is called.
+    Raises ProfileError if a custom function cannot be imported or does not take three arguments, or an attachment is
+    not installed. A custom function that returns anything but a PolicyLoss of (N,) arrays raises ProfileError when it
+    is called.
     """
-    if not isinstance(chosen, settings.Custom):
+    if type(chosen) in OBJECTIVES:
         return OBJECTIVES[type(chosen)]
+    if not isinstance(chosen, settings.Custom):
+        name = str(chosen.__struct_config__.tag)
+        if (place := ATTACHED().get(name)) is None:
+            raise ProfileError(f'learner.objective = "{name}" {ATTACHED.absence(name)}')
+        attached: Objective = provided(place)
+        return attached
     name = chosen.function
     function = load_named(name, "learner.objective")
     _require_three_arguments(name, function)

@@ -12,7 +12,6 @@ import pytest
 from clotho.settings.learner import LearnerSection
 from clotho.settings.objectives import Custom
 from clotho.training.objectives.contract import ObjectiveInputs, PolicyLoss
-from clotho.training.objectives.functions import OBJECTIVES as FUNCTIONS
 from clotho.training.objectives.functions import objective
 from protocols.errors import ProfileError
 from tests.learner_settings import OBJECTIVES, OF_TOKENS, learner_settings
@@ -94,5 +93,5 @@ def test_a_custom_objective_with_a_wrong_result_is_refused() -> None:
 def test_every_objective_has_a_function_and_a_description_of_its_own() -> None:
     """The description names the paper."""
     kinds = [type(settings(name).objective) for name in OBJECTIVES]
-    assert set(kinds) == FUNCTIONS.keys()
+    assert all(callable(objective(settings(name).objective)) for name in OBJECTIVES)
     assert len({kind.__doc__ for kind in kinds}) == len(OBJECTIVES)
