@@ -71,10 +71,11 @@ def server(parts: ServerParts) -> None:
     from clotho.serving.parts import Endpoint, Handlers
 
     routes = Handlers("attachments.tinker.routes:TinkerRoutes", parts, access, settings)
-    own = [(*route.split(), handle) for route, handle in _handlers(routes)]
-    parts.endpoints[:0] = [
-        Endpoint(cast(Any, method), PREFIX + path, handle, admitted=False) for method, path, handle in own
-    ]
+    own = []
+    for route, handle in _handlers(routes):
+        method, path = route.split()
+        own.append(Endpoint(cast(Any, method), PREFIX + path, handle, admitted=False))
+    parts.endpoints[:0] = own
     parts.gauges.append(partial(_measured, routes))
 
 

@@ -92,7 +92,7 @@ def pass_bytes(base: BaseModel, tokens: int, longest: int) -> int:
         [0] * len(blocks),
         micro,
         residual=0,
-        scores=attention_heads(base.config) * itemsize * (1 if divides else SOFT_CAPPED),
+        scores=[attention_heads(base.config) * itemsize * (1 if divides else SOFT_CAPPED)] * len(blocks),
         logits=logits,
         checkpointed=False,
         divides=divides,
