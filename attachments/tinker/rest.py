@@ -147,10 +147,8 @@ class TinkerRest:
         rows: list[Sequence[object]] = []
         for one in self._sessions.open(""):
             shown = (one.name.rpartition("/")[0], one.session_id, one.fields.sdk_version, one.unfinished)
-            for m in one.models.values():
-                rows.append((*shown, len(one.samplers), m.model_id, m.lora.rank, m.steps, f"{m.bytes / MIB:.1f}"))
-            if not one.models:
-                rows.append((*shown, len(one.samplers)))
+            models = [(m.model_id, m.lora.rank, m.steps, f"{m.bytes / MIB:.1f}") for m in one.models.values()]
+            rows += [(*shown, len(one.samplers), *model) for model in models] or [(*shown, len(one.samplers))]
         lines = ["".join(f"<td>{escape(visible(str(cell), 80))}</td>" for cell in row) for row in rows]
         head = "".join(f"<th>{name}</th>" for name in COLUMNS)
         return PAGE.format(
