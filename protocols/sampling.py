@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import accumulate, groupby, pairwise
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from protocols.constraints import Constraint
 
@@ -391,6 +391,16 @@ class ExpertRoutes(Struct, frozen=True, kw_only=True):
     def token_bytes(self) -> int:
         """Bytes of the route of one token."""
         return self.layers * self.per_token * self.number_bytes
+
+
+def grown_routes(before: ExpertRoutes | None, now: ExpertRoutes | None) -> ExpertRoutes | None:
+    """Return the routes of a row of turns after its last turn: of each token, those that first computed it.
+
+    before: routes of the earlier turns; None if they have none. now: of the last turn and all that is before it.
+    """
+    if before is None or now is None:
+        return now
+    return structs.replace(now, experts=before.experts + now.experts[len(before.experts) :])
 
 
 class Completion(Struct, frozen=True, kw_only=True):

@@ -190,6 +190,7 @@ class RunMonitor:
             measure=partial(self.metrics, settings.model_name),
             sample_log=context.attached.samples or NullSampleLog(),
             record_supports=context.attached.samples is not None,
+            record_routes=context.attached.samples is not None and profile.learner.router_replay != "off",
             run_directory=context.directory.path,
         )
 

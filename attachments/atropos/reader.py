@@ -276,6 +276,7 @@ class GroupReader:
             text=text,
             finish_reason=sequence.finish_reason or self._finish_reason(trained_T),
             supports=supports if any(supports) else (),
+            routes=sequence.routes if trained_T[-1] else None,  # tokens behind the last span have no routes
             sampled=sampled,
             turns=turns_of(tokens, sampled, text, self._decode),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
@@ -16,7 +17,7 @@ from threading import Lock
 
 import numpy as np
 import structlog
-from msgspec import Struct
+from msgspec import Struct, structs
 from numpy.typing import NDArray
 from starlette.requests import Request
 
@@ -29,10 +30,12 @@ from protocols.sampling import (
     MIN_LOGPROB,
     POLICY,
     Completion,
+    ExpertRoutes,
     FinishReason,
     SampleRequest,
     Sampling,
     can_record_support,
+    grown_routes,
 )
 
 log = structlog.get_logger(actor="server")
@@ -43,6 +46,9 @@ TOKEN_BYTES, SUPPORT_BYTES, COMPLETION_BYTES = 8, 40, 256
 DECIMALS = 3
 """Log-probabilities of equal samples agree to this many decimals; beyond, they depend on the rest of the batch."""
 
+MAX_ROUTE_BYTES = 2**29
+"""Maximum size of the routes in the log, those of completions included that have left it since."""
+
 MAX_EQUAL = 16
 """Maximum number of completions with the same prompt and tokens that are kept."""
 
@@ -52,7 +58,8 @@ class SampledCompletion(Struct, frozen=True, kw_only=True, eq=False, gc=False):
 
     key: of its prompt and tokens. logprob_bytes, version_bytes: float32 and int32 per token. supports: as in
     `Completion`. client_label: label of the client that requested it; empty if it gave none. unlearnable: why the
-    learner cannot evaluate the distribution that it was sampled from; empty if it can.
+    learner cannot evaluate the distribution that it was sampled from; empty if it can. routes: as in `Completion`; None
+    if the log has dropped them.
     """
 
     key: bytes
@@ -63,6 +70,7 @@ class SampledCompletion(Struct, frozen=True, kw_only=True, eq=False, gc=False):
     finish_reason: FinishReason
     client_label: str
     unlearnable: str
+    routes: ExpertRoutes | None
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
@@ -109,6 +117,8 @@ class SampleLog:
         self._equal: dict[bytes, list[int]] = {}
         self._serial = count()
         self._cost = 0
+        self._route_bytes = 0
+        self._routed: deque[tuple[int, int]] = deque()  # serial numbers and bytes of completions with routes
         self._lock = Lock()
         self._base_clients: set[str] = set()
         self._prompt: tuple[int, ...] = ()
@@ -143,6 +153,7 @@ class SampleLog:
                 finish_reason=completion.finish_reason,
                 client_label=client_label,
                 unlearnable=unlearnable_completion(request, completion, logit_bias=self._bias),
+                routes=completion.routes,
             )
             if entry.cost > self._capacity:
                 return
@@ -150,6 +161,7 @@ class SampleLog:
             equal.append(next(self._serial))
             self._entries[equal[-1]] = entry
             self._cost += entry.cost
+            self._bound_routes(equal[-1], completion.routes)
             same = [number for number in equal[:-1] if self._entries[number].sample_key == entry.sample_key]
             for number in same or equal[:-MAX_EQUAL]:
                 self._remove(number)
@@ -182,6 +194,18 @@ class SampleLog:
         if prompt is not self._prompt:
             self._prompt, self._prompt_hash = prompt, _hash_prompt(prompt)
         return _hash_completion(self._prompt_hash, tokens)
+
+    def _bound_routes(self, number: int, routes: ExpertRoutes | None) -> None:
+        """Add the routes of a completion, and drop the oldest beyond `MAX_ROUTE_BYTES`."""
+        if routes is None:
+            return
+        self._routed.append((number, len(routes.experts)))
+        self._route_bytes += len(routes.experts)
+        while self._route_bytes > MAX_ROUTE_BYTES:
+            oldest, size = self._routed.popleft()
+            self._route_bytes -= size
+            if oldest in self._entries:
+                self._entries[oldest] = structs.replace(self._entries[oldest], routes=None)
 
     def _remove(self, number: int) -> None:
         entry = self._entries.pop(number)
@@ -222,7 +246,8 @@ class SampledSequence(Struct, kw_only=True):
 
     unrecorded: spans that the sample log does not contain. missing: unrecorded spans without log-probabilities from the
     environment. supports: token index -> support. temperature: of all spans. max_difference: largest difference between
-    the log-probabilities of the sample log and of the environment.
+    the log-probabilities of the sample log and of the environment. routes: of the tokens up to the last span; None if a
+    span has none.
     """
 
     logprob_T: NDArray[np.float32]
@@ -233,6 +258,7 @@ class SampledSequence(Struct, kw_only=True):
     temperature: float
     finish_reason: FinishReason | None = None
     client_label: str = ""
+    routes: ExpertRoutes | None = None
     max_difference: float | None = None
 
 
@@ -269,6 +295,7 @@ def sampled_sequence(
         client_label=next((sampled.client_label for sampled in found if sampled and sampled.client_label), ""),
     )
     for (start, end), sampled in zip(spans, found, strict=True):
+        sequence.routes = grown_routes(sequence.routes, sampled and sampled.routes)
         if sampled is None:
             continue
         if sampled.unlearnable:

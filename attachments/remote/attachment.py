@@ -59,9 +59,14 @@ def replaces_weights(server: HttpServer) -> bool:
 
 
 def complaints(profile: Profile) -> Iterable[Complaint]:
-    """Servers of `generator.weights = "restart"` know the log-probabilities of the model's distribution only."""
+    """Servers return no routes. Those of `generator.weights = "restart"` know the model's distribution only."""
     generator = GENERATOR.of(profile)
-    if not isinstance(generator, RemoteGeneration) or not isinstance(generator.weights, RestartedServers):
+    if not isinstance(generator, RemoteGeneration):
+        return
+    if profile.learner.router_replay == "on":
+        reason = 'generator = "remote" samples on servers that return no routes of experts'
+        yield Complaint("learner.router_replay", f'learner.router_replay must be "auto" or "off": {reason}')
+    if not isinstance(generator.weights, RestartedServers):
         return
     for name in (*in_use(profile.sampling, affects="distribution"), *in_use(profile.sampling, affects="length")):
         if name not in ("max_tokens", "logit_bias"):

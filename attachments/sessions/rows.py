@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from clotho.serving.services import Tokenizer
-from protocols.sampling import Completion, SampleRequest, turns_of
+from protocols.sampling import Completion, ExpertRoutes, SampleRequest, grown_routes, turns_of
 
 
 class SessionAnswer(Struct, frozen=True, kw_only=True, eq=False):
@@ -38,10 +38,12 @@ class SessionRow:
     """One growing sequence of tokens.
 
     All its answers have one temperature, and all or none recorded from which tokens they were sampled.
+    routes: of all tokens but the last; None if they were not recorded.
     """
 
     def __init__(self, request: SampleRequest, completion: Completion) -> None:
         self.tokens = array("i")
+        self.routes: ExpertRoutes | None = None
         self._answers: list[tuple[int, int]] = []
         self._kind = _kind(request, completion)
 
@@ -75,7 +77,8 @@ class SessionRow:
     def add(self, request: SampleRequest, completion: Completion) -> SessionAnswer:
         """Add an answer, with what its prompt adds to the row."""
         self.tokens.extend(request.prompt[len(self.tokens) :])
-        answer = SessionAnswer(row=self, start=len(self.tokens), completion=completion)
+        self.routes = grown_routes(self.routes, completion.routes)
+        answer = SessionAnswer(row=self, start=len(self.tokens), completion=structs.replace(completion, routes=None))
         self.tokens.extend(completion.tokens)
         self._answers.append((answer.start, answer.end))
         return answer
@@ -100,6 +103,12 @@ class Trajectory(Struct, frozen=True, kw_only=True, eq=False):
         """All tokens."""
         return self.answers[0].row.tokens[: self.answers[-1].end]
 
+    @property
+    def routes(self) -> ExpertRoutes | None:
+        """The routes of all tokens but the last."""
+        routes, inputs = self.answers[0].row.routes, self.answers[-1].end - 1
+        return routes and structs.replace(routes, experts=routes.experts[: inputs * routes.token_bytes])
+
     def completion(self, shared: int, *, decode: Callable[[Sequence[int]], str], reward: float) -> Completion:
         """Return the sequence behind its first `shared` tokens, which all sequences of its group have."""
         tokens = tuple(self.tokens[shared:])
@@ -119,6 +128,7 @@ class Trajectory(Struct, frozen=True, kw_only=True, eq=False):
             versions=tuple(versions),
             sampled=() if all(sampled) else tuple(sampled),
             supports=tuple(supports) if any(supports) else (),
+            routes=self.routes,
             turns=turns_of(tokens, sampled, text, decode),
             text=text,
             finish_reason=self.answers[-1].completion.finish_reason,

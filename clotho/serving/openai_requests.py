@@ -293,6 +293,7 @@ def build_request(
                 seeds=completion_seeds(prompt_seed, n),
                 reuse_prefix=True,
                 record_support=(context.record_supports or record_support) and can_record_support(sampling),
+                record_routes=context.record_routes,
                 request_id=request_id,
                 weights=model.source,
                 special_tokens=fields.skip_special_tokens is False,

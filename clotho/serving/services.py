@@ -189,11 +189,11 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     cancelled. context_length: maximum number of prompt and completion tokens. measure: yields metrics of what is served
     for /metrics; its argument has the requests that exceeded a limit on time before they were admitted, by limit.
     sample_log: records completions of clients. record_supports: request the support of the sampling distribution if
-    top-k limits its size. chat: `module:name` of the `ChatExtension` that serves the fields of tools, grammars and
-    reasoning. engine: None: clients do not control it. base_model: id of the base model of adapters. replaceable: the
-    policy whose weights a training run of another process may replace; None: nobody replaces them. base: what adapters
-    can be trained on; None: this server serves a policy. run_directory: of the training run that the server shows;
-    None: there is none.
+    top-k limits its size. record_routes: request the experts of every token. chat: `module:name` of the `ChatExtension`
+    that serves the fields of tools, grammars and reasoning. engine: None: clients do not control it. base_model: id of
+    the base model of adapters. replaceable: the policy whose weights a training run of another process may replace;
+    None: nobody replaces them. base: what adapters can be trained on; None: this server serves a policy. run_directory:
+    of the training run that the server shows; None: there is none.
     """
 
     sampler: EngineSampler
@@ -209,6 +209,7 @@ class ServerContext(Struct, frozen=True, kw_only=True):
     measure: Callable[[Mapping[str, int]], Iterable[Metric]] = no_metrics
     sample_log: SampleRecorder = NullSampleLog()
     record_supports: bool = False
+    record_routes: bool = False
     chat: str = "clotho.serving.chat_extension:ChatExtension"
     engine: EngineAccess | None = None
     base_model: str = ""

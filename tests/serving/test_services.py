@@ -57,7 +57,8 @@ async def recording_server(
     recorder = RecordedCompletions()
 
     def with_recorder(served: Served, **keys: Any) -> Any:
-        return structs.replace(server_context(served, **keys), sample_log=recorder, record_supports=True)
+        recorded = {"sample_log": recorder, "record_supports": True, "record_routes": True}
+        return structs.replace(server_context(served, **keys), **recorded)
 
     monkeypatch.setattr("tests.serving.running_server.server_context", with_recorder)
     async with serving(**settings) as served:
@@ -76,6 +77,7 @@ async def test_every_endpoint_records_each_completion_once(monkeypatch: pytest.M
         assert {client_label for _, _, client_label in recorder.taken} == {"guessing"}
         assert len({(request.prompt, completion.tokens) for request, completion, _ in recorder.taken}) == 2 * prompts
         for request, completion, _ in recorder.taken:
+            assert request.record_routes
             tokens = [*request.prompt, *completion.tokens]
             found = recorder.log.find(tokens, len(request.prompt), len(tokens))
             assert found

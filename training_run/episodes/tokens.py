@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct, structs
 
-from protocols.sampling import Completion, ExpertRoutes, FinishReason, turns_of
+from protocols.sampling import Completion, ExpertRoutes, FinishReason, grown_routes, turns_of
 
 
 class EpisodeRow:
@@ -24,7 +24,6 @@ class EpisodeRow:
         self._sampled: list[bool] = []
         self._supports: list[bytes] = []
         self._routes: ExpertRoutes | None = None
-        self._experts, self._has_routes = b"", True
         self._turn: list[int] = []
         self.called: list[tuple[str, ...]] = []
 
@@ -42,11 +41,7 @@ class EpisodeRow:
         self._versions += [*[version] * added, *completion.versions]
         self._sampled += [*[False] * added, *[True] * sampled]
         self._supports += [*[b""] * added, *(completion.supports or [b""] * sampled)]
-        if completion.routes is None:
-            self._has_routes = False
-        else:
-            self._routes = completion.routes  # of the whole row but its last token
-            self._experts += completion.routes.experts[len(self._experts) :]
+        self._routes = grown_routes(self._routes, completion.routes)
         self._turn += [turn] * (added + sampled)
         self.finish = completion.finish_reason
 
@@ -73,7 +68,7 @@ class EpisodeRow:
             sampled=sampled,
             turns=tuple(structs.replace(turn, tools=next(called)) if turn.sampled else turn for turn in turns),
             supports=(*[b""] * added, *self._supports) if any(self._supports) else (),
-            routes=structs.replace(self._routes, experts=self._experts) if self._routes and self._has_routes else None,
+            routes=self._routes,
             text=text,
             finish_reason=self.finish,
             reward=reward,

@@ -13,7 +13,7 @@ from attachments.atropos.reader import GroupReader
 from attachments.atropos.sample_log import SampleLog
 from attachments.atropos.validation import Bounds
 from protocols.rollout import Discarded, GroupOutcome, ScoredGroup
-from protocols.sampling import Completion, PromptLogprobs, SampleRequest, Sampling
+from protocols.sampling import Completion, ExpertRoutes, PromptLogprobs, SampleRequest, Sampling
 from tests.fakes import CharacterTokenizer
 from tests.learner_settings import learner_settings
 
@@ -89,9 +89,11 @@ class ReaderHarness:
         client_label: str = "",
         version: int = 4,
         support: Turn = (),
+        route: int = 0,
         **sampling: Any,
     ) -> None:
-        """Add a completion to the sample log."""
+        """Add a completion to the sample log. route: byte of the route of every token; 0: none were recorded."""
+        experts = bytes([route]) * (len(before) + len(tokens) - 1)
         supports = (b"".join(token.to_bytes(4, "little") for token in support),) * len(tokens) if support else ()
         self.sample_log.remember(
             SampleRequest(prompt=before, sampling=Sampling(**sampling), seeds=(1,)),
@@ -102,6 +104,7 @@ class ReaderHarness:
                 text="",
                 finish_reason="length",
                 supports=supports,
+                routes=ExpertRoutes(experts=experts, layers=1, per_token=1, number_bytes=1) if route else None,
             ),
             client_label=client_label,
         )

@@ -194,6 +194,20 @@ async def test_tokens_of_the_environment_have_no_support() -> None:
     assert [len(support) for support in one.supports] == [8, 0, 12]
 
 
+async def test_a_sequence_has_the_routes_that_first_computed_its_tokens() -> None:
+    """Of all tokens but the last; without those of a later turn, or behind the last turn, it has none."""
+    harness = ReaderHarness()
+    harness.record(PROMPT, (40,), route=7)
+    harness.record((*PROMPT, 40, 50), (42,), route=8)
+    turns = PROMPT, (40,), (50,), (42,)
+    one, other = (await harness.scored(conversations(turns, (PROMPT, (41,))))).group.completions
+    assert one.routes is not None
+    assert one.routes.experts == b"\7" * len(PROMPT) + b"\10" * 2
+    assert other.routes is None
+    later = conversations((*turns, (51,), (43,)), (*turns, (51,)))
+    assert [one.routes for one in (await harness.scored(later)).group.completions] == [None, None]
+
+
 async def test_a_sequence_with_incomplete_supports_is_invalid() -> None:
     """The learner uses supports for all tokens of a completion or for none."""
     harness = ReaderHarness()

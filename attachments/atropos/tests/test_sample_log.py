@@ -10,8 +10,9 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from attachments.atropos import sample_log as module
 from attachments.atropos.sample_log import MAX_EQUAL, SampleLog
-from protocols.sampling import BASE, Completion, SampleRequest, Sampling
+from protocols.sampling import BASE, Completion, ExpertRoutes, SampleRequest, Sampling
 
 PROMPT = (5, 9, 33)
 
@@ -131,6 +132,18 @@ def test_the_oldest_completions_are_removed_first() -> None:
     log.remember(request(), completion(*range(3 * 36)), client_label="")
     assert log.find([*PROMPT, *range(3 * 36)], 3, 3 + 3 * 36) is None
     assert log.find([*PROMPT, 9, 1, 1, 1], 3, 7)
+
+
+def test_the_oldest_routes_are_dropped_before_their_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bytes are bounded by themselves; the log-probabilities stay."""
+    monkeypatch.setattr(module, "MAX_ROUTE_BYTES", 10)
+    log = SampleLog()
+    for token in range(3):
+        routes = ExpertRoutes(experts=bytes([token]) * 4, layers=1, per_token=1, number_bytes=1)
+        log.remember(request(), completion(token, 1, routes=routes), client_label="")
+    found = [log.find([*PROMPT, token, 1], 3, 5) for token in range(3)]
+    assert [one and one.routes and one.routes.experts for one in found] == [None, b"\1" * 4, b"\2" * 4]
+    assert all(one is not None and one.logprobs.size == 2 for one in found)
 
 
 def test_supports_are_stored_and_count_towards_the_bound() -> None:

@@ -39,6 +39,13 @@ async def test_log_probabilities_of_servers_are_compared(tmp_path: Path, generat
         assert plan.token_values == (generator != "local")
 
 
+def test_routes_are_not_replayed_from_servers(tmp_path: Path) -> None:
+    """`router_replay = "on"` is a complaint, because answers have no routes; "auto" counts none."""
+    for mode, complaints in (("auto", []), ("on", ["learner.router_replay"])):
+        profile = tiny_profile(tmp_path, generator=SERVERS, learner={"router_replay": mode})
+        assert [complaint.key for complaint in attachment.complaints(profile)] == complaints
+
+
 def test_mlx_lm_server_samples_with_what_its_log_probabilities_contain(tmp_path: Path) -> None:
     """Temperature, `max_tokens` and `logit_bias`; other parameters are complaints."""
     restarted = SERVERS | {"weights": "restart"}

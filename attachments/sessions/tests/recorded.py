@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from attachments.sessions.groups import Member
 from attachments.sessions.rows import SessionAnswer, SessionRow, trajectories
-from protocols.sampling import Completion, SampleRequest, Sampling
+from protocols.sampling import Completion, ExpertRoutes, SampleRequest, Sampling
 
 
 def sample(
-    prompt: tuple[int, ...], tokens: tuple[int, ...], *, temperature: float = 1.0, supports: bool = False
+    prompt: tuple[int, ...],
+    tokens: tuple[int, ...],
+    *,
+    temperature: float = 1.0,
+    supports: bool = False,
+    route: int = 0,
 ) -> tuple[SampleRequest, Completion]:
-    """Return a request and its completion; token t has the log-probability -t / 10 and the version of its position."""
+    """Return a request and its completion; token t has the log-probability -t / 10 and the version of its position.
+
+    route: byte of the route of every token; 0: none were recorded.
+    """
+    experts = bytes([route]) * (len(prompt) + len(tokens) - 1)
     completion = Completion(
         tokens=tokens,
         logprobs=tuple(-token / 10 for token in tokens),
@@ -18,6 +27,7 @@ def sample(
         text="",
         finish_reason="stop",
         supports=(b"s",) * len(tokens) if supports else (),
+        routes=ExpertRoutes(experts=experts, layers=1, per_token=1, number_bytes=1) if route else None,
     )
     return SampleRequest(prompt=prompt, sampling=Sampling(temperature=temperature), seeds=(1,)), completion
 

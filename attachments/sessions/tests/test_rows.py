@@ -78,6 +78,20 @@ def test_a_sequence_trains_on_its_answers_and_keeps_how_they_were_sampled() -> N
     assert completion.length == 3
 
 
+def test_a_sequence_has_the_routes_that_first_computed_its_tokens() -> None:
+    """Of all tokens but the last; later answers of the row do not change them, and one without routes ends them."""
+    turns = [sample((1, 2), (3, 4), route=7), sample((1, 2, 3, 4, 5), (6,), route=8)]
+    answers = row(*turns, sample((1, 2, 3, 4, 5, 6), (9,), route=9))
+    for count, expected in ((1, b"\7" * 3), (2, b"\7" * 3 + b"\10" * 2)):
+        (found,) = trajectories(answers[:count])
+        routes = found.completion(1, decode=str, reward=1.0).routes
+        assert routes is not None
+        assert routes.experts == expected
+    assert answers[0].completion.routes is None
+    (found,) = trajectories(row(*turns, sample((1, 2, 3, 4, 5, 6), (9,))))
+    assert found.completion(1, decode=str, reward=1.0).routes is None
+
+
 def test_a_sequence_ends_with_its_last_answer() -> None:
     """What was sampled later in its row is not part of it; what was sampled before is context."""
     first, second, _ = row(FIRST, sample((1, 2, 3, 4, 5), (6,)), sample((1, 2, 3, 4, 5, 6, 7), (8,)))
